@@ -1,29 +1,40 @@
-"""Bias + GELU, SwiGLU and their gradients: NumPy references, then the launchers of activation.cu's versions.
+"""Bias + GELU, SwiGLU and their gradients: NumPy references, then the launchers of activation.cu's
+versions.
 
     y = bias_gelu(x, bias)                          # x (…, columns), bias (columns,) or None
     dx, dbias = bias_gelu_gradient(x, bias, dy)
     y = swiglu(gate, up)                            # silu(gate) up, all of one shape
     dgate, dup = swiglu_gradient(gate, up, dy)
 
-float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy; computed in float32, rounded once. Version 2 loads
-16 bytes at a time and runs if every row begins at a multiple of that. Bytes moved: at the head of activation.cu.
+float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy; computed in float32, rounded
+once. Version 2 loads 16 bytes at a time and runs if every row begins at a multiple of that. Bytes
+moved: at the head of activation.cu.
 """
 
 from typing import Any
 
 import numpy as np
-from minidist.kernels.checks import check_alike
-from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
 
 from minidist.device.backend import Array, array_module
 from minidist.errors import ShapeError
+from minidist.kernels.checks import check_alike
+from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
 
 VERSIONS = (1, 2)
-SOURCE = Source("activation.cu", [
-    *(f"{name}_v{version}<{kind}>" for name in ("bias_gelu", "bias_gelu_gradient", "swiglu", "swiglu_gradient")
-      for version in VERSIONS for kind in FLOATS), *(f"sum_rows<{kind}>" for kind in FLOATS)])
-BLOCK = 256             # threads
-ROW_PARTS = 64          # the most blocks that share the rows of a bias gradient; its sums are float32
+SOURCE = Source(
+    "activation.cu",
+    [
+        *(
+            f"{name}_v{version}<{kind}>"
+            for name in ("bias_gelu", "bias_gelu_gradient", "swiglu", "swiglu_gradient")
+            for version in VERSIONS
+            for kind in FLOATS
+        ),
+        *(f"sum_rows<{kind}>" for kind in FLOATS),
+    ],
+)
+BLOCK = 256  # threads
+ROW_PARTS = 64  # the most blocks that share the rows of a bias gradient; its sums are float32
 
 _IN, _CUBE = np.sqrt(2 / np.pi), 0.044715
 
@@ -34,8 +45,9 @@ def bias_gelu_reference(x: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
     return z / 2 * (1 + np.tanh(_IN * (z + _CUBE * z * z * z)))
 
 
-def bias_gelu_gradient_reference(x: np.ndarray, bias: np.ndarray | None,
-                                 dy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def bias_gelu_gradient_reference(
+    x: np.ndarray, bias: np.ndarray | None, dy: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """The gradients of x and of the bias."""
     z = x if bias is None else x + bias
     t = np.tanh(_IN * (z + _CUBE * z * z * z))
@@ -48,7 +60,9 @@ def swiglu_reference(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return gate * (1 + np.tanh(gate / 2)) / 2 * up
 
 
-def swiglu_gradient_reference(gate: np.ndarray, up: np.ndarray, dy: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def swiglu_gradient_reference(
+    gate: np.ndarray, up: np.ndarray, dy: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """The gradients of gate and up."""
     s = (1 + np.tanh(gate / 2)) / 2
     return dy * up * s * (1 + gate * (1 - s)), dy * gate * s
@@ -62,8 +76,11 @@ def bias_gelu(x: Array, bias: Array | None = None, *, version: int | None = None
     return y
 
 
-def bias_gelu_gradient(x: Array, bias: Array | None, dy: Array, *, version: int | None = None) -> tuple[Array, Array]:
-    """dx and dbias (columns,), summed in float32 in an order that depends on the shape alone. Raises: ShapeError."""
+def bias_gelu_gradient(
+    x: Array, bias: Array | None, dy: Array, *, version: int | None = None
+) -> tuple[Array, Array]:
+    """dx and dbias (columns,), summed in float32 in an order that depends on the shape alone.
+    Raises: ShapeError."""
     xp, columns = array_module(x), x.shape[-1]
     _check_bias(x, bias)
     check_alike("bias_gelu_gradient", x, dy)
@@ -76,9 +93,20 @@ def bias_gelu_gradient(x: Array, bias: Array | None, dy: Array, *, version: int 
     wide = 32 * (16 // x.dtype.itemsize if version == 2 else 1)
     parts = min(ROW_PARTS, -(-rows // 8))
     partial = xp.empty((parts, columns), np.float32)
-    launch(SOURCE, f"bias_gelu_gradient_v{version}<{kind}>", grid=(-(-columns // wide), parts), block=(32, 8),
-           args=(x, bias, dy, dx, partial, rows, columns))
-    launch(SOURCE, f"sum_rows<{kind}>", grid=-(-columns // BLOCK), block=BLOCK, args=(partial, dbias, parts, columns))
+    launch(
+        SOURCE,
+        f"bias_gelu_gradient_v{version}<{kind}>",
+        grid=(-(-columns // wide), parts),
+        block=(32, 8),
+        args=(x, bias, dy, dx, partial, rows, columns),
+    )
+    launch(
+        SOURCE,
+        f"sum_rows<{kind}>",
+        grid=-(-columns // BLOCK),
+        block=BLOCK,
+        args=(partial, dbias, parts, columns),
+    )
     return dx, dbias
 
 
@@ -90,7 +118,9 @@ def swiglu(gate: Array, up: Array, *, version: int | None = None) -> Array:
     return y
 
 
-def swiglu_gradient(gate: Array, up: Array, dy: Array, *, version: int | None = None) -> tuple[Array, Array]:
+def swiglu_gradient(
+    gate: Array, up: Array, dy: Array, *, version: int | None = None
+) -> tuple[Array, Array]:
     """The gradients of gate and up: new arrays. Raises: ShapeError."""
     check_alike("swiglu_gradient", gate, up, dy)
     xp = array_module(gate)
@@ -107,15 +137,24 @@ def _given(*arrays: Any) -> list[Any]:
 def _check_bias(x: Array, bias: Array | None) -> None:
     """Raises: ShapeError if the bias is not one row of x."""
     if bias is not None and bias.shape != x.shape[-1:]:
-        raise ShapeError(f"bias_gelu: a bias of shape {bias.shape} does not fit x {x.shape}; it needs {x.shape[-1:]}")
+        raise ShapeError(
+            f"bias_gelu: a bias of shape {bias.shape} does not fit x {x.shape}; it needs "
+            f"{x.shape[-1:]}"
+        )
 
 
-def _elementwise(name: str, first: Array, arrays: tuple[Any, ...], numbers: tuple[int, ...],
-                 version: int | None) -> None:
+def _elementwise(
+    name: str, first: Array, arrays: tuple[Any, ...], numbers: tuple[int, ...], version: int | None
+) -> None:
     """Launch with one thread per element (version 1) or per 16 bytes (version 2)."""
     if first.size == 0:
         return
     version = version_for(name, version, *_given(*arrays))
     elements = -(-first.size // (16 // first.dtype.itemsize)) if version == 2 else first.size
-    launch(SOURCE, f"{name}_v{version}<{c_type(first)}>", grid=-(-elements // BLOCK), block=BLOCK,
-           args=(*arrays, *numbers))
+    launch(
+        SOURCE,
+        f"{name}_v{version}<{c_type(first)}>",
+        grid=-(-elements // BLOCK),
+        block=BLOCK,
+        args=(*arrays, *numbers),
+    )

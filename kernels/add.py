@@ -3,21 +3,21 @@
     y = add(a, b)                       # of one shape, or b as a's last dims: a bias beside rows
     add(a, b, out=a)                    # in place
 
-float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy; added in float32 and rounded once. Moved: 2
-itemsize bytes an element of a, and b once. On an H200 CuPy's sums of bfloat16 in a step took four
-times as long.
+float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy; added in float32 and rounded
+once. Moved: 2 itemsize bytes an element of a, and b once. On an H200 CuPy's sums of bfloat16 in a
+step took four times as long.
 """
 
 import numpy as np
-from minidist.kernels.checks import check_version
-from minidist.kernels.loader import FLOATS, Source, begin_aligned, c_type, launch
 
 from minidist.device.backend import Array, array_module
 from minidist.errors import DtypeError, KernelError, ShapeError
+from minidist.kernels.checks import check_version
+from minidist.kernels.loader import FLOATS, Source, begin_aligned, c_type, launch
 
 VERSIONS = (1, 2)
 SOURCE = Source("add.cu", [f"add_v{version}<{kind}>" for version in VERSIONS for kind in FLOATS])
-BLOCK = 256             # threads
+BLOCK = 256  # threads
 
 
 def add_reference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -28,14 +28,17 @@ def add_reference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def add(a: Array, b: Array, *, out: Array | None = None, version: int | None = None) -> Array:
     """`out`, or a new array of a's shape. out may be a.
 
-    Raises: ShapeError if b is not a's last dims; DtypeError if they differ in dtype; KernelError if `version` does not
+    Raises: ShapeError if b is not a's last dims; DtypeError if they differ in dtype; KernelError if
+    `version` does not
             fit.
     """
     y = array_module(a, b).empty(a.shape, a.dtype) if out is None else out
     check_version("add", version, VERSIONS)
-    if a.shape[max(0, a.ndim - b.ndim):] != b.shape or y.shape != a.shape:
-        raise ShapeError(f"add: arrays of shapes {a.shape}, {b.shape} and {y.shape}; b must be a's last dims, "
-                         f"and y as a")
+    if a.shape[max(0, a.ndim - b.ndim) :] != b.shape or y.shape != a.shape:
+        raise ShapeError(
+            f"add: arrays of shapes {a.shape}, {b.shape} and {y.shape}; b must be a's last dims, "
+            f"and y as a"
+        )
     if not a.dtype == b.dtype == y.dtype:
         raise DtypeError(f"add: arrays of {a.dtype}, {b.dtype} and {y.dtype}; they need one dtype")
     if not a.size:
@@ -43,9 +46,16 @@ def add(a: Array, b: Array, *, out: Array | None = None, version: int | None = N
     pack = 16 // a.dtype.itemsize
     fits = begin_aligned(a, b, y) and (b.size == a.size or b.size % pack == 0)
     if version == 2 and not fits:
-        raise KernelError("add_v2 loads 16 bytes at a time, and an array begins elsewhere or b ends within them; "
-                          "take version 1")
+        raise KernelError(
+            "add_v2 loads 16 bytes at a time, and an array begins elsewhere or b ends within them; "
+            "take version 1"
+        )
     version = version or (2 if fits else 1)
-    launch(SOURCE, f"add_v{version}<{c_type(a)}>", grid=-(-a.size // (BLOCK * (pack if version == 2 else 1))),
-           block=BLOCK, args=(a, b, y, a.size, b.size))
+    launch(
+        SOURCE,
+        f"add_v{version}<{c_type(a)}>",
+        grid=-(-a.size // (BLOCK * (pack if version == 2 else 1))),
+        block=BLOCK,
+        args=(a, b, y, a.size, b.size),
+    )
     return y

@@ -1,4 +1,5 @@
-"""Compiled files in the user's cache folder. The name of a file contains a hash of all its sources and flags."""
+"""Compiled files in the user's cache folder. The name of a file contains a hash of all its sources
+and flags."""
 
 import contextlib
 import fcntl
@@ -12,16 +13,23 @@ from typing import IO
 from minidist.errors import KernelError
 from minidist.files import open_regular
 
-LIMIT = 100.0       # seconds that a process waits for another's build
+LIMIT = 100.0  # seconds that a process waits for another's build
 
 
 def folder() -> Path:
-    """The folder: minidist/kernels in the user's cache folder. Raises: KernelError for a user without a home."""
+    """The folder: minidist/kernels in the user's cache folder. Raises: KernelError for a user
+    without a home."""
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "minidist" / "kernels"
+        return (
+            Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            / "minidist"
+            / "kernels"
+        )
     except RuntimeError as error:
-        raise KernelError("what compilers build is kept in the user's home, and this user has none; set XDG_CACHE_HOME "
-                          "to a folder") from error
+        raise KernelError(
+            "what compilers build is kept in the user's home, and this user has none; set "
+            "XDG_CACHE_HOME to a folder"
+        ) from error
 
 
 def place(stem: str, suffix: str, *parts: str) -> Path:
@@ -32,10 +40,12 @@ def place(stem: str, suffix: str, *parts: str) -> Path:
 
 @contextlib.contextmanager
 def missing(path: Path) -> Iterator[Path | None]:
-    """Context manager: a new file to write if `path` does not exist, else None; it is renamed to `path` at the end.
+    """Context manager: a new file to write if `path` does not exist, else None; it is renamed to
+    `path` at the end.
 
     One process builds, others wait for it.
-    Raises:  KernelError if the builder has not ended after LIMIT seconds, or if the folder cannot be written.
+    Raises:  KernelError if the builder has not ended after LIMIT seconds, or if the folder cannot
+             be written.
     """
     if path.exists():
         yield None
@@ -45,15 +55,16 @@ def missing(path: Path) -> Iterator[Path | None]:
         try:
             yield from _new(path)
         finally:
-            fcntl.flock(lock, fcntl.LOCK_UN)    # also of a child's copy: a process may fork meanwhile
+            fcntl.flock(lock, fcntl.LOCK_UN)  # also of a child's copy: a process may fork meanwhile
 
 
 def _new(path: Path) -> Iterator[Path | None]:
     if path.exists():
         yield None
         return
-    new = path.with_suffix(f".{os.getpid()}{path.suffix}")      # else a compiler that outlives its process would write
-    try:                                                        # into the next one's
+    # else a compiler that outlives its process would write
+    new = path.with_suffix(f".{os.getpid()}{path.suffix}")
+    try:  # into the next one's
         yield new
         new.replace(path)
     finally:
@@ -69,8 +80,10 @@ def _lock(path: Path) -> IO[str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         return open(path.with_suffix(".lock"), "w", opener=_open_member)
     except OSError as error:
-        raise KernelError(f"what compilers build is kept in {path.parent}, and nothing can be written there: "
-                          f"{error.strerror}; set XDG_CACHE_HOME to a folder of yours") from error
+        raise KernelError(
+            f"what compilers build is kept in {path.parent}, and nothing can be written there: "
+            f"{error.strerror}; set XDG_CACHE_HOME to a folder of yours"
+        ) from error
 
 
 def _take(lock: IO[str]) -> None:
@@ -80,6 +93,8 @@ def _take(lock: IO[str]) -> None:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= deadline:
-                raise KernelError(f"another process has been building a kernel for {LIMIT:g} s and holds {lock.name}; "
-                                  f"end that process, or wait for it") from None
+                raise KernelError(
+                    f"another process has been building a kernel for {LIMIT:g} s and holds "
+                    f"{lock.name}; end that process, or wait for it"
+                ) from None
         time.sleep(0.02)

@@ -1,9 +1,12 @@
-"""Many tensors in one launch: they are cut into chunks of equal length, one for each block of threads.
+"""Many tensors in one launch: they are cut into chunks of equal length, one for each block of
+threads.
 
     chunks = Chunks([w.size for w in weights], xp)
-    launch(…, grid=len(chunks), args=(Table(weights), chunks.owner, chunks.start, chunks.lengths, …))
+    launch(…, grid=len(chunks), args=(Table(weights), chunks.owner, chunks.start, chunks.lengths,
+    …))
 
-A model has hundreds of tensors, most of them small (biases, norms); a launch for each costs more than its work.
+A model has hundreds of tensors, most of them small (biases, norms); a launch for each costs more
+than its work.
 """
 
 from collections.abc import Sequence
@@ -11,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-CHUNK = 4096            # elements; a multiple of the elements that any version loads at once
+CHUNK = 4096  # elements; a multiple of the elements that any version loads at once
 
 
 class Chunks:

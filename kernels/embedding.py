@@ -1,21 +1,27 @@
-"""The gradient of an embedding without atomics: the reference, then the launcher of embedding.cu's three versions.
+"""The gradient of an embedding without atomics: the reference, then the launcher of embedding.cu's
+three versions.
 
-    dtable = embedding_gradient(ids, dy, count)     # ids (…) integers below count, dy (…, width) -> (count, width)
+    dtable = embedding_gradient(ids, dy, count)     # ids (…) integers below count, dy (…, width) ->
+                                                    (count, width)
 
-dy float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy. Sums are float32, in a fixed order: the same
-bits each time. Moved: dy.nbytes read, the result's written; versions 2 and 3 sort the ids first. Ids may stay on the
-host while dy is on a GPU; then the host sorts them while the GPU computes.
+dy float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy. Sums are float32, in a fixed
+order: the same bits each time. Moved: dy.nbytes read, the result's written; versions 2 and 3 sort
+the ids first. Ids may stay on the host while dy is on a GPU; then the host sorts them while the GPU
+computes.
 """
 
 import numpy as np
-from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
 
 from minidist.device.backend import Array, array_module, beside
 from minidist.errors import ShapeError
+from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
 
 VERSIONS = (1, 2, 3)
-SOURCE = Source("embedding.cu", [f"embedding_gradient_v{version}<{kind}>" for version in VERSIONS for kind in FLOATS])
-BLOCK, LANES = 256, 32      # threads a block, and a warp
+SOURCE = Source(
+    "embedding.cu",
+    [f"embedding_gradient_v{version}<{kind}>" for version in VERSIONS for kind in FLOATS],
+)
+BLOCK, LANES = 256, 32  # threads a block, and a warp
 
 
 def embedding_gradient_reference(ids: np.ndarray, dy: np.ndarray, count: int) -> np.ndarray:
@@ -25,15 +31,24 @@ def embedding_gradient_reference(ids: np.ndarray, dy: np.ndarray, count: int) ->
     return result
 
 
-def embedding_gradient(ids: Array, dy: Array, count: int, *, found: tuple[Array, Array] | None = None,
-                       version: int | None = None) -> Array:
+def embedding_gradient(
+    ids: Array,
+    dy: Array,
+    count: int,
+    *,
+    found: tuple[Array, Array] | None = None,
+    version: int | None = None,
+) -> Array:
     """A new array (count, width) of dy's dtype. Ids outside of 0 … count - 1 are ignored.
 
     Args:    found: runs(ids, count) on the device of dy, if the caller has them.
     Raises:  ShapeError if dy does not fit ids; KernelError if `version` does not fit.
     """
     if dy.shape[:-1] != ids.shape or dy.ndim == 0:
-        raise ShapeError(f"embedding_gradient: dy {dy.shape} does not fit ids {ids.shape}; it needs a row for each")
+        raise ShapeError(
+            f"embedding_gradient: dy {dy.shape} does not fit ids {ids.shape}; it needs a row for "
+            "each"
+        )
     xp, width = array_module(dy), dy.shape[-1]
     result = xp.empty((count, width), dy.dtype)
     version = version_for("embedding_gradient", version, dy, result, packed=3)
@@ -43,12 +58,23 @@ def embedding_gradient(ids: Array, dy: Array, count: int, *, found: tuple[Array,
     ids = array_module(ids).ascontiguousarray(ids.reshape(-1), dtype="int64")
     threads = BLOCK if version == 3 else min(BLOCK, -(-width // LANES) * LANES)
     if version == 1:
-        launch(SOURCE, kernel, grid=count, block=threads, args=(beside(ids, dy), dy, result, ids.size, width))
+        launch(
+            SOURCE,
+            kernel,
+            grid=count,
+            block=threads,
+            args=(beside(ids, dy), dy, result, ids.size, width),
+        )
         return result
     order, starts = found or (beside(each, dy) for each in runs(ids, count))
     a_row = LANES * (16 // dy.dtype.itemsize)
-    launch(SOURCE, kernel, grid=(count, -(-width // a_row) if version == 3 else 1), block=threads,
-           args=(order, starts, dy, result, width))
+    launch(
+        SOURCE,
+        kernel,
+        grid=(count, -(-width // a_row) if version == 3 else 1),
+        block=threads,
+        args=(order, starts, dy, result, width),
+    )
     return result
 
 

@@ -1,27 +1,37 @@
-"""The global norm of many gradients, inf or NaN after an overflow: the reference, then the launchers.
+"""The global norm of many gradients, inf or NaN after an overflow: the reference, then the
+launchers.
 
     gradients = Gradients([p.grad for p in parameters])         # a table on the device, made once
-    norm = global_norm(gradients, factor=1 / loss_scale)        # float32 (1,), on the device; the host does not wait
-    squares = sum_of_squares([p.grad for p in parameters])      # the same before the root, float64 ()
+    norm = global_norm(gradients, factor=1 / loss_scale)        # float32 (1,), on the device; the
+                                                                host does not wait
+    squares = sum_of_squares([p.grad for p in parameters])      # the same before the root, float64
+                                                                ()
 
-Tensors of one dtype (float32, float16, bfloat16), contiguous, any shapes; version 1, the naive one, float32 alone.
-Bytes read: all of the gradients, once. The bits depend on the tensors' values, lengths and order alone.
+Tensors of one dtype (float32, float16, bfloat16), contiguous, any shapes; version 1, the naive one,
+float32 alone. Bytes read: all of the gradients, once. The bits depend on the tensors' values,
+lengths and order alone.
 """
 
 from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
-from minidist.kernels.chunks import CHUNK, Chunks
-from minidist.kernels.loader import FLOATS, Places, Source, Table, begin_aligned, c_type, launch
 
 from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError, KernelError
+from minidist.kernels.chunks import CHUNK, Chunks
+from minidist.kernels.loader import FLOATS, Places, Source, Table, begin_aligned, c_type, launch
 
 VERSIONS = (1, 2, 3)
-SOURCE = Source("global_norm.cu", ["global_norm_v1<float>", "global_norm_finish",
-                                   *(f"global_norm_v{version}<{kind}>" for version in (2, 3) for kind in FLOATS)])
-BLOCK = 256             # threads
+SOURCE = Source(
+    "global_norm.cu",
+    [
+        "global_norm_v1<float>",
+        "global_norm_finish",
+        *(f"global_norm_v{version}<{kind}>" for version in (2, 3) for kind in FLOATS),
+    ],
+)
+BLOCK = 256  # threads
 
 
 def global_norm_reference(gradients: Sequence[np.ndarray]) -> float:
@@ -33,10 +43,13 @@ class Gradients:
     """Tensors of one dtype for a kernel: a table of pointers, and chunks for the blocks.
 
     Args:    chunks: those of earlier tensors of the same lengths, or None: they are made.
-             places: the addresses of an earlier table; they are used again if these tensors have the same addresses.
+             places: the addresses of an earlier table; they are used again if these tensors have
+             the same addresses.
     """
 
-    def __init__(self, arrays: Sequence[Array], chunks: Chunks | None = None, places: Places | None = None) -> None:
+    def __init__(
+        self, arrays: Sequence[Array], chunks: Chunks | None = None, places: Places | None = None
+    ) -> None:
         if not arrays:
             raise ConfigError("Gradients: no tensors; pass at least one")
         self.arrays, self.table = tuple(arrays), Table(arrays, places)
@@ -51,18 +64,27 @@ class Gradients:
 def global_norm(gradients: Gradients, *, factor: float = 1.0, version: int | None = None) -> Array:
     """factor x the norm, float32 (1,), beside the gradients; inf or NaN if an element is.
 
-    Raises: KernelError if version 3 is asked for and a tensor does not begin at a multiple of 16 bytes.
+    Raises: KernelError if version 3 is asked for and a tensor does not begin at a multiple of 16
+    bytes.
     """
-    sums, norm = _sums(gradients, version), array_module(gradients.arrays[0]).empty((1,), np.float32)
-    launch(SOURCE, "global_norm_finish", grid=1, block=256, args=(sums, sums.size, None, norm, factor))
+    sums, norm = (
+        _sums(gradients, version),
+        array_module(gradients.arrays[0]).empty((1,), np.float32),
+    )
+    launch(
+        SOURCE, "global_norm_finish", grid=1, block=256, args=(sums, sums.size, None, norm, factor)
+    )
     return norm
 
 
 def sum_of_squares(arrays: Sequence[Array] | Gradients) -> Array:
-    """The sum of the squares of all elements: float64, without dims, on the device of the arrays."""
+    """The sum of the squares of all elements: float64, without dims, on the device of the
+    arrays."""
     gradients = arrays if isinstance(arrays, Gradients) else Gradients(arrays)
     sums, squares = _sums(gradients, None), array_module(*gradients.arrays).empty((1,), np.float64)
-    launch(SOURCE, "global_norm_finish", grid=1, block=256, args=(sums, sums.size, squares, None, 1.0))
+    launch(
+        SOURCE, "global_norm_finish", grid=1, block=256, args=(sums, sums.size, squares, None, 1.0)
+    )
     return squares.reshape(())
 
 
@@ -71,14 +93,26 @@ def _sums(gradients: Gradients, version: int | None) -> Array:
     first, chunks = gradients.arrays[0], gradients.chunks
     version = version or (3 if gradients.aligned else 2)
     if version == 3 and not gradients.aligned:
-        raise KernelError("global_norm_v3 loads 16 bytes at a time, and a tensor begins elsewhere; take version 2")
+        raise KernelError(
+            "global_norm_v3 loads 16 bytes at a time, and a tensor begins elsewhere; take version 2"
+        )
     count = len(gradients.arrays) if version == 1 else len(chunks)
     sums = array_module(first).empty((count,), np.float32)
     if version == 1:
         for place, array in enumerate(gradients.arrays):
-            launch(SOURCE, f"global_norm_v1<{c_type(array)}>", grid=1, block=BLOCK,
-                   args=(array, sums, place, array.size))
+            launch(
+                SOURCE,
+                f"global_norm_v1<{c_type(array)}>",
+                grid=1,
+                block=BLOCK,
+                args=(array, sums, place, array.size),
+            )
     elif count:
-        launch(SOURCE, f"global_norm_v{version}<{c_type(first)}>", grid=count, block=BLOCK,
-               args=(gradients.table, chunks.owner, chunks.start, chunks.lengths, sums, CHUNK))
+        launch(
+            SOURCE,
+            f"global_norm_v{version}<{c_type(first)}>",
+            grid=count,
+            block=BLOCK,
+            args=(gradients.table, chunks.owner, chunks.start, chunks.lengths, sums, CHUNK),
+        )
     return sums

@@ -3,12 +3,13 @@
     SOURCE = Source("softmax.cu", ["softmax_v1<float>", "softmax_v1<__half>"])
     launch(SOURCE, "softmax_v1<float>", grid=rows, block=128, args=(x, y, rows, columns))
 
-The arrays choose the device. With CuPy arrays the kernel runs on their GPU, compiled by CuPy's RawModule, which caches
-compiled code on disk and picks the architecture of the device. With NumPy arrays it runs on the CPU, from the same
-source built by g++ (on_cpu.py): slowly, but with every memory access checked. No argument is copied or converted.
+The arrays choose the device. With CuPy arrays the kernel runs on their GPU, compiled by CuPy's
+RawModule, which caches compiled code on disk and picks the architecture of the device. With NumPy
+arrays it runs on the CPU, from the same source built by g++ (on_cpu.py): slowly, but with every
+memory access checked. No argument is copied or converted.
 
-The parameters of a kernel are read from its source. So a wrong dtype, a missing argument or a number that does not fit
-is an error that names the argument, not a wrong result.
+The parameters of a kernel are read from its source. So a wrong dtype, a missing argument or a
+number that does not fit is an error that names the argument, not a wrong result.
 """
 
 import math
@@ -29,67 +30,105 @@ HERE = Path(__file__).parent
 STANDARD = "--std=c++17"
 
 # The C names of the dtypes, as kernels' templates and parameters spell them.
-C_TYPES = {np.dtype(kind): name for kind, name in (
-    (np.float32, "float"), (np.float64, "double"), (np.float16, "__half"), (ml_dtypes.bfloat16, "__nv_bfloat16"),
-    (ml_dtypes.float8_e4m3fn, "__nv_fp8_e4m3"), (ml_dtypes.float8_e5m2, "__nv_fp8_e5m2"), (np.int8, "signed char"),
-    (np.uint8, "unsigned char"), (np.int16, "short"), (np.uint16, "unsigned short"), (np.int32, "int"),
-    (np.uint32, "unsigned"), (np.int64, "long long"), (np.uint64, "unsigned long long"), (np.bool_, "bool"))}
+C_TYPES = {
+    np.dtype(kind): name
+    for kind, name in (
+        (np.float32, "float"),
+        (np.float64, "double"),
+        (np.float16, "__half"),
+        (ml_dtypes.bfloat16, "__nv_bfloat16"),
+        (ml_dtypes.float8_e4m3fn, "__nv_fp8_e4m3"),
+        (ml_dtypes.float8_e5m2, "__nv_fp8_e5m2"),
+        (np.int8, "signed char"),
+        (np.uint8, "unsigned char"),
+        (np.int16, "short"),
+        (np.uint16, "unsigned short"),
+        (np.int32, "int"),
+        (np.uint32, "unsigned"),
+        (np.int64, "long long"),
+        (np.uint64, "unsigned long long"),
+        (np.bool_, "bool"),
+    )
+}
 _DTYPES = {name: kind for kind, name in C_TYPES.items()}
-_LIMITS = {kind: (int(np.iinfo(kind).min), int(np.iinfo(kind).max)) for kind in C_TYPES if kind.kind in "iu"}
-_PLAIN = (int, float, bool)         # numbers that need no look
+_LIMITS = {
+    kind: (int(np.iinfo(kind).min), int(np.iinfo(kind).max))
+    for kind in C_TYPES
+    if kind.kind in "iu"
+}
+_PLAIN = (int, float, bool)  # numbers that need no look
 
-FLOATS = ("float", "__half", "__nv_bfloat16")       # the types that most kernels take
+FLOATS = ("float", "__half", "__nv_bfloat16")  # the types that most kernels take
 
-OLDEST = 80         # GPUs that the kernels are written for, by compute capability: sm_80
-MOST_THREADS, MOST_BLOCK_Z, MOST_GRID, MOST_GRID_YZ = 1024, 64, 2 ** 31 - 1, 65535
-MOST_SHARED = 227 * 1024            # bytes a block, of sm_90 and sm_100; sm_80 has 163 KiB
+OLDEST = 80  # GPUs that the kernels are written for, by compute capability: sm_80
+MOST_THREADS, MOST_BLOCK_Z, MOST_GRID, MOST_GRID_YZ = 1024, 64, 2**31 - 1, 65535
+MOST_SHARED = 227 * 1024  # bytes a block, of sm_90 and sm_100; sm_80 has 163 KiB
 
-_KERNEL = re.compile(r"(?:template\s*<(?P<template>[^>]*)>\s*)?__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?"
-                     r"(?P<name>\w+)\s*\((?P<parameters>[^)]*)\)")
+_KERNEL = re.compile(
+    r"(?:template\s*<(?P<template>[^>]*)>\s*)?__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?"
+    r"(?P<name>\w+)\s*\((?P<parameters>[^)]*)\)"
+)
 
 
 def c_type(array: Array) -> str:
-    """The C name of an array's element type: float32 -> "float". Raises: DtypeError for a dtype no kernel knows."""
+    """The C name of an array's element type: float32 -> "float". Raises: DtypeError for a dtype no
+    kernel knows."""
     if array.dtype not in C_TYPES:
-        raise DtypeError(f"no kernel takes dtype {dtype_name(array.dtype)}; "
-                         f"they know {', '.join(dtype_name(kind) for kind in C_TYPES)}")
+        raise DtypeError(
+            f"no kernel takes dtype {dtype_name(array.dtype)}; "
+            f"they know {', '.join(dtype_name(kind) for kind in C_TYPES)}"
+        )
     return C_TYPES[array.dtype]
 
 
 def aligned(*arrays: Array) -> bool:
-    """Whether 16-byte loads fit: each array, and each row along its last dim, begins at a multiple of 16 bytes."""
-    return all(array.shape[-1] * array.dtype.itemsize % 16 == 0 and address_of(array) % 16 == 0 for array in arrays)
+    """Whether 16-byte loads fit: each array, and each row along its last dim, begins at a multiple
+    of 16 bytes."""
+    return all(
+        array.shape[-1] * array.dtype.itemsize % 16 == 0 and address_of(array) % 16 == 0
+        for array in arrays
+    )
 
 
 def begin_aligned(*arrays: Array) -> bool:
-    """Whether each array begins at a multiple of 16 bytes; the length of its rows does not matter."""
+    """Whether each array begins at a multiple of 16 bytes; the length of its rows does not
+    matter."""
     return all(address_of(array) % 16 == 0 for array in arrays)
 
 
 def version_for(name: str, wanted: int | None, *arrays: Array, packed: int = 2) -> int:
-    """The version to run: the wanted one, or the last that fits. From `packed` on, versions load 16 bytes at a time.
+    """The version to run: the wanted one, or the last that fits. From `packed` on, versions load 16
+    bytes at a time.
 
     Raises:  KernelError if the wanted version loads 16 bytes at a time and an array does not fit.
     """
     fits = aligned(*arrays)
     if wanted is not None and wanted >= packed and not fits:
-        raise KernelError(f"{name}_v{wanted} loads 16 bytes at a time, and rows of shapes "
-                          f"{', '.join(str(array.shape) for array in arrays)} do not fit; take version {packed - 1}")
+        raise KernelError(
+            f"{name}_v{wanted} loads 16 bytes at a time, and rows of shapes "
+            f"{', '.join(str(array.shape) for array in arrays)} do not fit; take version "
+            f"{packed - 1}"
+        )
     return wanted or (packed if fits else packed - 1)
 
 
 def address_of(array: Array) -> int:
     """The address of an array's first element, in the memory of its device."""
-    return int(array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr)
+    return int(
+        array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ sources
+# ------------------------------------------------------------------------------------------ sources
+
 
 @dataclass(frozen=True)
 class KernelParameter:
-    """One parameter of a kernel: an array (`pointer`) of elements, or a number, of dtype `kind`; `const`: only read.
+    """One parameter of a kernel: an array (`pointer`) of elements, or a number, of dtype `kind`;
+    `const`: only read.
 
-    `table`: an array of pointers to such arrays, `float* const* weights`, or only read, `const float* const* weights`.
+    `table`: an array of pointers to such arrays, `float* const* weights`, or only read, `const
+    float* const* weights`.
     """
 
     name: str
@@ -100,7 +139,8 @@ class KernelParameter:
 
 
 class Places:
-    """Addresses of arrays, as numbers and, for a kernel, as a uint64 array on the device of the arrays."""
+    """Addresses of arrays, as numbers and, for a kernel, as a uint64 array on the device of the
+    arrays."""
 
     def __init__(self, where: tuple[int, ...], module: Any) -> None:
         self.where, self._module = where, module
@@ -112,14 +152,15 @@ class Places:
 
 
 class Table:
-    """Arrays of one dtype and any shapes, for a kernel's `T* const*`: many tensors in one launch. Made once.
+    """Arrays of one dtype and any shapes, for a kernel's `T* const*`: many tensors in one launch.
+    Made once.
 
     Args:    earlier: the addresses of an earlier table; they are used again if no array has moved.
     """
 
     def __init__(self, arrays: Sequence[Array], earlier: Places | None = None) -> None:
         self.arrays = tuple(arrays)
-        self.fitted: set[KernelParameter] = set()       # parameters that the arrays were checked against
+        self.fitted: set[KernelParameter] = set()  # parameters that the arrays were checked against
         where = tuple(map(address_of, arrays))
         same = earlier is not None and earlier.where == where
         self.places = earlier if earlier and same else Places(where, array_module(*arrays))
@@ -133,8 +174,8 @@ class Table:
 class Source:
     """A .cu file and its kernels in use.
 
-    Args:    path: in this folder; kernels: names, with template arguments; since: the oldest GPUs that run them, by
-             compute capability: 89 for sm_89.
+    Args:    path: in this folder; kernels: names, with template arguments; since: the oldest GPUs
+             that run them, by compute capability: 89 for sm_89.
     """
 
     def __init__(self, path: str | Path, kernels: Sequence[str], since: int = OLDEST) -> None:
@@ -145,7 +186,8 @@ class Source:
 
     @cached_property
     def text(self) -> str:
-        """The source with its #includes ("…") expanded; #line directives keep the file and number of each line."""
+        """The source with its #includes ("…") expanded; #line directives keep the file and number
+        of each line."""
         return _expand(self.path, set())
 
     @cached_property
@@ -154,7 +196,8 @@ class Source:
         return {found["name"]: found for found in _KERNEL.finditer(code)}
 
     def parameters(self, kernel: str) -> list[KernelParameter]:
-        """The parameters of an instance, "softmax_v1<float>", from its declaration. Raises: KernelError."""
+        """The parameters of an instance, "softmax_v1<float>", from its declaration. Raises:
+        KernelError."""
         if kernel not in self._parameters:
             self._parameters[kernel] = self._parse(kernel)
         return self._parameters[kernel]
@@ -162,20 +205,32 @@ class Source:
     def _parse(self, kernel: str) -> list[KernelParameter]:
         name, _, given = kernel.rstrip(">").partition("<")
         if name not in self._declared or kernel not in self.kernels:
-            raise KernelError(f"{self.path.name} has no kernel {kernel}; it has {', '.join(self.kernels)}")
+            raise KernelError(
+                f"{self.path.name} has no kernel {kernel}; it has {', '.join(self.kernels)}"
+            )
         declared = self._declared[name]
-        names = [part.split()[-1] for part in (declared["template"] or "").split(",") if part.strip()]
+        names = [
+            part.split()[-1] for part in (declared["template"] or "").split(",") if part.strip()
+        ]
         types = dict(zip(names, (part.strip() for part in given.split(",")), strict=False))
-        return [self._parameter(text, types) for text in declared["parameters"].split(",") if text.strip()]
+        return [
+            self._parameter(text, types)
+            for text in declared["parameters"].split(",")
+            if text.strip()
+        ]
 
     def _parameter(self, text: str, types: dict[str, str]) -> KernelParameter:
         words = re.sub(r"\b__restrict__\b", "", text).replace("*", " * ").split()
         spelled = " ".join(word for word in words[:-1] if word not in ("*", "const"))
         spelled = types.get(spelled, spelled)
         if spelled not in _DTYPES:
-            raise KernelError(f"{self.path.name}: parameter {text.strip()!r} has a type that the loader does not know; "
-                              f"write one of {', '.join(_DTYPES)}")
-        return KernelParameter(words[-1], _DTYPES[spelled], "*" in words, words[0] == "const", words.count("*") == 2)
+            raise KernelError(
+                f"{self.path.name}: parameter {text.strip()!r} has a type that the loader does "
+                f"not know; write one of {', '.join(_DTYPES)}"
+            )
+        return KernelParameter(
+            words[-1], _DTYPES[spelled], "*" in words, words[0] == "const", words.count("*") == 2
+        )
 
     @cached_property
     def module(self) -> Any:
@@ -185,14 +240,20 @@ class Source:
         return cupy.RawModule(code=self.text, options=(STANDARD,), name_expressions=self.kernels)
 
     def function(self, kernel: str) -> Any:
-        """CuPy's function of an instance on the current device, compiled at the first use. Raises: KernelError."""
+        """CuPy's function of an instance on the current device, compiled at the first use. Raises:
+        KernelError."""
         from cupy.cuda import Device, compiler, runtime  # noqa: PLC0415 - a CuPy array came in, so CuPy is here
 
         key = kernel, runtime.getDevice()
         if key not in self._functions:
-            if self.since > OLDEST and (found := int(Device(key[1]).compute_capability)) < self.since:
-                raise KernelError(f"{self.path.name}: needs a GPU of sm_{self.since} or newer; device {key[1]} is "
-                                  f"sm_{found}")
+            if (
+                self.since > OLDEST
+                and (found := int(Device(key[1]).compute_capability)) < self.since
+            ):
+                raise KernelError(
+                    f"{self.path.name}: needs a GPU of sm_{self.since} or newer; device {key[1]} "
+                    f"is sm_{found}"
+                )
             try:
                 self._functions[key] = self.module.get_function(kernel)
             except compiler.CompileException as error:
@@ -221,8 +282,11 @@ def _expand(path: Path, seen: set[Path]) -> str:
 
 def compile_error(source: Source, compiler: str, log: str) -> KernelError:
     """The first error in a compiler's log as one line, with file and line number."""
-    found = re.search(r"^(\S+?)(?:\((\d+)\)|:(\d+)(?::\d+)?): (?:catastrophic |fatal )?error:? *(?:#\d+\S*: )?(.*)$",
-                      log, re.MULTILINE)
+    found = re.search(
+        r"^(\S+?)(?:\((\d+)\)|:(\d+)(?::\d+)?): (?:catastrophic |fatal )?error:? *(?:#\d+\S*: )?(.*)$",
+        log,
+        re.MULTILINE,
+    )
     if found is None:
         first = next((line for line in log.splitlines() if line.strip()), "it says nothing")
         return KernelError(f"{source.path.name}: {compiler} does not compile it: {first.strip()}")
@@ -230,19 +294,32 @@ def compile_error(source: Source, compiler: str, log: str) -> KernelError:
     return KernelError(f"{Path(file).name}:{one or other}: {message.strip()} ({compiler})")
 
 
-# ------------------------------------------------------------------------------------------------------------- launch
+# ------------------------------------------------------------------------------------------- launch
 
-def launch(source: Source, kernel: str, *, grid: int | tuple[int, ...], block: int | tuple[int, ...],
-           args: Sequence[Any], shared: int = 0) -> None:
-    """Run a kernel over its arguments: arrays, all NumPy or all CuPy, and numbers. Outputs are written in place.
 
-    Args:    grid, block: blocks, and threads a block, along x, y, z. shared: bytes of `extern __shared__` memory.
+def launch(
+    source: Source,
+    kernel: str,
+    *,
+    grid: int | tuple[int, ...],
+    block: int | tuple[int, ...],
+    args: Sequence[Any],
+    shared: int = 0,
+) -> None:
+    """Run a kernel over its arguments: arrays, all NumPy or all CuPy, and numbers. Outputs are
+    written in place.
+
+    Args:    grid, block: blocks, and threads a block, along x, y, z. shared: bytes of `extern
+             __shared__` memory.
              args: None is a null pointer; a Table is an array of pointers.
-    Raises:  KernelError: no such kernel, a compile error, a launch beyond the limits, a broken rule (CPU build);
-             DtypeError, ShapeError: an argument does not fit its parameter, or is not contiguous.
+    Raises:  KernelError: no such kernel, a compile error, a launch beyond the limits, a broken rule
+             (CPU build); DtypeError, ShapeError: an argument does not fit its parameter, or is not
+             contiguous.
     """
-    xp = array_module(*args, *(arg.arrays[0] for arg in args if isinstance(arg, Table) and arg.arrays))
-    if hasattr(xp, "record_launch"):        # arrays without data
+    xp = array_module(
+        *args, *(arg.arrays[0] for arg in args if isinstance(arg, Table) and arg.arrays)
+    )
+    if hasattr(xp, "record_launch"):  # arrays without data
         xp.record_launch(kernel, zip(source.parameters(kernel), args, strict=True))
         return
     values = _bind(source, kernel, args)
@@ -256,15 +333,26 @@ def launch(source: Source, kernel: str, *, grid: int | tuple[int, ...], block: i
 
 
 def _bind(source: Source, kernel: str, args: Sequence[Any]) -> list[tuple[KernelParameter, Any]]:
-    """Each parameter with its argument, checked; numbers as NumPy scalars of the parameter's type."""
+    """Each parameter with its argument, checked; numbers as NumPy scalars of the parameter's
+    type."""
     parameters = source.parameters(kernel)
     if len(args) != len(parameters):
-        raise ShapeError(f"{kernel} takes {len(parameters)} arguments ({', '.join(p.name for p in parameters)}), "
-                         f"not {len(args)}")
-    values = [(p, _fit_array(kernel, p, a) if p.pointer else _fit_number(kernel, p, a))
-              for p, a in zip(parameters, args, strict=True)]
-    _check_one_device(kernel, [next(iter(value.arrays), None) if p.table else value
-                               for p, value in values if p.pointer and value is not None])
+        raise ShapeError(
+            f"{kernel} takes {len(parameters)} arguments "
+            f"({', '.join(p.name for p in parameters)}), not {len(args)}"
+        )
+    values = [
+        (p, _fit_array(kernel, p, a) if p.pointer else _fit_number(kernel, p, a))
+        for p, a in zip(parameters, args, strict=True)
+    ]
+    _check_one_device(
+        kernel,
+        [
+            next(iter(value.arrays), None) if p.table else value
+            for p, value in values
+            if p.pointer and value is not None
+        ],
+    )
     return values
 
 
@@ -272,12 +360,14 @@ def _check_one_device(kernel: str, arrays: Sequence[Array | None]) -> None:
     """Raises: KernelError if the arrays lie on several devices."""
     places = {_device(array) for array in arrays if array is not None}
     if len(places) > 1:
-        raise KernelError(f"{kernel}: its arrays lie on several devices, {' and '.join(sorted(places))}; "
-                          f"move them to one")
+        raise KernelError(
+            f"{kernel}: its arrays lie on several devices, {' and '.join(sorted(places))}; "
+            f"move them to one"
+        )
 
 
 def _device(array: Array) -> str:
-    """"cpu", or "cuda 1"."""
+    """ "cpu", or "cuda 1"."""
     if isinstance(array, np.ndarray):
         return "cpu"
     number = getattr(array.data, "device_id", None)
@@ -289,7 +379,9 @@ def _fit_array(kernel: str, parameter: KernelParameter, array: Any) -> Any:
         return None
     if parameter.table:
         if not isinstance(array, Table):
-            raise DtypeError(f"{kernel}: {parameter.name} is a Table of arrays, not {type(array).__name__}")
+            raise DtypeError(
+                f"{kernel}: {parameter.name} is a Table of arrays, not {type(array).__name__}"
+            )
         if parameter not in array.fitted:
             single = replace(parameter, table=False)
             for each in array.arrays:
@@ -300,43 +392,69 @@ def _fit_array(kernel: str, parameter: KernelParameter, array: Any) -> Any:
     if not is_array(array):
         raise DtypeError(f"{kernel}: {parameter.name} is an array, not {type(array).__name__}")
     if array.dtype != parameter.kind:
-        raise DtypeError(f"{kernel}: {parameter.name} is an array of {dtype_name(parameter.kind)}, "
-                         f"not {dtype_name(array.dtype)}")
+        raise DtypeError(
+            f"{kernel}: {parameter.name} is an array of {dtype_name(parameter.kind)}, "
+            f"not {dtype_name(array.dtype)}"
+        )
     if not array.flags.c_contiguous:
-        raise ShapeError(f"{kernel}: {parameter.name}, of shape {array.shape}, is not contiguous; "
-                         f"pass xp.ascontiguousarray({parameter.name})")
+        raise ShapeError(
+            f"{kernel}: {parameter.name}, of shape {array.shape}, is not contiguous; "
+            f"pass xp.ascontiguousarray({parameter.name})"
+        )
     return array
 
 
 def _fit_number(kernel: str, parameter: KernelParameter, number: Any) -> Any:
     kind = parameter.kind
     if type(number) not in _PLAIN and is_array(number) and number.ndim:
-        raise DtypeError(f"{kernel}: {parameter.name} is a number, not an array of shape {number.shape}")
-    if kind in _LIMITS and not (_LIMITS[kind][0] <= number <= _LIMITS[kind][1] and number == int(number)):
+        raise DtypeError(
+            f"{kernel}: {parameter.name} is a number, not an array of shape {number.shape}"
+        )
+    if kind in _LIMITS and not (
+        _LIMITS[kind][0] <= number <= _LIMITS[kind][1] and number == int(number)
+    ):
         raise DtypeError(f"{kernel}: {parameter.name} = {number} does not fit {dtype_name(kind)}")
     return kind.type(number)
 
 
-def _check_sizes(kernel: str, grid: int | tuple[int, ...], block: int | tuple[int, ...],
-                 shared: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _check_sizes(
+    kernel: str, grid: int | tuple[int, ...], block: int | tuple[int, ...], shared: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Grid and block in three dims. Raises: KernelError beyond CUDA's limits."""
     grids, blocks = ((*((n,) if isinstance(n, int) else n), 1, 1)[:3] for n in (grid, block))
     threads = math.prod(blocks)
     if min(blocks) < 1 or threads > MOST_THREADS or blocks[2] > MOST_BLOCK_Z:
-        raise KernelError(f"{kernel}: a block of {blocks} threads; from 1 to {MOST_THREADS} in all are possible, "
-                          f"at most {MOST_BLOCK_Z} along z")
+        raise KernelError(
+            f"{kernel}: a block of {blocks} threads; from 1 to {MOST_THREADS} in all are possible, "
+            f"at most {MOST_BLOCK_Z} along z"
+        )
     if min(grids) < 1 or grids[0] > MOST_GRID or max(grids[1:]) > MOST_GRID_YZ:
-        raise KernelError(f"{kernel}: a grid of {grids} blocks; from 1 to {MOST_GRID} along x and to {MOST_GRID_YZ} "
-                          f"along y and z are possible (an empty array needs no launch)")
+        raise KernelError(
+            f"{kernel}: a grid of {grids} blocks; from 1 to {MOST_GRID} along x and to "
+            f"{MOST_GRID_YZ} along y and z are possible (an empty array needs no launch)"
+        )
     if not 0 <= shared <= MOST_SHARED:
-        raise KernelError(f"{kernel}: {shared} bytes of shared memory; from 0 to {MOST_SHARED} are possible")
+        raise KernelError(
+            f"{kernel}: {shared} bytes of shared memory; from 0 to {MOST_SHARED} are possible"
+        )
     return grids, blocks
 
 
-def _run_on_gpu(source: Source, kernel: str, grid: tuple[int, ...], block: tuple[int, ...],
-                values: Sequence[tuple[KernelParameter, Any]], shared: int) -> None:
+def _run_on_gpu(
+    source: Source,
+    kernel: str,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    values: Sequence[tuple[KernelParameter, Any]],
+    shared: int,
+) -> None:
     function = source.function(kernel)
     if shared > 48 * 1024:
         function.max_dynamic_shared_size_bytes = shared
     passed = (value.addresses if isinstance(value, Table) else value for _, value in values)
-    function(grid, block, tuple(np.uint64(0) if value is None else value for value in passed), shared_mem=shared)
+    function(
+        grid,
+        block,
+        tuple(np.uint64(0) if value is None else value for value in passed),
+        shared_mem=shared,
+    )

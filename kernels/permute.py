@@ -1,32 +1,42 @@
-"""Tokens to their experts and back, as ops/experts.py sends them: references, then the launchers of permute.cu.
+"""Tokens to their experts and back, as ops/experts.py sends them: references, then the launchers of
+permute.cu.
 
     placement = place_rows(chosen, kept, experts=8)         # autograd/ops/experts.py
-    rows = to_experts(x, placement)                         # (T, width) -> (R, width), sorted by expert, then token
+    rows = to_experts(x, placement)                         # (T, width) -> (R, width), sorted by
+                                                            expert, then token
     y = from_experts(results, weights, placement)           # (R, width), (R,) float32 -> (T, width)
 
     dx = from_experts(drows, None, placement)               # the gradients
     dresults, dweights = from_experts_gradient(dy, results, weights, placement)
 
-Rows float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy; sums float32, rounded once. Of a token's
-results the first expert's is added first. Bytes moved: at the head of permute.cu.
+Rows float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy; sums float32, rounded
+once. Of a token's results the first expert's is added first. Bytes moved: at the head of
+permute.cu.
 """
 
 from typing import Protocol
 
 import numpy as np
-from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
 
 from minidist.device.backend import Array, array_module
 from minidist.errors import ShapeError
+from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
 
 VERSIONS = (1, 2)
-SOURCE = Source("permute.cu", [f"{name}<{kind}>" for kind in FLOATS
-                               for name in ("gather_v1", "gather_v2", "combine_v1", "combine_v2", "row_dots")])
-MOST_THREADS = 256      # a block
+SOURCE = Source(
+    "permute.cu",
+    [
+        f"{name}<{kind}>"
+        for kind in FLOATS
+        for name in ("gather_v1", "gather_v2", "combine_v1", "combine_v2", "row_dots")
+    ],
+)
+MOST_THREADS = 256  # a block
 
 
 class RowPlacement(Protocol):
-    """The placement made by ops.experts.place_rows: rows are sorted by expert, the rows of an expert by token."""
+    """The placement made by ops.experts.place_rows: rows are sorted by expert, the rows of an
+    expert by token."""
 
     @property
     def tokens(self) -> Array:
@@ -42,28 +52,34 @@ def to_experts_reference(x: np.ndarray, placement: RowPlacement) -> np.ndarray:
     return x[placement.tokens]
 
 
-def from_experts_reference(results: np.ndarray, weights: np.ndarray | None, placement: RowPlacement) -> np.ndarray:
+def from_experts_reference(
+    results: np.ndarray, weights: np.ndarray | None, placement: RowPlacement
+) -> np.ndarray:
     """The sum of each token's rows, each times its weight: (R, width) -> (T, width)."""
     y = np.zeros((len(placement.slots), results.shape[1]), results.dtype)
     np.add.at(y, placement.tokens, results if weights is None else results * weights[:, None])
     return y
 
 
-def from_experts_gradient_reference(dy: np.ndarray, results: np.ndarray, weights: np.ndarray,
-                                    placement: RowPlacement) -> tuple[np.ndarray, np.ndarray]:
-    """With dy of the row's token: the gradients of results, weight · dy, and of weights, the dot product row · dy."""
+def from_experts_gradient_reference(
+    dy: np.ndarray, results: np.ndarray, weights: np.ndarray, placement: RowPlacement
+) -> tuple[np.ndarray, np.ndarray]:
+    """With dy of the row's token: the gradients of results, weight · dy, and of weights, the dot
+    product row · dy."""
     rows = dy[placement.tokens]
     return rows * weights[:, None], (rows * results).sum(axis=1)
 
 
 def to_experts(x: Array, placement: RowPlacement, *, version: int | None = None) -> Array:
-    """(T, width) -> (R, width). Raises: ShapeError if x does not fit; KernelError if `version` does not."""
+    """(T, width) -> (R, width). Raises: ShapeError if x does not fit; KernelError if `version` does
+    not."""
     _check("to_experts: x", x, len(placement.slots))
     return _gather(x, None, placement, version)
 
 
-def from_experts(results: Array, weights: Array | None, placement: RowPlacement, *,
-                 version: int | None = None) -> Array:
+def from_experts(
+    results: Array, weights: Array | None, placement: RowPlacement, *, version: int | None = None
+) -> Array:
     """(R, width), float32 (R,) or None for ones -> (T, width). Raises: as to_experts."""
     _check("from_experts: results", results, len(placement.tokens))
     (count, ways), width = placement.slots.shape, results.shape[1]
@@ -71,24 +87,42 @@ def from_experts(results: Array, weights: Array | None, placement: RowPlacement,
     y = array_module(results).empty((count, width), results.dtype)
     version = version_for("combine", version, results, y)
     if y.size:
-        launch(SOURCE, f"combine_v{version}<{c_type(results)}>", grid=count, block=_threads(results, version),
-               args=(results, weights, placement.slots, y, ways, width))
+        launch(
+            SOURCE,
+            f"combine_v{version}<{c_type(results)}>",
+            grid=count,
+            block=_threads(results, version),
+            args=(results, weights, placement.slots, y, ways, width),
+        )
     return y
 
 
-def from_experts_gradient(dy: Array, results: Array, weights: Array, placement: RowPlacement, *,
-                          version: int | None = None) -> tuple[Array, Array]:
+def from_experts_gradient(
+    dy: Array,
+    results: Array,
+    weights: Array,
+    placement: RowPlacement,
+    *,
+    version: int | None = None,
+) -> tuple[Array, Array]:
     """The gradients of results (R, width), and of weights (R,) float32. Raises: as to_experts."""
     _check("from_experts_gradient: dy", dy, len(placement.slots))
     _check("from_experts_gradient: results", results, len(placement.tokens))
     _check_weights(weights, placement)
     if dy.shape[1] != results.shape[1]:
-        raise ShapeError(f"from_experts_gradient: dy {dy.shape} is not as wide as results {results.shape}")
+        raise ShapeError(
+            f"from_experts_gradient: dy {dy.shape} is not as wide as results {results.shape}"
+        )
     dresults = _gather(dy, weights, placement, version)
     dweights = array_module(dy).empty(len(placement.tokens), np.float32)
     if dweights.size:
-        launch(SOURCE, f"row_dots<{c_type(dy)}>", grid=len(placement.tokens), block=_threads(dy, 1),
-               args=(results, dy, placement.tokens, dweights, dy.shape[1]))
+        launch(
+            SOURCE,
+            f"row_dots<{c_type(dy)}>",
+            grid=len(placement.tokens),
+            block=_threads(dy, 1),
+            args=(results, dy, placement.tokens, dweights, dy.shape[1]),
+        )
     return dresults, dweights
 
 
@@ -96,8 +130,13 @@ def _gather(x: Array, weights: Array | None, placement: RowPlacement, version: i
     y = array_module(x).empty((len(placement.tokens), x.shape[1]), x.dtype)
     version = version_for("gather", version, x, y)
     if y.size:
-        launch(SOURCE, f"gather_v{version}<{c_type(x)}>", grid=len(placement.tokens), block=_threads(x, version),
-               args=(x, placement.tokens, weights, y, x.shape[1]))
+        launch(
+            SOURCE,
+            f"gather_v{version}<{c_type(x)}>",
+            grid=len(placement.tokens),
+            block=_threads(x, version),
+            args=(x, placement.tokens, weights, y, x.shape[1]),
+        )
     return y
 
 
@@ -114,5 +153,7 @@ def _check(what: str, rows: Array, count: int) -> None:
 
 def _check_weights(weights: Array | None, placement: RowPlacement) -> None:
     if weights is not None and weights.shape != placement.tokens.shape:
-        raise ShapeError(f"weights of shape {weights.shape} do not fit {len(placement.tokens)} rows; "
-                         f"it needs one a row")
+        raise ShapeError(
+            f"weights of shape {weights.shape} do not fit {len(placement.tokens)} rows; "
+            f"it needs one a row"
+        )

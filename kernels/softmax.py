@@ -1,24 +1,33 @@
-"""Softmax along the last dim and its gradient: the NumPy reference, then the launchers of softmax.cu's three versions.
+"""Softmax along the last dim and its gradient: the NumPy reference, then the launchers of
+softmax.cu's three versions.
 
     y = softmax(x)                           # the fastest version that fits x
     dx = softmax_gradient(y, dy, version=2)  # one rung of the ladder
 
-x (…, columns), float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy. Sums are float32.
-Moved: x.nbytes read and written forward; 2 x.nbytes read, x.nbytes written backward. 5 operations an element.
+x (…, columns), float32, float16 or bfloat16, contiguous, NumPy (CPU build) or CuPy. Sums are
+float32. Moved: x.nbytes read and written forward; 2 x.nbytes read, x.nbytes written backward. 5
+operations an element.
 """
 
 from typing import Any
 
 import numpy as np
+
+from minidist.device.backend import Array, array_module
 from minidist.kernels.checks import check_alike
 from minidist.kernels.loader import FLOATS, Source, c_type, launch, version_for
 
-from minidist.device.backend import Array, array_module
-
 VERSIONS = (1, 2, 3)
-SOURCE = Source("softmax.cu", [f"{name}_v{version}<{kind}>" for name in ("softmax", "softmax_gradient")
-                               for version in VERSIONS for kind in FLOATS])
-BLOCK = 128             # threads
+SOURCE = Source(
+    "softmax.cu",
+    [
+        f"{name}_v{version}<{kind}>"
+        for name in ("softmax", "softmax_gradient")
+        for version in VERSIONS
+        for kind in FLOATS
+    ],
+)
+BLOCK = 128  # threads
 
 
 def softmax_reference(x: np.ndarray) -> np.ndarray:
@@ -62,4 +71,10 @@ def _launch(name: str, arrays: tuple[Any, ...], version: int | None) -> None:
     elif version == 2:
         launch(SOURCE, kernel, grid=rows, block=BLOCK, args=(*arrays, columns), shared=BLOCK * 4)
     else:
-        launch(SOURCE, kernel, grid=-(-rows // (BLOCK // 32)), block=BLOCK, args=(*arrays, rows, columns))
+        launch(
+            SOURCE,
+            kernel,
+            grid=-(-rows // (BLOCK // 32)),
+            block=BLOCK,
+            args=(*arrays, rows, columns),
+        )

@@ -1,17 +1,19 @@
 """The lessons: NN_name/ holds README.md, lesson.py, figure.py, exercise.py and check.py.
 
-What they share: running.py starts a lesson or records its figure, page.py prints its tables, figures.py has the look of
-its pictures; namespaces.py makes two hosts of one machine for lesson 04; zero_lab.py and zero_figures.py are of lessons
-14 to 16; late_group.py is of the checks of lessons 07 and 15, which ask for overlap.
+What they share: running.py starts a lesson or records its figure, page.py prints its tables,
+figures.py has the look of its pictures; namespaces.py makes two hosts of one machine for lesson 04;
+zero_lab.py and zero_figures.py are of lessons 14 to 16; late_group.py is of the checks of lessons
+07 and 15, which ask for overlap.
 
-A lesson is found by its folder alone: adding one means adding a folder. Its title and its row in the table of
-`minidist lesson` are read from the first lines of its README.md:
+A lesson is found by its folder alone: adding one means adding a folder. Its title and its row in
+the table of `minidist lesson` are read from the first lines of its README.md:
 
     # 03 · Ring all-reduce (环形全归约)
 
     | notes | module | run | grade |
     | --- | --- | --- | --- |
-    | N1 Ring AllReduce, N4 §2 | `minidist/comm/collectives/ring.py` | `mpirun -n 4 …` | `minidist check 03` |
+    | N1 Ring AllReduce, N4 §2 | `minidist/comm/collectives/ring.py` | `mpirun -n 4 …` | `minidist
+    check 03` |
 """
 
 import re
@@ -22,11 +24,35 @@ from pathlib import Path
 from minidist.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent
-WORDS_A_MINUTE, MINUTES_A_HOLE = 120, 4     # of a story in a second language, with its tables; of an exercise
+# of a story in a second language, with its tables; of an exercise
+WORDS_A_MINUTE, MINUTES_A_HOLE = 120, 4
 AFTER = {
-    "01": "00", "02": "01", "03": "02", "04": "03", "05": "00", "06": "02 05", "07": "03 05", "08": "07", "09": "00 07",
-    "10": "01", "11": "10", "12": "02 07", "13": "12", "14": "07", "15": "14", "16": "15", "17": "11 12 16",
-    "18": "07", "19": "00", "20": "16", "21": "07 09", "22": "12", "23": "07 16", "24": "17", "25": "07", "26": "17",
+    "01": "00",
+    "02": "01",
+    "03": "02",
+    "04": "03",
+    "05": "00",
+    "06": "02 05",
+    "07": "03 05",
+    "08": "07",
+    "09": "00 07",
+    "10": "01",
+    "11": "10",
+    "12": "02 07",
+    "13": "12",
+    "14": "07",
+    "15": "14",
+    "16": "15",
+    "17": "11 12 16",
+    "18": "07",
+    "19": "00",
+    "20": "16",
+    "21": "07 09",
+    "22": "12",
+    "23": "07 16",
+    "24": "17",
+    "25": "07",
+    "26": "17",
 }
 """{lesson: those that it builds on directly}; 00 builds on none."""
 PARTS = ("README.md", "lesson.py", "figure.py", "exercise.py", "check.py")
@@ -53,9 +79,12 @@ class Lesson:
 
     @property
     def minutes(self) -> int:
-        """About how long the story and its exercise take, to 5 minutes: an estimate from their length."""
+        """About how long the story and its exercise take, to 5 minutes: an estimate from their
+        length."""
         words = len(re.findall(r"\w+", self.part("README.md").read_text(encoding="utf-8")))
-        holes = len(set(re.findall(r"\bhole\((\d+)", self.part("exercise.py").read_text(encoding="utf-8"))))
+        holes = len(
+            set(re.findall(r"\bhole\((\d+)", self.part("exercise.py").read_text(encoding="utf-8")))
+        )
         return 5 * round((words / WORDS_A_MINUTE + MINUTES_A_HOLE * holes) / 5)
 
 

@@ -1,17 +1,21 @@
-"""Every figure and every printed block of the documents, made again by one command; and those older than their code.
+"""Every figure and every printed block of the documents, made again by one command; and those older
+than their code.
 
     python -m minidist.lessons.drawn                  # which are older, and what has changed since
-    python -m minidist.lessons.drawn --redraw 03 07   # record runs, draw and print in place, Mermaid too; or: all
+    python -m minidist.lessons.drawn --redraw 03 07   # record runs, draw and print in place,
+                                                      Mermaid too; or: all
     python -m minidist.lessons.drawn --same 03        # looked at: the change does not show
-    python -m minidist.lessons.drawn --later 07       # known to be older: to be made again on a quiet machine
+    python -m minidist.lessons.drawn --later 07       # known to be older: to be made again on a
+                                                      quiet machine
 
-Each of them takes `--only figures`, `printed` or `measured`. Printed blocks take seconds, and are the same on every
-machine. Measured blocks need a quiet machine: --redraw makes them only where --only asks for them.
+Each of them takes `--only figures`, `printed` or `measured`. Printed blocks take seconds, and are
+the same on every machine. Measured blocks need a quiet machine: --redraw makes them only where
+--only asks for them.
 
-A figure shows the code of its script, of the files that the script loads from its lesson, and of the modules in the
-head of the story; a printed block (printed.py) that of its command's script. Comments, docstrings and blank lines do
-not count. `drawn.json` and `printed.json` keep a digest of each of these files from the time of the making, and of what
-was made; tests compare them.
+A figure shows the code of its script, of the files that the script loads from its lesson, and of
+the modules in the head of the story; a printed block (printed.py) that of its command's script.
+Comments, docstrings and blank lines do not count. `drawn.json` and `printed.json` keep a digest of
+each of these files from the time of the making, and of what was made; tests compare them.
 """
 
 import argparse
@@ -19,6 +23,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from minidist import lessons
+from minidist.console import Parser, fail
 from minidist.lessons import printed
 from minidist.lessons.stamps import (
     ShownThing,
@@ -32,9 +38,6 @@ from minidist.lessons.stamps import (
     write_stamps,
 )
 
-from minidist import lessons
-from minidist.console import Parser, fail
-
 STAMPS = lessons.FOLDER / "drawn.json"
 SCRIPTS = ("figure.py", "hosts.py")
 
@@ -47,38 +50,55 @@ class FigureScript:
 
     def stamp(self) -> Stamp:
         """The stamp of a figure that was drawn, or looked at, just now."""
-        return {"code": digests(shown_code(self.script)),
-                "pictures": {file.name: digest(file) for file in pictures(self.script)}}
+        return {
+            "code": digests(shown_code(self.script)),
+            "pictures": {file.name: digest(file) for file in pictures(self.script)},
+        }
 
     def renew(self) -> bool:
         """Record a run and draw in place. Returns: whether it could be drawn."""
         print(f"{self.name} …", flush=True)
         before = {picture: picture.stat().st_mtime_ns for picture in pictures(self.script)}
         ended = subprocess.call([sys.executable, str(self.script), "--out", str(self.folder)])
-        return ended == 0 and all(picture.stat().st_mtime_ns > moment for picture, moment in before.items())
+        return ended == 0 and all(
+            picture.stat().st_mtime_ns > moment for picture, moment in before.items()
+        )
 
 
 def figures() -> list[FigureScript]:
     """Every script that draws pictures of a lesson."""
-    return [FigureScript(lesson.part(name)) for lesson in lessons.every_lesson() for name in SCRIPTS
-            if lesson.part(name).is_file()]
+    return [
+        FigureScript(lesson.part(name))
+        for lesson in lessons.every_lesson()
+        for name in SCRIPTS
+        if lesson.part(name).is_file()
+    ]
 
 
 def pictures(script: Path) -> list[Path]:
-    """The files that the script draws: those of its own name, and with figure.py those of no other script."""
+    """The files that the script draws: those of its own name, and with figure.py those of no other
+    script."""
     others = {name.removesuffix(".py") for name in SCRIPTS} - {"figure"}
     there = sorted(path for path in script.parent.iterdir() if path.suffix in (".png", ".mmd"))
-    return [path for path in there if (path.stem == script.stem if script.stem in others else path.stem not in others)]
+    return [
+        path
+        for path in there
+        if (path.stem == script.stem if script.stem in others else path.stem not in others)
+    ]
 
 
 def mark(file: Path, things: list[ShownThing], arguments: argparse.Namespace) -> list[str]:
-    """Make these things again, or stamp them without. Returns: the names of those that failed; their stamps stay.
+    """Make these things again, or stamp them without. Returns: the names of those that failed;
+    their stamps stay.
 
     Stamps of things that are gone go too.
     """
     numbers = arguments.redraw or arguments.same or arguments.later
-    folders = {lesson.folder for lesson in lessons.every_lesson()} if numbers == ["all"] else \
-        {lessons.find(number).folder for number in numbers}
+    folders = (
+        {lesson.folder for lesson in lessons.every_lesson()}
+        if numbers == ["all"]
+        else {lessons.find(number).folder for number in numbers}
+    )
     there = {thing.name for _, other, every in every_thing() if other == file for thing in every}
     kept, failed = {name: stamp for name, stamp in read_stamps(file).items() if name in there}, []
     for thing in things:
@@ -103,9 +123,11 @@ def stamped(thing: ShownThing) -> Stamp:
 def every_thing() -> list[tuple[str, Path, list[ShownThing]]]:
     """(kind, the file of its stamps, its things) of all that the documents show."""
     blocks = printed.every_printout()
-    return [("figures", STAMPS, [*figures()]),
-            ("printed", printed.STAMPS, [found for found in blocks if not found.measured]),
-            ("measured", printed.STAMPS, [found for found in blocks if found.measured])]
+    return [
+        ("figures", STAMPS, [*figures()]),
+        ("printed", printed.STAMPS, [found for found in blocks if not found.measured]),
+        ("measured", printed.STAMPS, [found for found in blocks if found.measured]),
+    ]
 
 
 def tell(file: Path, things: list[ShownThing]) -> None:
@@ -115,18 +137,34 @@ def tell(file: Path, things: list[ShownThing]) -> None:
         told = kept.get(thing.name, {})
         files = changed(thing, told)
         state = "as its code is" if not files else "older, known" if told.get("older") else "OLDER"
-        print(f"{thing.name}: {state}{': ' * bool(files)}{', '.join(files[:4])}{' …' * (len(files) > 4)}")
+        print(
+            f"{thing.name}: "
+            f"{state}{': ' * bool(files)}{', '.join(files[:4])}{' …' * (len(files) > 4)}"
+        )
 
 
 def main() -> int:
-    """Say which figures and printed blocks are older; with an option, make them again or stamp them."""
-    parser = Parser(prog="python -m minidist.lessons.drawn", description="Figures, printed blocks, and their age.")
+    """Say which figures and printed blocks are older; with an option, make them again or stamp
+    them."""
+    parser = Parser(
+        prog="python -m minidist.lessons.drawn",
+        description="Figures, printed blocks, and their age.",
+    )
     choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--redraw", nargs="+", metavar="NN", help="draw and print those of these lessons; or: all")
-    choice.add_argument("--same", nargs="+", metavar="NN", help="looked at: the change does not show")
-    choice.add_argument("--later", nargs="+", metavar="NN", help="known to be older: to be made again later")
-    parser.add_argument("--only", choices=("figures", "printed", "measured"), help="of these alone (default: all, but "
-                        "--redraw leaves measured blocks as they are)")
+    choice.add_argument(
+        "--redraw", nargs="+", metavar="NN", help="draw and print those of these lessons; or: all"
+    )
+    choice.add_argument(
+        "--same", nargs="+", metavar="NN", help="looked at: the change does not show"
+    )
+    choice.add_argument(
+        "--later", nargs="+", metavar="NN", help="known to be older: to be made again later"
+    )
+    parser.add_argument(
+        "--only",
+        choices=("figures", "printed", "measured"),
+        help="of these alone (default: all, but --redraw leaves measured blocks as they are)",
+    )
     arguments = parser.parse_args()
     if not STAMPS.is_file():
         fail(f"there is no {STAMPS}; run in a checkout of the repository")
@@ -134,9 +172,14 @@ def main() -> int:
     for kind, file, things in every_thing():
         if not (arguments.redraw or arguments.same or arguments.later):
             tell(file, things)
-        elif kind == (arguments.only or kind) and (kind != "measured" or arguments.only or not arguments.redraw):
+        elif kind == (arguments.only or kind) and (
+            kind != "measured" or arguments.only or not arguments.redraw
+        ):
             failed += mark(file, things, arguments)
-    print("".join(f"{name} failed: what it makes may be half old, half new\n" for name in failed), end="")
+    print(
+        "".join(f"{name} failed: what it makes may be half old, half new\n" for name in failed),
+        end="",
+    )
     return int(bool(failed))
 
 

@@ -1,4 +1,5 @@
-"""The look of the lessons' figures: one palette, one frame, one way to save. Their content is recorded from real runs.
+"""The look of the lessons' figures: one palette, one frame, one way to save. Their content is
+recorded from real runs.
 
 A colour means the same in every lesson; colour-blind readers can tell all of them apart.
 """
@@ -18,13 +19,19 @@ from minidist.observe.plots import RANKS as RANKS
 from minidist.observe.plots import SOFT as SOFT
 from minidist.observe.plots import save_picture
 
-if TYPE_CHECKING:           # matplotlib takes longer to load than a lesson to run: only what draws loads it
+if TYPE_CHECKING:  # matplotlib takes longer to load than a lesson to run: only what draws loads it
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-PHASES = {"forward": "#7fb0de", "backward": "#2f5d9b", "all_reduce": "#e08e3c", "wait": "#f3d3a8",
-          "optimizer": "#5b9a68",
-          "reduce_scatter": "#3b6fb6", "all_gather": "#e08e3c"}
+PHASES = {
+    "forward": "#7fb0de",
+    "backward": "#2f5d9b",
+    "all_reduce": "#e08e3c",
+    "wait": "#f3d3a8",
+    "optimizer": "#5b9a68",
+    "reduce_scatter": "#3b6fb6",
+    "all_gather": "#e08e3c",
+}
 
 
 def new_figure(width: float, height: float, title: str, subtitle: str = "") -> "Figure":
@@ -34,7 +41,9 @@ def new_figure(width: float, height: float, title: str, subtitle: str = "") -> "
 
     figure = Figure(figsize=(width, height), facecolor=PAPER)
     FigureCanvasAgg(figure)
-    figure.text(0.35 / width, 1 - 0.28 / height, title, fontsize=15, fontweight="bold", color=INK, va="top")
+    figure.text(
+        0.35 / width, 1 - 0.28 / height, title, fontsize=15, fontweight="bold", color=INK, va="top"
+    )
     if subtitle:
         figure.text(0.35 / width, 1 - 0.66 / height, subtitle, fontsize=10.5, color=SOFT, va="top")
     return figure
@@ -67,8 +76,18 @@ def patch(color: str) -> "Patch":
 
 
 def step_number(ax: Any, x: float, y: float, number: int, color: str = INK, **options: Any) -> None:
-    """The number of a step of the notes, in a circle, so that no reader takes it for a bucket's or a microbatch's."""
-    ax.text(x, y, chr(ord("①") + number - 1), fontsize=11, va="center_baseline", color=color, zorder=4, **options)
+    """The number of a step of the notes, in a circle, so that no reader takes it for a bucket's or
+    a microbatch's."""
+    ax.text(
+        x,
+        y,
+        chr(ord("①") + number - 1),
+        fontsize=11,
+        va="center_baseline",
+        color=color,
+        zorder=4,
+        **options,
+    )
 
 
 def caption(ax: Any, text: str) -> None:
@@ -101,4 +120,6 @@ def _written(path: Path) -> Iterator[Path]:
         with whole(path) as draft:
             yield draft
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; choose another place with --out DIR") from error
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; choose another place with --out DIR"
+        ) from error

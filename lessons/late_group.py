@@ -1,7 +1,8 @@
 """A group for checks: an asynchronous sum arrives when it is waited for, and all waits are counted.
 
-The checks of lessons 07 and 15 give it to a student's code, and so see whether backward goes on while sums are on
-their way. Without it, an answer that waits for each sum at once gives the right numbers, and passes.
+The checks of lessons 07 and 15 give it to a student's code, and so see whether backward goes on
+while sums are on their way. Without it, an answer that waits for each sum at once gives the right
+numbers, and passes.
 """
 
 from typing import Any
@@ -10,15 +11,17 @@ import numpy as np
 
 from minidist.comm.group import Group
 
-SAME_WAITS = 20     # waits for one sum, after which a loop is taken to be endless
+SAME_WAITS = 20  # waits for one sum, after which a loop is taken to be endless
 
 
 class LateHandle:
     """A sum on its way. It is put into its place when it is waited for, and not before."""
 
-    def __init__(self, group: "LateGroup", handle: Any, x: np.ndarray, room: np.ndarray, out: np.ndarray) -> None:
+    def __init__(
+        self, group: "LateGroup", handle: Any, x: np.ndarray, room: np.ndarray, out: np.ndarray
+    ) -> None:
         self.group, self.handle, self.room, self.out, self.waits = group, handle, room, out, 0
-        self.x: np.ndarray | None = x       # what is summed, until it is waited for
+        self.x: np.ndarray | None = x  # what is summed, until it is waited for
 
     def wait(self) -> np.ndarray:
         """Return `out`, with the sum in it.
@@ -33,7 +36,10 @@ class LateHandle:
             self.x = None
             self.group.flying.remove(self)
         if self.waits > SAME_WAITS:
-            raise RuntimeError("the same sum is waited for again and again: take it out of the list once it has landed")
+            raise RuntimeError(
+                "the same sum is waited for again and again: take it out of the list once it "
+                "has landed"
+            )
         return self.out
 
 
@@ -57,15 +63,20 @@ class LateGroup:
         return self._started(self.group.start_reduce_scatter, x, out, options)
 
     def land(self) -> int:
-        """Wait for all that flies, so that no message is under way; returns how many sums that were."""
+        """Wait for all that flies, so that no message is under way; returns how many sums that
+        were."""
         left = list(self.flying)
         for handle in left:
             handle.wait()
         return len(left)
 
-    def _started(self, verb: Any, x: np.ndarray, out: np.ndarray, options: dict[str, Any]) -> LateHandle:
+    def _started(
+        self, verb: Any, x: np.ndarray, out: np.ndarray, options: dict[str, Any]
+    ) -> LateHandle:
         """The handle of a sum that sets out, by the ring."""
         room = np.empty_like(out)
-        handle = LateHandle(self, verb(x, out=room, **{**options, "algorithm": "ring"}), x, room, out)
+        handle = LateHandle(
+            self, verb(x, out=room, **{**options, "algorithm": "ring"}), x, room, out
+        )
         self.flying.append(handle)
         return handle

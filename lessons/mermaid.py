@@ -1,14 +1,15 @@
-"""Mermaid diagrams as lines of text, for a terminal: the kinds that the lessons' figures are drawn in.
+"""Mermaid diagrams as lines of text, for a terminal: the kinds that the lessons' figures are drawn
+in.
 
-    pie               a bar for each part
-    sequenceDiagram   a line for each message, `rank 0 → rank 1: c3 (0)`; a note becomes a heading
-    gantt             a row for each section, one character for each unit of time
-    graph             each arrow as `x → norm → f`, a subgraph's nodes indented below its title
+pie               a bar for each part
+sequenceDiagram   a line for each message, `rank 0 → rank 1: c3 (0)`; a note becomes a heading
+gantt             a row for each section, one character for each unit of time
+graph             each arrow as `x → norm → f`, a subgraph's nodes indented below its title
 """
 
 import re
 
-NAMED = re.compile(r"(\w+)(?:\[\"|\(\(\")(.*?)(?:\"\]|\"\)\))")     # r0["rank 0<br/>tp=0"], s0(("+"))
+NAMED = re.compile(r"(\w+)(?:\[\"|\(\(\")(.*?)(?:\"\]|\"\)\))")  # r0["rank 0<br/>tp=0"], s0(("+"))
 
 
 def as_text(diagram: str) -> str:
@@ -21,11 +22,19 @@ def as_text(diagram: str) -> str:
 
 def _pie(lines: list[str]) -> list[str]:
     """`"parameters" : 9` -> `parameters    9 % ███`, of all parts together."""
-    parts = [(name, float(value)) for line in lines[1:] for name, value in re.findall(r'"(.*)" *: *([\d.]+)', line)]
+    parts = [
+        (name, float(value))
+        for line in lines[1:]
+        for name, value in re.findall(r'"(.*)" *: *([\d.]+)', line)
+    ]
     width, total = max(len(name) for name, _ in parts), sum(value for _, value in parts)
-    return [lines[0].removeprefix("pie title").strip(),
-            *(f"  {name:{width}} {100 * value / total:3.0f} % {'█' * round(40 * value / total)}".rstrip()
-              for name, value in parts)]
+    return [
+        lines[0].removeprefix("pie title").strip(),
+        *(
+            f"  {name:{width}} {100 * value / total:3.0f} % {'█' * round(40 * value / total)}".rstrip()
+            for name, value in parts
+        ),
+    ]
 
 
 def _sequence(lines: list[str]) -> list[str]:
@@ -59,13 +68,15 @@ def _row(tasks: list[tuple[str, int, int]], end: int) -> str:
     """`F1F2..B2B1`: the names of the tasks, cut to their lengths, at their times."""
     row = ["."] * end
     for name, start, stop in tasks:
-        row[start:stop] = f"{name:-<{stop - start}}"[:stop - start]
+        row[start:stop] = f"{name:-<{stop - start}}"[: stop - start]
     return "".join(row)
 
 
 def _graph(lines: list[str]) -> list[str]:
     """Arrows and subgraphs in their order; nodes by the first line of what is written in them."""
-    names = {name: text.replace("<br/>", " ") for line in lines for name, text in NAMED.findall(line)}
+    names = {
+        name: text.replace("<br/>", " ") for line in lines for name, text in NAMED.findall(line)
+    }
     told, depth = [], 0
     for line in lines[1:]:
         if line == "end":
@@ -75,14 +86,20 @@ def _graph(lines: list[str]) -> list[str]:
             told.append("  " * depth + names[line.split()[1].split("[")[0]])
         elif "-->" in line:
             ends = re.split(r" *(<?)-->(?:\|\"(.*?)\"\|)? *", line)
-            told.append("  " + _arrows([names.get(name, name) for name in ends[::3]], ends[1::3], ends[2::3]))
+            told.append(
+                "  "
+                + _arrows([names.get(name, name) for name in ends[::3]], ends[1::3], ends[2::3])
+            )
         elif depth and (node := NAMED.match(line)):
             told.append("  " * (depth + 1) + names[node[1]])
     return told
 
 
 def _arrows(nodes: list[str], back: list[str], words: list[str | None]) -> str:
-    """`x → f → g`; `↔` where an arrow points both ways, its word behind it. A long chain has a line for each arrow."""
-    steps = [f"{'↔' if both else '→'}{f' ({word})' if word else ''} {node}"
-             for node, both, word in zip(nodes[1:], back, words, strict=True)]
+    """`x → f → g`; `↔` where an arrow points both ways, its word behind it. A long chain has a line
+    for each arrow."""
+    steps = [
+        f"{'↔' if both else '→'}{f' ({word})' if word else ''} {node}"
+        for node, both, word in zip(nodes[1:], back, words, strict=True)
+    ]
     return ("\n      " if sum(map(len, nodes)) > 60 else " ").join([nodes[0], *steps])

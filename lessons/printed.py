@@ -1,15 +1,16 @@
 """The blocks of the documents that show what a command prints, and the command that prints each.
 
-A line before the block names the command, and how the title of the table, or the line above the text, begins:
+A line before the block names the command, and how the title of the table, or the line above the
+text, begins:
 
     <!-- printed by: python lessons/04_topology/lesson.py; all_reduce on tori -->     the same on every machine
     <!-- measured by: python lessons/20_offload/lesson.py; After two steps -->        differs by run, or takes minutes
     <!-- by hand: rates that the makers state -->                                     nothing prints it
 
-A block is a Markdown table, or a fence of `text`. A table shows the columns that its head names, of all rows that the
-command writes with --json. The text is what stands below its line, up to an empty line. Without a title the command
-itself writes what stands between the mark and `<!-- end -->`. `drawn.py` is the command that makes blocks again;
-`printed.json` keeps their age.
+A block is a Markdown table, or a fence of `text`. A table shows the columns that its head names, of
+all rows that the command writes with --json. The text is what stands below its line, up to an empty
+line. Without a title the command itself writes what stands between the mark and `<!-- end -->`.
+`drawn.py` is the command that makes blocks again; `printed.json` keeps their age.
 """
 
 import json
@@ -25,21 +26,24 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-from minidist.lessons.stamps import ROOT, Stamp, digest_of, digests, label, modules_of, shown_code
-
 from minidist import lessons
 from minidist.errors import ConfigError
 from minidist.files import scratch, whole
 from minidist.launch.own_python import module_command
+from minidist.lessons.stamps import ROOT, Stamp, digest_of, digests, label, modules_of, shown_code
 
 STAMPS = lessons.FOLDER / "printed.json"
-LIMIT = 600.0       # seconds for a command, on a busy machine
+LIMIT = 600.0  # seconds for a command, on a busy machine
 MARK = re.compile(r" *<!-- (?:(printed|measured) by: ([^;]+)(?:; (.+))?|by hand: .+) -->")
 END = "<!-- end -->"
 COMMANDS = ("```", "```sh", "```bash", "```console")
-COMMAND = re.compile(r"\s*(#|$|(python|minidist|mpirun|srun|pip|benchmarks/\S+) |[A-Z_]+=\S+ (python|mpirun) |status=)")
+COMMAND = re.compile(
+    r"\s*(#|$|(python|minidist|mpirun|srun|pip|benchmarks/\S+) |[A-Z_]+=\S+ (python|mpirun) |status=)"
+)
 UNIT = r"(%|[mnµ]?s|[KMGT]i?B(/s)?|billion|times|[nF])"
-FIGURE = re.compile(rf"\W*(\d+\.\d+( ?{UNIT})?|\d{{1,3}}(,\d{{3}})+( ?{UNIT})?|\d+ ?{UNIT})\W*([,;:] .*)?")
+FIGURE = re.compile(
+    rf"\W*(\d+\.\d+( ?{UNIT})?|\d{{1,3}}(,\d{{3}})+( ?{UNIT})?|\d+ ?{UNIT})\W*([,;:] .*)?"
+)
 ROUNDING = re.compile(r"\b(\d(?:\.\d+)?e[-+]\d\d)\b")
 
 
@@ -78,12 +82,19 @@ class Printout:
     @property
     def name(self) -> str:
         """How it is called in printed.json and in messages."""
-        return f"{label(self.document)}, {'measured' if self.measured else 'printed'} by {self.command}"
+        return (
+            f"{label(self.document)}, {'measured' if self.measured else 'printed'} by "
+            f"{self.command}"
+        )
 
     @cached_property
     def script(self) -> Path | None:
         """The script of a lesson that the command runs."""
-        found = [ROOT / word for word in shlex.split(self.command) if word.endswith(".py") and (ROOT / word).is_file()]
+        found = [
+            ROOT / word
+            for word in shlex.split(self.command)
+            if word.endswith(".py") and (ROOT / word).is_file()
+        ]
         return found[0] if found else None
 
     @property
@@ -94,26 +105,40 @@ class Printout:
     def stamp(self) -> Stamp:
         """The stamp of blocks that were printed, or looked at, just now."""
         code = shown_code(self.script) if self.script else sorted(modules_of(self.folder.name))
-        return {"code": digests(code),
-                "blocks": {block.title or "page": digest_of("\n".join(block.lines).encode()) for block in self.blocks}}
+        return {
+            "code": digests(code),
+            "blocks": {
+                block.title or "page": digest_of("\n".join(block.lines).encode())
+                for block in self.blocks
+            },
+        }
 
     def fresh(self) -> dict[PrintedBlock, list[str]]:
-        """Run the command. Returns: the lines that each block should have, but for what the command itself writes.
+        """Run the command. Returns: the lines that each block should have, but for what the command
+        itself writes.
 
         Raises: ConfigError if the command fails, or does not print what a block shows.
         """
         with scratch(prefix="minidist-printed-") as folder:
             file = folder / "tables.json"
-            output = run_command(self.command, folder, file if any(block.title for block in self.blocks) else None)
-            tables = json.loads(file.read_text(encoding="utf-8"))["tables"] if file.is_file() else []
+            output = run_command(
+                self.command, folder, file if any(block.title for block in self.blocks) else None
+            )
+            tables = (
+                json.loads(file.read_text(encoding="utf-8"))["tables"] if file.is_file() else []
+            )
         try:
-            return {block: table_lines(block, tables) if block.is_table else text_lines(block, output)
-                    for block in self.blocks if block.title}
+            return {
+                block: table_lines(block, tables) if block.is_table else text_lines(block, output)
+                for block in self.blocks
+                if block.title
+            }
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {error}") from None
 
     def renew(self) -> bool:
-        """Print the blocks again, in place, and say which have changed. Returns: whether the command could do so."""
+        """Print the blocks again, in place, and say which have changed. Returns: whether the
+        command could do so."""
         print(f"{self.name} …", flush=True)
         try:
             fresh = self.fresh()
@@ -124,29 +149,39 @@ class Printout:
         for block in sorted(fresh, key=lambda block: -block.first):
             if not alike(block.lines, fresh[block]):
                 print(f"{label(self.document)}:{block.line}: {block.title}: changed")
-                lines[block.first:block.first + len(block.lines)] = fresh[block]
+                lines[block.first : block.first + len(block.lines)] = fresh[block]
         if fresh:
             with whole(self.document) as draft:
                 draft.write_text("\n".join(lines), encoding="utf-8")
         return True
 
 
-# ------------------------------------------------------------------------------------------------ what a command prints
+# ---------------------------------------------------------------------------- what a command prints
+
 
 def run_command(command: str, folder: Path, file: Path | None) -> str:
-    """Run `python …` or `minidist …` in `folder`. Returns: what it prints; its tables are in `file`.
+    """Run `python …` or `minidist …` in `folder`. Returns: what it prints; its tables are in
+    `file`.
 
     Raises: ConfigError, one line, if it fails or takes too long.
     """
     first, *rest = shlex.split(command)
     programs = {"python": [sys.executable], "minidist": module_command("minidist")}
     if first not in programs:
-        raise ConfigError(f"{command}: a printed block's command begins with one of {', '.join(programs)}")
+        raise ConfigError(
+            f"{command}: a printed block's command begins with one of {', '.join(programs)}"
+        )
     words = [str(ROOT / word) if (ROOT / word).is_file() else word for word in rest]
     try:
-        ended = subprocess.run([*programs[first], *words, *(["--json", str(file)] if file else [])], cwd=folder,
-                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               timeout=LIMIT)
+        ended = subprocess.run(
+            [*programs[first], *words, *(["--json", str(file)] if file else [])],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT,
+        )
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{command}: still running after {LIMIT:g} seconds") from None
     if ended.returncode:
@@ -191,13 +226,15 @@ def table_lines(block: PrintedBlock, tables: list[dict[str, Any]]) -> list[str]:
     left, columns = [plain(cell_of(column)) for column in table["columns"]], list[int]()
     for head in map(plain, cells(block.lines[0])):
         if head not in left:
-            raise ConfigError(f"the table {table['title']!r} has no column {head!r}, or too few of that name; "
-                              f"its columns: {', '.join(map(repr, table['columns']))}")
+            raise ConfigError(
+                f"the table {table['title']!r} has no column {head!r}, or too few of that name; "
+                f"its columns: {', '.join(map(repr, table['columns']))}"
+            )
         columns.append(left.index(head))
         left[columns[-1]] = "\0"
     before = {plain(cell): cell for line in block.lines[2:] for cell in cells(line)}
     rows = [[cell_of(row[column]) for column in columns] for row in table["rows"]]
-    space = block.lines[0][:len(block.lines[0]) - len(block.lines[0].lstrip())]
+    space = block.lines[0][: len(block.lines[0]) - len(block.lines[0].lstrip())]
     written = [f"{space}| {' | '.join(before.get(cell, cell) for cell in row)} |" for row in rows]
     return [*block.lines[:2], *(re.sub(r"\|  (?=\|)", "| ", line) for line in written)]
 
@@ -208,38 +245,51 @@ def text_lines(block: PrintedBlock, output: str) -> list[str]:
     Raises: ConfigError if the output has no such title.
     """
     lines = output.splitlines()
-    below = lines[only(block.title, lines) + 1:]
-    return dedent("\n".join(below[:below.index("") if "" in below else None])).splitlines()
+    below = lines[only(block.title, lines) + 1 :]
+    return dedent("\n".join(below[: below.index("") if "" in below else None])).splitlines()
 
 
 def alike(before: tuple[str, ...], after: list[str]) -> bool:
-    """The same text. Rounding errors, such as 2.8e-06, depend on the processor: a factor of 10 is allowed."""
+    """The same text. Rounding errors, such as 2.8e-06, depend on the processor: a factor of 10 is
+    allowed."""
     texts = "\n".join(line.rstrip() for line in before), "\n".join(line.rstrip() for line in after)
     errors = [[float(number) for number in ROUNDING.findall(text)] for text in texts]
     return len({ROUNDING.sub("", text) for text in texts}) == 1 and all(
-        one <= 10 * other and other <= 10 * one for one, other in zip(*errors, strict=True))
+        one <= 10 * other and other <= 10 * one for one, other in zip(*errors, strict=True)
+    )
 
 
-# ------------------------------------------------------------------------------------------------------ the documents
+# ------------------------------------------------------------------------------------ the documents
+
 
 def documents() -> list[Path]:
     """Every document of the repository."""
-    return sorted([*ROOT.glob("*.md"), *lessons.FOLDER.rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")])
+    return sorted(
+        [*ROOT.glob("*.md"), *lessons.FOLDER.rglob("*.md"), *(ROOT / "benchmarks").rglob("*.md")]
+    )
 
 
 def every_printout() -> list[Printout]:
     """What commands print in the documents."""
-    return [Printout(document, command, measured) for document in documents()
-            for command, measured in marked_blocks(document)]
+    return [
+        Printout(document, command, measured)
+        for document in documents()
+        for command, measured in marked_blocks(document)
+    ]
 
 
 def marked_blocks(document: Path) -> dict[tuple[str, bool], list[PrintedBlock]]:
     """{(command, whether it measures): the blocks of a document that it prints}."""
-    found, lines = dict[tuple[str, bool], list[PrintedBlock]](), document.read_text(encoding="utf-8").split("\n")
+    found, lines = (
+        dict[tuple[str, bool], list[PrintedBlock]](),
+        document.read_text(encoding="utf-8").split("\n"),
+    )
     for index, line in enumerate(lines):
         mark = MARK.fullmatch(line)
         if mark and mark[1]:
-            found.setdefault((mark[2], mark[1] == "measured"), []).append(block_at(lines, index, mark[3] or ""))
+            found.setdefault((mark[2], mark[1] == "measured"), []).append(
+                block_at(lines, index, mark[3] or "")
+            )
     return found
 
 
@@ -259,7 +309,9 @@ def block_at(lines: list[str], mark: int, title: str) -> PrintedBlock:
         while last < len(lines) and lines[last].lstrip().startswith("|"):
             last += 1
     if last == first:
-        raise ConfigError(f"line {mark + 1}: the mark needs a table, a fence of text, or without a title {END}")
+        raise ConfigError(
+            f"line {mark + 1}: the mark needs a table, a fence of text, or without a title {END}"
+        )
     return PrintedBlock(mark + 1, title, tuple(lines[first:last]), first)
 
 
@@ -280,15 +332,27 @@ def unmarked(text: str) -> Iterator[tuple[int, str]]:
             if fence == "```text":
                 yield index + 1, "a fence of text is what a program prints: it needs a mark"
         elif fence in COMMANDS and not before.endswith("\\") and not COMMAND.match(line):
-            yield index + 1, "a fence without a language holds commands; what they print goes into a fence of text"
-        elif not fence and line.startswith("    ") and re.search(r"[│┃━]|\w(Error|Warning): ", line):
+            yield (
+                index + 1,
+                "a fence without a language holds commands; what they print goes into a fence "
+                "of text",
+            )
+        elif (
+            not fence and line.startswith("    ") and re.search(r"[│┃━]|\w(Error|Warning): ", line)
+        ):
             yield index + 1, "what a program prints goes into a fence of text, with a mark"
-        elif not fence and line.lstrip().startswith("|") and not before.lstrip().startswith("|") and not marked \
-                and shows_figures(lines[index:]):
+        elif (
+            not fence
+            and line.lstrip().startswith("|")
+            and not before.lstrip().startswith("|")
+            and not marked
+            and shows_figures(lines[index:])
+        ):
             yield index + 1, "a table of figures needs a mark"
 
 
 def shows_figures(lines: list[str]) -> bool:
-    """Whether the table at the beginning of these lines has a cell that is a number with a fraction or a unit."""
+    """Whether the table at the beginning of these lines has a cell that is a number with a fraction
+    or a unit."""
     rows = list(takewhile(lambda line: line.lstrip().startswith("|"), lines))
     return any(FIGURE.fullmatch(cell) for row in rows[2:] for cell in cells(row))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from minidist.lessons.page import Page
 from threadpoolctl import threadpool_limits
 
 from minidist.comm.group import Group
@@ -15,17 +14,19 @@ from minidist.console import folder_to_write
 from minidist.errors import MinidistError
 from minidist.files import DISK_FAILED, whole
 from minidist.launch import init, run, speaks_first
+from minidist.lessons.page import Page
 from minidist.streams import standard_output
 
-LIMIT = 600.0       # seconds for a lesson or the recording of a figure, on a busy machine
+LIMIT = 600.0  # seconds for a lesson or the recording of a figure, on a busy machine
 
 
 @dataclass(frozen=True)
 class Break:
     """An experiment of a story's "Break it", and its result.
 
-    Args:    experiment: what is run. says: a part of the error in which it ends, or else of what it prints; a test
-             holds it. error: the type of that error; None for an experiment that prints its result.
+    Args:    experiment: what is run. says: a part of the error in which it ends, or else of what it
+             prints; a test holds it. error: the type of that error; None for an experiment that
+             prints its result.
     """
 
     experiment: Callable[[], None]
@@ -40,17 +41,25 @@ class Break:
 def arguments(description: str | None, breaks: Mapping[str, Break]) -> argparse.ArgumentParser:
     """The command line of a lesson, which may add its own options.
 
-    Args:    description: the lesson's docstring; its first line is shown. breaks: the README's experiments by name.
+    Args:    description: the lesson's docstring; its first line is shown. breaks: the README's
+             experiments by name.
     """
     first = (description or "").strip().splitlines()
     parser = argparse.ArgumentParser(description=first[0] if first else None)
     parser.add_argument("--json", metavar="FILE", help="write the tables as JSON")
-    parser.add_argument("--break", dest="broken", choices=sorted(breaks), help="run one of the README's 'Break it'")
+    parser.add_argument(
+        "--break", dest="broken", choices=sorted(breaks), help="run one of the README's 'Break it'"
+    )
     return parser
 
 
-def run_lesson(options: argparse.Namespace, tour: Callable[[Group, Page], None],
-               breaks: Mapping[str, Break], *, alone: int = 4) -> None:
+def run_lesson(
+    options: argparse.Namespace,
+    tour: Callable[[Group, Page], None],
+    breaks: Mapping[str, Break],
+    *,
+    alone: int = 4,
+) -> None:
     """Run `tour(group, page)` on the ranks that a launcher started, or else on `alone` threads.
 
     With `--break NAME` run that experiment instead.
@@ -87,13 +96,20 @@ def run_break(name: str, chosen: Break) -> None:
         error = raised
         print(f"{type(error).__name__}: {error}")
     if chosen.error is None and error is not None:
-        raise SystemExit(f"lesson: --break {name} has not shown its result: it ended in the error above")
-    if chosen.error is not None and (type(error) is not chosen.error or chosen.says not in str(error)):
-        raise SystemExit(f"lesson: --break {name} was to end in {chosen.error.__name__}: … {chosen.says} …")
+        raise SystemExit(
+            f"lesson: --break {name} has not shown its result: it ended in the error above"
+        )
+    if chosen.error is not None and (
+        type(error) is not chosen.error or chosen.says not in str(error)
+    ):
+        raise SystemExit(
+            f"lesson: --break {name} was to end in {chosen.error.__name__}: … {chosen.says} …"
+        )
 
 
 def _end(error: OSError, told: str) -> NoReturn:
-    """End with status 1 and one line, which is this rank's to say: rank 0 alone writes. The job is told."""
+    """End with status 1 and one line, which is this rank's to say: rank 0 alone writes. The job is
+    told."""
     speaks_first(error)
     raise SystemExit(f"lesson: {told}")
 
@@ -102,22 +118,32 @@ def _on_ranks(body: Callable[[Group], None], alone: int) -> None:
     """Call `body` on the ranks that a launcher started, or else on `alone` threads."""
     world = init()
     if world.size > 1:
-        world.transport.limit = LIMIT       # the others wait while one rank measures alone
+        world.transport.limit = LIMIT  # the others wait while one rank measures alone
         body(world)
     else:
         with threadpool_limits(1, user_api="blas"):  # all ranks use this process's BLAS threads
             run(body, size=alone, transport="threads", limit=LIMIT)
 
 
-def draw_figure(record: Callable[[Group], Any], draw: Callable[[Any, Path], None], home: Path, *, size: int,
-                transport: str = "threads") -> None:
+def draw_figure(
+    record: Callable[[Group], Any],
+    draw: Callable[[Any, Path], None],
+    home: Path,
+    *,
+    size: int,
+    transport: str = "threads",
+) -> None:
     """`python lessons/NN_name/figure.py [--out DIR]`: record a run on `size` ranks, then draw it.
 
-    Without --out it goes below `figures/` where the user stands; drawn.py draws the figures that come with the lessons.
+    Without --out it goes below `figures/` where the user stands; drawn.py draws the figures that
+    come with the lessons.
 
-    Args:    record: record(world) -> what rank 0 recorded. draw: draw(recorded, folder). home: the lesson's folder.
+    Args:    record: record(world) -> what rank 0 recorded. draw: draw(recorded, folder). home: the
+             lesson's folder.
     """
-    parser = argparse.ArgumentParser(description="Record a run and draw this lesson's figure from it.")
+    parser = argparse.ArgumentParser(
+        description="Record a run and draw this lesson's figure from it."
+    )
     add_out(parser, home)
     folder = parser.parse_args().out
     try:
@@ -131,15 +157,23 @@ def draw_figure(record: Callable[[Group], Any], draw: Callable[[Any, Path], None
 
 
 def add_out(parser: argparse.ArgumentParser, home: Path) -> None:
-    """The option of each script that draws: a folder of the user's, so that the lesson's own figure is kept."""
-    parser.add_argument("--out", metavar="DIR", type=folder_to_write, default=str(Path("figures", home.name)),
-                        help="where the figure goes, a folder that is made if need be (default: %(default)s)")
+    """The option of each script that draws: a folder of the user's, so that the lesson's own figure
+    is kept."""
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        type=folder_to_write,
+        default=str(Path("figures", home.name)),
+        help="where the figure goes, a folder that is made if need be (default: %(default)s)",
+    )
 
 
 def insert_mermaid(readme: Path, diagram: str) -> None:
     """Replace the README's Mermaid block by `diagram`."""
     text = readme.read_text(encoding="utf-8")
-    fresh = re.sub(r"```mermaid\n.*?```", lambda _: f"```mermaid\n{diagram}```", text, count=1, flags=re.DOTALL)
+    fresh = re.sub(
+        r"```mermaid\n.*?```", lambda _: f"```mermaid\n{diagram}```", text, count=1, flags=re.DOTALL
+    )
     if fresh != text:
         with whole(readme) as draft:
             draft.write_text(fresh, encoding="utf-8")

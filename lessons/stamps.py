@@ -1,7 +1,8 @@
 """The age of what a document shows: digests of its code, from the time when it was made.
 
-Figures (drawn.py) and printed blocks (printed.py) are *shown things*. A JSON file keeps a stamp of each: the digest of
-each file of code that it shows, and of what was made. Comments, docstrings and blank lines do not count.
+Figures (drawn.py) and printed blocks (printed.py) are *shown things*. A JSON file keeps a stamp of
+each: the digest of each file of code that it shows, and of what was made. Comments, docstrings and
+blank lines do not count.
 """
 
 import ast
@@ -19,11 +20,22 @@ from minidist.files import whole
 ROOT = lessons.FOLDER.parent
 LOOK = {"figures", "page", "running", "drawn", "printed", "stamps"}
 """Modules of the lessons that change how a thing looks, not what it shows."""
-ASIDE = {"cli", "comm.group", "console", "device.backend", "errors", "files", "grading", "lessons", "progress"}
+ASIDE = {
+    "cli",
+    "comm.group",
+    "console",
+    "device.backend",
+    "errors",
+    "files",
+    "grading",
+    "lessons",
+    "progress",
+}
 """Rooms and modules of the library that every script imports, and no figure shows."""
 
 Stamp = dict[str, Any]
-"""{"code": {file: digest}, what was made: {name: digest}, "older": True where it is known to be older}"""
+"""{"code": {file: digest}, what was made: {name: digest}, "older": True where it is known to be
+older}"""
 
 
 class ShownThing(Protocol):
@@ -55,7 +67,8 @@ def modules_of(number: str) -> set[Path]:
 
 
 def imported(text: str) -> set[Path]:
-    """The library's modules that a script imports by name, but for those that change nothing that is shown."""
+    """The library's modules that a script imports by name, but for those that change nothing that
+    is shown."""
     names = set[str]()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -63,15 +76,19 @@ def imported(text: str) -> set[Path]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     rooms = [name.split(".")[1:] for name in names if name.startswith("minidist.")]
-    paths = [Path("minidist", *room) if room[0] != "kernels" else Path(*room) for room in rooms
-             if not {room[0], ".".join(room)} & ASIDE]
+    paths = [
+        Path("minidist", *room) if room[0] != "kernels" else Path(*room)
+        for room in rooms
+        if not {room[0], ".".join(room)} & ASIDE
+    ]
     return {file for path in paths if (file := ROOT / f"{path}.py").is_file()}
 
 
 def shown_code(script: Path) -> list[Path]:
     """The files whose code a script of a lesson shows.
 
-    These are its own, those that it loads from the lessons, what they import of the library, and the lesson's modules.
+    These are its own, those that it loads from the lessons, what they import of the library, and
+    the lesson's modules.
     """
     found, library, left = set[Path](), set[Path](), [script]
     while left:
@@ -82,14 +99,20 @@ def shown_code(script: Path) -> list[Path]:
         text = file.read_text(encoding="utf-8")
         library |= imported(text)
         left += [script.with_name(name) for name in re.findall(r'"(\w+\.py)"', text)]
-        left += [lessons.FOLDER / f"{name}.py" for name in re.findall(r"\bminidist\.lessons(?:\.| import )(\w+)", text)
-                 if name not in LOOK]
+        left += [
+            lessons.FOLDER / f"{name}.py"
+            for name in re.findall(r"\bminidist\.lessons(?:\.| import )(\w+)", text)
+            if name not in LOOK
+        ]
     return sorted(found | library | modules_of(script.parent.name))
 
 
-STRING_OR_COMMENT = re.compile(r'''
+STRING_OR_COMMENT = re.compile(
+    r'''
     (""" (?:\\.|[^\\])*? """ | '{3} (?:\\.|[^\\])*? '{3} | " (?:\\.|[^"\\\n])* " | ' (?:\\.|[^'\\\n])* ') | \#[^\n]*
-    ''', re.DOTALL | re.VERBOSE)
+    ''',
+    re.DOTALL | re.VERBOSE,
+)
 
 
 def significant(text: str) -> str:
@@ -102,7 +125,9 @@ def significant(text: str) -> str:
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
-def _documented(node: ast.AST) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+def _documented(
+    node: ast.AST,
+) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
     """What may have a docstring in a module: expressions are not looked through."""
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         yield node
@@ -136,19 +161,31 @@ def read_stamps(file: Path) -> dict[str, Stamp]:
 
 def write_stamps(file: Path, kept: dict[str, Stamp]) -> None:
     """Write the file: one line a thing."""
-    lines = [f" {json.dumps(name)}: {json.dumps(kept[name], ensure_ascii=False)}" for name in sorted(kept)]
+    lines = [
+        f" {json.dumps(name)}: {json.dumps(kept[name], ensure_ascii=False)}"
+        for name in sorted(kept)
+    ]
     with whole(file) as draft:
         draft.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def changed(thing: ShownThing, kept: Stamp) -> list[str]:
-    """What differs from the stamp: files of code that changed, came or went, and what was made likewise."""
+    """What differs from the stamp: files of code that changed, came or went, and what was made
+    likewise."""
     now = thing.stamp()
-    return [name for part in now for name in sorted({*now[part], *kept.get(part, {})})
-            if now[part].get(name) != kept.get(part, {}).get(name)]
+    return [
+        name
+        for part in now
+        for name in sorted({*now[part], *kept.get(part, {})})
+        if now[part].get(name) != kept.get(part, {}).get(name)
+    ]
 
 
 def older(things: list[ShownThing], kept: dict[str, Stamp]) -> dict[str, list[str]]:
     """{name: what changed since the stamp}, without the things that are older and known to be."""
     found = {thing.name: changed(thing, kept.get(thing.name, {})) for thing in things}
-    return {name: files for name, files in found.items() if files and not kept.get(name, {}).get("older")}
+    return {
+        name: files
+        for name, files in found.items()
+        if files and not kept.get(name, {}).get("older")
+    }

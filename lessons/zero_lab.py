@@ -1,4 +1,5 @@
-"""What lessons 14, 15 and 16 share: a model, batches, each stage trained and measured, steps recorded.
+"""What lessons 14, 15 and 16 share: a model, batches, each stage trained and measured, steps
+recorded.
 
 Every function that takes a group is run by all its ranks.
 """
@@ -24,12 +25,14 @@ from minidist.parallel.zero.zero1 import Zero1
 from minidist.parallel.zero.zero2 import Zero2
 from minidist.parallel.zero.zero3 import Zero3
 
-SMALL = GPTConfig(vocabulary=32, context=8, layers=2, width=16, heads=2, dtype="float64")   # to compare weights
-MEASURED = GPTConfig(vocabulary=64, context=32, layers=8, width=64, heads=4)                # to see memory, in float32
-BUCKET = 1 << 17            # bytes: several buckets in MEASURED
+# to compare weights
+SMALL = GPTConfig(vocabulary=32, context=8, layers=2, width=16, heads=2, dtype="float64")
+# to see memory, in float32
+MEASURED = GPTConfig(vocabulary=64, context=32, layers=8, width=64, heads=4)
+BUCKET = 1 << 17  # bytes: several buckets in MEASURED
 SMALL_BUCKET = 1 << 12
 NAMES = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
-STEPS = 5                   # of the runs that are compared
+STEPS = 5  # of the runs that are compared
 STAGES: dict[int, Any] = {0: DDP, 1: Zero1, 2: Zero2}
 
 
@@ -41,7 +44,8 @@ def new_model(config: GPTConfig, seed: int = 0) -> GPT:
 
 
 def global_batch(config: GPTConfig, step: int, sequences: int = 7) -> Batch:
-    """(inputs, targets) in which each token follows from the one before; 7 sequences divide by no small group."""
+    """(inputs, targets) in which each token follows from the one before; 7 sequences divide by no
+    small group."""
     first = np.random.default_rng(step).integers(0, config.vocabulary, (sequences, 1))
     ids = (first + 5 * np.arange(config.context + 1)) % config.vocabulary
     return ids[:, :-1].copy(), ids[:, 1:].copy()
@@ -52,7 +56,9 @@ def batches(config: GPTConfig) -> list[Batch]:
     return [global_batch(config, step) for step in range(STEPS)]
 
 
-def parts(group: Group, config: GPTConfig, steps: int = STEPS) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
+def parts(
+    group: Group, config: GPTConfig, steps: int = STEPS
+) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:
     """(inputs, targets, targets of all ranks) of this rank, step by step."""
     from minidist.parallel.step.step import part_of
 
@@ -62,10 +68,15 @@ def parts(group: Group, config: GPTConfig, steps: int = STEPS) -> Iterator[tuple
         yield part.inputs, part.targets, batch[1].size
 
 
-def make(stage: int, model: GPT, group: Group, *, bucket_bytes: int = BUCKET, **options: Any) -> Any:
+def make(
+    stage: int, model: GPT, group: Group, *, bucket_bytes: int = BUCKET, **options: Any
+) -> Any:
     """The strategy of a stage; 0 is DDP."""
-    return Zero3(model, group, **options) if stage == 3 else STAGES[stage](model, group, bucket_bytes=bucket_bytes,
-                                                                          **options)
+    return (
+        Zero3(model, group, **options)
+        if stage == 3
+        else STAGES[stage](model, group, bucket_bytes=bucket_bytes, **options)
+    )
 
 
 def new_adam(pieces: Any) -> Optimizer:
@@ -74,7 +85,8 @@ def new_adam(pieces: Any) -> Optimizer:
 
 
 class WatchedGroup:
-    """A group of which `overlapped` says whether an all-gather was given a part of its own result."""
+    """A group of which `overlapped` says whether an all-gather was given a part of its own
+    result."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -91,14 +103,22 @@ class WatchedGroup:
 
 
 def gathered(task: str, overlapped: bool, where: str) -> Result:
-    """Return the Result of an exercise whose all-gathers must not be given a part of their own result."""
+    """Return the Result of an exercise whose all-gathers must not be given a part of their own
+    result."""
     given = "a part of the result" if overlapped else "a copy of the chunk"
     advice = f"y may not lie in x: give all_gather a copy: {where}"
-    return Result(task, not overlapped, "a copy of the chunk", given,
-                  "it is overwritten while it is sent", advice)
+    return Result(
+        task,
+        not overlapped,
+        "a copy of the chunk",
+        given,
+        "it is overwritten while it is sent",
+        advice,
+    )
 
 
-# ------------------------------------------------------------------------------------------------ equal weights
+# ------------------------------------------------------------------------------------ equal weights
+
 
 def state_vector(state: dict[str, np.ndarray]) -> np.ndarray:
     """All weights end to end, in the order of their names."""
@@ -129,20 +149,29 @@ def off(weights: np.ndarray, target: np.ndarray) -> float:
 
 
 def apart(group: Group, mine: np.ndarray) -> float:
-    """The largest difference between any rank's array and rank 0's, over rank 0's largest number; on every rank."""
+    """The largest difference between any rank's array and rank 0's, over rank 0's largest number;
+    on every rank."""
     with group.ledger.control():
         first = group.broadcast(mine)
-        return float(group.all_reduce(np.abs(mine - first).max(keepdims=True), op="max")[0] / np.abs(first).max())
+        return float(
+            group.all_reduce(np.abs(mine - first).max(keepdims=True), op="max")[0]
+            / np.abs(first).max()
+        )
 
 
-# ------------------------------------------------------------------------------------------------------ measured
+# ----------------------------------------------------------------------------------------- measured
+
 
 def sent(group: Group, train: Callable[[], None]) -> dict[str, int]:
-    """Bytes by verb that all ranks together send while `train` runs, scalars apart; and "messages". On every rank."""
+    """Bytes by verb that all ranks together send while `train` runs, scalars apart; and "messages".
+    On every rank."""
+
     def counts() -> dict[str, int]:
         rows = [row for row in group.ledger.rows() if row["axis"] != "control"]
-        found = {verb: sum(row["nbytes"] for row in rows if row["verb"] == verb)
-                 for verb in ("all_reduce", "reduce_scatter", "all_gather")}
+        found = {
+            verb: sum(row["nbytes"] for row in rows if row["verb"] == verb)
+            for verb in ("all_reduce", "reduce_scatter", "all_gather")
+        }
         return {**found, "messages": sum(row["messages"] for row in rows)}
 
     before = counts()
@@ -153,8 +182,9 @@ def sent(group: Group, train: Callable[[], None]) -> dict[str, int]:
     return dict(zip(before, map(int, total), strict=True))
 
 
-def traffic(group: Group, stage: int, *, accumulate: int = 1, config: GPTConfig = MEASURED,
-            **options: Any) -> dict[str, int]:
+def traffic(
+    group: Group, stage: int, *, accumulate: int = 1, config: GPTConfig = MEASURED, **options: Any
+) -> dict[str, int]:
     """What `sent` says of one step of a stage."""
     strategy = make(stage, new_model(config), group, **options)
     optimizer = new_adam(strategy.parameters)
@@ -162,12 +192,14 @@ def traffic(group: Group, stage: int, *, accumulate: int = 1, config: GPTConfig 
     def step() -> None:
         strategy.step(global_batch(config, 0), optimizer, accumulate=accumulate)
         if stage in (1, 2):
-            strategy.arrivals.settle()      # the new weights travel on after the step
+            strategy.arrivals.settle()  # the new weights travel on after the step
 
     return sent(group, step)
 
 
-def memory(group: Group, stage: int, *, config: GPTConfig = MEASURED, **options: Any) -> dict[str, dict[str, int]]:
+def memory(
+    group: Group, stage: int, *, config: GPTConfig = MEASURED, **options: Any
+) -> dict[str, dict[str, int]]:
     """This rank's account after some steps of a stage; of peaks the least that a step reached.
 
     The least, because another thread may let go of an array a moment late.
@@ -180,12 +212,21 @@ def memory(group: Group, stage: int, *, config: GPTConfig = MEASURED, **options:
             seen.reset_peak()
             strategy.step(global_batch(config, step), optimizer)
             snapshots.append(seen.snapshot())
-        return {name: {"now": figures["now"], "peak": min(one[name]["peak"] for one in snapshots[1:])}
-                for name, figures in snapshots[-1].items()}
+        return {
+            name: {"now": figures["now"], "peak": min(one[name]["peak"] for one in snapshots[1:])}
+            for name, figures in snapshots[-1].items()
+        }
 
 
-def recorded(group: Group, stage: int, *, config: GPTConfig = MEASURED, sequences: int = 8, steps: int = 12,
-             **options: Any) -> list[dict[str, Any]]:
+def recorded(
+    group: Group,
+    stage: int,
+    *,
+    config: GPTConfig = MEASURED,
+    sequences: int = 8,
+    steps: int = 12,
+    **options: Any,
+) -> list[dict[str, Any]]:
     """On rank 0 each rank's quickest step, which other programs disturbed least; else [].
 
     Each: {"spans", "samples" of the memory account, "start", "stop"}.
@@ -199,17 +240,32 @@ def recorded(group: Group, stage: int, *, config: GPTConfig = MEASURED, sequence
         for step in range(steps):
             with timeline.span("step", step=step):
                 strategy.step(global_batch(config, step, sequences), optimizer)
-    taken = sorted((span for span in timeline.spans if span.name == "step"), key=lambda span: span.start)
+    taken = sorted(
+        (span for span in timeline.spans if span.name == "step"), key=lambda span: span.start
+    )
     with group.ledger.control():
         seconds = group.all_reduce(np.array([span.stop - span.start for span in taken]), op="max")
     chosen = taken[int(np.argmin(seconds[1:])) + 1]
-    spans = [asdict(span) for span in timeline.spans
-             if span.row != "messages" and span.stop > chosen.start and span.start < chosen.stop]
+    spans = [
+        asdict(span)
+        for span in timeline.spans
+        if span.row != "messages" and span.stop > chosen.start and span.start < chosen.stop
+    ]
     samples = memory.samples()
     before = [sample for sample in samples if sample[0] <= chosen.start][-1:]
     kept = [list(sample) for sample in samples if chosen.start < sample[0] <= chosen.stop]
-    return gather_records(group, {"spans": spans, "samples": [*map(list, before), *kept], "start": chosen.start,
-                                  "stop": chosen.stop}) or []
+    return (
+        gather_records(
+            group,
+            {
+                "spans": spans,
+                "samples": [*map(list, before), *kept],
+                "start": chosen.start,
+                "stop": chosen.stop,
+            },
+        )
+        or []
+    )
 
 
 def parameter_bytes(config: GPTConfig) -> tuple[int, int]:

@@ -4,15 +4,21 @@
 
     world = md.init()                                       # this rank's md.Group; alone of size 1
     results = md.run(fn, size=4, transport="threads")       # what fn(world) returned, in rank order
-    mesh = md.Mesh(world, dp=2, tp=2)                       # ranks on a grid of axes: mesh["dp"] is a Group
-    plan = md.Plan(dp=2, tp=2)                              # along which axes a job is cut, how its state is divided
+    mesh = md.Mesh(world, dp=2, tp=2)                       # ranks on a grid of axes: mesh["dp"] is
+                                                            a Group
+    plan = md.Plan(dp=2, tp=2)                              # along which axes a job is cut, how its
+                                                            state is divided
     trainer = md.Trainer(plan, config, world)               # config: a minidist.nn.GPTConfig
-    loss = trainer.step(batch)                              # the global batch in, the global mean loss out
-    found = md.simulate(plan, config, "h100:128x8", batch=1024)     # a step of a plan on a cluster that is not at hand
-    ranking = md.plan_for(config, "h100:128x8", batch=1024)         # the plans that fit there, the best first
+    loss = trainer.step(batch)                              # the global batch in, the global mean
+                                                            loss out
+    found = md.simulate(plan, config, "h100:128x8", batch=1024)     # a step of a plan on a cluster
+                                                                    that is not at hand
+    ranking = md.plan_for(config, "h100:128x8", batch=1024)         # the plans that fit there, the
+                                                                    best first
     md.errors                                               # every exception, in one tree
 
-`dir(minidist)` lists these names. All but `errors` load on first use: `import minidist` loads neither NumPy nor MPI.
+`dir(minidist)` lists these names. All but `errors` load on first use: `import minidist` loads
+neither NumPy nor MPI.
 """
 
 import _signal
@@ -20,22 +26,34 @@ import sys
 
 _AS_MODULE = sys.argv[0] == "-m" and any(
     option[:1] == "-" and option[-1:] == "m" and name.partition(".")[0] == "minidist"
-    for option, name in zip(sys.orig_argv, sys.orig_argv[1:], strict=False))
+    for option, name in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
+)
 if _AS_MODULE and not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
-    del sys.path[0]                                     # the current folder: a random.py there is not Python's own
-_OURS = _AS_MODULE or sys.argv[0].endswith("/minidist") or sys.modules["__main__"].__name__ == "minidist"
+    del sys.path[0]  # the current folder: a random.py there is not Python's own
+_OURS = (
+    _AS_MODULE
+    or sys.argv[0].endswith("/minidist")
+    or sys.modules["__main__"].__name__ == "minidist"
+)
 if _OURS and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
-    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)     # of our command, until its main() takes it: Ctrl-C may come in
-                                                        # the next import, that of `signal` too (_signal is in C)
+    # of our command, until its main() takes it: Ctrl-C may come in the next import, that of
+    # `signal` too (_signal is in C)
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 import importlib  # noqa: E402
 from typing import TYPE_CHECKING, Any  # noqa: E402
 
 if sys.platform == "win32":
-    _LINE = ("minidist runs on Linux and macOS; on Windows use WSL, which is Linux: `wsl --install`, then install "
-             "minidist inside it")
+    _LINE = (
+        "minidist runs on Linux and macOS; on Windows use WSL, which is Linux: `wsl --install`, "
+        "then install minidist inside it"
+    )
     _COMMANDS = ("-m", "minidist", "minidist.exe", "minidist-script.py")
-    raise SystemExit(_LINE) if sys.argv[0].replace("\\", "/").rpartition("/")[2] in _COMMANDS else ImportError(_LINE)
+    raise (
+        SystemExit(_LINE)
+        if sys.argv[0].replace("\\", "/").rpartition("/")[2] in _COMMANDS
+        else ImportError(_LINE)
+    )
 
 from minidist import errors  # noqa: E402
 
@@ -48,7 +66,7 @@ if TYPE_CHECKING:
     from minidist.parallel.hybrid.mesh import Mesh
     from minidist.parallel.hybrid.plan import Plan
 
-    plan_for: Callable[..., Any]        # these two stand above this room
+    plan_for: Callable[..., Any]  # these two stand above this room
     simulate: Callable[..., Any]
 
 __version__ = "0.1.0"
@@ -70,7 +88,9 @@ def __getattr__(name: str) -> Any:
     """Load a public name from its home (PEP 562). Raises: AttributeError for any other name."""
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'minidist' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    raise AttributeError(
+        f"module 'minidist' has no attribute {name!r}; it offers {', '.join(__all__)}"
+    )
 
 
 def __dir__() -> list[str]:

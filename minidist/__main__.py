@@ -3,7 +3,8 @@
 import signal
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)    # until main() takes it: there is nothing to tell yet
+    # until main() takes it: there is nothing to tell yet
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import sys  # noqa: E402
 

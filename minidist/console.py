@@ -1,4 +1,5 @@
-"""Shared by all commands: an argument parser that helps with spelling, parsers of option values, number formats."""
+"""Shared by all commands: an argument parser that helps with spelling, parsers of option values,
+number formats."""
 
 import argparse
 import difflib
@@ -14,23 +15,39 @@ from minidist.device import cores
 from minidist.errors import ConfigError, MemoryLimitError
 from minidist.files import DISK_FAILED, as_utf8, whole
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-         "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
+}
 
 PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".eps", ".ps")
 """The endings of pictures that matplotlib writes."""
 
-SMALLEST = 1e-300           # of a number above 0: what is divided by it stays finite
-MOST_RANKS = 1024           # of a node: each is a process, or a thread
-MOST_BYTES = 2**62          # of a size
-NEAR = 0.7                  # likeness of two words, from 0 to 1, from which one may be meant by the other
-PROCESS_BYTES = 24 << 20    # of a rank beside what processes share: Python, NumPy, minidist
+SMALLEST = 1e-300  # of a number above 0: what is divided by it stays finite
+MOST_RANKS = 1024  # of a node: each is a process, or a thread
+MOST_BYTES = 2**62  # of a size
+NEAR = 0.7  # likeness of two words, from 0 to 1, from which one may be meant by the other
+PROCESS_BYTES = 24 << 20  # of a rank beside what processes share: Python, NumPy, minidist
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that answers a mistake with one line, which names the nearest option or value.
+    """An argument parser that answers a mistake with one line, which names the nearest option or
+    value.
 
-    Raises: ConfigError where argparse would print its usage and exit; `minidist` prints it and exits with status 2.
+    Raises: ConfigError where argparse would print its usage and exit; `minidist` prints it and
+    exits with status 2.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -57,11 +74,14 @@ class Parser(argparse.ArgumentParser):
             message += meant(choice[1], [name.strip(" '") for name in choice[2].split(",")])
         elif unknown:
             message += meant(unknown[1], set(_options(self)) - {unknown[1]})
-        raise ConfigError(f"{message}{'' if message.endswith('?') else ';'} see `{self.prog} --help`")
+        raise ConfigError(
+            f"{message}{'' if message.endswith('?') else ';'} see `{self.prog} --help`"
+        )
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Option strings of the parser and of all its commands: the top parser reports unknown options of each."""
+    """Option strings of the parser and of all its commands: the top parser reports unknown options
+    of each."""
     for action in parser._actions:
         yield from action.option_strings
         if isinstance(action, argparse._SubParsersAction):
@@ -77,46 +97,61 @@ def meant(word: str, known: Iterable[str]) -> str:
     names = {name.lstrip("-"): name for name in known}
     word = word.lstrip("-")
     nearest = difflib.get_close_matches(word, names, 1, NEAR)
-    nearest = nearest or [name for name in names if sorted(name) == sorted(word)]   # a short word, as tpc for tcp
+    # a short word, as tpc for tcp
+    nearest = nearest or [name for name in names if sorted(name) == sorted(word)]
     return f"; did you mean {names[nearest[0]]}?" if nearest else ""
 
 
 def fail(message: str) -> NoReturn:
-    """Report a user's mistake: one line on stderr and exit status 2. Raises: ConfigError, always."""
+    """Report a user's mistake: one line on stderr and exit status 2. Raises: ConfigError,
+    always."""
     raise ConfigError(message)
 
 
 def number_of_bytes(text: str) -> int:
-    """'64MiB' -> 67108864. Units: B, KB, MB, GB, TB (powers of 1000); KiB, MiB, GiB, TiB and K, M, G, T (of 1024)."""
+    """'64MiB' -> 67108864. Units: B, KB, MB, GB, TB (powers of 1000); KiB, MiB, GiB, TiB and K, M,
+    G, T (of 1024)."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip(), re.ASCII)
     if match is None or match[2].upper() not in UNITS:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a size; write 4096, 64KiB, 1.5MB or 2GiB")
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is not a size; write 4096, 64KiB, 1.5MB or 2GiB"
+        )
     value = float(match[1]) * UNITS[match[2].upper()]
     if value >= MOST_BYTES:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is more than {size_text(MOST_BYTES)}, the most of a size")
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is more than {size_text(MOST_BYTES)}, the most of a size"
+        )
     return round(value)
 
 
 def sizes(text: str) -> list[int]:
-    """'1KiB:64MiB' -> bytes, doubling from the first to the last; '1KiB,3MB' -> these; '4KiB' -> one."""
+    """'1KiB:64MiB' -> bytes, doubling from the first to the last; '1KiB,3MB' -> these; '4KiB' ->
+    one."""
     if ":" not in text:
         return [number_of_bytes(part) for part in text.split(",")]
     first, last = map(number_of_bytes, text.split(":", 1))
     if not 0 < first <= last:
-        raise argparse.ArgumentTypeError(f"{text!r}: a range runs from a size above 0 to one no smaller")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: a range runs from a size above 0 to one no smaller"
+        )
     return [first << doublings for doublings in range((last // first).bit_length())]
 
 
 def whole_number(least: int, most: int) -> Callable[[str], int]:
     """The type of an option whose value is a whole number within these bounds."""
+
     def parse(text: str) -> int:
         match = re.fullmatch(r"\s*[+-]?0*([0-9]+)\s*", text, re.ASCII)
-        beyond = least - 1 if "-" in text else most + 1                 # int() takes no more than 4,300 digits
+        beyond = least - 1 if "-" in text else most + 1  # int() takes no more than 4,300 digits
         value = least if match is None else int(text) if len(match[1]) <= 20 else beyond
         if match is None or value < least:
-            raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number of at least {least}")
+            raise argparse.ArgumentTypeError(
+                f"{shown(text)} is not a whole number of at least {least}"
+            )
         if value > most:
-            raise argparse.ArgumentTypeError(f"{shown(text)} is more than {most:,}, the most that this option takes")
+            raise argparse.ArgumentTypeError(
+                f"{shown(text)} is more than {most:,}, the most that this option takes"
+            )
         return value
 
     return parse
@@ -124,7 +159,7 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
 
 positive = whole_number(1, 10**9)
 rank_count = whole_number(1, MOST_RANKS)
-seed_number = whole_number(-2**63, 2**64 - 1)
+seed_number = whole_number(-(2**63), 2**64 - 1)
 
 
 def counts(text: str) -> list[int]:
@@ -133,18 +168,30 @@ def counts(text: str) -> list[int]:
 
 
 def core_list(text: str) -> list[int]:
-    """'0-1,4' -> [0, 1, 4]: cores of this machine that this process may use. Raises: ArgumentTypeError."""
+    """'0-1,4' -> [0, 1, 4]: cores of this machine that this process may use. Raises:
+    ArgumentTypeError."""
     usable = cores.usable()
     if usable is None:
-        raise argparse.ArgumentTypeError("this system does not let a process choose its cores; leave the option out")
-    parts = [re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part.strip(), re.ASCII) for part in text.split(",")]
-    chosen = {core for part in parts if part for core in range(int(part[1]), int(part[2] or part[1]) + 1)}
+        raise argparse.ArgumentTypeError(
+            "this system does not let a process choose its cores; leave the option out"
+        )
+    parts = [
+        re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part.strip(), re.ASCII)
+        for part in text.split(",")
+    ]
+    chosen = {
+        core for part in parts if part for core in range(int(part[1]), int(part[2] or part[1]) + 1)
+    }
     if None in parts or not chosen:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is no list of cores; write 0-1 or 0,2, of cores "
-                                         f"{cores.in_words(usable)}, which this process may use")
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is no list of cores; write 0-1 or 0,2, of cores "
+            f"{cores.in_words(usable)}, which this process may use"
+        )
     if missing := sorted(chosen - {*usable}):
-        raise argparse.ArgumentTypeError(f"{shown(text)} names core {missing[0]}; of this machine, this process may "
-                                         f"use cores {cores.in_words(usable)}")
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} names core {missing[0]}; of this machine, this process may "
+            f"use cores {cores.in_words(usable)}"
+        )
     return sorted(chosen)
 
 
@@ -160,6 +207,7 @@ def decimal(text: str) -> float:
 
 def _number(what: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
     """The type of an option whose value is `what`: a number up to 1e12 that `fits`."""
+
     def parse(text: str) -> float:
         with suppress(ValueError):
             if abs(value := decimal(text)) <= 1e12 and fits(value):
@@ -181,8 +229,9 @@ def picture(text: str) -> str:
     """
     ending = Path(text).suffix.lower()
     if not text or (ending and ending not in PICTURES):
-        raise argparse.ArgumentTypeError(f"{shown(text)} names no picture; end it in .png, .svg or "
-                                         f".pdf")
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} names no picture; end it in .png, .svg or .pdf"
+        )
     return text
 
 
@@ -191,15 +240,22 @@ def folder_to_write(text: str) -> Path:
     try:
         Path(text).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{shown(text)} is not a folder that can be made: {error.strerror}") from None
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is not a folder that can be made: {error.strerror}"
+        ) from None
     if not os.access(text, os.W_OK):
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a folder that can be written to")
     return Path(text)
 
 
 def readable(message: str) -> str:
-    """An error's message as one line, without the tails of its longest words: a user may have written anything."""
-    message = re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]", lambda found: ascii(found[0])[1:-1], message)
+    """An error's message as one line, without the tails of its longest words: a user may have
+    written anything."""
+    message = re.sub(
+        r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]",
+        lambda found: ascii(found[0])[1:-1],
+        message,
+    )
     return re.sub(r"\S{300,}", lambda word: f"{word[0][:100]}…", message)
 
 
@@ -209,21 +265,25 @@ def shown(text: str) -> str:
 
 
 def memory_bytes() -> int:
-    """The memory of this machine with its swap, or less if the container that we are in may have less."""
+    """The memory of this machine with its swap, or less if the container that we are in may have
+    less."""
     import psutil
 
     limits = [psutil.virtual_memory().total + psutil.swap_memory().total]
-    for file in ("memory.max", "memory/memory.limit_in_bytes"):     # of cgroups, version 2 and 1
-        with suppress(OSError, ValueError):                         # there is none, or "max"
+    for file in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroups, version 2 and 1
+        with suppress(OSError, ValueError):  # there is none, or "max"
             limits.append(int(Path("/sys/fs/cgroup", file).read_text()))
     return int(min(limits))
 
 
 def require_memory(what: str, nbytes: int, *, processes: int = 0) -> None:
-    """Raise MemoryLimitError if `what`, with so many processes of ranks, needs more bytes than this machine has."""
+    """Raise MemoryLimitError if `what`, with so many processes of ranks, needs more bytes than this
+    machine has."""
     needed, here = nbytes + processes * PROCESS_BYTES, memory_bytes()
     if needed > here:
-        raise MemoryLimitError(f"{what} needs {size_text(needed)} of memory, this machine has {size_text(here)}")
+        raise MemoryLimitError(
+            f"{what} needs {size_text(needed)} of memory, this machine has {size_text(here)}"
+        )
 
 
 def plural(count: int, noun: str) -> str:
@@ -238,7 +298,14 @@ def exactly(number: float) -> str:
 
 def size_text(nbytes: float) -> str:
     """`3.1 TiB`, `3 MiB`, `1.5 KiB`, `12 B`."""
-    for unit, scale in (("EiB", 2**60), ("PiB", 2**50), ("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, scale in (
+        ("EiB", 2**60),
+        ("PiB", 2**50),
+        ("TiB", 2**40),
+        ("GiB", 2**30),
+        ("MiB", 2**20),
+        ("KiB", 2**10),
+    ):
         if abs(nbytes) >= scale:
             return f"{nbytes / scale:.2f}".rstrip("0").rstrip(".") + f" {unit}"
     return f"{nbytes:.0f} B"

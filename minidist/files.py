@@ -1,14 +1,19 @@
-"""Files that are whole or not there: drafts that take their place at once, and folders that outlive no process.
+"""Files that are whole or not there: drafts that take their place at once, and folders that outlive
+no process.
 
-    with whole("result.json") as draft:         # a reader finds the old file or the new one, also after a kill
+    with whole("result.json") as draft:         # a reader finds the old file or the new one, also
+                                                after a kill
         draft.write_text(...)
     with scratch() as folder:                   # for the length of the block
         ...
-    read_regular("notes.txt", most=1 << 20)     # never waits: a pipe, a device or a folder is an OSError
-    create(folder / "00003.ring")               # a new file, private; never through a link that lies there
+    read_regular("notes.txt", most=1 << 20)     # never waits: a pipe, a device or a folder is an
+                                                OSError
+    create(folder / "00003.ring")               # a new file, private; never through a link that
+                                                lies there
 
-A killed process leaves its scratch folders behind. Their owner held a lock on each, which the system has let go, so
-the next one that makes or sweeps such a folder sees that they are stale, and removes them.
+A killed process leaves its scratch folders behind. Their owner held a lock on each, which the
+system has let go, so the next one that makes or sweeps such a folder sees that they are stale, and
+removes them.
 """
 
 import errno
@@ -26,15 +31,17 @@ from typing import BinaryIO
 
 from minidist.errors import ConfigError
 
-DRAFTS = ".minidist-"       # how the names of folders of drafts begin
-PIECE = 1 << 20             # bytes of zeros that are written at once
-NOT_REGULAR = errno.EINVAL      # the code of errors of what is there, but is no file to read or append to
+DRAFTS = ".minidist-"  # how the names of folders of drafts begin
+PIECE = 1 << 20  # bytes of zeros that are written at once
+# the code of errors of what is there, but is no file to read or append to
+NOT_REGULAR = errno.EINVAL
 PRIVATE = 0o600
-DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)      # not the user's mistake
+DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # not the user's mistake
 
 
 def user_folder(variable: str, below: str) -> Path:
-    """Return the user's folder that an XDG variable names, or the one that is so far below the home folder.
+    """Return the user's folder that an XDG variable names, or the one that is so far below the home
+    folder.
 
     Raises: ConfigError for a user without a home, where no private folder can be made either.
     """
@@ -45,8 +52,8 @@ def user_folder(variable: str, below: str) -> Path:
 def home() -> Path:
     """Return the user's home folder.
 
-    A container may run as a user without HOME and without an entry in the list of users. Such a user gets a folder
-    among the temporary files, which no other user can read or write.
+    A container may run as a user without HOME and without an entry in the list of users. Such a
+    user gets a folder among the temporary files, which no other user can read or write.
     Raises: ConfigError if that cannot be.
     """
     with suppress(RuntimeError, KeyError):
@@ -64,17 +71,22 @@ def home() -> Path:
         folder = Path(error.filename or tempfile.gettempprefix())
         problem = error.strerror or str(error)
     if problem:
-        raise ConfigError(f"this user has no home folder, and {folder} cannot stand for one: {problem}; set HOME")
+        raise ConfigError(
+            f"this user has no home folder, and {folder} cannot stand for one: {problem}; set HOME"
+        )
     return folder
 
 
-# ------------------------------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------ reading
 
-def open_regular(file: str | Path, *, member: bool = False, flags: int = os.O_RDONLY,
-                 mode: int = 0o666) -> int:
+
+def open_regular(
+    file: str | Path, *, member: bool = False, flags: int = os.O_RDONLY, mode: int = 0o666
+) -> int:
     """Return a descriptor of a regular file; never wait for a writer, and never start a device.
 
-    Args:    member: the file belongs to a folder that another user may have filled, so it may not be a link.
+    Args:    member: the file belongs to a folder that another user may have filled, so it may not
+             be a link.
              flags, mode: as of os.open.
     Raises:  OSError whose strerror says what is there instead.
     """
@@ -86,7 +98,7 @@ def open_regular(file: str | Path, *, member: bool = False, flags: int = os.O_RD
     no_wait = os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
     opened = os.open(file, flags | no_wait | (os.O_NOFOLLOW if member else 0), mode)
     try:
-        _require_regular(os.fstat(opened), file)        # what lies there may have changed since
+        _require_regular(os.fstat(opened), file)  # what lies there may have changed since
     except OSError:
         os.close(opened)
         raise
@@ -94,17 +106,22 @@ def open_regular(file: str | Path, *, member: bool = False, flags: int = os.O_RD
 
 
 def read_regular(file: str | Path, *, most: int, member: bool = False) -> bytes:
-    """Return the bytes of a regular file. Args, Raises: as open_regular; OSError too for more than `most` bytes."""
+    """Return the bytes of a regular file. Args, Raises: as open_regular; OSError too for more than
+    `most` bytes."""
     with open(open_regular(file, member=member), "rb") as stream:
         return read_rest(stream, most)
 
 
 def read_file_or_pipe(file: str | Path, *, most: int) -> bytes:
-    """Return what a user's file holds. A pipe that is open already (/dev/stdin, `<(…)`) is read to its end.
+    """Return what a user's file holds. A pipe that is open already (/dev/stdin, `<(…)`) is read to
+    its end.
 
-    Raises: OSError, with the name: also for a folder, a named pipe, a device, and a file of more than `most` bytes.
+    Raises: OSError, with the name: also for a folder, a named pipe, a device, and a file of more
+    than `most` bytes.
     """
-    is_open_pipe = stat.S_ISFIFO(os.stat(file).st_mode) and os.path.realpath(file).startswith("/proc/")
+    is_open_pipe = stat.S_ISFIFO(os.stat(file).st_mode) and os.path.realpath(file).startswith(
+        "/proc/"
+    )
     if not is_open_pipe:
         return read_regular(file, most=most)
     with open(file, "rb") as stream:
@@ -115,23 +132,35 @@ def read_file_or_pipe(file: str | Path, *, most: int) -> bytes:
 
 
 def read_rest(stream: BinaryIO, most: int) -> bytes:
-    """Return the bytes from here to the end of a regular file. Raises: OSError for more than `most`, before a read."""
+    """Return the bytes from here to the end of a regular file. Raises: OSError for more than
+    `most`, before a read."""
     rest = os.fstat(stream.fileno()).st_size - stream.tell()
     pieces, total = [b""], 0
     while rest <= most and total <= most:
-        pieces.append(stream.read(max(rest - total, PIECE)))    # it may grow, or its system does not know its size
+        # it may grow, or its system does not know its size
+        pieces.append(stream.read(max(rest - total, PIECE)))
         total += len(pieces[-1])
         if not pieces[-1]:
             return b"".join(pieces)
-    raise OSError(NOT_REGULAR, f"has more than {most:,} bytes, the most that is read of such a file", stream.name)
+    raise OSError(
+        NOT_REGULAR,
+        f"has more than {most:,} bytes, the most that is read of such a file",
+        stream.name,
+    )
 
 
 def _require_regular(found: os.stat_result, file: str | Path) -> None:
     """Raise OSError unless it is a regular file."""
     if stat.S_ISREG(found.st_mode):
         return
-    kinds = {stat.S_IFLNK: "a link, which is not followed here", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe",
-             stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+    kinds = {
+        stat.S_IFLNK: "a link, which is not followed here",
+        stat.S_IFDIR: "a folder",
+        stat.S_IFIFO: "a pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+    }
     what = kinds.get(stat.S_IFMT(found.st_mode), "no file")
     raise OSError(NOT_REGULAR, f"is {what}; a regular file is needed", str(file))
 
@@ -139,13 +168,15 @@ def _require_regular(found: os.stat_result, file: str | Path) -> None:
 def create(file: str | Path, *, mode: int = PRIVATE, flags: int = os.O_RDWR) -> int:
     """Return a descriptor of a new file.
 
-    Raises:  FileExistsError if something has the name: a file, a link, also one that leads nowhere. OSError.
+    Raises:  FileExistsError if something has the name: a file, a link, also one that leads nowhere.
+             OSError.
     """
     return os.open(file, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
 def begin(file: str | Path) -> int:
-    """Return a descriptor to append to a file that begins anew; what lies there and is no regular file goes first.
+    """Return a descriptor to append to a file that begins anew; what lies there and is no regular
+    file goes first.
 
     Raises:  OSError.
     """
@@ -156,16 +187,22 @@ def begin(file: str | Path) -> int:
 
 
 def add_line(file: str | Path, line: str) -> None:
-    """Append a line to a file of a run folder, and make the file if it is not there. Raises: OSError."""
-    with open(open_regular(file, member=True, flags=os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as stream:
+    """Append a line to a file of a run folder, and make the file if it is not there. Raises:
+    OSError."""
+    with open(
+        open_regular(file, member=True, flags=os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab"
+    ) as stream:
         stream.write(f"{line}\n".encode())
 
 
 def make_member_folder(folder: Path) -> None:
-    """Make a folder of a run folder, unless it is there. Raises: OSError, also if a link has its name."""
+    """Make a folder of a run folder, unless it is there. Raises: OSError, also if a link has its
+    name."""
     folder.mkdir(parents=True, exist_ok=True)
     if folder.is_symlink():
-        raise OSError(NOT_REGULAR, "is a link, which is not followed here; a folder is needed", str(folder))
+        raise OSError(
+            NOT_REGULAR, "is a link, which is not followed here; a folder is needed", str(folder)
+        )
 
 
 def private(file: str, flags: int) -> int:
@@ -173,11 +210,13 @@ def private(file: str, flags: int) -> int:
     return os.open(file, flags, PRIVATE)
 
 
-# ------------------------------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------------------------------ writing
+
 
 @contextmanager
 def scratch(parent: str | Path | None = None, prefix: str = DRAFTS) -> Iterator[Path]:
-    """A new private folder in `parent` (None: the system's for temporary files), removed at the end of the block.
+    """A new private folder in `parent` (None: the system's for temporary files), removed at the end
+    of the block.
 
     Stale ones go first. Raises: OSError if it cannot be made.
     """
@@ -192,7 +231,8 @@ def scratch(parent: str | Path | None = None, prefix: str = DRAFTS) -> Iterator[
 
 
 def _locked_folder(home: Path, prefix: str) -> tuple[Path, int]:
-    """A new folder and the descriptor that holds its lock; made again if a sweep was faster than the lock."""
+    """A new folder and the descriptor that holds its lock; made again if a sweep was faster than
+    the lock."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=home))
         with suppress(FileNotFoundError):
@@ -206,18 +246,19 @@ def _locked(file: int) -> bool:
     """Lock a new folder; False if a sweep holds the lock, which is about to remove the folder."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:                            # a file system without locks: then nothing is swept there
+    except OSError as error:  # a file system without locks: then nothing is swept there
         return not isinstance(error, BlockingIOError)
     return True
 
 
 def sweep(home: Path, prefix: str = DRAFTS, *, older: float = 0.0) -> None:
-    """Remove the scratch folders in `home` that killed processes left, and other files that their owners lock.
+    """Remove the scratch folders in `home` that killed processes left, and other files that their
+    owners lock.
 
     Args:    older: spare files that were changed within so many seconds.
     """
     for stale in home.glob(f"{prefix}*"):
-        with suppress(OSError):                         # another user's, or gone
+        with suppress(OSError):  # another user's, or gone
             lock = os.open(stale, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -231,11 +272,13 @@ def sweep(home: Path, prefix: str = DRAFTS, *, older: float = 0.0) -> None:
 
 @contextmanager
 def whole(file: str | Path, *, member: bool = False) -> Iterator[Path]:
-    """A draft of `file`, of the same name, which takes its place at the end of the block, or goes if that fails.
+    """A draft of `file`, of the same name, which takes its place at the end of the block, or goes
+    if that fails.
 
-    What is no regular file (a pipe, /dev/stdout), or lies in a folder that takes no other, is written in its place.
-    Args:    member: the file belongs to a folder that another user may have filled: a link, or what else lies there,
-             is replaced, and not written to.
+    What is no regular file (a pipe, /dev/stdout), or lies in a folder that takes no other, is
+    written in its place.
+    Args:    member: the file belongs to a folder that another user may have filled: a link, or what
+             else lies there, is replaced, and not written to.
     Raises:  OSError if it cannot be written, with the name of `file`.
     """
     place = Path(file) if member else _real(file)
@@ -279,7 +322,8 @@ def _read_by_somebody(place: Path) -> Iterator[None]:
 
 
 def as_utf8(text: str) -> bytes:
-    """Return a text for a file, whatever the locale; what is no Unicode, as a byte of a file's name, is escaped.
+    """Return a text for a file, whatever the locale; what is no Unicode, as a byte of a file's
+    name, is escaped.
 
     In JSON such an escape is read as the same character again.
     """
@@ -287,7 +331,8 @@ def as_utf8(text: str) -> bytes:
 
 
 def reserve(file: int, offset: int, nbytes: int) -> None:
-    """Room for `nbytes` at the end of an open file, which read as zeros. Raises: OSError if the disk has none.
+    """Room for `nbytes` at the end of an open file, which read as zeros. Raises: OSError if the
+    disk has none.
 
     Where the system cannot reserve (macOS, some file systems), zeros are written.
     """
@@ -304,11 +349,14 @@ def reserve(file: int, offset: int, nbytes: int) -> None:
 
 
 def _written_in_place(file: Path) -> bool:
-    return os.path.exists(file) and not (os.path.isfile(file) and os.access(file.parent, os.W_OK | os.X_OK))
+    return os.path.exists(file) and not (
+        os.path.isfile(file) and os.access(file.parent, os.W_OK | os.X_OK)
+    )
 
 
 def check_writable(option: str, file: str | Path | None) -> None:
-    """Raise ConfigError, one line that begins with `option`, unless `whole` can write `file`, if there is one.
+    """Raise ConfigError, one line that begins with `option`, unless `whole` can write `file`, if
+    there is one.
 
     It is tried: permission bits say nothing of /proc or a read-only disk. Nothing is left behind.
     """
@@ -326,7 +374,7 @@ def check_writable(option: str, file: str | Path | None) -> None:
             problem = "Permission denied"
         elif not _written_in_place(place):
             with scratch(place.parent) as folder:
-                (folder / place.name).touch()           # a name can be too long
+                (folder / place.name).touch()  # a name can be too long
     except OSError as error:
         problem = error.strerror or str(error)
     if problem:
@@ -338,6 +386,8 @@ def lock_holder(file: int) -> int | None:
     state = os.fstat(file)
     inode = f"{os.major(state.st_dev):02x}:{os.minor(state.st_dev):02x}:{state.st_ino}"
     with suppress(OSError):
-        found = re.search(rf"FLOCK +\S+ +\S+ (\d+) {inode} ", Path("/proc/locks").read_text(errors="replace"))
+        found = re.search(
+            rf"FLOCK +\S+ +\S+ (\d+) {inode} ", Path("/proc/locks").read_text(errors="replace")
+        )
         return int(found[1]) or None if found else None
     return None

@@ -1,15 +1,20 @@
 """Exercises with holes, and the grading of them.
 
-    exercise.py   functions whose missing pieces are `hole(2, "which chunk arrives?")`; a student replaces each call
-    check.py      `grade(exercise)` runs the student's functions and yields one Result a task: target beside measured
-    the library   is the answer key: check.py asks it for the right values, so that answers cannot drift
+    exercise.py   functions whose missing pieces are `hole(2, "which chunk arrives?")`; a student
+                  replaces each call
+    check.py      `grade(exercise)` runs the student's functions and yields one Result a task:
+                  target beside measured
+    the library   is the answer key: check.py asks it for the right values, so that answers cannot
+                  drift
 
-A check stops at the first task that fails, because later tasks would only repeat the same mistake. Then each hole is
-graded by itself: the student's answer to it, and the right code in all the others. So the hole that is wrong is named,
-and what is filled is graded before all is filled. The right code comes from check.py: `CUT_FROM` lists the plain
-versions that the exercise is cut from; `ANSWERS`, {hole: code}, holds what the plain versions do not have.
+A check stops at the first task that fails, because later tasks would only repeat the same mistake.
+Then each hole is graded by itself: the student's answer to it, and the right code in all the
+others. So the hole that is wrong is named, and what is filled is graded before all is filled. The
+right code comes from check.py: `CUT_FROM` lists the plain versions that the exercise is cut from;
+`ANSWERS`, {hole: code}, holds what the plain versions do not have.
 
-Whatever the student's code does (an exception, a hang, a wrong value) becomes a Result, never a traceback of ours.
+Whatever the student's code does (an exception, a hang, a wrong value) becomes a Result, never a
+traceback of ours.
 """
 
 import ast
@@ -29,8 +34,8 @@ from minidist import holes
 from minidist.errors import ConfigError, MinidistError, TimeoutError
 from minidist.files import read_regular
 
-MOST_SOURCE = 1 << 24             # bytes of a Python file
-NOT_FILLED = "not filled yet"       # the mistake of a Result that met a hole
+MOST_SOURCE = 1 << 24  # bytes of a Python file
+NOT_FILLED = "not filled yet"  # the mistake of a Result that met a hole
 
 
 class HoleError(MinidistError):
@@ -48,7 +53,8 @@ def hole(number: int, task: str, *given: Any) -> Any:
 
 @dataclass(frozen=True)
 class Result:
-    """One graded task: target and measured; if it failed, the name of the mistake and what to read again."""
+    """One graded task: target and measured; if it failed, the name of the mistake and what to read
+    again."""
 
     task: str
     passed: bool
@@ -56,10 +62,11 @@ class Result:
     measured: str
     mistake: str = ""
     advice: str = ""
-    holes: tuple[int, ...] = ()     # those to blame, where that is known
+    holes: tuple[int, ...] = ()  # those to blame, where that is known
 
     def line(self) -> str:
-        """The result as one line: `bytes sent: 3.5 MiB, target 3.0 MiB: whole tensors: read section 3 again`."""
+        """The result as one line: `bytes sent: 3.5 MiB, target 3.0 MiB: whole tensors: read section
+        3 again`."""
         if self.passed:
             return f"{self.task}: {self.measured} ok"
         if self.mistake == NOT_FILLED:
@@ -71,16 +78,18 @@ class Result:
 
 @dataclass(frozen=True)
 class HoleGrade:
-    """One hole by itself, with the right code in all the others: `state` is "right", "wrong" or "open"."""
+    """One hole by itself, with the right code in all the others: `state` is "right", "wrong" or
+    "open"."""
 
     number: int
     state: str
-    result: Result | None = None    # what was wrong
+    result: Result | None = None  # what was wrong
 
 
 @dataclass(frozen=True)
 class Grade:
-    """All results of one exercise, up to the first mistake; then its holes one by one, unless every task passed."""
+    """All results of one exercise, up to the first mistake; then its holes one by one, unless every
+    task passed."""
 
     lesson: str
     file: str
@@ -93,8 +102,13 @@ class Grade:
         return bool(self.results) and all(result.passed for result in self.results)
 
     def summary(self) -> str:
-        """How far it is: `2 of 6 holes left: 3 (wrong), 5`; empty if nothing is known of the holes."""
-        left = [f"{hole.number}{' (wrong)' * (hole.state == 'wrong')}" for hole in self.holes if hole.state != "right"]
+        """How far it is: `2 of 6 holes left: 3 (wrong), 5`; empty if nothing is known of the
+        holes."""
+        left = [
+            f"{hole.number}{' (wrong)' * (hole.state == 'wrong')}"
+            for hole in self.holes
+            if hole.state != "right"
+        ]
         return f"{len(left)} of {len(self.holes)} holes left: {', '.join(left)}" if left else ""
 
     def as_json(self) -> dict[str, Any]:
@@ -103,7 +117,8 @@ class Grade:
 
 
 def expect(task: str, target: Any, measured: Any, mistake: str = "", advice: str = "") -> Result:
-    """A Result that passes if `measured` equals `target`; `mistake` and `advice` are for the other case."""
+    """A Result that passes if `measured` equals `target`; `mistake` and `advice` are for the other
+    case."""
     return Result(task, bool(measured == target), str(target), str(measured), mistake, advice)
 
 
@@ -114,7 +129,10 @@ def load_module(path: Path, name: str) -> ModuleType:
     Raises:  ConfigError if there is no such file; any error that the file itself raises.
     """
     if not path.is_file():
-        raise ConfigError(f"there is no file {path}; copy the exercise first: minidist lesson {name[:2]} --copy DIR")
+        raise ConfigError(
+            f"there is no file {path}; copy the exercise first: minidist lesson {name[:2]} "
+            "--copy DIR"
+        )
     label = f"minidist_lesson_{name}_{path.stem}"
     spec = importlib.util.spec_from_file_location(label, path)
     if spec is None or spec.loader is None:
@@ -126,7 +144,8 @@ def load_module(path: Path, name: str) -> ModuleType:
 
 
 def require_python(file: Path, advice: str) -> None:
-    """Raise ConfigError unless `file` is the text of a Python module, though perhaps one that does not parse."""
+    """Raise ConfigError unless `file` is the text of a Python module, though perhaps one that does
+    not parse."""
     name = str(file) if len(str(file)) < 200 else f"{str(file)[:40]}…"
     try:
         if b"\0" in (source := read_regular(file, most=MOST_SOURCE)):
@@ -134,7 +153,11 @@ def require_python(file: Path, advice: str) -> None:
         importlib.util.decode_source(source)
     except (OSError, SyntaxError, ValueError) as error:
         if isinstance(error, OSError):
-            why = f"there is no file {name}" if not os.path.exists(file) else f"cannot read {name}: {error.strerror}"
+            why = (
+                f"there is no file {name}"
+                if not os.path.exists(file)
+                else f"cannot read {name}: {error.strerror}"
+            )
         else:
             why = f"{name} is no Python text: {error}"
         raise ConfigError(f"{why}; {advice}") from None
@@ -143,10 +166,12 @@ def require_python(file: Path, advice: str) -> None:
 
 
 def grade(number: str, check_file: Path, exercise_file: Path) -> Grade:
-    """Grade `exercise_file` by `grade(exercise)` of `check_file`, up to the first task that fails; then hole by hole.
+    """Grade `exercise_file` by `grade(exercise)` of `check_file`, up to the first task that fails;
+    then hole by hole.
 
     Args:    number: the lesson's number, "03".
-    Raises:  ConfigError if a file is missing or no Python file. Errors of the student's code become a failed Result.
+    Raises:  ConfigError if a file is missing or no Python file. Errors of the student's code become
+             a failed Result.
     """
     require_python(exercise_file, f"start with: minidist lesson {number} --copy DIR")
     check = load_module(check_file, number)
@@ -159,7 +184,9 @@ def grade(number: str, check_file: Path, exercise_file: Path) -> Grade:
     return Grade(number, str(exercise_file), tuple(results), graded)
 
 
-def _results(check: ModuleType, exercise: Callable[[], ModuleType], exercise_file: Path) -> list[Result]:
+def _results(
+    check: ModuleType, exercise: Callable[[], ModuleType], exercise_file: Path
+) -> list[Result]:
     """The check's results up to the first that failed."""
     results: list[Result] = []
     try:
@@ -167,7 +194,8 @@ def _results(check: ModuleType, exercise: Callable[[], ModuleType], exercise_fil
             results.append(result)
             if not result.passed:
                 break
-    except (Exception, SystemExit) as error:    # whatever the student's code raises becomes part of the grade
+    # whatever the student's code raises becomes part of the grade
+    except (Exception, SystemExit) as error:
         results.append(explain(error, exercise_file))
     return results
 
@@ -178,9 +206,11 @@ def answer_key(check: ModuleType, template: ast.Module) -> dict[int, holes.Nodes
     return holes.right_code(template, sources, getattr(check, "ANSWERS", {}))
 
 
-def _by_hole(check: ModuleType, template: ast.Module, exercise_file: Path, number: str,
-             first: Result) -> tuple[HoleGrade, ...]:
-    """Each hole by itself; none where the file cannot be parsed. `first`: the first mistake of the whole."""
+def _by_hole(
+    check: ModuleType, template: ast.Module, exercise_file: Path, number: str, first: Result
+) -> tuple[HoleGrade, ...]:
+    """Each hole by itself; none where the file cannot be parsed. `first`: the first mistake of the
+    whole."""
     try:
         student = ast.parse(exercise_file.read_text(encoding="utf-8"))
     except SyntaxError:
@@ -196,7 +226,7 @@ def _by_hole(check: ModuleType, template: ast.Module, exercise_file: Path, numbe
     doubtful = [answer for answer in answers if not answer.is_right_code]
     filled = [answer for answer in doubtful if not answer.is_open]
     if filled and without(answers):
-        return ()       # the mistake lies outside the holes
+        return ()  # the mistake lies outside the holes
     wrong: dict[tuple[int, ...], Result] = {}
     for answer in filled:
         others = [other for other in doubtful if other is not answer]
@@ -204,13 +234,23 @@ def _by_hole(check: ModuleType, template: ast.Module, exercise_file: Path, numbe
         wrong |= {answer.holes: result} if result else {}
     if len(wrong) > 1 and not any(answer.is_open for answer in answers):
         # an answer that is right beside another that is as unusual: the author of both meant both
-        alone = [answer.holes for answer in answers if answer.holes in wrong and not without([answer])]
+        alone = [
+            answer.holes for answer in answers if answer.holes in wrong and not without([answer])
+        ]
         wrong = {held: wrong[held] for held in alone[:1] or wrong}
-    states = {hole: ("open" if answer.is_open else "wrong" if answer.holes in wrong else "right",
-                     wrong.get(answer.holes)) for answer in answers for hole in answer.holes}
+    states = {
+        hole: (
+            "open" if answer.is_open else "wrong" if answer.holes in wrong else "right",
+            wrong.get(answer.holes),
+        )
+        for answer in answers
+        for hole in answer.holes
+    }
     asked = holes.tasks(template)
-    return tuple(HoleGrade(hole, state, result and _told(result, (hole,), asked[hole]))
-                 for hole, (state, result) in sorted(states.items()))
+    return tuple(
+        HoleGrade(hole, state, result and _told(result, (hole,), asked[hole]))
+        for hole, (state, result) in sorted(states.items())
+    )
 
 
 def _told(result: Result, blamed: tuple[int, ...], task: str) -> Result:
@@ -228,7 +268,8 @@ _HOLES = re.compile(r"[:,]? ?\(holes? [^)]*\)")
 
 
 def _blamed(result: Result, graded: tuple[HoleGrade, ...]) -> Result:
-    """The first mistake of the whole exercise, by the holes that are wrong; an open hole comes after a wrong one."""
+    """The first mistake of the whole exercise, by the holes that are wrong; an open hole comes
+    after a wrong one."""
     wrong = [hole for hole in graded if hole.result]
     if not wrong:
         return result
@@ -255,8 +296,9 @@ def run_module(tree: ast.Module, file: Path, name: str) -> ModuleType:
 
 
 def explain(error: BaseException, exercise_file: Path) -> Result:
-    """Return an error of a student's code as a failed Result that names its line; of a chain, the error raised last."""
-    chain = [error]         # the error and its causes, outermost first
+    """Return an error of a student's code as a failed Result that names its line; of a chain, the
+    error raised last."""
+    chain = [error]  # the error and its causes, outermost first
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
         chain.append(cause)
     hole_met = next((cause for cause in reversed(chain) if isinstance(cause, HoleError)), None)
@@ -267,7 +309,12 @@ def explain(error: BaseException, exercise_file: Path) -> Result:
         task = re.sub(r"^rank \d+: ", "", str(hole_met))
         told = "no holes left", _open_holes(exercise_file), NOT_FILLED, f"{task}{where}"
     elif unparsed:
-        told = "Python that parses", "a syntax error", "SyntaxError", f"line {unparsed.lineno}: {unparsed.msg}"
+        told = (
+            "Python that parses",
+            "a syntax error",
+            "SyntaxError",
+            f"line {unparsed.lineno}: {unparsed.msg}",
+        )
     elif isinstance(error, TimeoutError):
         told = "an end", "no end within the limit", "it waits for ever", str(error)
     else:
@@ -278,23 +325,35 @@ def explain(error: BaseException, exercise_file: Path) -> Result:
 def _open_holes(exercise_file: Path) -> str:
     """How many calls of `hole` the file still has: "6 holes left"."""
     tree = ast.parse(exercise_file.read_text(encoding="utf-8"))
-    count = sum(isinstance(node, ast.Call) and ast.unparse(node.func) == "hole" for node in ast.walk(tree))
+    count = sum(
+        isinstance(node, ast.Call) and ast.unparse(node.func) == "hole" for node in ast.walk(tree)
+    )
     return f"{count} hole{'s' * (count != 1)} left"
 
 
 def _at(error: BaseException, file: Path) -> str:
-    """` (exercise.py line 31)`: the last line of `file` in the traceback of `error`; empty if there is none."""
-    whole = file.absolute()     # as in tracebacks
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == whole]
+    """` (exercise.py line 31)`: the last line of `file` in the traceback of `error`; empty if there
+    is none."""
+    whole = file.absolute()  # as in tracebacks
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename) == whole
+    ]
     return f" ({file.name} line {lines[-1]})" if lines else ""
 
 
 def variant(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
-    """A plain version with `new` in place of its code `old`: what a mistake leads to, so that it can be named."""
+    """A plain version with `new` in place of its code `old`: what a mistake leads to, so that it
+    can be named."""
     source = inspect.getsource(function)
     assert source.count(old) == 1, f"{function.__name__} has {old!r} {source.count(old)} times"
     names: dict[str, Any] = {}
-    exec("from __future__ import annotations\n" + source.replace(old, new), function.__globals__, names)
+    exec(
+        "from __future__ import annotations\n" + source.replace(old, new),
+        function.__globals__,
+        names,
+    )
     changed: Callable[..., Any] = names[function.__name__]
     return changed
 

@@ -1,4 +1,5 @@
-"""Which code stands where a hole is: an exercise beside the code that it is cut from, or beside a student's copy.
+"""Which code stands where a hole is: an exercise beside the code that it is cut from, or beside a
+student's copy.
 
     exercise.py                                     the plain version, or a student's copy
 
@@ -6,9 +7,9 @@
     hole(3, "add what arrives", incoming)           arrived = group.exchange(…)
                                                     chunks[incoming] += arrived
 
-A hole that is a statement stands for one statement or several, any other for an expression. All else has to be equal
-but docstrings, comments and annotations. So the right code of a hole is read from the plain version, and a student's
-answers are taken out of a copy one by one.
+A hole that is a statement stands for one statement or several, any other for an expression. All
+else has to be equal but docstrings, comments and annotations. So the right code of a hole is read
+from the plain version, and a student's answers are taken out of a copy one by one.
 """
 
 import ast
@@ -27,10 +28,11 @@ Definition = ast.FunctionDef | ast.ClassDef
 
 @dataclass(frozen=True)
 class Answer:
-    """A student's code of one hole; or of a whole function with `holes`, where the rest of it was changed too."""
+    """A student's code of one hole; or of a whole function with `holes`, where the rest of it was
+    changed too."""
 
     holes: tuple[int, ...]
-    nodes: Nodes    # the student's
+    nodes: Nodes  # the student's
     right: Nodes
 
     @property
@@ -47,7 +49,12 @@ class Answer:
 def number_of(node: ast.AST) -> int:
     """The number of the hole that this expression or statement is; 0 if it is none."""
     call = node.value if isinstance(node, ast.Expr) else node
-    if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "hole" and call.args):
+    if not (
+        isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Name)
+        and call.func.id == "hole"
+        and call.args
+    ):
         return 0
     first = call.args[0]
     return first.value if isinstance(first, ast.Constant) and isinstance(first.value, int) else 0
@@ -56,7 +63,10 @@ def number_of(node: ast.AST) -> int:
 def tasks(template: ast.AST) -> dict[int, str]:
     """What each hole asks for, by number."""
     calls = [node for node in ast.walk(template) if isinstance(node, ast.Call) and number_of(node)]
-    return {number_of(call): str(ast.literal_eval(call.args[1])) for call in sorted(calls, key=number_of)}
+    return {
+        number_of(call): str(ast.literal_eval(call.args[1]))
+        for call in sorted(calls, key=number_of)
+    }
 
 
 def match(template: ast.AST, source: ast.AST) -> dict[int, Nodes] | None:
@@ -73,7 +83,9 @@ def _same(template: ast.AST, source: ast.AST, found: dict[int, Nodes]) -> bool:
         return True
     return type(template) is type(source) and all(
         _equal(getattr(template, field, None), getattr(source, field, None), found)
-        for field in template._fields if field not in _UNSAID)
+        for field in template._fields
+        if field not in _UNSAID
+    )
 
 
 def _untyped(node: ast.AST) -> ast.AST:
@@ -91,17 +103,27 @@ def _equal(template: object, source: object, found: dict[int, Nodes]) -> bool:
         if any(isinstance(node, ast.stmt) for node in template):
             return _blocks(_code(template), _code(source), found)
         return len(template) == len(source) and all(
-            _equal(a, b, found) for a, b in zip(template, source, strict=True))
+            _equal(a, b, found) for a, b in zip(template, source, strict=True)
+        )
     return template == source
 
 
 def _code(block: list[ast.stmt]) -> list[ast.stmt]:
     """The statements but docstrings."""
-    return [node for node in block if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-                                           and isinstance(node.value.value, str))]
+    return [
+        node
+        for node in block
+        if not (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        )
+    ]
 
 
-def _blocks(template: Sequence[ast.stmt], source: Sequence[ast.stmt], found: dict[int, Nodes]) -> bool:
+def _blocks(
+    template: Sequence[ast.stmt], source: Sequence[ast.stmt], found: dict[int, Nodes]
+) -> bool:
     """Statement by statement; a hole takes as few as it can, at least one."""
     if not template:
         return not source
@@ -129,10 +151,14 @@ def definitions(tree: ast.AST) -> dict[str, Definition]:
     return found
 
 
-def right_code(template: ast.Module, sources: Iterable[str], answers: Mapping[int, str]) -> dict[int, Nodes]:
-    """The right code of each hole: from the `sources` of the functions that an exercise is cut from, then `answers`.
+def right_code(
+    template: ast.Module, sources: Iterable[str], answers: Mapping[int, str]
+) -> dict[int, Nodes]:
+    """The right code of each hole: from the `sources` of the functions that an exercise is cut
+    from, then `answers`.
 
-    Raises:  ValueError if the exercise is not cut from a source: its code differs outside the holes.
+    Raises:  ValueError if the exercise is not cut from a source: its code differs outside the
+             holes.
     """
     parts, found = definitions(template), dict[int, Nodes]()
     for source in sources:
@@ -140,7 +166,9 @@ def right_code(template: ast.Module, sources: Iterable[str], answers: Mapping[in
         name = getattr(node, "name", "")
         pieces = match(parts[name], node) if name in parts else None
         if pieces is None:
-            raise ValueError(f"the exercise is not cut from {name}: their code differs outside the holes")
+            raise ValueError(
+                f"the exercise is not cut from {name}: their code differs outside the holes"
+            )
         found |= pieces
     return found | {number: _parsed(text) for number, text in answers.items()}
 
@@ -151,13 +179,19 @@ def _parsed(text: str) -> Nodes:
     return [body[0].value] if len(body) == 1 and isinstance(body[0], ast.Expr) else list(body)
 
 
-def answers_of(template: ast.Module, student: ast.Module, right: Mapping[int, Nodes]) -> list[Answer]:
-    """A student's answers: hole by hole, or function by function where its other lines were changed."""
+def answers_of(
+    template: ast.Module, student: ast.Module, right: Mapping[int, Nodes]
+) -> list[Answer]:
+    """A student's answers: hole by hole, or function by function where its other lines were
+    changed."""
     theirs, found = definitions(student), dict[tuple[int, ...], Answer]()
     for name, part in definitions(template).items():
         pieces = match(part, theirs[name]) if name in theirs else None
         if pieces is not None:
-            found |= {(number,): Answer((number,), nodes, right[number]) for number, nodes in pieces.items()}
+            found |= {
+                (number,): Answer((number,), nodes, right[number])
+                for number, nodes in pieces.items()
+            }
         elif name in theirs and isinstance(part, ast.FunctionDef) and (held := _held(part)):
             swaps = {id(node): right[number_of(node)] for node in _holes(part)}
             found[held] = Answer(held, [theirs[name]], [rebuilt(part, swaps)])
@@ -176,7 +210,8 @@ def _held(part: ast.AST) -> tuple[int, ...]:
 
 
 def corrected(student: ast.Module, answers: Iterable[Answer]) -> ast.Module:
-    """A student's module with the right code in place of these answers; the lines keep their numbers."""
+    """A student's module with the right code in place of these answers; the lines keep their
+    numbers."""
     swaps: dict[int, Nodes] = {}
     for answer in answers:
         first, *others = answer.nodes
@@ -215,7 +250,10 @@ def _swapped(old: Any, swaps: Mapping[int, Nodes]) -> list[Any]:
     new = swaps[id(old)] if id(old) in swaps else [rebuilt(old, swaps)]
     if not isinstance(old, ast.stmt):
         return new
-    return [ast.copy_location(ast.Expr(node), node) if isinstance(node, ast.expr) else node for node in new]
+    return [
+        ast.copy_location(ast.Expr(node), node) if isinstance(node, ast.expr) else node
+        for node in new
+    ]
 
 
 def _words(nodes: Nodes) -> list[str]:

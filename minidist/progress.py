@@ -1,11 +1,13 @@
 """The progress of a long command, shown in one way by all of them.
 
-    with progress("reading") as show:               # on stderr: results on stdout can go to a file meanwhile
+    with progress("reading") as show:               # on stderr: results on stdout can go to a file
+                                                    meanwhile
         show("fitting the constants")               # what it does now
         show.at(3, 40, "round 3: gloo")             # and how far it is
         show.keep("4 ranks: done")                  # a result: a line on stdout, which stays
 
-    a terminal                  one line that changes, and goes with the block; a bar where it is known how far it is
+    a terminal                  one line that changes, and goes with the block; a bar where it is
+                                known how far it is
     a dumb terminal, a file     nothing; `minidist train` prints a line at most every five seconds
 
 Functions that measure take a Progress, or any function of a text.
@@ -32,8 +34,8 @@ from rich.progress import (
 from rich.progress import Progress as Row
 from rich.text import Text
 
-LINES_EVERY = 5.0       # seconds
-LAST_LINES = 5.0        # seconds until the last lines of other processes are there
+LINES_EVERY = 5.0  # seconds
+LAST_LINES = 5.0  # seconds until the last lines of other processes are there
 
 
 class Progress:
@@ -67,8 +69,14 @@ class Lines(Progress):
     Args:    ends: also the first time, and when all is done.
     """
 
-    def __init__(self, print_line: Callable[[str], Any], noun: str, *, seconds: float = LINES_EVERY,
-                 ends: bool = True) -> None:
+    def __init__(
+        self,
+        print_line: Callable[[str], Any],
+        noun: str,
+        *,
+        seconds: float = LINES_EVERY,
+        ends: bool = True,
+    ) -> None:
         self._print_line, self._noun, self._seconds, self._ends = print_line, noun, seconds, ends
         self._last = float("-inf") if ends else time.monotonic()
 
@@ -84,15 +92,27 @@ class Lines(Progress):
 class Bar(Progress):
     """A line that keeps its place on a terminal.
 
-    Args:    console: the terminal; noun: what is counted, as "step"; stays: its last state stays on the screen.
+    Args:    console: the terminal; noun: what is counted, as "step"; stays: its last state stays on
+             the screen.
     """
 
-    def __init__(self, console: Console, text: str = "", *, noun: str = "", stays: bool = False) -> None:
+    def __init__(
+        self, console: Console, text: str = "", *, noun: str = "", stays: bool = False
+    ) -> None:
         times = TimeRemainingColumn() if noun else TimeElapsedColumn()
         first: list[ProgressColumn] = [TextColumn(noun)] if noun else [SpinnerColumn()]
         self.console = console
-        self._row = Row(*first, _Count(), _CountBar(bar_width=None if noun else 20), TextColumn("{task.description}"),
-                        times, console=console, transient=not stays, refresh_per_second=5, redirect_stdout=False)
+        self._row = Row(
+            *first,
+            _Count(),
+            _CountBar(bar_width=None if noun else 20),
+            TextColumn("{task.description}"),
+            times,
+            console=console,
+            transient=not stays,
+            refresh_per_second=5,
+            redirect_stdout=False,
+        )
         self._task = self._row.add_task(escape(text), total=None)
         self._row.start()
 
@@ -106,7 +126,8 @@ class Bar(Progress):
         if not self.console.stderr:
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
             return
-        self._row.stop()            # both may be one terminal: the line goes, and comes again below the result
+        # both may be one terminal: the line goes, and comes again below the result
+        self._row.stop()
         super().keep(line)
         self._row.start()
 
@@ -118,7 +139,9 @@ class Bar(Progress):
         def show() -> None:
             with open(reading, encoding="utf-8", errors="replace") as lines:
                 for line in lines:
-                    self.console.print(line.rstrip("\n"), markup=False, highlight=False, soft_wrap=True)
+                    self.console.print(
+                        line.rstrip("\n"), markup=False, highlight=False, soft_wrap=True
+                    )
 
         reader = threading.Thread(target=show, daemon=True)
         reader.start()
@@ -133,7 +156,7 @@ class Bar(Progress):
 
 
 class _Count(ProgressColumn):
-    """"3/40", as far as it is known."""
+    """ "3/40", as far as it is known."""
 
     def render(self, task: Task) -> Text:
         return Text("" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}")

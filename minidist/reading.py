@@ -1,11 +1,14 @@
-"""Files that a user brings, read through a schema: bounded, regular, and of the types that the reader expects.
+"""Files that a user brings, read through a schema: bounded, regular, and of the types that the
+reader expects.
 
     class Point(msgspec.Struct):                # a schema: unknown keys are left alone
         x: Finite
         name: str
-    read_json("point.json", Point)              # the JSON value itself; ConfigError in one line if it does not fit
+    read_json("point.json", Point)              # the JSON value itself; ConfigError in one line if
+                                                it does not fit
 
-A digest says that a file is as it was written, not who wrote it. So what a digest covers is read in the same way.
+A digest says that a file is as it was written, not who wrote it. So what a digest covers is read in
+the same way.
 """
 
 import json
@@ -22,10 +25,10 @@ import msgspec
 from minidist.errors import ConfigError
 from minidist.files import read_regular
 
-MOST_BYTES = 1 << 30        # of a file of JSON
-MOST_DEPTH = 64             # of lists and objects in each other
+MOST_BYTES = 1 << 30  # of a file of JSON
+MOST_DEPTH = 64  # of lists and objects in each other
 
-Whole = Annotated[int, msgspec.Meta(ge=-2**63, le=2**63 - 1)]
+Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Finite = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
@@ -34,16 +37,20 @@ NotNegative = Annotated[float, msgspec.Meta(ge=0, le=1e300)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
 
 _ONE_THREAD = threading.Lock()
-"""Held while msgspec converts: it crashes where two threads, as ranks may be, need the same new schema at once."""
+"""Held while msgspec converts: it crashes where two threads, as ranks may be, need the same new
+schema at once."""
 
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def read_json(file: str | Path, schema: Any = Any, *, most: int = MOST_BYTES, member: bool = False) -> Any:
+def read_json(
+    file: str | Path, schema: Any = Any, *, most: int = MOST_BYTES, member: bool = False
+) -> Any:
     """Return the JSON value of a file that fits a schema.
 
     Args:    schema: a type, as msgspec has them. most, member: as of files.read_regular.
-    Raises:  OSError if it cannot be read; ConfigError in a few words, without the file's name, if it does not fit.
+    Raises:  OSError if it cannot be read; ConfigError in a few words, without the file's name, if
+             it does not fit.
     """
     return parse_json(read_regular(file, most=most, member=member), schema)
 
@@ -57,7 +64,9 @@ def read_text(file: str | Path, *, most: int = MOST_BYTES) -> str:
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"it is no text in UTF-8: byte {error.start} is {content[error.start]:#04x}") from error
+        raise ConfigError(
+            f"it is no text in UTF-8: byte {error.start} is {content[error.start]:#04x}"
+        ) from error
 
 
 def parse_json(content: bytes, schema: Any = Any) -> Any:
@@ -68,14 +77,15 @@ def parse_json(content: bytes, schema: Any = Any) -> Any:
 
 
 def decoded(content: bytes) -> Any:
-    """Return the JSON value in UTF-8 bytes, of any shape and depth. Raises: ConfigError as read_json.
+    """Return the JSON value in UTF-8 bytes, of any shape and depth. Raises: ConfigError as
+    read_json.
 
     Numbers may be NaN and infinite, as Python's JSON has them, unless a schema forbids that.
     """
     try:
         try:
             return msgspec.json.decode(content)
-        except msgspec.DecodeError:             # NaN is one reason
+        except msgspec.DecodeError:  # NaN is one reason
             return json.loads(content.decode())
     except RecursionError:
         raise ConfigError("it is no JSON of ours: its lists are too deep") from None
@@ -87,8 +97,12 @@ def require_shallow(value: Any) -> None:
     """Raise ConfigError if a value of JSON has lists in lists deeper than MOST_DEPTH."""
     level = [value]
     for _ in range(MOST_DEPTH):
-        level = [inner for outer in level if isinstance(outer, (list, dict))
-                 for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, (list, dict))
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
         if not level:
             break
     if level:
@@ -102,13 +116,15 @@ def require(value: Any, schema: Any) -> Any:
 
 
 def convert(value: Any, schema: Any) -> Any:
-    """Return a value of JSON as an object of the schema's type. Raises: msgspec.ValidationError, ValueError."""
+    """Return a value of JSON as an object of the schema's type. Raises: msgspec.ValidationError,
+    ValueError."""
     with _ONE_THREAD:
         return msgspec.convert(value, schema)
 
 
 def converted(value: Any, schema: Any) -> Any:
-    """Return a value of JSON as an object of the schema's type. Raises: ConfigError in a few words."""
+    """Return a value of JSON as an object of the schema's type. Raises: ConfigError in a few
+    words."""
     try:
         return convert(value, schema)
     except (msgspec.ValidationError, ValueError, RecursionError, OverflowError) as error:
@@ -118,7 +134,8 @@ def converted(value: Any, schema: Any) -> Any:
 
 
 def parse_line(line: bytes, schema: Any) -> Any:
-    """Return the JSON value of one line of a log; None if the line is torn, or does not fit the schema."""
+    """Return the JSON value of one line of a log; None if the line is torn, or does not fit the
+    schema."""
     try:
         value = json.loads(line)
         convert(value, schema)
@@ -129,17 +146,21 @@ def parse_line(line: bytes, schema: Any) -> Any:
 
 @contextmanager
 def consistent(what: str) -> Iterator[None]:
-    """Raise ConfigError in the block where the values of `what` each fit, and together make no sense."""
+    """Raise ConfigError in the block where the values of `what` each fit, and together make no
+    sense."""
     try:
         yield
     except ConfigError:
         raise
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(f"{what} make no sense together ({type(error).__name__}: {error})") from error
+        raise ConfigError(
+            f"{what} make no sense together ({type(error).__name__}: {error})"
+        ) from error
 
 
 def visible(text: str, keep: str = "") -> str:
-    """Return a text of a file in which control characters, and letters that change the direction, are escaped.
+    """Return a text of a file in which control characters, and letters that change the direction,
+    are escaped.
 
     Args:    keep: control characters that stay, as "\\n".
     """
@@ -149,4 +170,3 @@ def visible(text: str, keep: str = "") -> str:
 @lru_cache(maxsize=256)
 def _escaped(letter: str) -> str:
     return letter.encode("unicode_escape").decode()
-

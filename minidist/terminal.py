@@ -1,4 +1,5 @@
-"""The console of commands that print texts of files: control characters in them are escaped, never sent."""
+"""The console of commands that print texts of files: control characters in them are escaped, never
+sent."""
 
 from collections.abc import Iterable
 
@@ -12,7 +13,13 @@ from minidist.reading import visible
 class Console(rich.console.Console):
     """rich's console; its own colours and movements stay."""
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
         """Render as rich does, and escape what a text has of control characters."""
         for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=visible(segment.text, keep="\n\t"))
+            yield (
+                segment
+                if segment.control
+                else segment._replace(text=visible(segment.text, keep="\n\t"))
+            )

@@ -1,4 +1,5 @@
-"""Files are whole or not there, also after a kill and on a full disk; what killed processes left goes."""
+"""Files are whole or not there, also after a kill and on a full disk; what killed processes left
+goes."""
 
 import errno
 import fcntl
@@ -14,8 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from minidist.lessons.figures import save_mermaid
-from minidist.lessons.running import insert_mermaid
 
 from minidist import files
 from minidist.errors import ConfigError
@@ -33,6 +32,8 @@ from minidist.files import (
     user_folder,
     whole,
 )
+from minidist.lessons.figures import save_mermaid
+from minidist.lessons.running import insert_mermaid
 
 LONG = "x" * 300
 
@@ -119,14 +120,18 @@ def test_what_a_killed_process_leaves_goes_and_what_a_living_one_has_stays(tmp_p
     assert os.listdir(tmp_path) == []
 
 
-def test_a_folder_of_the_same_prefix_that_is_not_locked_goes_and_others_stay(tmp_path: Path) -> None:
+def test_a_folder_of_the_same_prefix_that_is_not_locked_goes_and_others_stay(
+    tmp_path: Path,
+) -> None:
     for name in (f"{DRAFTS}old", "mine"):
         (tmp_path / name).mkdir()
     with scratch(tmp_path):
         assert (tmp_path / "mine").is_dir() and not (tmp_path / f"{DRAFTS}old").exists()
 
 
-def test_a_folder_that_a_sweep_locks_first_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_a_sweep_locks_first_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of ranks that write into one folder at once, one in 800 lost its draft so."""
     made, swept = tempfile.mkdtemp, list[tuple[str, int]]()
 
@@ -139,18 +144,28 @@ def test_a_folder_that_a_sweep_locks_first_is_left_to_it(tmp_path: Path, monkeyp
 
     monkeypatch.setattr(tempfile, "mkdtemp", make)
     with whole(tmp_path / "result.json") as draft:
-        (folder, lock), = swept
+        ((folder, lock),) = swept
         shutil.rmtree(folder)
         os.close(lock)
         draft.write_text("whole")
-    assert (tmp_path / "result.json").read_text() == "whole" and os.listdir(tmp_path) == ["result.json"]
+    assert (tmp_path / "result.json").read_text() == "whole" and os.listdir(tmp_path) == [
+        "result.json"
+    ]
 
 
-@pytest.mark.parametrize(("file", "problem"), [
-    (LONG, "File name too long"), ("nowhere/x", "there is no folder"), ("/proc/x", "No such file"),
-    (".", "is a folder"), (f"{LONG}/x", "there is no folder")])
-def test_a_place_that_cannot_be_written(file: str, problem: str, tmp_path: Path,
-                                        monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("file", "problem"),
+    [
+        (LONG, "File name too long"),
+        ("nowhere/x", "there is no folder"),
+        ("/proc/x", "No such file"),
+        (".", "is a folder"),
+        (f"{LONG}/x", "there is no folder"),
+    ],
+)
+def test_a_place_that_cannot_be_written(
+    file: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=f"^--json .*{problem}"):
         check_writable("--json", file)
@@ -164,9 +179,12 @@ def test_a_place_that_can_be_written_is_left_as_it_was(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["there"] and (tmp_path / "there").read_text() == "old"
 
 
-@pytest.mark.parametrize("write", [lambda file, text: save_mermaid(text, file.parent), insert_mermaid])
+@pytest.mark.parametrize(
+    "write", [lambda file, text: save_mermaid(text, file.parent), insert_mermaid]
+)
 def test_a_lessons_diagram_is_the_old_one_until_the_new_one_is_whole(
-        write: Callable[[Path, str], None], tmp_path: Path, small_files: None) -> None:
+    write: Callable[[Path, str], None], tmp_path: Path, small_files: None
+) -> None:
     file = tmp_path / "figure.mmd"
     file.write_text("```mermaid\nold```")
     with pytest.raises((OSError, ConfigError), match="File too large"):
@@ -176,13 +194,16 @@ def test_a_lessons_diagram_is_the_old_one_until_the_new_one_is_whole(
 
 @pytest.mark.parametrize("refuses", [None, errno.EOPNOTSUPP, "missing"])
 @pytest.mark.parametrize("nbytes", [0, 1, (1 << 20) + 3])
-def test_room_is_reserved_where_the_system_cannot(refuses: int | str | None, nbytes: int, tmp_path: Path,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_reserved_where_the_system_cannot(
+    refuses: int | str | None, nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """macOS has no posix_fallocate; some file systems do not know it. What is there stays."""
     if refuses == "missing":
         monkeypatch.delattr(os, "posix_fallocate")
     elif refuses:
-        monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(refuses, "no")))
+        monkeypatch.setattr(
+            os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(refuses, "no"))
+        )
     file = tmp_path / "region"
     file.write_bytes(b"abc")
     with open(file, "r+b") as stream:
@@ -190,8 +211,12 @@ def test_room_is_reserved_where_the_system_cannot(refuses: int | str | None, nby
     assert file.read_bytes() == b"abc" + bytes(nbytes)
 
 
-def test_a_full_disk_is_told_when_room_is_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+def test_a_full_disk_is_told_when_room_is_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full"))
+    )
     with open(tmp_path / "region", "w+b") as stream, pytest.raises(OSError, match="full"):
         files.reserve(stream.fileno(), 0, 8)
 
@@ -206,14 +231,19 @@ def test_who_has_locked_a_folder(tmp_path: Path) -> None:
     os.close(theirs)
 
 
-# --- a user without a home -------------------------------------------------------------------------------------------
+# --- a user without a home
+# -------------------------------------------------------------------------------------------
 
-NO_USERS = "import pwd\ndef getpwuid(uid):\n    raise KeyError(f'uid not found: {uid}')\npwd.getpwuid = getpwuid\n"
+NO_USERS = (
+    "import pwd\ndef getpwuid(uid):\n    raise KeyError(f'uid not found: "
+    "{uid}')\npwd.getpwuid = getpwuid\n"
+)
 
 
 @pytest.fixture
 def homeless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The folder for temporary files of a user without HOME and without an entry in the list of users."""
+    """The folder for temporary files of a user without HOME and without an entry in the list of
+    users."""
     for name in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
@@ -221,7 +251,9 @@ def homeless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_user_without_a_home_gets_a_private_folder(homeless: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_without_a_home_gets_a_private_folder(
+    homeless: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = homeless / f"minidist-home-{os.geteuid()}"
     assert home() == home() == folder and folder.stat().st_mode & 0o777 == 0o700
     assert user_folder("XDG_CACHE_HOME", ".cache") == folder / ".cache"
@@ -234,8 +266,9 @@ def test_a_user_without_a_home_gets_a_private_folder(homeless: Path, monkeypatch
 
 
 @pytest.mark.parametrize("planted", ["open to others", "a link", "a file", "nowhere"])
-def test_a_folder_that_others_may_have_planted_is_no_home(planted: str, homeless: Path,
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_others_may_have_planted_is_no_home(
+    planted: str, homeless: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = homeless / f"minidist-home-{os.geteuid()}"
     if planted == "open to others":
         folder.mkdir()
@@ -246,32 +279,69 @@ def test_a_folder_that_others_may_have_planted_is_no_home(planted: str, homeless
         folder.touch(mode=0o600)
     else:
         monkeypatch.setattr(tempfile, "tempdir", str(homeless / "nowhere"))
-    with pytest.raises(ConfigError, match="this user has no home folder, and .*; set HOME") as caught:
+    with pytest.raises(
+        ConfigError, match="this user has no home folder, and .*; set HOME"
+    ) as caught:
         home()
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("words", [
-    ["-m", "minidist", "doctor", "--help"], ["-m", "minidist", "bench", "calibrate", "--help"],
-    ["-m", "minidist", "train", "--layers=1", "--width=16", "--heads=2", "--batch=4", "--context=8", "--steps=1",
-     "--data=book.txt", "--quiet", "--out=run"],
-    ["-c", "import minidist as md; assert md.init().size == 1; "
-           "assert md.run(lambda world: world.size, size=1, transport='tcp') == [1]"]],
-    ids=["doctor", "bench", "train", "init"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "minidist", "doctor", "--help"],
+        ["-m", "minidist", "bench", "calibrate", "--help"],
+        [
+            "-m",
+            "minidist",
+            "train",
+            "--layers=1",
+            "--width=16",
+            "--heads=2",
+            "--batch=4",
+            "--context=8",
+            "--steps=1",
+            "--data=book.txt",
+            "--quiet",
+            "--out=run",
+        ],
+        [
+            "-c",
+            "import minidist as md; assert md.init().size == 1; "
+            "assert md.run(lambda world: world.size, size=1, transport='tcp') == [1]",
+        ],
+    ],
+    ids=["doctor", "bench", "train", "init"],
+)
 def test_commands_of_a_user_without_a_home(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "start").mkdir()
     (tmp_path / "start" / "sitecustomize.py").write_text(NO_USERS)
     (tmp_path / "book.txt").write_text("a text of a few words, again and again. " * 60)
-    environment = {name: value for name, value in os.environ.items()
-                   if name not in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR")}
-    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=100,
-                          env={**environment, "PYTHONPATH": str(tmp_path / "start"), "TMPDIR": str(tmp_path)})
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME", "MPLCONFIGDIR")
+    }
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**environment, "PYTHONPATH": str(tmp_path / "start"), "TMPDIR": str(tmp_path)},
+    )
     assert (done.returncode, done.stderr) == (0, "")
-# ------------------------------------------------------------------------- files that another user may have put there
+
+
+# ------------------------------------------------------- files that another user may have put there
 
 OTHERS: dict[str, Callable[[Path], object]] = {
-    "a pipe": os.mkfifo, "a folder": os.mkdir, "a device": lambda file: file.symlink_to("/dev/zero"),
-    "a socket": lambda file: socket_at(file), "loop": lambda file: file.symlink_to(file.name)}
+    "a pipe": os.mkfifo,
+    "a folder": os.mkdir,
+    "a device": lambda file: file.symlink_to("/dev/zero"),
+    "a socket": lambda file: socket_at(file),
+    "loop": lambda file: file.symlink_to(file.name),
+}
 
 
 def socket_at(file: Path) -> None:
@@ -280,12 +350,16 @@ def socket_at(file: Path) -> None:
 
 
 @pytest.mark.parametrize("what", sorted(OTHERS))
-def test_only_a_regular_file_is_read(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_regular_file_is_read(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And nothing is waited for: a pipe has no writer here."""
     monkeypatch.chdir(tmp_path)
     file = Path("file")
     OTHERS[what](file)
-    with pytest.raises(OSError, match="Too many levels" if what == "loop" else f"is {what}; a regular file"):
+    with pytest.raises(
+        OSError, match="Too many levels" if what == "loop" else f"is {what}; a regular file"
+    ):
         read_regular(file, most=100)
     with pytest.raises(OSError, match="link" if file.is_symlink() else what):
         read_regular(file, most=100, member=True)
@@ -305,7 +379,8 @@ def test_no_more_is_read_than_allowed(tmp_path: Path) -> None:
         stream.truncate(1 << 40)
     with pytest.raises(OSError, match="has more than 1,000 bytes"):
         read_regular(tmp_path / "sparse", most=1000)
-    assert b"Name:" in read_regular("/proc/self/status", most=100_000)      # of 0 bytes, as the system says
+    # of 0 bytes, as the system says
+    assert b"Name:" in read_regular("/proc/self/status", most=100_000)
 
 
 def test_what_lies_in_a_members_place_is_replaced_and_not_written_to(tmp_path: Path) -> None:

@@ -5,11 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from minidist.lessons.running import draw_figure, insert_mermaid
 
 from minidist.comm.ledger import Ledger
 from minidist.errors import ConfigError, KernelError
-from minidist.grading import HoleError, Result, expect, grade, hole, load_module, sent_since, totals, variant
+from minidist.grading import (
+    HoleError,
+    Result,
+    expect,
+    grade,
+    hole,
+    load_module,
+    sent_since,
+    totals,
+    variant,
+)
+from minidist.lessons.running import draw_figure, insert_mermaid
 
 CHECK = """
 from minidist.grading import expect
@@ -45,19 +55,30 @@ def test_grading_stops_at_the_first_mistake(tmp_path: Path) -> None:
 
 
 def test_a_hole_inside_another_error_is_found(tmp_path: Path) -> None:
-    exercise = ("from minidist.grading import hole\ndef one():\n    try:\n        hole(1, 'a task')\n"
-                "    except Exception as error:\n        raise ValueError('outer') from error\n")
+    exercise = (
+        "from minidist.grading import hole\ndef one():\n    try:\n        hole(1, 'a task')\n"
+        "    except Exception as error:\n        raise ValueError('outer') from error\n"
+    )
     result = graded(tmp_path, exercise)[-1]
     assert "fill hole 1: a task (mine.py line 4)" in result.line()
 
 
 def test_an_open_hole_is_one_line_with_how_many_are_left(tmp_path: Path) -> None:
     """Calls count, and neither comments nor texts that mention one."""
-    exercise = "'''Fill each hole(...).'''\nfrom minidist.grading import hole\none = lambda: 1  # hole(1, 'done')\n"
+    exercise = (
+        "'''Fill each hole(...).'''\nfrom minidist.grading import hole\none = "
+        "lambda: 1  # hole(1, 'done')\n"
+    )
     holes = "def two():\n    return hole(2, 'a sum')\n"
-    assert graded(tmp_path, exercise + holes)[-1].line() == "fill hole 2: a sum (mine.py line 5); 1 hole left"
+    assert (
+        graded(tmp_path, exercise + holes)[-1].line()
+        == "fill hole 2: a sum (mine.py line 5); 1 hole left"
+    )
     more = holes + "def three():\n    return hole(\n        3, 'more')\n"
-    assert graded(tmp_path, exercise + more)[-1].line() == "fill hole 2: a sum (mine.py line 5); 2 holes left"
+    assert (
+        graded(tmp_path, exercise + more)[-1].line()
+        == "fill hole 2: a sum (mine.py line 5); 2 holes left"
+    )
 
 
 TEMPLATE = """
@@ -84,8 +105,12 @@ def test_the_wrong_hole_is_named_though_another_is_open(tmp_path: Path) -> None:
 
 
 def test_an_error_has_its_hole(tmp_path: Path) -> None:
-    found = by_hole(tmp_path, TEMPLATE.replace('hole(1, "the first number")', "1").replace(
-        'hole(2, "the second number")', "[][0]"))
+    found = by_hole(
+        tmp_path,
+        TEMPLATE.replace('hole(1, "the first number")', "1").replace(
+            'hole(2, "the second number")', "[][0]"
+        ),
+    )
     assert found.results[-1].line().startswith("hole 2: your code: IndexError")
     assert "(mine.py line 6)" in found.results[-1].line()
 
@@ -94,8 +119,11 @@ def test_advice_for_another_hole_is_not_given(tmp_path: Path) -> None:
     check = CHECK.replace('"not two", "read section 2"', '"not two", "see one: section 1 (hole 1)"')
     (tmp_path / "exercise.py").write_text(TEMPLATE)
     (tmp_path / "check.py").write_text(check + "\nANSWERS = {1: '1', 2: '2'}\n")
-    (tmp_path / "mine.py").write_text(TEMPLATE.replace('hole(1, "the first number")', "1").replace(
-        'hole(2, "the second number")', "3"))
+    (tmp_path / "mine.py").write_text(
+        TEMPLATE.replace('hole(1, "the first number")', "1").replace(
+            'hole(2, "the second number")', "3"
+        )
+    )
     found = grade("99", tmp_path / "check.py", tmp_path / "mine.py")
     assert found.results[-1].line() == "hole 2: two: 3, target 2: the second number"
 
@@ -117,13 +145,21 @@ def test_an_error_names_the_students_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("np.split(np.arange(5), 2)", "ValueError, target no error: your code raised: array split does not result"),
+        (
+            "np.split(np.arange(5), 2)",
+            "ValueError, target no error: your code raised: array split does not result",
+        ),
         ("int('x')", "ValueError, target no error: your code raised: invalid literal for int"),
-        ("raised_while_handling()", "RuntimeError, target no error: your code raised: the second (mine.py line 7)"),
+        (
+            "raised_while_handling()",
+            "RuntimeError, target no error: your code raised: the second (mine.py line 7)",
+        ),
         ("{}['a']", "KeyError, target no error: your code raised: 'a' (mine.py line 9)"),
     ],
 )
-def test_of_a_chain_of_errors_the_one_that_was_raised_is_shown(tmp_path: Path, code: str, said: str) -> None:
+def test_of_a_chain_of_errors_the_one_that_was_raised_is_shown(
+    tmp_path: Path, code: str, said: str
+) -> None:
     lines = [
         "import numpy as np",
         "def raised_while_handling():",
@@ -149,7 +185,9 @@ def test_of_a_rank_that_fails_its_own_error_is_shown(tmp_path: Path) -> None:
     assert "'a' (mine.py line 3)" in line
 
 
-def test_a_file_named_from_here_has_lines_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_named_from_here_has_lines_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     result = graded(Path(), "def one():\n    return [][3]\n")[-1]
     assert "list index out of range (mine.py line 2)" in result.line()
@@ -179,7 +217,9 @@ def test_the_mermaid_block_is_replaced(tmp_path: Path) -> None:
     assert readme.read_text() == "before\n```mermaid\npie\n    a\\n : 1\n```\nafter\n```\nx\n```\n"
 
 
-def test_a_figure_whose_run_fails_ends_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_figure_whose_run_fails_ends_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def record(group: Any) -> None:
         raise KernelError("no g++ here; install it")
 

@@ -34,17 +34,24 @@ def tree(text: str) -> ast.Module:
 
 def answers(student: str | ast.Module) -> list[holes.Answer]:
     right = holes.right_code(tree(TEMPLATE), [PLAIN], {3: "total(xs) / len(xs)"})
-    return holes.answers_of(tree(TEMPLATE), tree(student) if isinstance(student, str) else student, right)
+    return holes.answers_of(
+        tree(TEMPLATE), tree(student) if isinstance(student, str) else student, right
+    )
 
 
 def test_the_right_code_is_read_from_the_plain_version() -> None:
     right = holes.right_code(tree(TEMPLATE), [PLAIN], {3: "total(xs) / len(xs)"})
     assert {hole: [ast.unparse(node) for node in nodes] for hole, nodes in right.items()} == {
-        1: ["0.0"], 2: ["y = x", "found += y"], 3: ["total(xs) / len(xs)"]}
+        1: ["0.0"],
+        2: ["y = x", "found += y"],
+        3: ["total(xs) / len(xs)"],
+    }
 
 
 def test_an_exercise_with_other_lines_is_refused() -> None:
-    with pytest.raises(ValueError, match="not cut from total: their code differs outside the holes"):
+    with pytest.raises(
+        ValueError, match="not cut from total: their code differs outside the holes"
+    ):
         holes.right_code(tree(TEMPLATE), [PLAIN.replace("return found", "return float(found)")], {})
 
 
@@ -53,7 +60,9 @@ def test_tasks_in_order() -> None:
 
 
 def test_answers_one_by_one() -> None:
-    student = TEMPLATE.replace('hole(1, "the start")', "0.0").replace('hole(2, "add it", x)', "found -= x")
+    student = TEMPLATE.replace('hole(1, "the start")', "0.0").replace(
+        'hole(2, "add it", x)', "found -= x"
+    )
     found = answers(student)
     assert [answer.holes for answer in found] == [(1,), (2,), (3,)]
     assert [answer.is_open for answer in found] == [False, False, True]
@@ -66,7 +75,11 @@ def test_a_function_whose_other_lines_were_changed_is_one_answer() -> None:
 
 
 def test_corrected_code_runs_and_keeps_its_lines() -> None:
-    student = tree(TEMPLATE.replace('hole(1, "the start")', "5.0").replace('hole(2, "add it", x)', "found += 1 / 0"))
+    student = tree(
+        TEMPLATE.replace('hole(1, "the start")', "5.0").replace(
+            'hole(2, "add it", x)', "found += 1 / 0"
+        )
+    )
     first, second, third = answers(student)
     names: dict = {}
     exec(compile(holes.corrected(student, [second, third]), "mine.py", "exec"), names)

@@ -1,4 +1,5 @@
-"""The progress of a long command: a line on a terminal, nothing in a file, few lines of a training."""
+"""The progress of a long command: a line on a terminal, nothing in a file, few lines of a
+training."""
 
 import io
 import os
@@ -29,14 +30,20 @@ def on_terminal(command: list[str], *, result: Path | None = None, term: str = "
     """What the command shows on a terminal of 80 columns; its stdout may be a file."""
     mine, theirs = pty.openpty()
     with open(result or os.devnull, "wb") as file:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file if result else theirs, stderr=theirs,
-                                   env={**os.environ, "TERM": term, "COLUMNS": "80"}, cwd=ROOT)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=file if result else theirs,
+            stderr=theirs,
+            env={**os.environ, "TERM": term, "COLUMNS": "80"},
+            cwd=ROOT,
+        )
     os.close(theirs)
     shown = b""
     try:
         while piece := os.read(mine, 1 << 16):
             shown += piece
-    except OSError:                                         # it has ended
+    except OSError:  # it has ended
         pass
     os.close(mine)
     assert process.wait(30) == 0, shown.decode()
@@ -47,7 +54,10 @@ def test_a_terminal_shows_what_is_done_and_a_bar(tmp_path: Path) -> None:
     shown = on_terminal([sys.executable, "-c", PROGRAM])
     assert "3/40" in shown and "round 3: gloo" in shown and "━" in shown
     assert shown.index("4 ranks: done") < shown.index("the last") < shown.index("the result")
-    assert re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.rsplit("\x1b[2K", 1)[1]).strip() == "the result"    # it has gone
+    # it has gone
+    assert (
+        re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.rsplit("\x1b[2K", 1)[1]).strip() == "the result"
+    )
 
 
 def test_results_can_go_to_a_file_meanwhile(tmp_path: Path) -> None:
@@ -68,17 +78,26 @@ with progress("a storm") as show, show.stderr() as stderr:
 """
     shown = on_terminal([sys.executable, "-c", program])
     assert "\x1b[2Krank 2 is [lost]\r\n" in shown and "\x1b[2Kand rank 3\r\n" in shown
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
     assert (done.stdout, done.stderr) == ("", "rank 2 is [lost]\nand rank 3\n")
 
 
 def test_a_dumb_terminal_and_a_file_show_nothing() -> None:
-    assert on_terminal([sys.executable, "-c", PROGRAM], term="dumb") == "4 ranks: done\r\nthe result\r\n"
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
+    assert (
+        on_terminal([sys.executable, "-c", PROGRAM], term="dumb")
+        == "4 ranks: done\r\nthe result\r\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
+    )
     assert (done.stdout, done.stderr) == ("4 ranks: done\nthe result\n", "")
 
 
-def test_what_stays_is_said_by_progress_that_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_stays_is_said_by_progress_that_shows_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     show = Progress()
     show("work")
     show.at(1, 2)
@@ -97,7 +116,11 @@ def test_a_bar_that_stays_counts_what_it_is_named_after() -> None:
     bar.keep("a line [above]")
     bar.close()
     bar.close()
-    assert "step" in screen.getvalue() and "3/3" in screen.getvalue() and "loss 1.0" in screen.getvalue()
+    assert (
+        "step" in screen.getvalue()
+        and "3/3" in screen.getvalue()
+        and "loss 1.0" in screen.getvalue()
+    )
     assert "a line [above]" in screen.getvalue()
 
 
@@ -117,14 +140,21 @@ def test_lines_are_few() -> None:
 def test_no_other_module_draws_progress() -> None:
     """All long commands use this one; the live view of a run is a view, not progress."""
     drawing = re.compile(r"rich\.(progress|status|live|spinner)|console\.status\(")
-    found = {str(path.relative_to(ROOT)) for path in (ROOT / "minidist").rglob("*.py")
-             if drawing.search(path.read_text(encoding="utf-8"))}
+    found = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "minidist").rglob("*.py")
+        if drawing.search(path.read_text(encoding="utf-8"))
+    }
     assert found == {"minidist/progress.py", "minidist/cli/watch.py"}
 
 
-@pytest.mark.parametrize(("command", "cluster", "says"), [
-    ("simulate", "h100:1x2", "simulating 2 ranks"), ("plan", "h100:1x1", "ranking the plans")])
-def test_long_commands_show_what_they_do(command: str, cluster: str, says: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "cluster", "says"),
+    [("simulate", "h100:1x2", "simulating 2 ranks"), ("plan", "h100:1x1", "ranking the plans")],
+)
+def test_long_commands_show_what_they_do(
+    command: str, cluster: str, says: str, tmp_path: Path
+) -> None:
     words = [command, "--cluster", cluster, "--model", "gpt2", "--batch", "2"]
     assert says in on_terminal([sys.executable, "-m", "minidist", *words], result=tmp_path / "out")
     assert (tmp_path / "out").read_text()

@@ -1,4 +1,5 @@
-"""The public names: `dir(md)` lists them, each has a docstring, and `import minidist` loads none of them."""
+"""The public names: `dir(md)` lists them, each has a docstring, and `import minidist` loads none of
+them."""
 
 import pydoc
 import re
@@ -10,10 +11,30 @@ import pytest
 
 import minidist as md
 
-PUBLIC = ["Group", "Mesh", "Plan", "Trainer", "__version__", "errors", "init", "plan_for", "run",
-          "simulate"]
-HEAVY = {"numpy", "mpi4py", "cupy", "rich", "matplotlib", "psutil", "msgpack", "safetensors", "threadpoolctl",
-         "prometheus_client"}
+PUBLIC = [
+    "Group",
+    "Mesh",
+    "Plan",
+    "Trainer",
+    "__version__",
+    "errors",
+    "init",
+    "plan_for",
+    "run",
+    "simulate",
+]
+HEAVY = {
+    "numpy",
+    "mpi4py",
+    "cupy",
+    "rich",
+    "matplotlib",
+    "psutil",
+    "msgpack",
+    "safetensors",
+    "threadpoolctl",
+    "prometheus_client",
+}
 
 
 def test_dir_lists_the_public_names_and_nothing_else() -> None:
@@ -32,29 +53,38 @@ def test_every_name_is_there(name: str) -> None:
 
 
 def test_an_unknown_name_is_refused_with_those_there_are() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'Tensor'; "
-                       "it offers Group, Mesh, Plan, Trainer, errors, init, plan_for, run, "
-                       "simulate"):
+    with pytest.raises(
+        AttributeError,
+        match="no attribute 'Tensor'; "
+        "it offers Group, Mesh, Plan, Trainer, errors, init, plan_for, run, "
+        "simulate",
+    ):
         md.Tensor  # noqa: B018
 
 
 def test_help_shows_the_public_names_and_no_machinery() -> None:
     text = pydoc.plain(pydoc.render_doc(md))
     assert "class Plan(" in text and "class Trainer(" in text and "class Mesh(" in text
-    assert re.search(r"run\(\s*fn: ", text) and "init(" in text         # from Python 3.13 on a line for each argument
+    # from Python 3.13 on a line for each argument
+    assert re.search(r"run\(\s*fn: ", text) and "init(" in text
     assert "__getattr__(name" not in text and "importlib" not in text
 
 
 def test_import_loads_no_library() -> None:
     """Under 0.3 s: nothing but this package's own few lines and importlib is read."""
-    code = "import sys; before = set(sys.modules); import minidist; print(sorted(set(sys.modules) - before))"
+    code = (
+        "import sys; before = set(sys.modules); import minidist; "
+        "print(sorted(set(sys.modules) - before))"
+    )
     loaded = _output(code, "-S", "-E")
     assert "'minidist'" in loaded and "'minidist.launch'" not in loaded
     assert not [name for name in HEAVY if f"'{name}'" in loaded]
 
 
 def _output(code: str, *flags: str) -> str:
-    done = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True
+    )
     return done.stdout.strip()
 
 

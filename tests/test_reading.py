@@ -1,4 +1,5 @@
-"""Files through a schema: what does not fit is one short line, and texts of files are made visible."""
+"""Files through a schema: what does not fit is one short line, and texts of files are made
+visible."""
 
 import math
 import subprocess
@@ -12,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minidist.errors import ConfigError
-from minidist.reading import Count, consistent, parse_json, parse_line, read_json, read_text, visible
+from minidist.reading import (
+    Count,
+    consistent,
+    parse_json,
+    parse_line,
+    read_json,
+    read_text,
+    visible,
+)
 
 
 class Point(msgspec.Struct):
@@ -20,13 +29,23 @@ class Point(msgspec.Struct):
     names: list[str] = []
 
 
-@pytest.mark.parametrize(("content", "told"), [
-    (b"{", "no JSON"), (b"\xff", "no JSON"), (b"[" * 100_000 + b"]" * 100_000, "too deep"),
-    (b'{"x": ' + b"[" * 70 + b"]" * 70 + b"}", "more than 64 deep"),
-    (b'{"x": ' + b"9" * 5000 + b"}", "no JSON"), (b'{"x": 1e400}', "x: Expected `int`"),
-    (b'{"x": -1}', "x: Expected `int` >= 0"), (b'{"x": true}', "x: Expected `int`, got `bool`"),
-    (b'{"x": 1, "names": [2]}', r"names\[0\]: Expected `str`"), (b"[]", "Expected `object`"),
-    (b"{}", "missing required field `x`"), (b'{"x": 100000000000000000000000}', "x: Expected `int` <=")])
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"{", "no JSON"),
+        (b"\xff", "no JSON"),
+        (b"[" * 100_000 + b"]" * 100_000, "too deep"),
+        (b'{"x": ' + b"[" * 70 + b"]" * 70 + b"}", "more than 64 deep"),
+        (b'{"x": ' + b"9" * 5000 + b"}", "no JSON"),
+        (b'{"x": 1e400}', "x: Expected `int`"),
+        (b'{"x": -1}', "x: Expected `int` >= 0"),
+        (b'{"x": true}', "x: Expected `int`, got `bool`"),
+        (b'{"x": 1, "names": [2]}', r"names\[0\]: Expected `str`"),
+        (b"[]", "Expected `object`"),
+        (b"{}", "missing required field `x`"),
+        (b'{"x": 100000000000000000000000}', "x: Expected `int` <="),
+    ],
+)
 def test_what_does_not_fit_is_one_short_line(content: bytes, told: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(content)
     with pytest.raises(ConfigError, match=told) as caught:
@@ -51,7 +70,9 @@ def test_a_text_is_utf_8(tmp_path: Path) -> None:
 @given(st.text())
 def test_no_letter_of_a_visible_text_acts_on_a_terminal(text: str) -> None:
     shown = visible(text, keep="\n")
-    assert shown.isprintable() or all(letter == "\n" or letter.isprintable() or ord(letter) >= 160 for letter in shown)
+    assert shown.isprintable() or all(
+        letter == "\n" or letter.isprintable() or ord(letter) >= 160 for letter in shown
+    )
     assert not set(shown) & {*map(chr, range(10)), "\x1b", "\x7f", "\x9b", "\u202e", "\ud800"}
     shown.encode()
 
@@ -63,7 +84,10 @@ def test_a_visible_text_stays_as_it_is_where_nothing_acts() -> None:
 
 @pytest.mark.parametrize("wrong", [lambda: 1 / 0, lambda: [][1], lambda: int("x"), lambda: 1 + "x"])
 def test_numbers_that_contradict_each_other_are_one_line(wrong: Any) -> None:
-    with pytest.raises(ConfigError, match="the records make no sense together"), consistent("the records"):
+    with (
+        pytest.raises(ConfigError, match="the records make no sense together"),
+        consistent("the records"),
+    ):
         wrong()
 
 
@@ -73,7 +97,8 @@ def test_a_bug_stays_a_bug() -> None:
 
 
 def test_threads_may_need_a_new_schema_at_once() -> None:
-    """Ranks that are threads read one manifest together; msgspec by itself crashes the process then."""
+    """Ranks that are threads read one manifest together; msgspec by itself crashes the process
+    then."""
     program = """
 import threading, msgspec
 from minidist.reading import require
@@ -89,6 +114,10 @@ for turn in range(300):
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
 """
-    done = subprocess.run([sys.executable, "-c", f"import sys; sys.setswitchinterval(1e-6)\n{program}"],
-                          capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.setswitchinterval(1e-6)\n{program}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.returncode, done.stderr) == (0, "")

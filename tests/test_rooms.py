@@ -1,5 +1,5 @@
-"""The rooms of the house: imports run downwards, the tests of a module are found by its path, and a class name stands
-for one class. All of them read every module, which one process parses once."""
+"""The rooms of the house: imports run downwards, the tests of a module are found by its path, and a
+class name stands for one class. All of them read every module, which one process parses once."""
 
 import re
 from collections import defaultdict
@@ -21,11 +21,15 @@ FLOORS = [
     ["minidist.holes"],
     ["minidist.observe"],
     ["minidist.survive"],
-    ["minidist"],                           # the public names: each is loaded when it is asked for
+    ["minidist"],  # the public names: each is loaded when it is asked for
     ["minidist.parallel.hybrid"],
     ["minidist.survive.save_async"],
     ["minidist.survive.checkpoint", "minidist.parallel.hybrid.state_exchange"],
-    ["minidist.parallel.hybrid.state_map", "minidist.survive.manifest", "minidist.survive.shard_file"],
+    [
+        "minidist.parallel.hybrid.state_map",
+        "minidist.survive.manifest",
+        "minidist.survive.shard_file",
+    ],
     ["minidist.parallel.hybrid.scheme_state"],
     ["minidist.parallel.pipeline"],
     ["minidist.parallel.experts", "minidist.parallel.context"],
@@ -48,10 +52,20 @@ FLOORS = [
     ["minidist.comm.cost"],
     ["minidist.comm.health"],
     ["minidist.comm.device_lane"],
-    ["minidist.comm.ledger", "minidist.comm.native", "minidist.comm.handle", "minidist.comm.call_site",
-     "minidist.comm.signature"],
+    [
+        "minidist.comm.ledger",
+        "minidist.comm.native",
+        "minidist.comm.handle",
+        "minidist.comm.call_site",
+        "minidist.comm.signature",
+    ],
     ["minidist.comm.wire"],
-    ["minidist.comm.serialization", "minidist.comm.chunks", "minidist.comm.limits", "minidist.comm.flight"],
+    [
+        "minidist.comm.serialization",
+        "minidist.comm.chunks",
+        "minidist.comm.limits",
+        "minidist.comm.flight",
+    ],
     ["minidist.kernels"],
     ["minidist.device"],
     ["minidist.reading"],
@@ -60,7 +74,7 @@ FLOORS = [
 ]
 """Each line is a floor; rooms on one floor do not import each other."""
 
-NO_ROOM = ("minidist.comm", "minidist.parallel")        # only a docstring
+NO_ROOM = ("minidist.comm", "minidist.parallel")  # only a docstring
 
 
 KNOWN: set[tuple[str, str]] = set()
@@ -71,19 +85,25 @@ def test_every_arrow_runs_downwards() -> None:
     wrong = [found for module in modules() for found in imports(module) if not _downwards(found)]
     new = [str(found) for found in wrong if (found.importer, found.imported) not in KNOWN]
     assert not new, "\n".join(new)
-    assert {(found.importer, found.imported) for found in wrong} == KNOWN, "an arrow of KNOWN is gone: take it out"
+    assert {(found.importer, found.imported) for found in wrong} == KNOWN, (
+        "an arrow of KNOWN is gone: take it out"
+    )
 
 
 def test_every_module_has_a_room() -> None:
     assert len(modules()) > 300
-    assert [module for module in modules() if _place(module) is None and module not in NO_ROOM] == []
+    assert [
+        module for module in modules() if _place(module) is None and module not in NO_ROOM
+    ] == []
 
 
 def test_a_wrong_arrow_is_seen() -> None:
     below = Import("minidist.errors", "minidist.device.backend", ROOT / "minidist/errors.py", 7)
     assert not _downwards(below)
     assert str(below) == "minidist/errors.py:7: minidist.errors imports minidist.device.backend"
-    assert not _downwards(below._replace(importer="minidist.nn.gpt", imported="minidist.optim.adam"))
+    assert not _downwards(
+        below._replace(importer="minidist.nn.gpt", imported="minidist.optim.adam")
+    )
     assert _downwards(below._replace(importer="minidist.nn.gpt", imported="minidist.nn.layers"))
 
 
@@ -91,7 +111,9 @@ def test_setup_cfg_lists_every_package() -> None:
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
     listed = setup["options"]["packages"].split()
-    assert sorted(listed) == sorted(name for name, path in modules().items() if path.name == "__init__.py")
+    assert sorted(listed) == sorted(
+        name for name, path in modules().items() if path.name == "__init__.py"
+    )
 
 
 def test_contributing_lists_the_rooms_floor_by_floor() -> None:
@@ -99,13 +121,17 @@ def test_contributing_lists_the_rooms_floor_by_floor() -> None:
     block = re.search(r"```\n(__main__ .*?)```", text, re.DOTALL)
     assert block, "CONTRIBUTING.md has a block of rooms"
     listed = [line.split("  ")[0].split() for line in block[1].splitlines()]
-    floors = [[room.removeprefix("minidist").removeprefix(".") or "." for room in floor] for floor in FLOORS]
+    floors = [
+        [room.removeprefix("minidist").removeprefix(".") or "." for room in floor]
+        for floor in FLOORS
+    ]
     assert listed == floors
 
 
 @pytest.mark.parametrize("folder", ["minidist", "kernels"])
 def test_a_test_is_found_by_the_path_of_its_module(folder: str) -> None:
-    """A test file named after a module lies where the module does; others test a whole folder of that path."""
+    """A test file named after a module lies where the module does; others test a whole folder of
+    that path."""
     tests = ROOT / "tests" / ("kernels" if folder == "kernels" else "")
     folders = defaultdict(list)
     for path in (ROOT / folder).rglob("*.py"):
@@ -118,7 +144,9 @@ def test_a_test_is_found_by_the_path_of_its_module(folder: str) -> None:
         assert (ROOT / folder / inside).is_dir(), f"{path}: there is no folder {folder}/{inside}"
         name = path.name.removeprefix("test_")
         homes = folders[name]
-        assert not homes or ROOT / folder / inside in homes or _is_general(path), f"{path} belongs to {homes}"
+        assert not homes or ROOT / folder / inside in homes or _is_general(path), (
+            f"{path} belongs to {homes}"
+        )
 
 
 def test_a_class_name_stands_for_one_class() -> None:
@@ -144,6 +172,10 @@ def _downwards(found: Import) -> bool:
 @cache
 def _place(module: str) -> tuple[int, str] | None:
     """Floor and room of a module: the longest name of a room that it begins with."""
-    rooms = [(floor, room) for floor, rooms in enumerate(FLOORS) for room in rooms
-             if module == room or (room != "minidist" and module.startswith(f"{room}."))]
+    rooms = [
+        (floor, room)
+        for floor, rooms in enumerate(FLOORS)
+        for room in rooms
+        if module == room or (room != "minidist" and module.startswith(f"{room}."))
+    ]
     return max(rooms, key=lambda place: len(place[1]), default=None)

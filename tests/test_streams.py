@@ -16,14 +16,22 @@ with standard_output() as output:
 """
 
 
-@pytest.mark.parametrize(("where", "lost"), [(">&-", ""), ("| true", ""),
-                                             ("> /dev/full", "stdout: No space left on device")])
+@pytest.mark.parametrize(
+    ("where", "lost"),
+    [(">&-", ""), ("| true", ""), ("> /dev/full", "stdout: No space left on device")],
+)
 def test_output_that_goes_nowhere(where: str, lost: str) -> None:
-    done = subprocess.run(["sh", "-c", f'"$0" -c "$1" {where}', sys.executable, PROGRAM], capture_output=True,
-                          text=True, timeout=60)
+    done = subprocess.run(
+        ["sh", "-c", f'"$0" -c "$1" {where}', sys.executable, PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.stderr == f"done True {lost}\n" and done.stdout == ""
 
 
 def test_output_that_goes_somewhere() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout == ("x" * 5000 + " \\ud800\n") * 3 and done.stderr == "done True \n"

@@ -1,4 +1,5 @@
-"""Grades exercise 00: the student's formulas beside the memory account of real steps, on several models."""
+"""Grades exercise 00: the student's formulas beside the memory account of real steps, on several
+models."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -16,10 +17,13 @@ from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD, Adam
 from minidist.parallel.step.single import plain_single
 
-CONFIGS = (GPTConfig(vocabulary=50, context=8, layers=1, width=16, heads=2),
-           GPTConfig(vocabulary=31, context=12, layers=3, width=24, heads=4),
-           GPTConfig(vocabulary=80, context=32, layers=2, width=32, heads=8))
-LONG = GPTConfig(vocabulary=20, context=264, layers=1, width=16, heads=2)  # long enough that no probabilities are kept
+CONFIGS = (
+    GPTConfig(vocabulary=50, context=8, layers=1, width=16, heads=2),
+    GPTConfig(vocabulary=31, context=12, layers=3, width=24, heads=4),
+    GPTConfig(vocabulary=80, context=32, layers=2, width=32, heads=8),
+)
+# long enough that no probabilities are kept
+LONG = GPTConfig(vocabulary=20, context=264, layers=1, width=16, heads=2)
 BATCH = 3
 
 CUT_FROM = (plain_single,)
@@ -66,7 +70,8 @@ def _batch(config: GPTConfig, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _loop(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
-    """The loss and the weights after some batches of different sizes, beside the plain version's."""
+    """The loss and the weights after some batches of different sizes, beside the plain
+    version's."""
     inputs, targets = _batch(config)
     batches = [(inputs, targets), (inputs[:2], targets[:2]), (inputs[1:], targets[1:])]
 
@@ -82,15 +87,36 @@ def _loop(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
 
     (loss, weights), (mine, found) = trained(plain_single), trained(exercise.plain_single)
     moved = not np.array_equal(found, trained(lambda *_: 0.0)[1])
-    mistake, advice = ("the weights did not move", "optimizer.step() in every batch (hole 2)") if not moved else (
-        "the gradients of the batches before are still there", "optimizer.zero_grad() after each update: section 1 "
-        "(hole 2)") if np.allclose(found, trained(kept_gradients)[1], rtol=1e-5) else (
-        "another step", "divide by the number of targets, update, forget the gradients: section 1 (holes 1, 2)")
+    mistake, advice = (
+        ("the weights did not move", "optimizer.step() in every batch (hole 2)")
+        if not moved
+        else (
+            "the gradients of the batches before are still there",
+            "optimizer.zero_grad() after each update: section 1 (hole 2)",
+        )
+        if np.allclose(found, trained(kept_gradients)[1], rtol=1e-5)
+        else (
+            "another step",
+            "divide by the number of targets, update, forget the gradients: section 1 (holes 1, 2)",
+        )
+    )
     right = found.shape == weights.shape and np.allclose(found, weights, rtol=1e-5)
-    yield Result("weights after 3 batches", right, "the plain version's", "equal" if right else "others", mistake,
-                 advice)
-    yield Result("the last loss", bool(np.isclose(mine, loss)), f"{loss:.5f}", f"{mine:.5f}", "not the mean",
-                 "the mean over the targets (hole 1)")
+    yield Result(
+        "weights after 3 batches",
+        right,
+        "the plain version's",
+        "equal" if right else "others",
+        mistake,
+        advice,
+    )
+    yield Result(
+        "the last loss",
+        bool(np.isclose(mine, loss)),
+        f"{loss:.5f}",
+        f"{mine:.5f}",
+        "not the mean",
+        "the mean over the targets (hole 1)",
+    )
 
 
 def _parameters(exercise: ModuleType, config: GPTConfig) -> Result:
@@ -98,14 +124,29 @@ def _parameters(exercise: ModuleType, config: GPTConfig) -> Result:
     h, layers = config.width, config.layers
     target = sum(parameter.size for parameter in GPT(config).parameters())
     measured = exercise.parameter_count(config.vocabulary, config.context, layers, h)
-    known = {12 * h * h: "biases and norms forgotten", 12 * h * h + 9 * h: "the norms forgotten",
-             12 * h * h + 4 * h: "the biases forgotten", 12 * h * h + 11 * h: "only one norm a block",
-             9 * h * h + 11 * h: "q, k and v are three"}
+    known = {
+        12 * h * h: "biases and norms forgotten",
+        12 * h * h + 9 * h: "the norms forgotten",
+        12 * h * h + 4 * h: "the biases forgotten",
+        12 * h * h + 11 * h: "only one norm a block",
+        9 * h * h + 11 * h: "q, k and v are three",
+    }
     right_block = 12 * h * h + 13 * h
-    mistake = next((name for block, name in known.items() if measured == target + layers * (block - right_block)),
-                   "a block has another size")
-    return expect(f"numbers in a GPT, {_name(config)}", target, measured, mistake,
-                  "a linear from m to n holds m n weights and n biases, a norm 2 width: hole 3")
+    mistake = next(
+        (
+            name
+            for block, name in known.items()
+            if measured == target + layers * (block - right_block)
+        ),
+        "a block has another size",
+    )
+    return expect(
+        f"numbers in a GPT, {_name(config)}",
+        target,
+        measured,
+        mistake,
+        "a linear from m to n holds m n weights and n biases, a norm 2 width: hole 3",
+    )
 
 
 def _float32(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
@@ -120,12 +161,20 @@ def _float32(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
         parameters = sum(parameter.size for parameter in model.parameters())
     mine = exercise.training_bytes(parameters, False)
     for category in ("parameters", "gradients", "optimizer"):
-        known = {4: "one moment forgotten", 12: "that is mixed precision's"} if category == "optimizer" else {}
+        known = (
+            {4: "one moment forgotten", 12: "that is mixed precision's"}
+            if category == "optimizer"
+            else {}
+        )
         mistake = known.get(mine[category] // parameters, "wrong bytes")
-        yield expect(f"float32, {category}, {_name(config)}", size_text(held[category]), size_text(mine[category]),
-                     mistake,
-                     f"the account counted {held[category] / parameters:g} bytes a parameter: Adam keeps two moments "
-                     f"in the parameters' precision: section 3 (hole 6)")
+        yield expect(
+            f"float32, {category}, {_name(config)}",
+            size_text(held[category]),
+            size_text(mine[category]),
+            mistake,
+            f"the account counted {held[category] / parameters:g} bytes a parameter: Adam keeps "
+            "two moments in the parameters' precision: section 3 (hole 6)",
+        )
 
 
 def _mixed(exercise: ModuleType) -> Iterator[Result]:
@@ -133,15 +182,31 @@ def _mixed(exercise: ModuleType) -> Iterator[Result]:
     parameters = 7 * 10**9
     mine = exercise.training_bytes(parameters, True)
     halved = "that is float32's" if mine["gradients"] == 4 * parameters else "wrong bytes"
-    yield expect("mixed precision, gradients of 7 billion", 2 * parameters, mine["gradients"], halved,
-                 "gradients have the parameters' precision: section 3 (hole 4)")
-    known = {8: "the master weights are missing", 4: "master weights and one moment are missing",
-             16: "the parameters' bytes "
-             "are not the optimizer's", 6: "moments in half precision"}
-    mistake = next((name for size, name in known.items() if mine["optimizer"] == size * parameters), "wrong bytes")
-    yield expect("mixed precision, optimizer of 7 billion", 12 * parameters, mine["optimizer"], mistake,
-                 "fp32 master weights, first and second moment, 4 bytes each (N4:244-246; N2:25 forgets the first): "
-                 "section 3 (hole 5)")
+    yield expect(
+        "mixed precision, gradients of 7 billion",
+        2 * parameters,
+        mine["gradients"],
+        halved,
+        "gradients have the parameters' precision: section 3 (hole 4)",
+    )
+    known = {
+        8: "the master weights are missing",
+        4: "master weights and one moment are missing",
+        16: "the parameters' bytes are not the optimizer's",
+        6: "moments in half precision",
+    }
+    mistake = next(
+        (name for size, name in known.items() if mine["optimizer"] == size * parameters),
+        "wrong bytes",
+    )
+    yield expect(
+        "mixed precision, optimizer of 7 billion",
+        12 * parameters,
+        mine["optimizer"],
+        mistake,
+        "fp32 master weights, first and second moment, 4 bytes each (N4:244-246; N2:25 forgets "
+        "the first): section 3 (hole 5)",
+    )
 
 
 def _kept(config: GPTConfig) -> int:
@@ -156,50 +221,82 @@ def _kept(config: GPTConfig) -> int:
 
 
 def _activations(exercise: ModuleType, config: GPTConfig) -> Result:
-    """What the blocks keep: a model beside the same model with twice the blocks, so that both ends drop out."""
+    """What the blocks keep: a model beside the same model with twice the blocks, so that both ends
+    drop out."""
     target = _kept(replace(config, layers=2 * config.layers)) - _kept(config)
-    measured = exercise.kept_for_backward(config.layers, BATCH, config.context, config.width, config.heads)
-    mistake = ("an entry of the table is missing" if measured < target else
-               "too much: attention's scores, or an entry twice")
-    return Result(f"activations of {_name(config)}", abs(measured - target) <= 0.01 * target, size_text(target),
-                  size_text(measured), mistake,
-                  "add up the table in section 4: no term grows with the square of the context "
-                  "(hole 7)")
+    measured = exercise.kept_for_backward(
+        config.layers, BATCH, config.context, config.width, config.heads
+    )
+    mistake = (
+        "an entry of the table is missing"
+        if measured < target
+        else "too much: attention's scores, or an entry twice"
+    )
+    return Result(
+        f"activations of {_name(config)}",
+        abs(measured - target) <= 0.01 * target,
+        size_text(target),
+        size_text(measured),
+        mistake,
+        "add up the table in section 4: no term grows with the square of the context (hole 7)",
+    )
 
 
 def _measure(evaluate: Callable[[Any, Any], Any], config: GPTConfig) -> tuple[Any, int, int]:
-    """(what evaluate returns, activation bytes at the peak, and afterwards, the batches themselves not counted)."""
+    """(what evaluate returns, activation bytes at the peak, and afterwards, the batches themselves
+    not counted)."""
     with account.use(account.MemoryAccount()) as memory:
         model = _model(config)
         batches = [_batch(config, seed) for seed in range(4)]
         result = evaluate(model, batches)
-        inputs = sum(array.nbytes for batch in batches for array in batch)  # a tape may have told them to the account
+        # a tape may have told them to the account
+        inputs = sum(array.nbytes for batch in batches for array in batch)
         return result, memory.peak["activations"], max(0, memory.now["activations"] - inputs)
 
 
 def _reference(model: GPT, batches: list[tuple[np.ndarray, np.ndarray]]) -> float:
     """As the Trainer evaluates: nothing is recorded, only numbers are kept."""
     with no_grad():
-        return sum(float(model.loss(inputs, targets, targets.size).item()) for inputs,
-                   targets in batches) / len(batches)
+        return sum(
+            float(model.loss(inputs, targets, targets.size).item()) for inputs, targets in batches
+        ) / len(batches)
 
 
 def _evaluation(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
     """The same number, with no more memory than evaluation needs."""
     target, target_peak, target_after = _measure(_reference, config)
     result, peak, after = _measure(exercise.evaluate, config)
-    keeper = "the loss Tensors keep their tapes alive" if isinstance(result,
-                                                                     float) else "the total is a Tensor with every tape"
-    yield Result("evaluate, memory afterwards", after <= target_after, size_text(target_after), size_text(after),
-                 keeper,
-                 "a Tensor remembers how it was made, and so all activations; keep loss.item(): section 6 (hole 8)")
-    yield Result("evaluate, memory at the peak", peak <= 1.05 * target_peak, size_text(target_peak), size_text(peak),
-                 "no no_grad()",
-                 "forward kept everything for a backward that never comes; wrap it in `with no_grad():`: "
-                 "section 6 (hole 8)")
-    yield Result("evaluate, value", isinstance(result, float) and abs(result - target) < 1e-6, f"{target:.6f}",
-                 f"{float(result):.6f} ({type(result).__name__})", "not the mean of the batches' losses",
-                 "add float(loss.item()) of every batch (hole 8)")
+    keeper = (
+        "the loss Tensors keep their tapes alive"
+        if isinstance(result, float)
+        else "the total is a Tensor with every tape"
+    )
+    yield Result(
+        "evaluate, memory afterwards",
+        after <= target_after,
+        size_text(target_after),
+        size_text(after),
+        keeper,
+        "a Tensor remembers how it was made, and so all activations; keep loss.item(): section "
+        "6 (hole 8)",
+    )
+    yield Result(
+        "evaluate, memory at the peak",
+        peak <= 1.05 * target_peak,
+        size_text(target_peak),
+        size_text(peak),
+        "no no_grad()",
+        "forward kept everything for a backward that never comes; wrap it in `with no_grad():`: "
+        "section 6 (hole 8)",
+    )
+    yield Result(
+        "evaluate, value",
+        isinstance(result, float) and abs(result - target) < 1e-6,
+        f"{target:.6f}",
+        f"{float(result):.6f} ({type(result).__name__})",
+        "not the mean of the batches' losses",
+        "add float(loss.item()) of every batch (hole 8)",
+    )
 
 
 if __name__ == "__main__":

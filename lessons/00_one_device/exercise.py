@@ -1,8 +1,8 @@
 """Exercise 00: train on one device, and say where the memory goes, before it is gone.
 
-Copy this file (`minidist lesson 00 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 00 DIR/exercise_00.py`. The check runs real training steps and holds your numbers against what the
-memory account counted.
+Copy this file (`minidist lesson 00 --copy DIR`), replace each `hole(...)` by your own code, and
+grade it: `minidist check 00 DIR/exercise_00.py`. The check runs real training steps and holds your
+numbers against what the memory account counted.
 """
 
 from minidist.autograd.tensor import no_grad  # noqa: F401 - you will want it
@@ -12,23 +12,34 @@ from minidist.grading import hole
 def plain_single(model, optimizer, batches):
     """Training on one device: batches of inputs and targets, each (B, T); returns the last loss.
 
-    model.loss(inputs, targets, divisor=d) is the sum of the targets' losses over d; the loss of a batch is their mean.
+    model.loss(inputs, targets, divisor=d) is the sum of the targets' losses over d; the loss of a
+    batch is their mean.
     """
     for inputs, targets in batches:
-        loss = model.loss(inputs, targets, divisor=hole(1, "how many losses are there to be averaged?", targets))
+        loss = model.loss(
+            inputs, targets, divisor=hole(1, "how many losses are there to be averaged?", targets)
+        )
         loss.backward()
-        hole(2, "update the weights; and what may not be added to the next batch's gradients? (section 1)", optimizer)
+        hole(
+            2,
+            "update the weights; and what may not be added to the next batch's gradients? "
+            "(section 1)",
+            optimizer,
+        )
     return float(loss.item())
 
 
 def parameter_count(vocabulary, context, layers, width):
-    """How many numbers a GPT of minidist holds: learned positions, an output layer of its own without bias.
+    """How many numbers a GPT of minidist holds: learned positions, an output layer of its own
+    without bias.
 
-    One block: layer norm, attention (one linear width -> 3 width, one width -> width), layer norm, and an MLP
-    (width -> 4 width -> width). Every linear and every norm of a block has a bias.
+    One block: layer norm, attention (one linear width -> 3 width, one width -> width), layer norm,
+    and an MLP (width -> 4 width -> width). Every linear and every norm of a block has a bias.
     """
     embeddings = vocabulary * width + context * width
-    block = hole(3, "numbers in one block: weights and biases of four linears, and two norms of 2 width each")
+    block = hole(
+        3, "numbers in one block: weights and biases of four linears, and two norms of 2 width each"
+    )
     head = 2 * width + width * vocabulary  # the last norm, and the output layer
     return embeddings + layers * block + head
 
@@ -36,13 +47,22 @@ def parameter_count(vocabulary, context, layers, width):
 def training_bytes(parameters, mixed):
     """{"parameters": ..., "gradients": ..., "optimizer": ...} in bytes, for Adam, during training.
 
-    Args: parameters: how many numbers; mixed: False for float32, True for mixed precision (section 3, the notes' five).
+    Args: parameters: how many numbers; mixed: False for float32, True for mixed precision (section
+    3, the notes' five).
     """
     if mixed:
-        return {"parameters": 2 * parameters, "gradients": hole(4, "mixed precision: bytes of the gradients"),
-                "optimizer": hole(5, "mixed precision: bytes of all that the optimizer keeps (three things)")}
-    return {"parameters": 4 * parameters, "gradients": 4 * parameters,
-            "optimizer": hole(6, "float32: bytes of Adam's moments")}
+        return {
+            "parameters": 2 * parameters,
+            "gradients": hole(4, "mixed precision: bytes of the gradients"),
+            "optimizer": hole(
+                5, "mixed precision: bytes of all that the optimizer keeps (three things)"
+            ),
+        }
+    return {
+        "parameters": 4 * parameters,
+        "gradients": 4 * parameters,
+        "optimizer": hole(6, "float32: bytes of Adam's moments"),
+    }
 
 
 def kept_for_backward(layers, batch, context, width, heads):
@@ -58,6 +78,12 @@ def evaluate(model, batches):
     """
     total = 0.0
     for inputs, targets in batches:
-        hole(8, "add this batch's loss to total as a plain float, with nothing kept for backward (section 6)",
-             model, inputs, targets)
+        hole(
+            8,
+            "add this batch's loss to total as a plain float, with nothing kept for backward "
+            "(section 6)",
+            model,
+            inputs,
+            targets,
+        )
     return total / len(batches)

@@ -1,8 +1,9 @@
 """Lesson 00: one device trains; every byte it fills is counted and held against a formula.
 
-    python lessons/00_one_device/lesson.py
-    mpirun -n 4 python lessons/00_one_device/lesson.py               # four processes, each by itself: four times all
-    python lessons/00_one_device/lesson.py --break keep-the-losses   # see README.md, section 6
+python lessons/00_one_device/lesson.py
+mpirun -n 4 python lessons/00_one_device/lesson.py               # four processes, each by itself:
+                                                                 four times all
+python lessons/00_one_device/lesson.py --break keep-the-losses   # see README.md, section 6
 """
 
 import pydoc_data.topics
@@ -12,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import Break, arguments, run_lesson
 
 from minidist.autograd.ops.attention import KEEP_UP_TO, QUERY_BLOCK
 from minidist.autograd.tensor import no_grad
@@ -22,6 +21,8 @@ from minidist.console import size_text
 from minidist.data import text
 from minidist.device import account
 from minidist.errors import GradientError
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.records import gather_records
 from minidist.optim import Adam
@@ -63,33 +64,52 @@ def data_path(page: Page) -> np.ndarray:
     inputs, targets = text.batch(corpus.train, 0, batch=BATCH, context=CONFIG.context, seed=0)
     cut = time.perf_counter()
     ids = corpus.train.nbytes + corpus.validation.nbytes
-    page.table("Where the bytes are", ["place", "what", "bytes", "seconds"], [
-        ["disk", file.name, size_text(len(source)), f"{read - begin:.4f}"],
-        ["CPU", f"token ids, {corpus.train.dtype}", size_text(ids), f"{loaded - read:.4f}"],
-        ["device", f"one batch, {BATCH} x {CONFIG.context}, inputs and targets",
-         size_text(inputs.nbytes + targets.nbytes),
-         f"{cut - loaded:.4f}"]],
-        note="the disk is read once; each step moves one small batch (on a CPU the device is the CPU)")
+    page.table(
+        "Where the bytes are",
+        ["place", "what", "bytes", "seconds"],
+        [
+            ["disk", file.name, size_text(len(source)), f"{read - begin:.4f}"],
+            ["CPU", f"token ids, {corpus.train.dtype}", size_text(ids), f"{loaded - read:.4f}"],
+            [
+                "device",
+                f"one batch, {BATCH} x {CONFIG.context}, inputs and targets",
+                size_text(inputs.nbytes + targets.nbytes),
+                f"{cut - loaded:.4f}",
+            ],
+        ],
+        note="the disk is read once; each step moves one small batch (on a CPU the device is "
+        "the CPU)",
+    )
     return corpus.train
 
 
 def plain_beside_single(page: Page, ids: np.ndarray) -> None:
     """Three steps of the plain loop and of the library's step."""
-    batches = [text.batch(ids, step, batch=BATCH, context=CONFIG.context, seed=0) for step in range(3)]
+    batches = [
+        text.batch(ids, step, batch=BATCH, context=CONFIG.context, seed=0) for step in range(3)
+    ]
     with account.use(account.MemoryAccount()):
         models = [GPT(CONFIG) for _ in range(2)]
         for model in models:
             model.initialize(seed=0)
         single, optimizer = Single(models[1]), Adam(list(models[1].parameters()), 1e-3)
-        losses = [plain_single(models[0], Adam(list(models[0].parameters()), 1e-3), batches),
-                  [single.step(batch, optimizer) for batch in batches][-1]]
-        equal = all(np.array_equal(a.data, b.data) for a, b in zip(*(m.parameters() for m in models), strict=True))
-    page.say(f"After three steps the plain loop has loss {losses[0]:.6f}, the library's Single {losses[1]:.6f}; "
-             f"the weights {'have the same bits' if equal else 'DIFFER'}.")
+        losses = [
+            plain_single(models[0], Adam(list(models[0].parameters()), 1e-3), batches),
+            [single.step(batch, optimizer) for batch in batches][-1],
+        ]
+        equal = all(
+            np.array_equal(a.data, b.data)
+            for a, b in zip(*(m.parameters() for m in models), strict=True)
+        )
+    page.say(
+        f"After three steps the plain loop has loss {losses[0]:.6f}, the library's Single "
+        f"{losses[1]:.6f}; the weights {'have the same bits' if equal else 'DIFFER'}."
+    )
 
 
 def one_step(page: Page, ids: np.ndarray) -> tuple[dict[str, dict[str, int]], int]:
-    """The account at the stations of the first step; returns its snapshot and the number of parameters."""
+    """The account at the stations of the first step; returns its snapshot and the number of
+    parameters."""
     with account.use(account.MemoryAccount()) as memory:
         stations: list[tuple[str, dict[str, int]]] = []
         model = GPT(CONFIG)
@@ -107,10 +127,12 @@ def one_step(page: Page, ids: np.ndarray) -> tuple[dict[str, dict[str, int]], in
         optimizer.zero_grad()
         stations.append(("zero_grad", memory.now))
         stations.append(("peak", memory.peak))
-        page.table(f"{CONFIG.layers} layers of width {CONFIG.width}, {BATCH} x {CONFIG.context} tokens",
-                   ["after", *SHOWN],
-                   [[name, *(size_text(now[category]) for category in SHOWN)] for name, now in stations],
-                   note="the peak of the total is the peak of the sum, not the sum of the peaks")
+        page.table(
+            f"{CONFIG.layers} layers of width {CONFIG.width}, {BATCH} x {CONFIG.context} tokens",
+            ["after", *SHOWN],
+            [[name, *(size_text(now[category]) for category in SHOWN)] for name, now in stations],
+            note="the peak of the total is the peak of the sum, not the sum of the peaks",
+        )
         return snapshot, sum(parameter.size for parameter in model.parameters())
 
 
@@ -120,60 +142,118 @@ def beside_formula(page: Page, memory: dict[str, dict[str, int]], parameters: in
     for category in STATE:
         measured, bytes_each = memory[category]["now"], getattr(SINGLE, category)
         together += measured
-        rows.append([category, measured, f"{bytes_each} x {parameters}", bytes_each * parameters,
-                     f"{measured / parameters:.2f}", verdict(measured, bytes_each * parameters)])
+        rows.append(
+            [
+                category,
+                measured,
+                f"{bytes_each} x {parameters}",
+                bytes_each * parameters,
+                f"{measured / parameters:.2f}",
+                verdict(measured, bytes_each * parameters),
+            ]
+        )
     all_of_it = SINGLE.together
-    rows.append(["together", together, f"{all_of_it} x {parameters}", all_of_it * parameters,
-                 f"{together / parameters:.2f}", verdict(together, all_of_it * parameters)])
-    page.table("float32 with Adam, after one step",
-               ["category", "measured bytes", "formula", "", "bytes a parameter", ""], rows)
+    rows.append(
+        [
+            "together",
+            together,
+            f"{all_of_it} x {parameters}",
+            all_of_it * parameters,
+            f"{together / parameters:.2f}",
+            verdict(together, all_of_it * parameters),
+        ]
+    )
+    page.table(
+        "float32 with Adam, after one step",
+        ["category", "measured bytes", "formula", "", "bytes a parameter", ""],
+        rows,
+    )
 
 
 def seven_billion(page: Page) -> None:
     """What N2:16-26 says, what follows from its own numbers, and what N4's five sources give."""
     pie = (35, 15, 45)
     own = (14, 14, 56)
-    mixed, float32 = ([round(state_bytes(7, each)[name]) for name in STATE] for each in (MIXED, SINGLE))
-    rows = [[name, f"{pie[i]} %",
-             *(f"{part[i]} GB, {100 * part[i] / sum(part):.0f} %" for part in (own, mixed, float32))]
-            for i, name in enumerate(STATE)]
+    mixed, float32 = (
+        [round(state_bytes(7, each)[name]) for name in STATE] for each in (MIXED, SINGLE)
+    )
+    rows = [
+        [
+            name,
+            f"{pie[i]} %",
+            *(f"{part[i]} GB, {100 * part[i] / sum(part):.0f} %" for part in (own, mixed, float32)),
+        ]
+        for i, name in enumerate(STATE)
+    ]
     rows.append(["together", "95 %", *(f"{sum(part)} GB" for part in (own, mixed, float32))])
-    page.table("7 billion parameters", ["", "pie, N2:16", "list, N2:24", "mixed, N4:241", "float32"], rows,
-               note="N2's list leaves out the fp32 master weights: 56 GB where N4's five sources give 84")
+    page.table(
+        "7 billion parameters",
+        ["", "pie, N2:16", "list, N2:24", "mixed, N4:241", "float32"],
+        rows,
+        note="N2's list leaves out the fp32 master weights: 56 GB where N4's five sources give 84",
+    )
     one = megatron_activations(sequence=2048, batch=1, width=4096, heads=32, layers=32)
-    page.say(f"Activations of one sequence of 2,048 tokens, by s b h (34 + 5 a s / h): {one / BILLION:.1f} GB, "
-             f"{100 * one / (one + sum(mixed) * BILLION):.0f} % of the whole and not 5 %.")
+    page.say(
+        "Activations of one sequence of 2,048 tokens, by s b h (34 + 5 a s / h): "
+        f"{one / BILLION:.1f} GB, {100 * one / (one + sum(mixed) * BILLION):.0f} % of the whole "
+        "and not 5 %."
+    )
 
 
 def megatron_activations(*, sequence: int, batch: int, width: int, heads: int, layers: int) -> int:
-    """Bytes of activations in half precision with dropout, scores kept. Source: Korthikanti et al. 2022, equation 2."""
+    """Bytes of activations in half precision with dropout, scores kept. Source: Korthikanti et al.
+    2022, equation 2."""
     return layers * sequence * batch * width * (34 + 5 * heads * sequence // width)
 
 
 def kept_for_backward(config: GPTConfig, batch: int) -> int:
     """Bytes that our blocks' ops keep in float32 (README, section 4).
 
-    16 h + a + 2 numbers a token and layer, and in short sequences a probability for each head and key of a query block.
+    16 h + a + 2 numbers a token and layer, and in short sequences a probability for each head and
+    key of a query block.
     """
     h, heads, tokens = config.width, config.heads, config.context
-    blocks = [(min(start + QUERY_BLOCK, tokens) - start) * min(start + QUERY_BLOCK, tokens)
-              for start in range(0, tokens, QUERY_BLOCK)]
+    blocks = [
+        (min(start + QUERY_BLOCK, tokens) - start) * min(start + QUERY_BLOCK, tokens)
+        for start in range(0, tokens, QUERY_BLOCK)
+    ]
     probabilities = heads * sum(blocks) if tokens <= KEEP_UP_TO else 0
     return FLOAT32 * config.layers * batch * (tokens * (16 * h + heads + 2) + probabilities)
 
 
 def activations(page: Page) -> None:
-    """The account at the end of forward, for several shapes: the blocks' share is what doubling the blocks adds."""
+    """The account at the end of forward, for several shapes: the blocks' share is what doubling the
+    blocks adds."""
     rows = []
-    for batch, context, width in ((4, 64, 64), (8, 64, 64), (4, 64, 128), (4, 128, 64), (4, 256, 64), (4, 512, 64)):
+    for batch, context, width in (
+        (4, 64, 64),
+        (8, 64, 64),
+        (4, 64, 128),
+        (4, 128, 64),
+        (4, 256, 64),
+        (4, 512, 64),
+    ):
         config = replace(CONFIG, context=context, width=width, layers=1)
-        measured = alive_after_forward(replace(config, layers=2), batch) - alive_after_forward(config, batch)
+        measured = alive_after_forward(replace(config, layers=2), batch) - alive_after_forward(
+            config, batch
+        )
         formula = kept_for_backward(config, batch)
-        rows.append([f"{batch} x {context}, width {width}", size_text(measured), size_text(formula),
-                     f"{measured / batch / context:.0f}", verdict(measured, formula, 0.01)])
-    page.table("What one block keeps for backward", ["tokens", "measured", "formula", "bytes a token", ""], rows,
-               note=f"up to {KEEP_UP_TO} tokens attention keeps its probabilities, so the bytes a token grow with the "
-                    "context; beyond, it computes them again")
+        rows.append(
+            [
+                f"{batch} x {context}, width {width}",
+                size_text(measured),
+                size_text(formula),
+                f"{measured / batch / context:.0f}",
+                verdict(measured, formula, 0.01),
+            ]
+        )
+    page.table(
+        "What one block keeps for backward",
+        ["tokens", "measured", "formula", "bytes a token", ""],
+        rows,
+        note=f"up to {KEEP_UP_TO} tokens attention keeps its probabilities, so the bytes a token "
+        "grow with the context; beyond, it computes them again",
+    )
 
 
 def alive_after_forward(config: GPTConfig, batch: int) -> int:
@@ -193,15 +273,26 @@ def all_ranks(group: Group, page: Page, memory: dict[str, dict[str, int]]) -> No
     records = gather_records(group, {name: figures["peak"] for name, figures in memory.items()})
     if not records:
         return
-    rows = [[f"rank {rank}", *(size_text(record[name]) for name in SHOWN)] for rank, record in enumerate(records)]
-    rows.append(["together", *(size_text(sum(record[name] for record in records)) for name in SHOWN)])
-    page.table("Peaks by rank", ["", *SHOWN], rows,
-               note="every rank holds everything: no message was sent, and nothing was shared" if len(rows) > 2 else
-               "one rank; with mpirun -n 4 this table has four rows, all alike")
+    rows = [
+        [f"rank {rank}", *(size_text(record[name]) for name in SHOWN)]
+        for rank, record in enumerate(records)
+    ]
+    rows.append(
+        ["together", *(size_text(sum(record[name] for record in records)) for name in SHOWN)]
+    )
+    page.table(
+        "Peaks by rank",
+        ["", *SHOWN],
+        rows,
+        note="every rank holds everything: no message was sent, and nothing was shared"
+        if len(rows) > 2
+        else "one rank; with mpirun -n 4 this table has four rows, all alike",
+    )
 
 
 def record_step(group: Group) -> list[dict[str, Any]]:
-    """The account at every module's end in forward and at every gradient in backward, for two steps of training.
+    """The account at every module's end in forward and at every gradient in backward, for two steps
+    of training.
 
     Each: {"phase": ..., "label": ..., "step": ..., "now": {category: bytes}}, in order.
     """
@@ -238,13 +329,16 @@ def record_step(group: Group) -> list[dict[str, Any]]:
     return record
 
 
-# ------------------------------------------------------------------------------------------------------- Break it
+# ----------------------------------------------------------------------------------------- Break it
+
 
 def _fresh() -> tuple[account.MemoryAccount, GPT, np.ndarray, np.ndarray]:
     """A model in the account that is current, and a batch."""
     model = GPT(CONFIG)
     model.initialize(seed=0)
-    inputs, targets = text.batch(text.load("python").train, 0, batch=BATCH, context=CONFIG.context, seed=0)
+    inputs, targets = text.batch(
+        text.load("python").train, 0, batch=BATCH, context=CONFIG.context, seed=0
+    )
     return account.current(), model, inputs, targets
 
 
@@ -257,7 +351,10 @@ def keep_the_losses() -> None:
             loss = model.loss(inputs, targets, divisor=targets.size)
             losses.append(loss.item() if kind == "numbers" else loss)
         del loss
-        print(f"ten losses kept as {kind}: {size_text(memory.now['activations'])} of activations are still alive")
+        print(
+            f"ten losses kept as {kind}: {size_text(memory.now['activations'])} of activations "
+            "are still alive"
+        )
 
 
 def no_no_grad() -> None:
@@ -266,17 +363,26 @@ def no_no_grad() -> None:
     memory.reset_peak()
     with no_grad():
         value = model.loss(inputs, targets, divisor=targets.size).item()
-    print(f"with no_grad:    loss {value:.6f}, peak of activations {size_text(memory.peak['activations'])}")
+    print(
+        f"with no_grad:    loss {value:.6f}, peak of activations "
+        f"{size_text(memory.peak['activations'])}"
+    )
     memory.reset_peak()
     value = model.loss(inputs, targets, divisor=targets.size).item()
-    print(f"without no_grad: loss {value:.6f}, peak of activations {size_text(memory.peak['activations'])}")
+    print(
+        f"without no_grad: loss {value:.6f}, peak of activations "
+        f"{size_text(memory.peak['activations'])}"
+    )
 
 
 def double_the_context() -> None:
     """Linear or quadratic?"""
     for context in (64, 128, 256, 512, 1024):
         alive = alive_after_forward(replace(CONFIG, context=context), 2)
-        print(f"context {context:4d}: {size_text(alive)} of activations, {alive / context / 2:.0f} bytes a token")
+        print(
+            f"context {context:4d}: {size_text(alive)} of activations, {alive / context / 2:.0f} "
+            "bytes a token"
+        )
 
 
 def backward_twice() -> None:

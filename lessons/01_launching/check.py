@@ -1,4 +1,5 @@
-"""Grades exercise 01: the numbers of the eight processes of a 2 x 4 job under each launcher, and what follows."""
+"""Grades exercise 01: the numbers of the eight processes of a 2 x 4 job under each launcher, and
+what follows."""
 
 import sys
 from collections.abc import Iterator
@@ -9,34 +10,71 @@ from minidist.grading import Result
 from minidist.launch import detect
 
 NODES, PER_NODE = 2, 4
-NAMES = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "node_rank": "NODE_RANK"}  # by field
+# by field
+NAMES = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "node_rank": "NODE_RANK"}
 
 
 def environments(nodes: int = NODES, per_node: int = PER_NODE) -> dict[str, list[dict[str, str]]]:
-    """What each launcher puts in the environment of each process of a job of nodes x per_node, in rank order."""
-    jobs: dict[str, list[dict[str, str]]] = {"torchrun": [], "mpirun (Open MPI)": [], "mpirun (MPICH)": [], "srun": []}
+    """What each launcher puts in the environment of each process of a job of nodes x per_node, in
+    rank order."""
+    jobs: dict[str, list[dict[str, str]]] = {
+        "torchrun": [],
+        "mpirun (Open MPI)": [],
+        "mpirun (MPICH)": [],
+        "srun": [],
+    }
     size = nodes * per_node
     for rank in range(size):
         node, local = divmod(rank, per_node)
-        jobs["torchrun"].append(_texts(
-            RANK=rank, WORLD_SIZE=size, LOCAL_RANK=local, LOCAL_WORLD_SIZE=per_node, GROUP_RANK=node,
-            GROUP_WORLD_SIZE=nodes, ROLE_RANK=rank, ROLE_WORLD_SIZE=size, MASTER_ADDR="10.0.0.1", MASTER_PORT=29500,
-            TORCHELASTIC_RUN_ID="none"))
-        jobs["mpirun (Open MPI)"].append(_texts(
-            OMPI_COMM_WORLD_RANK=rank, OMPI_COMM_WORLD_SIZE=size, OMPI_COMM_WORLD_LOCAL_RANK=local,
-            OMPI_COMM_WORLD_LOCAL_SIZE=per_node, OMPI_COMM_WORLD_NODE_RANK=local))
-        jobs["mpirun (MPICH)"].append(_texts(
-            PMI_RANK=rank, PMI_SIZE=size, MPI_LOCALRANKID=local, MPI_LOCALNRANKS=per_node))
-        jobs["srun"].append(_texts(
-            SLURM_PROCID=rank, SLURM_NTASKS=size, SLURM_LOCALID=local, SLURM_NODEID=node, SLURM_NNODES=nodes,
-            SLURM_TASKS_PER_NODE=f"{per_node}(x{nodes})", SLURM_STEP_ID=0, SLURM_JOB_ID=7,
-            SLURM_STEP_NODELIST="node[0-1]", SLURM_STEP_NUM_TASKS=size, SLURM_STEP_NUM_NODES=nodes))
+        jobs["torchrun"].append(
+            _texts(
+                RANK=rank,
+                WORLD_SIZE=size,
+                LOCAL_RANK=local,
+                LOCAL_WORLD_SIZE=per_node,
+                GROUP_RANK=node,
+                GROUP_WORLD_SIZE=nodes,
+                ROLE_RANK=rank,
+                ROLE_WORLD_SIZE=size,
+                MASTER_ADDR="10.0.0.1",
+                MASTER_PORT=29500,
+                TORCHELASTIC_RUN_ID="none",
+            )
+        )
+        jobs["mpirun (Open MPI)"].append(
+            _texts(
+                OMPI_COMM_WORLD_RANK=rank,
+                OMPI_COMM_WORLD_SIZE=size,
+                OMPI_COMM_WORLD_LOCAL_RANK=local,
+                OMPI_COMM_WORLD_LOCAL_SIZE=per_node,
+                OMPI_COMM_WORLD_NODE_RANK=local,
+            )
+        )
+        jobs["mpirun (MPICH)"].append(
+            _texts(PMI_RANK=rank, PMI_SIZE=size, MPI_LOCALRANKID=local, MPI_LOCALNRANKS=per_node)
+        )
+        jobs["srun"].append(
+            _texts(
+                SLURM_PROCID=rank,
+                SLURM_NTASKS=size,
+                SLURM_LOCALID=local,
+                SLURM_NODEID=node,
+                SLURM_NNODES=nodes,
+                SLURM_TASKS_PER_NODE=f"{per_node}(x{nodes})",
+                SLURM_STEP_ID=0,
+                SLURM_JOB_ID=7,
+                SLURM_STEP_NODELIST="node[0-1]",
+                SLURM_STEP_NUM_TASKS=size,
+                SLURM_STEP_NUM_NODES=nodes,
+            )
+        )
     return jobs
 
 
 def _texts(**variables: Any) -> dict[str, str]:
     """An environment holds texts only."""
     return {name: str(value) for name, value in variables.items()}
+
 
 ANSWERS = {
     1: 'int(environ["RANK"])',
@@ -66,8 +104,14 @@ def _identities(launcher: str, environs: list[dict[str, str]], mine: list[Any]) 
             measured = getattr(identity, name)
             if measured != target:
                 mistake, advice = _diagnose(launcher, name, measured, environ)
-                return Result(f"{launcher}, process {rank}", False, f"{NAMES[name]} {target}",
-                              f"{NAMES[name]} {measured!r}", mistake, advice)
+                return Result(
+                    f"{launcher}, process {rank}",
+                    False,
+                    f"{NAMES[name]} {target}",
+                    f"{NAMES[name]} {measured!r}",
+                    mistake,
+                    advice,
+                )
     text = f"{len(mine)} identities as md.init reads them"
     return Result(f"{launcher}, {NODES} x {PER_NODE}", True, text, text)
 
@@ -81,20 +125,36 @@ def _library(environ: dict[str, str]) -> tuple[int, int, int, int]:
 def _diagnose(launcher: str, name: str, measured: Any, environ: dict[str, str]) -> tuple[str, str]:
     """The name of the mistake behind one wrong number, and what to read again."""
     if isinstance(measured, str):
-        return "text for a number", "the environment holds texts; '4' + '1' is '41': wrap it in int(...)"
-    local = {"torchrun": "LOCAL_RANK", "mpirun (Open MPI)": "OMPI_COMM_WORLD_LOCAL_RANK",
-             "mpirun (MPICH)": "MPI_LOCALRANKID", "srun": "SLURM_LOCALID"}[launcher]
+        return (
+            "text for a number",
+            "the environment holds texts; '4' + '1' is '41': wrap it in int(...)",
+        )
+    local = {
+        "torchrun": "LOCAL_RANK",
+        "mpirun (Open MPI)": "OMPI_COMM_WORLD_LOCAL_RANK",
+        "mpirun (MPICH)": "MPI_LOCALRANKID",
+        "srun": "SLURM_LOCALID",
+    }[launcher]
     if name == "rank" and measured == int(environ[local]):
-        return "local rank for rank", (f"{local} counts on one machine only: two processes now believe they are rank "
-                                       f"{measured}, and none is rank {NODES * PER_NODE - 1}: read section 2 again")
+        return "local rank for rank", (
+            f"{local} counts on one machine only: two processes now believe they are rank "
+            f"{measured}, and none is rank {NODES * PER_NODE - 1}: read section 2 again"
+        )
     if name == "size" and measured == PER_NODE:
-        return "local size for size", "that counts one machine's processes, the job has two: read section 2 again"
+        return (
+            "local size for size",
+            "that counts one machine's processes, the job has two: read section 2 again",
+        )
     if name == "node_rank" and launcher == "torchrun":
-        return "NODE_RANK under torchrun", ("torchrun takes --node_rank but tells its workers GROUP_RANK, so NODE_RANK "
-                                            "is absent, every machine takes itself for the first: read section 3 again")
+        return "NODE_RANK under torchrun", (
+            "torchrun takes --node_rank but tells its workers GROUP_RANK, so NODE_RANK "
+            "is absent, every machine takes itself for the first: read section 3 again"
+        )
     if name == "node_rank" and measured == int(environ.get("OMPI_COMM_WORLD_NODE_RANK", -1)):
         return "OMPI_COMM_WORLD_NODE_RANK is not the machine", (
-            "Open MPI means the rank *on* the node by it; the machine is rank // local_size: read section 3 again")
+            "Open MPI means the rank *on* the node by it; the machine is rank // local_size: "
+            "read section 3 again"
+        )
     if name == "local_rank":
         return "wrong local rank", f"{launcher} tells it as {local}: read section 3 again"
     return "wrong variable", f"the table in section 3 lists what {launcher} sets"
@@ -103,29 +163,54 @@ def _diagnose(launcher: str, name: str, measured: Any, environ: dict[str, str]) 
 def _alone(identity: Any) -> Result:
     """A process without a launcher: rank 0 of 1."""
     target = _library({"HOME": "/home/student"})
-    return Result("alone", tuple(identity) == target, str(target), str(tuple(identity)), "not rank 0 of 1",
-                  "a process without a launcher must run by itself: read section 1 again")
+    return Result(
+        "alone",
+        tuple(identity) == target,
+        str(target),
+        str(tuple(identity)),
+        "not rank 0 of 1",
+        "a process without a launcher must run by itself: read section 1 again",
+    )
 
 
 def _samples(exercise: ModuleType) -> Result:
     """Every sample is read by exactly one rank, also when the ranks do not divide them."""
     length, size = 21, NODES * PER_NODE
-    identities = [exercise.Identity(rank, size, rank % PER_NODE, rank // PER_NODE) for rank in range(size)]
+    identities = [
+        exercise.Identity(rank, size, rank % PER_NODE, rank // PER_NODE) for rank in range(size)
+    ]
     parts = [list(exercise.my_samples(identity, length)) for identity in identities]
     readers = [sum(sample in part for part in parts) for sample in range(length)]
     task, target = f"{length} samples on {size} ranks", "each read once"
     unread = [sample for sample, count in enumerate(readers) if count == 0]
     if all(part == parts[0] for part in parts):
-        return Result(task, False, target, f"all ranks read {parts[0][:4]}…; no rank reads {len(unread)} samples",
-                      "the same samples on every rank",
-                      "rank and size must come from the identity, not from the program (N1:58): read section 5 again")
+        return Result(
+            task,
+            False,
+            target,
+            f"all ranks read {parts[0][:4]}…; no rank reads {len(unread)} samples",
+            "the same samples on every rank",
+            "rank and size must come from the identity, not from the program (N1:58): read "
+            "section 5 again",
+        )
     if unread or max(readers) > 1:
-        return Result(task, False, target, f"{len(unread)} unread, {sum(count > 1 for count in readers)} read twice",
-                      "samples lost or doubled",
-                      "range(rank, length, size), whatever the machine: read section 5 again")
+        return Result(
+            task,
+            False,
+            target,
+            f"{len(unread)} unread, {sum(count > 1 for count in readers)} read twice",
+            "samples lost or doubled",
+            "range(rank, length, size), whatever the machine: read section 5 again",
+        )
     expected = [list(range(rank, length, size)) for rank in range(size)]
-    return Result(task, parts == expected, "rank 1 reads 1, 9, 17", f"rank 1 reads {parts[1]}", "another split",
-                  "rank r takes r, r + size, r + 2 size, …")
+    return Result(
+        task,
+        parts == expected,
+        "rank 1 reads 1, 9, 17",
+        f"rank 1 reads {parts[1]}",
+        "another split",
+        "rank r takes r, r + size, r + 2 size, …",
+    )
 
 
 def _devices(exercise: ModuleType) -> Result:
@@ -134,14 +219,24 @@ def _devices(exercise: ModuleType) -> Result:
     task = f'CUDA_VISIBLE_DEVICES="{visible}"'
     size = NODES * PER_NODE
     for rank in range(size):
-        measured = exercise.my_device(exercise.Identity(rank, size, rank % PER_NODE, rank // PER_NODE), visible)
+        measured = exercise.my_device(
+            exercise.Identity(rank, size, rank % PER_NODE, rank // PER_NODE), visible
+        )
         target = int(visible.split(",")[rank % PER_NODE])
         if str(measured) != str(target):
             unmapped = str(measured) == str(rank % PER_NODE)
             mistake = "device 0 .. 3 although others are visible" if unmapped else "wrong device"
-            return Result(task, False, f"rank {rank} on GPU {target}", f"rank {rank} on GPU {measured}", mistake,
-                          "LOCAL_RANK is a place in the visible list: read section 4 again")
-    return Result(task, True, "four GPUs on each machine, one a rank", "four GPUs on each machine, one a rank")
+            return Result(
+                task,
+                False,
+                f"rank {rank} on GPU {target}",
+                f"rank {rank} on GPU {measured}",
+                mistake,
+                "LOCAL_RANK is a place in the visible list: read section 4 again",
+            )
+    return Result(
+        task, True, "four GPUs on each machine, one a rank", "four GPUs on each machine, one a rank"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Lesson 01: who am I? Ranks, machines and launchers, printed live by the ranks themselves.
 
-    mpirun -n 4 python lessons/01_launching/lesson.py
-    python lessons/01_launching/lesson.py --nodes 2                  # alone: eight threads, numbered as on two machines
-    python lessons/01_launching/lesson.py --two-machines             # eight processes under two launchers
-    python lessons/01_launching/lesson.py --break rank-in-program    # see README.md, section 6
+mpirun -n 4 python lessons/01_launching/lesson.py
+python lessons/01_launching/lesson.py --nodes 2                  # alone: eight threads, numbered as
+                                                                 on two machines
+python lessons/01_launching/lesson.py --two-machines             # eight processes under two
+                                                                 launchers
+python lessons/01_launching/lesson.py --break rank-in-program    # see README.md, section 6
 """
 
 import os
@@ -17,27 +19,41 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from minidist.lessons.page import Page
-from minidist.lessons.running import Break, arguments, run_lesson
-
 import minidist as md
 from minidist.comm.group import Group
 from minidist.errors import LaunchError
 from minidist.launch import LAUNCHERS, detect
 from minidist.launch.own_python import code_command, module_command
+from minidist.lessons.page import Page
+from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.observe.records import gather_records
 
 
 def who_am_i(group: Group, nodes: int) -> dict[str, Any]:
-    """What this rank knows of itself; with `nodes` above 1 on one machine, as if the ranks were spread over `nodes`."""
+    """What this rank knows of itself; with `nodes` above 1 on one machine, as if the ranks were
+    spread over `nodes`."""
     launch = detect()
     rank, local_rank, node_rank = group.rank, launch.local_rank, launch.node_rank
-    if nodes > 1 or launch.world_size != group.size:  # pretended machines, or threads, which no launcher numbered
+    # pretended machines, or threads, which no launcher numbered
+    if nodes > 1 or launch.world_size != group.size:
         per_node = -(-group.size // nodes)
         local_rank, node_rank = rank % per_node, rank // per_node
-    return {"rank": rank, "size": group.size, "local_rank": local_rank, "node_rank": node_rank, "pid": os.getpid(),
-            "host": platform.node(), "launcher": launch.launcher, "visible": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
-            "set": {name: os.environ[name] for one in LAUNCHERS for name in one.variables() if name in os.environ}}
+    return {
+        "rank": rank,
+        "size": group.size,
+        "local_rank": local_rank,
+        "node_rank": node_rank,
+        "pid": os.getpid(),
+        "host": platform.node(),
+        "launcher": launch.launcher,
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+        "set": {
+            name: os.environ[name]
+            for one in LAUNCHERS
+            for name in one.variables()
+            if name in os.environ
+        },
+    }
 
 
 def tour(group: Group, page: Page, *, nodes: int) -> None:
@@ -45,21 +61,47 @@ def tour(group: Group, page: Page, *, nodes: int) -> None:
     ranks = gather_records(group, who_am_i(group, nodes))
     if not ranks:
         return
-    page.heading(f"1  The job (N0:41): started by {ranks[0]['launcher']}, WORLD_SIZE = {group.size}")
+    page.heading(
+        f"1  The job (N0:41): started by {ranks[0]['launcher']}, WORLD_SIZE = {group.size}"
+    )
     page.table("Machines", ["machine", "processes", "NODE_RANK", "RANK"], machines(ranks))
-    page.table("Ranks", ["machine", "device", "RANK", "LOCAL_RANK", "NODE_RANK", "process", "host"],
-               [[f"node{r['node_rank']}", device(r), r["rank"], r["local_rank"], r["node_rank"], r["pid"], r["host"]]
-                for r in ranks], note=pretended(ranks, nodes))
+    page.table(
+        "Ranks",
+        ["machine", "device", "RANK", "LOCAL_RANK", "NODE_RANK", "process", "host"],
+        [
+            [
+                f"node{r['node_rank']}",
+                device(r),
+                r["rank"],
+                r["local_rank"],
+                r["node_rank"],
+                r["pid"],
+                r["host"],
+            ]
+            for r in ranks
+        ],
+        note=pretended(ranks, nodes),
+    )
     page.heading("2  Which launcher sets which variable")
     columns, rows = launcher_table()
-    page.table("The names differ, the facts do not", columns, rows,
-               note="… stands for the prefix above; a dash: this launcher does not tell, and md.init works it out")
+    page.table(
+        "The names differ, the facts do not",
+        columns,
+        rows,
+        note="… stands for the prefix above; a dash: this launcher does not tell, and md.init "
+        "works it out",
+    )
     page.heading("3  What this job's ranks found in their environment")
     names = sorted({name for r in ranks for name in r["set"]})
-    page.table("Variables of a launcher, rank by rank", ["variable", *(f"rank {r['rank']}" for r in ranks)],
-               [[name, *(r["set"].get(name, "-") for r in ranks)] for name in names] or [["none",
-                                                                                          *("-" for _ in ranks)]],
-               note="without a launcher none is set: the ranks are threads of one process" if not names else "")
+    page.table(
+        "Variables of a launcher, rank by rank",
+        ["variable", *(f"rank {r['rank']}" for r in ranks)],
+        [[name, *(r["set"].get(name, "-") for r in ranks)] for name in names]
+        or [["none", *("-" for _ in ranks)]],
+        note="without a launcher none is set: the ranks are threads of one process"
+        if not names
+        else "",
+    )
 
 
 def machines(ranks: list[dict[str, Any]]) -> list[list[Any]]:
@@ -72,7 +114,8 @@ def machines(ranks: list[dict[str, Any]]) -> list[list[Any]]:
 
 
 def device(rank: dict[str, Any]) -> str:
-    """The GPU a rank would take: entry LOCAL_RANK of CUDA_VISIBLE_DEVICES, or LOCAL_RANK where that is not set."""
+    """The GPU a rank would take: entry LOCAL_RANK of CUDA_VISIBLE_DEVICES, or LOCAL_RANK where that
+    is not set."""
     visible = [part for part in rank["visible"].split(",") if part]
     index = visible[rank["local_rank"] % len(visible)] if visible else rank["local_rank"]
     return f"GPU{index}"
@@ -88,55 +131,104 @@ def pretended(ranks: list[dict[str, Any]], nodes: int) -> str:
     return f"one machine, numbered as if it were {nodes}" if nodes > hosts else ""
 
 
-FACTS = {"rank": "rank", "size": "size", "local rank": "local_rank", "node rank": "node_rank", "meet at": "master_addr",
-         "port": "master_port"}
+FACTS = {
+    "rank": "rank",
+    "size": "size",
+    "local rank": "local_rank",
+    "node rank": "node_rank",
+    "meet at": "master_addr",
+    "port": "master_port",
+}
 
 
 def launcher_table() -> tuple[list[str], list[list[str]]]:
-    """Columns and rows of the table of launchers, from the library's own; a long common prefix stands in the header."""
+    """Columns and rows of the table of launchers, from the library's own; a long common prefix
+    stands in the header."""
     columns, cells = [""], []
     for launcher in LAUNCHERS:
         names = [getattr(launcher, field) for field in FACTS.values()]
-        prefix = os.path.commonprefix([name for name in names if name and not name.startswith("MASTER")])
-        prefix = prefix[:prefix.rfind("_") + 1]
+        prefix = os.path.commonprefix(
+            [name for name in names if name and not name.startswith("MASTER")]
+        )
+        prefix = prefix[: prefix.rfind("_") + 1]
         columns.append(launcher.name + (f"\n{prefix}…" if prefix else ""))
-        short = [f"…{name[len(prefix):]}" if prefix and name.startswith(prefix) else name for name in names]
+        short = [
+            f"…{name[len(prefix) :]}" if prefix and name.startswith(prefix) else name
+            for name in names
+        ]
         cells.append([name or "-" for name in short])
     return columns, [[fact, *(column[row] for column in cells)] for row, fact in enumerate(FACTS)]
 
 
-# ------------------------------------------------------------------------------------------- two machines, for real
+# --------------------------------------------------------------------------- two machines, for real
+
 
 def two_machines(command: list[str], per_node: int = 4) -> int:
-    """Start `command` under two launchers on this machine, each of which takes itself for a machine of its own.
+    """Start `command` under two launchers on this machine, each of which takes itself for a machine
+    of its own.
 
-    On two real machines each would be `minidist launch --nnodes 2 --node-rank K --master-addr ADDRESS …`.
+    On two real machines each would be `minidist launch --nnodes 2 --node-rank K --master-addr
+    ADDRESS …`.
     """
     environ = {**os.environ, "MINIDIST_TOKEN": secrets.token_hex(16)}
-    launch = module_command("minidist", "launch", "-n", str(per_node), "--nnodes", "2", "--master-addr", "127.0.0.1",
-                            "--master-port", str(free_port()))
-    launchers = [subprocess.Popen([*launch, "--node-rank", str(node), *command], env=environ) for node in range(2)]
+    launch = module_command(
+        "minidist",
+        "launch",
+        "-n",
+        str(per_node),
+        "--nnodes",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+    )
+    launchers = [
+        subprocess.Popen([*launch, "--node-rank", str(node), *command], env=environ)
+        for node in range(2)
+    ]
     return max(launcher.wait() for launcher in launchers)
 
 
 def free_port() -> int:
-    """A port without a listener just now; none of those above 32767, which the system may hand out meanwhile."""
+    """A port without a listener just now; none of those above 32767, which the system may hand out
+    meanwhile."""
     for port in secrets.SystemRandom().sample(range(20000, 32000), 100):
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
-    raise LaunchError("lesson 01: none of 100 ports of 127.0.0.1 can be listened at; is there a loopback interface?")
+    raise LaunchError(
+        "lesson 01: none of 100 ports of 127.0.0.1 can be listened at; is there a loopback "
+        "interface?"
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- Break it
+# ----------------------------------------------------------------------------------------- Break it
+
 
 def rank_in_program() -> None:
     """N1:58 as it stands: rank 0 of 2, written into the program. Rank 1 never comes."""
-    environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
-               "GROUP_RANK": "0",
-               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    done = subprocess.run(code_command("import minidist as md; md.init(limit=2.0)"), env=environ, text=True,
-                          stderr=subprocess.PIPE, timeout=60, check=False)
-    print("one process says of itself 'rank 0 of 2'; after 2 seconds (the notes' example would wait for ever):")
+    environ = {
+        **os.environ,
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    done = subprocess.run(
+        code_command("import minidist as md; md.init(limit=2.0)"),
+        env=environ,
+        text=True,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    print(
+        "one process says of itself 'rank 0 of 2'; after 2 seconds (the notes' example would "
+        "wait for ever):"
+    )
     said = [line for line in done.stderr.splitlines() if "Error: rank 0" in line]
     print(said[0] if said else f"it ended with status {done.returncode}: {done.stderr}")
 
@@ -158,9 +250,21 @@ def missing_variable() -> None:
 
 def two_launchers() -> None:
     """mpirun under torchrun, and they contradict each other."""
-    detect({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
-            "PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"})
+    detect(
+        {
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",
+            "PMI_RANK": "1",
+            "PMI_SIZE": "4",
+            "MPI_LOCALRANKID": "1",
+            "MPI_LOCALNRANKS": "4",
+        }
+    )
 
 
 def one_rank_dies() -> None:
@@ -194,9 +298,16 @@ BREAKS = {
 def main() -> None:
     """Parse the command line, then run on the ranks that were launched, or on eight threads."""
     parser = arguments(__doc__, BREAKS)
-    parser.add_argument("--nodes", type=int, default=1, metavar="N",
-                        help="number the ranks as if they were on N machines")
-    parser.add_argument("--two-machines", action="store_true", help="start 2 x 4 processes under two launchers")
+    parser.add_argument(
+        "--nodes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number the ranks as if they were on N machines",
+    )
+    parser.add_argument(
+        "--two-machines", action="store_true", help="start 2 x 4 processes under two launchers"
+    )
     options = parser.parse_args()
     if options.two_machines:
         table = ["--json", options.json] if options.json else []

@@ -1,4 +1,5 @@
-"""Broken collectives of lesson 02: each runs, and prints what the ranks have and what the ledgers say.
+"""Broken collectives of lesson 02: each runs, and prints what the ranks have and what the ledgers
+say.
 
 Find the fault first, then read the answer in README.md, section 6.
 """
@@ -8,12 +9,12 @@ from collections.abc import Callable
 from functools import partial
 
 import numpy as np
-from minidist.lessons.running import Break
 
 import minidist as md
 from minidist.comm.group import Group
 from minidist.errors import MismatchError
 from minidist.grading import sent_since, totals
+from minidist.lessons.running import Break
 
 
 def broken_broadcast(group: Group, x: np.ndarray, root: int) -> np.ndarray:
@@ -44,15 +45,35 @@ def broken_all_reduce(group: Group, x: np.ndarray) -> np.ndarray:
     """Every rank sends to every other, and every rank adds."""
     total = x.copy()
     for step in range(1, group.size):
-        total += group.exchange(x, dst=(group.rank + step) % group.size, src=(group.rank - step) % group.size)
+        total += group.exchange(
+            x, dst=(group.rank + step) % group.size, src=(group.rank - step) % group.size
+        )
     return total
 
 
 def own_first() -> None:
-    """Add 0.1, 0.2, 0.3 and 0.4 on every rank, and look at the last bit; then as the library does it."""
-    print("\n".join(["broken:", *_each(lambda group: float(broken_all_reduce(group, _tenths(group))[0]).hex())]))
-    print("\n".join(["direct:", *_each(lambda group: float(group.all_reduce(
-        _tenths(group), algorithm="direct")[0]).hex())]))
+    """Add 0.1, 0.2, 0.3 and 0.4 on every rank, and look at the last bit; then as the library does
+    it."""
+    print(
+        "\n".join(
+            [
+                "broken:",
+                *_each(lambda group: float(broken_all_reduce(group, _tenths(group))[0]).hex()),
+            ]
+        )
+    )
+    print(
+        "\n".join(
+            [
+                "direct:",
+                *_each(
+                    lambda group: float(
+                        group.all_reduce(_tenths(group), algorithm="direct")[0]
+                    ).hex()
+                ),
+            ]
+        )
+    )
 
 
 def _tenths(group: Group) -> np.ndarray:
@@ -63,12 +84,17 @@ def broken_barrier(group: Group) -> None:
     """Dissemination."""
     nothing, distance = np.empty(0), 1
     while distance < group.size // 2:
-        group.exchange(nothing, dst=(group.rank + distance) % group.size, src=(group.rank - distance) % group.size)
+        group.exchange(
+            nothing,
+            dst=(group.rank + distance) % group.size,
+            src=(group.rank - distance) % group.size,
+        )
         distance *= 2
 
 
 def deaf_barrier() -> None:
     """Rank 0 comes 0.2 s late; no rank may leave before."""
+
     def late(group: Group) -> str:
         begin = time.perf_counter()
         if group.rank == 0:
@@ -88,10 +114,14 @@ def broken_all_to_all(group: Group, parts: list[np.ndarray]) -> list[np.ndarray]
 
 def everything_to_all() -> None:
     """1000 elements from each rank to each other: the result is right."""
+
     def both(group: Group) -> str:
         parts = [np.full(1000, 10.0 * group.rank + dst) for dst in range(group.size)]
         told = []
-        for work in (broken_all_to_all, lambda group, parts: group.all_to_all(parts, algorithm="pairwise")):
+        for work in (
+            broken_all_to_all,
+            lambda group, parts: group.all_to_all(parts, algorithm="pairwise"),
+        ):
             before = totals(group.ledger)
             got = work(group, parts)
             messages, nbytes = sent_since(group.ledger, before)
@@ -104,6 +134,7 @@ def everything_to_all() -> None:
 
 def two_orders() -> None:
     """Rank 2 makes the same two calls as the others, the other way round."""
+
     def ranks(group: Group) -> None:
         x = np.ones(8)
         for op in ("max", "sum") if group.rank == 2 else ("sum", "max"):
@@ -114,6 +145,7 @@ def two_orders() -> None:
 
 def _each(work: Callable[[Group], object], size: int = 4) -> list[str]:
     """One line a rank: what it has after `work`, and what it sent."""
+
     def ranks(group: Group) -> str:
         before = totals(group.ledger)
         result = work(group)

@@ -1,4 +1,5 @@
-"""Grades exercise 02: values, messages, and which rank heard of which, beside the library's algorithms and formulas."""
+"""Grades exercise 02: values, messages, and which rank heard of which, beside the library's
+algorithms and formulas."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -26,8 +27,8 @@ class Link:
     def __init__(self, group: Group) -> None:
         self._group = group
         self.rank, self.size = group.rank, group.size
-        self.sends: list[int] = []      # the receivers, in order
-        self.hears: list[int] = []      # the senders it has heard, or waits for
+        self.sends: list[int] = []  # the receivers, in order
+        self.hears: list[int] = []  # the senders it has heard, or waits for
 
     def send(self, outgoing: Any, *, dst: int) -> None:
         """Return when dst has taken it."""
@@ -72,14 +73,19 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _on_ranks(size: int, work: Work) -> tuple[list[Any] | None, list[Link], str]:
-    """What each rank returned (None if they never end), their logs, and the error that ended them."""
+    """What each rank returned (None if they never end), their logs, and the error that ended
+    them."""
     links: dict[int, Link] = {}
 
     def ranks(group: Group) -> Any:
         return work(links.setdefault(group.rank, Link(group)))
 
     try:
-        return run(ranks, size=size, transport="threads-unbuffered", limit=LIMIT), _in_order(links), ""
+        return (
+            run(ranks, size=size, transport="threads-unbuffered", limit=LIMIT),
+            _in_order(links),
+            "",
+        )
     except CommError as error:
         return None, _in_order(links), str(error).splitlines()[0]
 
@@ -88,35 +94,75 @@ def _in_order(links: dict[int, Link]) -> list[Link]:
     return [links[rank] for rank in sorted(links)]
 
 
-# -------------------------------------------------------------------------------------------------------- broadcast
+# ---------------------------------------------------------------------------------------- broadcast
+
 
 def _broadcast(exercise: ModuleType, size: int, root: int) -> Iterator[Result]:
     """The root's values everywhere, P-1 messages."""
     task = f"broadcast, P={size}, root {root}"
-    got, links, error = _on_ranks(size, lambda link: exercise.plain_broadcast(
-        link, np.array([7.0, link.rank]), root))
-    wrong = [rank for rank, array in enumerate(got or ()) if array is None or list(array) != [7.0, root]]
+    got, links, error = _on_ranks(
+        size, lambda link: exercise.plain_broadcast(link, np.array([7.0, link.rank]), root)
+    )
+    wrong = [
+        rank for rank, array in enumerate(got or ()) if array is None or list(array) != [7.0, root]
+    ]
     if got is not None and wrong:
         have = "nothing" if got[wrong[0]] is None else str(list(map(int, got[wrong[0]])))
-        yield Result(task, False, f"[7, {root}] on every rank", f"{have} on rank {wrong[0]}", "root ignored"
-                     if root else "wrong values", _advice_root(root))
+        yield Result(
+            task,
+            False,
+            f"[7, {root}] on every rank",
+            f"{have} on rank {wrong[0]}",
+            "root ignored" if root else "wrong values",
+            _advice_root(root),
+        )
     told = [dst for link in links for dst in link.sends]
     twice = sorted({rank for rank in told if told.count(rank) > 1 or rank == root})
     if root in twice:
-        yield Result(task, False, "no rank tells the root", f"a rank sends to rank {root}", "the root is told",
-                     _advice_root(root) if root else "the last places have no place further on: section 2.2 (hole 2)")
+        yield Result(
+            task,
+            False,
+            "no rank tells the root",
+            f"a rank sends to rank {root}",
+            "the root is told",
+            _advice_root(root)
+            if root
+            else "the last places have no place further on: section 2.2 (hole 2)",
+        )
     if twice:
-        yield Result(task, False, "each rank is told once", f"rank {twice[0]} is told {told.count(twice[0])} times",
-                     "told twice", "past the last place there is no rank: section 2.2 (hole 2)")
+        yield Result(
+            task,
+            False,
+            "each rank is told once",
+            f"rank {twice[0]} is told {told.count(twice[0])} times",
+            "told twice",
+            "past the last place there is no rank: section 2.2 (hole 2)",
+        )
     if got is None:
-        deaf = [f"rank {link.rank} waits for rank {link.hears[-1]}" for link in links
-                if link.hears and link.rank not in links_of(links, link.hears[-1])]
-        yield Result(task, False, "every rank returns", ", ".join(deaf) or error, "waits for a rank that never sends",
-                     "the sender is `distance` places back, counted from the root: section 2.2 (holes 1, 3, 4)")
+        deaf = [
+            f"rank {link.rank} waits for rank {link.hears[-1]}"
+            for link in links
+            if link.hears and link.rank not in links_of(links, link.hears[-1])
+        ]
+        yield Result(
+            task,
+            False,
+            "every rank returns",
+            ", ".join(deaf) or error,
+            "waits for a rank that never sends",
+            "the sender is `distance` places back, counted from the root: section 2.2 (holes 1, "
+            "3, 4)",
+        )
         return
     target = FORMULAS["broadcast", "tree"].messages_of(Case(size))
-    yield Result(task, len(told) == target, f"{target} messages", f"{len(told)} messages", "wrong number of messages",
-                 "every rank but the root is told, once: section 2.2")
+    yield Result(
+        task,
+        len(told) == target,
+        f"{target} messages",
+        f"{len(told)} messages",
+        "wrong number of messages",
+        "every rank but the root is told, once: section 2.2",
+    )
 
 
 def links_of(links: list[Link], rank: int) -> list[int]:
@@ -125,78 +171,147 @@ def links_of(links: list[Link], rank: int) -> list[int]:
 
 
 def _advice_root(root: int) -> str:
-    return f"with root {root}, place 0 is rank {root}: count places from the root and back again, modulo P: section 2.2"
+    return (
+        f"with root {root}, place 0 is rank {root}: count places from the root and back "
+        "again, modulo P: section 2.2"
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- all-to-all
+# --------------------------------------------------------------------------------------- all-to-all
+
 
 def _all_to_all(exercise: ModuleType, size: int) -> Iterator[Result]:
     """Every part where it belongs, one message for each."""
     task = f"all_to_all, P={size}"
-    got, links, error = _on_ranks(size, lambda link: exercise.plain_all_to_all(
-        link, [np.array([100 * link.rank + dst]) for dst in range(size)]))
+    got, links, error = _on_ranks(
+        size,
+        lambda link: exercise.plain_all_to_all(
+            link, [np.array([100 * link.rank + dst]) for dst in range(size)]
+        ),
+    )
     for link in links:
         missed = [rank for rank in range(size) if rank != link.rank and rank not in link.sends]
         if got is not None and missed:
-            yield Result(task, False, f"rank {link.rank} sends to every other rank", f"never to rank {missed[0]}",
-                         "a partner is left out", "another partner in every step: section 2.5 (hole 5)")
+            yield Result(
+                task,
+                False,
+                f"rank {link.rank} sends to every other rank",
+                f"never to rank {missed[0]}",
+                "a partner is left out",
+                "another partner in every step: section 2.5 (hole 5)",
+            )
     if got is None:
-        pairs = [link for link in links if link.sends and link.hears and link.sends[-1] == link.hears[-1]]
-        if pairs and all(link.sends[-1] == link.hears[-1] for link in links if link.sends and link.hears):
-            yield Result(task, False, "every rank returns",
-                         f"rank {pairs[0].rank} sends to rank {pairs[0].sends[-1]} and waits for the same",
-                         "sends to the rank it hears from",
-                         "a rank that sends `step` places on receives from `step` places back: section 2.5 (hole 6)")
-        yield Result(task, False, "every rank returns", error, "partners do not match",
-                     "if r sends to r + s, then r + s must expect it from r: section 2.5 (holes 5 and 6)")
+        pairs = [
+            link for link in links if link.sends and link.hears and link.sends[-1] == link.hears[-1]
+        ]
+        if pairs and all(
+            link.sends[-1] == link.hears[-1] for link in links if link.sends and link.hears
+        ):
+            yield Result(
+                task,
+                False,
+                "every rank returns",
+                f"rank {pairs[0].rank} sends to rank {pairs[0].sends[-1]} and waits for the same",
+                "sends to the rank it hears from",
+                "a rank that sends `step` places on receives from `step` places back: section "
+                "2.5 (hole 6)",
+            )
+        yield Result(
+            task,
+            False,
+            "every rank returns",
+            error,
+            "partners do not match",
+            "if r sends to r + s, then r + s must expect it from r: section 2.5 (holes 5 and 6)",
+        )
         return
     for rank, parts in enumerate(got):
         values = [int(part[0]) for part in parts]
         if values != [100 * src + rank for src in range(size)]:
-            yield Result(task, False, str([100 * src + rank for src in range(size)]), f"{values} on rank {rank}",
-                         "parts in the wrong places", "what comes from src is part src: section 2.5 (hole 6)")
+            yield Result(
+                task,
+                False,
+                str([100 * src + rank for src in range(size)]),
+                f"{values} on rank {rank}",
+                "parts in the wrong places",
+                "what comes from src is part src: section 2.5 (hole 6)",
+            )
     target = FORMULAS["all_to_all", "pairwise"].messages_of(Case(size))
     count = sum(len(link.sends) for link in links)
-    yield Result(task, count == target, f"{target} messages", f"{count} messages", "wrong number of messages",
-                 "P-1 a rank: section 2.5")
+    yield Result(
+        task,
+        count == target,
+        f"{target} messages",
+        f"{count} messages",
+        "wrong number of messages",
+        "P-1 a rank: section 2.5",
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- barrier
+# ------------------------------------------------------------------------------------------ barrier
+
 
 def _barrier(exercise: ModuleType, size: int) -> Iterator[Result]:
     """No rank may leave before it has heard of all; in as few steps as the library."""
     task = f"barrier, P={size}"
     got, links, error = _on_ranks(size, lambda link: exercise.barrier(link))
     if got is None:
-        yield Result(task, False, "every rank returns", error, "ranks take different numbers of steps",
-                     "all ranks must leave the loop after the same step: section 2.6 (holes 7 and 8)")
+        yield Result(
+            task,
+            False,
+            "every rank returns",
+            error,
+            "ranks take different numbers of steps",
+            "all ranks must leave the loop after the same step: section 2.6 (holes 7 and 8)",
+        )
         return
     target = FORMULAS["barrier", "dissemination"].messages_of(Case(size)) // size
     steps = max(len(link.sends) for link in links)
     unheard = sorted(set(range(size)) - _heard_of(links, 0))
     if unheard:
-        yield Result(task, False, "no rank leaves before all have come",
-                     f"rank 0 left without having heard of rank {', '.join(map(str, unheard))}", "left too early",
-                     "after a message from distance d a rank has heard of 2d ranks, itself among them; it may leave "
-                     "when that is all of them: section 2.6 (hole 7)")
-    yield Result(task, steps == target, f"{target} messages a rank", f"{steps} messages a rank",
-                 "more steps than needed", "each message can tell of all that its sender has heard of, so the distance "
-                 "doubles: section 2.6 (hole 8)")
+        yield Result(
+            task,
+            False,
+            "no rank leaves before all have come",
+            f"rank 0 left without having heard of rank {', '.join(map(str, unheard))}",
+            "left too early",
+            "after a message from distance d a rank has heard of 2d ranks, itself among them; "
+            "it may leave when that is all of them: section 2.6 (hole 7)",
+        )
+    yield Result(
+        task,
+        steps == target,
+        f"{target} messages a rank",
+        f"{steps} messages a rank",
+        "more steps than needed",
+        "each message can tell of all that its sender has heard of, so the distance "
+        "doubles: section 2.6 (hole 8)",
+    )
 
 
 def _heard_of(links: list[Link], rank: int) -> set[int]:
-    """The ranks that `rank` has heard of in the end; each message tells all that its sender knew."""
+    """The ranks that `rank` has heard of in the end; each message tells all that its sender
+    knew."""
     heard = [{link.rank} for link in links]
     for step in range(max((len(link.hears) for link in links), default=0)):
-        heard = [heard[link.rank] | (heard[link.hears[step]] if step < len(link.hears) else set()) for link in links]
+        heard = [
+            heard[link.rank] | (heard[link.hears[step]] if step < len(link.hears) else set())
+            for link in links
+        ]
     return heard[rank]
 
 
-# ---------------------------------------------------------------------------------------------------- the α-β model
+# ------------------------------------------------------------------------------------ the α-β model
+
 
 def _seconds(exercise: ModuleType, algorithm: str) -> Iterator[Result]:
     """The student's time beside the library's path: waits·α + bytes·β."""
-    for size, nbytes, alpha, beta in ((8, 0, 1.0, 1.0), (8, 800, 0.0, 1.0), (6, 3001, 50.0, 0.5), (1, 100, 1.0, 1.0)):
+    for size, nbytes, alpha, beta in (
+        (8, 0, 1.0, 1.0),
+        (8, 800, 0.0, 1.0),
+        (6, 3001, 50.0, 0.5),
+        (1, 100, 1.0, 1.0),
+    ):
         path = PATHS["all_reduce", algorithm](size)
         target = path.waits * alpha + path.moved * nbytes * beta
         came = exercise.seconds(algorithm, size, nbytes, alpha, beta)
@@ -209,9 +324,15 @@ def _seconds(exercise: ModuleType, algorithm: str) -> Iterator[Result]:
                 mistake = "half of the way"
             elif algorithm == "tree" and np.isclose(came, 2 * (size - 1) * (alpha + nbytes * beta)):
                 mistake = "as many steps as ranks"
-        yield Result(task, bool(np.isclose(came, target)), f"{target:g}", f"{came:g}", mistake,
-                     f"{path.waits} messages wait for each other, {path.moved:g} n bytes go: read section 3 again "
-                     f"(hole {9 if algorithm == 'tree' else 10})")
+        yield Result(
+            task,
+            bool(np.isclose(came, target)),
+            f"{target:g}",
+            f"{came:g}",
+            mistake,
+            f"{path.waits} messages wait for each other, {path.moved:g} n bytes go: read section "
+            f"3 again (hole {9 if algorithm == 'tree' else 10})",
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Exercise 02: write a broadcast, an all-to-all, a barrier, and the rule that chooses an algorithm.
 
-Copy this file (`minidist lesson 02 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 02 DIR/exercise_02.py`. Each rank runs these functions with a `group` of its own:
+Copy this file (`minidist lesson 02 --copy DIR`), replace each `hole(...)` by your own code, and
+grade it: `minidist check 02 DIR/exercise_02.py`. Each rank runs these functions with a `group` of
+its own:
 
-    group.rank, group.size                            this rank's number, and how many ranks there are
+    group.rank, group.size                            this rank's number, and how many ranks there
+                                                      are
     group.send(outgoing, dst=)                       return when dst has taken it
     group.recv(src=) -> array                        return when src has sent it
     group.exchange(outgoing, dst=, src=) -> array    send to dst and receive from src, both at once
@@ -17,10 +19,11 @@ from minidist.grading import hole
 
 
 def plain_broadcast(group, x, root):
-    """In each step every rank that has the root's array passes it on, so that twice as many have it.
+    """In each step every rank that has the root's array passes it on, so that twice as many have
+    it.
 
-    Places count from the root: the root has place 0, the rank after it place 1, ... In each step each rank that has the
-    array tells the place `distance` further on.
+    Places count from the root: the root has place 0, the rank after it place 1, ... In each step
+    each rank that has the array tells the place `distance` further on.
 
     P=5, root 0   distance 1: r0 -> r1      distance 2: r0 -> r2, r1 -> r3      distance 4: r0 -> r4
 
@@ -29,8 +32,12 @@ def plain_broadcast(group, x, root):
     """
     place, distance = hole(1, "this rank's place, counted from the root (section 2.2)"), 1
     while distance < group.size:
-        if place < distance and hole(2, "is there a place `distance` further on? (section 2.2)", place, distance):
-            group.send(x, dst=hole(3, "which rank is at that place? (section 2.2)", place, distance))
+        if place < distance and hole(
+            2, "is there a place `distance` further on? (section 2.2)", place, distance
+        ):
+            group.send(
+                x, dst=hole(3, "which rank is at that place? (section 2.2)", place, distance)
+            )
         elif distance <= place < 2 * distance:
             x = group.recv(src=hole(4, "which rank tells this one? (section 2.2)", place, distance))
         distance *= 2
@@ -38,7 +45,8 @@ def plain_broadcast(group, x, root):
 
 
 def plain_all_to_all(group, parts):
-    """Part d is for rank d: another partner in each step. Returns the parts for this rank, by source.
+    """Part d is for rank d: another partner in each step. Returns the parts for this rank, by
+    source.
 
     P=3      r0 sends    r1 sends    r2 sends
     step 1   p01 -> r1   p12 -> r2   p20 -> r0
@@ -47,16 +55,19 @@ def plain_all_to_all(group, parts):
     Args:    parts: one array for each rank.
     Cost:    size - 1 messages a rank; each part once.
     """
-    received = list(parts)                                  # the own part stays where it is
+    received = list(parts)  # the own part stays where it is
     for step in range(1, group.size):
-        dst, src = hole(5, "to which rank does this one send in this step? (section 2.5)", step), hole(
-            6, "and from which does it hear? (section 2.5)", step)
+        dst, src = (
+            hole(5, "to which rank does this one send in this step? (section 2.5)", step),
+            hole(6, "and from which does it hear? (section 2.5)", step),
+        )
         received[src] = group.exchange(parts[dst], dst=dst, src=src)
     return received
 
 
 def barrier(group):
-    """Return when every rank has called it. Dissemination: tell one rank, hear from another, at growing distance.
+    """Return when every rank has called it. Dissemination: tell one rank, hear from another, at
+    growing distance.
 
     P=4      r0 sends    r1 sends    r2 sends    r3 sends
     step 0   -> r1       -> r2       -> r3       -> r0
@@ -65,15 +76,23 @@ def barrier(group):
     Cost:    ceil(log2 size) messages a rank, without payload.
     """
     nothing, distance = np.empty(0), 1
-    while hole(7, "while may there be a rank that this one has not heard of? (section 2.6)", distance):
-        group.exchange(nothing, dst=(group.rank + distance) % group.size, src=(group.rank - distance) % group.size)
+    while hole(
+        7, "while may there be a rank that this one has not heard of? (section 2.6)", distance
+    ):
+        group.exchange(
+            nothing,
+            dst=(group.rank + distance) % group.size,
+            src=(group.rank - distance) % group.size,
+        )
         distance = hole(8, "how far does the next message go? (section 2.6)", distance)
 
 
 def seconds(algorithm, size, nbytes, alpha, beta):
-    """What an all-reduce takes by the α-β model: α for each message that waits for the one before, β for each byte.
+    """What an all-reduce takes by the α-β model: α for each message that waits for the one before,
+    β for each byte.
 
-    Args:    algorithm: "tree" or "ring". nbytes: of each rank's array. alpha: seconds a message; beta: seconds a byte.
+    Args:    algorithm: "tree" or "ring". nbytes: of each rank's array. alpha: seconds a message;
+             beta: seconds a byte.
     """
     if algorithm == "tree":
         levels = (size - 1).bit_length()  # ceil(log2 size)

@@ -1,6 +1,7 @@
-"""The page of the whole family, lessons/COLLECTIVES.md: formulas of cost/volume.py, times measured on this machine.
+"""The page of the whole family, lessons/COLLECTIVES.md: formulas of cost/volume.py, times measured
+on this machine.
 
-    python lessons/02_collectives/family.py [--out FILE]      # about a minute
+python lessons/02_collectives/family.py [--out FILE]      # about a minute
 """
 
 import argparse
@@ -30,12 +31,13 @@ BEGIN, END = "<!-- measured by: python lessons/02_collectives/family.py -->\n", 
 RANKS = 4
 SIZES = {"1 KiB": 1 << 10, "64 KiB": 1 << 16, "1 MiB": 1 << 20}
 TRANSPORTS = ("TCP", "shm", "MPI")
-NEAR = 1.1      # what takes at most so much more than the fastest counts as fastest too
+NEAR = 1.1  # what takes at most so much more than the fastest counts as fastest too
 LIBRARIES = ("bench", "all-reduce", "--sizes", "1KiB,64KiB,1MiB", "-n", "2,4", "--rounds", "3")
-ROUNDS, BUDGET = 3, 0.04    # of each figure; seconds a round may take
+ROUNDS, BUDGET = 3, 0.04  # of each figure; seconds a round may take
 
 WHEN = {
-    "naive": "two ranks, or few over links that cost little; one root's link is then the limit whatever one does",
+    "naive": "two ranks, or few over links that cost little; one root's link is then the limit "
+    "whatever one does",
     "tree": "short arrays, one root, many ranks: few waits",
     "ring": "long arrays: no link carries more than it must, and none is idle",
     "direct": "very short arrays: one wait",
@@ -55,21 +57,27 @@ Figures = dict[str, dict[tuple[str, str, str], float]]
 
 
 def measured_calls(group: Group) -> list[list[Any]]:
-    """[verb, algorithm, size, seconds] of the slowest rank, the least over rounds of the median over calls."""
+    """[verb, algorithm, size, seconds] of the slowest rank, the least over rounds of the median
+    over calls."""
     names = load_module(HERE / "lesson.py", "02").algorithms_here
     figures: dict[tuple[str, str, str], list[float]] = {}
     for _ in range(ROUNDS):
         for verb in ALGORITHMS:
             for size, nbytes in SIZES.items():
                 for algorithm in names(group, verb):
-                    figures.setdefault((verb, algorithm, size), []).append(_median(group, verb, algorithm, nbytes))
+                    figures.setdefault((verb, algorithm, size), []).append(
+                        _median(group, verb, algorithm, nbytes)
+                    )
     return [[*key, min(rounds)] for key, rounds in figures.items()]
 
 
 def _median(group: Group, verb: str, algorithm: str, nbytes: int) -> float:
-    """The median of the slowest rank's times, of as many calls as BUDGET has room for. n: the larger buffer."""
+    """The median of the slowest rank's times, of as many calls as BUDGET has room for. n: the
+    larger buffer."""
     whole, part = np.ones(nbytes // 4, np.float32), np.ones(nbytes // 4 // group.size, np.float32)
-    x: Any = {"gather": part, "all_gather": part, "all_to_all": [part] * group.size}.get(verb, whole)
+    x: Any = {"gather": part, "all_gather": part, "all_to_all": [part] * group.size}.get(
+        verb, whole
+    )
     arguments = () if verb == "barrier" else (x,)
     times: list[float] = []
     repeats = 4
@@ -86,11 +94,17 @@ def _median(group: Group, verb: str, algorithm: str, nbytes: int) -> float:
 
 def measure() -> Figures:
     """{transport: {(verb, algorithm, size): seconds}} on RANKS processes of this machine."""
-    rows = {"TCP": run(measured_calls, size=RANKS, transport="tcp", limit=120.0)[0],
-            "shm": run(measured_calls, size=RANKS, transport="shm", limit=120.0)[0],
-            "MPI": _under_mpirun()}
-    return {transport: {(verb, algorithm, size): seconds for verb, algorithm, size, seconds in rows[transport]}
-            for transport in TRANSPORTS}
+    rows = {
+        "TCP": run(measured_calls, size=RANKS, transport="tcp", limit=120.0)[0],
+        "shm": run(measured_calls, size=RANKS, transport="shm", limit=120.0)[0],
+        "MPI": _under_mpirun(),
+    }
+    return {
+        transport: {
+            (verb, algorithm, size): seconds for verb, algorithm, size, seconds in rows[transport]
+        }
+        for transport in TRANSPORTS
+    }
 
 
 def _under_mpirun() -> list[list[Any]]:
@@ -107,15 +121,29 @@ def tables(figures: Figures) -> str:
     lines = []
     for verb, algorithms in ALGORITHMS.items():
         sizes = ["1 KiB"] if verb == "barrier" else list(SIZES)
-        columns = [transport if verb == "barrier" else f"{transport} {size}" for transport in TRANSPORTS
-                   for size in sizes]
-        lines += ["", f"## {verb}", "", f"| algorithm | messages | bytes | waits | {' | '.join(columns)} | best when |",
-                  f"| {' | '.join(['---'] * (5 + len(columns)))} |"]
+        columns = [
+            transport if verb == "barrier" else f"{transport} {size}"
+            for transport in TRANSPORTS
+            for size in sizes
+        ]
+        lines += [
+            "",
+            f"## {verb}",
+            "",
+            f"| algorithm | messages | bytes | waits | {' | '.join(columns)} | best when |",
+            f"| {' | '.join(['---'] * (5 + len(columns)))} |",
+        ]
         for algorithm in algorithms:
             formula = FORMULAS[verb, algorithm]
-            cells = [_cell(figures[transport], verb, algorithm, size) for transport in TRANSPORTS for size in sizes]
-            lines.append(f"| {algorithm} | {formula.messages} | {formula.nbytes} | {formula.steps} | "
-                         f"{' | '.join(cells)} | {WHEN[algorithm]} |")
+            cells = [
+                _cell(figures[transport], verb, algorithm, size)
+                for transport in TRANSPORTS
+                for size in sizes
+            ]
+            lines.append(
+                f"| {algorithm} | {formula.messages} | {formula.nbytes} | {formula.steps} | "
+                f"{' | '.join(cells)} | {WHEN[algorithm]} |"
+            )
     return "\n".join(lines) + "\n"
 
 
@@ -129,36 +157,56 @@ def _cell(seconds: dict[tuple[str, str, str], float], verb: str, algorithm: str,
 
 
 def libraries() -> dict[str, Any]:
-    """The seconds of `minidist bench all-reduce`: ours beside MPI, and gloo where PyTorch is installed."""
+    """The seconds of `minidist bench all-reduce`: ours beside MPI, and gloo where PyTorch is
+    installed."""
     with scratch(prefix="minidist-lesson-") as folder:
         file = folder / "bench.json"
-        subprocess.run(module_command("minidist", *LIBRARIES, "--json", str(file)), check=True,
-                       stdout=subprocess.DEVNULL, timeout=300)
+        subprocess.run(
+            module_command("minidist", *LIBRARIES, "--json", str(file)),
+            check=True,
+            stdout=subprocess.DEVNULL,
+            timeout=300,
+        )
         return json.loads(file.read_text())["seconds"]
 
 
 def libraries_table(seconds: dict[str, Any]) -> str:
     """One row a contender, µs over ranks and sizes."""
     columns = [(count, size) for count in seconds for size in next(iter(seconds[count].values()))]
-    lines = ["", "## Beside the libraries", "",
-             f"all_reduce of float32 in place, µs: `minidist {' '.join(LIBRARIES)}`.", "",
-             f"| | {' | '.join(f'{count} ranks, {size_text(int(size))}' for count, size in columns)} |",
-             f"| {' | '.join(['---'] * (1 + len(columns)))} |"]
+    lines = [
+        "",
+        "## Beside the libraries",
+        "",
+        f"all_reduce of float32 in place, µs: `minidist {' '.join(LIBRARIES)}`.",
+        "",
+        f"| | {' | '.join(f'{count} ranks, {size_text(int(size))}' for count, size in columns)} |",
+        f"| {' | '.join(['---'] * (1 + len(columns)))} |",
+    ]
     for name in next(iter(seconds.values())):
-        lines.append(f"| {name} | {' | '.join(f'{1e6 * seconds[count][name][size]:.0f}' for count, size in columns)} |")
+        lines.append(
+            f"| {name} | "
+            f"{' | '.join(f'{1e6 * seconds[count][name][size]:.0f}' for count, size in columns)} "
+            "|"
+        )
     return "\n".join(lines) + "\n"
 
 
 def heading() -> str:
     """Where and when the times were taken."""
     here = machine()
-    versions = ", ".join(f"{name} {version}" for name, version in here["versions"].items() if name != "torch")
-    return (f"Measured {here['date'][:10]} on {here['cores']} cores of {here['processor']}, {RANKS} ranks, "
-            f"Python {here['python']}, {versions}: `python lessons/02_collectives/family.py`.\n")
+    versions = ", ".join(
+        f"{name} {version}" for name, version in here["versions"].items() if name != "torch"
+    )
+    return (
+        f"Measured {here['date'][:10]} on {here['cores']} cores of {here['processor']}, {RANKS} "
+        "ranks, "
+        f"Python {here['python']}, {versions}: `python lessons/02_collectives/family.py`.\n"
+    )
 
 
 def spread(figures: Figures) -> str:
-    """How much the fastest gains over the slowest at each size: the median over verbs that have a choice."""
+    """How much the fastest gains over the slowest at each size: the median over verbs that have a
+    choice."""
     parts = []
     for size in SIZES:
         gains = []
@@ -167,13 +215,20 @@ def spread(figures: Figures) -> str:
                 times = [took for (of, _, at), took in seconds.items() if (of, at) == (verb, size)]
                 gains.append(max(times) / min(times))
         parts.append(f"{statistics.median(gains):.1f} times at {size}")
-    return f"The choice of algorithm is worth, slowest against fastest of a verb, {', '.join(parts)} (median).\n"
+    return (
+        "The choice of algorithm is worth, slowest against fastest of a verb, "
+        f"{', '.join(parts)} (median).\n"
+    )
 
 
 def main() -> None:
     """Measure, and write what was measured into the page."""
-    parser = argparse.ArgumentParser(description="Measure every algorithm here and write the page of the family.")
-    parser.add_argument("--out", metavar="FILE", type=Path, default=PAGE, help="another place for the page")
+    parser = argparse.ArgumentParser(
+        description="Measure every algorithm here and write the page of the family."
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, default=PAGE, help="another place for the page"
+    )
     parser.add_argument("--ranks", metavar="FILE", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.ranks:
@@ -191,8 +246,13 @@ def write_page(figures: Figures, beside: dict[str, Any], out: Path) -> None:
     before, rest = text.split(BEGIN)
     fresh = "\n".join([heading(), spread(figures)]) + tables(figures) + libraries_table(beside)
     with whole(out) as draft:
-        draft.write_text(before + BEGIN + "\n" + fresh + "\n" + END + rest.split(END)[1], encoding="utf-8")
-    print(f"{out}: {len(FORMULAS)} algorithms, measured on {RANKS} ranks over {' and '.join(TRANSPORTS)}")
+        draft.write_text(
+            before + BEGIN + "\n" + fresh + "\n" + END + rest.split(END)[1], encoding="utf-8"
+        )
+    print(
+        f"{out}: {len(FORMULAS)} algorithms, measured on {RANKS} ranks over "
+        f"{' and '.join(TRANSPORTS)}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
-"""The figure of lesson 02: twelve collectives on four ranks, each message of a run, on a clock of α.
+"""The figure of lesson 02: twelve collectives on four ranks, each message of a run, on a clock of
+α.
 
-    python lessons/02_collectives/figure.py [--out DIR]      # figure.png
+python lessons/02_collectives/figure.py [--out DIR]      # figure.png
 """
 
 from pathlib import Path
 from typing import Any
 
 from matplotlib.patches import FancyArrowPatch
-from minidist.lessons import figures as look
-from minidist.lessons.running import draw_figure
 
 from minidist.comm.group import Group
 from minidist.grading import load_module
+from minidist.lessons import figures as look
+from minidist.lessons.running import draw_figure
 
 HERE = Path(__file__).resolve().parent
 RANKS, COLUMNS = 4, 4
@@ -28,14 +29,19 @@ def draw(panels: list[dict[str, Any]], folder: Path) -> None:
     """figure.png from what was recorded."""
     rows = -(-len(panels) // COLUMNS)
     figure = look.new_figure(
-        14.0, 4.1 * rows + 1.2, "The collectives on four ranks: every message of twelve recorded calls",
-        "Ranks stand side by side, time runs downwards on a clock on which only messages take time: α each. "
-        "An arrow is a message, in its sender's colour, the thicker the longer.")
+        14.0,
+        4.1 * rows + 1.2,
+        "The collectives on four ranks: every message of twelve recorded calls",
+        "Ranks stand side by side, time runs downwards on a clock on which only messages take "
+        "time: α each. An arrow is a message, in its sender's colour, the thicker the longer.",
+    )
     height = 1 / (4.1 * rows + 1.2)
     longest = max(map(_end, panels))
     for place, panel in enumerate(panels):
         row, column = divmod(place, COLUMNS)
-        ax = figure.add_axes((0.045 + 0.242 * column, 1 - (1.75 + 4.1 * row + 2.85) * height, 0.2, 2.85 * height))
+        ax = figure.add_axes(
+            (0.045 + 0.242 * column, 1 - (1.75 + 4.1 * row + 2.85) * height, 0.2, 2.85 * height)
+        )
         _space_time(ax, panel, longest, first=column == 0)
     look.save(figure, folder)
 
@@ -46,20 +52,46 @@ def _end(panel: dict[str, Any]) -> float:
 
 
 def _space_time(ax: Any, panel: dict[str, Any], longest: float, *, first: bool) -> None:
-    """One call: a line down for each rank, an arrow for each message; the axis of all panels ends at `longest`."""
+    """One call: a line down for each rank, an arrow for each message; the axis of all panels ends
+    at `longest`."""
     messages = panel["messages"]
     end = _end(panel)
-    ax.set_title(f"{panel['verb']} · {panel['algorithm']}", loc="left", fontsize=11.5, fontweight="bold",
-                 color=look.INK, pad=15)
+    ax.set_title(
+        f"{panel['verb']} · {panel['algorithm']}",
+        loc="left",
+        fontsize=11.5,
+        fontweight="bold",
+        color=look.INK,
+        pad=15,
+    )
     for rank in range(RANKS):
-        ax.plot([rank, rank], [0, end], color=look.GRID, linewidth=3, zorder=1, solid_capstyle="butt")
-        ax.text(rank, -0.25, f"r{rank}", ha="center", va="bottom", fontsize=10, fontweight="bold",
-                color=look.RANKS[rank])
+        ax.plot(
+            [rank, rank], [0, end], color=look.GRID, linewidth=3, zorder=1, solid_capstyle="butt"
+        )
+        ax.text(
+            rank,
+            -0.25,
+            f"r{rank}",
+            ha="center",
+            va="bottom",
+            fontsize=10,
+            fontweight="bold",
+            color=look.RANKS[rank],
+        )
     for message in messages:
-        ax.add_patch(FancyArrowPatch((message["src"], message["start"]), (message["dst"], message["stop"]),
-                                     arrowstyle="-|>", mutation_scale=9, shrinkA=0, shrinkB=0, zorder=2,
-                                     linewidth=0.8 + 2.2 * min(1.0, message["part"]),
-                                     color=look.RANKS[message["src"]]))
+        ax.add_patch(
+            FancyArrowPatch(
+                (message["src"], message["start"]),
+                (message["dst"], message["stop"]),
+                arrowstyle="-|>",
+                mutation_scale=9,
+                shrinkA=0,
+                shrinkB=0,
+                zorder=2,
+                linewidth=0.8 + 2.2 * min(1.0, message["part"]),
+                color=look.RANKS[message["src"]],
+            )
+        )
     look.quiet(ax, grid="y")
     ax.spines["bottom"].set_visible(False)
     ax.set_xticks([])
@@ -68,20 +100,30 @@ def _space_time(ax: Any, panel: dict[str, Any], longest: float, *, first: bool) 
     ax.set_ylim(longest + 0.25, -0.35)
     if first:
         ax.set_ylabel("time, α", color=look.SOFT, fontsize=10)
-    ax.text(0.0, -0.045, _count(panel), transform=ax.transAxes, fontsize=10, color=look.SOFT, va="top")
+    ax.text(
+        0.0, -0.045, _count(panel), transform=ax.transAxes, fontsize=10, color=look.SOFT, va="top"
+    )
 
 
 def _count(panel: dict[str, Any]) -> str:
     """How many messages, how much in all, how much the busiest rank, how long."""
     messages = panel["messages"]
-    sent = [sum(message["part"] for message in messages if message["src"] == rank) for rank in range(RANKS)]
+    sent = [
+        sum(message["part"] for message in messages if message["src"] == rank)
+        for rank in range(RANKS)
+    ]
     lengths = sorted({fraction(message["part"]) for message in messages}, key=len)
-    carried = f"{sum(sent):.3g} n in all, busiest rank {max(sent):.3g} n" if max(sent) else "without payload"
+    carried = (
+        f"{sum(sent):.3g} n in all, busiest rank {max(sent):.3g} n"
+        if max(sent)
+        else "without payload"
+    )
     return f"{len(messages)} messages of {' and '.join(lengths)}, {_end(panel):g} α\n{carried}"
 
 
 def fraction(part: float) -> str:
-    """0.2493 -> "n/4": how long a message is beside what a rank brings, to the nearest part of it; "0 B" for none."""
+    """0.2493 -> "n/4": how long a message is beside what a rank brings, to the nearest part of it;
+    "0 B" for none."""
     if part == 0:
         return "0 B"
     return f"{part:.2g} n" if part > 1.02 else "n" if part > 0.98 else f"n/{round(1 / part)}"

@@ -1,4 +1,5 @@
-"""Three broken rings of lesson 03, without their names: each runs, and prints what is in each chunk, and the ledger.
+"""Three broken rings of lesson 03, without their names: each runs, and prints what is in each
+chunk, and the ledger.
 
 Find the fault first, then read the answer in README.md, section 5.
 """
@@ -8,14 +9,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from minidist.lessons.running import Break
 
 import minidist as md
 from minidist.comm.group import Group
 from minidist.grading import sent_since, totals
+from minidist.lessons.running import Break
 
 RANKS, ELEMENTS = 4, 400
-BASE = 16       # rank r brings BASE**r, so the digits of a sum tell whose parts are in it, and how often
+BASE = 16  # rank r brings BASE**r, so the digits of a sum tell whose parts are in it, and how often
 
 AllReduce = Callable[[Any, np.ndarray], np.ndarray]
 
@@ -53,11 +54,15 @@ def third(group: Group, x: np.ndarray) -> np.ndarray:
 
 def _pass(group: Group, chunk: np.ndarray) -> np.ndarray:
     """To the next rank, and from the one before."""
-    return group.exchange(chunk, dst=(group.rank + 1) % group.size, src=(group.rank - 1) % group.size)
+    return group.exchange(
+        chunk, dst=(group.rank + 1) % group.size, src=(group.rank - 1) % group.size
+    )
 
 
 def examine(all_reduce: AllReduce) -> None:
-    """Run it beside the library's ring: whose parts are in which chunk on each rank, messages and bytes of both."""
+    """Run it beside the library's ring: whose parts are in which chunk on each rank, messages and
+    bytes of both."""
+
     def ranks(group: Group) -> tuple[list[str], list[tuple[int, int]]]:
         x, costs = np.full(ELEMENTS, BASE**group.rank, np.int64), []
         for work in (all_reduce, lambda group, x: group.all_reduce(x, algorithm="ring")):
@@ -71,13 +76,18 @@ def examine(all_reduce: AllReduce) -> None:
     for rank, (told, costs) in enumerate(md.run(ranks, size=RANKS, limit=5.0)):
         print(f"rank {rank}: " + ", ".join(f"c{place} = {who}" for place, who in enumerate(told)))
         (messages, nbytes), (ring_messages, ring_nbytes) = costs
-        print(f"        {messages} messages, {nbytes} bytes; the library's ring: {ring_messages}, {ring_nbytes}")
+        print(
+            f"        {messages} messages, {nbytes} bytes; the library's ring: {ring_messages}, "
+            f"{ring_nbytes}"
+        )
 
 
 def _who(value: int) -> str:
     """0x1021 -> "0+2*1+3": whose parts are in a sum."""
     counts = [(value // BASE**rank) % BASE for rank in range(RANKS)]
-    return "+".join(f"{count}*{rank}" if count > 1 else str(rank) for rank, count in enumerate(counts) if count)
+    return "+".join(
+        f"{count}*{rank}" if count > 1 else str(rank) for rank, count in enumerate(counts) if count
+    )
 
 
 BREAKS = {

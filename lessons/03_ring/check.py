@@ -15,12 +15,15 @@ from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
 
 LIMIT = 60.0  # seconds for the ranks to return: of a busy machine; a deadlock is found at once
-BASE = 16  # rank r contributes BASE**r, so the digits of a sum tell whose parts are in it, and how often
-SIZES = ((4, 4096), (1, 5), (2, 6), (3, 10), (4, 3), (5, 0))  # (ranks, elements), also P = 1, n < P, n = 0
+# rank r contributes BASE**r, so the digits of a sum tell whose parts are in it, and how often
+BASE = 16
+# (ranks, elements), also P = 1, n < P, n = 0
+SIZES = ((4, 4096), (1, 5), (2, 6), (3, 10), (4, 3), (5, 0))
 
 
 class Link:
-    """What a student's rank sees: neighbours and three verbs of a group, with a log of what it is doing."""
+    """What a student's rank sees: neighbours and three verbs of a group, with a log of what it is
+    doing."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -46,17 +49,24 @@ class Link:
         self.doing = "recv"
         return self._group.recv(src=src)
 
+
 CUT_FROM = (plain_reduce_scatter, plain_all_gather, plain_all_reduce)
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
     """Every task, one after the other."""
     links: dict[int, Link] = {}
-    for size in (4, 3, 5):      # an index that is off by 4 is right on 4 ranks only
+    for size in (4, 3, 5):  # an index that is off by 4 is right on 4 ranks only
         links.clear()
         try:
-            ranks = run(_contributions, exercise.plain_reduce_scatter, links, size=size,
-                        transport="threads-unbuffered", limit=LIMIT)
+            ranks = run(
+                _contributions,
+                exercise.plain_reduce_scatter,
+                links,
+                size=size,
+                transport="threads-unbuffered",
+                limit=LIMIT,
+            )
         except (TimeoutError, DeadlockError):
             yield _stuck(f"reduce_scatter on {size} ranks ends", links)
             return
@@ -64,7 +74,15 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
     for size, elements in SIZES:
         links.clear()
         try:
-            measured = run(_one_call, exercise, elements, links, size=size, transport="threads-unbuffered", limit=LIMIT)
+            measured = run(
+                _one_call,
+                exercise,
+                elements,
+                links,
+                size=size,
+                transport="threads-unbuffered",
+                limit=LIMIT,
+            )
         except (TimeoutError, DeadlockError):
             yield _stuck(f"all_reduce on {size} ranks ends", links)
             return
@@ -74,22 +92,31 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _contributions(group: Group, reduce_scatter: Any, links: dict[int, Link]) -> list[np.ndarray]:
-    """This rank's chunks after the student's function: each has the contribution BASE**rank, and its own number."""
+    """This rank's chunks after the student's function: each has the contribution BASE**rank, and
+    its own number."""
     link = links.setdefault(group.rank, Link(group))
     chunks = [np.array([BASE**group.rank, chunk], dtype=np.int64) for chunk in range(group.size)]
     reduce_scatter(link, chunks)
     return chunks
 
 
-def _one_call(group: Group, exercise: ModuleType, elements: int, links: dict[int, Link]) -> dict[str, Any]:
-    """The student's all_reduce and the library's ring on the same values: results, messages and bytes of both."""
+def _one_call(
+    group: Group, exercise: ModuleType, elements: int, links: dict[int, Link]
+) -> dict[str, Any]:
+    """The student's all_reduce and the library's ring on the same values: results, messages and
+    bytes of both."""
     link = links.setdefault(group.rank, Link(group))
     x = np.arange(elements, dtype=np.float64) + 1000.0 * group.rank
     before = totals(group.ledger)
     mine = exercise.plain_all_reduce(link, x)
     mine_cost, before = sent_since(group.ledger, before), totals(group.ledger)
     library = group.all_reduce(x, algorithm="ring")
-    return {"mine": mine, "library": library, "cost": mine_cost, "target": sent_since(group.ledger, before)}
+    return {
+        "mine": mine,
+        "library": library,
+        "cost": mine_cost,
+        "target": sent_since(group.ledger, before),
+    }
 
 
 def _finished_chunk(ranks: list[list[np.ndarray]]) -> Result:
@@ -101,9 +128,15 @@ def _finished_chunk(ranks: list[list[np.ndarray]]) -> Result:
         if not story and chunks[rank][1] != size * rank:
             story = "mixes other chunks in"
         if story:
-            return Result(task, False, f"chunk {rank} of rank {rank} sums ranks 0..{size - 1} once",
-                          story, "wrong chunk index",
-                          "a rank must pass on the chunk it has just added to: read section 3.1 again (holes 1 and 2)")
+            return Result(
+                task,
+                False,
+                f"chunk {rank} of rank {rank} sums ranks 0..{size - 1} once",
+                story,
+                "wrong chunk index",
+                "a rank must pass on the chunk it has just added to: read section 3.1 again "
+                "(holes 1 and 2)",
+            )
     return Result(task, True, "every rank's chunk complete", "every rank's chunk complete")
 
 
@@ -113,15 +146,20 @@ def _who(chunk: np.ndarray, size: int) -> str:
         counts = [(int(value) // BASE**rank) % BASE for rank in range(size)]
         missing = [str(rank) for rank, count in enumerate(counts) if count == 0]
         repeated = [f"{rank} ({count} times)" for rank, count in enumerate(counts) if count > 1]
-        parts = [f"misses rank {', '.join(missing)}" if missing else "",
-                 f"counts rank {', '.join(repeated)}" if repeated else ""]
+        parts = [
+            f"misses rank {', '.join(missing)}" if missing else "",
+            f"counts rank {', '.join(repeated)}" if repeated else "",
+        ]
         if any(parts):
             return " and ".join(part for part in parts if part)
     return ""
 
 
-def _steps(size: int, elements: int, measured: list[dict[str, Any]], links: dict[int, Link]) -> Iterator[Result]:
-    """What is wrong with a rank's messages: their length, their number, their destination; nothing if nothing is."""
+def _steps(
+    size: int, elements: int, measured: list[dict[str, Any]], links: dict[int, Link]
+) -> Iterator[Result]:
+    """What is wrong with a rank's messages: their length, their number, their destination; nothing
+    if nothing is."""
     largest = -(-elements // size)
     for rank, figures in enumerate(measured):
         messages, nbytes = figures["cost"]
@@ -129,19 +167,44 @@ def _steps(size: int, elements: int, measured: list[dict[str, Any]], links: dict
         where = f"P={size}, n={elements}, rank {rank}"
         whole = [count for _, count in links[rank].sends if count > largest]
         if whole:
-            yield Result(f"{where}, bytes sent", False, size_text(target_bytes), size_text(nbytes), "whole tensors",
-                         f"a message carried {whole[0]} elements where a chunk has at most {largest}: "
-                         "read section 2 again")
+            yield Result(
+                f"{where}, bytes sent",
+                False,
+                size_text(target_bytes),
+                size_text(nbytes),
+                "whole tensors",
+                f"a message carried {whole[0]} elements where a chunk has at most {largest}: "
+                "read section 2 again",
+            )
         if messages == target_messages - 1:
-            yield Result(f"{where}, messages", False, str(target_messages), str(messages), "one step short",
-                         "the last all-gather step is missing, one chunk stays stale: read section 3.2 again (hole 4)")
+            yield Result(
+                f"{where}, messages",
+                False,
+                str(target_messages),
+                str(messages),
+                "one step short",
+                "the last all-gather step is missing, one chunk stays stale: read section 3.2 "
+                "again (hole 4)",
+            )
         if messages != target_messages:
-            yield Result(f"{where}, messages", False, str(target_messages), str(messages), "wrong number of steps",
-                         "each half of the ring takes P-1 steps: read section 3.3 again")
+            yield Result(
+                f"{where}, messages",
+                False,
+                str(target_messages),
+                str(messages),
+                "wrong number of steps",
+                "each half of the ring takes P-1 steps: read section 3.3 again",
+            )
         astray = [dst for dst, _ in links[rank].sends if dst != links[rank].next_rank]
         if astray:
-            yield Result(f"{where}, neighbours", False, f"only rank {links[rank].next_rank}", f"rank {astray[0]}",
-                         "not a ring", "every message goes to next_rank: read section 3 again")
+            yield Result(
+                f"{where}, neighbours",
+                False,
+                f"only rank {links[rank].next_rank}",
+                f"rank {astray[0]}",
+                "not a ring",
+                "every message goes to next_rank: read section 3 again",
+            )
 
 
 def _values(size: int, elements: int, measured: list[dict[str, Any]]) -> Result:
@@ -150,14 +213,25 @@ def _values(size: int, elements: int, measured: list[dict[str, Any]]) -> Result:
     for rank, figures in enumerate(measured):
         mine, library = figures["mine"], figures["library"]
         if np.shape(mine) != np.shape(library):
-            return Result(task, False, f"shape {np.shape(library)}", f"shape {np.shape(mine)} on rank {rank}",
-                          "wrong shape", "all_reduce returns an array like x")
+            return Result(
+                task,
+                False,
+                f"shape {np.shape(library)}",
+                f"shape {np.shape(mine)} on rank {rank}",
+                "wrong shape",
+                "all_reduce returns an array like x",
+            )
         if not np.allclose(mine, library, rtol=1e-12):
             wrong = int(np.flatnonzero(~np.isclose(mine, library, rtol=1e-12))[0])
-            return Result(task, False, f"x[{wrong}] = {library[wrong]:g}",
-                          f"x[{wrong}] = {mine[wrong]:g} on rank {rank}",
-                          "stale or doubled chunk", "a finished chunk replaces the leftover, in the order in which the "
-                          "chunks arrive: read section 3.2 again (holes 5 and 6)")
+            return Result(
+                task,
+                False,
+                f"x[{wrong}] = {library[wrong]:g}",
+                f"x[{wrong}] = {mine[wrong]:g} on rank {rank}",
+                "stale or doubled chunk",
+                "a finished chunk replaces the leftover, in the order in which the "
+                "chunks arrive: read section 3.2 again (holes 5 and 6)",
+            )
     return Result(task, True, "as the library's ring", "as the library's ring")
 
 
@@ -165,19 +239,37 @@ def _cost(size: int, elements: int, measured: list[dict[str, Any]]) -> Result:
     """Messages and bytes of the rank that sends most."""
     messages, nbytes = (max(figures["cost"][part] for figures in measured) for part in (0, 1))
     most = max(figures["target"][1] for figures in measured)
-    return Result(f"P={size}, n={elements}, cost of a rank", nbytes == most, f"{messages} messages, {size_text(most)}",
-                 f"{messages} messages, {size_text(nbytes)}", "wrong chunks", "each step sends one chunk: section 3.3")
+    return Result(
+        f"P={size}, n={elements}, cost of a rank",
+        nbytes == most,
+        f"{messages} messages, {size_text(most)}",
+        f"{messages} messages, {size_text(nbytes)}",
+        "wrong chunks",
+        "each step sends one chunk: section 3.3",
+    )
 
 
 def _stuck(task: str, links: dict[int, Link]) -> Result:
     """No rank goes on: say what each was doing."""
     doing = ", ".join(f"rank {rank}: {links[rank].doing}" for rank in sorted(links))
     if links and all(link.doing == "send" for link in links.values()):
-        return Result(task, False, "every rank returns", doing, "deadlock: all ranks send first",
-                      "each send waits for a receive that no rank has reached; send and receive at once with "
-                      "group.exchange: read section 3.4 again (hole 3)")
-    return Result(task, False, "every rank returns", doing, "deadlock",
-                  "a rank waits for a message that no rank sends: count the steps, section 3.3")
+        return Result(
+            task,
+            False,
+            "every rank returns",
+            doing,
+            "deadlock: all ranks send first",
+            "each send waits for a receive that no rank has reached; send and receive at once with "
+            "group.exchange: read section 3.4 again (hole 3)",
+        )
+    return Result(
+        task,
+        False,
+        "every rank returns",
+        doing,
+        "deadlock",
+        "a rank waits for a message that no rank sends: count the steps, section 3.3",
+    )
 
 
 if __name__ == "__main__":

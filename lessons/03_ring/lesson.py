@@ -1,8 +1,9 @@
-"""Lesson 03: ring all-reduce, measured: bytes, messages and time beside the formulas and beside the plain way.
+"""Lesson 03: ring all-reduce, measured: bytes, messages and time beside the formulas and beside the
+plain way.
 
-    mpirun -n 4 python lessons/03_ring/lesson.py
-    python lessons/03_ring/lesson.py                       # alone: eight ranks as threads
-    python lessons/03_ring/lesson.py --break send-first    # see README.md, section 5
+mpirun -n 4 python lessons/03_ring/lesson.py
+python lessons/03_ring/lesson.py                       # alone: eight ranks as threads
+python lessons/03_ring/lesson.py --break send-first    # see README.md, section 5
 """
 
 import statistics
@@ -11,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import Break, arguments, run_lesson
 
 import minidist as md
 from minidist.comm.collectives import ring as ring_family
@@ -21,6 +20,8 @@ from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.errors import DeadlockError, MismatchError
 from minidist.grading import load_module, sent_since, totals
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.observe.records import gather_records
 
 ELEMENTS = 840 * 256  # of float32: 840 is divisible by every P from 1 to 8
@@ -28,24 +29,37 @@ FLOAT32 = 4
 
 
 def record_messages(group: Group) -> list[dict[str, Any]]:
-    """The messages of one ring all-reduce, in order of step and sender, on rank 0; an empty list elsewhere.
+    """The messages of one ring all-reduce, in order of step and sender, on rank 0; an empty list
+    elsewhere.
 
-    Each: src, dst (group ranks), chunk, nbytes, step (the sender's how-manieth), holds (ranks whose part is in it).
+    Each: src, dst (group ranks), chunk, nbytes, step (the sender's how-manieth), holds (ranks whose
+    part is in it).
     """
     events: list[Any] = []
     stop = group.ledger.subscribe(events.append)
     group.all_reduce(np.arange(60.0 * group.size), algorithm="ring")
     stop()
     sent = [event.details for event in events if event.kind == "message"]
-    mine = [{"src": group.rank, "dst": group.world_ranks.index(details["dst"]), "chunk": details["chunk"],
-             "nbytes": details["nbytes"], "step": step} for step, details in enumerate(sent)]
-    messages = sorted((message for rank in gather_records(group, mine) or [] for message in rank),
-                      key=lambda message: (message["step"], message["src"]))
+    mine = [
+        {
+            "src": group.rank,
+            "dst": group.world_ranks.index(details["dst"]),
+            "chunk": details["chunk"],
+            "nbytes": details["nbytes"],
+            "step": step,
+        }
+        for step, details in enumerate(sent)
+    ]
+    messages = sorted(
+        (message for rank in gather_records(group, mine) or [] for message in rank),
+        key=lambda message: (message["step"], message["src"]),
+    )
     return contributions(messages, group.size)
 
 
 def contributions(messages: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:
-    """Follow the chunks through the recorded messages: whose parts were in each when it was sent."""
+    """Follow the chunks through the recorded messages: whose parts were in each when it was
+    sent."""
     holds = [[{rank} for _ in range(size)] for rank in range(size)]  # by rank, by chunk
     for step in range(2 * (size - 1)):
         now = [message for message in messages if message["step"] == step]
@@ -53,7 +67,9 @@ def contributions(messages: list[dict[str, Any]], size: int) -> list[dict[str, A
         for message, parts in zip(now, carried, strict=True):
             message["holds"] = sorted(parts)
             adds = step < size - 1
-            holds[message["dst"]][message["chunk"]] = parts | holds[message["dst"]][message["chunk"]] if adds else parts
+            holds[message["dst"]][message["chunk"]] = (
+                parts | holds[message["dst"]][message["chunk"]] if adds else parts
+            )
     return messages
 
 
@@ -79,7 +95,8 @@ def tour(group: Group, page: Page) -> None:
 
 
 def messages_of_one_ring(group: Group, page: Page) -> None:
-    """Every message, recorded: sender, receiver, chunk, and the ranks whose contributions are in it."""
+    """Every message, recorded: sender, receiver, chunk, and the ranks whose contributions are in
+    it."""
     ring = group.split(0 if group.rank < 4 else 1)
     recorded = record_messages(ring) if group.rank < 4 else []
     if not recorded:
@@ -89,11 +106,19 @@ def messages_of_one_ring(group: Group, page: Page) -> None:
     for step in range(2 * (size - 1)):
         now = sorted((m for m in recorded if m["step"] == step), key=lambda m: m["src"])
         half = "add" if step < size - 1 else "pass on"
-        rows.append([f"{half} {step % (size - 1)}",
-                     *(f"c{m['chunk']} ({'+'.join(map(str, m['holds']))})" for m in now)])
-    page.table(f"One all-reduce on {size} ranks, as recorded",
-               ["step", *(f"r{rank} to r{(rank + 1) % size}" for rank in range(size))], rows,
-               note="add: reduce-scatter, pass on: all-gather; c2 (0+3): chunk 2 with the parts of ranks 0 and 3")
+        rows.append(
+            [
+                f"{half} {step % (size - 1)}",
+                *(f"c{m['chunk']} ({'+'.join(map(str, m['holds']))})" for m in now),
+            ]
+        )
+    page.table(
+        f"One all-reduce on {size} ranks, as recorded",
+        ["step", *(f"r{rank} to r{(rank + 1) % size}" for rank in range(size))],
+        rows,
+        note="add: reduce-scatter, pass on: all-gather; c2 (0+3): chunk 2 with the parts of "
+        "ranks 0 and 3",
+    )
 
 
 def bytes_and_messages(group: Group, page: Page) -> None:
@@ -108,12 +133,35 @@ def bytes_and_messages(group: Group, page: Page) -> None:
         _, loop = busiest(part, ring_family.plain_all_reduce)
         _, plain = busiest(part, plain_all_reduce)
         formula = 2 * (size - 1) * nbytes // size
-        rows.append([size, messages, 2 * (size - 1), size_text(ring), size_text(formula), f"{ring / nbytes:.3f} n",
-                     verdict(ring, formula), verdict(loop, formula), size_text(plain)])
-    page.table(f"n = {size_text(nbytes)}: the busiest rank's all-reduce",
-               ["P", "messages", "2(P-1)", "ring: sent", "2(P-1)/P n", "", "", "section 3's loop",
-                "plain: rank 0 sent"], rows,
-               note="bytes hardly grow, messages do: 'constant' (N1:42) is half the truth")
+        rows.append(
+            [
+                size,
+                messages,
+                2 * (size - 1),
+                size_text(ring),
+                size_text(formula),
+                f"{ring / nbytes:.3f} n",
+                verdict(ring, formula),
+                verdict(loop, formula),
+                size_text(plain),
+            ]
+        )
+    page.table(
+        f"n = {size_text(nbytes)}: the busiest rank's all-reduce",
+        [
+            "P",
+            "messages",
+            "2(P-1)",
+            "ring: sent",
+            "2(P-1)/P n",
+            "",
+            "",
+            "section 3's loop",
+            "plain: rank 0 sent",
+        ],
+        rows,
+        note="bytes hardly grow, messages do: 'constant' (N1:42) is half the truth",
+    )
 
 
 def busiest(group: Group, all_reduce: Any) -> tuple[int, int]:
@@ -130,17 +178,28 @@ def busiest(group: Group, all_reduce: Any) -> tuple[int, int]:
 
 
 def hot_link(group: Group, page: Page) -> None:
-    """Sent and received bytes of each rank, plain and ring: received is what the others' events say they sent here."""
-    figures = {name: traffic(group, work) for name, work in
-               (("plain", plain_all_reduce), ("ring", ring_all_reduce))}
+    """Sent and received bytes of each rank, plain and ring: received is what the others' events say
+    they sent here."""
+    figures = {
+        name: traffic(group, work)
+        for name, work in (("plain", plain_all_reduce), ("ring", ring_all_reduce))
+    }
     rows = []
     if figures["plain"]:
         for rank in range(group.size):
-            cells = [figures[name][kind][rank] for name in ("plain", "ring") for kind in ("sent", "received")]
+            cells = [
+                figures[name][kind][rank]
+                for name in ("plain", "ring")
+                for kind in ("sent", "received")
+            ]
             rows.append([f"rank {rank}", *(size_text(cell) for cell in cells)])
-    page.table("Bytes through each rank's link", ["", "plain: sent", "plain: received", "ring: sent", "ring: received"],
-               rows,
-               note="the plain way makes rank 0 as slow as all of them together; in a ring no rank is special")
+    page.table(
+        "Bytes through each rank's link",
+        ["", "plain: sent", "plain: received", "ring: sent", "ring: received"],
+        rows,
+        note="the plain way makes rank 0 as slow as all of them together; in a ring no rank is "
+        "special",
+    )
 
 
 def traffic(group: Group, all_reduce: Any) -> dict[str, list[int]]:
@@ -149,14 +208,19 @@ def traffic(group: Group, all_reduce: Any) -> dict[str, list[int]]:
     stop = group.ledger.subscribe(events.append)
     all_reduce(group, np.ones(ELEMENTS, np.float32))
     stop()
-    mine = [(group.world_ranks.index(event.details["dst"]), event.details["nbytes"]) for event in events
-            if event.kind == "message"]
+    mine = [
+        (group.world_ranks.index(event.details["dst"]), event.details["nbytes"])
+        for event in events
+        if event.kind == "message"
+    ]
     by_rank = gather_records(group, mine) or []
     if not by_rank:
         return {}
     sent = [sum(nbytes for _, nbytes in messages) for messages in by_rank]
-    received = [sum(nbytes for messages in by_rank for dst, nbytes in messages if dst == rank)
-                for rank in range(group.size)]
+    received = [
+        sum(nbytes for messages in by_rank for dst, nbytes in messages if dst == rank)
+        for rank in range(group.size)
+    ]
     return {"sent": sent, "received": received}
 
 
@@ -164,15 +228,21 @@ def broadcast_then_add(group: Group, page: Page) -> None:
     """N3:26 taken at its word, beside the ring: the same chunk on every rank, P times the bytes."""
     x = np.arange(ELEMENTS, dtype=np.float32) % 7 + group.rank
     rows, results = [], []
-    for name, work in (("broadcast, then add (N3:26)", literally), ("ring reduce-scatter",
-                                                        lambda g, y: g.reduce_scatter(y, algorithm="ring"))):
+    for name, work in (
+        ("broadcast, then add (N3:26)", literally),
+        ("ring reduce-scatter", lambda g, y: g.reduce_scatter(y, algorithm="ring")),
+    ):
         before = totals(group.ledger)
         results.append(work(group, x))
         messages, nbytes = sent_since(group.ledger, before)
         rows.append([name, messages, size_text(nbytes), f"{nbytes / x.nbytes:.3f} n"])
     same = "the same numbers" if np.allclose(results[0], results[1]) else "different numbers"
-    page.table(f"Rank 0's reduce-scatter on {group.size} ranks", ["", "messages", "bytes sent", ""], rows,
-               note=f"{same}; (P-1) n against (P-1)/P n")
+    page.table(
+        f"Rank 0's reduce-scatter on {group.size} ranks",
+        ["", "messages", "bytes sent", ""],
+        rows,
+        note=f"{same}; (P-1) n against (P-1)/P n",
+    )
 
 
 def literally(group: Group, x: np.ndarray) -> np.ndarray:
@@ -182,20 +252,32 @@ def literally(group: Group, x: np.ndarray) -> np.ndarray:
 
 
 def seconds(group: Group, page: Page) -> None:
-    """Median time of both ways; a wall clock, so it moves from run to run, unlike every count above."""
+    """Median time of both ways; a wall clock, so it moves from run to run, unlike every count
+    above."""
     rows = []
     for nbytes in (16 * 1024, 1024 * 1024, 4 * 1024 * 1024):
         x = np.ones(nbytes // FLOAT32, np.float32)
         plain = median_seconds(group, lambda x=x: plain_all_reduce(group, x))
         ring = median_seconds(group, lambda x=x: ring_all_reduce(group, x))
-        rows.append([size_text(nbytes), f"{plain * 1e3:.2f} ms", f"{ring * 1e3:.2f} ms", f"{plain / ring:.1f} x"])
-    page.table(f"Median of 5 calls, {group.size} ranks over {group.transport.name}",
-               ["n", "plain", "ring", "plain / ring"],
-               rows, note="wall clock on shared cores: it moves from run to run, unlike every count above")
+        rows.append(
+            [
+                size_text(nbytes),
+                f"{plain * 1e3:.2f} ms",
+                f"{ring * 1e3:.2f} ms",
+                f"{plain / ring:.1f} x",
+            ]
+        )
+    page.table(
+        f"Median of 5 calls, {group.size} ranks over {group.transport.name}",
+        ["n", "plain", "ring", "plain / ring"],
+        rows,
+        note="wall clock on shared cores: it moves from run to run, unlike every count above",
+    )
 
 
 def rounding(group: Group, page: Page) -> None:
-    """Sums in half precision: how far from the sum in float64, beside half a unit in the last place a rounding."""
+    """Sums in half precision: how far from the sum in float64, beside half a unit in the last place
+    a rounding."""
     rows = []
     values = np.random.default_rng(group.rank).random(840)
     for algorithm, roundings in (("ring", group.size - 1), ("direct", min(1, group.size - 1))):
@@ -205,12 +287,26 @@ def rounding(group: Group, page: Page) -> None:
         error = float(np.abs(total - exact).max() / exact.max())
         bound = roundings * float(np.finfo(np.float16).eps) / 2
         with group.ledger.control():
-            bits = group.all_reduce(total.view(np.uint16), op="max") - group.all_reduce(total.view(np.uint16), op="min")
-        rows.append([algorithm, roundings, "no" if bits.any() else "yes", f"{error:.1e}", f"{bound:.1e}",
-                     "ok" if error <= 1.01 * bound and not bits.any() else verdict(error, bound)])
-    page.table(f"float16, {group.size} ranks: the largest error of the sum over its largest value",
-               ["", "roundings", "same bits on all", "measured", "bound", ""], rows,
-               note="both add in float32; the ring rounds what it passes on, once a hop; direct once, in the end")
+            bits = group.all_reduce(total.view(np.uint16), op="max") - group.all_reduce(
+                total.view(np.uint16), op="min"
+            )
+        rows.append(
+            [
+                algorithm,
+                roundings,
+                "no" if bits.any() else "yes",
+                f"{error:.1e}",
+                f"{bound:.1e}",
+                "ok" if error <= 1.01 * bound and not bits.any() else verdict(error, bound),
+            ]
+        )
+    page.table(
+        f"float16, {group.size} ranks: the largest error of the sum over its largest value",
+        ["", "roundings", "same bits on all", "measured", "bound", ""],
+        rows,
+        note="both add in float32; the ring rounds what it passes on, once a hop; direct once, "
+        "in the end",
+    )
 
 
 def median_seconds(group: Group, work: Any) -> float:
@@ -224,10 +320,12 @@ def median_seconds(group: Group, work: Any) -> float:
     return statistics.median(times)
 
 
-# ------------------------------------------------------------------------------------------------------- Break it
+# ----------------------------------------------------------------------------------------- Break it
+
 
 def send_first() -> None:
-    """Four ranks on links without buffer, all send first: a deadlock, which the monitor finds and ends."""
+    """Four ranks on links without buffer, all send first: a deadlock, which the monitor finds and
+    ends."""
 
     def all_send_first(group: Group) -> None:
         group.send(np.ones(1000), dst=(group.rank + 1) % group.size)
@@ -244,15 +342,19 @@ def whole_tensors() -> None:
         total, moving = x.copy(), x
         before = totals(group.ledger)
         for _ in range(group.size - 1):
-            moving = group.exchange(moving, dst=(group.rank + 1) % group.size, src=(group.rank - 1) % group.size)
+            moving = group.exchange(
+                moving, dst=(group.rank + 1) % group.size, src=(group.rank - 1) % group.size
+            )
             total += moving
         return float(total[0]), sent_since(group.ledger, before)[1]
 
     for size in (2, 4, 8):
         total, nbytes = md.run(ring_of_whole_tensors, size=size)[0]
         ring = 2 * (size - 1) * 8000 // size
-        print(f"P={size}: every element is {total:g} (right), and each rank sent {nbytes} bytes; "
-              f"a ring of chunks sends {ring}: {nbytes / ring:.1f} times less")
+        print(
+            f"P={size}: every element is {total:g} (right), and each rank sent {nbytes} bytes; "
+            f"a ring of chunks sends {ring}: {nbytes / ring:.1f} times less"
+        )
 
 
 def stop_early() -> None:
@@ -265,7 +367,9 @@ def stop_early() -> None:
         chunks[group.rank][...] = own
         for step in range(group.size - 2):
             moving = chunks[(group.rank - step) % group.size]
-            arrived = group.exchange(moving, dst=(group.rank + 1) % group.size, src=(group.rank - 1) % group.size)
+            arrived = group.exchange(
+                moving, dst=(group.rank + 1) % group.size, src=(group.rank - 1) % group.size
+            )
             chunks[(group.rank - step - 1) % group.size][...] = arrived
         return np.flatnonzero(np.concatenate(chunks) != group.all_reduce(x)).tolist()
 
@@ -275,7 +379,11 @@ def stop_early() -> None:
 
 def odd_one_out() -> None:
     """Rank 1 brings one element more: all ranks say so."""
-    md.run(lambda group: group.all_reduce(np.ones(1000 + (group.rank == 1)), algorithm="ring"), size=4, limit=5.0)
+    md.run(
+        lambda group: group.all_reduce(np.ones(1000 + (group.rank == 1)), algorithm="ring"),
+        size=4,
+        limit=5.0,
+    )
 
 
 BREAKS = {

@@ -1,4 +1,5 @@
-"""Broken collectives of lesson 04, on two machines of four ranks: what the ranks have, and what crossed between.
+"""Broken collectives of lesson 04, on two machines of four ranks: what the ranks have, and what
+crossed between.
 
 Find the fault first, then read the answer in README.md, section 9.
 """
@@ -7,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from minidist.lessons.running import Break
 
 import minidist as md
 from minidist.comm.group import Group
 from minidist.errors import DeadlockError
+from minidist.lessons.running import Break
 
 NODES = (0, 0, 0, 0, 1, 1, 1, 1)
 ELEMENTS = 1000
@@ -59,19 +60,28 @@ def broken_followers_asleep(group: Group, x: np.ndarray) -> np.ndarray:
 
 def _show(work: Callable[[Any, np.ndarray], np.ndarray], right: str) -> None:
     """What the first element is on each rank, and the bytes between the machines."""
+
     def ranks(group: Group) -> tuple[float, int, int]:
         events: list[Any] = []
         group.ledger.subscribe(events.append)
         result = work(group, np.full(ELEMENTS, group.rank + 1.0))
-        sent = [event.details for event in events if event.kind == "message" and event.details["axis"] != "control"]
-        across = sum(message["nbytes"] for message in sent if NODES[message["src"]] != NODES[message["dst"]])
+        sent = [
+            event.details
+            for event in events
+            if event.kind == "message" and event.details["axis"] != "control"
+        ]
+        across = sum(
+            message["nbytes"] for message in sent if NODES[message["src"]] != NODES[message["dst"]]
+        )
         return float(result[0]), across, sum(message["nbytes"] for message in sent)
 
     got = md.run(ranks, size=8, limit=2.0)
     n = ELEMENTS * 8
     print(f"element 0 on ranks 0 to 7: {[value for value, _, _ in got]} ({right})")
-    print(f"bytes between the machines: {sum(across for _, across, _ in got) / n:g} n; "
-          f"in all: {sum(nbytes for _, _, nbytes in got) / n:g} n")
+    print(
+        f"bytes between the machines: {sum(across for _, across, _ in got) / n:g} n; "
+        f"in all: {sum(nbytes for _, _, nbytes in got) / n:g} n"
+    )
 
 
 def one_leader() -> None:

@@ -1,4 +1,5 @@
-"""Grades exercise 04: counts against the lesson's wirings, sums and bytes between machines against the library."""
+"""Grades exercise 04: counts against the lesson's wirings, sums and bytes between machines against
+the library."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,8 @@ from minidist.launch import run
 
 wiring = load_module(Path(__file__).resolve().parent / "wiring.py", "04")
 LIMIT = 60.0  # seconds for the ranks to return: of a busy machine; a deadlock is found at once
-BASE = 16    # rank r contributes BASE**r, so the digits of a sum tell whose parts are in it, and how often
+# rank r contributes BASE**r, so the digits of a sum tell whose parts are in it, and how often
+BASE = 16
 JOBS = ((0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1, 2), (2, 9, 9), (0, 0), (0,))
 
 
@@ -27,7 +29,7 @@ class Part:
     def __init__(self, group: Group, ranks: list[int], nodes: tuple[int, ...]) -> None:
         self._group, self._ranks, self._nodes = group, ranks, nodes
         self.rank, self.size = ranks.index(group.rank), len(ranks)
-        self.across = 0                     # bytes to other machines
+        self.across = 0  # bytes to other machines
 
     def send(self, x: np.ndarray, dst: int) -> None:
         """Return when dst has taken it."""
@@ -82,8 +84,14 @@ def _hops(exercise: ModuleType) -> Iterator[Result]:
                 mistake = "a line, not a ring"
             elif came in ((b - a) % size, (a - b) % size):
                 mistake = "one way round only"
-            yield Result(f"hops from {a} to {b}, ring of {size}", bool(came == target), str(target), str(came), mistake,
-                         "a ring is closed, and a message may go round either way: section 1 (hole 1)")
+            yield Result(
+                f"hops from {a} to {b}, ring of {size}",
+                bool(came == target),
+                str(target),
+                str(came),
+                mistake,
+                "a ring is closed, and a message may go round either way: section 1 (hole 1)",
+            )
 
 
 def _cuts(exercise: ModuleType) -> Iterator[Result]:
@@ -94,13 +102,23 @@ def _cuts(exercise: ModuleType) -> Iterator[Result]:
         target = sum((a in half) != (b in half) for a, b in links)
         inside = sum(a in half and b in half for a, b in links)
         came = exercise.cut(links, half)
-        mistake = {2 * target: "each link counted twice", inside: "links inside the half",
-                   inside + target: "links that touch the half"}.get(came, "wrong number of links")
-        yield Result(f"cut of {wires.name}", bool(came == target), str(target), str(came), mistake,
-                     "a link is cut when exactly one of its ends is in the half: section 1 (hole 2)")
+        mistake = {
+            2 * target: "each link counted twice",
+            inside: "links inside the half",
+            inside + target: "links that touch the half",
+        }.get(came, "wrong number of links")
+        yield Result(
+            f"cut of {wires.name}",
+            bool(came == target),
+            str(target),
+            str(came),
+            mistake,
+            "a link is cut when exactly one of its ends is in the half: section 1 (hole 2)",
+        )
 
 
-# ------------------------------------------------------------------------------------------------ hierarchical
+# ------------------------------------------------------------------------------------- hierarchical
+
 
 def _machine(rank: int, nodes: tuple[int, ...]) -> list[int]:
     return [other for other, node in enumerate(nodes) if node == nodes[rank]]
@@ -119,13 +137,29 @@ def _groups(exercise: ModuleType, nodes: tuple[int, ...]) -> Iterator[Result]:
             mistake = "a rank missing on its own machine"
         elif came == list(range(target[0], target[0] + len(target))):
             mistake = "ranks that follow each other"
-        yield Result(f"machine of rank {rank}, machines {nodes}", came == target, str(target), str(came), mistake,
-                     "nodes say which ranks share a machine, and neither their order nor rank // 2 does: section 4 "
-                     "(hole 3)")
+        yield Result(
+            f"machine of rank {rank}, machines {nodes}",
+            came == target,
+            str(target),
+            str(came),
+            mistake,
+            "nodes say which ranks share a machine, and neither their order nor rank // 2 does: "
+            "section 4 (hole 3)",
+        )
     target, came = _leaders(nodes), _listed(exercise.leaders(nodes))
-    mistake = "machines' numbers are not ranks" if came == sorted(set(nodes)) else "not one rank of each machine"
-    yield Result(f"leaders, machines {nodes}", came == target, str(target), str(came), mistake,
-                 "the leader of machine m is the first rank whose machine is m: section 4 (hole 4)")
+    mistake = (
+        "machines' numbers are not ranks"
+        if came == sorted(set(nodes))
+        else "not one rank of each machine"
+    )
+    yield Result(
+        f"leaders, machines {nodes}",
+        came == target,
+        str(target),
+        str(came),
+        mistake,
+        "the leader of machine m is the first rank whose machine is m: section 4 (hole 4)",
+    )
 
 
 def _listed(came: Any) -> Any:
@@ -146,29 +180,57 @@ def _all_reduce(exercise: ModuleType, nodes: tuple[int, ...]) -> Iterator[Result
     try:
         got = run(ranks, size=size, transport="threads-unbuffered", limit=LIMIT)
     except CommError as error:
-        yield Result(task, False, "every rank returns", str(error).splitlines()[0], "ranks wait for each other",
-                     "the leaders among themselves, then each machine: every rank of a group makes the same call: "
-                     "section 4 (holes 5, 6)")
+        yield Result(
+            task,
+            False,
+            "every rank returns",
+            str(error).splitlines()[0],
+            "ranks wait for each other",
+            "the leaders among themselves, then each machine: every rank of a group makes the "
+            "same call: section 4 (holes 5, 6)",
+        )
         return
     for rank, total in enumerate(got):
         counts = [(int(total[0]) // BASE**other) % BASE for other in range(size)]
         wrong = [f"rank {other} {count} times" for other, count in enumerate(counts) if count != 1]
-        mistake, number = ("a leader without other machines' sums", 5) if rank in lead else ("a rank is never told", 6)
-        yield Result(task, not wrong, "every rank in the sum once", f"{', '.join(wrong)} in rank {rank}'s", mistake,
-                     f"what the leaders have is added up, and each tells its machine: section 4 (hole {number})")
+        mistake, number = (
+            ("a leader without other machines' sums", 5)
+            if rank in lead
+            else ("a rank is never told", 6)
+        )
+        yield Result(
+            task,
+            not wrong,
+            "every rank in the sum once",
+            f"{', '.join(wrong)} in rank {rank}'s",
+            mistake,
+            "what the leaders have is added up, and each tells its machine: section 4 (hole "
+            f"{number})",
+        )
     target = FORMULAS["all_reduce", "ring"].bytes_of(Case(len(lead), nbytes=48))
     across = sum(part.across for part in parts)
-    yield Result(f"{task}, bytes between machines", across <= target + 16 * size, f"{target} bytes", f"{across} bytes",
-                 "not a ring of the leaders", "their ring sends a chunk a step: section 4 (hole 5)")
+    yield Result(
+        f"{task}, bytes between machines",
+        across <= target + 16 * size,
+        f"{target} bytes",
+        f"{across} bytes",
+        "not a ring of the leaders",
+        "their ring sends a chunk a step: section 4 (hole 5)",
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- α and β
+# ------------------------------------------------------------------------------------------ α and β
+
 
 def _seconds(exercise: ModuleType) -> Iterator[Result]:
     """Flat ring and leaders' ring by the α-β model."""
     for number, name, of in ((7, "ring_seconds", 8), (8, "hierarchical_seconds", 2)):
-        for count, nbytes, alpha, beta in ((of, 0, 1.0, 1.0), (of, 800, 0.0, 1.0), (5, 3000, 50.0, 0.5),
-                                           (1, 9, 1.0, 1.0)):
+        for count, nbytes, alpha, beta in (
+            (of, 0, 1.0, 1.0),
+            (of, 800, 0.0, 1.0),
+            (5, 3000, 50.0, 0.5),
+            (1, 9, 1.0, 1.0),
+        ):
             target = 2 * (count - 1) * (alpha + nbytes / count * beta)
             came = getattr(exercise, name)(count, nbytes, alpha, beta)
             mistake = "not the α-β model"
@@ -178,9 +240,14 @@ def _seconds(exercise: ModuleType) -> Iterator[Result]:
                 mistake = "half of the ring"
             elif np.isclose(came, 2 * count * (alpha + nbytes / count * beta)):
                 mistake = "one step too many"
-            yield Result(f"{name} of {count}, n={nbytes}, α={alpha:g}, β={beta:g}", bool(np.isclose(came, target)),
-                         f"{target:g}", f"{came:g}", mistake,
-                         f"reduce-scatter and all-gather, a chunk a step: section 4 (hole {number})")
+            yield Result(
+                f"{name} of {count}, n={nbytes}, α={alpha:g}, β={beta:g}",
+                bool(np.isclose(came, target)),
+                f"{target:g}",
+                f"{came:g}",
+                mistake,
+                f"reduce-scatter and all-gather, a chunk a step: section 4 (hole {number})",
+            )
 
 
 def _fit(exercise: ModuleType) -> Iterator[Result]:
@@ -193,9 +260,14 @@ def _fit(exercise: ModuleType) -> Iterator[Result]:
         mistake = "α and β swapped"
     elif np.isclose(came[-1], 1 / beta):
         mistake = "bandwidth for β"
-    yield Result("fit", len(came) == 2 and bool(np.allclose(came, (alpha, beta), rtol=1e-6, atol=0)),
-                 f"α={alpha:g} s, β={beta:g} s/B", ", ".join(f"{value:g}" for value in came), mistake,
-                 "α is what a message of no bytes takes, β what each byte adds: section 5 (hole 9)")
+    yield Result(
+        "fit",
+        len(came) == 2 and bool(np.allclose(came, (alpha, beta), rtol=1e-6, atol=0)),
+        f"α={alpha:g} s, β={beta:g} s/B",
+        ", ".join(f"{value:g}" for value in came),
+        mistake,
+        "α is what a message of no bytes takes, β what each byte adds: section 5 (hole 9)",
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""The figure of lesson 04, from real runs: wirings under load, two machines over time, and this machine's α and β.
+"""The figure of lesson 04, from real runs: wirings under load, two machines over time, and this
+machine's α and β.
 
-    python lessons/04_topology/figure.py [--out DIR]      # figure.png
+python lessons/04_topology/figure.py [--out DIR]      # figure.png
 """
 
 import math
@@ -10,12 +11,12 @@ from typing import Any
 
 import numpy as np
 from matplotlib.patches import FancyArrowPatch
-from minidist.lessons import figures as look
-from minidist.lessons.running import draw_figure
 
 from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.grading import load_module
+from minidist.lessons import figures as look
+from minidist.lessons.running import draw_figure
 from minidist.observe.records import gather_records
 
 HERE = Path(__file__).resolve().parent
@@ -35,8 +36,15 @@ def record(group: Group) -> dict[str, Any]:
     if pair is None:
         return {}
     cost = lesson.fitted(pair, times)
-    return {"messages": messages, "timelines": timelines, "times": times, "alpha": cost.alpha, "beta": cost.beta,
-            "misfit": cost.misfit, "transport": group.transport.name}
+    return {
+        "messages": messages,
+        "timelines": timelines,
+        "times": times,
+        "alpha": cost.alpha,
+        "beta": cost.beta,
+        "misfit": cost.misfit,
+        "transport": group.transport.name,
+    }
 
 
 def over_time(group: Group, algorithm: str) -> list[dict[str, Any]]:
@@ -49,27 +57,58 @@ def over_time(group: Group, algorithm: str) -> list[dict[str, Any]]:
         stop = group.ledger.subscribe(events.append)
         cluster.all_reduce(np.ones(lesson.ELEMENTS), algorithm=algorithm)
         stop()
-    mine = [[event.details["src"], event.details["dst"], event.start, event.stop] for event in events
-            if event.kind == "message"]
+    mine = [
+        [event.details["src"], event.details["dst"], event.start, event.stop]
+        for event in events
+        if event.kind == "message"
+    ]
     ranks = gather_records(group, {"begin": begin, "messages": mine}) or []
     origin = max((rank["begin"] for rank in ranks), default=0.0)
-    return [{"src": src, "dst": dst, "start": (start - origin) / alpha, "stop": (end - origin) / alpha,
-             "slow": nodes[src] != nodes[dst]} for rank in ranks for src, dst, start, end in rank["messages"]]
+    return [
+        {
+            "src": src,
+            "dst": dst,
+            "start": (start - origin) / alpha,
+            "stop": (end - origin) / alpha,
+            "slow": nodes[src] != nodes[dst],
+        }
+        for rank in ranks
+        for src, dst, start, end in rank["messages"]
+    ]
 
 
-# --------------------------------------------------------------------------------------------------------- drawing
+# ------------------------------------------------------------------------------------------ drawing
+
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png from what was recorded."""
-    figure = look.new_figure(14.0, 9.2, "Wires: one all-reduce over four wirings, two machines over time, and α and β",
-                             "All from recorded messages and measured times of eight ranks, threads of one process; "
-                             "α and β between two of them.")
-    figure.text(0.025, 0.878, "The messages of halving-doubling, each sent its shortest way: bytes over each link",
-                fontsize=12.5, fontweight="bold", color=look.INK)
+    figure = look.new_figure(
+        14.0,
+        9.2,
+        "Wires: one all-reduce over four wirings, two machines over time, and α and β",
+        "All from recorded messages and measured times of eight ranks, threads of one process; "
+        "α and β between two of them.",
+    )
+    figure.text(
+        0.025,
+        0.878,
+        "The messages of halving-doubling, each sent its shortest way: bytes over each link",
+        fontsize=12.5,
+        fontweight="bold",
+        color=look.INK,
+    )
     for place, make in enumerate(wiring.WIRINGS):
-        _wires(figure.add_axes((0.02 + 0.245 * place, 0.49, 0.225, 0.355)), make(RANKS), recorded["messages"])
+        _wires(
+            figure.add_axes((0.02 + 0.245 * place, 0.49, 0.225, 0.355)),
+            make(RANKS),
+            recorded["messages"],
+        )
     for place, name in enumerate(("ring", "hierarchical")):
-        _space_time(figure.add_axes((0.055 + 0.325 * place, 0.07, 0.265, 0.335)), name, recorded["timelines"][name])
+        _space_time(
+            figure.add_axes((0.055 + 0.325 * place, 0.07, 0.265, 0.335)),
+            name,
+            recorded["timelines"][name],
+        )
     _line(figure.add_axes((0.735, 0.07, 0.245, 0.335)), recorded)
     look.save(figure, folder)
 
@@ -78,36 +117,82 @@ def _places(wires: Any) -> dict[int, tuple[float, float]]:
     """Where each device and switch stands."""
     if wires.name == "torus":
         columns = wiring.grid(wires.devices).columns
-        return {rank: (rank % columns - (columns - 1) / 2, 0.9 * (0.5 - rank // columns))
-                for rank in range(wires.devices)}
+        return {
+            rank: (rank % columns - (columns - 1) / 2, 0.9 * (0.5 - rank // columns))
+            for rank in range(wires.devices)
+        }
     if wires.name == "two machines":
         half = (wires.devices + 1) // 2
-        spots = {rank: (-1.35 if rank < half else 1.35, 1.2 - 0.8 * (rank % half)) for rank in range(wires.devices)}
+        spots = {
+            rank: (-1.35 if rank < half else 1.35, 1.2 - 0.8 * (rank % half))
+            for rank in range(wires.devices)
+        }
         return {**spots, wires.devices: (-0.45, 0.0), wires.devices + 1: (0.45, 0.0)}
     angles = [math.pi / 2 - 2 * math.pi * rank / wires.devices for rank in range(wires.devices)]
-    return {**{rank: (1.3 * math.cos(angle), 1.3 * math.sin(angle)) for rank, angle in enumerate(angles)},
-            wires.devices: (0.0, 0.0)}
+    return {
+        **{
+            rank: (1.3 * math.cos(angle), 1.3 * math.sin(angle))
+            for rank, angle in enumerate(angles)
+        },
+        wires.devices: (0.0, 0.0),
+    }
 
 
 def _wires(ax: Any, wires: Any, messages: list[Any]) -> None:
-    """One wiring: a line for each link, the thicker the more bytes went over its busier direction."""
+    """One wiring: a line for each link, the thicker the more bytes went over its busier
+    direction."""
     spots, unit = _places(wires), lesson.ELEMENTS * 8
     carried = wiring.load(wires, messages)
     busy = {link: max(carried[link], carried[link[::-1]]) / unit for link in wires.links}
     for (a, b), amount in busy.items():
         color = SLOW if amount >= 0.99 * max(busy.values()) else FAST
         bent = wires.name == "torus" and abs(spots[a][0] - spots[b][0]) > 1.5
-        ax.add_patch(FancyArrowPatch(spots[a], spots[b], arrowstyle="-", linewidth=0.8 + 2.0 * amount, color=color,
-                                     connectionstyle=f"arc3,rad={0.32 * (1 if spots[a][1] < 0 else -1)}" if bent
-                                     else "arc3", shrinkA=0, shrinkB=0, zorder=1))
+        ax.add_patch(
+            FancyArrowPatch(
+                spots[a],
+                spots[b],
+                arrowstyle="-",
+                linewidth=0.8 + 2.0 * amount,
+                color=color,
+                connectionstyle=f"arc3,rad={0.32 * (1 if spots[a][1] < 0 else -1)}"
+                if bent
+                else "arc3",
+                shrinkA=0,
+                shrinkB=0,
+                zorder=1,
+            )
+        )
     for place, (x, y) in spots.items():
         if place < wires.devices + wires.switches:
             device = place < wires.devices
-            ax.plot([x], [y], "o" if device else "s", markersize=17, color=look.INK if device else look.SOFT, zorder=2)
-            ax.text(x, y, str(place) if device else "sw", color="white", ha="center", va="center_baseline",
-                    fontsize=9.5, zorder=3)
-    ax.text(0, -1.75, f"busiest link {max(busy.values()):.3g} n · bisection {wiring.bisection(wires)}\n"
-            f"most hops {max(wiring.hops(wires))}", ha="center", va="top", fontsize=10, color=look.SOFT)
+            ax.plot(
+                [x],
+                [y],
+                "o" if device else "s",
+                markersize=17,
+                color=look.INK if device else look.SOFT,
+                zorder=2,
+            )
+            ax.text(
+                x,
+                y,
+                str(place) if device else "sw",
+                color="white",
+                ha="center",
+                va="center_baseline",
+                fontsize=9.5,
+                zorder=3,
+            )
+    ax.text(
+        0,
+        -1.75,
+        f"busiest link {max(busy.values()):.3g} n · bisection {wiring.bisection(wires)}\n"
+        f"most hops {max(wiring.hops(wires))}",
+        ha="center",
+        va="top",
+        fontsize=10,
+        color=look.SOFT,
+    )
     ax.set_title(wires.name, fontsize=11.5, fontweight="bold", color=look.INK, pad=2)
     ax.set_xlim(-2.1, 2.1)
     ax.set_ylim(-2.4, 1.75)
@@ -119,34 +204,77 @@ def _space_time(ax: Any, name: str, messages: list[dict[str, Any]]) -> None:
     end = max(message["stop"] for message in messages)
     for rank in range(RANKS):
         ax.plot([rank, rank], [0, end], color=look.GRID, linewidth=2.5, zorder=1)
-        ax.text(rank, -0.3, f"r{rank}", ha="center", va="bottom", fontsize=9.5, fontweight="bold", color=look.INK)
+        ax.text(
+            rank,
+            -0.3,
+            f"r{rank}",
+            ha="center",
+            va="bottom",
+            fontsize=9.5,
+            fontweight="bold",
+            color=look.INK,
+        )
     ax.axvline((RANKS - 1) / 2, color=look.SOFT, linewidth=1, linestyle=(0, (4, 3)))
     for message in messages:
-        ax.add_patch(FancyArrowPatch((message["src"], message["start"]), (message["dst"], message["stop"]),
-                                     arrowstyle="-|>", mutation_scale=7, shrinkA=0, shrinkB=0,
-                                     zorder=3 if message["slow"] else 2, linewidth=1.6 if message["slow"] else 0.9,
-                                     color=SLOW if message["slow"] else FAST))
+        ax.add_patch(
+            FancyArrowPatch(
+                (message["src"], message["start"]),
+                (message["dst"], message["stop"]),
+                arrowstyle="-|>",
+                mutation_scale=7,
+                shrinkA=0,
+                shrinkB=0,
+                zorder=3 if message["slow"] else 2,
+                linewidth=1.6 if message["slow"] else 0.9,
+                color=SLOW if message["slow"] else FAST,
+            )
+        )
     look.quiet(ax, grid="y")
     ax.spines["bottom"].set_visible(False)
     ax.set_xticks([])
     ax.set_ylim(15.6, -0.4)
     ax.set_ylabel("time, α between the machines", color=look.SOFT, fontsize=10)
     slow = sum(message["slow"] for message in messages)
-    ax.set_title(f"{name}: {slow} messages across, {end:.1f} α", loc="left", fontsize=11,
-                 fontweight="bold", color=look.INK, pad=17)
+    ax.set_title(
+        f"{name}: {slow} messages across, {end:.1f} α",
+        loc="left",
+        fontsize=11,
+        fontweight="bold",
+        color=look.INK,
+        pad=17,
+    )
 
 
 def _line(ax: Any, recorded: dict[str, Any]) -> None:
     """Exchange times of this machine over bytes, and the fitted line."""
     sizes = np.array(list(recorded["times"]))
-    ax.plot(sizes, [took * 1e6 for took in recorded["times"].values()], "o", color=FAST, markersize=6, label="measured")
+    ax.plot(
+        sizes,
+        [took * 1e6 for took in recorded["times"].values()],
+        "o",
+        color=FAST,
+        markersize=6,
+        label="measured",
+    )
     fine = np.geomspace(sizes[0], sizes[-1], 60)
-    ax.plot(fine, (recorded["alpha"] + fine * recorded["beta"]) * 1e6, color=SLOW, linewidth=1.8, label="α + n β")
+    ax.plot(
+        fine,
+        (recorded["alpha"] + fine * recorded["beta"]) * 1e6,
+        color=SLOW,
+        linewidth=1.8,
+        label="α + n β",
+    )
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     low, high = min(recorded["times"].values()) * 1e6, max(recorded["times"].values()) * 1e6
-    ax.set_yticks([tick for power in range(7) for tick in (10**power, 2 * 10**power, 5 * 10**power)
-                   if 0.5 * low < tick < 2 * high])
+    ax.set_yticks(
+        [
+            tick
+            for power in range(7)
+            for tick in (10**power, 2 * 10**power, 5 * 10**power)
+            if 0.5 * low < tick < 2 * high
+        ]
+    )
     ax.set_ylim(0.7 * low, 1.6 * high)
     ax.set_xticks(sizes)
     ax.set_xticks([], minor=True)
@@ -156,8 +284,14 @@ def _line(ax: Any, recorded: dict[str, Any]) -> None:
     ax.set_ylabel("µs an exchange", color=look.SOFT, fontsize=10)
     ax.legend(frameon=False, fontsize=10, loc="upper left", labelcolor=look.INK)
     rate = f", 1/β {1e-9 / recorded['beta']:.2g} GB/s" if recorded["beta"] else ""
-    ax.set_title(f"{recorded['transport']} here: α = {recorded['alpha'] * 1e6:.0f} µs{rate}", loc="left", fontsize=11,
-                 fontweight="bold", color=look.INK, pad=17)
+    ax.set_title(
+        f"{recorded['transport']} here: α = {recorded['alpha'] * 1e6:.0f} µs{rate}",
+        loc="left",
+        fontsize=11,
+        fontweight="bold",
+        color=look.INK,
+        pad=17,
+    )
     look.quiet(ax, grid="y")
 
 

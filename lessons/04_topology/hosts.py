@@ -1,10 +1,12 @@
-"""Two hosts for real, on one machine: network namespaces joined by a shaped link. For root, on Linux with iproute2.
+"""Two hosts for real, on one machine: network namespaces joined by a shaped link. For root, on
+Linux with iproute2.
 
     python lessons/04_topology/hosts.py [--rate 200mbit] [--delay 2ms] [--out DIR]      # a table, and hosts.png
 
-Two launchers, one in each namespace, start four ranks each; they meet over the link and all-reduce, flat and
-hierarchical. Elsewhere it says why this machine cannot. A delay is the kernel's (tc's netem) where it has that; else
-each message between the hosts sleeps as long before it leaves (links.py), and the table says so.
+Two launchers, one in each namespace, start four ranks each; they meet over the link and all-reduce,
+flat and hierarchical. Elsewhere it says why this machine cannot. A delay is the kernel's (tc's
+netem) where it has that; else each message between the hosts sleeps as long before it leaves
+(links.py), and the table says so.
 """
 
 import argparse
@@ -19,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from minidist.lessons.namespaces import delays, joined_hosts, missing
-from minidist.lessons.page import page_console
 
 from minidist.comm.group import Group
 from minidist.console import folder_to_write, size_text
@@ -28,15 +28,18 @@ from minidist.files import scratch
 from minidist.grading import load_module
 from minidist.launch import init
 from minidist.launch.own_python import module_command
+from minidist.lessons.namespaces import delays, joined_hosts, missing
+from minidist.lessons.page import page_console
 
 HERE = Path(__file__).resolve().parent
 PER_HOST, PORT, ROUNDS = 4, 29500, 3
-SIZES = tuple(2**power for power in range(14, 23, 2))       # 16 KiB to 4 MiB
+SIZES = tuple(2**power for power in range(14, 23, 2))  # 16 KiB to 4 MiB
 ALGORITHMS = ("ring", "hierarchical")
 
 
 def ranks(file: Path, asleep: float = 0.0) -> None:
-    """One rank of the job: the median over rounds of the slowest rank's time; rank 0 writes them to `file`.
+    """One rank of the job: the median over rounds of the slowest rank's time; rank 0 writes them to
+    `file`.
 
     `asleep`: seconds that each message between the hosts waits before it leaves.
     """
@@ -48,7 +51,9 @@ def ranks(file: Path, asleep: float = 0.0) -> None:
     else:
         rows = timed(world)
     if world.rank == 0:
-        file.write_text(json.dumps({"size": world.size, "hosts": len(set(world.nodes)), "rows": rows}))
+        file.write_text(
+            json.dumps({"size": world.size, "hosts": len(set(world.nodes)), "rows": rows})
+        )
 
 
 def timed(world: Group) -> list[list[Any]]:
@@ -64,13 +69,16 @@ def timed(world: Group) -> list[list[Any]]:
                 total = world.all_reduce(x, algorithm=algorithm)
                 taken.append(float(world.all_reduce(time.perf_counter() - begin, op="max")))
                 if total[0] != sum(range(world.size)):
-                    raise ArithmeticError(f"rank {world.rank}: {algorithm} of {nbytes} bytes gives {total[0]}")
+                    raise ArithmeticError(
+                        f"rank {world.rank}: {algorithm} of {nbytes} bytes gives {total[0]}"
+                    )
             rows.append([algorithm, nbytes, statistics.median(taken)])
     return rows
 
 
 def measure(rate: str, delay: str = "") -> dict[str, Any]:
-    """The job on two hosts joined by a link of `rate` and `delay`, as tc spells them ("200mbit", "2ms").
+    """The job on two hosts joined by a link of `rate` and `delay`, as tc spells them ("200mbit",
+    "2ms").
 
     Raises: LaunchError if this machine does not let us; CalledProcessError if the job fails.
     """
@@ -79,15 +87,34 @@ def measure(rate: str, delay: str = "") -> dict[str, Any]:
     asleep = ["--asleep", str(seconds_of(delay))] if delay and not by_kernel else []
     with joined_hosts(rate, by_kernel) as hosts, scratch(prefix="minidist-lesson-") as folder:
         file = folder / "figures.json"
-        launch = module_command("minidist", "launch", "-n", str(PER_HOST), "--nnodes", "2", "--master-addr",
-                                hosts[0].address, "--master-port", str(PORT))
+        launch = module_command(
+            "minidist",
+            "launch",
+            "-n",
+            str(PER_HOST),
+            "--nnodes",
+            "2",
+            "--master-addr",
+            hosts[0].address,
+            "--master-port",
+            str(PORT),
+        )
         program = [str(Path(__file__).resolve()), "--ranks", str(file), *asleep]
-        nodes = [subprocess.Popen([*host.enter, *launch, "--node-rank", str(number), *program], env=environ)
-                 for number, host in enumerate(hosts)]
+        nodes = [
+            subprocess.Popen(
+                [*host.enter, *launch, "--node-rank", str(number), *program], env=environ
+            )
+            for number, host in enumerate(hosts)
+        ]
         for node in nodes:
             if node.wait(timeout=120):
                 raise subprocess.CalledProcessError(node.returncode, node.args)
-        return {"rate": rate, "delay": delay, "by_kernel": bool(by_kernel), **json.loads(file.read_text())}
+        return {
+            "rate": rate,
+            "delay": delay,
+            "by_kernel": bool(by_kernel),
+            **json.loads(file.read_text()),
+        }
 
 
 def bytes_per_second(rate: str) -> float:
@@ -107,26 +134,38 @@ def seconds_of(delay: str) -> float:
 
 
 def waits(algorithm: str, size: int, hosts: int) -> int:
-    """How often a rank waits for the link: 2(P-1) steps around all ranks, 2(M-1) around the leaders."""
+    """How often a rank waits for the link: 2(P-1) steps around all ranks, 2(M-1) around the
+    leaders."""
     return 2 * ((size if algorithm == "ring" else hosts) - 1)
 
 
 def crossing(algorithm: str, size: int, hosts: int) -> float:
-    """How often the array crosses the link in each direction: 2(P-1)/P around all ranks, 2(M-1)/M around leaders."""
+    """How often the array crosses the link in each direction: 2(P-1)/P around all ranks, 2(M-1)/M
+    around leaders."""
     around = size if algorithm == "ring" else hosts
     return 2 * (around - 1) / around
 
 
 def show(measured: dict[str, Any]) -> None:
-    """The table, each time beside the link's part in it: bytes that cross over its rate, and waits for its delay."""
+    """The table, each time beside the link's part in it: bytes that cross over its rate, and waits
+    for its delay."""
     from rich.table import Table
 
     delay = measured["delay"]
-    table = Table(title=f"all_reduce, {measured['hosts']} hosts x {PER_HOST} ranks, {measured['rate']} between them"
-                  + f", {delay} each way" * bool(delay), title_justify="left", header_style="bold cyan",
-                  caption="this kernel delays no packets: each message between hosts sleeps before it leaves"
-                  if delay and not measured["by_kernel"] else None, caption_justify="left")
-    for column in ("bytes", *(name for algorithm in ALGORITHMS for name in (algorithm, "the link's part"))):
+    table = Table(
+        title=f"all_reduce, {measured['hosts']} hosts x {PER_HOST} ranks, {measured['rate']} "
+        "between them" + f", {delay} each way" * bool(delay),
+        title_justify="left",
+        header_style="bold cyan",
+        caption="this kernel delays no packets: each message between hosts sleeps before it leaves"
+        if delay and not measured["by_kernel"]
+        else None,
+        caption_justify="left",
+    )
+    for column in (
+        "bytes",
+        *(name for algorithm in ALGORITHMS for name in (algorithm, "the link's part")),
+    ):
         table.add_column(column, justify="right")
     times = {(algorithm, nbytes): took for algorithm, nbytes, took in measured["rows"]}
     for nbytes in SIZES:
@@ -145,16 +184,33 @@ def draw(measured: dict[str, Any], folder: Path) -> None:
     """hosts.png: points measured, lines what the link alone would take."""
     from minidist.lessons import figures as look
 
-    figure = look.new_figure(8.2, 5.2, "Two hosts: a flat ring and a hierarchical all-reduce",
-                             f"{measured['hosts']} network namespaces with {PER_HOST} ranks each, joined by a link of "
-                             f"{measured['rate']}.")
+    figure = look.new_figure(
+        8.2,
+        5.2,
+        "Two hosts: a flat ring and a hierarchical all-reduce",
+        f"{measured['hosts']} network namespaces with {PER_HOST} ranks each, joined by a link of "
+        f"{measured['rate']}.",
+    )
     ax = look.quiet(figure.add_axes((0.11, 0.12, 0.85, 0.68)), grid="y")
     for algorithm, color in zip(ALGORITHMS, (look.RANKS[3], look.RANKS[0]), strict=True):
-        points = [(nbytes, 1e3 * took) for name, nbytes, took in measured["rows"] if name == algorithm]
+        points = [
+            (nbytes, 1e3 * took) for name, nbytes, took in measured["rows"] if name == algorithm
+        ]
         share = crossing(algorithm, measured["size"], measured["hosts"])
-        ax.plot(*zip(*points, strict=True), "o", color=color, markersize=7, label=f"{algorithm}, measured")
-        ax.plot(SIZES, [1e3 * share * nbytes / bytes_per_second(measured["rate"]) for nbytes in SIZES], color=color,
-                linewidth=1.4, label=f"{share:g} n over the link")
+        ax.plot(
+            *zip(*points, strict=True),
+            "o",
+            color=color,
+            markersize=7,
+            label=f"{algorithm}, measured",
+        )
+        ax.plot(
+            SIZES,
+            [1e3 * share * nbytes / bytes_per_second(measured["rate"]) for nbytes in SIZES],
+            color=color,
+            linewidth=1.4,
+            label=f"{share:g} n over the link",
+        )
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.set_xticks(SIZES, [size_text(nbytes) for nbytes in SIZES])
@@ -167,17 +223,31 @@ def draw(measured: dict[str, Any], folder: Path) -> None:
 def main() -> None:
     """Measure, print and draw; or be one of the ranks."""
     parser = argparse.ArgumentParser(description="Two hosts on one machine, as network namespaces.")
-    parser.add_argument("--rate", default="200mbit", help="of the link between them, as tc spells it")
-    parser.add_argument("--delay", default="", metavar="TIME",
-                        help="of each packet between them, as 2ms (default: none)")
-    parser.add_argument("--out", metavar="DIR", type=folder_to_write, help="where hosts.png goes; left out: not drawn")
+    parser.add_argument(
+        "--rate", default="200mbit", help="of the link between them, as tc spells it"
+    )
+    parser.add_argument(
+        "--delay",
+        default="",
+        metavar="TIME",
+        help="of each packet between them, as 2ms (default: none)",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        type=folder_to_write,
+        help="where hosts.png goes; left out: not drawn",
+    )
     parser.add_argument("--ranks", metavar="FILE", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--asleep", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.ranks:
         ranks(options.ranks, options.asleep)
         return
-    for check, text in ((bytes_per_second, options.rate), *([(seconds_of, options.delay)] if options.delay else [])):
+    for check, text in (
+        (bytes_per_second, options.rate),
+        *([(seconds_of, options.delay)] if options.delay else []),
+    ):
         try:
             check(text)
         except argparse.ArgumentTypeError as error:

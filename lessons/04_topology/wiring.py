@@ -1,6 +1,8 @@
-"""Wirings of lesson 04: which devices a link joins, how far it is, how much passes when all devices talk across.
+"""Wirings of lesson 04: which devices a link joins, how far it is, how much passes when all devices
+talk across.
 
-A wiring is a list of links (a, b). Devices are 0 .. P-1; numbers from P on are switches, which only pass things on.
+A wiring is a list of links (a, b). Devices are 0 .. P-1; numbers from P on are switches, which only
+pass things on.
 """
 
 from collections import Counter, defaultdict
@@ -14,7 +16,8 @@ from minidist.comm.collectives.torus import grid
 
 
 class Wiring(NamedTuple):
-    """Devices, switches and the links between them; a link carries as much in one direction as in the other."""
+    """Devices, switches and the links between them; a link carries as much in one direction as in
+    the other."""
 
     name: str
     devices: int
@@ -36,8 +39,16 @@ def box(sides: Sequence[int]) -> Wiring:
     """A torus of any dims: each line of devices along a dim is closed to a ring."""
     places = np.arange(int(np.prod(sides))).reshape(sides)
     near = [np.roll(places, -1, axis=dim) for dim in range(len(sides))]
-    return Wiring("torus", places.size, 0, _distinct(
-        link for there in near for link in zip(places.ravel().tolist(), there.ravel().tolist(), strict=True)))
+    return Wiring(
+        "torus",
+        places.size,
+        0,
+        _distinct(
+            link
+            for there in near
+            for link in zip(places.ravel().tolist(), there.ravel().tolist(), strict=True)
+        ),
+    )
 
 
 def switch(size: int) -> Wiring:
@@ -48,7 +59,12 @@ def switch(size: int) -> Wiring:
 def two_machines(size: int) -> Wiring:
     """Two halves, each on a switch of its own, and one link between the switches."""
     half = (size + 1) // 2
-    return Wiring("two machines", size, 2, [*((rank, size + (rank >= half)) for rank in range(size)), (size, size + 1)])
+    return Wiring(
+        "two machines",
+        size,
+        2,
+        [*((rank, size + (rank >= half)) for rank in range(size)), (size, size + 1)],
+    )
 
 
 def full(size: int) -> Wiring:
@@ -65,7 +81,8 @@ def _distinct(links: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def ways(wiring: Wiring, start: int) -> dict[int, tuple[int, int]]:
-    """For every place, how many links away from `start` it is, and how many shortest ways lead there."""
+    """For every place, how many links away from `start` it is, and how many shortest ways lead
+    there."""
     near: dict[int, list[int]] = {}
     for a, b in wiring.links:
         near.setdefault(a, []).append(b)
@@ -83,23 +100,30 @@ def ways(wiring: Wiring, start: int) -> dict[int, tuple[int, int]]:
 
 def hops(wiring: Wiring) -> list[int]:
     """Links between each two devices, by the shortest way (跳数)."""
-    return [ways(wiring, a)[b][0] for a in range(wiring.devices) for b in range(a + 1, wiring.devices)]
+    return [
+        ways(wiring, a)[b][0] for a in range(wiring.devices) for b in range(a + 1, wiring.devices)
+    ]
 
 
 def bisection(wiring: Wiring) -> int:
-    """对分带宽: the fewest links that join one half of the devices with the other, over all halves, in links."""
+    """对分带宽: the fewest links that join one half of the devices with the other, over all halves, in
+    links."""
     ends = [((1 << a), (1 << b)) for a, b in wiring.links]
     fewest = len(ends)
-    for half in combinations(range(1, wiring.devices), wiring.devices // 2):    # device 0 is always in the other
+    # device 0 is always in the other
+    for half in combinations(range(1, wiring.devices), wiring.devices // 2):
         devices = sum(1 << device for device in half)
-        for sides in product((0, 1), repeat=wiring.switches):   # a switch may stand on either side
-            mine = devices | sum(side << (wiring.devices + place) for place, side in enumerate(sides))
+        for sides in product((0, 1), repeat=wiring.switches):  # a switch may stand on either side
+            mine = devices | sum(
+                side << (wiring.devices + place) for place, side in enumerate(sides)
+            )
             fewest = min(fewest, sum(bool(mine & a) != bool(mine & b) for a, b in ends))
     return fewest
 
 
 def load(wiring: Wiring, messages: Iterable[tuple[int, int, int]]) -> dict[tuple[int, int], float]:
-    """Bytes over each link, each direction by itself, when (src, dst, bytes) go their shortest ways.
+    """Bytes over each link, each direction by itself, when (src, dst, bytes) go their shortest
+    ways.
 
     Where there are several shortest ways, each carries an equal part.
     """

@@ -1,4 +1,5 @@
-"""Grades exercise 05: your steps on a small GPT beside one process, and your traffic beside the library's ledger."""
+"""Grades exercise 05: your steps on a small GPT beside one process, and your traffic beside the
+library's ledger."""
 
 import sys
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ STEPS, RATE = 3, 0.5
 CUT_FROM = (plain_data_parallel,)
 ANSWERS = {
     5: "((replicas - 1) * model_bytes + others * (row_bytes + output_bytes), "
-       "(replicas - 1) * model_bytes + others * output_bytes)",
+    "(replicas - 1) * model_bytes + others * output_bytes)",
 }
 """The right code of the holes beyond the plain version."""
 
@@ -33,16 +34,19 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 
 class Device:
-    """A replica that remembers how many rows it was given, and whether it had device 0's weights then."""
+    """A replica that remembers how many rows it was given, and whether it had device 0's weights
+    then."""
 
     def __init__(self, model: GPT, first: GPT) -> None:
         self.model, self.first = model, first
         self.rows: list[int] = []
-        self.stale: list[int] = []      # the steps in which it computed with other weights
+        self.stale: list[int] = []  # the steps in which it computed with other weights
 
     def __call__(self, inputs: Any) -> Any:
         """Forward."""
-        self.stale += [] if np.array_equal(_weights(self.model), _weights(self.first)) else [len(self.rows)]
+        self.stale += (
+            [] if np.array_equal(_weights(self.model), _weights(self.first)) else [len(self.rows)]
+        )
         self.rows.append(len(inputs))
         return self.model(inputs)
 
@@ -87,30 +91,57 @@ def _steps(exercise: ModuleType, replicas: int, rows: int) -> Iterator[Result]:
     task = f"{replicas} devices, {rows} rows, {STEPS} steps"
     target = [len(part) for part in np.array_split(np.arange(rows), replicas)]
     try:
-        exercise.plain_data_parallel(devices, optimizer, [_batch(step, rows) for step in range(STEPS)])
+        exercise.plain_data_parallel(
+            devices, optimizer, [_batch(step, rows) for step in range(STEPS)]
+        )
     except Exception:
         mine = [device.rows[0] for device in devices if device.rows]
         if mine in ([], target):
             raise
     mine = [device.rows[0] for device in devices if device.rows]
-    yield expect(f"{task}, rows of each device", target, mine,
-                 "rows are left out" if sum(mine) < rows else "not as even as it goes",
-                 "the first rows % replicas devices get one row more: section 2 (hole 1)")
-    shared = any(np.shares_memory(p.data, q.data) for model in models[1:]
-                 for p, q in zip(models[0].parameters(), model.parameters(), strict=True))
+    yield expect(
+        f"{task}, rows of each device",
+        target,
+        mine,
+        "rows are left out" if sum(mine) < rows else "not as even as it goes",
+        "the first rows % replicas devices get one row more: section 2 (hole 1)",
+    )
+    shared = any(
+        np.shares_memory(p.data, q.data)
+        for model in models[1:]
+        for p, q in zip(models[0].parameters(), model.parameters(), strict=True)
+    )
     stale = [step for device in devices for step in device.stale]
-    mistake = ("the model did not travel" if shared or not _copied(devices) else
-               "the model does not travel in every step")
-    yield Result(f"{task}, the model's copies", not stale and not shared, "every replica as device 0, in every step",
-                 "a replica shares device 0's array" if shared else f"others in step {stale[0]}" if stale else "so",
-                 mistake, "a replica's weights are a copy of device 0's present ones, made in every step: section 2, "
-                 "DP 2 (hole 2)")
+    mistake = (
+        "the model did not travel"
+        if shared or not _copied(devices)
+        else "the model does not travel in every step"
+    )
+    yield Result(
+        f"{task}, the model's copies",
+        not stale and not shared,
+        "every replica as device 0, in every step",
+        "a replica shares device 0's array"
+        if shared
+        else f"others in step {stale[0]}"
+        if stale
+        else "so",
+        mistake,
+        "a replica's weights are a copy of device 0's present ones, made in every step: section 2, "
+        "DP 2 (hole 2)",
+    )
     found = _weights(models[0])
     error = _apart(found, _serial(rows))
     right = error < 1e-10
     mistake, advice = ("", "") if right else _name(found, replicas, rows)
-    yield Result(f"{task}, weights", right, "those of one process, to 1e-10",
-                 "those of one process, to 1e-10" if right else f"off by {error:.1e}", mistake, advice)
+    yield Result(
+        f"{task}, weights",
+        right,
+        "those of one process, to 1e-10",
+        "those of one process, to 1e-10" if right else f"off by {error:.1e}",
+        mistake,
+        advice,
+    )
 
 
 def _copied(devices: list[Device]) -> bool:
@@ -121,8 +152,10 @@ def _copied(devices: list[Device]) -> bool:
 def _name(mine: np.ndarray, replicas: int, rows: int) -> tuple[str, str]:
     """Which known mistake leads to these weights."""
     if _apart(mine, _serial(rows, 1 / replicas)) < 1e-9:
-        return "averaged", ("the loss is the mean of the whole batch already, so its gradients are summed: section 4 "
-                            "(hole 4)")
+        return "averaged", (
+            "the loss is the mean of the whole batch already, so its gradients are summed: "
+            "section 4 (hole 4)"
+        )
     first = np.array_split(np.arange(rows), replicas)[0]
     model = _model()
     optimizer = SGD(list(model.parameters()), RATE)
@@ -132,13 +165,22 @@ def _name(mine: np.ndarray, replicas: int, rows: int) -> tuple[str, str]:
         optimizer.step()
         optimizer.zero_grad()
     if _apart(mine, _weights(model)) < 1e-9:
-        return "the others' gradients are missing", "own.grad is device 0's part alone: section 2, DP 5 (hole 4)"
-    return "the wrong gradients", ("each device begins backward with its rows of gathered.grad; the loss is one number "
-                                   "(N0:137): section 2, DP 4 (hole 3); and the sums of all devices' follow (hole 4)")
+        return (
+            "the others' gradients are missing",
+            "own.grad is device 0's part alone: section 2, DP 5 (hole 4)",
+        )
+    return "the wrong gradients", (
+        "each device begins backward with its rows of gathered.grad; the loss is one number "
+        "(N0:137): section 2, DP 4 (hole 3); and the sums of all devices' follow (hole 4)"
+    )
 
 
 def _apart(mine: np.ndarray, target: np.ndarray) -> float:
-    return float(np.abs(mine - target).max() / np.abs(target).max()) if mine.shape == target.shape else float("inf")
+    return (
+        float(np.abs(mine - target).max() / np.abs(target).max())
+        if mine.shape == target.shape
+        else float("inf")
+    )
 
 
 def _traffic(exercise: ModuleType, replicas: int, rows: int) -> Result:
@@ -148,18 +190,31 @@ def _traffic(exercise: ModuleType, replicas: int, rows: int) -> Result:
     inputs, targets = _batch(0, rows)
     strategy.step((inputs, targets), SGD(strategy.parameters, RATE))
     sent = [sum(device.group.ledger.sent_bytes()["dp"].values()) for device in strategy.devices]
-    nbytes, row, output = (sum(p.data.nbytes for p in model.parameters()), inputs[0].nbytes,
-                           8 * CONFIG.context * CONFIG.vocabulary)
+    nbytes, row, output = (
+        sum(p.data.nbytes for p in model.parameters()),
+        inputs[0].nbytes,
+        8 * CONFIG.context * CONFIG.vocabulary,
+    )
     target = (sent[0], sum(sent[1:]))
     sends, receives = exercise.through_device_0(nbytes, row, output, rows, replicas)
     mine = int(sends), int(receives)
     others = rows - len(np.array_split(inputs, replicas)[0])
-    known = {(nbytes + others * (row + output), nbytes + others * output): "one model for all the others",
-             ((replicas - 1) * nbytes + others * row, target[1]): "the outputs' gradients are missing",
-             (target[1], target[0]): "sent and received are swapped"}
-    return expect(f"bytes through device 0, {replicas} devices", target, mine, known.get(mine, "wrong bytes"),
-                  "out: models, rows, outputs' gradients; in: outputs, gradients; of every other device: section 3 "
-                  "(hole 5)")
+    known = {
+        (
+            nbytes + others * (row + output),
+            nbytes + others * output,
+        ): "one model for all the others",
+        ((replicas - 1) * nbytes + others * row, target[1]): "the outputs' gradients are missing",
+        (target[1], target[0]): "sent and received are swapped",
+    }
+    return expect(
+        f"bytes through device 0, {replicas} devices",
+        target,
+        mine,
+        known.get(mine, "wrong bytes"),
+        "out: models, rows, outputs' gradients; in: outputs, gradients; of every other device: "
+        "section 3 (hole 5)",
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What lesson 05's tables, figure and break-its share: models, batches, and devices that are watched."""
+"""What lesson 05's tables, figure and break-its share: models, batches, and devices that are
+watched."""
 
 import os
 import threading
@@ -22,15 +23,18 @@ from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.step.single import Single
 from minidist.simulate.one_rank import run_rank
 
-SMALL = GPTConfig(vocabulary=31, context=8, layers=2, width=16, heads=2, dtype="float64")     # to compare weights
-TALL = GPTConfig(vocabulary=256, context=64, layers=2, width=64, heads=4)                     # to see its memory
-PYTHON = GPTConfig(vocabulary=16, context=4, layers=12, width=8, heads=2)         # small products: Python does the most
-BLAS = GPTConfig(vocabulary=128, context=128, layers=1, width=256, heads=4)       # large ones: BLAS does
+# to compare weights
+SMALL = GPTConfig(vocabulary=31, context=8, layers=2, width=16, heads=2, dtype="float64")
+TALL = GPTConfig(vocabulary=256, context=64, layers=2, width=64, heads=4)  # to see its memory
+# small products: Python does the most
+PYTHON = GPTConfig(vocabulary=16, context=4, layers=12, width=8, heads=2)
+BLAS = GPTConfig(vocabulary=128, context=128, layers=1, width=256, heads=4)  # large ones: BLAS does
 
-PRODUCT = 4             # moments of one product on one thread, on the clock of products_on_a_clock
-HOLD, FLOPS, BYTES = 10e-6, 40e9, 4e9   # of the clock: seconds of Python a call; a processor's speed without the lock
-LINK = 1e9              # of the clock: bytes a second of a device's link, in and out together
-PARTS = ("dp passes", "dp link", "ddp passes", "ddp link")      # of a step on the clock
+PRODUCT = 4  # moments of one product on one thread, on the clock of products_on_a_clock
+# of the clock: seconds of Python a call; a processor's speed without the lock
+HOLD, FLOPS, BYTES = 10e-6, 40e9, 4e9
+LINK = 1e9  # of the clock: bytes a second of a device's link, in and out together
+PARTS = ("dp passes", "dp link", "ddp passes", "ddp link")  # of a step on the clock
 
 
 def new_model(config: GPTConfig, seed: int = 0) -> GPT:
@@ -41,7 +45,8 @@ def new_model(config: GPTConfig, seed: int = 0) -> GPT:
 
 
 def batch(config: GPTConfig, step: int, sequences: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets, (sequences, context) each, by step alone: after symbol i comes 5 i + 3, round the end."""
+    """Inputs and targets, (sequences, context) each, by step alone: after symbol i comes 5 i + 3,
+    round the end."""
     ids = np.random.default_rng(step).integers(0, config.vocabulary, (sequences, config.context))
     return ids, (5 * ids + 3) % config.vocabulary
 
@@ -56,16 +61,26 @@ def apart(mine: np.ndarray, target: np.ndarray) -> float:
     return float(np.abs(mine - target).max() / np.abs(target).max())
 
 
-def train(replicas: int, *, steps: int = 5, sequences: int = 6, optimizer: Any = Adam, lr: float = 1e-2,
-          strategy: Any = None, config: GPTConfig = SMALL) -> tuple[GPT, list[float]]:
-    """Model and losses after some steps on so many replicas; 0: one process without any. `strategy`: instead of DP."""
+def train(
+    replicas: int,
+    *,
+    steps: int = 5,
+    sequences: int = 6,
+    optimizer: Any = Adam,
+    lr: float = 1e-2,
+    strategy: Any = None,
+    config: GPTConfig = SMALL,
+) -> tuple[GPT, list[float]]:
+    """Model and losses after some steps on so many replicas; 0: one process without any.
+    `strategy`: instead of DP."""
     model = new_model(config)
     trainer = (strategy or DataParallel)(model, replicas) if replicas else Single(model)
     rule = optimizer(list(model.parameters()), lr)
     return model, [trainer.step(batch(config, step, sequences), rule) for step in range(steps)]
 
 
-# ----------------------------------------------------------------------------------------------- watching devices
+# --------------------------------------------------------------------------------- watching devices
+
 
 class Watched(DataParallel):
     """DataParallel that notes each device's processor seconds."""
@@ -84,7 +99,7 @@ class Watched(DataParallel):
     def step(self, *args: Any, **options: Any) -> float:
         before, passes = time.thread_time(), self.busy[0]
         loss = super().step(*args, **options)
-        self.busy[0] = passes + time.thread_time() - before         # the optimizer, too
+        self.busy[0] = passes + time.thread_time() - before  # the optimizer, too
         return loss
 
 
@@ -102,9 +117,13 @@ def traffic(replicas: int, sequences: int, config: GPTConfig = SMALL) -> dict[st
     for table in sent[1:]:
         for verb, count in table.items():
             received[verb] = received.get(verb, 0) + count
-    return {"sent": sent[0], "received": received, "model": nbytes,
-            "formula_sent": (replicas - 1) * nbytes + outputs + others * data[0][0].nbytes,
-            "formula_received": (replicas - 1) * nbytes + outputs}
+    return {
+        "sent": sent[0],
+        "received": received,
+        "model": nbytes,
+        "formula_sent": (replicas - 1) * nbytes + outputs + others * data[0][0].nbytes,
+        "formula_received": (replicas - 1) * nbytes + outputs,
+    }
 
 
 def smi_of_dp(replicas: int, *, steps: int = 2, sequences: int = 16) -> list[dict[str, Any]]:
@@ -115,8 +134,10 @@ def smi_of_dp(replicas: int, *, steps: int = 2, sequences: int = 16) -> list[dic
         optimizer = Adam(strategy.parameters, 1e-3)
         for step in range(steps):
             strategy.step(batch(TALL, step, sequences), optimizer)
-        return [{"pid": os.getpid(), "peak": device.account.peak["total"], "busy": busy / steps}
-                for device, busy in zip(strategy.devices, strategy.busy, strict=True)]
+        return [
+            {"pid": os.getpid(), "peak": device.account.peak["total"], "busy": busy / steps}
+            for device, busy in zip(strategy.devices, strategy.busy, strict=True)
+        ]
 
 
 def smi_of_ddp(group: Group, *, steps: int = 2, sequences: int = 16) -> list[dict[str, Any]] | None:
@@ -130,17 +151,23 @@ def smi_of_ddp(group: Group, *, steps: int = 2, sequences: int = 16) -> list[dic
         for step in range(steps):
             strategy.step(batch(TALL, step, sequences), optimizer)
         busy = (clock() - before) / steps
-        return gather_records(group, {"pid": os.getpid(), "peak": memory.peak["total"], "busy": busy})
+        return gather_records(
+            group, {"pid": os.getpid(), "peak": memory.peak["total"], "busy": busy}
+        )
 
 
-# -------------------------------------------------------------------------------------------------- taking turns
+# ------------------------------------------------------------------------------------- taking turns
+
 
 def turns(config: GPTConfig, replicas: int, *, sequences: int, steps: int) -> dict[str, Any]:
-    """How replicas share the interpreter: for each its stamps (wall, own processor time) at every module's end."""
+    """How replicas share the interpreter: for each its stamps (wall, own processor time) at every
+    module's end."""
     stamps: dict[str, list[tuple[float, float]]] = {}
 
     def stamp(*_: Any) -> None:
-        stamps.setdefault(threading.current_thread().name, []).append((time.perf_counter(), time.thread_time()))
+        stamps.setdefault(threading.current_thread().name, []).append(
+            (time.perf_counter(), time.thread_time())
+        )
 
     model = new_model(config)
     for module in model.modules():
@@ -153,41 +180,61 @@ def turns(config: GPTConfig, replicas: int, *, sequences: int, steps: int) -> di
 
     strategy = Watched(model, replicas, forward=forward)
     optimizer = Adam(strategy.parameters, 1e-3)
-    strategy.step(batch(config, 0, sequences), optimizer)                  # the first step warms up
+    strategy.step(batch(config, 0, sequences), optimizer)  # the first step warms up
     stamps.clear()
     strategy.busy = [0.0] * replicas
     begin = time.perf_counter()
     for step in range(steps):
         strategy.step(batch(config, step, sequences), optimizer)
     seconds = time.perf_counter() - begin
-    return {"stamps": [[(wall - begin, own) for wall, own in stamps[name]] for name in sorted(
-                stamps, key=lambda name: (name.startswith("replica"), name))],
-            "seconds": seconds / steps, "cores": sum(strategy.busy) / seconds, "replicas": replicas}
+    return {
+        "stamps": [
+            [(wall - begin, own) for wall, own in stamps[name]]
+            for name in sorted(stamps, key=lambda name: (name.startswith("replica"), name))
+        ],
+        "seconds": seconds / steps,
+        "cores": sum(strategy.busy) / seconds,
+        "replicas": replicas,
+    }
 
 
 def calls_of(config: GPTConfig, sequences: int) -> list[tuple[float, float]]:
-    """(floating-point operations of products, bytes of all else) of each NumPy call of one replica's passes.
+    """(floating-point operations of products, bytes of all else) of each NumPy call of one
+    replica's passes.
 
     Counted by running the model on arrays without numbers (chapter 24), the optimizer left out.
     """
     trace = run_rank(Plan(), config, rows=sequences, steps=1, device_kind="cpu")
-    passes = [event.work for event in trace.events if isinstance(event, Busy) and event.name in ("forward", "backward")]
-    return [(kernel.flops if kernel.kind == "matmul" else 0.0, kernel.nbytes) for number in passes
-            for kernel, times in trace.segments[cast(int, number)] if kernel.kind != "python" for _ in range(times)]
+    passes = [
+        event.work
+        for event in trace.events
+        if isinstance(event, Busy) and event.name in ("forward", "backward")
+    ]
+    return [
+        (kernel.flops if kernel.kind == "matmul" else 0.0, kernel.nbytes)
+        for number in passes
+        for kernel, times in trace.segments[cast(int, number)]
+        if kernel.kind != "python"
+        for _ in range(times)
+    ]
 
 
 def turns_on_a_clock(config: GPTConfig, replicas: int, *, sequences: int) -> tuple[float, float]:
-    """Seconds of a step's passes, and processors busy, if a replica's thread has a processor for itself.
+    """Seconds of a step's passes, and processors busy, if a replica's thread has a processor for
+    itself.
 
-    For each call a thread holds the interpreter's lock for HOLD seconds; then it computes without the lock, at FLOPS
-    and BYTES a second. It is the first to have asked that gets the lock.
+    For each call a thread holds the interpreter's lock for HOLD seconds; then it computes without
+    the lock, at FLOPS and BYTES a second. It is the first to have asked that gets the lock.
     """
-    work = [HOLD + max(flops / FLOPS, nbytes / BYTES) for flops, nbytes in calls_of(config, sequences // replicas)]
+    work = [
+        HOLD + max(flops / FLOPS, nbytes / BYTES)
+        for flops, nbytes in calls_of(config, sequences // replicas)
+    ]
     ready, left, free = [(0.0, replica) for replica in range(replicas)], [len(work)] * replicas, 0.0
     end = 0.0
     while ready:
         asked, replica = heappop(ready)
-        begun = max(asked, free)                            # another may hold the lock
+        begun = max(asked, free)  # another may hold the lock
         free = begun + HOLD
         done = begun + work[-left[replica]]
         left[replica] -= 1
@@ -200,15 +247,19 @@ def turns_on_a_clock(config: GPTConfig, replicas: int, *, sequences: int) -> tup
 def step_on_a_clock(config: GPTConfig, ranks: int, *, sequences: int) -> dict[str, float]:
     """Seconds of a step without its update, DP's and DDP's, on the clock of turns_on_a_clock.
 
-    DP: the replicas share an interpreter; then what device 0 sends and receives (by its ledger) goes over one link of
-    LINK bytes a second. DDP: each rank has an interpreter and a link, and its ring's bytes (by the formula) go
-    after backward: none hides behind it here.
+    DP: the replicas share an interpreter; then what device 0 sends and receives (by its ledger)
+    goes over one link of LINK bytes a second. DDP: each rank has an interpreter and a link, and its
+    ring's bytes (by the formula) go after backward: none hides behind it here.
     """
     found = traffic(ranks, sequences, config)
     through = sum(found["sent"].values()) + sum(found["received"].values())
     ring = FORMULAS["all_reduce", "ring"].bytes_of(Case(size=ranks, nbytes=found["model"])) / ranks
-    return {"dp passes": turns_on_a_clock(config, ranks, sequences=sequences)[0], "dp link": through / LINK,
-            "ddp passes": turns_on_a_clock(config, 1, sequences=sequences // ranks)[0], "ddp link": ring / LINK}
+    return {
+        "dp passes": turns_on_a_clock(config, ranks, sequences=sequences)[0],
+        "dp link": through / LINK,
+        "ddp passes": turns_on_a_clock(config, 1, sequences=sequences // ranks)[0],
+        "ddp link": ring / LINK,
+    }
 
 
 def wall_of(strategy: Any, config: GPTConfig, *, sequences: int, steps: int = 3) -> float:
@@ -221,18 +272,21 @@ def wall_of(strategy: Any, config: GPTConfig, *, sequences: int, steps: int = 3)
     return float(np.median(taken[1:]))
 
 
-def products_on_a_clock(replicas: int, threads: int, *, processors: int = 2, count: int = 3,
-                        time_slice: int = 8) -> tuple[int, int]:
-    """Moments until each replica has made `count` products, and the processors' moments spent in waiting.
+def products_on_a_clock(
+    replicas: int, threads: int, *, processors: int = 2, count: int = 3, time_slice: int = 8
+) -> tuple[int, int]:
+    """Moments until each replica has made `count` products, and the processors' moments spent in
+    waiting.
 
-    A product takes one BLAS thread four moments, and its parts are cut over the replica's threads. The system gives the
-    processors to all threads in turn, for a time slice. A thread that has made its part waits for the others of its
-    product, and keeps its processor until the slice ends: BLAS's threads spin.
+    A product takes one BLAS thread four moments, and its parts are cut over the replica's threads.
+    The system gives the processors to all threads in turn, for a time slice. A thread that has made
+    its part waits for the others of its product, and keeps its processor until the slice ends:
+    BLAS's threads spin.
     """
     part, now, waited = PRODUCT // threads, 0, 0
     left, products = [[part] * threads for _ in range(replicas)], [count] * replicas
     queue = deque((replica, thread) for replica in range(replicas) for thread in range(threads))
-    running: list[tuple[int, int, int]] = []                # replica, thread, end of its slice
+    running: list[tuple[int, int, int]] = []  # replica, thread, end of its slice
     while any(products):
         queue.extend((replica, thread) for replica, thread, end in running if end == now)
         running = [each for each in running if each[2] > now and products[each[0]]]
@@ -252,7 +306,9 @@ def products_on_a_clock(replicas: int, threads: int, *, processors: int = 2, cou
 
 def products(threads: int, *, size: int = 192, count: int = 3) -> float:
     """Seconds until each of so many threads has multiplied `count` pairs of matrices."""
-    pairs = [np.random.default_rng(number).normal(size=(2, size, size)) for number in range(threads)]
+    pairs = [
+        np.random.default_rng(number).normal(size=(2, size, size)) for number in range(threads)
+    ]
 
     def multiply(a: np.ndarray, b: np.ndarray) -> None:
         for _ in range(count):
@@ -268,6 +324,10 @@ def products(threads: int, *, size: int = 192, count: int = 3) -> float:
 
 
 def shares(stamps: list[tuple[float, float]]) -> list[tuple[float, float, float]]:
-    """(from, to, the share of that time in which the thread had a processor) between each two stamps."""
-    return [(wall, later, min(1.0, (then - own) / (later - wall)))
-            for (wall, own), (later, then) in zip(stamps, stamps[1:], strict=False) if later > wall]
+    """(from, to, the share of that time in which the thread had a processor) between each two
+    stamps."""
+    return [
+        (wall, later, min(1.0, (then - own) / (later - wall)))
+        for (wall, own), (later, then) in zip(stamps, stamps[1:], strict=False)
+        if later > wall
+    ]

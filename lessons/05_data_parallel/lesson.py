@@ -1,8 +1,10 @@
-"""Lesson 05: DP: one process, a thread for each replica; what device 0 sends, holds and does, beside DDP's ranks.
+"""Lesson 05: DP: one process, a thread for each replica; what device 0 sends, holds and does,
+beside DDP's ranks.
 
-    python lessons/05_data_parallel/lesson.py                          # alone: four ranks as threads for DDP
-    mpirun -n 4 python lessons/05_data_parallel/lesson.py              # DDP's ranks are processes
-    python lessons/05_data_parallel/lesson.py --break average-twice    # see README.md, section 8
+python lessons/05_data_parallel/lesson.py                          # alone: four ranks as threads
+                                                                   for DDP
+mpirun -n 4 python lessons/05_data_parallel/lesson.py              # DDP's ranks are processes
+python lessons/05_data_parallel/lesson.py --break average-twice    # see README.md, section 8
 """
 
 import os
@@ -10,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import Break, arguments, run_lesson
 from threadpoolctl import threadpool_limits
 
 from minidist.comm.cost.volume import FORMULAS, Case
@@ -19,13 +19,17 @@ from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.grading import load_module
 from minidist.launch import run
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD, Adam
 from minidist.parallel.data.data_parallel import DataParallel, plain_data_parallel
 from minidist.parallel.data.ddp import DDP
 
-NOTES_MIB = {"DP": [39418, *[14366] * 6, 14222],                                       # N0:181 to N0:188
-             "DDP": [39400, 39548, 39868, 39638, 39596, 39482, 39548, 39558]}           # N0:201 to N0:208
+NOTES_MIB = {
+    "DP": [39418, *[14366] * 6, 14222],  # N0:181 to N0:188
+    "DDP": [39400, 39548, 39868, 39638, 39596, 39482, 39548, 39558],
+}  # N0:201 to N0:208
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "05")
 
 
@@ -59,17 +63,37 @@ def equal_weights(page: Page) -> None:
     for replicas in (1, 2, 3, 5, 8):
         model, ours = lab.train(replicas)
         error = lab.apart(lab.weights(model), lab.weights(serial))
-        rows.append([replicas, f"{error:.1e}", f"{ours[-1]:.6f}", f"{losses[-1]:.6f}",
-                     "ok" if error < 1e-10 else "off"])
+        rows.append(
+            [
+                replicas,
+                f"{error:.1e}",
+                f"{ours[-1]:.6f}",
+                f"{losses[-1]:.6f}",
+                "ok" if error < 1e-10 else "off",
+            ]
+        )
     models = [lab.new_model(lab.SMALL) for _ in range(3)]
-    loss = plain_data_parallel(models, Adam(list(models[0].parameters()), 1e-2),
-                               [lab.batch(lab.SMALL, step, 6) for step in range(5)])
+    loss = plain_data_parallel(
+        models,
+        Adam(list(models[0].parameters()), 1e-2),
+        [lab.batch(lab.SMALL, step, 6) for step in range(5)],
+    )
     error = lab.apart(lab.weights(models[0]), lab.weights(serial))
-    rows.append(["3, the plain loop", f"{error:.1e}", f"{loss:.6f}", f"{losses[-1]:.6f}",
-                 "ok" if error < 1e-10 else "off"])
-    page.table("After 5 steps of 6 sequences, float64, Adam", ["replicas", "off one process by", "loss", "one process",
-                                                               ""], rows,
-               note="6 sequences do not divide by 5, and 8 replicas are too many for them")
+    rows.append(
+        [
+            "3, the plain loop",
+            f"{error:.1e}",
+            f"{loss:.6f}",
+            f"{losses[-1]:.6f}",
+            "ok" if error < 1e-10 else "off",
+        ]
+    )
+    page.table(
+        "After 5 steps of 6 sequences, float64, Adam",
+        ["replicas", "off one process by", "loss", "one process", ""],
+        rows,
+        note="6 sequences do not divide by 5, and 8 replicas are too many for them",
+    )
 
 
 def five_steps(page: Page) -> None:
@@ -81,12 +105,27 @@ def five_steps(page: Page) -> None:
         for timeline in timelines:
             timeline.spans.clear()
         strategy.step(lab.batch(lab.TALL, step, 16), optimizer)
-    names = {"split the batch": "DP 1", "copy the model": "DP 2", "forward": "DP 3", "gather outputs": "DP 3",
-             "loss": "DP 3", "backward": "DP 4", "sum gradients": "DP 5", "optimizer": "    "}
-    rows = [[f"{notes}  {name}", *(_milliseconds(timeline, name) for timeline in timelines)]
-            for name, notes in names.items()]
-    page.table("Milliseconds in one step on 4 devices", ["", *(f"device {rank}" for rank in range(4))], rows,
-               note="the others have no loss and no optimizer; what they wait for stands in the steps of transfer")
+    names = {
+        "split the batch": "DP 1",
+        "copy the model": "DP 2",
+        "forward": "DP 3",
+        "gather outputs": "DP 3",
+        "loss": "DP 3",
+        "backward": "DP 4",
+        "sum gradients": "DP 5",
+        "optimizer": "    ",
+    }
+    rows = [
+        [f"{notes}  {name}", *(_milliseconds(timeline, name) for timeline in timelines)]
+        for name, notes in names.items()
+    ]
+    page.table(
+        "Milliseconds in one step on 4 devices",
+        ["", *(f"device {rank}" for rank in range(4))],
+        rows,
+        note="the others have no loss and no optimizer; what they wait for stands in the steps "
+        "of transfer",
+    )
 
 
 def _milliseconds(timeline: Timeline, name: str) -> str:
@@ -100,13 +139,29 @@ def device_0(page: Page) -> None:
     for replicas in range(1, 8):
         found = lab.traffic(replicas, 2 * replicas)
         sent, received = sum(found["sent"].values()), sum(found["received"].values())
-        ring = FORMULAS["all_reduce", "ring"].bytes_of(Case(size=replicas, nbytes=found["model"])) / replicas
+        ring = (
+            FORMULAS["all_reduce", "ring"].bytes_of(Case(size=replicas, nbytes=found["model"]))
+            / replicas
+        )
         both = verdict(sent + received, found["formula_sent"] + found["formula_received"])
-        rows.append([replicas, size_text(sent), size_text(found["formula_sent"]), size_text(received),
-                     size_text(found["formula_received"]), both, size_text(ring)])
-    page.table(f"Bytes of one step, 2 sequences a device; the model has {size_text(found['model'])}",
-               ["devices", "0 sends", "formula", "0 receives", "formula", "", "a rank of a ring sends"], rows,
-               note="formula: (R-1) models out, (R-1) gradients in; outputs in and their gradients out; inputs out")
+        rows.append(
+            [
+                replicas,
+                size_text(sent),
+                size_text(found["formula_sent"]),
+                size_text(received),
+                size_text(found["formula_received"]),
+                both,
+                size_text(ring),
+            ]
+        )
+    page.table(
+        f"Bytes of one step, 2 sequences a device; the model has {size_text(found['model'])}",
+        ["devices", "0 sends", "formula", "0 receives", "formula", "", "a rank of a ring sends"],
+        rows,
+        note="formula: (R-1) models out, (R-1) gradients in; outputs in and their gradients "
+        "out; inputs out",
+    )
 
 
 def readers(size: int, page: Page) -> None:
@@ -114,13 +169,25 @@ def readers(size: int, page: Page) -> None:
     sequences = 4 * size
     row = lab.batch(lab.TALL, 0, 1)[0].nbytes
     found = lab.traffic(size, sequences, lab.TALL)
-    sent = found["sent"].get("scatter", 0) - found["received"].get("gather", 0)    # the rest: outputs' gradients
-    rows = [["DP", f"device 0: {sequences}", "0", size_text(sent), size_text(sequences * (size - 1) // size * row),
-             verdict(sent, sequences * (size - 1) // size * row)],
-            ["DDP", f"rank 0: {sequences // size}", f"{sequences // size}", "0 B", "0 B", "ok"]]
-    page.table(f"disk -> CPU -> device: {sequences} sequences, {size} devices or ranks",
-               ["", "reads", "each other reads", "inputs sent on", "formula", ""], rows,
-               note="DDP's ranks know their numbers, and each reads its own rows (lesson 07's sampler)")
+    # the rest: outputs' gradients
+    sent = found["sent"].get("scatter", 0) - found["received"].get("gather", 0)
+    rows = [
+        [
+            "DP",
+            f"device 0: {sequences}",
+            "0",
+            size_text(sent),
+            size_text(sequences * (size - 1) // size * row),
+            verdict(sent, sequences * (size - 1) // size * row),
+        ],
+        ["DDP", f"rank 0: {sequences // size}", f"{sequences // size}", "0 B", "0 B", "ok"],
+    ]
+    page.table(
+        f"disk -> CPU -> device: {sequences} sequences, {size} devices or ranks",
+        ["", "reads", "each other reads", "inputs sent on", "formula", ""],
+        rows,
+        note="DDP's ranks know their numbers, and each reads its own rows (lesson 07's sampler)",
+    )
 
 
 def smi(group: Group, page: Page) -> None:
@@ -132,72 +199,138 @@ def smi(group: Group, page: Page) -> None:
         return
     assert ddp is not None
     for name, records in (("DP", dp), ("DDP", ddp)):
-        rows = [[f"{rank}", record["pid"], size_text(record["peak"]), f"{1e3 * record['busy']:.1f} ms"]
-                for rank, record in enumerate(records)]
+        rows = [
+            [f"{rank}", record["pid"], size_text(record["peak"]), f"{1e3 * record['busy']:.1f} ms"]
+            for rank, record in enumerate(records)
+        ]
         peaks = [record["peak"] for record in records]
-        page.table(f"{name}: 16 sequences a step", ["device" if name == "DP" else "rank", "process id", "memory, peak",
-                                                    "busy a step"], rows,
-                   note=f"the fullest holds {max(peaks) / min(peaks):.2f} times what the least full does")
+        page.table(
+            f"{name}: 16 sequences a step",
+            ["device" if name == "DP" else "rank", "process id", "memory, peak", "busy a step"],
+            rows,
+            note=f"the fullest holds {max(peaks) / min(peaks):.2f} times what the least full does",
+        )
     if len({record["pid"] for record in ddp}) == 1 < len(ddp):
-        page.say("Here DDP's ranks are threads of one process; start this with mpirun -n 4, and their ids differ.")
+        page.say(
+            "Here DDP's ranks are threads of one process; start this with mpirun -n 4, and "
+            "their ids differ."
+        )
 
 
 def smi_of_the_notes(page: Page) -> None:
-    """The memory numbers of N0:180 and N0:200, MiB of eight GPUs, beside eight devices and eight ranks here."""
+    """The memory numbers of N0:180 and N0:200, MiB of eight GPUs, beside eight devices and eight
+    ranks here."""
     here = {"DP": lab.smi_of_dp(8), "DDP": run(lab.smi_of_ddp, size=8)[0]}
     rows = []
     for name, told in NOTES_MIB.items():
         peaks = [record["peak"] for record in here[name]]
-        rows.append([name, f"{told[0]:,}", f"{min(told[1:]):,} to {max(told[1:]):,}", f"{max(told) / min(told):.2f}",
-                     size_text(peaks[0]), size_text(max(peaks[1:])), f"{max(peaks) / min(peaks):.2f}"])
-    page.table("Memory of eight devices: the notes' nvidia-smi (MiB), and here",
-               ["", "notes: GPU 0", "GPU 1 to 7", "most / least", "here: 0", "1 to 7", "most / least here"], rows,
-               note="how much more device 0 holds depends on the model and its batch; that DDP's are alike does not")
+        rows.append(
+            [
+                name,
+                f"{told[0]:,}",
+                f"{min(told[1:]):,} to {max(told[1:]):,}",
+                f"{max(told) / min(told):.2f}",
+                size_text(peaks[0]),
+                size_text(max(peaks[1:])),
+                f"{max(peaks) / min(peaks):.2f}",
+            ]
+        )
+    page.table(
+        "Memory of eight devices: the notes' nvidia-smi (MiB), and here",
+        [
+            "",
+            "notes: GPU 0",
+            "GPU 1 to 7",
+            "most / least",
+            "here: 0",
+            "1 to 7",
+            "most / least here",
+        ],
+        rows,
+        note="how much more device 0 holds depends on the model and its batch; that DDP's are "
+        "alike does not",
+    )
 
 
 def lock(page: Page) -> None:
-    """Processors busy at once: a model that is mostly Python, and one that is mostly BLAS; on a clock, and here."""
+    """Processors busy at once: a model that is mostly Python, and one that is mostly BLAS; on a
+    clock, and here."""
     rows = []
-    for name, config, sequences, steps in (("Python: 12 layers of width 8", lab.PYTHON, 4, 2),
-                                           ("BLAS: 1 layer of width 256", lab.BLAS, 4, 1)):
+    for name, config, sequences, steps in (
+        ("Python: 12 layers of width 8", lab.PYTHON, 4, 2),
+        ("BLAS: 1 layer of width 256", lab.BLAS, 4, 1),
+    ):
         for replicas in (1, 4):
             found = lab.turns(config, replicas, sequences=sequences, steps=steps)
             clock, busy = lab.turns_on_a_clock(config, replicas, sequences=sequences)
-            rows.append([name, replicas, f"{1e3 * clock:.1f} ms", f"{busy:.2f}", f"{1e3 * found['seconds']:.1f} ms",
-                         f"{found['cores']:.2f}"])
-    page.table("4 sequences, one BLAS thread a replica", ["", "replicas", "on a clock", "busy", "a step took", "busy"],
-               rows, note=f"clock: each NumPy call holds the lock for {1e6 * lab.HOLD:g} µs, then computes without it "
-                          f"at {lab.FLOPS / 1e9:g} GFLOP/s or {lab.BYTES / 1e9:g} GB/s; each replica has a processor. "
-                          f"took: wall time here, {os.cpu_count()} processors as busy as they are. Replicas of the "
-                          "first model wait for each other's Python; those of the second compute side by side")
+            rows.append(
+                [
+                    name,
+                    replicas,
+                    f"{1e3 * clock:.1f} ms",
+                    f"{busy:.2f}",
+                    f"{1e3 * found['seconds']:.1f} ms",
+                    f"{found['cores']:.2f}",
+                ]
+            )
+    page.table(
+        "4 sequences, one BLAS thread a replica",
+        ["", "replicas", "on a clock", "busy", "a step took", "busy"],
+        rows,
+        note=f"clock: each NumPy call holds the lock for {1e6 * lab.HOLD:g} µs, then computes "
+        f"without it at {lab.FLOPS / 1e9:g} GFLOP/s or {lab.BYTES / 1e9:g} GB/s; each "
+        f"replica has a processor. took: wall time here, {os.cpu_count()} processors as "
+        "busy as they are. Replicas of the first model wait for each other's Python; those "
+        "of the second compute side by side",
+    )
 
 
 def beside_ddp(group: Group, page: Page) -> None:
-    """On a clock by counted calls and bytes, for 1 to 8 devices; and on the wall, on as many as there are ranks."""
+    """On a clock by counted calls and bytes, for 1 to 8 devices; and on the wall, on as many as
+    there are ranks."""
     if group.rank == 0:
         rows = []
         for ranks in (1, 2, 4, 8):
             found = lab.step_on_a_clock(lab.BLAS, ranks, sequences=8)
             dp, ddp = found["dp passes"] + found["dp link"], found["ddp passes"] + found["ddp link"]
-            rows.append([ranks, *(f"{1e3 * found[name]:.1f} ms" for name in lab.PARTS), f"{dp / ddp:.2f}"])
-        page.table("On the clock: 8 sequences, one layer of width 256",
-                   ["devices", "DP: passes", "device 0's link", "DDP: passes", "a rank's link", "DP / DDP"], rows,
-                   note=f"passes: as in section 6. Links carry {lab.LINK / 1e9:g} GB/s; DP's has all that passes "
-                        f"device 0, DDP's the ring's share. DDP hides most of that behind backward, DP nothing")
+            rows.append(
+                [ranks, *(f"{1e3 * found[name]:.1f} ms" for name in lab.PARTS), f"{dp / ddp:.2f}"]
+            )
+        page.table(
+            "On the clock: 8 sequences, one layer of width 256",
+            [
+                "devices",
+                "DP: passes",
+                "device 0's link",
+                "DDP: passes",
+                "a rank's link",
+                "DP / DDP",
+            ],
+            rows,
+            note=f"passes: as in section 6. Links carry {lab.LINK / 1e9:g} GB/s; DP's has all "
+            "that passes device 0, DDP's the ring's share. DDP hides most of that behind "
+            "backward, DP nothing",
+        )
         dp = lab.wall_of(DataParallel(lab.new_model(lab.BLAS), group.size), lab.BLAS, sequences=8)
     group.barrier()
     ddp = lab.wall_of(DDP(lab.new_model(lab.BLAS), group), lab.BLAS, sequences=8)
     if group.rank == 0:
-        page.say(f"Here, {group.size} of each, on {os.cpu_count()} processors as busy as they are: a step of DP takes "
-                 f"{1e3 * dp:.0f} ms, of DDP over {group.transport.name} {1e3 * ddp:.0f} ms.")
+        page.say(
+            f"Here, {group.size} of each, on {os.cpu_count()} processors as busy as they are: a "
+            f"step of DP takes {1e3 * dp:.0f} ms, of DDP over {group.transport.name} "
+            f"{1e3 * ddp:.0f} ms."
+        )
 
 
-# ------------------------------------------------------------------------------------------------------- Break it
+# ----------------------------------------------------------------------------------------- Break it
+
 
 class AveragesTwice(DataParallel):
     """The gradients of a mean, divided by the replicas once more (N0:138)."""
 
-    def loss_of(self, outputs: np.ndarray, targets: np.ndarray, divisor: int) -> tuple[np.ndarray, float]:
+    def loss_of(
+        self, outputs: np.ndarray, targets: np.ndarray, divisor: int
+    ) -> tuple[np.ndarray, float]:
         gradients, loss = super().loss_of(outputs, targets, divisor)
         return gradients / len(self.devices), loss
 
@@ -205,7 +338,9 @@ class AveragesTwice(DataParallel):
 class ScattersTheLoss(DataParallel):
     """The loss itself goes to the replicas, for backward (N0:137)."""
 
-    def loss_of(self, outputs: np.ndarray, targets: np.ndarray, divisor: int) -> tuple[np.ndarray, float]:
+    def loss_of(
+        self, outputs: np.ndarray, targets: np.ndarray, divisor: int
+    ) -> tuple[np.ndarray, float]:
         gradients, loss = super().loss_of(outputs, targets, divisor)
         return np.full_like(gradients, loss), loss
 
@@ -227,7 +362,7 @@ def average_twice() -> None:
 
 def scatter_the_loss() -> None:
     """One number for every output: backward runs, and goes nowhere."""
-    _compare(ScattersTheLoss, "the loss scattered", SGD, 0.5, steps=4)     # a fifth overflows
+    _compare(ScattersTheLoss, "the loss scattered", SGD, 0.5, steps=4)  # a fifth overflows
 
 
 def forget_the_copy() -> None:
@@ -237,14 +372,19 @@ def forget_the_copy() -> None:
 
 def _compare(strategy: Any, name: str, optimizer: Any, lr: float, *, steps: int = 8) -> None:
     right, losses = lab.train(4, optimizer=optimizer, lr=lr, steps=steps, sequences=8)
-    wrong, others = lab.train(4, optimizer=optimizer, lr=lr, steps=steps, sequences=8, strategy=strategy)
+    wrong, others = lab.train(
+        4, optimizer=optimizer, lr=lr, steps=steps, sequences=8, strategy=strategy
+    )
     print(f"{'right:':22s} loss " + " ".join(f"{loss:.4f}" for loss in losses))
     print(f"{name + ':':22s} loss " + " ".join(f"{loss:.4f}" for loss in others))
-    print(f"weights apart by {lab.apart(lab.weights(wrong), lab.weights(right)):.1e} of the largest")
+    print(
+        f"weights apart by {lab.apart(lab.weights(wrong), lab.weights(right)):.1e} of the largest"
+    )
 
 
 def update_the_replicas() -> None:
-    """N1:23 as it stands: each replica updates itself by its own gradient; how far apart are they then?"""
+    """N1:23 as it stands: each replica updates itself by its own gradient; how far apart are they
+    then?"""
     models = [lab.new_model(lab.SMALL) for _ in range(4)]
     optimizers = [SGD(list(model.parameters()), 0.5) for model in models]
     for step in range(5):
@@ -259,15 +399,21 @@ def update_the_replicas() -> None:
 
 
 def too_many_threads() -> None:
-    """Thread thrashing (N1:39): four replicas; in each BLAS takes more processors than there are."""
+    """Thread thrashing (N1:39): four replicas; in each BLAS takes more processors than there
+    are."""
     for threads in (1, 4):
         moments, waited = lab.products_on_a_clock(4, threads)
-        print(f"4 replicas with {threads} BLAS thread{'s' * (threads > 1)} each, 3 products each, on a clock with 2 "
-              f"processors: {moments} moments; {waited / 2 / moments:.0%} of the processors' time is spent in waiting")
+        print(
+            f"4 replicas with {threads} BLAS thread{'s' * (threads > 1)} each, 3 products each, "
+            f"on a clock with 2 processors: {moments} moments; {waited / 2 / moments:.0%} of the "
+            "processors' time is spent in waiting"
+        )
         with threadpool_limits(threads, user_api="blas"):
             seconds = min(lab.products(4) for _ in range(2))
-        print(f"  here, {os.cpu_count()} processors as busy as they are: {1e3 * seconds:.0f} ms for 3 products of "
-              "192 x 192 each")
+        print(
+            f"  here, {os.cpu_count()} processors as busy as they are: {1e3 * seconds:.0f} ms "
+            "for 3 products of 192 x 192 each"
+        )
 
 
 BREAKS = {

@@ -1,4 +1,5 @@
-"""Grades exercise 06: ranks as threads train a small GPT with your functions; one process is the answer key."""
+"""Grades exercise 06: ranks as threads train a small GPT with your functions; one process is the
+answer key."""
 
 import sys
 from collections.abc import Iterator
@@ -42,7 +43,9 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 
 def _batch(step: int) -> tuple[np.ndarray, np.ndarray]:
-    ids = np.random.default_rng(step).integers(0, CONFIG.vocabulary, (SEQUENCES, CONFIG.context + 1))
+    ids = np.random.default_rng(step).integers(
+        0, CONFIG.vocabulary, (SEQUENCES, CONFIG.context + 1)
+    )
     return ids[:, :-1].copy(), ids[:, 1:].copy()
 
 
@@ -61,16 +64,24 @@ def _keys(exercise: ModuleType, servers: int) -> Result:
     sizes = [parameter.size for parameter in _model().parameters()]
     target = max(sum(sizes[key] for key in share) for share in assign(sizes, servers))
     owner = exercise.divide(sizes, servers)
-    loads = [sum(size for size, where in zip(sizes, owner, strict=True) if where == server)
-             for server in range(servers)]
+    loads = [
+        sum(size for size, where in zip(sizes, owner, strict=True) if where == server)
+        for server in range(servers)
+    ]
     alone = servers > 1 and max(loads) == sum(sizes)
     mistake = "one server has all keys" if alone else "divided by number, not by size"
-    return Result(f"{len(sizes)} keys on {servers} servers, the fullest", max(loads) <= target, f"{target} numbers",
-                  f"{max(loads)} numbers", mistake,
-                  "the next key goes where least is so far: section 3 (hole 1)")
+    return Result(
+        f"{len(sizes)} keys on {servers} servers, the fullest",
+        max(loads) <= target,
+        f"{target} numbers",
+        f"{max(loads)} numbers",
+        mistake,
+        "the next key goes where least is so far: section 3 (hole 1)",
+    )
 
 
-# ------------------------------------------------------------------------------------------------ synchronous steps
+# -------------------------------------------------------------------------------- synchronous steps
+
 
 def _job(group: Group, exercise: ModuleType, workers: int) -> np.ndarray:
     """A rank's weights after the steps of the student's functions."""
@@ -86,7 +97,9 @@ def _serial(scale: float = 1.0, rows: slice = slice(None)) -> np.ndarray:
     """One process; `scale` on every gradient, of those `rows` alone."""
     model = _model()
     optimizer = SGD(list(model.parameters()), RATE * scale)
-    single = Single(model, loss=lambda part, divisor: model.loss(part.inputs[rows], part.targets[rows], divisor))
+    single = Single(
+        model, loss=lambda part, divisor: model.loss(part.inputs[rows], part.targets[rows], divisor)
+    )
     for step in range(STEPS):
         single.step(_batch(step), optimizer)
     return _weights(model)
@@ -98,50 +111,95 @@ def _steps(exercise: ModuleType, workers: int) -> Result:
     try:
         ranks = run(_job, exercise, workers, size=workers + 1, limit=LIMIT)
     except CommError as error:
-        return Result(task, False, "every rank returns", type(error).__name__, "the ranks wait for each other",
-                      f"each key is pushed once to its server, and pulled once from there: section 1 (holes 2 to 5); "
-                      f"{str(error).splitlines()[0]}")
+        return Result(
+            task,
+            False,
+            "every rank returns",
+            type(error).__name__,
+            "the ranks wait for each other",
+            "each key is pushed once to its server, and pulled once from there: section 1 "
+            f"(holes 2 to 5); {str(error).splitlines()[0]}",
+        )
     off = _apart(ranks[0], _serial())
     if off < 1e-10:
-        return Result(task, True, "those of one process, to 1e-10", "those of one process, to 1e-10")
+        return Result(
+            task, True, "those of one process, to 1e-10", "those of one process, to 1e-10"
+        )
     first = slice(0, len(part_of(_batch(0), size=workers, rank=0).inputs))
-    last = slice(SEQUENCES - len(part_of(_batch(0), size=workers, rank=workers - 1).inputs), SEQUENCES)
+    last = slice(
+        SEQUENCES - len(part_of(_batch(0), size=workers, rank=workers - 1).inputs), SEQUENCES
+    )
     known = {
-        "averaged": (_serial(1 / workers), "the losses are divided by all targets already, so gradients are summed: "
-                                           "section 2 (hole 4)"),
-        "one worker's gradients alone": (_serial(rows=first), "every worker pushes: section 2 (hole 4)"),
-        "the last worker's gradients alone": (_serial(rows=last), "every worker pushes: section 2 (hole 4)"),
-        "nothing was pulled": (_weights(_model()), "parameter.data[...] = what the server sends: section 1 (hole 3)")}
+        "averaged": (
+            _serial(1 / workers),
+            "the losses are divided by all targets already, so gradients are summed: "
+            "section 2 (hole 4)",
+        ),
+        "one worker's gradients alone": (
+            _serial(rows=first),
+            "every worker pushes: section 2 (hole 4)",
+        ),
+        "the last worker's gradients alone": (
+            _serial(rows=last),
+            "every worker pushes: section 2 (hole 4)",
+        ),
+        "nothing was pulled": (
+            _weights(_model()),
+            "parameter.data[...] = what the server sends: section 1 (hole 3)",
+        ),
+    }
     for mistake, (wrong, advice) in known.items():
         if _apart(ranks[0], wrong) < 1e-9:
-            return Result(task, False, "the weights of one process", f"off by {off:.1e}", mistake, advice)
-    return Result(task, False, "the weights of one process", f"off by {off:.1e}", "wrong weights",
-                  "push, sum, step, pull: sections 1 and 2 (holes 2 to 5)")
+            return Result(
+                task, False, "the weights of one process", f"off by {off:.1e}", mistake, advice
+            )
+    return Result(
+        task,
+        False,
+        "the weights of one process",
+        f"off by {off:.1e}",
+        "wrong weights",
+        "push, sum, step, pull: sections 1 and 2 (holes 2 to 5)",
+    )
 
 
 def _apart(mine: np.ndarray, target: np.ndarray) -> float:
     return float(np.abs(mine - target).max() / np.abs(target).max())
 
 
-# ------------------------------------------------------------------------------------------------ bound and traffic
+# -------------------------------------------------------------------------------- bound and traffic
+
 
 def _bound(exercise: ModuleType) -> Iterator[Result]:
     """Cases of three workers, with the mistake that each of them finds."""
     lost = "a lost worker holds the others up"
-    cases = [((0, [3, 3, 3], {0, 1, 2}, 0), True, "waits although no worker is behind"),
-             ((0, [5, 3, 4], {0, 1, 2}, 2), True, "the bound is one too strict"),
-             ((0, [6, 3, 4], {0, 1, 2}, 2), False, "the bound is one too lax, or compares with the wrong worker"),
-             ((1, [9, 3, 4], {0, 1, 2}, 2), True, "the slow one waits, too"),
-             ((0, [6, 3, 5], {0, 2}, 2), True, lost)]
+    cases = [
+        ((0, [3, 3, 3], {0, 1, 2}, 0), True, "waits although no worker is behind"),
+        ((0, [5, 3, 4], {0, 1, 2}, 2), True, "the bound is one too strict"),
+        (
+            (0, [6, 3, 4], {0, 1, 2}, 2),
+            False,
+            "the bound is one too lax, or compares with the wrong worker",
+        ),
+        ((1, [9, 3, 4], {0, 1, 2}, 2), True, "the slow one waits, too"),
+        ((0, [6, 3, 5], {0, 2}, 2), True, lost),
+    ]
     for arguments, target, mistake in cases:
         worker, done, running, staleness = arguments
         task = f"worker {worker}, steps {done}, running {sorted(running)}, staleness {staleness}"
-        yield expect(task, target, bool(exercise.may_go_on(*arguments)), mistake,
-                     "its steps minus those of the slowest that still runs, at most staleness: section 5 (hole 6)")
+        yield expect(
+            task,
+            target,
+            bool(exercise.may_go_on(*arguments)),
+            mistake,
+            "its steps minus those of the slowest that still runs, at most staleness: section 5 "
+            "(hole 6)",
+        )
 
 
 def _traffic(exercise: ModuleType, workers: int, servers: int) -> Result:
     """The formulas beside the ledger of one step."""
+
     def step(world: Group) -> int:
         server = ParameterServer(_model(), world, servers=servers)
         before = totals(world.ledger)[1]
@@ -151,15 +209,24 @@ def _traffic(exercise: ModuleType, workers: int, servers: int) -> Result:
     nbytes = sum(p.data.nbytes for p in _model().parameters())
     target = sum(run(step, size=workers + servers)) / servers, 4 * (workers - 1) / workers * nbytes
     mine = exercise.link_bytes(nbytes, workers, servers)
-    known = {(workers * nbytes / servers, target[1]): "one direction alone",
-             (2 * workers * nbytes, target[1]): "of all servers together",
-             (2 * nbytes / servers, target[1]): "of one worker alone",
-             (target[0], target[1] / 2): "the ring's one direction alone"}
-    mistake = next((name for wrong, name in known.items() if np.allclose(mine, wrong)), "wrong bytes")
-    return Result(f"in and out of a link, {workers} workers, {servers} servers", bool(np.allclose(mine, target)),
-                  " and ".join(map(size_text, target)), " and ".join(map(size_text, mine)), mistake,
-                  "every worker pushes and pulls everything; a ring's rank sends 2(N-1)/N Ψ and receives as much: "
-                  "section 3 (hole 7)")
+    known = {
+        (workers * nbytes / servers, target[1]): "one direction alone",
+        (2 * workers * nbytes, target[1]): "of all servers together",
+        (2 * nbytes / servers, target[1]): "of one worker alone",
+        (target[0], target[1] / 2): "the ring's one direction alone",
+    }
+    mistake = next(
+        (name for wrong, name in known.items() if np.allclose(mine, wrong)), "wrong bytes"
+    )
+    return Result(
+        f"in and out of a link, {workers} workers, {servers} servers",
+        bool(np.allclose(mine, target)),
+        " and ".join(map(size_text, target)),
+        " and ".join(map(size_text, mine)),
+        mistake,
+        "every worker pushes and pulls everything; a ring's rank sends 2(N-1)/N Ψ and receives "
+        "as much: section 3 (hole 7)",
+    )
 
 
 if __name__ == "__main__":

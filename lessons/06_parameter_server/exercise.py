@@ -1,10 +1,12 @@
-"""Exercise 06: a parameter server by hand: keys, push and pull, the sum, and which worker may go on.
+"""Exercise 06: a parameter server by hand: keys, push and pull, the sum, and which worker may go
+on.
 
-Copy this file (`minidist lesson 06 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 06 DIR/exercise_06.py`. Ranks 0 to workers-1 of the group are workers, rank `workers` is the server.
-What you may use:
+Copy this file (`minidist lesson 06 --copy DIR`), replace each `hole(...)` by your own code, and
+grade it: `minidist check 06 DIR/exercise_06.py`. Ranks 0 to workers-1 of the group are workers,
+rank `workers` is the server. What you may use:
 
-    group.send(x, dst=rank), group.recv(src=rank)   messages from one rank to another arrive in the order they were sent
+    group.send(x, dst=rank), group.recv(src=rank)   messages from one rank to another arrive in the
+                                                    order they were sent
     group.recv(src=rank, out=array)                 what came is written into `array`
     p.data, p.grad                                  arrays of a parameter
 """
@@ -23,7 +25,8 @@ def divide(sizes, servers):
 
 
 def plain_worker(model, group, workers, batches):
-    """A worker of one server, which is rank `workers` of the group: push every gradient, pull every weight."""
+    """A worker of one server, which is rank `workers` of the group: push every gradient, pull every
+    weight."""
     for inputs, targets in batches:
         part = part_of((inputs, targets), size=workers, rank=group.rank)
         model.loss(part.inputs, part.targets, divisor=targets.size).backward()
@@ -48,11 +51,19 @@ def plain_server(model, optimizer, group, workers, steps):
 def may_go_on(worker, done, running, staleness):
     """Whether `worker` may begin its next step: it may be at most `staleness` steps ahead.
 
-    Args: done: steps that each worker has done; running: the workers that are still at work, neither finished nor lost.
+    Args: done: steps that each worker has done; running: the workers that are still at work,
+    neither finished nor lost.
     """
-    return hole(6, "compare its steps with those of the slowest that counts (section 5)", worker, done, running)
+    return hole(
+        6,
+        "compare its steps with those of the slowest that counts (section 5)",
+        worker,
+        done,
+        running,
+    )
 
 
 def link_bytes(model_bytes, workers, servers):
-    """(bytes in and out of each server in a step if keys divide evenly, bytes in and out of a rank of a ring)."""
+    """(bytes in and out of each server in a step if keys divide evenly, bytes in and out of a rank
+    of a ring)."""
     return hole(7, "the two formulas of section 3", model_bytes, workers, servers)

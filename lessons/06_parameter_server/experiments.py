@@ -1,4 +1,5 @@
-"""What lesson 06's tables, figure and break-its share: jobs of workers and servers, some of them slow or lost."""
+"""What lesson 06's tables, figure and break-its share: jobs of workers and servers, some of them
+slow or lost."""
 
 import os
 import signal
@@ -57,11 +58,21 @@ def serial(steps: int, optimizer: Any = Adam) -> np.ndarray:
     return weights(model)
 
 
-def train(group: Group, *, steps: int, slow: dict[int, float] | None = None, dies: dict[int, int] | None = None,
-          strategy: Any = ParameterServer, optimizer: Any = Adam, lr: float = RATE, **options: Any) -> dict[str, Any]:
+def train(
+    group: Group,
+    *,
+    steps: int,
+    slow: dict[int, float] | None = None,
+    dies: dict[int, int] | None = None,
+    strategy: Any = ParameterServer,
+    optimizer: Any = Adam,
+    lr: float = RATE,
+    **options: Any,
+) -> dict[str, Any]:
     """One rank's part of a job: what it held, when its steps ended, its spans, a server's record.
 
-    Args:    slow: seconds that a rank sleeps before each of its steps; dies: in which step a rank ends.
+    Args:    slow: seconds that a rank sleeps before each of its steps; dies: in which step a rank
+             ends.
              options: of ParameterServer.
     """
     timeline, model = Timeline(group.rank), new_model()
@@ -81,12 +92,28 @@ def train(group: Group, *, steps: int, slow: dict[int, float] | None = None, die
     if hasattr(server, "finish"):
         server.finish()
     serves = getattr(server, "serves", False)
-    return {"weights": None if serves else weights(model), "losses": losses, "ends": ends,
-            "held_out": None if serves else held_out_loss(model), "serves": serves,
-            "spans": [[span.name, span.start - begin, span.stop - begin, span.details.get("worker"),
-                       span.details.get("stale")] for span in timeline.spans],
-            "record": [list(update) for update in getattr(server, "record", [])],
-            "lost": {worker: str(error).splitlines()[0] for worker, error in getattr(server, "lost", {}).items()}}
+    return {
+        "weights": None if serves else weights(model),
+        "losses": losses,
+        "ends": ends,
+        "held_out": None if serves else held_out_loss(model),
+        "serves": serves,
+        "spans": [
+            [
+                span.name,
+                span.start - begin,
+                span.stop - begin,
+                span.details.get("worker"),
+                span.details.get("stale"),
+            ]
+            for span in timeline.spans
+        ],
+        "record": [list(update) for update in getattr(server, "record", [])],
+        "lost": {
+            worker: str(error).splitlines()[0]
+            for worker, error in getattr(server, "lost", {}).items()
+        },
+    }
 
 
 def die(group: Group) -> None:
@@ -96,30 +123,46 @@ def die(group: Group) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def job(workers: int, *, servers: int = 1, transport: str = "threads", **options: Any) -> list[dict[str, Any]]:
+def job(
+    workers: int, *, servers: int = 1, transport: str = "threads", **options: Any
+) -> list[dict[str, Any]]:
     """`train` on ranks of our own; None for a rank that was lost."""
-    return md.run(lambda world: train(world, servers=servers, **options), size=workers + servers, transport=transport)
+    return md.run(
+        lambda world: train(world, servers=servers, **options),
+        size=workers + servers,
+        transport=transport,
+    )
 
 
 def replayed(ranks: list[dict[str, Any]], workers: int) -> np.ndarray:
     """The weights after the same updates in one process."""
-    records = [[Update(worker, step, tuple(versions), lr) for worker, step, versions, lr in rank["record"]]
-               for rank in ranks[workers:]]
+    records = [
+        [Update(worker, step, tuple(versions), lr) for worker, step, versions, lr in rank["record"]]
+        for rank in ranks[workers:]
+    ]
     model = new_model()
     replay(model, records, batch, lambda pieces: Adam(pieces, RATE), workers=workers)
     return weights(model)
 
 
-def on_a_clock(steps: int, seconds: list[float], bound: int | None) -> tuple[list[Update], list[float]]:
-    """An asynchronous server's updates, and when it makes each, if worker w takes `seconds[w]` for every step.
+def on_a_clock(
+    steps: int, seconds: list[float], bound: int | None
+) -> tuple[list[Update], list[float]]:
+    """An asynchronous server's updates, and when it makes each, if worker w takes `seconds[w]` for
+    every step.
 
-    A worker reads the weights when its next step may begin: at once, or when it is no more than `bound` steps ahead.
+    A worker reads the weights when its next step may begin: at once, or when it is no more than
+    `bound` steps ahead.
     """
     updates, ends = list[Update](), list[float]()
     done, read, busy, now = [0] * len(seconds), [0] * len(seconds), dict[int, float](), 0.0
     while len(updates) < steps * len(seconds):
         for worker, count in enumerate(done):
-            if worker not in busy and count < steps and (bound is None or count - min(done) <= bound):
+            if (
+                worker not in busy
+                and count < steps
+                and (bound is None or count - min(done) <= bound)
+            ):
                 busy[worker], read[worker] = now + seconds[worker], len(updates)
         now, worker = min((end, worker) for worker, end in busy.items())
         del busy[worker]
@@ -137,14 +180,20 @@ def loss_after(updates: list[Update], workers: int) -> float:
 
 
 def traffic(workers: int, servers: int = 1) -> dict[str, int]:
-    """Bytes of one synchronous step: what the fullest server sends and receives; of a ring of as many ranks, a rank."""
+    """Bytes of one synchronous step: what the fullest server sends and receives; of a ring of as
+    many ranks, a rank."""
+
     def step(world: Group) -> tuple[int, int, int]:
         model = new_model()
         server = ParameterServer(model, world, servers=servers)
         before = sum(world.ledger.sent_bytes().get("world", {}).values())
         server.step(batch(0), Adam(server.parameters, RATE))
         own = sum(shard.nbytes for shard in server.shards)
-        return sum(world.ledger.sent_bytes().get("world", {}).values()) - before, own, int(server.serves)
+        return (
+            sum(world.ledger.sent_bytes().get("world", {}).values()) - before,
+            own,
+            int(server.serves),
+        )
 
     def ring(world: Group) -> int:
         model = new_model()
@@ -154,13 +203,17 @@ def traffic(workers: int, servers: int = 1) -> dict[str, int]:
 
     ranks = md.run(step, size=workers + servers)
     sent = max(nbytes for nbytes, _, serves in ranks if serves)
-    return {"sent": sent, "received": max(own for _, own, serves in ranks if serves) * workers,
-            "pushed": sum(nbytes for nbytes, _, serves in ranks if not serves),
-            "given": sum(nbytes for nbytes, _, serves in ranks if serves),
-            "model": sum(p.data.nbytes for p in new_model().parameters()),
-            "ring": max(md.run(ring, size=workers))}
+    return {
+        "sent": sent,
+        "received": max(own for _, own, serves in ranks if serves) * workers,
+        "pushed": sum(nbytes for nbytes, _, serves in ranks if not serves),
+        "given": sum(nbytes for nbytes, _, serves in ranks if serves),
+        "model": sum(p.data.nbytes for p in new_model().parameters()),
+        "ring": max(md.run(ring, size=workers)),
+    }
 
 
 def staleness(rank: dict[str, Any]) -> list[tuple[int, int]]:
-    """(worker, updates that others had made since it read its weights) of each of a server's updates."""
+    """(worker, updates that others had made since it read its weights) of each of a server's
+    updates."""
     return [(worker, stale) for name, _, _, worker, stale in rank["spans"] if name == "update"]

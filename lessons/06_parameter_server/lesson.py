@@ -1,16 +1,15 @@
-"""Lesson 06: the parameter server: equal to one process, or to its replay; its traffic; stragglers; the lost.
+"""Lesson 06: the parameter server: equal to one process, or to its replay; its traffic; stragglers;
+the lost.
 
-    mpirun -n 4 python lessons/06_parameter_server/lesson.py
-    python lessons/06_parameter_server/lesson.py                        # alone: four ranks as threads
-    python lessons/06_parameter_server/lesson.py --break no-bound       # see README.md, section 9
+mpirun -n 4 python lessons/06_parameter_server/lesson.py
+python lessons/06_parameter_server/lesson.py                        # alone: four ranks as threads
+python lessons/06_parameter_server/lesson.py --break no-bound       # see README.md, section 9
 """
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import Break, arguments, run_lesson
 
 import minidist as md
 from minidist.comm.cost.volume import FORMULAS, Case
@@ -20,6 +19,8 @@ from minidist.device import account
 from minidist.device.backend import random_bits
 from minidist.errors import PeerLostError
 from minidist.grading import load_module
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.nn import GPTConfig
 from minidist.observe.records import gather_records
 from minidist.optim import SGD, Adam
@@ -29,7 +30,7 @@ from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "06")
 STEPS, NAP = 6, 0.02
-SLOW = 4.0                  # seconds of a slow worker's step, where the others take 1, on the virtual clock
+SLOW = 4.0  # seconds of a slow worker's step, where the others take 1, on the virtual clock
 
 
 def tour(group: Group, page: Page) -> None:
@@ -52,7 +53,8 @@ def tour(group: Group, page: Page) -> None:
     group.barrier()
 
 
-# ---------------------------------------------------------------------------------------------------- 1 equality
+# --------------------------------------------------------------------------------------- 1 equality
+
 
 def equal_weights(group: Group, page: Page) -> None:
     """Plain loop and library, one server and two, beside one process."""
@@ -66,9 +68,14 @@ def equal_weights(group: Group, page: Page) -> None:
     for servers in range(1, min(3, group.size)):
         mine = lab.train(group, steps=STEPS, servers=servers)["weights"]
         if group.rank == 0:
-            rows.append(["ParameterServer", f"{group.size - servers} + {servers}", *_beside(mine, target)])
-    page.table(f"Rank 0's weights after {STEPS} steps, float64, Adam on the server",
-               ["", "workers + servers", "off one process by", ""], rows)
+            rows.append(
+                ["ParameterServer", f"{group.size - servers} + {servers}", *_beside(mine, target)]
+            )
+    page.table(
+        f"Rank 0's weights after {STEPS} steps, float64, Adam on the server",
+        ["", "workers + servers", "off one process by", ""],
+        rows,
+    )
 
 
 def _beside(mine: np.ndarray, target: np.ndarray) -> tuple[str, str]:
@@ -76,7 +83,8 @@ def _beside(mine: np.ndarray, target: np.ndarray) -> tuple[str, str]:
     return f"{error:.1e}", "ok" if error < 1e-10 else "off"
 
 
-# ------------------------------------------------------------------------------------------------------ 2 traffic
+# ---------------------------------------------------------------------------------------- 2 traffic
+
 
 def traffic(page: Page) -> None:
     """Bytes through one server by the number of workers, and through the fullest of several."""
@@ -85,103 +93,188 @@ def traffic(page: Page) -> None:
         found = lab.traffic(workers)
         nbytes = found["model"]
         ring = FORMULAS["all_reduce", "ring"].bytes_of(Case(size=workers, nbytes=nbytes)) / workers
-        rows.append([workers, size_text(found["sent"] + found["pushed"]), size_text(2 * workers * nbytes),
-                     verdict(found["sent"] + found["pushed"], 2 * workers * nbytes), size_text(2 * found["ring"]),
-                     size_text(2 * ring), verdict(found["ring"], ring, 0.01)])
-    page.table(f"One step, Ψ = {size_text(nbytes)} of parameters: in and out of the server, and of a rank of a ring",
-               ["workers", "server", "2NΨ", "", "a rank", "4(N-1)/N Ψ", ""], rows)
+        rows.append(
+            [
+                workers,
+                size_text(found["sent"] + found["pushed"]),
+                size_text(2 * workers * nbytes),
+                verdict(found["sent"] + found["pushed"], 2 * workers * nbytes),
+                size_text(2 * found["ring"]),
+                size_text(2 * ring),
+                verdict(found["ring"], ring, 0.01),
+            ]
+        )
+    page.table(
+        f"One step, Ψ = {size_text(nbytes)} of parameters: in and out of the server, and of a "
+        "rank of a ring",
+        ["workers", "server", "2NΨ", "", "a rank", "4(N-1)/N Ψ", ""],
+        rows,
+    )
     rows = []
     for servers in (1, 2, 3):
         found = lab.traffic(4, servers)
-        rows.append([servers, size_text(found["sent"] + found["received"]), size_text(2 * 4 * nbytes / servers),
-                     size_text(found["pushed"] + found["given"]), size_text(2 * 4 * nbytes),
-                     verdict(found["pushed"] + found["given"], 2 * 4 * nbytes)])
-    page.table("4 workers: keys divided among servers by size",
-               ["servers", "the fullest", "2NΨ/S", "all servers", "2NΨ", ""], rows,
-               note="a key is never cut, so the fullest server has up to one key more than its share")
+        rows.append(
+            [
+                servers,
+                size_text(found["sent"] + found["received"]),
+                size_text(2 * 4 * nbytes / servers),
+                size_text(found["pushed"] + found["given"]),
+                size_text(2 * 4 * nbytes),
+                verdict(found["pushed"] + found["given"], 2 * 4 * nbytes),
+            ]
+        )
+    page.table(
+        "4 workers: keys divided among servers by size",
+        ["servers", "the fullest", "2NΨ/S", "all servers", "2NΨ", ""],
+        rows,
+        note="a key is never cut, so the fullest server has up to one key more than its share",
+    )
 
 
-# -------------------------------------------------------------------------------------------------- 3 stragglers
+# ------------------------------------------------------------------------------------- 3 stragglers
+
 
 def stragglers(group: Group, page: Page) -> None:
     """How long rank 0's steps take while the last worker naps in each of its own."""
     slow = {group.size - 2: NAP} if group.size > 2 else {}
     rows = []
-    for name, options in (("all-reduce (DDP)", None), ("synchronous", {}),
-                          ("asynchronous, staleness 2", {"asynchronous": True, "staleness": 2}),
-                          ("asynchronous, any staleness", {"asynchronous": True, "staleness": None})):
+    for name, options in (
+        ("all-reduce (DDP)", None),
+        ("synchronous", {}),
+        ("asynchronous, staleness 2", {"asynchronous": True, "staleness": 2}),
+        ("asynchronous, any staleness", {"asynchronous": True, "staleness": None}),
+    ):
         job = {"strategy": DDP} if options is None else {"servers": 1, **options}
         mine = lab.train(group, steps=STEPS, slow=slow, **job)
-        rows.append([name, f"{1e3 * mine['ends'][STEPS - 3] / (STEPS - 2):.1f} ms", f"{1e3 * mine['ends'][-1]:.0f} ms"])
-    title, note = (f"One of the ranks naps {1e3 * NAP:.0f} ms before each of {STEPS} steps",
-                   "with any staleness rank 0 does not wait for it; with a bound it does, when it is so far ahead")
+        rows.append(
+            [
+                name,
+                f"{1e3 * mine['ends'][STEPS - 3] / (STEPS - 2):.1f} ms",
+                f"{1e3 * mine['ends'][-1]:.0f} ms",
+            ]
+        )
+    title, note = (
+        f"One of the ranks naps {1e3 * NAP:.0f} ms before each of {STEPS} steps",
+        "with any staleness rank 0 does not wait for it; with a bound it does, when it is so "
+        "far ahead",
+    )
     if not slow:
-        title, note = f"{STEPS} steps, and no worker naps", "rank 0 is the only worker: start three ranks or more"
+        title, note = (
+            f"{STEPS} steps, and no worker naps",
+            "rank 0 is the only worker: start three ranks or more",
+        )
     page.table(title, ["", "rank 0: a step", "rank 0: all steps"], rows, note=note)
 
 
-# --------------------------------------------------------------------------------------------------- 4 staleness
+# -------------------------------------------------------------------------------------- 4 staleness
+
 
 def stale(group: Group, page: Page) -> None:
-    """Asynchronous runs by staleness bound: how stale updates were, the replay's weights, the loss."""
+    """Asynchronous runs by staleness bound: how stale updates were, the replay's weights, the
+    loss."""
     workers, rows = group.size - 1, []
     slow = {workers - 1: NAP} if workers > 1 else {}
     for bound in (0, 2, None):
-        ranks = gather_records(group, lab.train(group, steps=STEPS, slow=slow, servers=1, asynchronous=True,
-                                                staleness=bound))
+        ranks = gather_records(
+            group,
+            lab.train(group, steps=STEPS, slow=slow, servers=1, asynchronous=True, staleness=bound),
+        )
         if ranks is None:
             continue
         seen = [late for _, late in lab.staleness(ranks[workers])]
         error = float(np.abs(ranks[0]["weights"] - lab.replayed(ranks, workers)).max())
-        rows.append([bound if bound is not None else "any", len(seen), f"{np.mean(seen):.1f}", max(seen),
-                     f"{ranks[0]['held_out']:.3f}", f"{error:.0e}", "ok" if error < 1e-10 else "off"])
-    page.table(f"{plural(workers, 'worker')}, {STEPS} steps each" + ", one of them slow" * bool(slow),
-               ["staleness", "updates", "mean late", "most", "held-out loss", "off its replay", ""], rows,
-               note="late: updates that others made between a worker's reading the weights and its own update")
+        rows.append(
+            [
+                bound if bound is not None else "any",
+                len(seen),
+                f"{np.mean(seen):.1f}",
+                max(seen),
+                f"{ranks[0]['held_out']:.3f}",
+                f"{error:.0e}",
+                "ok" if error < 1e-10 else "off",
+            ]
+        )
+    page.table(
+        f"{plural(workers, 'worker')}, {STEPS} steps each" + ", one of them slow" * bool(slow),
+        ["staleness", "updates", "mean late", "most", "held-out loss", "off its replay", ""],
+        rows,
+        note="late: updates that others made between a worker's reading the weights and its own "
+        "update",
+    )
 
 
-# -------------------------------------------------------------------------------------------------------- 5 lost
+# ------------------------------------------------------------------------------------------- 5 lost
+
 
 def lost(page: Page) -> None:
     """Three workers of an asynchronous job; the second ends in step 3."""
     ranks = lab.job(3, steps=STEPS, dies={1: 3}, asynchronous=True, staleness=1)
     done = [sum(update[0] == worker for update in ranks[3]["record"]) for worker in range(3)]
-    rows = [[f"worker {worker}", done[worker], "lost" if ranks[worker] is None else "finished"] for worker in range(3)]
-    page.table(f"Steps of {STEPS} that the server saw", ["", "steps", ""], rows,
-               note=ranks[3]["lost"][1].split(" (at")[0])
+    rows = [
+        [f"worker {worker}", done[worker], "lost" if ranks[worker] is None else "finished"]
+        for worker in range(3)
+    ]
+    page.table(
+        f"Steps of {STEPS} that the server saw",
+        ["", "steps", ""],
+        rows,
+        note=ranks[3]["lost"][1].split(" (at")[0],
+    )
 
 
-# ------------------------------------------------------------------------------------------------------ 6 digits
+# ----------------------------------------------------------------------------------------- 6 digits
 
 KINDS: dict[str, dict[str, Any]] = {
-    "float32, float32": {}, "float32, float64": {"server_dtype": "float64"}, "bf16, float32": {"precision": "bf16"}}
+    "float32, float32": {},
+    "float32, float64": {"server_dtype": "float64"},
+    "bf16, float32": {"precision": "bf16"},
+}
 """Workers' weights and gradients, servers' masters and sums."""
 EACH = {"float32, float32": (4, 16), "float32, float64": (4, 36), "bf16, float32": (2, 18)}
-"""Bytes a parameter: pushed by a worker, kept by the servers (what is sent, masters, sums, m and v)."""
+"""Bytes a parameter: pushed by a worker, kept by the servers (what is sent, masters, sums, m and
+v)."""
 
 
 def digits(page: Page) -> None:
-    """Two workers and a server by their dtypes: what travels, what the server keeps, how far from float64."""
+    """Two workers and a server by their dtypes: what travels, what the server keeps, how far from
+    float64."""
     exact, rows = md.run(trained, {}, "float64", size=1)[0]["weights"], []
     for name, kind in KINDS.items():
         ranks = md.run(trained, {**kind, "strategy": "parameter-server"}, "float32", size=3)
         count, (pushed, kept) = sum(array.size for array in exact.values()), EACH[name]
-        error = max(float(np.abs(ranks[0]["weights"][key] - array).max()) for key, array in exact.items())
-        rows.append([name, ranks[0]["sent"], verdict(ranks[0]["sent"], pushed * count), ranks[2]["kept"],
-                     verdict(ranks[2]["kept"], kept * count), f"{error:.1e}"])
-    page.table(f"{STEPS} steps, two workers and a server, {count:,} parameters",
-               ["workers, servers", "a worker pushes", "", "the server keeps", "", "off float64 by"], rows,
-               note="bytes, a step and between steps; the last column: of the weights that servers tell, beside "
-                    "one process in float64")
+        error = max(
+            float(np.abs(ranks[0]["weights"][key] - array).max()) for key, array in exact.items()
+        )
+        rows.append(
+            [
+                name,
+                ranks[0]["sent"],
+                verdict(ranks[0]["sent"], pushed * count),
+                ranks[2]["kept"],
+                verdict(ranks[2]["kept"], kept * count),
+                f"{error:.1e}",
+            ]
+        )
+    page.table(
+        f"{STEPS} steps, two workers and a server, {count:,} parameters",
+        ["workers, servers", "a worker pushes", "", "the server keeps", "", "off float64 by"],
+        rows,
+        note="bytes, a step and between steps; the last column: of the weights that servers "
+        "tell, beside one process in float64",
+    )
 
 
 def trained(world: Group, plan: dict[str, Any], dtype: str) -> dict[str, Any]:
     """What a rank sent in a step, holds between steps, and the run's weights."""
     config = GPTConfig(vocabulary=32, context=8, layers=1, width=32, heads=4, dtype=dtype)
     with account.use(account.MemoryAccount()) as memory:
-        trainer = Trainer(Plan(dp=world.size, **plan), config, world, seed=1, optimizer="adam", lr=1e-3, clip=None)
+        trainer = Trainer(
+            Plan(dp=world.size, **plan), config, world, seed=1, optimizer="adam", lr=1e-3, clip=None
+        )
         for step in range(STEPS):
-            ids = (random_bits(f"lesson 06, step {step}", 0, range(4 * 9)) % np.uint64(32)).astype(np.int64)
+            ids = (random_bits(f"lesson 06, step {step}", 0, range(4 * 9)) % np.uint64(32)).astype(
+                np.int64
+            )
             rows = ids.reshape(4, 9)
             trainer.step((rows[:, :-1], rows[:, 1:]))
         kept = sum(memory.now[kind] for kind in ("parameters", "gradients", "optimizer"))
@@ -191,10 +284,12 @@ def trained(world: Group, plan: dict[str, Any], dtype: str) -> dict[str, Any]:
     return result
 
 
-# ------------------------------------------------------------------------------------------------------- Break it
+# ----------------------------------------------------------------------------------------- Break it
+
 
 class PushesTwice(ParameterServer):
-    """A worker that is not sure whether its push has come, and pushes again; the server adds up what comes."""
+    """A worker that is not sure whether its push has come, and pushes again; the server adds up
+    what comes."""
 
     def gradients(self, batch: Any, accumulate: int) -> float:
         loss = super().gradients(batch, accumulate)
@@ -206,27 +301,46 @@ class PushesTwice(ParameterServer):
 
 
 def push_twice() -> None:
-    """The weights beside one process's, with SGD and Adam: right, and with one worker's gradients counted twice."""
+    """The weights beside one process's, with SGD and Adam: right, and with one worker's gradients
+    counted twice."""
     for optimizer in (SGD, Adam):
         target = lab.serial(8, optimizer)
         for name, strategy in (("right", ParameterServer), ("worker 0 pushes twice", PushesTwice)):
             mine = lab.job(3, steps=8, strategy=strategy, optimizer=optimizer)[0]["weights"]
-            print(f"{optimizer.__name__}, {name}: off one process by {np.abs(mine - target).max():.1e}")
+            print(
+                f"{optimizer.__name__}, {name}: off one process by "
+                f"{np.abs(mine - target).max():.1e}"
+            )
 
 
 def no_bound() -> None:
-    """A very slow worker, with and without a bound: how late its updates are when they come, on a clock and here."""
+    """A very slow worker, with and without a bound: how late its updates are when they come, on a
+    clock and here."""
     for bound in (1, None):
         updates, ends = lab.on_a_clock(12, [1.0, 1.0, SLOW], bound)
-        late = [number - update.versions[0] for number, update in enumerate(updates) if update.worker == 2]
-        last = next(end for update, end in zip(updates, ends, strict=True) if (update.worker, update.step) == (0, 11))
-        print(f"staleness {bound if bound is not None else 'any'}, on a clock on which a step takes workers 0 and 1 "
-              f"one second and worker 2 {SLOW:g}:\n  rank 0 has done its 12 steps after {last:g} s; the slow worker's "
-              f"updates are late by {late}; held-out loss {lab.loss_after(updates, 3):.3f}")
+        late = [
+            number - update.versions[0]
+            for number, update in enumerate(updates)
+            if update.worker == 2
+        ]
+        last = next(
+            end
+            for update, end in zip(updates, ends, strict=True)
+            if (update.worker, update.step) == (0, 11)
+        )
+        print(
+            f"staleness {bound if bound is not None else 'any'}, on a clock on which a step "
+            "takes workers 0 and 1 "
+            f"one second and worker 2 {SLOW:g}:\n  rank 0 has done its 12 steps after {last:g} "
+            "s; the slow worker's "
+            f"updates are late by {late}; held-out loss {lab.loss_after(updates, 3):.3f}"
+        )
         ranks = lab.job(3, steps=12, slow={2: NAP}, asynchronous=True, staleness=bound)
         late = [stale for worker, stale in lab.staleness(ranks[3]) if worker == 2]
-        print(f"  here, where worker 2 naps {1e3 * NAP:.0f} ms: after {1e3 * ranks[0]['ends'][-1]:.0f} ms; "
-              f"late by {late}")
+        print(
+            f"  here, where worker 2 naps {1e3 * NAP:.0f} ms: after "
+            f"{1e3 * ranks[0]['ends'][-1]:.0f} ms; late by {late}"
+        )
 
 
 def lose_a_worker() -> None:
@@ -240,6 +354,7 @@ def lose_a_worker() -> None:
 
 def lose_a_server() -> None:
     """The server's process is killed: no other rank has its keys."""
+
     def job(world: Group) -> None:
         model = lab.new_model()
         server = ParameterServer(model, world, servers=2)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from minidist.lessons.running import Break
 
 import minidist as md
 from minidist.comm.group import Group
@@ -13,6 +12,7 @@ from minidist.comm.transports.throttled import delayed
 from minidist.console import plural, size_text
 from minidist.errors import MismatchError
 from minidist.grading import load_module
+from minidist.lessons.running import Break
 from minidist.optim import SGD, Adam
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.step.step import part_of
@@ -25,10 +25,15 @@ def per_epoch() -> None:
     run = md.run(partial(lab.drift, epochs=3), "epoch", size=4)[0]
     for step, distance in enumerate(run["apart"]):
         epoch, batch = divmod(step, run["batches"])
-        print(f"epoch {epoch + 1} batch {batch + 1:2d}: apart {distance:.3f}  {'#' * int(100 * distance)}")
+        print(
+            f"epoch {epoch + 1} batch {batch + 1:2d}: apart {distance:.3f}  "
+            f"{'#' * int(100 * distance)}"
+        )
         if batch + 1 == run["batches"]:
-            print(f"    held-out loss of rank 0's replica {run['own'][epoch]:.3f}, "
-                  f"of the mean of all {run['mean'][epoch]:.3f}")
+            print(
+                f"    held-out loss of rank 0's replica {run['own'][epoch]:.3f}, "
+                f"of the mean of all {run['mean'][epoch]:.3f}"
+            )
 
 
 def average_twice() -> None:
@@ -45,8 +50,12 @@ def average_twice() -> None:
         return lab.held_out_loss(model)
 
     for name, optimizer_class, lr in (("SGD", SGD, 0.5), ("Adam", Adam, 0.01)):
-        right, wrong = (md.run(train, optimizer_class, lr, factor, size=4)[0] for factor in (1.0, 0.25))
-        print(f"{name:4s}: loss after 40 steps {right:.4f}; with gradients averaged twice {wrong:.4f}")
+        right, wrong = (
+            md.run(train, optimizer_class, lr, factor, size=4)[0] for factor in (1.0, 0.25)
+        )
+        print(
+            f"{name:4s}: loss after 40 steps {right:.4f}; with gradients averaged twice {wrong:.4f}"
+        )
 
 
 def local_tokens() -> None:
@@ -60,11 +69,16 @@ def local_tokens() -> None:
         alone.loss(inputs, targets, divisor=targets.size).backward()
         model.loss(inputs[mine], targets[mine], divisor=targets[mine].size).backward()
         total = group.all_reduce(lab.gradients(model), op="mean")
-        return float(np.linalg.norm(total - lab.gradients(alone)) / np.linalg.norm(lab.gradients(alone)))
+        return float(
+            np.linalg.norm(total - lab.gradients(alone)) / np.linalg.norm(lab.gradients(alone))
+        )
 
     for first in (1, 2, 4, 8):
         off = md.run(error, first, size=4)[0]
-        print(f"rank 0 has {plural(first, 'sequence')}, ranks 1 to 3 one each: the gradient is off by {off:.1%}")
+        print(
+            f"rank 0 has {plural(first, 'sequence')}, ranks 1 to 3 one each: the gradient is off "
+            f"by {off:.1%}"
+        )
 
 
 def different_seeds() -> None:
@@ -73,17 +87,22 @@ def different_seeds() -> None:
 
 
 def one_bucket() -> None:
-    """Everything in one bucket: nothing can start before backward ends. Counted in bytes, the same on every machine."""
+    """Everything in one bucket: nothing can start before backward ends. Counted in bytes, the same
+    on every machine."""
 
     def sizes_of(group: Group, bucket_bytes: int) -> list[int]:
         ddp = DDP(lab.new_model(lab.TIMED), group, bucket_bytes=bucket_bytes)
         return [bucket.data.nbytes for bucket in ddp.buckets]
 
-    for name, bucket_bytes in (("one bucket for everything", 1 << 30),
-                               (f"buckets of {size_text(lab.BUCKET)}", lab.BUCKET)):
+    for name, bucket_bytes in (
+        ("one bucket for everything", 1 << 30),
+        (f"buckets of {size_text(lab.BUCKET)}", lab.BUCKET),
+    ):
         sizes = md.run(sizes_of, bucket_bytes, size=2)[0]
-        print(f"{name}: {sizes[-1] / sum(sizes):.0%} of the gradients' bytes set out with backward's last gradient, "
-              "when nothing is left to hide them")
+        print(
+            f"{name}: {sizes[-1] / sum(sizes):.0%} of the gradients' bytes set out with "
+            "backward's last gradient, when nothing is left to hide them"
+        )
 
 
 def step_early() -> None:
@@ -93,12 +112,14 @@ def step_early() -> None:
         model = lab.new_model(lab.SMALL)
         parameters, distances = list(model.parameters()), []
         optimizer = Adam(parameters, 1e-2)
-        with delayed(group, alpha=2e-4, beta=1e-8) as slow:         # a fast link would often be in time
+        with delayed(group, alpha=2e-4, beta=1e-8) as slow:  # a fast link would often be in time
             for step in range(4):
                 batch = lab.global_batch(lab.SMALL, step)
                 part = part_of(batch, size=group.size, rank=group.rank)
                 model.loss(part.inputs, part.targets, divisor=batch[1].size).backward()
-                handles = [slow.start_all_reduce(p.grad, out=p.grad, algorithm="ring") for p in parameters]
+                handles = [
+                    slow.start_all_reduce(p.grad, out=p.grad, algorithm="ring") for p in parameters
+                ]
                 if not waits:
                     optimizer.step()
                 for handle in handles:
@@ -111,7 +132,10 @@ def step_early() -> None:
 
     for name, waits in (("waits for the sums", True), ("steps at once", False)):
         distances = md.run(job, waits, size=4)[0]
-        print(f"{name:18s}: replicas apart by {', '.join(f'{distance:.1e}' for distance in distances)} after each step")
+        print(
+            f"{name:18s}: replicas apart by "
+            f"{', '.join(f'{distance:.1e}' for distance in distances)} after each step"
+        )
 
 
 BREAKS = {

@@ -1,4 +1,5 @@
-"""Grades exercise 07: ranks as threads train a small GPT with your functions; one process is the answer key."""
+"""Grades exercise 07: ranks as threads train a small GPT with your functions; one process is the
+answer key."""
 
 import sys
 from collections.abc import Iterator
@@ -6,20 +7,21 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
-from minidist.lessons.late_group import LateGroup
 
 from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.errors import CommError
 from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
+from minidist.lessons.late_group import LateGroup
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD
 from minidist.parallel.data.ddp import plain_ddp
 from minidist.parallel.step.step import part_of
 
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=2, width=8, heads=2, dtype="float64")
-SEQUENCES = (3, 1, 2)  # of ranks 0, 1, 2 in every batch: uneven, as the last batch of an epoch often is
+# of ranks 0, 1, 2 in every batch: uneven, as the last batch of an epoch often is
+SEQUENCES = (3, 1, 2)
 LIMIT, BUCKET = 60.0, 2048
 EPOCHS, BATCHES = 2, 3
 
@@ -57,9 +59,14 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
         try:
             ranks = run(_one_backward, exercise, size=size, limit=LIMIT)
         except CommError as error:
-            yield Result(f"one backward on {size} ranks ends", False, "every rank returns", type(error).__name__,
-                         "the ranks wait for each other",
-                         f"start each bucket once in each backward: section 3.2; {error}")
+            yield Result(
+                f"one backward on {size} ranks ends",
+                False,
+                "every rank returns",
+                type(error).__name__,
+                "the ranks wait for each other",
+                f"start each bucket once in each backward: section 3.2; {error}",
+            )
             return
         yield _final(size, ranks)
         yield _gradients(size, ranks)
@@ -67,25 +74,37 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
     try:
         yield _training(run(_train, exercise, size=3, limit=LIMIT))
     except CommError as error:
-        yield Result(f"{EPOCHS} epochs on 3 ranks end", False, "every rank returns", type(error).__name__,
-                     "the ranks wait for each other", f"every rank synchronises in every batch: section 5 (hole 6); "
-                     f"{error}")
+        yield Result(
+            f"{EPOCHS} epochs on 3 ranks end",
+            False,
+            "every rank returns",
+            type(error).__name__,
+            "the ranks wait for each other",
+            f"every rank synchronises in every batch: section 5 (hole 6); {error}",
+        )
 
 
-# ---------------------------------------------------------------------------------------------- what the ranks do
+# -------------------------------------------------------------------------------- what the ranks do
+
 
 def _batch(step: int, rank: int, size: int) -> SimpleNamespace:
     """This rank's part of the global batch of one step."""
     starts = np.cumsum((0, *SEQUENCES[:size]))
-    whole = np.random.default_rng(step).integers(0, CONFIG.vocabulary, (starts[-1], CONFIG.context + 1))
-    mine = whole[starts[rank]:starts[rank + 1]]
-    return SimpleNamespace(inputs=mine[:, :-1], targets=mine[:, 1:], global_tokens=whole[:, 1:].size)
+    whole = np.random.default_rng(step).integers(
+        0, CONFIG.vocabulary, (starts[-1], CONFIG.context + 1)
+    )
+    mine = whole[starts[rank] : starts[rank + 1]]
+    return SimpleNamespace(
+        inputs=mine[:, :-1], targets=mine[:, 1:], global_tokens=whole[:, 1:].size
+    )
 
 
 def _whole_batch(step: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     """The same global batch in one piece."""
     parts = [_batch(step, rank, size) for rank in range(size)]
-    return np.concatenate([part.inputs for part in parts]), np.concatenate([part.targets for part in parts])
+    return np.concatenate([part.inputs for part in parts]), np.concatenate(
+        [part.targets for part in parts]
+    )
 
 
 def _global(step: int, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -97,8 +116,12 @@ def _global(step: int, size: int) -> tuple[np.ndarray, np.ndarray]:
 def _run_plain(group: Group, exercise: ModuleType) -> np.ndarray:
     """The weights after the student's plain loop."""
     model = _model()
-    exercise.plain_ddp(model, SGD(list(model.parameters()), lr=0.1), group,
-                       [_global(step, group.size) for step in range(BATCHES)])
+    exercise.plain_ddp(
+        model,
+        SGD(list(model.parameters()), lr=0.1),
+        group,
+        [_global(step, group.size) for step in range(BATCHES)],
+    )
     return _flat(parameter.data for parameter in model.parameters())
 
 
@@ -110,14 +133,15 @@ def _model() -> Any:
 
 
 def _watched(exercise: ModuleType, group: Group, model: Any) -> Any:
-    """The student's Synchronizer, noting which buckets start too early or too late, and how it ends."""
+    """The student's Synchronizer, noting which buckets start too early or too late, and how it
+    ends."""
 
     class Watched(exercise.Synchronizer):  # type: ignore[name-defined]
         def __init__(self) -> None:
             self.came: dict[int, int] = {}
             self.begun: set[int] = set()
             self.early: list[tuple[int, int, int]] = []
-            self.behind: list[int] = []     # buckets that were complete, and did not start then
+            self.behind: list[int] = []  # buckets that were complete, and did not start then
             self.started = self.finished = self.forgotten = self.late = self.left = self.stood = 0
             self.ending = False
             super().__init__(LateGroup(group), list(model.parameters()), BUCKET)
@@ -158,59 +182,95 @@ def _one_backward(group: Group, exercise: ModuleType) -> dict[str, Any]:
     before = totals(group.ledger)
     model.loss(batch.inputs, batch.targets, divisor=batch.global_tokens).backward()
     synchronizer.finish()
-    return {"gradients": _flat(parameter.grad for parameter in model.parameters()), "early": synchronizer.early,
-            "started": synchronizer.started, "forgotten": synchronizer.forgotten, "late": synchronizer.late,
-            "left": synchronizer.left, "behind": synchronizer.behind, "stood": synchronizer.stood,
-            "buckets": [flat.nbytes for flat in synchronizer.flat],
-            "sent": sent_since(group.ledger, before)}
+    return {
+        "gradients": _flat(parameter.grad for parameter in model.parameters()),
+        "early": synchronizer.early,
+        "started": synchronizer.started,
+        "forgotten": synchronizer.forgotten,
+        "late": synchronizer.late,
+        "left": synchronizer.left,
+        "behind": synchronizer.behind,
+        "stood": synchronizer.stood,
+        "buckets": [flat.nbytes for flat in synchronizer.flat],
+        "sent": sent_since(group.ledger, before),
+    }
 
 
 def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """The student's whole training loop."""
     model = _model()
     synchronizer = _watched(exercise, group, model)
-    epochs = [[_batch(epoch * BATCHES + step, group.rank, group.size) for step in range(BATCHES)]
-              for epoch in range(EPOCHS)]
+    epochs = [
+        [_batch(epoch * BATCHES + step, group.rank, group.size) for step in range(BATCHES)]
+        for epoch in range(EPOCHS)
+    ]
     exercise.train(model, SGD(list(model.parameters()), lr=0.1), synchronizer, epochs)
-    return {"weights": _flat(parameter.data for parameter in model.parameters()), "finished": synchronizer.finished,
-            "started": synchronizer.started, "buckets": len(synchronizer.buckets)}
+    return {
+        "weights": _flat(parameter.data for parameter in model.parameters()),
+        "finished": synchronizer.finished,
+        "started": synchronizer.started,
+        "buckets": len(synchronizer.buckets),
+    }
 
 
 def _flat(arrays: Any) -> np.ndarray:
     """Arrays end to end; a gradient that is missing becomes a NaN, which equals nothing."""
-    return np.concatenate([np.full(1, np.nan) if array is None else np.array(array).ravel() for array in arrays])
+    return np.concatenate(
+        [np.full(1, np.nan) if array is None else np.array(array).ravel() for array in arrays]
+    )
 
 
-# ------------------------------------------------------------------------------------------- beside the answer key
+# ---------------------------------------------------------------------------- beside the answer key
+
 
 def _plain(size: int, ranks: list[np.ndarray]) -> Result:
     """The weights after the plain loop, beside one process's and beside what mistakes lead to."""
     task, target = f"plain_ddp on {size} ranks, weights after {BATCHES} steps", _plain_serial(size)
     error = max(float(np.abs(mine - target).max() / np.abs(target).max()) for mine in ranks)
     if error < 1e-10:
-        return Result(task, True, "those of one process, to 1e-10", "those of one process, to 1e-10")
-    mean_of_means = ("divided by local tokens", "a mean of means weighs a rank's few tokens as much as another's many; "
-                     "divide every rank's sum by the tokens of all: read section 4 again (hole 1)")
-    averaged = ("averaged twice", "the loss is divided by the global token count already, so gradients are summed, not "
-                "averaged: section 4 (hole 2)")
-    known = [(_plain_serial(size, local=True), mean_of_means), (_plain_serial(size, scale=1 / size), averaged),
-             (_plain_serial(size, local=True, scale=1 / size), mean_of_means)]
+        return Result(
+            task, True, "those of one process, to 1e-10", "those of one process, to 1e-10"
+        )
+    mean_of_means = (
+        "divided by local tokens",
+        "a mean of means weighs a rank's few tokens as much as another's many; "
+        "divide every rank's sum by the tokens of all: read section 4 again (hole 1)",
+    )
+    averaged = (
+        "averaged twice",
+        "the loss is divided by the global token count already, so gradients are summed, not "
+        "averaged: section 4 (hole 2)",
+    )
+    known = [
+        (_plain_serial(size, local=True), mean_of_means),
+        (_plain_serial(size, scale=1 / size), averaged),
+        (_plain_serial(size, local=True, scale=1 / size), mean_of_means),
+    ]
     drift = max(float(np.abs(mine - ranks[0]).max()) for mine in ranks)
-    mistake, advice = next((told for wrong, told in known if np.allclose(ranks[0], wrong, rtol=1e-9)), (
-        "the replicas drifted apart", "every rank updates by the same gradient: section 4 (hole 2)") if drift > 1e-10
-        else ("the replicas agree on wrong weights", "section 4 (holes 1 and 2)"))
+    mistake, advice = next(
+        (told for wrong, told in known if np.allclose(ranks[0], wrong, rtol=1e-9)),
+        (
+            "the replicas drifted apart",
+            "every rank updates by the same gradient: section 4 (hole 2)",
+        )
+        if drift > 1e-10
+        else ("the replicas agree on wrong weights", "section 4 (holes 1 and 2)"),
+    )
     return Result(task, False, "those of one process", f"off by {error:.1e}", mistake, advice)
 
 
 def _plain_serial(size: int, *, local: bool = False, scale: float = 1.0) -> np.ndarray:
-    """One process on the global batches; with `local` each part's loss is divided by its own tokens."""
+    """One process on the global batches; with `local` each part's loss is divided by its own
+    tokens."""
     model = _model()
     optimizer = SGD(list(model.parameters()), lr=0.1)
     for step in range(BATCHES):
         batch = _global(step, size)
         for rank in range(size):
             part = part_of(batch, size=size, rank=rank)
-            model.loss(part.inputs, part.targets, part.targets.size if local else batch[1].size).backward()
+            model.loss(
+                part.inputs, part.targets, part.targets.size if local else batch[1].size
+            ).backward()
         optimizer.step(None, scale)
         optimizer.zero_grad()
     return _flat(parameter.data for parameter in model.parameters())
@@ -240,9 +300,15 @@ def _order(buckets: list[list[int]]) -> Result:
     """Backward reaches the last parameter first."""
     target = [[3, 2], [1, 0]]
     mistake = "buckets in forward order" if buckets == [[0, 1], [2, 3]] else "wrong buckets"
-    return Result("buckets of 40, 10, 30, 20 bytes at most 50", buckets == target, str(target), str(buckets), mistake,
-                  "backward finishes the last layer's gradients first; a bucket that waits for the first layer cannot "
-                  "overlap with anything: read section 3.1 again (hole 3)")
+    return Result(
+        "buckets of 40, 10, 30, 20 bytes at most 50",
+        buckets == target,
+        str(target),
+        str(buckets),
+        mistake,
+        "backward finishes the last layer's gradients first; a bucket that waits for the first "
+        "layer cannot overlap with anything: read section 3.1 again (hole 3)",
+    )
 
 
 def _final(size: int, ranks: list[dict[str, Any]]) -> Result:
@@ -251,45 +317,90 @@ def _final(size: int, ranks: list[dict[str, Any]]) -> Result:
     for rank, figures in enumerate(ranks):
         if figures["early"]:
             number, came, needed = figures["early"][0]
-            return Result(task, False, f"bucket {number} starts after {needed} gradients", f"rank {rank}: after {came}",
-                          "reduced before the gradient is final",
-                          "the bucket's other gradients are still the last step's: read section 3.2 again (hole 4)")
+            return Result(
+                task,
+                False,
+                f"bucket {number} starts after {needed} gradients",
+                f"rank {rank}: after {came}",
+                "reduced before the gradient is final",
+                "the bucket's other gradients are still the last step's: read section 3.2 again "
+                "(hole 4)",
+            )
         if figures["started"] != len(figures["buckets"]):
-            return Result(task, False, f"{len(figures['buckets'])} all-reduces", f"{figures['started']} on rank {rank}",
-                          "a bucket was not started once",
-                          "start it when its last gradient has come: section 3.2 (hole 4)")
+            return Result(
+                task,
+                False,
+                f"{len(figures['buckets'])} all-reduces",
+                f"{figures['started']} on rank {rank}",
+                "a bucket was not started once",
+                "start it when its last gradient has come: section 3.2 (hole 4)",
+            )
         if figures["late"]:
-            return Result(task, False, "none in finish()", f"{figures['late']} on rank {rank}",
-                          "started when backward was over",
-                          "so nothing overlaps with it: start a bucket when its last gradient has come: section 3.2 "
-                          "(holes 4 and 5)")
+            return Result(
+                task,
+                False,
+                "none in finish()",
+                f"{figures['late']} on rank {rank}",
+                "started when backward was over",
+                "so nothing overlaps with it: start a bucket when its last gradient has come: "
+                "section 3.2 (holes 4 and 5)",
+            )
         if figures["behind"]:
-            return Result(task, False, "each starts with its own last gradient",
-                          f"{len(figures['behind'])} of {len(figures['buckets'])} later on rank {rank}",
-                          "started too late", "a bucket that is complete waits for nothing: the rest of backward can "
-                          "hide its sum: section 3.2 (hole 4)")
+            return Result(
+                task,
+                False,
+                "each starts with its own last gradient",
+                f"{len(figures['behind'])} of {len(figures['buckets'])} later on rank {rank}",
+                "started too late",
+                "a bucket that is complete waits for nothing: the rest of backward can "
+                "hide its sum: section 3.2 (hole 4)",
+            )
         if figures["stood"]:
-            return Result(task, False, "no wait in ready()", f"{figures['stood']} on rank {rank}",
-                          "backward stands still until the sum is there",
-                          "so nothing overlaps with it: the waits belong into finish(): section 3.2 (hole 4)")
+            return Result(
+                task,
+                False,
+                "no wait in ready()",
+                f"{figures['stood']} on rank {rank}",
+                "backward stands still until the sum is there",
+                "so nothing overlaps with it: the waits belong into finish(): section 3.2 (hole 4)",
+            )
         if figures["forgotten"]:
-            return Result(task, False, "finish() waits for all",
-                          f"{figures['forgotten']} all-reduces not waited for on rank {rank}",
-                          "not waited for", "the sums may not be there yet when finish() returns: section 3.2 (hole 5)")
+            return Result(
+                task,
+                False,
+                "finish() waits for all",
+                f"{figures['forgotten']} all-reduces not waited for on rank {rank}",
+                "not waited for",
+                "the sums may not be there yet when finish() returns: section 3.2 (hole 5)",
+            )
         if figures["left"]:
-            return Result(task, False, "no handle left after finish()", f"{figures['left']} on rank {rank}",
-                          "the handles are not forgotten", "they would pile up, and each finish() would wait for all "
-                          "before it: self.pending = [] (hole 5)")
-    return Result(task, True, f"{len(ranks[0]['buckets'])} all-reduces, none early",
-                  f"{len(ranks[0]['buckets'])} all-reduces, none early")
+            return Result(
+                task,
+                False,
+                "no handle left after finish()",
+                f"{figures['left']} on rank {rank}",
+                "the handles are not forgotten",
+                "they would pile up, and each finish() would wait for all "
+                "before it: self.pending = [] (hole 5)",
+            )
+    return Result(
+        task,
+        True,
+        f"{len(ranks[0]['buckets'])} all-reduces, none early",
+        f"{len(ranks[0]['buckets'])} all-reduces, none early",
+    )
 
 
 def _gradients(size: int, ranks: list[dict[str, Any]]) -> Result:
     """The synchronised gradient beside the one-process gradient of the global mean loss."""
     task, target = f"{size} ranks, gradients", _serial_gradients(size)
-    wrong, mistake, advice = (target / size, "averaged twice", f"the gradients are {size} times too small: the loss is "
-                              "divided by the global token count already, so they are summed, not averaged: section 4 "
-                              "(hole 5)")
+    wrong, mistake, advice = (
+        target / size,
+        "averaged twice",
+        f"the gradients are {size} times too small: the loss is "
+        "divided by the global token count already, so they are summed, not averaged: section 4 "
+        "(hole 5)",
+    )
     for rank, figures in enumerate(ranks):
         mine = figures["gradients"]
         fits = mine.shape == target.shape
@@ -297,9 +408,23 @@ def _gradients(size: int, ranks: list[dict[str, Any]]) -> Result:
         if error < 1e-12:
             continue
         if fits and np.allclose(mine, wrong, rtol=1e-9, atol=1e-12):
-            return Result(task, False, "those of one process", f"off by {error:.0%} on rank {rank}", mistake, advice)
-        return Result(task, False, "those of one process", f"off by {error:.0%} on rank {rank}", "wrong gradients",
-                      "after finish() every bucket holds the sum over the ranks, no more: section 4 (holes 1 and 5)")
+            return Result(
+                task,
+                False,
+                "those of one process",
+                f"off by {error:.0%} on rank {rank}",
+                mistake,
+                advice,
+            )
+        return Result(
+            task,
+            False,
+            "those of one process",
+            f"off by {error:.0%} on rank {rank}",
+            "wrong gradients",
+            "after finish() every bucket holds the sum over the ranks, no more: section 4 "
+            "(holes 1 and 5)",
+        )
     return Result(task, True, "those of one process, to 1e-12", "those of one process, to 1e-12")
 
 
@@ -308,9 +433,14 @@ def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
     messages, nbytes = (sum(figures["sent"][part] for figures in ranks) for part in (0, 1))
     target_messages = size * 2 * (size - 1) * len(ranks[0]["buckets"])
     target_bytes = 2 * (size - 1) * sum(ranks[0]["buckets"])
-    return Result(f"{size} ranks, traffic", (messages, nbytes) == (target_messages, target_bytes),
-                  f"{target_messages} messages, {size_text(target_bytes)}", f"{messages} messages, {size_text(nbytes)}",
-                  "wrong traffic", "each bucket is summed once by a ring: read section 3.4 again")
+    return Result(
+        f"{size} ranks, traffic",
+        (messages, nbytes) == (target_messages, target_bytes),
+        f"{target_messages} messages, {size_text(target_bytes)}",
+        f"{messages} messages, {size_text(nbytes)}",
+        "wrong traffic",
+        "each bucket is summed once by a ring: read section 3.4 again",
+    )
 
 
 def _training(ranks: list[dict[str, Any]]) -> Result:
@@ -318,25 +448,52 @@ def _training(ranks: list[dict[str, Any]]) -> Result:
     steps, size = EPOCHS * BATCHES, len(ranks)
     target = _serial_weights(size)
     scale = np.abs(target).max()
-    drift = max(float(np.abs(figures["weights"] - ranks[0]["weights"]).max() / scale) for figures in ranks)
+    drift = max(
+        float(np.abs(figures["weights"] - ranks[0]["weights"]).max() / scale) for figures in ranks
+    )
     error = max(float(np.abs(figures["weights"] - target).max() / scale) for figures in ranks)
     task, finished = f"{size} ranks, {EPOCHS} epochs of {BATCHES} batches", ranks[0]["finished"]
     if finished != steps:
-        mistake = "synchronised once an epoch" if finished == EPOCHS else "not synchronised at every batch"
-        return Result(task, False, f"{steps} synchronisations",
-                      f"{finished}; the replicas drifted apart by {drift:.1e}",
-                      mistake,
-                      "between two updates every replica must have the same gradient (N0:416): section 5 (hole 6)")
+        mistake = (
+            "synchronised once an epoch"
+            if finished == EPOCHS
+            else "not synchronised at every batch"
+        )
+        return Result(
+            task,
+            False,
+            f"{steps} synchronisations",
+            f"{finished}; the replicas drifted apart by {drift:.1e}",
+            mistake,
+            "between two updates every replica must have the same gradient (N0:416): section 5 "
+            "(hole 6)",
+        )
     started, all_of_them = ranks[0]["started"], finished * ranks[0]["buckets"]
     if started < all_of_them:
-        return Result(task, False, f"{all_of_them} all-reduces", f"{started}", "not ready for the next backward",
-                      "finish() sets self.missing anew, or no bucket is ever complete again: section 3.2 (hole 5)")
+        return Result(
+            task,
+            False,
+            f"{all_of_them} all-reduces",
+            f"{started}",
+            "not ready for the next backward",
+            "finish() sets self.missing anew, or no bucket is ever complete again: section 3.2 "
+            "(hole 5)",
+        )
     if not error < 1e-10:
-        mistake = "the replicas drifted apart" if drift > 1e-10 else "the replicas agree on wrong weights"
-        return Result(task, False, "the weights of one process", f"off by {error:.1e}, replicas apart by {drift:.1e}",
-                      mistake,
-                      "loss, backward, finish, step, zero_grad, in this order: read section 2 again (hole 6)")
-    return Result(task, True, "the weights of one process, to 1e-10", "the weights of one process, to 1e-10")
+        mistake = (
+            "the replicas drifted apart" if drift > 1e-10 else "the replicas agree on wrong weights"
+        )
+        return Result(
+            task,
+            False,
+            "the weights of one process",
+            f"off by {error:.1e}, replicas apart by {drift:.1e}",
+            mistake,
+            "loss, backward, finish, step, zero_grad, in this order: read section 2 again (hole 6)",
+        )
+    return Result(
+        task, True, "the weights of one process, to 1e-10", "the weights of one process, to 1e-10"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What lesson 07's tables, figure and break-its share: a model, batches, a recorded step, replicas that drift."""
+"""What lesson 07's tables, figure and break-its share: a model, batches, a recorded step, replicas
+that drift."""
 
 from typing import Any
 
@@ -19,13 +20,19 @@ from minidist.parallel.data.ddp import DDP
 from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import part_of
 
-SMALL = GPTConfig(vocabulary=64, context=16, layers=2, width=32, heads=4, dtype="float64")  # to compare weights
+# to compare weights
+SMALL = GPTConfig(vocabulary=64, context=16, layers=2, width=32, heads=4, dtype="float64")
 TIMED = GPTConfig(vocabulary=128, context=64, layers=4, width=128, heads=4)  # to see overlap
-GPT2 = GPTConfig(vocabulary=50304, context=1024, layers=12, width=768, heads=12)  # on simulated GPUs
+# on simulated GPUs
+GPT2 = GPTConfig(vocabulary=50304, context=1024, layers=12, width=768, heads=12)
 BUCKET = 1 << 19  # bytes; small, so that this small model has several
 SEQUENCES = 8  # of a global batch
 STATE = ("parameters", "gradients", "optimizer")
-HELD = {"parameters, gradients, optimizer": STATE, "activations": ("activations",), "peak of the sum": ("total",)}
+HELD = {
+    "parameters, gradients, optimizer": STATE,
+    "activations": ("activations",),
+    "peak of the sum": ("total",),
+}
 
 
 def new_model(config: GPTConfig, seed: int = 0) -> GPT:
@@ -35,15 +42,20 @@ def new_model(config: GPTConfig, seed: int = 0) -> GPT:
     return model
 
 
-def global_batch(config: GPTConfig, step: int, sequences: int = SEQUENCES) -> tuple[np.ndarray, np.ndarray]:
-    """A global batch with something to learn: each token follows from the one before, except for a little noise."""
+def global_batch(
+    config: GPTConfig, step: int, sequences: int = SEQUENCES
+) -> tuple[np.ndarray, np.ndarray]:
+    """A global batch with something to learn: each token follows from the one before, except for a
+    little noise."""
     rng = np.random.default_rng(step)
     ids = np.empty((sequences, config.context + 1), np.int64)
     ids[:, 0] = rng.integers(0, config.vocabulary, sequences)
     for position in range(config.context):
         noise = rng.random(sequences) < 0.1
         follow = (5 * ids[:, position] + 3) % config.vocabulary
-        ids[:, position + 1] = np.where(noise, rng.integers(0, config.vocabulary, sequences), follow)
+        ids[:, position + 1] = np.where(
+            noise, rng.integers(0, config.vocabulary, sequences), follow
+        )
     return ids[:, :-1].copy(), ids[:, 1:].copy()
 
 
@@ -58,14 +70,21 @@ def gradients(model: GPT) -> np.ndarray:
 
 
 def apart(group: Group, mine: np.ndarray) -> float:
-    """The largest difference between any rank's array and rank 0's, over rank 0's largest number; on every rank."""
+    """The largest difference between any rank's array and rank 0's, over rank 0's largest number;
+    on every rank."""
     with group.ledger.control():
         first = group.broadcast(mine)
-        return float(group.all_reduce(np.abs(mine - first).max(keepdims=True), op="max")[0] / np.abs(first).max())
+        return float(
+            group.all_reduce(np.abs(mine - first).max(keepdims=True), op="max")[0]
+            / np.abs(first).max()
+        )
 
 
-def peaks(group: Group | None, config: GPTConfig = TIMED, *, sequences: int = SEQUENCES) -> dict[str, int]:
-    """Bytes of this rank at the peak of two steps, by category: of DDP, or of one process without a group."""
+def peaks(
+    group: Group | None, config: GPTConfig = TIMED, *, sequences: int = SEQUENCES
+) -> dict[str, int]:
+    """Bytes of this rank at the peak of two steps, by category: of DDP, or of one process without a
+    group."""
     with account.use(account.MemoryAccount()) as memory:
         model = new_model(config)
         strategy = Single(model) if group is None else DDP(model, group, bucket_bytes=BUCKET)
@@ -75,11 +94,20 @@ def peaks(group: Group | None, config: GPTConfig = TIMED, *, sequences: int = SE
         return {category: held["peak"] for category, held in memory.snapshot().items()}
 
 
-# ------------------------------------------------------------------------------------------------ a recorded step
+# ---------------------------------------------------------------------------------- a recorded step
 
-def record_step(group: Group, config: GPTConfig = TIMED, *, sequences: int = SEQUENCES, bucket_bytes: int = BUCKET,
-                steps: int = 7, quickest: bool = False) -> list[Timeline]:
-    """The timelines of the median (or quickest) of some steps of DDP, every rank's, on rank 0; else an empty list."""
+
+def record_step(
+    group: Group,
+    config: GPTConfig = TIMED,
+    *,
+    sequences: int = SEQUENCES,
+    bucket_bytes: int = BUCKET,
+    steps: int = 7,
+    quickest: bool = False,
+) -> list[Timeline]:
+    """The timelines of the median (or quickest) of some steps of DDP, every rank's, on rank 0; else
+    an empty list."""
     timeline = Timeline(group.rank)
     model = new_model(config)
     ddp = DDP(model, group, bucket_bytes=bucket_bytes, recorder=timeline)
@@ -91,40 +119,64 @@ def record_step(group: Group, config: GPTConfig = TIMED, *, sequences: int = SEQ
             ddp.step(global_batch(config, step, sequences), optimizer)
     collected = timeline.collect(group) or []
     if collected:
-        lengths = {span.details["step"]: span.stop - span.start for span in collected[0].spans if span.name == "step"}
+        lengths = {
+            span.details["step"]: span.stop - span.start
+            for span in collected[0].spans
+            if span.name == "step"
+        }
         chosen = sorted(lengths, key=lambda step: lengths[step])[0 if quickest else steps // 2]
         for ours in collected:
-            ours.spans = [span for span in ours.spans
-                          if span.details.get("step") == chosen and span.details.get("verb") != "barrier"]
+            ours.spans = [
+                span
+                for span in ours.spans
+                if span.details.get("step") == chosen and span.details.get("verb") != "barrier"
+            ]
     return collected
 
 
 def data_path(group: Group) -> list[dict[str, Any]]:
-    """On rank 0 a recorded step by the steps of N0:161: of each rank what came, what it has, what it sends; else [].
+    """On rank 0 a recorded step by the steps of N0:161: of each rank what came, what it has, what
+    it sends; else [].
 
-    Bytes: `came` of the model from others before the step, `model`, `read` of its part of the batch, `gradients`,
-    `sent` in the step's all-reduces to the ranks `to`, in so many `messages`.
+    Bytes: `came` of the model from others before the step, `model`, `read` of its part of the
+    batch, `gradients`, `sent` in the step's all-reduces to the ranks `to`, in so many `messages`.
     """
     timeline, began = Timeline(group.rank), totals(group.ledger)
     model = new_model(TIMED)
-    ddp, optimizer = DDP(model, group, bucket_bytes=BUCKET, recorder=timeline), Adam(list(model.parameters()), 1e-3)
-    came = sent_since(group.ledger, began)[1]               # what is sent arrives: equal on all ranks
+    ddp, optimizer = (
+        DDP(model, group, bucket_bytes=BUCKET, recorder=timeline),
+        Adam(list(model.parameters()), 1e-3),
+    )
+    came = sent_since(group.ledger, began)[1]  # what is sent arrives: equal on all ranks
     timeline.follow(group.ledger)
     batch = global_batch(TIMED, 0)
     part = part_of(batch, size=group.size, rank=group.rank)
     ddp.step(batch, optimizer)
-    sent = [span.details for span in timeline.spans
-            if span.row == "messages" and span.details.get("verb") == "all_reduce"]
-    found = gather_records(group, {
-        "rank": group.rank, "came": came, "model": weights(model).nbytes, "rows": len(part.inputs),
-        "read": part.inputs.nbytes + part.targets.nbytes, "gradients": sum(p.data.nbytes for p in ddp.parameters),
-        "to": sorted({details["dst"] for details in sent}), "messages": len(sent),
-        "sent": sum(details["nbytes"] for details in sent)})
+    sent = [
+        span.details
+        for span in timeline.spans
+        if span.row == "messages" and span.details.get("verb") == "all_reduce"
+    ]
+    found = gather_records(
+        group,
+        {
+            "rank": group.rank,
+            "came": came,
+            "model": weights(model).nbytes,
+            "rows": len(part.inputs),
+            "read": part.inputs.nbytes + part.targets.nbytes,
+            "gradients": sum(p.data.nbytes for p in ddp.parameters),
+            "to": sorted({details["dst"] for details in sent}),
+            "messages": len(sent),
+            "sent": sum(details["nbytes"] for details in sent),
+        },
+    )
     return found or []
 
 
 def hidden_shares(group: Group, bucket_bytes: int, *, steps: int = 3) -> list[float]:
-    """The share of each rank's all-reduces that lies under its computation, over delayed links; on rank 0."""
+    """The share of each rank's all-reduces that lies under its computation, over delayed links; on
+    rank 0."""
     timeline, model = Timeline(group.rank), new_model(TIMED)
     with delayed(group, alpha=50e-6, beta=8e-10) as slow:
         timeline.follow(slow.ledger)
@@ -141,6 +193,7 @@ def times_of_one_gpu(gpus: int, batch: dict[str, int]) -> float:
 
     Args: batch: sequences of a step, as {"batch": in all} or {"each": of a GPU}.
     """
+
     def tokens_a_second(count: int) -> float:
         rows = batch.get("batch", count * batch.get("each", 0))
         cluster = f"h100:{-(-count // 8)}x{min(count, 8)}"
@@ -152,14 +205,18 @@ def times_of_one_gpu(gpus: int, batch: dict[str, int]) -> float:
 
 def of(timeline: Timeline, name: str, row: str = "compute") -> list[Any]:
     """A timeline's spans of one name, in order."""
-    return sorted((span for span in timeline.spans if span.name == name and span.row == row),
-                  key=lambda span: span.start)
+    return sorted(
+        (span for span in timeline.spans if span.name == name and span.row == row),
+        key=lambda span: span.start,
+    )
 
 
 def reduces(timeline: Timeline) -> list[Any]:
     """The all-reduces of the buckets, in order."""
-    return sorted((span for span in timeline.spans if span.name.startswith("all_reduce bucket")),
-                  key=lambda span: span.start)
+    return sorted(
+        (span for span in timeline.spans if span.name.startswith("all_reduce bucket")),
+        key=lambda span: span.start,
+    )
 
 
 def milliseconds(spans: list[Any]) -> float:
@@ -167,19 +224,30 @@ def milliseconds(spans: list[Any]) -> float:
     return 1e3 * sum(span.stop - span.start for span in spans)
 
 
-# ----------------------------------------------------------------------------------------------------------- drift
+# -------------------------------------------------------------------------------------------- drift
 
-def drift(group: Group, synchronise: str, *, epochs: int = 5, batches: int = 16, watch: int = 1) -> dict[str, Any]:
-    """Train with Adam, synchronising gradients at every "batch", weights at the end of every "epoch", or "never".
 
-    Returns: "apart", the distance of the replicas after every `watch`-th batch (before weights are averaged), and at
-    the end of each epoch the held-out loss of rank 0's "own" replica and of the "mean" of all replicas.
+def drift(
+    group: Group, synchronise: str, *, epochs: int = 5, batches: int = 16, watch: int = 1
+) -> dict[str, Any]:
+    """Train with Adam, synchronising gradients at every "batch", weights at the end of every
+    "epoch", or "never".
+
+    Returns: "apart", the distance of the replicas after every `watch`-th batch (before weights are
+    averaged), and at the end of each epoch the held-out loss of rank 0's "own" replica and of the
+    "mean" of all replicas.
     """
     model = new_model(SMALL)
     parameters = list(model.parameters())
     ddp = DDP(model, group) if synchronise == "batch" else None
     optimizer = Adam(parameters, 1e-2)
-    run: dict[str, Any] = {"synchronise": synchronise, "batches": batches, "apart": [], "own": [], "mean": []}
+    run: dict[str, Any] = {
+        "synchronise": synchronise,
+        "batches": batches,
+        "apart": [],
+        "own": [],
+        "mean": [],
+    }
     for step in range(epochs * batches):
         batch = global_batch(SMALL, step)
         if ddp is not None:

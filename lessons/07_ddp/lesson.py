@@ -1,20 +1,21 @@
-"""Lesson 07: DDP: the six steps timed, buckets and overlap, traffic beside its formula, and what goes wrong without.
+"""Lesson 07: DDP: the six steps timed, buckets and overlap, traffic beside its formula, and what
+goes wrong without.
 
-    mpirun -n 4 python lessons/07_ddp/lesson.py
-    python lessons/07_ddp/lesson.py                        # alone: four ranks as threads
-    python lessons/07_ddp/lesson.py --break per-epoch      # see README.md, section 8
+mpirun -n 4 python lessons/07_ddp/lesson.py
+python lessons/07_ddp/lesson.py                        # alone: four ranks as threads
+python lessons/07_ddp/lesson.py --break per-epoch      # see README.md, section 8
 """
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import arguments, run_lesson
 
 from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.grading import load_module, sent_since, totals
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import arguments, run_lesson
 from minidist.observe.records import gather_records
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam
@@ -57,18 +58,27 @@ def tour(group: Group, page: Page) -> None:
 
 
 def scaling(page: Page) -> None:
-    """Times as many tokens a second as one GPU, on a simulated cluster (chapter 24): the same on every machine."""
+    """Times as many tokens a second as one GPU, on a simulated cluster (chapter 24): the same on
+    every machine."""
     rows = []
     for gpus in SCALED:
-        strong, weak = (lab.times_of_one_gpu(gpus, batch) for batch in ({"batch": 512}, {"each": 8}))
-        rows.append([gpus, f"{strong:.1f}", f"{strong / gpus:.0%}", f"{weak:.1f}", f"{weak / gpus:.0%}"])
-    page.table("DDP of a GPT of 124 million parameters on H100s, 8 a node, bf16: times the speed of one",
-               ["GPUs", "512 sequences a step in all", "of linear", "8 sequences a GPU", "of linear"], rows,
-               note="strong scaling: the same batch, so each GPU computes less while the gradients stay as large. weak "
-                    "scaling: a batch that grows with the GPUs")
+        strong, weak = (
+            lab.times_of_one_gpu(gpus, batch) for batch in ({"batch": 512}, {"each": 8})
+        )
+        rows.append(
+            [gpus, f"{strong:.1f}", f"{strong / gpus:.0%}", f"{weak:.1f}", f"{weak / gpus:.0%}"]
+        )
+    page.table(
+        "DDP of a GPT of 124 million parameters on H100s, 8 a node, bf16: times the speed of one",
+        ["GPUs", "512 sequences a step in all", "of linear", "8 sequences a GPU", "of linear"],
+        rows,
+        note="strong scaling: the same batch, so each GPU computes less while the gradients "
+        "stay as large. weak scaling: a batch that grows with the GPUs",
+    )
 
 
-# ---------------------------------------------------------------------------------------------------- 1 equality
+# --------------------------------------------------------------------------------------- 1 equality
+
 
 def equal_weights(group: Group, page: Page) -> None:
     """The same steps three ways: weights, messages and bytes of rank 0."""
@@ -83,54 +93,85 @@ def equal_weights(group: Group, page: Page) -> None:
     plain_sent, before = sent_since(group.ledger, before), totals(group.ledger)
 
     model = lab.new_model(lab.SMALL)
-    ddp, optimizer = DDP(model, group, bucket_bytes=lab.BUCKET), Adam(list(model.parameters()), 1e-2)
+    ddp, optimizer = (
+        DDP(model, group, bucket_bytes=lab.BUCKET),
+        Adam(list(model.parameters()), 1e-2),
+    )
     for batch in batches:
         ddp.step(batch, optimizer)
     ddp_sent = sent_since(group.ledger, before)
 
     target = lab.weights(alone)
     rows = [["one process", "0", "0", 0, "0 B"]]
-    for name, replica, (messages, nbytes) in (("plain loop", plain, plain_sent), ("DDP", model, ddp_sent)):
+    for name, replica, (messages, nbytes) in (
+        ("plain loop", plain, plain_sent),
+        ("DDP", model, ddp_sent),
+    ):
         error = np.abs(lab.weights(replica) - target).max() / np.abs(target).max()
-        rows.append([name, f"{error:.1e}", f"{lab.apart(group, lab.weights(replica)):.0e}", messages // STEPS,
-                     size_text(nbytes / STEPS)])
-    page.table(f"After {STEPS} steps on {group.size} ranks, float64, Adam",
-               ["", "off one process by", "replicas apart by", "messages a step", "bytes a step"], rows,
-               note="same bytes; DDP needs fewer messages, since gradients share buckets")
+        rows.append(
+            [
+                name,
+                f"{error:.1e}",
+                f"{lab.apart(group, lab.weights(replica)):.0e}",
+                messages // STEPS,
+                size_text(nbytes / STEPS),
+            ]
+        )
+    page.table(
+        f"After {STEPS} steps on {group.size} ranks, float64, Adam",
+        ["", "off one process by", "replicas apart by", "messages a step", "bytes a step"],
+        rows,
+        note="same bytes; DDP needs fewer messages, since gradients share buckets",
+    )
 
 
-# ---------------------------------------------------------------------------------------- 2, 3 the recorded step
+# --------------------------------------------------------------------------- 2, 3 the recorded step
+
 
 def six_steps(timelines: list[Timeline], page: Page) -> None:
     """Where each rank's time went, in the notes' numbering."""
     if not timelines:
         return
     columns: list[tuple[str, Any]] = [
-               ("2, 3 forward", lambda t: lab.milliseconds(lab.of(t, "forward"))),
-               ("4 backward", lambda t: lab.milliseconds(lab.of(t, "backward"))),
-               ("5 all-reduce", lambda t: lab.milliseconds(lab.reduces(t))),
-               ("of that: waited", lambda t: lab.milliseconds(lab.of(t, "wait for gradients"))),
-               ("6 update", lambda t: lab.milliseconds(lab.of(t, "optimizer")))]
-    page.table("Milliseconds in one step (the median step)", ["", *(name for name, _ in columns)],
-               [[f"rank {t.rank}", *(f"{measure(t):.1f}" for _, measure in columns)] for t in timelines],
-               note="step 5 runs beside step 4: only what is waited for costs time; step 1 was done before training")
+        ("2, 3 forward", lambda t: lab.milliseconds(lab.of(t, "forward"))),
+        ("4 backward", lambda t: lab.milliseconds(lab.of(t, "backward"))),
+        ("5 all-reduce", lambda t: lab.milliseconds(lab.reduces(t))),
+        ("of that: waited", lambda t: lab.milliseconds(lab.of(t, "wait for gradients"))),
+        ("6 update", lambda t: lab.milliseconds(lab.of(t, "optimizer"))),
+    ]
+    page.table(
+        "Milliseconds in one step (the median step)",
+        ["", *(name for name, _ in columns)],
+        [[f"rank {t.rank}", *(f"{measure(t):.1f}" for _, measure in columns)] for t in timelines],
+        note="step 5 runs beside step 4: only what is waited for costs time; step 1 was done "
+        "before training",
+    )
 
 
 def data_path(ranks: list[dict[str, Any]], page: Page) -> None:
-    """The picture of N0:148 from a recorded step; its columns are the steps of N0:161, in the order of the picture."""
+    """The picture of N0:148 from a recorded step; its columns are the steps of N0:161, in the order
+    of the picture."""
     if not ranks:
         return
     rows = []
     for place, seen in enumerate(ranks):
         to = f" -> rank {', '.join(map(str, seen['to']))}" if seen["to"] else ""
-        rows.append([f"disk {'-' if len(ranks) == 1 else '+'}-> CPU -> rank {place}",
-                     f"{size_text(seen['read'])}, {seen['rows']} rows",
-                     f"{size_text(seen['model'])}, came: {size_text(seen['came'])}", size_text(seen["gradients"]),
-                     f"{size_text(seen['sent'])}{to}"])
-    page.table("The way of the data (N0:148), as recorded in one step",
-               ["", "2: data", "1: model", "3: gradients", "4: ring all-reduce"], rows,
-               note="the rows are made here and not read; each rank draws its own model; only gradients travel, to "
-                    "one neighbour")
+        rows.append(
+            [
+                f"disk {'-' if len(ranks) == 1 else '+'}-> CPU -> rank {place}",
+                f"{size_text(seen['read'])}, {seen['rows']} rows",
+                f"{size_text(seen['model'])}, came: {size_text(seen['came'])}",
+                size_text(seen["gradients"]),
+                f"{size_text(seen['sent'])}{to}",
+            ]
+        )
+    page.table(
+        "The way of the data (N0:148), as recorded in one step",
+        ["", "2: data", "1: model", "3: gradients", "4: ring all-reduce"],
+        rows,
+        note="the rows are made here and not read; each rank draws its own model; only "
+        "gradients travel, to one neighbour",
+    )
 
 
 def buckets(timelines: list[Timeline], page: Page) -> None:
@@ -141,19 +182,32 @@ def buckets(timelines: list[Timeline], page: Page) -> None:
     rows = []
     for index, span in enumerate(lab.reduces(timelines[0])):
         inside = max(0.0, min(span.stop, backward.stop) - span.start) / (span.stop - span.start)
-        rows.append([f"bucket {index}", size_text(span.details["nbytes"]),
-                     f"{1e3 * (span.start - backward.start):.1f} ms",
-                     f"{1e3 * (span.stop - backward.start):.1f} ms", f"{100 * inside:.0f} %"])
-    page.table(f"Rank 0's buckets; its backward lasted {lab.milliseconds([backward]):.1f} ms",
-               ["", "sent", "begins", "ends", "hidden behind backward"], rows)
+        rows.append(
+            [
+                f"bucket {index}",
+                size_text(span.details["nbytes"]),
+                f"{1e3 * (span.start - backward.start):.1f} ms",
+                f"{1e3 * (span.stop - backward.start):.1f} ms",
+                f"{100 * inside:.0f} %",
+            ]
+        )
+    page.table(
+        f"Rank 0's buckets; its backward lasted {lab.milliseconds([backward]):.1f} ms",
+        ["", "sent", "begins", "ends", "hidden behind backward"],
+        rows,
+    )
 
 
-# ------------------------------------------------------------------------------------------------------ 4 traffic
+# ---------------------------------------------------------------------------------------- 4 traffic
+
 
 def traffic(group: Group, page: Page) -> None:
     """Bytes and messages of one step, summed over the ranks, beside the formulas."""
     model = lab.new_model(lab.TIMED)
-    ddp, optimizer = DDP(model, group, bucket_bytes=lab.BUCKET), Adam(list(model.parameters()), 1e-3)
+    ddp, optimizer = (
+        DDP(model, group, bucket_bytes=lab.BUCKET),
+        Adam(list(model.parameters()), 1e-3),
+    )
     before = totals(group.ledger)
     ddp.step(lab.global_batch(lab.TIMED, 0), optimizer)
     mine = np.array(sent_since(group.ledger, before))
@@ -161,96 +215,172 @@ def traffic(group: Group, page: Page) -> None:
         messages, nbytes = (int(value) for value in group.all_reduce(mine))
     size, gradient_bytes = group.size, sum(bucket.data.nbytes for bucket in ddp.buckets)
     rows: list[list[Any]] = [
-            ["bytes", size_text(nbytes), "2(P-1) n", size_text(2 * (size - 1) * gradient_bytes),
-             verdict(nbytes, 2 * (size - 1) * gradient_bytes)],
-            ["messages", messages, "P 2(P-1) buckets", size * 2 * (size - 1) * len(ddp.buckets),
-             verdict(messages, size * 2 * (size - 1) * len(ddp.buckets))]]
-    page.table(f"One step, {size} ranks: n = {size_text(gradient_bytes)} of gradients in {len(ddp.buckets)} buckets",
-               ["", "measured", "formula", "", ""], rows,
-               note=f"a rank's part: 2(P-1)/P n = {size_text(nbytes / size)}")
+        [
+            "bytes",
+            size_text(nbytes),
+            "2(P-1) n",
+            size_text(2 * (size - 1) * gradient_bytes),
+            verdict(nbytes, 2 * (size - 1) * gradient_bytes),
+        ],
+        [
+            "messages",
+            messages,
+            "P 2(P-1) buckets",
+            size * 2 * (size - 1) * len(ddp.buckets),
+            verdict(messages, size * 2 * (size - 1) * len(ddp.buckets)),
+        ],
+    ]
+    page.table(
+        f"One step, {size} ranks: n = {size_text(gradient_bytes)} of gradients in "
+        f"{len(ddp.buckets)} buckets",
+        ["", "measured", "formula", "", ""],
+        rows,
+        note=f"a rank's part: 2(P-1)/P n = {size_text(nbytes / size)}",
+    )
 
 
-# ------------------------------------------------------------------------------------------------- 5 uneven parts
+# ----------------------------------------------------------------------------------- 5 uneven parts
+
 
 def uneven_parts(group: Group, page: Page) -> None:
-    """The gradient of one batch, cut unevenly, three ways: as one process has it, and two ways to average wrongly."""
+    """The gradient of one batch, cut unevenly, three ways: as one process has it, and two ways to
+    average wrongly."""
     inputs, targets = lab.global_batch(lab.SMALL, 0, sequences=2 * group.size)
     shares = [group.size + 1, *([1] * (group.size - 1))]  # rank 0 has half of all sequences
-    start = sum(shares[:group.rank])
+    start = sum(shares[: group.rank])
     mine = slice(start, start + shares[group.rank])
     alone = lab.new_model(lab.SMALL)
     alone.loss(inputs, targets, divisor=targets.size).backward()
     target, rows = lab.gradients(alone), []
     for name, divided_by, divisor, then, factor in (
-            ("sum of shares", "all ranks' tokens", targets.size, "summed", 1.0),
-            ("mean of means", "own tokens", targets[mine].size, "averaged", 1 / group.size),
-            ("averaged twice", "all ranks' tokens", targets.size, "averaged", 1 / group.size)):
+        ("sum of shares", "all ranks' tokens", targets.size, "summed", 1.0),
+        ("mean of means", "own tokens", targets[mine].size, "averaged", 1 / group.size),
+        ("averaged twice", "all ranks' tokens", targets.size, "averaged", 1 / group.size),
+    ):
         model = lab.new_model(lab.SMALL)
         model.loss(inputs[mine], targets[mine], divisor=divisor).backward()
         total = group.all_reduce(lab.gradients(model)) * factor
         error = float(np.linalg.norm(total - target) / np.linalg.norm(target))
-        rows.append([name, divided_by, then, f"{np.linalg.norm(total):.4f}",
-                     "ok" if error < 1e-12 else f"off {error:.0%}"])
-    page.table(f"The gradient when rank 0 has {shares[0]} sequences and the others 1; its right length is "
-               f"{np.linalg.norm(target):.4f}", ["", "loss divided by", "then", "length", "error"], rows)
+        rows.append(
+            [
+                name,
+                divided_by,
+                then,
+                f"{np.linalg.norm(total):.4f}",
+                "ok" if error < 1e-12 else f"off {error:.0%}",
+            ]
+        )
+    page.table(
+        f"The gradient when rank 0 has {shares[0]} sequences and the others 1; its right length is "
+        f"{np.linalg.norm(target):.4f}",
+        ["", "loss divided by", "then", "length", "error"],
+        rows,
+    )
 
 
-# --------------------------------------------------------------------------------------------------------- 6 drift
+# ------------------------------------------------------------------------------------------ 6 drift
+
 
 def drift_table(group: Group, page: Page) -> None:
-    """Distance between replicas at the end of each epoch, and what rank 0's replica and the mean of all have learnt."""
+    """Distance between replicas at the end of each epoch, and what rank 0's replica and the mean of
+    all have learnt."""
     rows = []
     for way in ("batch", "epoch", "never"):
         run = lab.drift(group, way, watch=16)
-        rows.append([way, *(f"{end:.2f}" for end in run["apart"][::2]), f"{run['own'][1]:.2f}", f"{run['mean'][1]:.2f}",
-                     f"{run['own'][-1]:.2f}", f"{run['mean'][-1]:.2f}"])
-    page.table("Distance of the replicas in epochs 1, 3, 5; held-out loss in 2 and 5, of rank 0's and of their mean",
-               ["every", "apart 1", "apart 3", "apart 5", "own 2", "mean 2", "own 5", "mean 5"], rows,
-               note="apart: largest difference over largest weight; the mean of replicas that never met is worst")
+        rows.append(
+            [
+                way,
+                *(f"{end:.2f}" for end in run["apart"][::2]),
+                f"{run['own'][1]:.2f}",
+                f"{run['mean'][1]:.2f}",
+                f"{run['own'][-1]:.2f}",
+                f"{run['mean'][-1]:.2f}",
+            ]
+        )
+    page.table(
+        "Distance of the replicas in epochs 1, 3, 5; held-out loss in 2 and 5, of rank 0's and "
+        "of their mean",
+        ["every", "apart 1", "apart 3", "apart 5", "own 2", "mean 2", "own 5", "mean 5"],
+        rows,
+        note="apart: largest difference over largest weight; the mean of replicas that never "
+        "met is worst",
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- 7 overlap
+# ---------------------------------------------------------------------------------------- 7 overlap
+
 
 def overlap(group: Group, page: Page) -> None:
-    """How much of the all-reduces lies under computation, over a ten-gigabit network, by bucket size."""
+    """How much of the all-reduces lies under computation, over a ten-gigabit network, by bucket
+    size."""
     rows = []
-    for name, bucket_bytes in ((size_text(1 << 18), 1 << 18), (size_text(lab.BUCKET), lab.BUCKET),
-                               ("one for everything", 1 << 30)):
+    for name, bucket_bytes in (
+        (size_text(1 << 18), 1 << 18),
+        (size_text(lab.BUCKET), lab.BUCKET),
+        ("one for everything", 1 << 30),
+    ):
         shares = lab.hidden_shares(group, bucket_bytes)
         if shares:
             rows.append([name, *(f"{share:.0%}" for share in shares)])
-    page.table("Communication hidden behind backward", ["buckets of", *(f"rank {rank}" for rank in range(group.size))],
-               rows, note="each message is held back 50 µs, and 1 s for 1,250 MB: a network that needs no core; "
-                          "minidist bench overlap-step has the other strategies beside it")
+    page.table(
+        "Communication hidden behind backward",
+        ["buckets of", *(f"rank {rank}" for rank in range(group.size))],
+        rows,
+        note="each message is held back 50 µs, and 1 s for 1,250 MB: a network that needs no core; "
+        "minidist bench overlap-step has the other strategies beside it",
+    )
 
 
-# ----------------------------------------------------------------------------------------------------- 8 processes
+# -------------------------------------------------------------------------------------- 8 processes
+
 
 def processes(group: Group, page: Page) -> None:
-    """The notes' nvidia-smi table for DDP, measured: a process a replica, all with the same load."""
+    """The notes' nvidia-smi table for DDP, measured: a process a replica, all with the same
+    load."""
     records = smi.smi_of_ddp(group)
     if records is None:
         return
-    page.table("DDP: 16 sequences a step", ["rank", "process id", "memory, peak", "busy a step"],
-               [[f"{rank}", record["pid"], size_text(record["peak"]), f"{1e3 * record['busy']:.1f} ms"]
-                for rank, record in enumerate(records)],
-               note="lesson 05 has DP's beside it: one process, and device 0 fuller than the rest")
+    page.table(
+        "DDP: 16 sequences a step",
+        ["rank", "process id", "memory, peak", "busy a step"],
+        [
+            [f"{rank}", record["pid"], size_text(record["peak"]), f"{1e3 * record['busy']:.1f} ms"]
+            for rank, record in enumerate(records)
+        ],
+        note="lesson 05 has DP's beside it: one process, and device 0 fuller than the rest",
+    )
     if len({record["pid"] for record in records}) == 1 < len(records):
-        page.say("Here the ranks are threads of one process; start this with mpirun -n 4, and their ids differ.")
+        page.say(
+            "Here the ranks are threads of one process; start this with mpirun -n 4, and their "
+            "ids differ."
+        )
 
 
-# -------------------------------------------------------------------------------------------- 10 what a rank holds
+# ----------------------------------------------------------------------------- 10 what a rank holds
+
 
 def what_a_rank_holds(group: Group, page: Page) -> None:
-    """The memory account of one process beside that of a DDP rank: state, activations, the whole."""
+    """The memory account of one process beside that of a DDP rank: state, activations, the
+    whole."""
     alone, ddp, sequences = lab.peaks(None), lab.peaks(group), max(1, group.size // 2)
-    few = [rank["activations"] for rank in gather_records(group, lab.peaks(group, sequences=sequences)) or []]
-    rows = [[name, *(size_text(sum(held[category] for category in categories)) for held in (alone, ddp))]
-            for name, categories in lab.HELD.items()]
-    page.table(f"Memory at the peak, {lab.SEQUENCES} sequences a step: rank 0 of {group.size}",
-               ["", "one process", "DDP"], rows,
-               note=f"a step of fewer sequences, {sequences}, leaves {few.count(0)} of {group.size} ranks without any: "
-                    f"they hold the same state and compute nothing")
+    few = [
+        rank["activations"]
+        for rank in gather_records(group, lab.peaks(group, sequences=sequences)) or []
+    ]
+    rows = [
+        [
+            name,
+            *(size_text(sum(held[category] for category in categories)) for held in (alone, ddp)),
+        ]
+        for name, categories in lab.HELD.items()
+    ]
+    page.table(
+        f"Memory at the peak, {lab.SEQUENCES} sequences a step: rank 0 of {group.size}",
+        ["", "one process", "DDP"],
+        rows,
+        note=f"a step of fewer sequences, {sequences}, leaves {few.count(0)} of {group.size} "
+        "ranks without any: they hold the same state and compute nothing",
+    )
 
 
 BREAKS = broken.BREAKS

@@ -1,15 +1,20 @@
-"""The notes' MNIST example (N1:58), as it was meant: DDP over the ranks that were launched, each reading its own part.
+"""The notes' MNIST example (N1:58), as it was meant: DDP over the ranks that were launched, each
+reading its own part.
 
-    mpirun -n 4 python lessons/07_ddp/mnist.py                     # scikit-learn's digits, extra `digits`
+    mpirun -n 4 python lessons/07_ddp/mnist.py                     # scikit-learn's digits, extra
+                                                                   `digits`
     mpirun -n 4 python lessons/07_ddp/mnist.py --data FOLDER       # MNIST's four IDX files
-    python lessons/07_ddp/mnist.py                                 # one process: the same batches, the same weights
+    python lessons/07_ddp/mnist.py                                 # one process: the same batches,
+                                                                   the same weights
 
 What was wrong, in the order of the notes' lines:
-    rank=0, world_size=2    written into the program: it waits for ever for a rank 1 that says it is rank 0 too
-    shuffle=False           is the loader's, and right beside a sampler; but sampler.set_epoch was not called, so every
-                            epoch had the same order
+    rank=0, world_size=2    written into the program: it waits for ever for a rank 1 that says it is
+                            rank 0 too
+    shuffle=False           is the loader's, and right beside a sampler; but sampler.set_epoch was
+                            not called, so every epoch had the same order
     num_replicas=2, rank=0  every process reads the same half of the data, and none the other
-    nn.DataParallel(model)  one process with many threads; it never uses the process group opened above
+    nn.DataParallel(model)  one process with many threads; it never uses the process group opened
+                            above
 """
 
 import argparse
@@ -43,23 +48,32 @@ class Classifier(Module):
         return ops.cross_entropy(self(inputs), targets, divisor=divisor)
 
 
-def train(world: Group, data: ImageData, epochs: int = EPOCHS) -> list[tuple[int, float, float, int]]:
-    """(epoch, mean training loss, accuracy on the held-out images, samples this rank has read), one row an epoch."""
+def train(
+    world: Group, data: ImageData, epochs: int = EPOCHS
+) -> list[tuple[int, float, float, int]]:
+    """(epoch, mean training loss, accuracy on the held-out images, samples this rank has read), one
+    row an epoch."""
     model = Classifier(data.train.pixels[0].size, data.classes)
     model.initialize(seed=SEED)
     ddp, optimizer = DDP(model, world), Adam(list(model.parameters()), 3e-3)
-    sampler = DistributedSampler(len(data.train), group_size=world.size, rank=world.rank, seed=SEED, batch=BATCH)
+    sampler = DistributedSampler(
+        len(data.train), group_size=world.size, rank=world.rank, seed=SEED, batch=BATCH
+    )
     rows = []
     for epoch in range(epochs):
         sampler.set_epoch(epoch)  # another order, the same on every rank
         total, read = 0.0, 0
         for step, mine in enumerate(sampler):
-            together = min(BATCH, len(data.train) - step * BATCH)  # of all ranks; the last batch is short
+            # of all ranks; the last batch is short
+            together = min(BATCH, len(data.train) - step * BATCH)
             share = ddp.forward(Part(*data.train.batch(mine), first=0), divisor=together)
             ddp.backward(share)
             optimizer.step()
             optimizer.zero_grad()
-            total, read = total + (share.item() * together if share is not None else 0.0), read + len(mine)
+            total, read = (
+                total + (share.item() * together if share is not None else 0.0),
+                read + len(mine),
+            )
         mean = float(world.all_reduce(np.array([total]))[0]) / len(data.train)
         rows.append((epoch, mean, accuracy(model, data), read))
     return rows
@@ -75,15 +89,19 @@ def accuracy(model: Classifier, data: ImageData) -> float:
 def main() -> None:
     """Train on the ranks that were launched; rank 0 prints."""
     parser = argparse.ArgumentParser(description="The notes' MNIST example, corrected.")
-    parser.add_argument("--data", metavar="FOLDER", help="MNIST's IDX files (default: scikit-learn's digits)")
+    parser.add_argument(
+        "--data", metavar="FOLDER", help="MNIST's IDX files (default: scikit-learn's digits)"
+    )
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     options = parser.parse_args()
     world = md.init()
     data = mnist.load(options.data) if options.data else digits.load()
     for epoch, loss, right, read in train(world, data, options.epochs):
         if world.rank == 0:
-            print(f"epoch {epoch}: loss {loss:.6f}, {100 * right:.1f} % right; rank 0 of {world.size} read {read} of "
-                  f"{len(data.train)} images")
+            print(
+                f"epoch {epoch}: loss {loss:.6f}, {100 * right:.1f} % right; rank 0 of "
+                f"{world.size} read {read} of {len(data.train)} images"
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Grades exercise 08: ranks as threads take your passes; one process that takes none is the answer key."""
+"""Grades exercise 08: ranks as threads take your passes; one process that takes none is the answer
+key."""
 
 import sys
 from collections.abc import Iterator
@@ -16,8 +17,8 @@ from minidist.parallel.data.accumulation import elements_sent, plain_accumulatio
 from minidist.parallel.step.step import micro_parts, part_of
 
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")
-SEQUENCES = 11   # rows of every batch: three ranks have 4, 4 and 3
-CASES, STEPS, LIMIT = ((1, 2), (3, 3), (3, 2)), 2, 60.0     # (ranks, passes)
+SEQUENCES = 11  # rows of every batch: three ranks have 4, 4 and 3
+CASES, STEPS, LIMIT = ((1, 2), (3, 3), (3, 2)), 2, 60.0  # (ranks, passes)
 
 CUT_FROM = (plain_accumulation,)
 ANSWERS = {
@@ -40,7 +41,8 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
             yield _traffic(exercise, stage, passes)
 
 
-# ---------------------------------------------------------------------------------------------- what the ranks do
+# -------------------------------------------------------------------------------- what the ranks do
+
 
 def _model() -> Any:
     model = GPT(CONFIG)
@@ -50,7 +52,9 @@ def _model() -> Any:
 
 def _batch(step: int) -> tuple[np.ndarray, np.ndarray]:
     """The global batch of one step."""
-    ids = np.random.default_rng(step).integers(0, CONFIG.vocabulary, (SEQUENCES, CONFIG.context + 1))
+    ids = np.random.default_rng(step).integers(
+        0, CONFIG.vocabulary, (SEQUENCES, CONFIG.context + 1)
+    )
     return ids[:, :-1], ids[:, 1:]
 
 
@@ -81,9 +85,15 @@ def _train(group: Group, exercise: ModuleType, passes: int) -> dict[str, Any]:
     """The student's steps: weights, how often ranks reduced and stepped."""
     model, counted = _model(), CountedGroup(group)
     optimizer = CountedSGD(list(model.parameters()), lr=0.1)
-    exercise.plain_accumulation(model, optimizer, counted, [_batch(step) for step in range(STEPS)], passes)
-    return {"weights": _flat(model), "reduced": counted.calls, "steps": optimizer.steps,
-            "parameters": len(list(model.parameters()))}
+    exercise.plain_accumulation(
+        model, optimizer, counted, [_batch(step) for step in range(STEPS)], passes
+    )
+    return {
+        "weights": _flat(model),
+        "reduced": counted.calls,
+        "steps": optimizer.steps,
+        "parameters": len(list(model.parameters())),
+    }
 
 
 def _ranks(size: int) -> str:
@@ -94,23 +104,28 @@ def _flat(model: Any) -> np.ndarray:
     return np.concatenate([np.array(parameter.data).ravel() for parameter in model.parameters()])
 
 
-# ------------------------------------------------------------------------------------------- beside the answer key
+# ---------------------------------------------------------------------------- beside the answer key
+
 
 def _serial(size: int, passes: int, mistake: str = "") -> np.ndarray:
-    """The weights after the same steps in one process; with a `mistake`, as that mistake makes them."""
+    """The weights after the same steps in one process; with a `mistake`, as that mistake makes
+    them."""
     model = _model()
     optimizer = SGD(list(model.parameters()), lr=0.1)
     for step in range(STEPS):
         for rank in range(size):
             mine, tokens = part_of(_batch(step), size=size, rank=rank), SEQUENCES * CONFIG.context
             for micro in micro_parts(mine, passes):
-                tokens = {"mean of means": micro.targets.size, "this rank's tokens": mine.targets.size,
-                          "averaged twice": SEQUENCES * CONFIG.context * passes}.get(mistake, tokens)
+                tokens = {
+                    "mean of means": micro.targets.size,
+                    "this rank's tokens": mine.targets.size,
+                    "averaged twice": SEQUENCES * CONFIG.context * passes,
+                }.get(mistake, tokens)
                 model.loss(micro.inputs, micro.targets, divisor=tokens).backward()
         optimizer.step()
         if mistake != "forgot to zero":
             optimizer.zero_grad()
-        else:                           # what was summed over the ranks is on each of them, and is summed again
+        else:  # what was summed over the ranks is on each of them, and is summed again
             for parameter in model.parameters():
                 parameter.grad *= size
     return _flat(model)
@@ -123,9 +138,21 @@ def _cut(exercise: ModuleType, rows: int, passes: int) -> Result:
     target = list(zip(edges, edges[1:], strict=False))
     pairs = [tuple(map(int, pair)) for pair in exercise.cut(rows, passes)]
     covered = [row for begin, end in pairs for row in range(begin, end)]
-    mistake = "rows are lost" if len(covered) < rows else "a row twice" if len(covered) > rows else "uneven passes"
-    return Result(f"{rows} rows in {passes} passes", pairs == target, str(target), str(pairs), mistake,
-                  "each pass has rows // passes rows, the first rows % passes of them one more (hole 1)")
+    mistake = (
+        "rows are lost"
+        if len(covered) < rows
+        else "a row twice"
+        if len(covered) > rows
+        else "uneven passes"
+    )
+    return Result(
+        f"{rows} rows in {passes} passes",
+        pairs == target,
+        str(target),
+        str(pairs),
+        mistake,
+        "each pass has rows // passes rows, the first rows % passes of them one more (hole 1)",
+    )
 
 
 def _counts(size: int, passes: int, ranks: list[dict[str, Any]]) -> Result:
@@ -136,46 +163,84 @@ def _counts(size: int, passes: int, ranks: list[dict[str, Any]]) -> Result:
     target = f"{one} all-reduces, {STEPS} updates"
     if steps != STEPS:
         mistake = "steps after every pass" if steps == STEPS * passes else "not one update a step"
-        return Result(task, False, target, said, mistake, "the optimizer steps once, after the last pass: section 1 "
-                      "(holes 3 and 4)")
+        return Result(
+            task,
+            False,
+            target,
+            said,
+            mistake,
+            "the optimizer steps once, after the last pass: section 1 (holes 3 and 4)",
+        )
     if reduced != one:
         mistake = "reduced after every pass" if reduced == one * passes else "not reduced once"
-        return Result(task, False, target, said, mistake, "a rank's own passes add up at home; the sum travels once, "
-                      "after the last: section 4 (holes 3 and 4)")
+        return Result(
+            task,
+            False,
+            target,
+            said,
+            mistake,
+            "a rank's own passes add up at home; the sum travels once, "
+            "after the last: section 4 (holes 3 and 4)",
+        )
     return Result(task, True, target, said)
 
 
 def _weights(size: int, passes: int, ranks: list[dict[str, Any]]) -> Result:
     """After the steps: every rank has one process's weights."""
-    task, target = f"{_ranks(size)}, weights after {STEPS} steps of {passes} passes", _serial(size, passes)
+    task, target = (
+        f"{_ranks(size)}, weights after {STEPS} steps of {passes} passes",
+        _serial(size, passes),
+    )
     scale = np.abs(target).max()
     error = max(float(np.abs(figures["weights"] - target).max() / scale) for figures in ranks)
     if error < 1e-10:
-        return Result(task, True, "those of one process in one pass, to 1e-10", "those of one process, to 1e-10")
+        return Result(
+            task,
+            True,
+            "those of one process in one pass, to 1e-10",
+            "those of one process, to 1e-10",
+        )
     advice = {
-        "mean of means": "a pass with few rows counts as much as one with many: divide each by targets.size: "
-                         "section 2 (hole 2)",
-        "this rank's tokens": "ranks have different numbers of rows: divide by targets.size: section 2 (hole 2)",
-        "averaged twice": f"{passes} times too small: targets.size has all passes already: section 2 (hole 2)",
-        "forgot to zero": "the next batch's gradients are added to this one's: optimizer.zero_grad(): section 8 "
-                          "(hole 4)"}
+        "mean of means": "a pass with few rows counts as much as one with many: divide each by "
+        "targets.size: section 2 (hole 2)",
+        "this rank's tokens": "ranks have different numbers of rows: divide by targets.size: "
+        "section 2 (hole 2)",
+        "averaged twice": f"{passes} times too small: targets.size has all passes already: "
+        "section 2 (hole 2)",
+        "forgot to zero": "the next batch's gradients are added to this one's: "
+        "optimizer.zero_grad(): section 8 (hole 4)",
+    }
     for mistake, why in advice.items():
         wrong = _serial(size, passes, mistake)
         differs = np.abs(wrong - target).max() > 1e-12 * scale
         if differs and np.abs(ranks[0]["weights"] - wrong).max() < 1e-9 * scale:
             return Result(task, False, "those of one process", f"off by {error:.1e}", mistake, why)
-    return Result(task, False, "those of one process", f"off by {error:.1e}", "wrong weights",
-                  "all passes add up, the ranks' sums are added once, one update: section 1 (holes 2 to 4)")
+    return Result(
+        task,
+        False,
+        "those of one process",
+        f"off by {error:.1e}",
+        "wrong weights",
+        "all passes add up, the ranks' sums are added once, one update: section 1 (holes 2 to 4)",
+    )
 
 
 def _traffic(exercise: ModuleType, stage: int, passes: int) -> Result:
     """The elements of the library's formula, which its tests hold against the ledger."""
     target = elements_sent(1000, ranks=4, zero=stage, accumulate=passes)
     measured = exercise.elements_sent(stage, passes, 1000, 4)
-    mistake = "the sum of a stage cannot wait" if stage >= 2 and measured < target else "wrong traffic"
-    return Result(f"{['DDP', 'ZeRO-1', 'ZeRO-2', 'ZeRO-3'][stage]}, {passes} passes, 4 ranks, 1000 parameters",
-                  measured == target, f"{target} elements", f"{measured} elements", mistake,
-                  "which strategy has room to keep a whole gradient until the last pass? section 4 (hole 5)")
+    mistake = (
+        "the sum of a stage cannot wait" if stage >= 2 and measured < target else "wrong traffic"
+    )
+    return Result(
+        f"{['DDP', 'ZeRO-1', 'ZeRO-2', 'ZeRO-3'][stage]}, {passes} passes, 4 ranks, 1000 "
+        "parameters",
+        measured == target,
+        f"{target} elements",
+        f"{measured} elements",
+        mistake,
+        "which strategy has room to keep a whole gradient until the last pass? section 4 (hole 5)",
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What lesson 08's tables, figure and break-its share: gradients of passes, memory over time, traffic by strategy."""
+"""What lesson 08's tables, figure and break-its share: gradients of passes, memory over time,
+traffic by strategy."""
 
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,23 @@ from minidist.parallel.data.accumulation import elements_sent
 from minidist.parallel.step.single import Single
 
 lab = load_module(Path(__file__).resolve().parents[1] / "07_ddp" / "experiments.py", "07")
-CONFIG = GPTConfig(vocabulary=128, context=64, layers=4, width=96, heads=4)     # whose memory is looked at
-ROWS = 8            # of a batch
+# whose memory is looked at
+CONFIG = GPTConfig(vocabulary=128, context=64, layers=4, width=96, heads=4)
+ROWS = 8  # of a batch
 FLOAT64 = 8
 
 
 def gradient(batch: Any, passes: int, divisor: str) -> np.ndarray:
-    """One process's gradient of a batch in some passes; what the loss is divided by: "all", "own" tokens or "twice"."""
+    """One process's gradient of a batch in some passes; what the loss is divided by: "all", "own"
+    tokens or "twice"."""
     inputs, targets = batch
     model = lab.new_model(lab.SMALL)
     for rows in np.array_split(np.arange(len(inputs)), passes):
-        tokens = {"all": targets.size, "own": passes * targets[rows].size, "twice": passes * targets.size}[divisor]
+        tokens = {
+            "all": targets.size,
+            "own": passes * targets[rows].size,
+            "twice": passes * targets.size,
+        }[divisor]
         model.loss(inputs[rows], targets[rows], divisor=tokens).backward()
     return lab.gradients(model)
 
@@ -35,16 +42,24 @@ def peaks(config: GPTConfig, rows: int, passes: int) -> dict[str, int]:
     with account.use(account.MemoryAccount()) as seen:
         model = lab.new_model(config)
         single = Single(model)
-        single.step(lab.global_batch(config, 0, rows), Adam(single.parameters, 1e-3), accumulate=passes)
+        single.step(
+            lab.global_batch(config, 0, rows), Adam(single.parameters, 1e-3), accumulate=passes
+        )
         return seen.peak
 
 
 def record(group: Group) -> dict[str, Any]:
-    """For the figure: the account at every module and gradient of a step in 1, 2 and 4 passes; and the traffic."""
+    """For the figure: the account at every module and gradient of a step in 1, 2 and 4 passes; and
+    the traffic."""
     runs = {passes: moments(passes) for passes in (1, 2, 4)} if group.rank == 0 else {}
     group.barrier()
-    return {"memory": runs, "traffic": [measure_traffic(group, zero, passes) for zero in range(4)
-                                        for passes in (1, 2, 4)], "size": group.size}
+    return {
+        "memory": runs,
+        "traffic": [
+            measure_traffic(group, zero, passes) for zero in range(4) for passes in (1, 2, 4)
+        ],
+        "size": group.size,
+    }
 
 
 def moments(passes: int) -> list[dict[str, int]]:
@@ -82,10 +97,16 @@ def measure_traffic(group: Group, zero: int, passes: int) -> dict[str, Any]:
     trainer = md.Trainer(md.Plan(dp=group.size, zero=zero, accumulate=passes), lab.SMALL, group)
     before = totals(group.ledger)
     trainer.step(lab.global_batch(lab.SMALL, 0, sequences=4 * group.size))
-    trainer.close()         # first: ZeRO-1 and 2 still send weights when a step returns
+    trainer.close()  # first: ZeRO-1 and 2 still send weights when a step returns
     mine = np.array(sent_since(group.ledger, before))
     with group.ledger.control():
         messages, nbytes = (int(value) for value in group.all_reduce(mine))
     count = sum(p.size for p in trainer.model.parameters())
-    return {"zero": zero, "passes": passes, "parameters": count, "messages": messages, "elements": nbytes // FLOAT64,
-            "formula": elements_sent(count, ranks=group.size, zero=zero, accumulate=passes)}
+    return {
+        "zero": zero,
+        "passes": passes,
+        "parameters": count,
+        "messages": messages,
+        "elements": nbytes // FLOAT64,
+        "formula": elements_sent(count, ranks=group.size, zero=zero, accumulate=passes),
+    }

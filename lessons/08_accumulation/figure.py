@@ -1,20 +1,22 @@
-"""The figure of lesson 08: memory over time for 1, 2 and 4 passes, as recorded; and what each strategy sends.
+"""The figure of lesson 08: memory over time for 1, 2 and 4 passes, as recorded; and what each
+strategy sends.
 
-    python lessons/08_accumulation/figure.py [--out DIR]      # figure.png
+python lessons/08_accumulation/figure.py [--out DIR]      # figure.png
 """
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from minidist.grading import load_module
 from minidist.lessons import figures as look
 from minidist.lessons.running import draw_figure
 
-from minidist.grading import load_module
-
 HERE = Path(__file__).resolve().parent
 passing = load_module(HERE / "experiments.py", "08")
-LAYERS = ("parameters", "optimizer", "gradients", "activations")    # from the bottom up: what lasts longest first
+# from the bottom up: what lasts longest first
+LAYERS = ("parameters", "optimizer", "gradients", "activations")
 SHADES = {1: "#bcd0e8", 2: "#7fa3d1", 4: "#2f5d9b"}
 PASSES = (1, 2, 4)
 STRATEGIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
@@ -23,36 +25,64 @@ STRATEGIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png from the recorded account and ledger."""
     config = passing.CONFIG
-    figure = look.new_figure(13.5, 6.6, "One batch in 1, 2 and 4 passes, as recorded",
-                             f"Left: what is alive during a step, asked at every module and gradient; GPT of "
-                             f"{config.layers} layers, width {config.width}, {passing.ROWS} × {config.context} tokens; "
-                             f"titles: activations. Right: what {recorded['size']} ranks send.")
+    figure = look.new_figure(
+        13.5,
+        6.6,
+        "One batch in 1, 2 and 4 passes, as recorded",
+        f"Left: what is alive during a step, asked at every module and gradient; GPT of "
+        f"{config.layers} layers, width {config.width}, {passing.ROWS} × {config.context} tokens; "
+        f"titles: activations. Right: what {recorded['size']} ranks send.",
+    )
     top = max(entry["total"] for run in recorded["memory"].values() for entry in run) / 2**20
     for index, passes in enumerate(PASSES):
-        _mountain(figure.add_axes((0.06 + 0.195 * index, 0.13, 0.18, 0.62)), passes, recorded["memory"][passes], top,
-                  first=not index)
+        _mountain(
+            figure.add_axes((0.06 + 0.195 * index, 0.13, 0.18, 0.62)),
+            passes,
+            recorded["memory"][passes],
+            top,
+            first=not index,
+        )
     _traffic(figure.add_axes((0.71, 0.13, 0.27, 0.62)), recorded["traffic"], recorded["size"])
     look.save(figure, folder)
 
 
-def _mountain(ax: Any, passes: int, record: list[dict[str, int]], top: float, *, first: bool) -> None:
+def _mountain(
+    ax: Any, passes: int, record: list[dict[str, int]], top: float, *, first: bool
+) -> None:
     """Stacked bytes by category over the recorded moments of one step."""
     look.quiet(ax, grid="y")
     heights = [np.array([entry[name] for entry in record]) / 2**20 for name in LAYERS]
-    ax.stackplot(np.arange(len(record)), heights, colors=[look.MEMORY[name] for name in LAYERS], step="post",
-                 linewidth=0)
+    ax.stackplot(
+        np.arange(len(record)),
+        heights,
+        colors=[look.MEMORY[name] for name in LAYERS],
+        step="post",
+        linewidth=0,
+    )
     ax.set_ylim(0, 1.06 * top)
     ax.set_xlim(0, len(record) - 1)
     ax.set_xticks([])
-    ax.set_xlabel("forward and backward" if passes == 1 else f"{passes} × forward and backward", fontsize=10.5,
-                  color=look.SOFT)
+    ax.set_xlabel(
+        "forward and backward" if passes == 1 else f"{passes} × forward and backward",
+        fontsize=10.5,
+        color=look.SOFT,
+    )
     peak = max(float(value) for value in heights[-1])
     look.caption(ax, f"{passes} pass{'es' * (passes > 1)}: up to {peak:.1f} MiB")
     if first:
         ax.set_ylabel("MiB alive", fontsize=10.5, color=look.SOFT)
-        ax.legend([look.patch(look.MEMORY[name]) for name in reversed(LAYERS)], list(reversed(LAYERS)), frameon=False,
-                  fontsize=10, labelcolor=look.INK, loc="upper left", ncols=4, bbox_to_anchor=(-0.08, 1.2),
-                  handlelength=1.2, columnspacing=1.4)
+        ax.legend(
+            [look.patch(look.MEMORY[name]) for name in reversed(LAYERS)],
+            list(reversed(LAYERS)),
+            frameon=False,
+            fontsize=10,
+            labelcolor=look.INK,
+            loc="upper left",
+            ncols=4,
+            bbox_to_anchor=(-0.08, 1.2),
+            handlelength=1.2,
+            columnspacing=1.4,
+        )
     else:
         ax.tick_params(labelleft=False)
 
@@ -68,8 +98,14 @@ def _traffic(ax: Any, runs: list[dict[str, Any]], size: int) -> None:
     ax.set_xticks(range(4), STRATEGIES, fontsize=10.5)
     ax.tick_params(axis="x", length=0)
     ax.set_ylabel("elements sent in a step, in Ψ(P-1)", fontsize=10.5, color=look.SOFT)
-    ax.legend([look.patch(SHADES[passes]) for passes in PASSES], [f"A = {passes}" for passes in PASSES], frameon=False,
-              fontsize=10, labelcolor=look.INK, loc="upper left")
+    ax.legend(
+        [look.patch(SHADES[passes]) for passes in PASSES],
+        [f"A = {passes}" for passes in PASSES],
+        frameon=False,
+        fontsize=10,
+        labelcolor=look.INK,
+        loc="upper left",
+    )
     look.caption(ax, "Which strategy reduces when")
 
 

@@ -1,22 +1,23 @@
-"""Lesson 08: a batch in several passes: the same weights, less memory, and which strategy reduces when.
+"""Lesson 08: a batch in several passes: the same weights, less memory, and which strategy reduces
+when.
 
-    mpirun -n 4 python lessons/08_accumulation/lesson.py
-    python lessons/08_accumulation/lesson.py                          # alone: four ranks as threads
-    python lessons/08_accumulation/lesson.py --break forget-to-zero   # see README.md, section 8
+mpirun -n 4 python lessons/08_accumulation/lesson.py
+python lessons/08_accumulation/lesson.py                          # alone: four ranks as threads
+python lessons/08_accumulation/lesson.py --break forget-to-zero   # see README.md, section 8
 """
 
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import Break, arguments, run_lesson
 
 import minidist as md
 from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.errors import GradientError
 from minidist.grading import load_module, sent_since, totals
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.optim import SGD, Adam
 from minidist.parallel.data.accumulation import plain_accumulation
 from minidist.parallel.data.ddp import DDP
@@ -25,7 +26,7 @@ from minidist.parallel.step.step import micro_parts, part_of
 
 lab = load_module(Path(__file__).resolve().parents[1] / "07_ddp" / "experiments.py", "07")
 passing = load_module(Path(__file__).resolve().with_name("experiments.py"), "08")
-STEPS = 5           # of the runs that are compared
+STEPS = 5  # of the runs that are compared
 STRATEGIES = ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 
 
@@ -47,11 +48,14 @@ def tour(group: Group, page: Page) -> None:
         large_batches(page)
 
 
-# -------------------------------------------------------------------------------------------------- 1 same weights
+# ----------------------------------------------------------------------------------- 1 same weights
+
 
 def same_weights(group: Group, page: Page) -> None:
     """Steps of one process in one pass beside the plain loop and DDP in several."""
-    batches = [lab.global_batch(lab.SMALL, step, sequences=3 * group.size + 1) for step in range(STEPS)]
+    batches = [
+        lab.global_batch(lab.SMALL, step, sequences=3 * group.size + 1) for step in range(STEPS)
+    ]
     alone = lab.new_model(lab.SMALL)
     single, optimizer = Single(alone), Adam(list(alone.parameters()), 1e-2)
     for batch in batches:
@@ -68,14 +72,28 @@ def same_weights(group: Group, page: Page) -> None:
             plain_accumulation(model, optimizer, group, batches, passes)
         messages, nbytes = sent_since(group.ledger, before)
         error = np.abs(lab.weights(model) - target).max() / np.abs(target).max()
-        rows.append([name, passes, f"{error:.1e}", f"{lab.apart(group, lab.weights(model)):.0e}", messages // STEPS,
-                     size_text(nbytes / STEPS)])
-    page.table(f"{STEPS} steps of {len(batches[0][0])} rows on {group.size} ranks, float64, Adam, beside one process",
-               ["", "passes", "off by", "ranks apart", "messages a step", "bytes a step"], rows,
-               note="rows that do not divide evenly, and ranks with fewer rows than passes, change nothing")
+        rows.append(
+            [
+                name,
+                passes,
+                f"{error:.1e}",
+                f"{lab.apart(group, lab.weights(model)):.0e}",
+                messages // STEPS,
+                size_text(nbytes / STEPS),
+            ]
+        )
+    page.table(
+        f"{STEPS} steps of {len(batches[0][0])} rows on {group.size} ranks, float64, Adam, "
+        "beside one process",
+        ["", "passes", "off by", "ranks apart", "messages a step", "bytes a step"],
+        rows,
+        note="rows that do not divide evenly, and ranks with fewer rows than passes, change "
+        "nothing",
+    )
 
 
-# --------------------------------------------------------------------------------------------------------- 2 means
+# ------------------------------------------------------------------------------------------ 2 means
+
 
 def means(page: Page) -> None:
     """The gradient of even and uneven passes, divided rightly and in two wrong ways."""
@@ -83,15 +101,25 @@ def means(page: Page) -> None:
     for count, passes in ((8, 4), (7, 4), (5, 4)):
         batch = lab.global_batch(lab.SMALL, 0, sequences=count)
         target = passing.gradient(batch, 1, "all")
-        errors = [float(np.linalg.norm(passing.gradient(batch, passes, how) - target) / np.linalg.norm(target))
-                  for how in ("all", "own", "twice")]
+        errors = [
+            float(
+                np.linalg.norm(passing.gradient(batch, passes, how) - target)
+                / np.linalg.norm(target)
+            )
+            for how in ("all", "own", "twice")
+        ]
         sizes = "+".join(str(len(part)) for part in np.array_split(np.arange(count), passes))
         rows.append([sizes, *("ok" if error < 1e-12 else f"off {error:.0%}" for error in errors)])
-    page.table("The gradient of a batch in four passes", ["rows", "sum of shares", "mean of means", "divided twice"],
-               rows, note="a mean of means is right where all passes are alike, so the mistake is easily missed")
+    page.table(
+        "The gradient of a batch in four passes",
+        ["rows", "sum of shares", "mean of means", "divided twice"],
+        rows,
+        note="a mean of means is right where all passes are alike, so the mistake is easily missed",
+    )
 
 
-# -------------------------------------------------------------------------------------------------------- 3 memory
+# ----------------------------------------------------------------------------------------- 3 memory
+
 
 def memory(page: Page) -> None:
     """Peaks by category for 1, 2, 4 and 8 passes."""
@@ -99,15 +127,37 @@ def memory(page: Page) -> None:
     rows = []
     for passes, peak in found.items():
         formula = found[1]["activations"] / passes
-        sizes = [size_text(peak[name]) for name in ("parameters", "gradients", "activations", "total")]
-        rows.append([f"{passes}", f"{passing.ROWS // passes}", *sizes, size_text(formula),
-                     verdict(peak["activations"], formula, 0.01)])
-    page.table(f"Peaks of a step of {passing.ROWS} × {passing.CONFIG.context} tokens, by the account", [
-        "passes", "rows a pass", "parameters", "gradients", "activations", "total", "activations / A", ""], rows,
-        note="no second gradient buffer: a pass adds to what is there")
+        sizes = [
+            size_text(peak[name]) for name in ("parameters", "gradients", "activations", "total")
+        ]
+        rows.append(
+            [
+                f"{passes}",
+                f"{passing.ROWS // passes}",
+                *sizes,
+                size_text(formula),
+                verdict(peak["activations"], formula, 0.01),
+            ]
+        )
+    page.table(
+        f"Peaks of a step of {passing.ROWS} × {passing.CONFIG.context} tokens, by the account",
+        [
+            "passes",
+            "rows a pass",
+            "parameters",
+            "gradients",
+            "activations",
+            "total",
+            "activations / A",
+            "",
+        ],
+        rows,
+        note="no second gradient buffer: a pass adds to what is there",
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- 4 traffic
+# ---------------------------------------------------------------------------------------- 4 traffic
+
 
 def traffic(group: Group, page: Page) -> None:
     """A passes × strategy, measured and by formula."""
@@ -116,34 +166,55 @@ def traffic(group: Group, page: Page) -> None:
         for passes in (1, 2, 4):
             run = passing.measure_traffic(group, zero, passes)
             unit = run["parameters"] * (group.size - 1) or 1
-            rows.append([STRATEGIES[zero] if passes == 1 else "", passes, run["messages"], f"{run['elements']:,}",
-                         f"{formula} (P-1)", f"{run['elements'] / unit:g} Ψ(P-1)",
-                         verdict(run["elements"], run["formula"])])
-    page.table(f"One step on {group.size} ranks, all ranks together: Ψ = {run['parameters']:,}",
-               ["", "A", "messages", "elements sent", "formula", "measured", ""], rows,
-               note="stages 2 and 3 have no room to keep a whole gradient's sum between passes")
+            rows.append(
+                [
+                    STRATEGIES[zero] if passes == 1 else "",
+                    passes,
+                    run["messages"],
+                    f"{run['elements']:,}",
+                    f"{formula} (P-1)",
+                    f"{run['elements'] / unit:g} Ψ(P-1)",
+                    verdict(run["elements"], run["formula"]),
+                ]
+            )
+    page.table(
+        f"One step on {group.size} ranks, all ranks together: Ψ = {run['parameters']:,}",
+        ["", "A", "messages", "elements sent", "formula", "measured", ""],
+        rows,
+        note="stages 2 and 3 have no room to keep a whole gradient's sum between passes",
+    )
 
 
-# ------------------------------------------------------------------------------------------------ 5 long sequences
+# --------------------------------------------------------------------------------- 5 long sequences
+
 
 def long_sequences(page: Page) -> None:
-    """The same tokens a step in ever longer sequences, in as many passes as keep the tokens of a pass."""
+    """The same tokens a step in ever longer sequences, in as many passes as keep the tokens of a
+    pass."""
     rows, tokens = [], 512
     for context in (64, 128, 256, 512):
         config = replace(passing.CONFIG, context=context, layers=2)
         sequences = tokens // context
         whole = passing.peaks(config, sequences, 1)["activations"]
         one = passing.peaks(config, sequences, sequences)["activations"]
-        rows.append([context, sequences, size_text(whole), sequences, size_text(one), f"{whole / one:.1f}×"])
-    page.table(f"{tokens} tokens a step, two layers: peak of activations",
-               ["tokens a sequence", "sequences", "in one pass", "passes", "one sequence a pass", "less"], rows,
-               note="a pass takes at least one sequence: where that is too much, accumulation is at its end")
+        rows.append(
+            [context, sequences, size_text(whole), sequences, size_text(one), f"{whole / one:.1f}×"]
+        )
+    page.table(
+        f"{tokens} tokens a step, two layers: peak of activations",
+        ["tokens a sequence", "sequences", "in one pass", "passes", "one sequence a pass", "less"],
+        rows,
+        note="a pass takes at least one sequence: where that is too much, accumulation is at "
+        "its end",
+    )
 
 
-# ------------------------------------------------------------------------------------------------- 6 large batches
+# ---------------------------------------------------------------------------------- 6 large batches
+
 
 def large_batches(page: Page) -> None:
-    """The same 512 sequences in batches of 4, 16 and 64: fewer steps, with the same rate and with a larger one."""
+    """The same 512 sequences in batches of 4, 16 and 64: fewer steps, with the same rate and with a
+    larger one."""
     rows = []
     for batch in (4, 16, 64):
         losses = []
@@ -155,12 +226,17 @@ def large_batches(page: Page) -> None:
                 single.step(lab.global_batch(lab.SMALL, step, batch), optimizer)
             losses.append(lab.held_out_loss(model))
         rows.append([batch, 512 // batch, *(f"{loss:.3f}" for loss in losses)])
-    page.table("What 512 sequences teach: held-out loss", ["sequences a step", "steps", "rate 0.02",
-                                                             "rate 0.02 √(batch / 4)"], rows,
-               note="accumulation makes a large batch possible; whether it learns as much is another question")
+    page.table(
+        "What 512 sequences teach: held-out loss",
+        ["sequences a step", "steps", "rate 0.02", "rate 0.02 √(batch / 4)"],
+        rows,
+        note="accumulation makes a large batch possible; whether it learns as much is another "
+        "question",
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- Break it
+# ----------------------------------------------------------------------------------------- Break it
+
 
 def average_twice() -> None:
     """Divided by all tokens, and by the passes once more: A times too short."""
@@ -172,11 +248,16 @@ def average_twice() -> None:
             for step in range(25):
                 inputs, targets = lab.global_batch(lab.SMALL, step)
                 for rows in np.array_split(np.arange(len(inputs)), 4):
-                    model.loss(inputs[rows], targets[rows], divisor=targets.size / factor).backward()
+                    model.loss(
+                        inputs[rows], targets[rows], divisor=targets.size / factor
+                    ).backward()
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(lab.held_out_loss(model))
-        print(f"{name:4s}: loss after 25 steps {losses[0]:.4f}; divided by the 4 passes as well {losses[1]:.4f}")
+        print(
+            f"{name:4s}: loss after 25 steps {losses[0]:.4f}; divided by the 4 passes as well "
+            f"{losses[1]:.4f}"
+        )
 
 
 def forget_to_zero() -> None:
@@ -186,7 +267,9 @@ def forget_to_zero() -> None:
     for step in range(5):
         inputs, targets = lab.global_batch(lab.SMALL, step)
         model.loss(inputs, targets, divisor=targets.size).backward()
-        print(f"step {step + 1}: the gradient has length {np.linalg.norm(lab.gradients(model)):.3f}")
+        print(
+            f"step {step + 1}: the gradient has length {np.linalg.norm(lab.gradients(model)):.3f}"
+        )
         optimizer.step()
 
     def job(group: Group) -> None:
@@ -199,7 +282,9 @@ def forget_to_zero() -> None:
 
 
 def reduce_every_pass() -> None:
-    """Sum over the ranks after each pass: A times the traffic; and in place, sums are summed again."""
+    """Sum over the ranks after each pass: A times the traffic; and in place, sums are summed
+    again."""
+
     def job(group: Group, passes: int, way: str) -> tuple[float, float]:
         batch = lab.global_batch(lab.SMALL, 0)
         alone, model = lab.new_model(lab.SMALL), lab.new_model(lab.SMALL)
@@ -216,37 +301,49 @@ def reduce_every_pass() -> None:
                 model.zero_grad()
         found = lab.gradients(model) if way != "each pass's own" else total
         target = lab.gradients(alone)
-        return sent_since(group.ledger, before)[1], float(np.linalg.norm(found - target) / np.linalg.norm(target))
+        return sent_since(group.ledger, before)[1], float(
+            np.linalg.norm(found - target) / np.linalg.norm(target)
+        )
 
     for way in ("once", "each pass's own", "in place, each pass"):
         for passes in (2, 4):
             nbytes, error = md.run(job, passes, way, size=2)[0]
-            print(f"reduced {way:19s}, {passes} passes: rank 0 sends {size_text(nbytes)}, "
-                  f"the gradient is {'right' if error < 1e-12 else f'off by {error:.0%}'}")
+            print(
+                f"reduced {way:19s}, {passes} passes: rank 0 sends {size_text(nbytes)}, "
+                f"the gradient is {'right' if error < 1e-12 else f'off by {error:.0%}'}"
+            )
 
 
 def step_before_last() -> None:
-    """The optimizer steps after each pass: other weights in one process; on ranks that reduce last, replicas part."""
+    """The optimizer steps after each pass: other weights in one process; on ranks that reduce last,
+    replicas part."""
     batch, target = lab.global_batch(lab.SMALL, 0), lab.new_model(lab.SMALL)
     Single(target).step(batch, SGD(list(target.parameters()), 0.5), accumulate=4)
 
     def job(group: Group) -> tuple[float, float]:
         model = lab.new_model(lab.SMALL)
         optimizer = SGD(list(model.parameters()), 0.5)
-        for number, micro in enumerate(micro_parts(part_of(batch, size=group.size, rank=group.rank), 4), start=1):
+        for number, micro in enumerate(
+            micro_parts(part_of(batch, size=group.size, rank=group.rank), 4), start=1
+        ):
             model.loss(micro.inputs, micro.targets, batch[1].size).backward()
             if number == 4:
                 for p in model.parameters():
                     group.all_reduce(p.grad, out=p.grad, algorithm="ring")
             optimizer.step()
             optimizer.zero_grad()
-        error = np.abs(lab.weights(model) - lab.weights(target)).max() / np.abs(lab.weights(target)).max()
+        error = (
+            np.abs(lab.weights(model) - lab.weights(target)).max()
+            / np.abs(lab.weights(target)).max()
+        )
         return float(error), lab.apart(group, lab.weights(model))
 
     for size in (1, 2):
         error, apart = md.run(job, size=size)[0]
-        print(f"{size} rank{'s' * (size > 1)}, a step after each of 4 passes: off one step by {error:.1e}, "
-              f"replicas apart by {apart:.1e}")
+        print(
+            f"{size} rank{'s' * (size > 1)}, a step after each of 4 passes: off one step by "
+            f"{error:.1e}, replicas apart by {apart:.1e}"
+        )
 
 
 def mean_of_means() -> None:
@@ -254,7 +351,9 @@ def mean_of_means() -> None:
     for count in (8, 7, 6, 5):
         batch = lab.global_batch(lab.SMALL, 0, sequences=count)
         target = passing.gradient(batch, 1, "all")
-        error = float(np.linalg.norm(passing.gradient(batch, 4, "own") - target) / np.linalg.norm(target))
+        error = float(
+            np.linalg.norm(passing.gradient(batch, 4, "own") - target) / np.linalg.norm(target)
+        )
         sizes = "+".join(str(len(part)) for part in np.array_split(np.arange(count), 4))
         found = "right" if error < 1e-12 else f"off by {error:.1%}"
         print(f"{count} rows in passes of {sizes}: the gradient is {found}")

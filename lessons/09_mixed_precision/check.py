@@ -1,4 +1,5 @@
-"""Grades exercise 09: the scaler's parts on planted gradients, then whole steps on two ranks beside the library."""
+"""Grades exercise 09: the scaler's parts on planted gradients, then whole steps on two ranks beside
+the library."""
 
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from minidist.optim import SGD, clip_scale
 from minidist.parallel.precision.mixed_precision import LossScale, plain_mixed_precision
 
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float16")
-STEPS, CLIP, SCALE, LIMIT = 3, 0.5, 2.0 ** 12, 60.0
+STEPS, CLIP, SCALE, LIMIT = 3, 0.5, 2.0**12, 60.0
 
 CUT_FROM = (plain_mixed_precision,)
 ANSWERS = {
@@ -55,42 +56,74 @@ def _trained(loop: Any, scale: float) -> tuple[np.ndarray, np.ndarray]:
         batches.append((ids[:, :-1], ids[:, 1:]))
     with np.errstate(all="ignore"):
         loop(model, masters, SGD(masters, 0.5), batches, scale)
-    return (np.concatenate([np.ravel(p.data) for p in masters]),
-            np.concatenate([np.ravel(np.asarray(p.data, "float32")) for p in model.parameters()]))
+    return (
+        np.concatenate([np.ravel(p.data) for p in masters]),
+        np.concatenate([np.ravel(np.asarray(p.data, "float32")) for p in model.parameters()]),
+    )
 
 
 def _plain(exercise: ModuleType) -> Iterator[Result]:
-    """Masters and weights beside the plain version's, where gradients fit and where they overflow."""
+    """Masters and weights beside the plain version's, where gradients fit and where they
+    overflow."""
     start, drawn = _trained(lambda *_: None, SCALE)
-    for scale, what in ((SCALE, "gradients that fit"), (2.0 ** 40, "gradients that overflow")):
-        (target, rounded), (found, weights) = (_trained(loop, scale) for loop in (
-            plain_mixed_precision, exercise.plain_mixed_precision))
+    for scale, what in ((SCALE, "gradients that fit"), (2.0**40, "gradients that overflow")):
+        (target, rounded), (found, weights) = (
+            _trained(loop, scale)
+            for loop in (plain_mixed_precision, exercise.plain_mixed_precision)
+        )
         right = bool(np.allclose(found, target, rtol=1e-6, atol=0))
-        mistake, advice = _name_step(found - start, target - start, stale=np.array_equal(weights, drawn))
-        yield Result(f"{what}: masters after {STEPS} steps", right, _show(target), _show(found), mistake, advice)
-        yield Result(f"{what}: weights", np.array_equal(weights, rounded), _show(rounded), _show(weights),
-                     "not the masters, rounded", "p.data[...] = master.data as each step begins: section 2 (hole 1)")
+        mistake, advice = _name_step(
+            found - start, target - start, stale=np.array_equal(weights, drawn)
+        )
+        yield Result(
+            f"{what}: masters after {STEPS} steps",
+            right,
+            _show(target),
+            _show(found),
+            mistake,
+            advice,
+        )
+        yield Result(
+            f"{what}: weights",
+            np.array_equal(weights, rounded),
+            _show(rounded),
+            _show(weights),
+            "not the masters, rounded",
+            "p.data[...] = master.data as each step begins: section 2 (hole 1)",
+        )
 
 
 def _name_step(moved: np.ndarray, right: np.ndarray, *, stale: bool) -> tuple[str, str]:
     """What is wrong with the masters' way, and what to read."""
     far, due = float(np.linalg.norm(moved)), float(np.linalg.norm(right))
     if not np.isfinite(moved).all():
-        return "updated by an infinite gradient", "a step with an infinity or NaN is skipped: section 4 (hole 5)"
+        return (
+            "updated by an infinite gradient",
+            "a step with an infinity or NaN is skipped: section 4 (hole 5)",
+        )
     if due and not far:
-        return "the masters did not move", "they move where all gradients are finite: section 4 (hole 5)"
+        return (
+            "the masters did not move",
+            "they move where all gradients are finite: section 4 (hole 5)",
+        )
     if far < 0.01 * due:
-        return ("divided by a scale that was not there",
-                "backward begins from `scale` times the loss: section 3 (hole 2)")
+        return (
+            "divided by a scale that was not there",
+            "backward begins from `scale` times the loss: section 3 (hole 2)",
+        )
     if far > 100 * due:
         return "still scaled", "first to float32, then divide by the scale: section 3 (holes 2, 4)"
     if stale:
-        return "not the masters, rounded", "p.data[...] = master.data as each step begins: section 2 (hole 1)"
+        return (
+            "not the masters, rounded",
+            "p.data[...] = master.data as each step begins: section 2 (hole 1)",
+        )
     return "another update", "scale, float32, divide: sections 2 and 3 (holes 1 to 4)"
 
 
 class _Given:
-    """A model of three weights whose true gradients are given; backward leaves them in float16, scaled."""
+    """A model of three weights whose true gradients are given; backward leaves them in float16,
+    scaled."""
 
     def __init__(self, true: list[list[float]]) -> None:
         self.true = [np.array(gradient) for gradient in true]
@@ -115,7 +148,8 @@ class _Given:
 
 
 def _few_numbers(exercise: ModuleType) -> Iterator[Result]:
-    """Gradients that float16 holds only while they are scaled, and a single number that is not finite."""
+    """Gradients that float16 holds only while they are scaled, and a single number that is not
+    finite."""
     fits = [1e-4, -2e-4, 3e-4]
     tiny = [1e-7, -2e-7, 3e-8]
     cases = {
@@ -139,7 +173,9 @@ def _few_numbers(exercise: ModuleType) -> Iterator[Result]:
         else:
             mistake = "updated by an infinite gradient"
             advice = "one number of one gradient is enough to skip the step: section 4 (hole 5)"
-        yield Result(f"{name}: masters after a step", right, _few(target), _few(found), mistake, advice)
+        yield Result(
+            f"{name}: masters after a step", right, _few(target), _few(found), mistake, advice
+        )
 
 
 def _few(values: np.ndarray) -> str:
@@ -173,8 +209,14 @@ def _overflowed(exercise: ModuleType) -> Iterator[Result]:
             mistake, hole = "only the rank that overflowed knows: the other goes on alone", 7
         elif not target[0]:
             mistake = "an overflow where there is none"
-        yield expect(f"overflow on: {name}", target, answers, mistake,
-                     f"not finite covers all three; and every rank must hear of it: sections 4, 6 (hole {hole})")
+        yield expect(
+            f"overflow on: {name}",
+            target,
+            answers,
+            mistake,
+            "not finite covers all three; and every rank must hear of it: sections 4, 6 (hole "
+            f"{hole})",
+        )
 
 
 def _scale(exercise: ModuleType) -> Result:
@@ -196,25 +238,47 @@ def _scale(exercise: ModuleType) -> Result:
         mistake = "good steps before the overflow still count"
     elif found[6] > target[6] or found[13] < target[13]:
         mistake = "good steps are not counted anew after a doubling"
-    return Result("the scale's exponent over 15 steps", found == target, str(target), str(found), mistake,
-                  "good steps in a row: back to 0 after an overflow and after a doubling: section 4 (hole 8)")
+    return Result(
+        "the scale's exponent over 15 steps",
+        found == target,
+        str(target),
+        str(found),
+        mistake,
+        "good steps in a row: back to 0 after an overflow and after a doubling: section 4 (hole 8)",
+    )
 
 
 def _clipped(exercise: ModuleType) -> Iterator[Result]:
     """The factor on two ranks, beside the library's; a gradient that is short enough stays."""
     for clip, what in ((CLIP, "long"), (100.0, "short")):
+
         def factors(group: Group, clip: float = clip) -> tuple[float, float, float]:
             draw = np.random.default_rng(group.rank)
             gradients = [draw.normal(size=6).astype(np.float16) * np.float16(SCALE)]
-            norm = float(np.sum(group.all_gather(np.array([float(np.sum(np.square(gradients[0], dtype=np.float64)))]))))
+            norm = float(
+                np.sum(
+                    group.all_gather(
+                        np.array([float(np.sum(np.square(gradients[0], dtype=np.float64)))])
+                    )
+                )
+            )
             mine = exercise.clip_factor(gradients, SCALE, group, clip)
-            return clip_scale(norm ** 0.5 / SCALE, clip), float(mine), clip_scale(norm ** 0.5, clip)
+            return clip_scale(norm**0.5 / SCALE, clip), float(mine), clip_scale(norm**0.5, clip)
 
         target, mine, scaled = run(factors, size=2, limit=LIMIT)[0]
-        mistake = "clipped while still scaled: the step is the scale times too short" if np.isclose(mine, scaled) else (
-            "not clipped" if mine == 1.0 else "another factor")
-        yield Result(f"clip factor of a {what} gradient", bool(np.isclose(mine, target, rtol=1e-4)), f"{target:.5f}",
-                     f"{mine:.5f}", mistake, "clip bounds the true gradient: section 7 (hole 9)")
+        mistake = (
+            "clipped while still scaled: the step is the scale times too short"
+            if np.isclose(mine, scaled)
+            else ("not clipped" if mine == 1.0 else "another factor")
+        )
+        yield Result(
+            f"clip factor of a {what} gradient",
+            bool(np.isclose(mine, target, rtol=1e-4)),
+            f"{target:.5f}",
+            f"{mine:.5f}",
+            mistake,
+            "clip bounds the true gradient: section 7 (hole 9)",
+        )
 
 
 def _show(values: np.ndarray) -> str:

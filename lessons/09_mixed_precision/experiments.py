@@ -1,4 +1,5 @@
-"""What lesson 09 and its figure run: a small GPT in a dtype of choice, its gradients, and a loss scale on its way."""
+"""What lesson 09 and its figure run: a small GPT in a dtype of choice, its gradients, and a loss
+scale on its way."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,11 +15,19 @@ from minidist.parallel.precision.mixed_precision import LossScale, MixedPrecisio
 from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import Part, micro_parts
 
-FORMATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "e5m2": "float8_e5m2", "e4m3": "float8_e4m3fn"}
+FORMATS = {
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "e5m2": "float8_e5m2",
+    "e4m3": "float8_e4m3fn",
+}
 TEXT = text.load("python")
-CONFIG = GPTConfig(vocabulary=len(TEXT.symbols), context=32, layers=2, width=32, heads=2, positions="rotary")
-BATCH, STEPS, SCALE = 16, 4, 2.0 ** 16
-MINE, MANY = BATCH * CONFIG.context, 2 ** 21     # tokens: this process's, and of a large job's batch
+CONFIG = GPTConfig(
+    vocabulary=len(TEXT.symbols), context=32, layers=2, width=32, heads=2, positions="rotary"
+)
+BATCH, STEPS, SCALE = 16, 4, 2.0**16
+MINE, MANY = BATCH * CONFIG.context, 2**21  # tokens: this process's, and of a large job's batch
 
 
 def batch_of(step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -34,9 +43,11 @@ def model_in(dtype: str) -> GPT:
 
 
 def gradients_of(dtype: str, scale: float, tokens: int) -> np.ndarray:
-    """Every weight's gradient of this process's sequences as one float32 vector, as backward left it: times `scale`.
+    """Every weight's gradient of this process's sequences as one float32 vector, as backward left
+    it: times `scale`.
 
-    Args:    tokens: of the whole job's batch, by which the loss is divided; this process has BATCH × context of them.
+    Args:    tokens: of the whole job's batch, by which the loss is divided; this process has BATCH
+             × context of them.
     """
     model = model_in(dtype)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -45,7 +56,8 @@ def gradients_of(dtype: str, scale: float, tokens: int) -> np.ndarray:
 
 
 def accumulated(dtype: str, passes: int, rows: int = BATCH) -> float:
-    """How far the sum of the passes' gradients, added up where they lie, is from their exact sum: of its length."""
+    """How far the sum of the passes' gradients, added up where they lie, is from their exact sum:
+    of its length."""
     inputs, targets = text.batch(TEXT.train, 0, batch=rows, context=CONFIG.context, seed=0)
     summed, each = model_in(dtype), model_in(dtype)
     exact: Any = 0.0
@@ -60,11 +72,14 @@ def accumulated(dtype: str, passes: int, rows: int = BATCH) -> float:
 
 def vector(model: GPT) -> np.ndarray:
     """All gradients as one float64 vector."""
-    return np.concatenate([np.ravel(np.asarray(p.grad)).astype(np.float64) for p in model.parameters()])
+    return np.concatenate(
+        [np.ravel(np.asarray(p.grad)).astype(np.float64) for p in model.parameters()]
+    )
 
 
-def scale_run(steps: int = 48, start: float = 2.0 ** 28, patience: int = 8) -> dict[str, list[Any]]:
-    """Training in fp16 from a scale that is far too large: each step's scale, whether it was skipped, its loss."""
+def scale_run(steps: int = 48, start: float = 2.0**28, patience: int = 8) -> dict[str, list[Any]]:
+    """Training in fp16 from a scale that is far too large: each step's scale, whether it was
+    skipped, its loss."""
     precision = MixedPrecision("fp16", loss_scale=LossScale(start, patience=patience))
     single, seen = Single(model_in("float16"), precision=precision), []
     optimizer = AdamW(single.parameters, 4e-3)
@@ -73,10 +88,19 @@ def scale_run(steps: int = 48, start: float = 2.0 ** 28, patience: int = 8) -> d
         scale, skipped = precision.loss_scale.value, precision.skipped
         loss = single.step(batch_of(step), optimizer, clip=1.0)
         seen.append((scale, precision.skipped > skipped, loss))
-    return {"scale": [s for s, _, _ in seen], "skipped": [s for _, s, _ in seen], "loss": [s for _, _, s in seen]}
+    return {
+        "scale": [s for s, _, _ in seen],
+        "skipped": [s for _, s, _ in seen],
+        "loss": [s for _, _, s in seen],
+    }
 
 
 def record(group: Group) -> dict[str, Any]:
-    """What the figure shows: gradients in float32, in float16 with two scales, and the scale's way."""
-    return {"full": gradients_of("float32", 1.0, MANY), "plain": gradients_of("float16", 1.0, MANY),
-            "scaled": gradients_of("float16", SCALE, MANY), "run": scale_run()}
+    """What the figure shows: gradients in float32, in float16 with two scales, and the scale's
+    way."""
+    return {
+        "full": gradients_of("float32", 1.0, MANY),
+        "plain": gradients_of("float16", 1.0, MANY),
+        "scaled": gradients_of("float16", SCALE, MANY),
+        "run": scale_run(),
+    }

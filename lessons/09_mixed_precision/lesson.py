@@ -1,8 +1,9 @@
-"""Lesson 09: numbers of two bytes: what they can hold, master weights, the loss scale, and what is gained.
+"""Lesson 09: numbers of two bytes: what they can hold, master weights, the loss scale, and what is
+gained.
 
-    python lessons/09_mixed_precision/lesson.py
-    mpirun -n 4 python lessons/09_mixed_precision/lesson.py            # sections 5 and 6 on real ranks
-    python lessons/09_mixed_precision/lesson.py --break no-scale       # see README.md, section 8
+python lessons/09_mixed_precision/lesson.py
+mpirun -n 4 python lessons/09_mixed_precision/lesson.py            # sections 5 and 6 on real ranks
+python lessons/09_mixed_precision/lesson.py --break no-scale       # see README.md, section 8
 """
 
 from pathlib import Path
@@ -10,8 +11,6 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import Break, arguments, run_lesson
 
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, tensor
@@ -20,9 +19,15 @@ from minidist.console import size_text
 from minidist.device import account
 from minidist.device.account import MemoryAccount
 from minidist.grading import load_module
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.optim import SGD, Adam
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
-from minidist.parallel.precision.mixed_precision import LossScale, MixedPrecision, plain_mixed_precision
+from minidist.parallel.precision.mixed_precision import (
+    LossScale,
+    MixedPrecision,
+    plain_mixed_precision,
+)
 from minidist.parallel.step.single import Single
 from minidist.parallel.zero.memory_formula import MIXED, SINGLE, STATE, state_bytes
 
@@ -49,26 +54,52 @@ def tour(group: Group, page: Page) -> None:
         passes_added(page)
 
 
-# -------------------------------------------------------------------------------------------------------- 1 formats
+# ---------------------------------------------------------------------------------------- 1 formats
+
 
 def formats(page: Page) -> None:
     """Every format asked for its limits, and given three numbers to hold."""
     rows = []
     for name, dtype in lab.FORMATS.items():
-        kind = np.dtype(dtype) if dtype in ("float32", "float16") else np.dtype(getattr(ml_dtypes, dtype))
+        kind = (
+            np.dtype(dtype)
+            if dtype in ("float32", "float16")
+            else np.dtype(getattr(ml_dtypes, dtype))
+        )
         info = ml_dtypes.finfo(kind)
         with np.errstate(over="ignore"):
             third, tiny = (float(np.float32(x).astype(kind)) for x in (1 / 3, 1e-6))
         limits = (float(x) for x in (info.max, info.smallest_normal, info.smallest_subnormal))
-        rows.append([name, kind.itemsize, info.nmant + 1, *(f"{limit:.3g}" for limit in limits), f"{third:.5f}",
-                     f"{tiny:.2e}"])
-    page.table("What the formats hold", ["", "bytes", "binary digits", "largest", "smallest normal",
-                                           "smallest", "1/3 is", "0.000001 is"], rows,
-               note="N2:332 gives fp8 a wider range than fp16's; e4m3 ends at 448 and e5m2 at 57,344, fp16 at "
-                          "65,504")
+        rows.append(
+            [
+                name,
+                kind.itemsize,
+                info.nmant + 1,
+                *(f"{limit:.3g}" for limit in limits),
+                f"{third:.5f}",
+                f"{tiny:.2e}",
+            ]
+        )
+    page.table(
+        "What the formats hold",
+        [
+            "",
+            "bytes",
+            "binary digits",
+            "largest",
+            "smallest normal",
+            "smallest",
+            "1/3 is",
+            "0.000001 is",
+        ],
+        rows,
+        note="N2:332 gives fp8 a wider range than fp16's; e4m3 ends at 448 and e5m2 at 57,344, "
+        "fp16 at 65,504",
+    )
 
 
-# ------------------------------------------------------------------------------------------------------ 2 five steps
+# ------------------------------------------------------------------------------------- 2 five steps
+
 
 def five_steps(page: Page) -> None:
     """The loop of section 2 beside Single with MixedPrecision, and float32."""
@@ -76,34 +107,52 @@ def five_steps(page: Page) -> None:
     rows, full = [], masters_after("fp32", batches)
     for name, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
         model = lab.model_in(dtype)
-        masters = [Parameter(p.draw(p.seed, dtype="float32"), name=p.name) for p in model.parameters()]   # unrounded
+        # unrounded
+        masters = [
+            Parameter(p.draw(p.seed, dtype="float32"), name=p.name) for p in model.parameters()
+        ]
         scale = lab.SCALE if name == "fp16" else 1.0
         plain_mixed_precision(model, masters, Adam(masters, 1e-3), batches, scale)
         ours = masters_after(name, batches)
         equal = sum(np.array_equal(master.data, ours[master.name]) for master in masters)
         far = max(np.abs(ours[key] - full[key]).max() for key in full)
-        rows.append([name, f"{equal} of {len(masters)}", "ok" if equal == len(masters) else "off",
-                     f"{far:.1e}", f"{max(np.abs(value).max() for value in full.values()):.1f}"])
-    page.table(f"Master weights after {lab.STEPS} steps of Adam", ["", "tensors with the loop's bits", "",
-               "largest distance to float32", "largest weight"], rows,
-               note="step 1: masters, m and v are float32 and stay; step 5: what is saved in the end are the masters")
+        rows.append(
+            [
+                name,
+                f"{equal} of {len(masters)}",
+                "ok" if equal == len(masters) else "off",
+                f"{far:.1e}",
+                f"{max(np.abs(value).max() for value in full.values()):.1f}",
+            ]
+        )
+    page.table(
+        f"Master weights after {lab.STEPS} steps of Adam",
+        ["", "tensors with the loop's bits", "", "largest distance to float32", "largest weight"],
+        rows,
+        note="step 1: masters, m and v are float32 and stay; step 5: what is saved in the end "
+        "are the masters",
+    )
 
 
 def masters_after(name: str, batches: list[Any]) -> dict[str, np.ndarray]:
     """The library's master weights after these batches, on one process."""
     model = lab.model_in(lab.FORMATS[name])
     scale = LossScale(lab.SCALE) if name == "fp16" else None
-    single = Single(model, precision=None if name == "fp32" else MixedPrecision(name, loss_scale=scale))
+    single = Single(
+        model, precision=None if name == "fp32" else MixedPrecision(name, loss_scale=scale)
+    )
     optimizer = Adam(single.parameters, 1e-3)
     for batch in batches:
         single.step(batch, optimizer)
     return single.state_dict()
 
 
-# ------------------------------------------------------------------------------------------------------- 3 gradients
+# -------------------------------------------------------------------------------------- 3 gradients
+
 
 def fates(sizes: np.ndarray) -> list[str]:
-    """Of gradients that are not zero in float32, the share that float16 has zero, subnormal, with all digits, infinite.
+    """Of gradients that are not zero in float32, the share that float16 has zero, subnormal, with
+    all digits, infinite.
 
     Args:    sizes: their absolute values in float16.
     """
@@ -114,23 +163,48 @@ def fates(sizes: np.ndarray) -> list[str]:
 
 
 def lost_gradients(page: Page) -> None:
-    """The same sequences backward in float16, as part of batches of any size, with several scales."""
+    """The same sequences backward in float16, as part of batches of any size, with several
+    scales."""
     rows = []
-    for tokens in (lab.MINE, 2 ** 15, lab.MANY):
+    for tokens in (lab.MINE, 2**15, lab.MANY):
         full = lab.gradients_of("float32", 1.0, tokens)
         present = full != 0
-        for scale in (1.0, lab.SCALE, 2.0 ** 24):
+        for scale in (1.0, lab.SCALE, 2.0**24):
             found = lab.gradients_of("float16", scale, tokens)[present]
             finite = bool(np.isfinite(found).all())
-            error = np.linalg.norm(found / scale - full[present]) / np.linalg.norm(full[present]) if finite else 0.0
-            rows.append([f"{tokens:,}", f"2^{int(np.log2(scale))}", *fates(np.abs(found)),
-                         f"{error:.1%}" if finite else "skipped"])
-    page.table(f"Gradients of the weights in float16, of the same {lab.MINE} tokens as a part of larger batches",
-               ["tokens of the batch", "scale", "zero", "subnormal", "all digits", "infinite", "off float32's by"],
-               rows, note="the loss is divided by all ranks' tokens: the more ranks, the smaller each one's gradients")
+            error = (
+                np.linalg.norm(found / scale - full[present]) / np.linalg.norm(full[present])
+                if finite
+                else 0.0
+            )
+            rows.append(
+                [
+                    f"{tokens:,}",
+                    f"2^{int(np.log2(scale))}",
+                    *fates(np.abs(found)),
+                    f"{error:.1%}" if finite else "skipped",
+                ]
+            )
+    page.table(
+        f"Gradients of the weights in float16, of the same {lab.MINE} tokens as a part of larger "
+        "batches",
+        [
+            "tokens of the batch",
+            "scale",
+            "zero",
+            "subnormal",
+            "all digits",
+            "infinite",
+            "off float32's by",
+        ],
+        rows,
+        note="the loss is divided by all ranks' tokens: the more ranks, the smaller each one's "
+        "gradients",
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------- 4 scale
+# ------------------------------------------------------------------------------------------ 4 scale
+
 
 def scale_table(page: Page) -> None:
     """Where the scale went."""
@@ -138,36 +212,62 @@ def scale_table(page: Page) -> None:
     rows, begin = [], 0
     for step in range(1, len(run["scale"]) + 1):
         if step == len(run["scale"]) or run["scale"][step] != run["scale"][begin]:
-            rows.append([f"{begin} to {step - 1}" if step - 1 > begin else f"{begin}",
-                         f"2^{int(np.log2(run['scale'][begin]))}", sum(run["skipped"][begin:step]),
-                         f"{run['loss'][step - 1]:.3f}"])
+            rows.append(
+                [
+                    f"{begin} to {step - 1}" if step - 1 > begin else f"{begin}",
+                    f"2^{int(np.log2(run['scale'][begin]))}",
+                    sum(run["skipped"][begin:step]),
+                    f"{run['loss'][step - 1]:.3f}",
+                ]
+            )
             begin = step
-    page.table("Begun at 2^28, doubled after 8 good steps (real runs: 2,000)", ["steps", "scale", "of them skipped",
-               "loss"], rows, note="a skipped step changes nothing but the scale: no weight, no moment, no step count")
+    page.table(
+        "Begun at 2^28, doubled after 8 good steps (real runs: 2,000)",
+        ["steps", "scale", "of them skipped", "loss"],
+        rows,
+        note="a skipped step changes nothing but the scale: no weight, no moment, no step count",
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- 5 memory
+# ----------------------------------------------------------------------------------------- 5 memory
+
 
 def held_and_sent(group: Group, page: Page) -> None:
-    """Each ZeRO stage in float32 and bf16: what rank 0 holds and all ranks send in a step, beside the formulas."""
+    """Each ZeRO stage in float32 and bf16: what rank 0 holds and all ranks send in a step, beside
+    the formulas."""
     rows = []
     for precision, each in (("fp32", SINGLE), ("bf16", MIXED)):
         for zero in range(4):
             with account.use(MemoryAccount()):
-                held, sent, count = one_step(group, Plan(dp=group.size, zero=zero, precision=precision))
+                held, sent, count = one_step(
+                    group, Plan(dp=group.size, zero=zero, precision=precision)
+                )
             formula = state_bytes(count, each, zero=zero, ranks=group.size)["total"]
-            rows.append([precision, zero, f"{held / count:.2f}", f"{formula / count:.2f}",
-                         verdict(held, formula, 0.01), size_text(sent)])
-    page.table(f"{group.size} ranks, Adam", ["", "ZeRO", "bytes a parameter", "formula", "", "all ranks sent"], rows,
-               note="two bytes halve what travels, and the state is 16 either way: 4+4+8 or 2+2+12")
+            rows.append(
+                [
+                    precision,
+                    zero,
+                    f"{held / count:.2f}",
+                    f"{formula / count:.2f}",
+                    verdict(held, formula, 0.01),
+                    size_text(sent),
+                ]
+            )
+    page.table(
+        f"{group.size} ranks, Adam",
+        ["", "ZeRO", "bytes a parameter", "formula", "", "all ranks sent"],
+        rows,
+        note="two bytes halve what travels, and the state is 16 either way: 4+4+8 or 2+2+12",
+    )
 
 
 def one_step(group: Group, plan: Plan) -> tuple[int, int, int]:
-    """Bytes of state that this rank holds, bytes that all ranks send in a step, and the number of parameters."""
+    """Bytes of state that this rank holds, bytes that all ranks send in a step, and the number of
+    parameters."""
     trainer = Trainer(plan, lab.CONFIG, group, optimizer="adam")
     before = sum(group.ledger.sent_bytes("step").get("dp", {}).values())
     trainer.step(lab.batch_of(0))
-    trainer.state_dict()                # what was on its way has arrived
+    trainer.state_dict()  # what was on its way has arrived
     mine = sum(group.ledger.sent_bytes("step").get("dp", {}).values()) - before
     with group.ledger.control():
         sent = int(group.all_reduce(np.array([mine]))[0])
@@ -176,7 +276,8 @@ def one_step(group: Group, plan: Plan) -> tuple[int, int, int]:
     return held, sent, sum(p.size for p in trainer.model.parameters())
 
 
-# --------------------------------------------------------------------------------------------------------- 6 overflow
+# --------------------------------------------------------------------------------------- 6 overflow
+
 
 def overflow_on_one(group: Group, page: Page) -> None:
     """The last rank's gradients overflow in step 1; ZeRO-2, where no other rank ever sees them."""
@@ -184,52 +285,79 @@ def overflow_on_one(group: Group, page: Page) -> None:
     backward, rows = trainer.precision.backward, []
     for step in range(3):
         if step == 1 and group.rank == group.size - 1:
-            trainer.precision.backward = (      # type: ignore[method-assign]
-                lambda loss, *dy, **how: backward(loss * 2.0 ** 40, *dy, **how))
+            trainer.precision.backward = (  # type: ignore[method-assign]
+                lambda loss, *dy, **how: backward(loss * 2.0**40, *dy, **how)
+            )
         before = trainer.weights_sha256()
         loss = trainer.step(lab.batch_of(step))
         after = trainer.weights_sha256()
-        trainer.precision.backward = backward           # type: ignore[method-assign]
-        scale = trainer.precision.loss_scale.value      # type: ignore[attr-defined]
-        rows.append([step, f"{loss:.4f}", "changed" if before != after else "the same bits", f"{scale:,.0f}",
-                     trainer.updates_done])
+        trainer.precision.backward = backward  # type: ignore[method-assign]
+        scale = trainer.precision.loss_scale.value  # type: ignore[attr-defined]
+        rows.append(
+            [
+                step,
+                f"{loss:.4f}",
+                "changed" if before != after else "the same bits",
+                f"{scale:,.0f}",
+                trainer.updates_done,
+            ]
+        )
     trainer.close()
-    page.table("fp16 under ZeRO-2; the last rank's loss is 2^40 times too large in step 1",
-               ["step", "loss", "masters", "scale after", "updates so far"], rows,
-               note="one number goes round in any case, for clipping: the sum of squares; infinite, it is the news")
+    page.table(
+        "fp16 under ZeRO-2; the last rank's loss is 2^40 times too large in step 1",
+        ["step", "loss", "masters", "scale after", "updates so far"],
+        rows,
+        note="one number goes round in any case, for clipping: the sum of squares; infinite, it "
+        "is the news",
+    )
 
 
-# ----------------------------------------------------------------------------------------------------- 7 accumulation
+# ----------------------------------------------------------------------------------- 7 accumulation
+
 
 def passes_added(page: Page) -> None:
-    """What rounding every addition costs, beside half a unit of the last digit times the root of the passes."""
+    """What rounding every addition costs, beside half a unit of the last digit times the root of
+    the passes."""
     rows = []
     for passes in (1, 4, 16):
         row: list[Any] = [passes]
-        for dtype, unit in (("bfloat16", 2.0 ** -9), ("float16", 2.0 ** -12)):
+        for dtype, unit in (("bfloat16", 2.0**-9), ("float16", 2.0**-12)):
             off, bound = lab.accumulated(dtype, passes), unit * np.sqrt(passes)
             row += [f"{off:.2%}", f"{bound:.2%}", "ok" if off <= bound else "off"]
         rows.append(row)
-    page.table(f"Gradients of {lab.BATCH} sequences in several passes: how far their sum is off the exact one",
-               ["passes", "bf16", "2^-9 √passes", "", "fp16", "2^-12 √passes", ""], rows,
-               note="each addition is made in float32 and rounded; errors of any sign grow as the root of their number")
+    page.table(
+        f"Gradients of {lab.BATCH} sequences in several passes: how far their sum is off the "
+        "exact one",
+        ["passes", "bf16", "2^-9 √passes", "", "fp16", "2^-12 √passes", ""],
+        rows,
+        note="each addition is made in float32 and rounded; errors of any sign grow as the root "
+        "of their number",
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- Break it
+# ----------------------------------------------------------------------------------------- Break it
+
 
 def no_scale() -> None:
     """float16 without a loss scale, beside bf16 and float32: a rank's share of 2 million tokens."""
     full = lab.gradients_of("float32", 1.0, lab.MANY)
     present = full != 0
-    for name, dtype, scale in (("float16, no scale", "float16", 1.0), ("float16, scale 65,536", "float16", lab.SCALE),
-                               ("bfloat16, no scale", "bfloat16", 1.0)):
+    for name, dtype, scale in (
+        ("float16, no scale", "float16", 1.0),
+        ("float16, scale 65,536", "float16", lab.SCALE),
+        ("bfloat16, no scale", "bfloat16", 1.0),
+    ):
         found = lab.gradients_of(dtype, scale, lab.MANY)[present]
         error = np.linalg.norm(found / scale - full[present]) / np.linalg.norm(full[present])
-        print(f"{name}: {np.mean(found == 0):.1%} of the gradients are zero; all together are off by {error:.1%}")
+        print(
+            f"{name}: {np.mean(found == 0):.1%} of the gradients are zero; all together are off "
+            f"by {error:.1%}"
+        )
 
 
 def no_masters() -> None:
-    """bf16 weights that are updated themselves: what is less than half the gap to the next number is lost."""
+    """bf16 weights that are updated themselves: what is less than half the gap to the next number
+    is lost."""
     lr = 1e-3
     weight = np.ones(1, "float32").astype(ml_dtypes.bfloat16)
     master = weight.astype("float32")
@@ -237,9 +365,14 @@ def no_masters() -> None:
         weight = (weight.astype("float32") - np.float32(lr)).astype(ml_dtypes.bfloat16)
         master -= np.float32(lr)
         if step in (1, 10, 100):
-            print(f"after {step:3d} updates of {lr}: bf16 alone {float(weight[0])}, master {master[0]:.3f}, "
-                  f"its rounding {float(master.astype(ml_dtypes.bfloat16)[0])}")
-    print(f"the next number below 1 in bf16 is {1 - 2.0 ** -8}: an update must pass half of that, {2.0 ** -9}")
+            print(
+                f"after {step:3d} updates of {lr}: bf16 alone {float(weight[0])}, master "
+                f"{master[0]:.3f}, its rounding {float(master.astype(ml_dtypes.bfloat16)[0])}"
+            )
+    print(
+        f"the next number below 1 in bf16 is {1 - 2.0**-8}: an update must pass half of that, "
+        f"{2.0**-9}"
+    )
 
 
 def bf16_sum() -> None:
@@ -254,8 +387,8 @@ def bf16_sum() -> None:
 
 def clip_before_unscale() -> None:
     """Gradients clipped while they are still `scale` times too large, then unscaled."""
-    weight = np.full(4, 0.5, "float32")         # gradients of length 1, in a scale of 65,536
-    scaled, scale, clip = weight.astype("float16") * np.float16(2.0 ** 15), 2.0 ** 15, 1.0
+    weight = np.full(4, 0.5, "float32")  # gradients of length 1, in a scale of 65,536
+    scaled, scale, clip = weight.astype("float16") * np.float16(2.0**15), 2.0**15, 1.0
     norm = float(np.linalg.norm(scaled.astype("float64")))
     right = min(1.0, clip / (norm / scale)) / scale
     wrong = min(1.0, clip / norm) / scale
@@ -263,8 +396,10 @@ def clip_before_unscale() -> None:
         moved = Parameter(np.zeros(4, "float32"), name="w")
         moved.grad = scaled.astype("float32")
         SGD([moved], 0.1).step(scale=factor)
-        print(f"{name}: a step of length {np.linalg.norm(moved.data):.1e} at a rate of 0.1, gradient of length "
-              f"{norm / scale:.1f}, bound {clip}")
+        print(
+            f"{name}: a step of length {np.linalg.norm(moved.data):.1e} at a rate of 0.1, "
+            f"gradient of length {norm / scale:.1f}, bound {clip}"
+        )
 
 
 BREAKS = {

@@ -1,4 +1,5 @@
-"""Grades exercise 10: ranks as threads run your functions on a stack of layers; one process is the answer key."""
+"""Grades exercise 10: ranks as threads run your functions on a stack of layers; one process is the
+answer key."""
 
 import sys
 from collections.abc import Iterator
@@ -32,8 +33,13 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
     for ranks, layers in ((2, 4), (3, 5), (4, 7)):
         target = [np.array_split(np.arange(layers), ranks)[rank].tolist() for rank in range(ranks)]
         measured = [list(exercise.layers_of(rank, ranks, layers)) for rank in range(ranks)]
-        yield expect(f"layers of {ranks} ranks", target, measured, _cut_mistake(measured, layers),
-                     "rank × each, and one more for each larger rank before: section 2 (hole 1)")
+        yield expect(
+            f"layers of {ranks} ranks",
+            target,
+            measured,
+            _cut_mistake(measured, layers),
+            "rank × each, and one more for each larger rank before: section 2 (hole 1)",
+        )
     for size in (1, 2, 4):
         yield from _step(exercise, size)
     yield from _formulas(exercise)
@@ -46,14 +52,20 @@ def _cut_mistake(measured: list[list[int]], layers: int) -> str:
     return "a layer has no rank" if set(flat) != set(range(layers)) else "another order"
 
 
-# --------------------------------------------------------------------------------------------------- a step on ranks
+# ---------------------------------------------------------------------------------- a step on ranks
+
 
 def _stack() -> tuple[list[Parameter], list[Any], np.ndarray]:
     """Weights, blocks of one weight each, the batch."""
     draw = np.random.default_rng(7)
-    weights = [Parameter(draw.normal(size=(WIDTH, WIDTH)) / 2, name=f"w{layer}") for layer in range(LAYERS)]
-    return weights, [lambda x, w=weight: ops.gelu(ops.linear(x, w)) for weight in weights], draw.normal(
-        size=(ROWS, WIDTH))
+    weights = [
+        Parameter(draw.normal(size=(WIDTH, WIDTH)) / 2, name=f"w{layer}") for layer in range(LAYERS)
+    ]
+    return (
+        weights,
+        [lambda x, w=weight: ops.gelu(ops.linear(x, w)) for weight in weights],
+        draw.normal(size=(ROWS, WIDTH)),
+    )
 
 
 def _job(group: Group, exercise: ModuleType) -> dict[str, Any]:
@@ -73,8 +85,13 @@ def _job(group: Group, exercise: ModuleType) -> dict[str, Any]:
         return loss
 
     exercise.plain_model_parallel(layers, group, tensor(batch), None, 1)
-    return {"loss": losses[0] if losses else None, "bytes": sent_since(group.ledger, before)[1],
-            "gradients": [[layer, weights[layer].grad] for layer in mine if weights[layer].grad is not None]}
+    return {
+        "loss": losses[0] if losses else None,
+        "bytes": sent_since(group.ledger, before)[1],
+        "gradients": [
+            [layer, weights[layer].grad] for layer in mine if weights[layer].grad is not None
+        ],
+    }
 
 
 def _step(exercise: ModuleType, size: int) -> Iterator[Result]:
@@ -87,39 +104,84 @@ def _step(exercise: ModuleType, size: int) -> Iterator[Result]:
     try:
         ranks = run(_job, exercise, size=size, limit=LIMIT)
     except CommError as error:
-        yield Result(f"a step on {plural(size, 'rank')} ends", False, "every rank returns", type(error).__name__,
-                     "the ranks wait for each other", f"activations forth, gradients back: section 1; {error}")
+        yield Result(
+            f"a step on {plural(size, 'rank')} ends",
+            False,
+            "every rank returns",
+            type(error).__name__,
+            "the ranks wait for each other",
+            f"activations forth, gradients back: section 1; {error}",
+        )
         return
-    yield Result(f"loss, {plural(size, 'rank')}", abs(ranks[-1]["loss"] - loss.item()) < 1e-12, f"{loss.item():.6f}",
-                 f"{ranks[-1]['loss']:.6f}", "another loss", "what came is this rank's input (holes 2, 3)")
+    yield Result(
+        f"loss, {plural(size, 'rank')}",
+        abs(ranks[-1]["loss"] - loss.item()) < 1e-12,
+        f"{loss.item():.6f}",
+        f"{ranks[-1]['loss']:.6f}",
+        "another loss",
+        "what came is this rank's input (holes 2, 3)",
+    )
     found = dict(pair for rank in ranks for pair in rank["gradients"])
-    right = sum(layer in found and np.allclose(found[layer], np.asarray(weights[layer].grad), rtol=1e-10)
-                for layer in range(LAYERS))
-    mistake = ("the first ranks got no right gradient: it must be handed back" if right else "no gradient is right")
-    yield expect(f"layers with the right gradient, {plural(size, 'rank')}", LAYERS, right, mistake,
-                 "y.backward(what came), then send x.grad: section 1 (holes 4, 5)")
-    yield expect(f"bytes sent, {plural(size, 'rank')}", 2 * (size - 1) * ROWS * WIDTH * 8,
-                 sum(rank["bytes"] for rank in ranks), "more or less than each cut needs",
-                 "one activation forth and one gradient back (holes 3, 5)")
+    right = sum(
+        layer in found and np.allclose(found[layer], np.asarray(weights[layer].grad), rtol=1e-10)
+        for layer in range(LAYERS)
+    )
+    mistake = (
+        "the first ranks got no right gradient: it must be handed back"
+        if right
+        else "no gradient is right"
+    )
+    yield expect(
+        f"layers with the right gradient, {plural(size, 'rank')}",
+        LAYERS,
+        right,
+        mistake,
+        "y.backward(what came), then send x.grad: section 1 (holes 4, 5)",
+    )
+    yield expect(
+        f"bytes sent, {plural(size, 'rank')}",
+        2 * (size - 1) * ROWS * WIDTH * 8,
+        sum(rank["bytes"] for rank in ranks),
+        "more or less than each cut needs",
+        "one activation forth and one gradient back (holes 3, 5)",
+    )
 
 
-# ----------------------------------------------------------------------------------------------------- the formulas
+# ------------------------------------------------------------------------------------- the formulas
+
 
 def _formulas(exercise: ModuleType) -> Iterator[Result]:
     assert "2 × B × T × width" in (sys.modules[ModelParallel.__module__].__doc__ or "")
     for ranks, sequences in ((1, 3), (4, 8)):
         target = 2 * (ranks - 1) * sequences * 16 * 32 * 4
         measured = exercise.bytes_sent(ranks, sequences, 16, 32, 4)
-        known = {2 * ranks * sequences * 16 * 32 * 4: "p ranks have p - 1 cuts",
-                 target // 2: "there and back", target // 4: "elements are not bytes"}
-        yield expect(f"bytes of {ranks} ranks", target, measured, known.get(measured, "another number"),
-                     "2 B T h (p-1) elements: section 4 (hole 6)")
+        known = {
+            2 * ranks * sequences * 16 * 32 * 4: "p ranks have p - 1 cuts",
+            target // 2: "there and back",
+            target // 4: "elements are not bytes",
+        }
+        yield expect(
+            f"bytes of {ranks} ranks",
+            target,
+            measured,
+            known.get(measured, "another number"),
+            "2 B T h (p-1) elements: section 4 (hole 6)",
+        )
     for times in ([1.0, 1.0, 1.0, 1.0], [1.0, 3.0], [2.0]):
         share, measured = 1 - 1 / len(times), exercise.idle(times)
-        mistake = ("that is how long the slowest waits" if abs(measured - (1 - max(times) / sum(times))) < 1e-9
-                   else "another number")
-        yield Result(f"idle, {times}", abs(measured - share) < 1e-9, f"{share:.3f}", f"{measured:.3f}", mistake,
-                     "computing sum(times), of p × sum(times): section 3 (hole 7)")
+        mistake = (
+            "that is how long the slowest waits"
+            if abs(measured - (1 - max(times) / sum(times))) < 1e-9
+            else "another number"
+        )
+        yield Result(
+            f"idle, {times}",
+            abs(measured - share) < 1e-9,
+            f"{share:.3f}",
+            f"{measured:.3f}",
+            mistake,
+            "computing sum(times), of p × sum(times): section 3 (hole 7)",
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""Exercise 10: a model cut by layers: which rank has which, one batch there and back, messages, and waiting.
+"""Exercise 10: a model cut by layers: which rank has which, one batch there and back, messages, and
+waiting.
 
-Copy this file (`minidist lesson 10 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 10 DIR/exercise_10.py`. What you may use:
+Copy this file (`minidist lesson 10 --copy DIR`), replace each `hole(...)` by your own code, and
+grade it: `minidist check 10 DIR/exercise_10.py`. What you may use:
 
     group.send(x, dst=r), group.recv(src=r)     an array to or from rank r
-    tensor(array, requires_grad=True)           the start of a tape, whose .grad is there after backward
-    y.backward(dy)                              backward from y, whose gradient is dy; a loss needs none
+    tensor(array, requires_grad=True)           the start of a tape, whose .grad is there after
+                                                backward
+    y.backward(dy)                              backward from y, whose gradient is dy; a loss needs
+                                                none
 """
 
 from minidist.autograd.tensor import tensor  # noqa: F401 - you will want it
@@ -13,23 +16,37 @@ from minidist.grading import hole
 
 
 def layers_of(rank, ranks, layers):
-    """The numbers of the layers that a rank has: a range. Neighbours together; sizes differ by at most 1, first larger.
-    """
+    """The numbers of the layers that a rank has: a range. Neighbours together; sizes differ by at
+    most 1, first larger."""
     each, more = divmod(layers, ranks)
-    first = hole(1, "how many layers the ranks before this one have; the first `more` have one more", each, more)
+    first = hole(
+        1,
+        "how many layers the ranks before this one have; the first `more` have one more",
+        each,
+        more,
+    )
     return range(first, first + each + (rank < more))
 
 
 def plain_model_parallel(layers, group, inputs, targets, divisor):
-    """One batch through all ranks and back; layers(x, targets, divisor) are this rank's, the last rank's the loss."""
+    """One batch through all ranks and back; layers(x, targets, divisor) are this rank's, the last
+    rank's the loss."""
     first, last = group.rank == 0, group.rank == group.size - 1
-    x = inputs if first else hole(2, "what comes from the rank before, as the start of a tape of this rank's own")
-    y = layers(x, targets, divisor)                                                          # the last: the loss
+    x = (
+        inputs
+        if first
+        else hole(2, "what comes from the rank before, as the start of a tape of this rank's own")
+    )
+    y = layers(x, targets, divisor)  # the last: the loss
     if not last:
         hole(3, "hand this rank's output, an array, to the next rank (section 1)", y)
-    y.backward(None if last else hole(4, "with what does backward begin on any other rank? (section 1)"))
+    y.backward(
+        None if last else hole(4, "with what does backward begin on any other rank? (section 1)")
+    )
     if not first:
-        hole(5, "hand the gradient of this rank's input, an array, to the rank before (section 1)", x)
+        hole(
+            5, "hand the gradient of this rank's input, an array, to the rank before (section 1)", x
+        )
 
 
 def bytes_sent(ranks, sequences, tokens, width, itemsize):
@@ -38,5 +55,6 @@ def bytes_sent(ranks, sequences, tokens, width, itemsize):
 
 
 def idle(times):
-    """The share of the ranks' time in which they wait; `times[r]` is how long rank r computes in a step."""
+    """The share of the ranks' time in which they wait; `times[r]` is how long rank r computes in a
+    step."""
     return hole(7, "the step takes as long as all of them one after the other (section 3)")

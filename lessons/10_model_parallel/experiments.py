@@ -17,8 +17,15 @@ WORK = ("forward", "backward")
 
 def config_for(ranks: int, **changes: Any) -> GPTConfig:
     """A small GPT with a layer for each rank at least, and one table for both ends."""
-    sizes = {"vocabulary": 64, "context": 16, "layers": max(4, ranks), "width": 32, "heads": 2, "tied": True,
-             "dtype": "float64"}
+    sizes = {
+        "vocabulary": 64,
+        "context": 16,
+        "layers": max(4, ranks),
+        "width": 32,
+        "heads": 2,
+        "tied": True,
+        "dtype": "float64",
+    }
     return GPTConfig(**{**sizes, **changes})
 
 
@@ -29,9 +36,16 @@ def global_batch(config: GPTConfig, step: int, sequences: int = 4) -> tuple[np.n
     return ids[:, :-1], ids[:, 1:]
 
 
-def recorded_step(group: Group, config: GPTConfig, *, steps: int = 3, sequences: int = 4,
-                  layers: Sequence[int] | None = None) -> list[list[tuple[str, float, float]]]:
-    """Rank 0: of each rank the (name, start, stop) of the quickest step's spans, in seconds from its begin."""
+def recorded_step(
+    group: Group,
+    config: GPTConfig,
+    *,
+    steps: int = 3,
+    sequences: int = 4,
+    layers: Sequence[int] | None = None,
+) -> list[list[tuple[str, float, float]]]:
+    """Rank 0: of each rank the (name, start, stop) of the quickest step's spans, in seconds from
+    its begin."""
     timeline = Timeline(group.rank)
     strategy = ModelParallel(GPT(config), group, seed=0, layers=layers, recorder=timeline)
     optimizer = AdamW(strategy.parameters, 1e-2)
@@ -42,20 +56,38 @@ def recorded_step(group: Group, config: GPTConfig, *, steps: int = 3, sequences:
     timelines = timeline.collect(group)
     if timelines is None:
         return []
-    return quickest([[(span.name, span.start, span.stop, span.details["step"]) for span in one.spans
-                      if span.row == "compute"] for one in timelines], steps)
+    return quickest(
+        [
+            [
+                (span.name, span.start, span.stop, span.details["step"])
+                for span in one.spans
+                if span.row == "compute"
+            ]
+            for one in timelines
+        ],
+        steps,
+    )
 
 
-def quickest(ranks: list[list[tuple[str, float, float, int]]], steps: int) -> list[list[tuple[str, float, float]]]:
+def quickest(
+    ranks: list[list[tuple[str, float, float, int]]], steps: int
+) -> list[list[tuple[str, float, float]]]:
     """The spans of the step that took least time from the first begin to the last end."""
+
     def edges(step: int) -> tuple[float, float]:
         spans = [span for spans in ranks for span in spans if span[3] == step and span[0] in WORK]
         return min(span[1] for span in spans), max(span[2] for span in spans)
 
     best = min(range(steps), key=lambda step: edges(step)[1] - edges(step)[0])
     begin = edges(best)[0]
-    return [[(name, start - begin, stop - begin) for name, start, stop, step in spans
-             if step == best and name != "step"] for spans in ranks]
+    return [
+        [
+            (name, start - begin, stop - begin)
+            for name, start, stop, step in spans
+            if step == best and name != "step"
+        ]
+        for spans in ranks
+    ]
 
 
 def length(ranks: list[list[tuple[str, float, float]]]) -> float:
@@ -64,6 +96,7 @@ def length(ranks: list[list[tuple[str, float, float]]]) -> float:
 
 
 def idle(ranks: list[list[tuple[str, float, float]]]) -> float:
-    """The share of the ranks' time, from the first forward to the last backward, in which they do not compute."""
+    """The share of the ranks' time, from the first forward to the last backward, in which they do
+    not compute."""
     busy = sum(stop - start for spans in ranks for name, start, stop in spans if name in WORK)
     return 1.0 - busy / (len(ranks) * length(ranks))

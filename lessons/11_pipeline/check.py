@@ -1,4 +1,5 @@
-"""Grades exercise 11: the lists are proved and timed by the library's checker, and stages that compute run them."""
+"""Grades exercise 11: the lists are proved and timed by the library's checker, and stages that
+compute run them."""
 
 import sys
 from collections.abc import Iterator
@@ -26,7 +27,8 @@ from minidist.parallel.pipeline.pipeline import plain_gpipe
 from minidist.parallel.pipeline.schedule_checker import check, clock_of, needs, peak_held
 from minidist.parallel.pipeline.schedules import make_schedule, of_orders
 
-SIZES = ((1, 3), (2, 4), (4, 8), (4, 2), (3, 7))        # ranks, microbatches; also fewer microbatches than stages
+# ranks, microbatches; also fewer microbatches than stages
+SIZES = ((1, 3), (2, 4), (4, 8), (4, 2), (3, 7))
 
 CUT_FROM = (plain_gpipe,)
 ANSWERS = {
@@ -45,7 +47,8 @@ ANSWERS = {
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """GPipe; how many ahead; the lists: proved, as short as they can be, no hungrier; messages and formulas."""
+    """GPipe; how many ahead; the lists: proved, as short as they can be, no hungrier; messages and
+    formulas."""
     for ranks in (1, 2, 3):
         yield from _gpipe(exercise, ranks)
     for ranks, microbatches in SIZES:
@@ -68,8 +71,12 @@ def _gpipe(exercise: ModuleType, ranks: int) -> Iterator[Result]:
 
     def job(group: Group) -> Any:
         weight = Parameter(drawn[group.rank], name="w")
-        exercise.plain_gpipe(lambda x, *_: forward(x, weight, last=group.rank == ranks - 1), group,
-                             [(tensor(rows), None) for rows in batch], 1)
+        exercise.plain_gpipe(
+            lambda x, *_: forward(x, weight, last=group.rank == ranks - 1),
+            group,
+            [(tensor(rows), None) for rows in batch],
+            1,
+        )
         return None if weight.grad is None else np.array(weight.grad)
 
     def alone(micros: Any) -> list[np.ndarray]:
@@ -85,31 +92,61 @@ def _gpipe(exercise: ModuleType, ranks: int) -> Iterator[Result]:
     try:
         found = run(job, size=ranks, limit=60.0)
     except CommError as error:
-        yield Result(task, False, "every rank returns", type(error).__name__, "the ranks wait for each other",
-                     f"each backward takes one gradient and hands one on: section 1 (holes 1 to 3); {error}")
+        yield Result(
+            task,
+            False,
+            "every rank returns",
+            type(error).__name__,
+            "the ranks wait for each other",
+            f"each backward takes one gradient and hands one on: section 1 (holes 1 to 3); {error}",
+        )
         return
-    same = [mine is not None and np.allclose(mine, right) for mine, right in zip(found, target, strict=True)]
-    mistake = ("nothing was kept for backward" if found[-1] is None else
-               "the backward of one microbatch alone" if any(np.allclose(found[-1], alone(batch[at:at + 1])[-1])
-                                                             for at in range(3)) else "another gradient")
-    yield expect(task, [True] * ranks, same, mistake,
-                 "keep each microbatch's input and output; backward begins from what the next stage sends: section 1 "
-                 "(holes 1 to 3)")
+    same = [
+        mine is not None and np.allclose(mine, right)
+        for mine, right in zip(found, target, strict=True)
+    ]
+    mistake = (
+        "nothing was kept for backward"
+        if found[-1] is None
+        else "the backward of one microbatch alone"
+        if any(np.allclose(found[-1], alone(batch[at : at + 1])[-1]) for at in range(3))
+        else "another gradient"
+    )
+    yield expect(
+        task,
+        [True] * ranks,
+        same,
+        mistake,
+        "keep each microbatch's input and output; backward begins from what the next stage "
+        "sends: section 1 (holes 1 to 3)",
+    )
 
 
 def _ahead(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[Result]:
     target = [min(ranks - 1 - rank, microbatches) for rank in range(ranks)]
     measured = [exercise.ahead(rank, ranks, microbatches) for rank in range(ranks)]
-    known = {"that is the first stage's number for all": [min(ranks - 1, microbatches)] * ranks,
-             "that is GPipe: all forwards first": [microbatches] * ranks,
-             "none is ahead: only the last stage begins so": [0] * ranks,
-             "the other way round: the first stage has most stages after it": [min(r, microbatches)
-                                                                               for r in range(ranks)],
-             "the one of the first turn is not ahead": [min(ranks - rank, microbatches) for rank in range(ranks)],
-             "more than there are microbatches": [ranks - 1 - rank for rank in range(ranks)]}
-    mistake = next((name for name, numbers in known.items() if numbers == measured), "other numbers")
-    yield expect(f"forwards ahead, {plural(ranks, 'rank')}, {microbatches} microbatches", target, measured, mistake,
-                 "stages after this one: section 3 (hole 4)")
+    known = {
+        "that is the first stage's number for all": [min(ranks - 1, microbatches)] * ranks,
+        "that is GPipe: all forwards first": [microbatches] * ranks,
+        "none is ahead: only the last stage begins so": [0] * ranks,
+        "the other way round: the first stage has most stages after it": [
+            min(r, microbatches) for r in range(ranks)
+        ],
+        "the one of the first turn is not ahead": [
+            min(ranks - rank, microbatches) for rank in range(ranks)
+        ],
+        "more than there are microbatches": [ranks - 1 - rank for rank in range(ranks)],
+    }
+    mistake = next(
+        (name for name, numbers in known.items() if numbers == measured), "other numbers"
+    )
+    yield expect(
+        f"forwards ahead, {plural(ranks, 'rank')}, {microbatches} microbatches",
+        target,
+        measured,
+        mistake,
+        "stages after this one: section 3 (hole 4)",
+    )
 
 
 def _lists(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[Result]:
@@ -124,23 +161,47 @@ def _lists(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[Resu
         mistake = ""
     except ScheduleError as error:
         mistake = str(error)
-    yield Result(f"your lists, {what}", not mistake, "proved", "refused" if mistake else "proved", mistake,
-                 "each microbatch once forward and once backward: section 3 (holes 5, 6)")
+    yield Result(
+        f"your lists, {what}",
+        not mistake,
+        "proved",
+        "refused" if mistake else "proved",
+        mistake,
+        "each microbatch once forward and once backward: section 3 (holes 5, 6)",
+    )
     length, target = clock_of(schedule).length, clock_of(right).length
-    yield expect(f"length, {what}", target, length, "ranks wait longer than they must",
-                 "forwards and backwards in turn: section 3 (holes 5, 6)")
-    yield expect(f"microbatches held, {what}", peak_held(right), peak_held(schedule), "that holds more than 1F1B",
-                 "a backward as soon as there can be one: section 4 (holes 5, 6)")
+    yield expect(
+        f"length, {what}",
+        target,
+        length,
+        "ranks wait longer than they must",
+        "forwards and backwards in turn: section 3 (holes 5, 6)",
+    )
+    yield expect(
+        f"microbatches held, {what}",
+        peak_held(right),
+        peak_held(schedule),
+        "that holds more than 1F1B",
+        "a backward as soon as there can be one: section 4 (holes 5, 6)",
+    )
 
 
 def _messages(exercise: ModuleType) -> Iterator[Result]:
     """What each compute of three stages waits for."""
     schedule = make_schedule("1f1b", 3, 2)
     for instruction in (kind(stage, 1) for kind in (Forward, Backward) for stage in range(3)):
-        target = next((needed for needed in needs(instruction, schedule) if isinstance(needed, RECEIVES)), None)
+        target = next(
+            (needed for needed in needs(instruction, schedule) if isinstance(needed, RECEIVES)),
+            None,
+        )
         measured = exercise.waits_for(instruction, 3)
-        yield expect(f"what the {instruction} waits for, 3 stages", _name(target), _name(measured),
-                     _mistake(target, measured), "section 2 (holes 7, 8)")
+        yield expect(
+            f"what the {instruction} waits for, 3 stages",
+            _name(target),
+            _name(measured),
+            _mistake(target, measured),
+            "section 2 (holes 7, 8)",
+        )
 
 
 def _name(instruction: Instruction | None) -> str:
@@ -153,21 +214,39 @@ def _mistake(target: Any, measured: Any) -> str:
     if measured is None:
         return "it would use what has not come"
     if type(target) is not type(measured):
-        return f"a {'forward' if isinstance(target, RecvActivation) else 'backward'} needs the other kind of message"
+        return (
+            f"a {'forward' if isinstance(target, RecvActivation) else 'backward'} needs "
+            "the other kind of message"
+        )
     return "a receive carries the number of the stage that receives"
 
 
 def _formulas(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[Result]:
     right = make_schedule("1f1b", ranks, microbatches)
     target, measured = clock_of(right).bubble, exercise.bubble(ranks, microbatches)
-    known = {(ranks - 1) / microbatches: "that is idle time over busy time; the bubble is over all of it",
-             (ranks - 1) / ranks: "that is the naive schedule's"}
-    name = next((name for value, name in known.items() if abs(value - measured) < 1e-9), "another number")
-    yield Result(f"bubble, {plural(ranks, 'rank')}, {microbatches} microbatches", abs(target - measured) < 1e-9,
-                 f"{target:.4f}", f"{measured:.4f}", name, "what the checker's clock finds: section 3 (hole 9)")
-    yield expect(f"held, {plural(ranks, 'rank')}, {microbatches} microbatches", peak_held(right),
-                 [exercise.held(rank, ranks, microbatches) for rank in range(ranks)],
-                 "not what the list holds", "min(m, p - stage): section 4 (hole 10)")
+    known = {
+        (ranks - 1)
+        / microbatches: "that is idle time over busy time; the bubble is over all of it",
+        (ranks - 1) / ranks: "that is the naive schedule's",
+    }
+    name = next(
+        (name for value, name in known.items() if abs(value - measured) < 1e-9), "another number"
+    )
+    yield Result(
+        f"bubble, {plural(ranks, 'rank')}, {microbatches} microbatches",
+        abs(target - measured) < 1e-9,
+        f"{target:.4f}",
+        f"{measured:.4f}",
+        name,
+        "what the checker's clock finds: section 3 (hole 9)",
+    )
+    yield expect(
+        f"held, {plural(ranks, 'rank')}, {microbatches} microbatches",
+        peak_held(right),
+        [exercise.held(rank, ranks, microbatches) for rank in range(ranks)],
+        "not what the list holds",
+        "min(m, p - stage): section 4 (hole 10)",
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Exercise 11: GPipe; then the order of 1F1B, the messages it needs, its bubble and its memory.
 
-Copy this file (`minidist lesson 11 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 11 DIR/exercise_11.py`. Rank r has stage r of `ranks`; microbatches are numbered from 0.
+Copy this file (`minidist lesson 11 --copy DIR`), replace each `hole(...)` by your own code, and
+grade it: `minidist check 11 DIR/exercise_11.py`. Rank r has stage r of `ranks`; microbatches are
+numbered from 0.
 """
 
 from minidist.autograd.tensor import tensor
@@ -15,41 +16,66 @@ from minidist.parallel.pipeline.instructions import (  # noqa: F401 - you will w
 
 
 def plain_gpipe(stage, group, micros, divisor):
-    """One step of GPipe, without a schedule and without overlap; stage(x, targets, divisor) as in chapter 10."""
+    """One step of GPipe, without a schedule and without overlap; stage(x, targets, divisor) as in
+    chapter 10."""
     first, last, kept = group.rank == 0, group.rank == group.size - 1, []
-    for inputs, targets in micros:                                                 # all forwards
+    for inputs, targets in micros:  # all forwards
         x = inputs if first else tensor(group.recv(src=group.rank - 1), requires_grad=True)
-        y = stage(x, targets, divisor)                                             # the last stage: the loss
+        y = stage(x, targets, divisor)  # the last stage: the loss
         if not last:
             group.send(y.data, dst=group.rank + 1)
         hole(1, "what will this microbatch's backward need? (section 1)", x, y)
-    for x, y in reversed(kept):                                                    # all backwards
-        y.backward(None if last else hole(2, "with what does it begin on any other stage? (section 1)"))
+    for x, y in reversed(kept):  # all backwards
+        y.backward(
+            None if last else hole(2, "with what does it begin on any other stage? (section 1)")
+        )
         if not first:
             hole(3, "what does the stage before wait for? (section 1)", x)
 
 
 def ahead(rank, ranks, microbatches):
     """How many forwards a rank does before its first turn of one forward and one backward."""
-    return hole(4, "as many as there are stages after this one, but no more than there are microbatches (section 3)")
+    return hole(
+        4,
+        "as many as there are stages after this one, but no more than there are microbatches "
+        "(section 3)",
+    )
 
 
 def one_f_one_b(rank, ranks, microbatches):
-    """A rank's computes in order: a list of Forward(stage, microbatch) and Backward(stage, microbatch)."""
+    """A rank's computes in order: a list of Forward(stage, microbatch) and Backward(stage,
+    microbatch)."""
     first = ahead(rank, ranks, microbatches)
     order = [Forward(rank, microbatch) for microbatch in range(first)]
     for microbatch in range(microbatches):
-        hole(5, "if a forward is left, append it: which microbatch's, when `first` are ahead?", order, first)
+        hole(
+            5,
+            "if a forward is left, append it: which microbatch's, when `first` are ahead?",
+            order,
+            first,
+        )
         order += hole(6, "the backward of this turn, in a list", microbatch)
     return order
 
 
 def waits_for(instruction, ranks):
-    """What must have come from another rank before `instruction`: RecvActivation or RecvGradient of it, or None."""
+    """What must have come from another rank before `instruction`: RecvActivation or RecvGradient of
+    it, or None."""
     stage, microbatch = instruction.stage, instruction.microbatch
     if isinstance(instruction, Forward):
-        return hole(7, "a forward needs the activation of the stage before, if there is one", stage, microbatch)
-    return hole(8, "a backward needs the gradient from the next stage, if there is one", stage, microbatch, ranks)
+        return hole(
+            7,
+            "a forward needs the activation of the stage before, if there is one",
+            stage,
+            microbatch,
+        )
+    return hole(
+        8,
+        "a backward needs the gradient from the next stage, if there is one",
+        stage,
+        microbatch,
+        ranks,
+    )
 
 
 def bubble(ranks, microbatches):

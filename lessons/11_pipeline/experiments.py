@@ -1,4 +1,5 @@
-"""What lesson 11 and its figure run: small GPTs in stages, stages that sleep, and the chart of N2:201."""
+"""What lesson 11 and its figure run: small GPTs in stages, stages that sleep, and the chart of
+N2:201."""
 
 import re
 import time
@@ -14,21 +15,42 @@ from minidist.nn import GPT, GPTConfig
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD
 from minidist.parallel.pipeline.executor import Executor
-from minidist.parallel.pipeline.instructions import SENDS, Backward, Forward, Schedule, received_as, sent_as
+from minidist.parallel.pipeline.instructions import (
+    SENDS,
+    Backward,
+    Forward,
+    Schedule,
+    received_as,
+    sent_as,
+)
 from minidist.parallel.pipeline.pipeline import Pipeline
 from minidist.parallel.pipeline.schedule_checker import Clock, ComputeSpan, Times, computes_of
 from minidist.parallel.pipeline.schedules import make_schedule, stages_a_rank
 
-CHUNKS = 2                  # stages a rank of the interleaved schedule
+CHUNKS = 2  # stages a rank of the interleaved schedule
 NAMES = ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
-TITLES = {"naive": "naive", "gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "interleaved 1F1B", "zb-h1": "ZB-H1",
-          "zb-v": "ZB-V", "dualpipe-v": "DualPipe-V"}
+TITLES = {
+    "naive": "naive",
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved": "interleaved 1F1B",
+    "zb-h1": "ZB-H1",
+    "zb-v": "ZB-V",
+    "dualpipe-v": "DualPipe-V",
+}
 
 
 def config_for(ranks: int) -> GPTConfig:
     """A small GPT with layers enough for two stages a rank, and one table for both ends."""
-    return GPTConfig(vocabulary=32, context=8, layers=max(8, 2 * ranks), width=16, heads=2, tied=True,
-                     dtype="float64")
+    return GPTConfig(
+        vocabulary=32,
+        context=8,
+        layers=max(8, 2 * ranks),
+        width=16,
+        heads=2,
+        tied=True,
+        dtype="float64",
+    )
 
 
 def global_batch(config: GPTConfig, step: int, sequences: int = 8) -> tuple[np.ndarray, np.ndarray]:
@@ -40,29 +62,37 @@ def global_batch(config: GPTConfig, step: int, sequences: int = 8) -> tuple[np.n
 
 def schedule_of(name: str, ranks: int, microbatches: int) -> Schedule:
     """One of NAMES."""
-    return make_schedule(name, ranks, microbatches, chunks=CHUNKS if name == "interleaved" else None)
+    return make_schedule(
+        name, ranks, microbatches, chunks=CHUNKS if name == "interleaved" else None
+    )
 
 
 def times_of(name: str, unit: float = 1.0) -> Times:
-    """The same work a microbatch and rank in every schedule: `unit` forward and two backward, over all its stages."""
+    """The same work a microbatch and rank in every schedule: `unit` forward and two backward, over
+    all its stages."""
     share = unit / stages_a_rank(name)
     return Times(share, 2 * share, share, share)
 
 
 def ideal_bubble(name: str, p: int, m: int) -> tuple[str, float]:
     """The formula and its value, where p divides m and m is at least 2p."""
-    return {"naive": ("(p-1)/p", (p - 1) / p), "gpipe": ("(p-1)/(m+p-1)", (p - 1) / (m + p - 1)),
-            "1f1b": ("(p-1)/(m+p-1)", (p - 1) / (m + p - 1)),
-            "interleaved": ("(p-1)/(v m+p-1)", (p - 1) / (CHUNKS * m + p - 1)),
-            "zb-h1": ("(p-1)/(3m+p-1)", (p - 1) / (3 * m + p - 1)),
-            "zb-v": ("(p-1)/(6m+p-1)", (p - 1) / (6 * m + p - 1)),
-            "dualpipe-v": ("(p-1)/(6m+p-1)", (p - 1) / (6 * m + p - 1))}[name]
+    return {
+        "naive": ("(p-1)/p", (p - 1) / p),
+        "gpipe": ("(p-1)/(m+p-1)", (p - 1) / (m + p - 1)),
+        "1f1b": ("(p-1)/(m+p-1)", (p - 1) / (m + p - 1)),
+        "interleaved": ("(p-1)/(v m+p-1)", (p - 1) / (CHUNKS * m + p - 1)),
+        "zb-h1": ("(p-1)/(3m+p-1)", (p - 1) / (3 * m + p - 1)),
+        "zb-v": ("(p-1)/(6m+p-1)", (p - 1) / (6 * m + p - 1)),
+        "dualpipe-v": ("(p-1)/(6m+p-1)", (p - 1) / (6 * m + p - 1)),
+    }[name]
 
 
-# ------------------------------------------------------------------------------------------------- stages that sleep
+# -------------------------------------------------------------------------------- stages that sleep
+
 
 class Sleeper:
-    """Stages that sleep instead of computing, and hand on an array of one number: a rank needs no core of its own."""
+    """Stages that sleep instead of computing, and hand on an array of one number: a rank needs no
+    core of its own."""
 
     def __init__(self, schedule: Schedule, times: Times) -> None:
         self.last, self.times = schedule.stages - 1, times
@@ -90,8 +120,11 @@ class Sleeper:
         time.sleep(self.times.backward_weights)
 
 
-def slept(group: Group, name: str, microbatches: int, unit: float, *, rounds: int = 1) -> list[ComputeSpan]:
-    """What the ranks did and when, by their recorded spans, in the quickest of some runs; on rank 0, else empty."""
+def slept(
+    group: Group, name: str, microbatches: int, unit: float, *, rounds: int = 1
+) -> list[ComputeSpan]:
+    """What the ranks did and when, by their recorded spans, in the quickest of some runs; on rank
+    0, else empty."""
     schedule, runs = schedule_of(name, group.size, microbatches), []
     for _ in range(rounds):
         timeline = Timeline(group.rank)
@@ -103,18 +136,25 @@ def slept(group: Group, name: str, microbatches: int, unit: float, *, rounds: in
     return min(runs, key=lambda spans: Clock(group.size, tuple(spans)).length if spans else 0.0)
 
 
-# ----------------------------------------------------------------------------------------------------- a GPT in stages
+# ---------------------------------------------------------------------------------- a GPT in stages
+
 
 def pipeline_for(group: Group, name: str, microbatches: int) -> Pipeline:
     """The lesson's GPT under a schedule."""
-    return Pipeline(GPT(config_for(group.size)), group, schedule_of(name, group.size, microbatches), seed=0)
+    return Pipeline(
+        GPT(config_for(group.size)), group, schedule_of(name, group.size, microbatches), seed=0
+    )
 
 
 def peak_activations(group: Group, name: str, microbatches: int) -> int:
     """Bytes of activations at this rank's peak in a step of one sequence a microbatch."""
     pipeline = pipeline_for(group, name, microbatches)
-    optimizer, batch = SGD(pipeline.parameters, 1e-2), global_batch(config_for(group.size), 0, microbatches)
-    with account.use(account.MemoryAccount()) as memory:    # of its own: what an earlier step left is not its affair
+    optimizer, batch = (
+        SGD(pipeline.parameters, 1e-2),
+        global_batch(config_for(group.size), 0, microbatches),
+    )
+    # of its own: what an earlier step left is not its affair
+    with account.use(account.MemoryAccount()) as memory:
         pipeline.step(batch, optimizer)
         return memory.peak["activations"]
 
@@ -128,13 +168,19 @@ def run_unchecked(group: Group, lists: Sequence[Sequence[Any]]) -> None:
             group.recv(src=sent_as(instruction).stage % group.size)
 
 
-# ------------------------------------------------------------------------------------------------------- charts
+# ------------------------------------------------------------------------------------------- charts
 
-LETTERS = {"forward": "F", "backward": "B", "backward for the input": "I", "backward for the weights": "W"}
+LETTERS = {
+    "forward": "F",
+    "backward": "B",
+    "backward for the input": "I",
+    "backward for the weights": "W",
+}
 
 
 def as_text(clock: Clock, *, cell: float = 1.0) -> list[str]:
-    """Each rank's line: F2 a forward of microbatch 2, B2, I2, W2 its backwards, one column for each `cell` of time."""
+    """Each rank's line: F2 a forward of microbatch 2, B2, I2, W2 its backwards, one column for each
+    `cell` of time."""
     lines = []
     for rank in range(clock.ranks):
         cells = [".."] * round(clock.length / cell)
@@ -199,7 +245,9 @@ def notes_spans() -> list[ComputeSpan]:
             rank = int(section[1])
         elif drawn := re.search(r"([FB])(\d) +:(\d+), (\d+)", line):
             kind = Forward if drawn[1] == "F" else Backward
-            spans.append(ComputeSpan(rank, kind(rank, int(drawn[2]) - 1), float(drawn[3]), float(drawn[4])))
+            spans.append(
+                ComputeSpan(rank, kind(rank, int(drawn[2]) - 1), float(drawn[3]), float(drawn[4]))
+            )
     return spans
 
 

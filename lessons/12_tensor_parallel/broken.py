@@ -4,13 +4,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from minidist.lessons.running import Break
 
 import minidist as md
 from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
 from minidist.comm.group import Group
 from minidist.console import size_text
+from minidist.lessons.running import Break
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import Adam
 from minidist.parallel.tensor.tensor_layers import TensorRegion, split_gpt
@@ -33,8 +33,11 @@ class OneWay(TensorRegion):
         return x
 
 
-def gradients(group: Group, region: type[TensorRegion]) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Losses of thirty steps on one batch, without clipping, and rank 0's gradients of the first."""
+def gradients(
+    group: Group, region: type[TensorRegion]
+) -> tuple[list[float], dict[str, np.ndarray]]:
+    """Losses of thirty steps on one batch, without clipping, and rank 0's gradients of the
+    first."""
     model = GPT(CONFIG)
     split_gpt(model, region(group))
     model.initialize(0)
@@ -52,8 +55,13 @@ def no_f() -> None:
     right = md.run(partial(gradients, region=TensorRegion), size=2)[0]
     wrong = md.run(partial(gradients, region=OneWay), size=2)[0]
     for step in (0, 29):
-        print(f"loss of step {step + 1:2}: right {right[0][step]:.6f}, without f {wrong[0][step]:.6f}")
-    print("No error, and another model. Gradients of step 1 on rank 0, relative error, from the end of the model:")
+        print(
+            f"loss of step {step + 1:2}: right {right[0][step]:.6f}, without f {wrong[0][step]:.6f}"
+        )
+    print(
+        "No error, and another model. Gradients of step 1 on rank 0, relative error, from the "
+        "end of the model:"
+    )
     for name in reversed(right[1]):
         if name.endswith("weight"):
             scale = np.abs(right[1][name]).max()
@@ -66,18 +74,28 @@ def straddle() -> None:
     heads, t, width = 3, 6, 8
     q, k, v = (draw.normal(size=(1, heads, t, width)) for _ in range(3))
     right = ops.causal_attention(q, k, v).data
-    pieces = {0: [slice(0, 8)], 1: [slice(0, 4), slice(4, 8)], 2: [slice(0, 8)]}    # rank 0: head 0, half of head 1
+    # rank 0: head 0, half of head 1
+    pieces = {0: [slice(0, 8)], 1: [slice(0, 4), slice(4, 8)], 2: [slice(0, 8)]}
     for head, parts in pieces.items():
-        y = np.concatenate([ops.causal_attention(*(x[:, head:head + 1, :, part] for x in (q, k, v))).data
-                            for part in parts], axis=-1)
-        error = np.abs(y - right[:, head:head + 1]).max() / np.abs(right).max()
+        y = np.concatenate(
+            [
+                ops.causal_attention(*(x[:, head : head + 1, :, part] for x in (q, k, v))).data
+                for part in parts
+            ],
+            axis=-1,
+        )
+        error = np.abs(y - right[:, head : head + 1]).max() / np.abs(right).max()
         owner = "on both ranks" if len(parts) > 1 else f"on rank {head // 2}"
         print(f"head {head}, {owner:13}: off by {error:.1%}")
-    print("softmax of a part of a score is not a part of its softmax: heads are cut between, never through")
+    print(
+        "softmax of a part of a score is not a part of its softmax: heads are cut between, "
+        "never through"
+    )
 
 
 def bias_early() -> None:
     """A row linear that adds its bias before the sum."""
+
     def job(group: Group) -> list[float]:
         x, w, b = np.ones((1, 8)), np.full((8, 2), 0.5), np.array([1.0, 2.0])
         own = np.array_split(np.arange(8), group.size)[group.rank]
@@ -87,15 +105,22 @@ def bias_early() -> None:
 
     for size in (1, 2, 4):
         early0, early1, late0, late1 = md.run(job, size=size)[0]
-        print(f"{size} rank{'s' * (size > 1)}: bias before the sum ({early0:g}, {early1:g}), after it "
-              f"({late0:g}, {late1:g}); right is (5, 6)")
+        print(
+            f"{size} rank{'s' * (size > 1)}: bias before the sum ({early0:g}, {early1:g}), after "
+            f"it ({late0:g}, {late1:g}); right is (5, 6)"
+        )
 
 
 def gather_between() -> None:
     """N2:156: an all-gather after the column linear, and then each rank takes its columns again."""
+
     def job(group: Group, gathers: bool) -> tuple[float, int]:
         draw = np.random.default_rng(0)
-        x, up, down = draw.normal(size=(64, 16)), draw.normal(size=(16, 64)), draw.normal(size=(64, 16))
+        x, up, down = (
+            draw.normal(size=(64, 16)),
+            draw.normal(size=(16, 64)),
+            draw.normal(size=(64, 16)),
+        )
         own = np.array_split(np.arange(64), group.size)[group.rank]
         inner = np.maximum(x @ up[:, own], 0)
         if gathers:
@@ -105,26 +130,35 @@ def gather_between() -> None:
 
     for gathers in (False, True):
         ranks = md.run(partial(job, gathers=gathers), size=4)
-        print(f"{'with' if gathers else 'without'} the gather: the sum of y is {ranks[0][0]:.6f}, all ranks sent "
-              f"{size_text(sum(sent for _, sent in ranks))}")
-    print("the gather fetches unused columns: the rows of the second matrix need just the columns that are here")
+        print(
+            f"{'with' if gathers else 'without'} the gather: the sum of y is {ranks[0][0]:.6f}, "
+            f"all ranks sent {size_text(sum(sent for _, sent in ranks))}"
+        )
+    print(
+        "the gather fetches unused columns: the rows of the second matrix need just the columns "
+        "that are here"
+    )
 
 
 def local_softmax() -> None:
     """Each rank takes the cross-entropy of its own slice of the vocabulary."""
+
     def job(group: Group) -> tuple[float, float]:
         model = tensor_parallel(GPT(CONFIG), group)
         model.initialize(0)
         inputs, targets = batch(0)
         logits = model(inputs)
-        first = model.output.first                              # type: ignore[attr-defined]
+        first = model.output.first  # type: ignore[attr-defined]
         mine = (targets >= first) & (targets < first + logits.shape[-1])
         own = ops.cross_entropy(tensor(logits.data[mine]), targets[mine] - first).item()
         return own, model.output.loss(logits, targets, divisor=None).item()
 
     for rank, (own, right) in enumerate(md.run(job, size=3)):
         print(f"rank {rank}: its own slice's loss {own:.4f}, the vocabulary's {right:.4f}")
-    print("a softmax over fewer ids is surer than it should be: the sum of exp must come from all ranks")
+    print(
+        "a softmax over fewer ids is surer than it should be: the sum of exp must come from all "
+        "ranks"
+    )
 
 
 BREAKS = {

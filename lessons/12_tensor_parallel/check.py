@@ -1,4 +1,5 @@
-"""Grades exercise 12: ranks as threads run your parts; the whole layer in one process is the answer key."""
+"""Grades exercise 12: ranks as threads run your parts; the whole layer in one process is the answer
+key."""
 
 import sys
 from collections.abc import Iterator
@@ -46,33 +47,54 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
         yield _traffic(exercise, blocks, tokens, width, ranks)
 
 
-# --------------------------------------------------------------------------------------------------------- columns
+# ------------------------------------------------------------------------------------------ columns
+
 
 def _columns(exercise: ModuleType, heads: int, rank: int, size: int) -> Result:
     """Beside the library's, and beside what two mistakes give."""
     width = 4
-    target = np.concatenate(head_columns(heads, heads, width, head_shares(heads, heads, size))[rank]).tolist()
+    target = np.concatenate(
+        head_columns(heads, heads, width, head_shares(heads, heads, size))[rank]
+    ).tolist()
     ours = np.asarray(exercise.head_columns(heads, width, rank, size)).tolist()
     own = np.array_split(np.arange(heads * width), size)[rank]
     straddling = [int(x) + third * heads * width for third in range(3) for x in own]
     one_matrix = np.array_split(np.arange(3 * heads * width), size)[rank].tolist()
     head_by_head = np.array_split(np.arange(heads), size)[rank]
-    mistake = ("a head lies on two ranks" if ours == straddling else
-               "keys and values are missing: the matrix was cut as one" if ours == one_matrix else
-               "head numbers, not columns" if len(ours) == 3 * len(head_by_head) else
-               "queries alone" if len(ours) == len(target) // 3 else
-               "in another order" if sorted(ours) == sorted(target) else "other columns")
-    return expect(f"rank {rank} of {size}: columns of {heads} heads", target, ours, mistake,
-                  "heads × width columns of queries, then keys, then values: section 2 (holes 1, 2)")
+    mistake = (
+        "a head lies on two ranks"
+        if ours == straddling
+        else "keys and values are missing: the matrix was cut as one"
+        if ours == one_matrix
+        else "head numbers, not columns"
+        if len(ours) == 3 * len(head_by_head)
+        else "queries alone"
+        if len(ours) == len(target) // 3
+        else "in another order"
+        if sorted(ours) == sorted(target)
+        else "other columns"
+    )
+    return expect(
+        f"rank {rank} of {size}: columns of {heads} heads",
+        target,
+        ours,
+        mistake,
+        "heads × width columns of queries, then keys, then values: section 2 (holes 1, 2)",
+    )
 
 
-# -------------------------------------------------------------------------------------------------------------- MLP
+# ---------------------------------------------------------------------------------------------- MLP
+
 
 def _weights() -> dict[str, np.ndarray]:
     draw = np.random.default_rng(5)
-    return {"x": draw.normal(size=(ROWS, WIDTH)), "up": draw.normal(size=(WIDTH, HIDDEN)),
-            "down": draw.normal(size=(HIDDEN, WIDTH)), "bias": draw.normal(size=WIDTH),
-            "dy": draw.normal(size=(ROWS, WIDTH))}
+    return {
+        "x": draw.normal(size=(ROWS, WIDTH)),
+        "up": draw.normal(size=(WIDTH, HIDDEN)),
+        "down": draw.normal(size=(HIDDEN, WIDTH)),
+        "bias": draw.normal(size=WIDTH),
+        "dy": draw.normal(size=(ROWS, WIDTH)),
+    }
 
 
 def _run_mlp(group: Group, exercise: ModuleType) -> dict[str, Any]:
@@ -82,8 +104,14 @@ def _run_mlp(group: Group, exercise: ModuleType) -> dict[str, Any]:
     up, down = w["up"][:, own], w["down"][own]
     y, dx, dup, ddown = exercise.plain_tensor_mlp(w["x"], up, down, w["bias"], w["dy"], group)
     dbias = exercise.bias_gradient(w["dy"], group)
-    return {"y": np.array(y), "dx": np.array(dx), "dup": np.array(dup), "ddown": np.array(ddown),
-            "dbias": np.array(dbias), "own": own}
+    return {
+        "y": np.array(y),
+        "dx": np.array(dx),
+        "dup": np.array(dup),
+        "ddown": np.array(ddown),
+        "dbias": np.array(dbias),
+        "own": own,
+    }
 
 
 def _mlp(size: int, ranks: list[dict[str, Any]]) -> Iterator[Result]:
@@ -95,42 +123,102 @@ def _mlp(size: int, ranks: list[dict[str, Any]]) -> Iterator[Result]:
     own, bias = ranks[0]["own"], w["bias"]
     part = np.maximum(w["x"] @ w["up"][:, own], 0) @ w["down"][own]
     y = whole.data
-    yield _same(f"y on {size} rank{'s' * (size > 1)}", y, ranks, "y", {
-        "every rank adds the bias: it counts P times": y + (size - 1) * bias, "the bias is missing": y - bias,
-        "summands are not added up": part + bias, "a mean, not a sum": (y - bias) / size + bias},
-        "add up, then the bias once: section 1 (hole 3)")
+    yield _same(
+        f"y on {size} rank{'s' * (size > 1)}",
+        y,
+        ranks,
+        "y",
+        {
+            "every rank adds the bias: it counts P times": y + (size - 1) * bias,
+            "the bias is missing": y - bias,
+            "summands are not added up": part + bias,
+            "a mean, not a sum": (y - bias) / size + bias,
+        },
+        "add up, then the bias once: section 1 (hole 3)",
+    )
     inner = (w["dy"] @ w["down"][own].T) * (w["x"] @ w["up"][:, own] > 0)
     dx = leaf["x"].grad
     assert dx is not None and leaf["bias"].grad is not None
-    yield _same(f"dx on {size} rank{'s' * (size > 1)}", dx, ranks, "dx", {
-        "f forgotten: this rank's columns alone": inner @ w["up"][:, own].T, "a mean, not a sum": dx / size},
-        "each rank's columns used the same x, so its gradients add up: section 1 (hole 5)")
-    yield _same(f"gradient of the bias on {size} rank{'s' * (size > 1)}", leaf["bias"].grad, ranks, "dbias", {
-        "counted P times": leaf["bias"].grad * size, "this is dy, not its sum over the rows": w["dy"]},
-        "dy is whole and equal on every rank: nothing to add up between ranks (hole 6)")
+    yield _same(
+        f"dx on {size} rank{'s' * (size > 1)}",
+        dx,
+        ranks,
+        "dx",
+        {
+            "f forgotten: this rank's columns alone": inner @ w["up"][:, own].T,
+            "a mean, not a sum": dx / size,
+        },
+        "each rank's columns used the same x, so its gradients add up: section 1 (hole 5)",
+    )
+    yield _same(
+        f"gradient of the bias on {size} rank{'s' * (size > 1)}",
+        leaf["bias"].grad,
+        ranks,
+        "dbias",
+        {
+            "counted P times": leaf["bias"].grad * size,
+            "this is dy, not its sum over the rows": w["dy"],
+        },
+        "dy is whole and equal on every rank: nothing to add up between ranks (hole 6)",
+    )
     for name in ("up", "down"):
-        grads = [np.take(np.asarray(leaf[name].grad), rank["own"], axis=int(name == "up")) for rank in ranks]
-        right = all(np.allclose(rank["d" + name], target) for rank, target in zip(ranks, grads, strict=True))
-        yield Result(f"gradient of {name} on {size} rank{'s' * (size > 1)}", right, "that of the own part",
-                     "equal" if right else "another", "not that of the own rows" if name == "down" else
-                     "inner or dy was changed on the way", "dy is whole on every rank, so the own rows' gradient is "
-                     "complete: section 1 (hole 4)" if name == "down" else "leave what is given unchanged (hole 3)")
+        grads = [
+            np.take(np.asarray(leaf[name].grad), rank["own"], axis=int(name == "up"))
+            for rank in ranks
+        ]
+        right = all(
+            np.allclose(rank["d" + name], target) for rank, target in zip(ranks, grads, strict=True)
+        )
+        yield Result(
+            f"gradient of {name} on {size} rank{'s' * (size > 1)}",
+            right,
+            "that of the own part",
+            "equal" if right else "another",
+            "not that of the own rows" if name == "down" else "inner or dy was changed on the way",
+            "dy is whole on every rank, so the own rows' gradient is complete: section 1 (hole 4)"
+            if name == "down"
+            else "leave what is given unchanged (hole 3)",
+        )
 
 
-def _same(task: str, target: np.ndarray, ranks: list[dict[str, Any]], name: str, known: dict[str, np.ndarray],
-          advice: str) -> Result:
-    """Every rank's `name` beside the target; a difference by the name of the mistake that gives it."""
-    wrong = [rank for rank, result in enumerate(ranks)
-             if result[name].shape != target.shape or not np.allclose(result[name], target)]
+def _same(
+    task: str,
+    target: np.ndarray,
+    ranks: list[dict[str, Any]],
+    name: str,
+    known: dict[str, np.ndarray],
+    advice: str,
+) -> Result:
+    """Every rank's `name` beside the target; a difference by the name of the mistake that gives
+    it."""
+    wrong = [
+        rank
+        for rank, result in enumerate(ranks)
+        if result[name].shape != target.shape or not np.allclose(result[name], target)
+    ]
     if not wrong:
         return Result(task, True, "the whole layer's", "equal")
     first = ranks[0][name]
-    mistake = next((text for text, value in known.items()
-                    if value.shape == first.shape and np.allclose(first, value)), "another result")
-    return Result(task, False, "the whole layer's", f"another on {len(wrong)} of {len(ranks)}", mistake, advice)
+    mistake = next(
+        (
+            text
+            for text, value in known.items()
+            if value.shape == first.shape and np.allclose(first, value)
+        ),
+        "another result",
+    )
+    return Result(
+        task,
+        False,
+        "the whole layer's",
+        f"another on {len(wrong)} of {len(ranks)}",
+        mistake,
+        advice,
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------- loss
+# --------------------------------------------------------------------------------------------- loss
+
 
 class WatchedGroup:
     """A group that remembers how many numbers were all-reduced."""
@@ -159,41 +247,71 @@ def _run_loss(group: Group, exercise: ModuleType) -> list[tuple[float, int]]:
 
 def _logits(scale: float) -> tuple[np.ndarray, np.ndarray]:
     draw = np.random.default_rng(2)
-    far = 5 * scale * np.arange(ROWS)[:, None]       # each token's logits lie elsewhere, so it has its own maximum
+    # each token's logits lie elsewhere, so it has its own maximum
+    far = 5 * scale * np.arange(ROWS)[:, None]
     return scale * draw.normal(size=(ROWS, VOCABULARY)) - far, draw.integers(0, VOCABULARY, ROWS)
 
 
 def _loss(size: int, ranks: list[list[tuple[float, int]]]) -> Iterator[Result]:
     """Beside the library's, of the whole vocabulary."""
     on = f"on {size} rank{'s' * (size > 1)}"
-    for number, (name, scale) in enumerate((("loss", 1.0), ("loss of logits in the thousands", 400.0))):
+    for number, (name, scale) in enumerate(
+        (("loss", 1.0), ("loss of logits in the thousands", 400.0))
+    ):
         target = ops.cross_entropy(*_logits(scale)).item()
         ours = [rank[number][0] for rank in ranks]
         right = all(np.isclose(loss, target, rtol=1e-9) for loss in ours)
-        mistake = ("exp overflows, or vanishes: take each token's own largest logit, of all ranks, off first"
-                   if not np.isfinite(ours).all() else
-                   "ranks disagree: something was not added up" if len(set(np.round(ours, 9))) > 1 else
-                   "all agree on another number")
-        yield Result(f"{name} {on}", right, f"{target:.6f}", f"{ours[0]:.6f}", mistake,
-                     "maximum by 'max', sum and target by sum: section 5 (holes 7, 8, 9)")
+        mistake = (
+            "exp overflows, or vanishes: take each token's own largest logit, of all ranks, off "
+            "first"
+            if not np.isfinite(ours).all()
+            else "ranks disagree: something was not added up"
+            if len(set(np.round(ours, 9))) > 1
+            else "all agree on another number"
+        )
+        yield Result(
+            f"{name} {on}",
+            right,
+            f"{target:.6f}",
+            f"{ours[0]:.6f}",
+            mistake,
+            "maximum by 'max', sum and target by sum: section 5 (holes 7, 8, 9)",
+        )
     if size > 1:
-        yield expect(f"numbers all-reduced a token {on}", 3, ranks[0][0][1] // ROWS,
-                     "more travels than maximum, sum and target", "section 5 (holes 7, 8, 9)")
+        yield expect(
+            f"numbers all-reduced a token {on}",
+            3,
+            ranks[0][0][1] // ROWS,
+            "more travels than maximum, sum and target",
+            "section 5 (holes 7, 8, 9)",
+        )
 
 
-# ---------------------------------------------------------------------------------------------------------- traffic
+# ------------------------------------------------------------------------------------------ traffic
+
 
 def _traffic(exercise: ModuleType, blocks: int, tokens: int, width: int, ranks: int) -> Result:
     """Beside the library's formula, as the difference of a model of so many blocks and one more."""
-    configs = [GPTConfig(vocabulary=8, context=8, layers=layers, width=width, heads=ranks)
-               for layers in (1, blocks + 1)]
+    configs = [
+        GPTConfig(vocabulary=8, context=8, layers=layers, width=width, heads=ranks)
+        for layers in (1, blocks + 1)
+    ]
     less, more = (elements_sent(config, ranks=ranks, tokens=tokens) for config in configs)
     target, measured = more - less, exercise.numbers_sent(blocks, tokens, width, ranks)
-    known = {target // 2: "forward or backward alone", target // (2 * (ranks - 1)): "numbers of a message, not sent",
-             target // 4: "one all-reduce a block", target // 2 * 3: "that is with blocks computed again",
-             target // ranks: "of one rank"}
-    return expect(f"numbers sent for {plural(blocks, 'block')} on {ranks} ranks", target, measured,
-                  known.get(measured, "wrong traffic"), "2 all-reduces forward, 2 backward: section 4 (hole 10)")
+    known = {
+        target // 2: "forward or backward alone",
+        target // (2 * (ranks - 1)): "numbers of a message, not sent",
+        target // 4: "one all-reduce a block",
+        target // 2 * 3: "that is with blocks computed again",
+        target // ranks: "of one rank",
+    }
+    return expect(
+        f"numbers sent for {plural(blocks, 'block')} on {ranks} ranks",
+        target,
+        measured,
+        known.get(measured, "wrong traffic"),
+        "2 all-reduces forward, 2 backward: section 4 (hole 10)",
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
 """Exercise 12: cut heads, an MLP, and the cross-entropy of a vocabulary between ranks.
 
-Copy this file (`minidist lesson 12 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 12 DIR/exercise_12.py`. Every rank runs it with its own part. What you may use:
+Copy this file (`minidist lesson 12 --copy DIR`), replace each `hole(...)` by your own code, and
+grade it: `minidist check 12 DIR/exercise_12.py`. Every rank runs it with its own part. What you may
+use:
 
     group.rank, group.size
-    group.all_reduce(x) -> the sum of all ranks' x; group.all_reduce(x, "max") -> the largest of each number
+    group.all_reduce(x) -> the sum of all ranks' x; group.all_reduce(x, "max") -> the largest of
+    each number
 """
 
 import numpy as np
@@ -13,26 +15,34 @@ from minidist.grading import hole
 
 
 def head_columns(heads, head_width, rank, size):
-    """Which columns of the (h, 3h) weight of queries, keys and values rank `rank` keeps: an array of integers.
+    """Which columns of the (h, 3h) weight of queries, keys and values rank `rank` keeps: an array
+    of integers.
 
-    The 3h columns are the queries of all heads, then the keys of all heads, then the values. Whole heads, divided as
-    numpy.array_split divides.
+    The 3h columns are the queries of all heads, then the keys of all heads, then the values. Whole
+    heads, divided as numpy.array_split divides.
     """
-    mine = np.array_split(np.arange(heads), size)[rank]                    # this rank's heads
-    queries = hole(1, "the columns of the queries of these heads (head i has head_width columns)", mine)
+    mine = np.array_split(np.arange(heads), size)[rank]  # this rank's heads
+    queries = hole(
+        1, "the columns of the queries of these heads (head i has head_width columns)", mine
+    )
     return hole(2, "these columns of queries, then the same heads' keys, then values", queries)
 
 
 def plain_tensor_mlp(x, up, down, bias, dy, group):
-    """An MLP forward and backward; `up` has this rank's columns, `down` its rows: y, dx, and their gradients.
+    """An MLP forward and backward; `up` has this rank's columns, `down` its rows: y, dx, and their
+    gradients.
 
-    y = relu(x up) down + bias. x (n, h), bias (h,) and dy (n, h) are whole and the same on every rank, and so are y and
-    dx to be.
+    y = relu(x up) down + bias. x (n, h), bias (h,) and dy (n, h) are whole and the same on every
+    rank, and so are y and dx to be.
     """
-    inner = x @ up                                                   # (n, h) (h, own) -> (n, own): complete
-    active = np.maximum(inner, 0)                                    # number by number: no rank needs another's
+    inner = x @ up  # (n, h) (h, own) -> (n, own): complete
+    active = np.maximum(inner, 0)  # number by number: no rank needs another's
     y = hole(3, "the whole result (Megatron's g); how often is the bias added? (section 1)", active)
-    ddown = hole(4, "the gradient of this rank's rows; is there anything to add up between ranks? (section 1)", active)
+    ddown = hole(
+        4,
+        "the gradient of this rank's rows; is there anything to add up between ranks? (section 1)",
+        active,
+    )
     dinner = (dy @ down.T) * (inner > 0)
     dup = x.T @ dinner
     dx = hole(5, "the whole gradient of x, which every rank's columns used (Megatron's f)", dinner)
@@ -40,14 +50,16 @@ def plain_tensor_mlp(x, up, down, bias, dy, group):
 
 
 def bias_gradient(dy, group):
-    """The gradient of the bias, which every rank has; dy (n, h) is whole, the same on every rank."""
+    """The gradient of the bias, which every rank has; dy (n, h) is whole, the same on every
+    rank."""
     return hole(6, "which sum is it? (section 1)", dy)
 
 
 def cross_entropy(logits, targets, first, group):
     """The mean of -log softmax(logits)[target] over the tokens.
 
-    logits (n, own) are those of ids first, first + 1, …; targets (n,) are ids of the whole vocabulary. Never gather the
+    logits (n, own) are those of ids first, first + 1, …; targets (n,) are ids of the whole
+    vocabulary. Never gather the
     logits: all that may travel are numbers of shape (n,).
     """
     highest = hole(7, "each token's largest logit, of all ranks", logits)
@@ -60,5 +72,8 @@ def cross_entropy(logits, targets, first, group):
 
 
 def numbers_sent(blocks, tokens, width, ranks):
-    """Numbers that all ranks together send for the blocks of one training step (ring all-reduces), nothing else."""
-    return hole(10, "how many all-reduces a block, of how many numbers, at what price each?", tokens * width)
+    """Numbers that all ranks together send for the blocks of one training step (ring all-reduces),
+    nothing else."""
+    return hole(
+        10, "how many all-reduces a block, of how many numbers, at what price each?", tokens * width
+    )

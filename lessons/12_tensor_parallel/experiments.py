@@ -1,4 +1,5 @@
-"""What lesson 12 and its figure run: a small GPT, whole and cut, its batches, and what a block of it takes."""
+"""What lesson 12 and its figure run: a small GPT, whole and cut, its batches, and what a block of
+it takes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +32,9 @@ def whole_model(config: GPTConfig = CONFIG, *, seed: int = 0) -> GPT:
 
 def batch_of(config: GPTConfig, step: int, sequences: int = BATCH) -> tuple[np.ndarray, np.ndarray]:
     """The global batch of a step."""
-    ids = np.random.default_rng(step).integers(0, config.vocabulary, (sequences, config.context + 1))
+    ids = np.random.default_rng(step).integers(
+        0, config.vocabulary, (sequences, config.context + 1)
+    )
     return ids[:, :-1], ids[:, 1:]
 
 

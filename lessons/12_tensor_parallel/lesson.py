@@ -1,8 +1,9 @@
-"""Lesson 12: tensor parallelism: every matrix cut, two all-reduces a region, and the loss of a split vocabulary.
+"""Lesson 12: tensor parallelism: every matrix cut, two all-reduces a region, and the loss of a
+split vocabulary.
 
-    mpirun -n 4 python lessons/12_tensor_parallel/lesson.py
-    python lessons/12_tensor_parallel/lesson.py                     # alone: four ranks as threads
-    python lessons/12_tensor_parallel/lesson.py --break no-f        # see README.md, section 7
+mpirun -n 4 python lessons/12_tensor_parallel/lesson.py
+python lessons/12_tensor_parallel/lesson.py                     # alone: four ranks as threads
+python lessons/12_tensor_parallel/lesson.py --break no-f        # see README.md, section 7
 """
 
 from collections.abc import Callable
@@ -11,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import arguments, run_lesson
 
 from minidist.autograd import ops
 from minidist.autograd.ops.collectives import gather_copies
@@ -21,6 +20,8 @@ from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.device import account
 from minidist.grading import load_module, sent_since, totals
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import arguments, run_lesson
 from minidist.nn.shares import head_shares
 from minidist.nn.weight_shard import WeightShard
 from minidist.optim import Adam
@@ -52,7 +53,8 @@ def tour(group: Group, page: Page) -> None:
     memory(group, page)
 
 
-# ----------------------------------------------------------------------------------------------------- 1 by hand
+# ---------------------------------------------------------------------------------------- 1 by hand
+
 
 def by_hand(group: Group, page: Page) -> None:
     """The plain loop beside the same MLP in one piece."""
@@ -65,14 +67,26 @@ def by_hand(group: Group, page: Page) -> None:
     _, nbytes = sent_since(group.ledger, before)
     inner = x @ up
     active, dinner = np.maximum(inner, 0), (dy @ down.T) * (inner > 0)
-    whole = {"y": (y, active @ down + bias), "dx": (dx, dinner @ up.T),
-             "d up, own columns": (dup, x.T @ dinner[:, own]), "d down, own rows": (ddown, active[:, own].T @ dy)}
-    rows = [[name, str(ours.shape), f"{np.abs(ours - target).max() / np.abs(target).max():.0e}"]
-            for name, (ours, target) in whole.items()]
+    whole = {
+        "y": (y, active @ down + bias),
+        "dx": (dx, dinner @ up.T),
+        "d up, own columns": (dup, x.T @ dinner[:, own]),
+        "d down, own rows": (ddown, active[:, own].T @ dy),
+    }
+    rows = [
+        [name, str(ours.shape), f"{np.abs(ours - target).max() / np.abs(target).max():.0e}"]
+        for name, (ours, target) in whole.items()
+    ]
     sent, formula = all_ranks(group, nbytes), 2 * 2 * (group.size - 1) * x.nbytes
-    rows.append(["sent by all ranks", f"{size_text(sent)} of {size_text(formula)}", verdict(sent, formula)])
-    page.table(f"x (10, 8), up (8, 32), down (32, 8) on {group.size} ranks, rank 0", ["", "shape", "off by"], rows,
-               note="two all-reduces of x's size; no gather between the two products (N2:156)")
+    rows.append(
+        ["sent by all ranks", f"{size_text(sent)} of {size_text(formula)}", verdict(sent, formula)]
+    )
+    page.table(
+        f"x (10, 8), up (8, 32), down (32, 8) on {group.size} ranks, rank 0",
+        ["", "shape", "off by"],
+        rows,
+        note="two all-reduces of x's size; no gather between the two products (N2:156)",
+    )
 
 
 def all_ranks(group: Group, number: float) -> int:
@@ -81,7 +95,8 @@ def all_ranks(group: Group, number: float) -> int:
         return int(group.all_reduce(np.array([float(number)]))[0])
 
 
-# ------------------------------------------------------------------------------------------ 2 what each rank holds
+# --------------------------------------------------------------------------- 2 what each rank holds
+
 
 def shapes(group: Group, page: Page) -> None:
     """Each weight of a block and of the ends: whole, and on the first and last rank."""
@@ -95,23 +110,44 @@ def shapes(group: Group, page: Page) -> None:
             continue
         whole = p.whole if isinstance(p, WeightShard) else p.shape
         how = "cut" if isinstance(p, WeightShard) else "whole"
-        rows.append([name, str(whole), how, *(f"{100 * sizes[r, number] / np.prod(whole):.0f} %"
-                                              for r in (0, group.size - 1))])
-    page.table(f"{CONFIG.heads} heads, {CONFIG.hidden} hidden numbers, {CONFIG.vocabulary} ids on {group.size} ranks",
-               ["weight", "serial", "", "rank 0 has", f"rank {group.size - 1} has"], rows,
-               note="sizes need not divide: the first ranks have one more. A key head is never cut through")
+        rows.append(
+            [
+                name,
+                str(whole),
+                how,
+                *(f"{100 * sizes[r, number] / np.prod(whole):.0f} %" for r in (0, group.size - 1)),
+            ]
+        )
+    page.table(
+        f"{CONFIG.heads} heads, {CONFIG.hidden} hidden numbers, {CONFIG.vocabulary} ids on "
+        f"{group.size} ranks",
+        ["weight", "serial", "", "rank 0 has", f"rank {group.size - 1} has"],
+        rows,
+        note="sizes need not divide: the first ranks have one more. A key head is never cut "
+        "through",
+    )
     shares = head_shares(8, 2, min(group.size, 8))
-    page.table("8 query heads on 2 key heads (grouped-query)", ["", "query heads", "key heads"],
-               [[f"rank {rank}", f"{q.start}..{q.stop - 1}", f"{k.start}..{k.stop - 1}"]
-                for rank, (q, k) in enumerate(shares)],
-               note="fewer key heads than ranks: several ranks hold the same one, and add up its gradient")
+    page.table(
+        "8 query heads on 2 key heads (grouped-query)",
+        ["", "query heads", "key heads"],
+        [
+            [f"rank {rank}", f"{q.start}..{q.stop - 1}", f"{k.start}..{k.stop - 1}"]
+            for rank, (q, k) in enumerate(shares)
+        ],
+        note="fewer key heads than ranks: several ranks hold the same one, and add up its gradient",
+    )
 
 
-# -------------------------------------------------------------------------------------------------------- 3 equal
+# ------------------------------------------------------------------------------------------ 3 equal
 
 CASES = {
     "as CONFIG": {},
-    "tied, rotary, rms, gated": {"tied": True, "positions": "rotary", "norm": "rms", "activation": "silu"},
+    "tied, rotary, rms, gated": {
+        "tied": True,
+        "positions": "rotary",
+        "norm": "rms",
+        "activation": "silu",
+    },
     "2 key heads": {"kv_heads": 2},
 }
 
@@ -126,29 +162,48 @@ def equal(group: Group, page: Page) -> None:
     """Several models, trained by one process and by all."""
     rows = []
     for name, changes in CASES.items():
-        config = replace(CONFIG, **changes)         # type: ignore[arg-type]
+        config = replace(CONFIG, **changes)  # type: ignore[arg-type]
         single = Single(lab.whole_model(config))
         cut = TensorParallel(lab.cut_model(group, config), group)
         optimizers = [Adam(s.parameters, 1e-2) for s in (single, cut)]
         for step in range(STEPS):
-            losses = [strategy.step(lab.batch_of(config, step), optimizer, clip=0.5)        # type: ignore[attr-defined]
-                      for strategy, optimizer in zip((single, cut), optimizers, strict=True)]
+            losses = [
+                strategy.step(lab.batch_of(config, step), optimizer, clip=0.5)  # type: ignore[attr-defined]
+                for strategy, optimizer in zip((single, cut), optimizers, strict=True)
+            ]
         difference = off(cut.state_dict(), single.state_dict())
-        rows.append([name, f"{losses[0]:.9f}", f"{losses[1]:.9f}", f"{difference:.0e}",
-                     "ok" if difference < 1e-10 else f"off {difference:.0e}"])
-    page.table(f"After {STEPS} steps of Adam with clipping, float64, {group.size} ranks",
-               ["", "loss, one process", f"loss, {group.size} ranks", "weights off by", "1e-10"], rows,
-               note="state_dict puts the shards together in one process's layout")
+        rows.append(
+            [
+                name,
+                f"{losses[0]:.9f}",
+                f"{losses[1]:.9f}",
+                f"{difference:.0e}",
+                "ok" if difference < 1e-10 else f"off {difference:.0e}",
+            ]
+        )
+    page.table(
+        f"After {STEPS} steps of Adam with clipping, float64, {group.size} ranks",
+        ["", "loss, one process", f"loss, {group.size} ranks", "weights off by", "1e-10"],
+        rows,
+        note="state_dict puts the shards together in one process's layout",
+    )
 
 
-# ------------------------------------------------------------------------------------------------------ 4 traffic
+# ---------------------------------------------------------------------------------------- 4 traffic
+
 
 def measure_step(group: Group, strategy: Any, batch: Any) -> tuple[int, list[int]]:
     """(bytes that all ranks sent in a step, this rank's bytes of each call but control's)."""
     calls: list[int] = []
-    end = group.ledger.subscribe(lambda event: calls.append(event.details["nbytes"])
-                                 if event.kind == "call" and event.details["axis"] == group.axis
-                                 and event.details["verb"] == "all_reduce" else None)
+    end = group.ledger.subscribe(
+        lambda event: (
+            calls.append(event.details["nbytes"])
+            if event.kind == "call"
+            and event.details["axis"] == group.axis
+            and event.details["verb"] == "all_reduce"
+            else None
+        )
+    )
     optimizer, before = Adam(strategy.parameters, 1e-3), totals(group.ledger)
     strategy.step(batch, optimizer)
     _, nbytes = sent_since(group.ledger, before)
@@ -164,17 +219,37 @@ def traffic(group: Group, page: Page) -> None:
         model = lab.cut_model(group)
         checkpoint_blocks(model, which)
         nbytes, calls = measure_step(group, TensorParallel(model, group), lab.batch_of(CONFIG, 0))
-        formula = ITEM * elements_sent(CONFIG, ranks=p, tokens=tokens, recomputed=layers if which == "all" else 0)
+        formula = ITEM * elements_sent(
+            CONFIG, ranks=p, tokens=tokens, recomputed=layers if which == "all" else 0
+        )
         name = "kept" if which == "none" else "blocks computed again"
         expected = each * layers + 4 if p > 1 else len(calls)
-        rows.append([name, len(calls), f"{each} L + 4", verdict(len(calls), expected), size_text(nbytes),
-                     size_text(formula), verdict(nbytes, formula)])
-    parts = {"blocks": 4 * layers * tokens * h, "embedding, forward": tokens * h, "head, backward": tokens * h,
-             "loss": 3 * tokens}
-    page.table(f"All-reduces of a step: L = {layers} blocks, {tokens} tokens, width {h}, {p} ranks",
-               ["activations", "calls", "formula", "", "all ranks sent", "formula", ""], rows,
-               note="  ".join(f"{name} {size_text(2 * (p - 1) * ITEM * numbers)}" for name, numbers in parts.items())
-                    + "; the loss is two of the calls")
+        rows.append(
+            [
+                name,
+                len(calls),
+                f"{each} L + 4",
+                verdict(len(calls), expected),
+                size_text(nbytes),
+                size_text(formula),
+                verdict(nbytes, formula),
+            ]
+        )
+    parts = {
+        "blocks": 4 * layers * tokens * h,
+        "embedding, forward": tokens * h,
+        "head, backward": tokens * h,
+        "loss": 3 * tokens,
+    }
+    page.table(
+        f"All-reduces of a step: L = {layers} blocks, {tokens} tokens, width {h}, {p} ranks",
+        ["activations", "calls", "formula", "", "all ranks sent", "formula", ""],
+        rows,
+        note="  ".join(
+            f"{name} {size_text(2 * (p - 1) * ITEM * numbers)}" for name, numbers in parts.items()
+        )
+        + "; the loss is two of the calls",
+    )
 
 
 def beside_data_parallel(group: Group, page: Page) -> None:
@@ -187,14 +262,27 @@ def beside_data_parallel(group: Group, page: Page) -> None:
         replicas, _ = measure_step(group, DDP(lab.whole_model(config), group), batch)
         tokens = sequences * config.context
         formula = ITEM * elements_sent(config, ranks=group.size, tokens=tokens)
-        rows.append([tokens, f"{tokens / config.width:.1f} h", size_text(cut), verdict(cut, formula),
-                     size_text(replicas), f"{cut / replicas:.2f}" if replicas else "-"])
-    page.table(f"{config.layers} blocks of width h = {config.width}: one step, all ranks",
-               ["tokens B T", "", "tensor parallel", "", "data parallel", "ratio"], rows,
-               note="4 L B T h against 12 L h²: equal at B T = 3 h a step; training takes many more tokens")
+        rows.append(
+            [
+                tokens,
+                f"{tokens / config.width:.1f} h",
+                size_text(cut),
+                verdict(cut, formula),
+                size_text(replicas),
+                f"{cut / replicas:.2f}" if replicas else "-",
+            ]
+        )
+    page.table(
+        f"{config.layers} blocks of width h = {config.width}: one step, all ranks",
+        ["tokens B T", "", "tensor parallel", "", "data parallel", "ratio"],
+        rows,
+        note="4 L B T h against 12 L h²: equal at B T = 3 h a step; training takes many more "
+        "tokens",
+    )
 
 
-# --------------------------------------------------------------------------------------------------------- 5 loss
+# ------------------------------------------------------------------------------------------- 5 loss
+
 
 def loss_of_slices(group: Group, page: Page) -> None:
     """The loss by gathering logits, and by two all-reduces: value, bytes, memory."""
@@ -205,9 +293,13 @@ def loss_of_slices(group: Group, page: Page) -> None:
     output = SplitOutput(vocabulary, lab.cut_model(group).tokens.region)
     ways: dict[str, Callable[[Any], Any]] = {
         "gathered": lambda x: ops.cross_entropy(gather_copies(x, dim=1, group=group), targets),
-        "two all-reduces": lambda x: output.loss(x, targets, divisor=None)}
+        "two all-reduces": lambda x: output.loss(x, targets, divisor=None),
+    }
     target, rows = ops.cross_entropy(logits, targets).item(), []
-    formulas = {"gathered": (group.size - 1) * tokens * vocabulary, "two all-reduces": 6 * (group.size - 1) * tokens}
+    formulas = {
+        "gathered": (group.size - 1) * tokens * vocabulary,
+        "two all-reduces": 6 * (group.size - 1) * tokens,
+    }
     for name, way in ways.items():
         with account.use(account.MemoryAccount()) as memory:
             x = tensor(logits[:, own].copy(), requires_grad=True)
@@ -216,17 +308,32 @@ def loss_of_slices(group: Group, page: Page) -> None:
             sent = all_ranks(group, sent_since(group.ledger, before)[1])
             loss.backward()
             peak = memory.peak["total"]
-        rows.append([name, f"{loss.item() - target:.0e}", size_text(sent), size_text(ITEM * formulas[name]),
-                     verdict(sent, ITEM * formulas[name]), size_text(peak)])
-    page.table(f"{tokens} tokens, {vocabulary} ids, {group.size} ranks; the logits are {size_text(logits.nbytes)}",
-               ["", "loss off by", "all ranks sent", "formula", "", "peak, rank 0"], rows,
-               note="maxima first, then sums of exp(logit - maximum) and targets' logits together: 3 numbers a token")
+        rows.append(
+            [
+                name,
+                f"{loss.item() - target:.0e}",
+                size_text(sent),
+                size_text(ITEM * formulas[name]),
+                verdict(sent, ITEM * formulas[name]),
+                size_text(peak),
+            ]
+        )
+    page.table(
+        f"{tokens} tokens, {vocabulary} ids, {group.size} ranks; the logits are "
+        f"{size_text(logits.nbytes)}",
+        ["", "loss off by", "all ranks sent", "formula", "", "peak, rank 0"],
+        rows,
+        note="maxima first, then sums of exp(logit - maximum) and targets' logits together: 3 "
+        "numbers a token",
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- 6 memory
+# ----------------------------------------------------------------------------------------- 6 memory
+
 
 def memory(group: Group, page: Page) -> None:
-    """A block on one rank and on each of many: weights, and activations inside and outside the regions."""
+    """A block on one rank and on each of many: weights, and activations inside and outside the
+    regions."""
     config, p = replace(CONFIG, heads=8, width=64), group.size
     one = lab.block_bytes(config, lab.whole_model)
     ours = lab.block_bytes(config, lambda c: lab.cut_model(group, c))
@@ -235,15 +342,30 @@ def memory(group: Group, page: Page) -> None:
     h, tokens = config.width, BATCH * config.context
     outside = ITEM * tokens * (4 * h + 2)
     held = int(everyone[:, 1].sum())
-    rows = [["weights", size_text(one[0]), size_text(int(everyone[:, 0].max())), size_text(int(everyone[:, 0].sum())),
-             verdict(int(everyone[:, 0].sum()), one[0] + (p - 1) * 6 * h * ITEM)],
-            ["activations", size_text(one[1]), size_text(int(everyone[:, 1].max())), size_text(held),
-             verdict(held, one[1] + (p - 1) * outside)],
-            ["  of these outside", size_text(outside), size_text(outside), size_text(p * outside), ""]]
-    page.table(f"One block of width {h}, {tokens} tokens, float64", ["", "one process", f"most of {p} ranks",
-                                                                     "all ranks together", ""], rows,
-               note="norms and two biases (6 h), and what norms keep and give (4 h + 2 a token), are on every rank: "
-                    "lesson 13 divides the second")
+    rows = [
+        [
+            "weights",
+            size_text(one[0]),
+            size_text(int(everyone[:, 0].max())),
+            size_text(int(everyone[:, 0].sum())),
+            verdict(int(everyone[:, 0].sum()), one[0] + (p - 1) * 6 * h * ITEM),
+        ],
+        [
+            "activations",
+            size_text(one[1]),
+            size_text(int(everyone[:, 1].max())),
+            size_text(held),
+            verdict(held, one[1] + (p - 1) * outside),
+        ],
+        ["  of these outside", size_text(outside), size_text(outside), size_text(p * outside), ""],
+    ]
+    page.table(
+        f"One block of width {h}, {tokens} tokens, float64",
+        ["", "one process", f"most of {p} ranks", "all ranks together", ""],
+        rows,
+        note="norms and two biases (6 h), and what norms keep and give (4 h + 2 a token), are "
+        "on every rank: lesson 13 divides the second",
+    )
 
 
 BREAKS = broken.BREAKS

@@ -1,4 +1,5 @@
-"""Grades exercise 13: against the library's zigzag, its online softmax, and the bytes that ring attention sends."""
+"""Grades exercise 13: against the library's zigzag, its online softmax, and the bytes that ring
+attention sends."""
 
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,12 @@ from minidist.comm.group import Group
 from minidist.console import plural
 from minidist.device.backend import random_uniform
 from minidist.grading import Result, expect, variant
-from minidist.parallel.context.ring_attention import own_blocks, plain_ring_attention, ring_attention, zigzag
+from minidist.parallel.context.ring_attention import (
+    own_blocks,
+    plain_ring_attention,
+    ring_attention,
+    zigzag,
+)
 
 RANKS, LENGTHS = (1, 2, 3, 4), (24, 13)
 
@@ -30,7 +36,8 @@ ANSWERS = {
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """Blocks and pairs; attention of one head, of small scores and of large ones; positions; bytes."""
+    """Blocks and pairs; attention of one head, of small scores and of large ones; positions;
+    bytes."""
     for ranks in RANKS:
         yield from _blocks(exercise, ranks)
     yield from _pairs(exercise)
@@ -44,50 +51,86 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 def _blocks(exercise: ModuleType, ranks: int) -> Iterator[Result]:
     target = [[number for number, _ in own_blocks(24, rank, ranks)] for rank in range(ranks)]
-    measured = [[int(number) for number in exercise.blocks_of(rank, ranks)] for rank in range(ranks)]
-    known = {"numbers begin at 0, so the last is 2·ranks - 1": [[r, 2 * ranks - r] for r in range(ranks)],
-             "the next one: that is a sequence cut in `ranks`": [[r, r + 1] for r in range(ranks)],
-             "every rank-th: the last rank would still have most to do": [[r, ranks + r] for r in range(ranks)]}
+    measured = [
+        [int(number) for number in exercise.blocks_of(rank, ranks)] for rank in range(ranks)
+    ]
+    known = {
+        "numbers begin at 0, so the last is 2·ranks - 1": [
+            [r, 2 * ranks - r] for r in range(ranks)
+        ],
+        "the next one: that is a sequence cut in `ranks`": [[r, r + 1] for r in range(ranks)],
+        "every rank-th: the last rank would still have most to do": [
+            [r, ranks + r] for r in range(ranks)
+        ],
+    }
     mistake = next((name for name, numbers in known.items() if numbers == measured), "other blocks")
-    yield expect(f"blocks, {plural(ranks, 'rank')}", target, measured, mistake, "zigzag: section 3 (hole 1)")
+    yield expect(
+        f"blocks, {plural(ranks, 'rank')}", target, measured, mistake, "zigzag: section 3 (hole 1)"
+    )
 
 
 def _pairs(exercise: ModuleType) -> Iterator[Result]:
     target = [[q >= k for k in range(4)] for q in range(4)]
     measured = [[bool(exercise.multiplied(q, k)) for k in range(4)] for q in range(4)]
-    known = {"queries must see their own block too": [[q > k for k in range(4)] for q in range(4)],
-             "the wrong way round: queries look back, not ahead": [[q <= k for k in range(4)] for q in range(4)],
-             "L/P × L/P: only the own block": [[q == k for k in range(4)] for q in range(4)],
-             "without a mask; these look ahead": [[True] * 4] * 4}
+    known = {
+        "queries must see their own block too": [[q > k for k in range(4)] for q in range(4)],
+        "the wrong way round: queries look back, not ahead": [
+            [q <= k for k in range(4)] for q in range(4)
+        ],
+        "L/P × L/P: only the own block": [[q == k for k in range(4)] for q in range(4)],
+        "without a mask; these look ahead": [[True] * 4] * 4,
+    }
     mistake = next((name for name, table in known.items() if table == measured), "other pairs")
     count = [sum(map(sum, table)) for table in (target, measured)]
-    yield Result("pairs of 4 blocks", target == measured, f"{count[0]} of 16", f"{count[1]} of 16", mistake,
-                 "causal: section 3 (hole 2)")
+    yield Result(
+        "pairs of 4 blocks",
+        target == measured,
+        f"{count[0]} of 16",
+        f"{count[1]} of 16",
+        mistake,
+        "causal: section 3 (hole 2)",
+    )
 
 
 def _numbers(name: str, *shape: int) -> np.ndarray:
-    return (2 * random_uniform(f"check 13, {name}", 0, range(int(np.prod(shape))), "float64") - 1).reshape(shape)
+    return (
+        2 * random_uniform(f"check 13, {name}", 0, range(int(np.prod(shape))), "float64") - 1
+    ).reshape(shape)
 
 
 MISTAKES = {
-    "that of the new piece alone": ("np.maximum(top, scores.max(axis=1, keepdims=True))",
-                                    "scores.max(axis=1, keepdims=True)", 3),
-    "one number for all queries; each has its own": ("np.maximum(top, scores.max(axis=1, keepdims=True))",
-                                                     "np.maximum(top, scores.max())", 3),
+    "that of the new piece alone": (
+        "np.maximum(top, scores.max(axis=1, keepdims=True))",
+        "scores.max(axis=1, keepdims=True)",
+        3,
+    ),
+    "one number for all queries; each has its own": (
+        "np.maximum(top, scores.max(axis=1, keepdims=True))",
+        "np.maximum(top, scores.max())",
+        3,
+    ),
     "what was summed under the old maximum is left as it was": (
-        "shrink = np.exp(scores - now), np.exp(top - now)", "shrink = np.exp(scores - now), 1.0", 4),
+        "shrink = np.exp(scores - now), np.exp(top - now)",
+        "shrink = np.exp(scores - now), 1.0",
+        4,
+    ),
     "the keys before are forgotten in the sum": ("total * shrink + p.sum", "p.sum", 5),
-    "p is under the new maximum already": ("total * shrink + p.sum(axis=1, keepdims=True)",
-                                           "(total + p.sum(axis=1, keepdims=True)) * shrink", 5),
+    "p is under the new maximum already": (
+        "total * shrink + p.sum(axis=1, keepdims=True)",
+        "(total + p.sum(axis=1, keepdims=True)) * shrink",
+        5,
+    ),
     "the old sum is not scaled": ("total * shrink +", "total +", 5),
     "the keys before are forgotten in the weighted sum": ("y * shrink + p @ v", "p @ v", 6),
     "the old weighted sum is not scaled": ("y * shrink + p @ v", "y + p @ v", 6),
-    "divide once, at the end": ("y * shrink + p @ v, now", "(y * shrink + p @ v) / total, now", 6)}
+    "divide once, at the end": ("y * shrink + p @ v, now", "(y * shrink + p @ v) / total, now", 6),
+}
 """{name: (code of the plain version, what a student may write there, the hole)}"""
 
 
 def _attention(exercise: ModuleType, ranks: int, size: float) -> Iterator[Result]:
-    """Each rank's tokens beside the library's attention; queries times `size`, each second one of those by 1."""
+    """Each rank's tokens beside the library's attention; queries times `size`, each second one of
+    those by 1."""
     for length in LENGTHS:
         q, k, v = (3 * _numbers(name, length, 4) for name in "qkv")
         q *= np.where(np.arange(length) % 2, 1.0, size)[:, None]
@@ -105,8 +148,14 @@ def _attention(exercise: ModuleType, ranks: int, size: float) -> Iterator[Result
         task = f"attention, {plural(ranks, 'rank')}, {length} tokens{', large scores' * (size > 1)}"
         found = run(exercise.plain_ring_attention)
         if any(mine.shape != right.shape for mine, right in zip(found, due, strict=True)):
-            yield Result(task, False, f"shape {due[0].shape}", f"shape {found[0].shape}", "a number for each query",
-                         "section 1 (holes 3 to 6)")
+            yield Result(
+                task,
+                False,
+                f"shape {due[0].shape}",
+                f"shape {found[0].shape}",
+                "a number for each query",
+                "section 1 (holes 3 to 6)",
+            )
             return
         off = max(float(np.abs(mine - right).max()) for mine, right in zip(found, due, strict=True))
         mistake, advice = "not what one process computes", "section 1 (holes 3 to 6)"
@@ -114,7 +163,9 @@ def _attention(exercise: ModuleType, ranks: int, size: float) -> Iterator[Result
             for name, (old, new, number) in MISTAKES.items():
                 wrong = run(variant(plain_ring_attention, old, new))
                 if any(np.isfinite(part).any() for part in wrong) and all(
-                        np.allclose(mine, part, equal_nan=True) for mine, part in zip(found, wrong, strict=True)):
+                    np.allclose(mine, part, equal_nan=True)
+                    for mine, part in zip(found, wrong, strict=True)
+                ):
                     mistake, advice = name, f"section 1 (hole {number})"
                     break
             else:
@@ -126,15 +177,31 @@ def _attention(exercise: ModuleType, ranks: int, size: float) -> Iterator[Result
 def _positions(exercise: ModuleType) -> Iterator[Result]:
     for length, ranks in ((24, 2), (13, 3)):
         target = [zigzag(length, rank, ranks).tolist() for rank in range(ranks)]
-        measured = [np.asarray(exercise.positions_for_rotary(length, rank, ranks)).tolist() for rank in range(ranks)]
+        measured = [
+            np.asarray(exercise.positions_for_rotary(length, rank, ranks)).tolist()
+            for rank in range(ranks)
+        ]
         starts = np.cumsum([0, *map(len, target)])
-        known = {"every rank counts from 0: the offset is forgotten": [list(range(len(own))) for own in target],
-                 "an offset, as if a rank's tokens were consecutive": [
-                     list(range(start, start + len(own))) for start, own in zip(starts[:-1], target, strict=True)],
-                 "all positions; it has only its own tokens": [list(range(length))] * ranks}
-        mistake = next((name for name, numbers in known.items() if numbers == measured), "other positions")
-        yield expect(f"positions, {plural(ranks, 'rank')}, {length} tokens", target, measured, mistake,
-                     "section 5 (hole 7)")
+        known = {
+            "every rank counts from 0: the offset is forgotten": [
+                list(range(len(own))) for own in target
+            ],
+            "an offset, as if a rank's tokens were consecutive": [
+                list(range(start, start + len(own)))
+                for start, own in zip(starts[:-1], target, strict=True)
+            ],
+            "all positions; it has only its own tokens": [list(range(length))] * ranks,
+        }
+        mistake = next(
+            (name for name, numbers in known.items() if numbers == measured), "other positions"
+        )
+        yield expect(
+            f"positions, {plural(ranks, 'rank')}, {length} tokens",
+            target,
+            measured,
+            mistake,
+            "section 5 (hole 7)",
+        )
 
 
 def _sent(exercise: ModuleType, ranks: int) -> Iterator[Result]:
@@ -144,7 +211,9 @@ def _sent(exercise: ModuleType, ranks: int) -> Iterator[Result]:
 
     def job(group: Group) -> tuple[int, int]:
         own = zigzag(length, group.rank, ranks)
-        q, k, v = (tensor(_numbers(name, 1, 1, length, 4)[:, :, own], requires_grad=True) for name in "qkv")
+        q, k, v = (
+            tensor(_numbers(name, 1, 1, length, 4)[:, :, own], requires_grad=True) for name in "qkv"
+        )
         y = ring_attention(q, k, v, group=group, length=length)
         forward = group.ledger.sent_bytes()["world"]["exchange"]
         y.backward(np.ones(y.shape))
@@ -152,16 +221,30 @@ def _sent(exercise: ModuleType, ranks: int) -> Iterator[Result]:
 
     target = md.run(job, size=ranks)[0]
     forward, backward = exercise.blocks_sent(ranks)
-    known = {"a rank has its own piece already: one hop less": 2 * ranks, "keys and values are two": ranks - 1}
-    yield expect(f"blocks sent forward, {plural(ranks, 'rank')}", target[0], forward,
-                 next((name for name, number in known.items() if number == forward), "another number"),
-                 "section 4 (hole 8)")
-    known = {"keys and values must go round again: no rank kept them": 2 * ranks,
-             "the gradients have one hop more: home": 4 * (ranks - 1), "that is forward's": 2 * (ranks - 1),
-             "keys and values stop one hop earlier": 4 * ranks}
-    yield expect(f"blocks sent backward, {plural(ranks, 'rank')}", target[1], backward,
-                 next((name for name, number in known.items() if number == backward), "another number"),
-                 "section 4 (hole 9)")
+    known = {
+        "a rank has its own piece already: one hop less": 2 * ranks,
+        "keys and values are two": ranks - 1,
+    }
+    yield expect(
+        f"blocks sent forward, {plural(ranks, 'rank')}",
+        target[0],
+        forward,
+        next((name for name, number in known.items() if number == forward), "another number"),
+        "section 4 (hole 8)",
+    )
+    known = {
+        "keys and values must go round again: no rank kept them": 2 * ranks,
+        "the gradients have one hop more: home": 4 * (ranks - 1),
+        "that is forward's": 2 * (ranks - 1),
+        "keys and values stop one hop earlier": 4 * ranks,
+    }
+    yield expect(
+        f"blocks sent backward, {plural(ranks, 'rank')}",
+        target[1],
+        backward,
+        next((name for name, number in known.items() if number == backward), "another number"),
+        "section 4 (hole 9)",
+    )
 
 
 if __name__ == "__main__":

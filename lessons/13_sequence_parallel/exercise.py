@@ -1,7 +1,8 @@
 """Exercise 13: which blocks a rank has, the online softmax, the positions, and what goes round.
 
-Copy this file (`minidist lesson 13 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 13 DIR/exercise_13.py`. A sequence is cut in 2·ranks blocks, numbered from 0 (section 3).
+Copy this file (`minidist lesson 13 --copy DIR`), replace each `hole(...)` by your own code, and
+grade it: `minidist check 13 DIR/exercise_13.py`. A sequence is cut in 2·ranks blocks, numbered from
+0 (section 3).
 """
 
 import numpy as np
@@ -28,30 +29,39 @@ def multiplied(query_block, key_block):
 def plain_ring_attention(q, k, v, positions, group):
     """Ring attention, forward, of one head: (own, D) three times, positions (own,) -> (own, D).
 
-    top and total (own, 1) are the maximum and the sum so far, y (own, D) the weighted sum so far: section 1.
+    top and total (own, 1) are the maximum and the sum so far, y (own, D) the weighted sum so far:
+    section 1.
     """
     next_rank, prev_rank = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    top, total, y, seen = -np.inf, 0.0, 0.0, positions                         # seen: where these keys stand
+    top, total, y, seen = -np.inf, 0.0, 0.0, positions  # seen: where these keys stand
     for hop in range(group.size):
         scores = q @ k.T / np.sqrt(q.shape[1])
-        scores[positions[:, None] < seen] = -np.inf                            # these lie ahead
+        scores[positions[:, None] < seen] = -np.inf  # these lie ahead
         now = hole(3, "the maximum over all keys so far: (own, 1)", top, scores)
-        p, shrink = np.exp(scores - now), hole(4, "what makes sums under the old maximum sums under the new one", top,
-                                               now)
-        total, y, top = hole(5, "the sum over all keys so far", total, shrink, p), hole(
-            6, "the weighted sum over all keys so far", y, shrink, p, v), now
-        if hop < group.size - 1:                                               # pass on, take the previous rank's
+        p, shrink = (
+            np.exp(scores - now),
+            hole(4, "what makes sums under the old maximum sums under the new one", top, now),
+        )
+        total, y, top = (
+            hole(5, "the sum over all keys so far", total, shrink, p),
+            hole(6, "the weighted sum over all keys so far", y, shrink, p, v),
+            now,
+        )
+        if hop < group.size - 1:  # pass on, take the previous rank's
             k, v, seen = (group.exchange(x, dst=next_rank, src=prev_rank) for x in (k, v, seen))
     return y / total
 
 
 def positions_for_rotary(length, rank, ranks):
     """What `rotary` is given with a rank's queries and keys: (own,) integers."""
-    return hole(7, "the angle between a query and a key tells how far apart they are in the whole sequence")
+    return hole(
+        7, "the angle between a query and a key tells how far apart they are in the whole sequence"
+    )
 
 
 def blocks_sent(ranks):
-    """What a rank sends for attention (forward, backward), in blocks of its own tokens' keys, or values: section 4."""
+    """What a rank sends for attention (forward, backward), in blocks of its own tokens' keys, or
+    values: section 4."""
     forward = hole(8, "keys and values: how many hops?", ranks)
     backward = hole(9, "the same again, and their gradients, which must also come home", ranks)
     return forward, backward

@@ -1,4 +1,5 @@
-"""What lesson 13 and its figure share: a small model cut in three ways, its costs, and the ring walked by hand."""
+"""What lesson 13 and its figure share: a small model cut in three ways, its costs, and the ring
+walked by hand."""
 
 import time
 from typing import Any
@@ -11,31 +12,57 @@ from minidist.device import account
 from minidist.device.backend import random_bits, random_uniform
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import AdamW
-from minidist.parallel.context import ring_attention, sequence_parallel, sparse_ring_attention, ulysses
+from minidist.parallel.context import (
+    ring_attention,
+    sequence_parallel,
+    sparse_ring_attention,
+    ulysses,
+)
 from minidist.parallel.memory.activations import forget_scores
 from minidist.parallel.step.single import Single
 
 NAMES = ("sequence", "ring", "all-to-all")
-TITLES = {"sequence": "sequence (Megatron's)", "ring": "ring attention", "all-to-all": "all-to-all attention"}
-CUTS: dict[str, Any] = {"sequence": (sequence_parallel.sequence_parallel, sequence_parallel.SequenceParallel),
-                        "ring": (ring_attention.context_parallel, ring_attention.ContextParallel),
-                        "all-to-all": (ulysses.ulysses, ulysses.ContextParallel),
-                        "pieces": (sparse_ring_attention.sparse_context_parallel,
-                                   sparse_ring_attention.ContextParallel)}
+TITLES = {
+    "sequence": "sequence (Megatron's)",
+    "ring": "ring attention",
+    "all-to-all": "all-to-all attention",
+}
+CUTS: dict[str, Any] = {
+    "sequence": (sequence_parallel.sequence_parallel, sequence_parallel.SequenceParallel),
+    "ring": (ring_attention.context_parallel, ring_attention.ContextParallel),
+    "all-to-all": (ulysses.ulysses, ulysses.ContextParallel),
+    "pieces": (
+        sparse_ring_attention.sparse_context_parallel,
+        sparse_ring_attention.ContextParallel,
+    ),
+}
 SEQUENCES = 2
 
 
 def config_for(ranks: int, context: int) -> GPTConfig:
     """Two blocks with rotary positions and a head for every rank, in float64."""
     heads = max(8, ranks)
-    return GPTConfig(vocabulary=max(32, ranks), context=context, layers=2, width=4 * heads, heads=heads,
-                     positions="rotary", dtype="float64")
+    return GPTConfig(
+        vocabulary=max(32, ranks),
+        context=context,
+        layers=2,
+        width=4 * heads,
+        heads=heads,
+        positions="rotary",
+        dtype="float64",
+    )
 
 
-def global_batch(config: GPTConfig, step: int, sequences: int = SEQUENCES) -> tuple[np.ndarray, np.ndarray]:
+def global_batch(
+    config: GPTConfig, step: int, sequences: int = SEQUENCES
+) -> tuple[np.ndarray, np.ndarray]:
     """(inputs, targets), each (sequences, context): the same on every rank."""
     bits = random_bits(f"lesson 13, batch {step}", 0, range(sequences * (config.context + 1)))
-    ids = (bits % np.uint64(config.vocabulary)).astype(np.int64).reshape(sequences, config.context + 1)
+    ids = (
+        (bits % np.uint64(config.vocabulary))
+        .astype(np.int64)
+        .reshape(sequences, config.context + 1)
+    )
     return ids[:, :-1], ids[:, 1:]
 
 
@@ -61,7 +88,9 @@ def train(group: Group, config: GPTConfig, name: str, steps: int, phase: str = "
     return strategy
 
 
-def peaks(group: Group, config: GPTConfig, name: str, *, limit: int | None = None) -> dict[str, int]:
+def peaks(
+    group: Group, config: GPTConfig, name: str, *, limit: int | None = None
+) -> dict[str, int]:
     """Peak bytes of this rank in forward and backward of one sequence."""
     with account.use(account.MemoryAccount(limit=limit)) as memory:
         strategy = strategy_for(group, config, name)
@@ -75,11 +104,14 @@ def formula(group: Group, config: GPTConfig, name: str, parameters: int) -> int:
     """Numbers that all ranks send in a step, by the module's own formula."""
     if name == "sequence":
         return sequence_parallel.elements_sent(config, ranks=group.size, sequences=SEQUENCES)
-    module: Any = {"ring": ring_attention, "pieces": sparse_ring_attention, "all-to-all": ulysses}[name]
+    module: Any = {"ring": ring_attention, "pieces": sparse_ring_attention, "all-to-all": ulysses}[
+        name
+    ]
     return module.elements_sent(config, parameters, ranks=group.size, sequences=SEQUENCES)
 
 
-# ------------------------------------------------------------------------------------------------- the ring by hand
+# --------------------------------------------------------------------------------- the ring by hand
+
 
 def numbers(name: str, length: int, width: int = 4) -> np.ndarray:
     """(1, 1, length, width), the same on every rank, between -1 and 1."""
@@ -94,29 +126,50 @@ def consecutive(length: int, rank: int, size: int) -> np.ndarray:
 
 def scores_seen(length: int, rank: int, size: int) -> int:
     """Scores of a rank that softmax uses, zigzag: by the library's own list of blocks."""
-    pairs = [pair for source in range(size) for pair in ring_attention.visible(length, rank, source, size)]
-    return sum((q.stop - q.start) * (q.stop - q.start + 1) // 2 if causal else
-               (q.stop - q.start) * (k.stop - k.start) for q, k, causal in pairs)
+    pairs = [
+        pair
+        for source in range(size)
+        for pair in ring_attention.visible(length, rank, source, size)
+    ]
+    return sum(
+        (q.stop - q.start) * (q.stop - q.start + 1) // 2
+        if causal
+        else (q.stop - q.start) * (k.stop - k.start)
+        for q, k, causal in pairs
+    )
 
 
 def walk(group: Group, length: int) -> dict[str, Any]:
-    """Ring attention's forward by the library's parts: which blocks were multiplied at which hop, every message sent.
+    """Ring attention's forward by the library's parts: which blocks were multiplied at which hop,
+    every message sent.
 
-    Returns: rank 0: {"pairs": (rank, hop, source, query block, key block), "messages": (src, dst, start, bytes)}.
+    Returns: rank 0: {"pairs": (rank, hop, source, query block, key block), "messages": (src, dst,
+    start, bytes)}.
     """
     own = ring_attention.zigzag(length, group.rank, group.size)
     q, k, v = (numbers(name, length)[:, :, own] for name in "qkv")
     running, pairs, messages = OnlineSoftmax(q), [], []
     unsubscribe = group.ledger.subscribe(
-        lambda event: messages.append((event.details["src"], event.details["dst"], event.start,
-                                       event.details["nbytes"]))
-        if event.kind == "message" and event.details["verb"] == "exchange" else None)
+        lambda event: (
+            messages.append(
+                (event.details["src"], event.details["dst"], event.start, event.details["nbytes"])
+            )
+            if event.kind == "message" and event.details["verb"] == "exchange"
+            else None
+        )
+    )
     for hop, (source, piece) in enumerate(ring_attention.around(group, np.stack([k, v]), length)):
         for queries, keys, causal in ring_attention.visible(length, group.rank, source, group.size):
             k_seen, v_seen = piece[:, :, :, keys]
             running.absorb(q / 2, k_seen, v_seen, queries, causal=causal)
-            numbered = [next(number for number, place in ring_attention.own_blocks(length, rank, group.size)
-                             if place == where) for rank, where in ((group.rank, queries), (source, keys))]
+            numbered = [
+                next(
+                    number
+                    for number, place in ring_attention.own_blocks(length, rank, group.size)
+                    if place == where
+                )
+                for rank, where in ((group.rank, queries), (source, keys))
+            ]
             pairs.append((group.rank, hop, source, *numbered))
         time.sleep(0.001)
     unsubscribe()

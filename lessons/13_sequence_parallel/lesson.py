@@ -1,8 +1,9 @@
-"""Lesson 13: a sequence cut between ranks: Megatron's way, ring attention, all-to-all attention; bytes and memory.
+"""Lesson 13: a sequence cut between ranks: Megatron's way, ring attention, all-to-all attention;
+bytes and memory.
 
-    mpirun -n 4 python lessons/13_sequence_parallel/lesson.py
-    python lessons/13_sequence_parallel/lesson.py                     # alone: four ranks as threads
-    python lessons/13_sequence_parallel/lesson.py --break no-offset   # see README.md, section 7
+mpirun -n 4 python lessons/13_sequence_parallel/lesson.py
+python lessons/13_sequence_parallel/lesson.py                     # alone: four ranks as threads
+python lessons/13_sequence_parallel/lesson.py --break no-offset   # see README.md, section 7
 """
 
 from dataclasses import replace
@@ -10,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from minidist.lessons.page import Page
-from minidist.lessons.running import Break, arguments, run_lesson
 
 import minidist as md
 from minidist.autograd import ops
@@ -20,6 +19,8 @@ from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.errors import MemoryLimitError
 from minidist.grading import load_module
+from minidist.lessons.page import Page
+from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.nn import GPT
 from minidist.parallel.context import ring_attention, token_shard
 from minidist.parallel.context.ring_attention import plain_ring_attention, zigzag
@@ -50,7 +51,8 @@ def tour(group: Group, page: Page) -> None:
     under_a_window(group, page)
 
 
-# ----------------------------------------------------------------------------------------------------------- 1 equality
+# --------------------------------------------------------------------------------------- 1 equality
+
 
 def whole_attention(length: int) -> Any:
     """causal_attention of one head on one process: (length, 4)."""
@@ -61,28 +63,48 @@ def same(group: Group, page: Page) -> None:
     """The plain loop beside causal_attention, and each strategy's weights beside one process."""
     length = 12 * group.size + 1
     rows = []
-    for name, own in (("zigzag", zigzag(length, group.rank, group.size)),
-                      ("consecutive", lab.consecutive(length, group.rank, group.size))):
+    for name, own in (
+        ("zigzag", zigzag(length, group.rank, group.size)),
+        ("consecutive", lab.consecutive(length, group.rank, group.size)),
+    ):
         q, k, v = (lab.numbers(part, length)[0, 0, own] for part in "qkv")
         off = np.abs(plain_ring_attention(q, k, v, own, group) - whole_attention(length)[own]).max()
         rows.append([f"plain loop, {name} tokens: attention", f"{largest(group, off):.0e}"])
-    rows += [["plain swap, consecutive tokens: attention of 8 heads", f"{largest(group, swap_off(group, length)):.0e}"],
-             ["plain MLP, tokens cut, beside lesson 12's: y and dx", f"{largest(group, mlp_off(group)):.0e}"]]
+    rows += [
+        [
+            "plain swap, consecutive tokens: attention of 8 heads",
+            f"{largest(group, swap_off(group, length)):.0e}",
+        ],
+        [
+            "plain MLP, tokens cut, beside lesson 12's: y and dx",
+            f"{largest(group, mlp_off(group)):.0e}",
+        ],
+    ]
     config = lab.config_for(group.size, 12 * group.size + 1)
     target = lab.train(group, config, "one process", STEPS).state_dict()
     scale = max(np.abs(array).max() for array in target.values())
     for name in lab.NAMES:
         state = lab.train(group, config, name, STEPS).state_dict()
         off = max(np.abs(array - target[key]).max() for key, array in state.items()) / scale
-        rows.append([f"{lab.TITLES[name]}: weights after {STEPS} steps", f"{largest(group, off):.0e}"])
-    page.table(f"Off one process by, in float64: {group.size} ranks, {config.context} tokens, rotary positions",
-               ["", "largest difference"], rows)
+        rows.append(
+            [f"{lab.TITLES[name]}: weights after {STEPS} steps", f"{largest(group, off):.0e}"]
+        )
+    page.table(
+        f"Off one process by, in float64: {group.size} ranks, {config.context} tokens, rotary "
+        "positions",
+        ["", "largest difference"],
+        rows,
+    )
 
 
 def swap_off(group: Group, length: int) -> float:
     """How far the plain swap's attention is from one process's, on this rank's tokens."""
     q, k, v = np.random.default_rng(0).normal(size=(3, length, 8, 4))
-    whole = ops.causal_attention(*(tensor(x.swapaxes(0, 1)[None]) for x in (q, k, v))).data[0].swapaxes(0, 1)
+    whole = (
+        ops.causal_attention(*(tensor(x.swapaxes(0, 1)[None]) for x in (q, k, v)))
+        .data[0]
+        .swapaxes(0, 1)
+    )
     own = lab.consecutive(length, group.rank, group.size)
     return float(np.abs(plain_ulysses(q[own], k[own], v[own], group) - whole[own]).max())
 
@@ -92,9 +114,14 @@ def mlp_off(group: Group) -> float:
     draw, tokens = np.random.default_rng(1), 2 * group.size
     x, dy = draw.normal(size=(2, tokens, 8))
     up, down, bias = draw.normal(size=(8, 16)), draw.normal(size=(16, 8)), draw.normal(size=8)
-    hidden, own = np.array_split(np.arange(16), group.size)[group.rank], slice(2 * group.rank, 2 * group.rank + 2)
+    hidden, own = (
+        np.array_split(np.arange(16), group.size)[group.rank],
+        slice(2 * group.rank, 2 * group.rank + 2),
+    )
     y, dx, _, _ = plain_tensor_mlp(x, up[:, hidden], down[hidden], bias, dy, group)
-    own_y, own_dx, *_ = plain_sequence_mlp(x[own], up[:, hidden], down[hidden], bias, dy[own], group)
+    own_y, own_dx, *_ = plain_sequence_mlp(
+        x[own], up[:, hidden], down[hidden], bias, dy[own], group
+    )
     return float(max(np.abs(own_y - y[own]).max(), np.abs(own_dx - dx[own]).max()))
 
 
@@ -104,7 +131,8 @@ def largest(group: Group, value: float) -> float:
         return float(group.all_reduce(np.array([value]), op="max")[0])
 
 
-# ------------------------------------------------------------------------------------------------------------ 2 balance
+# ---------------------------------------------------------------------------------------- 2 balance
+
 
 def balance(group: Group, page: Page) -> None:
     """Scores a rank computes, consecutive tokens and zigzag."""
@@ -114,15 +142,30 @@ def balance(group: Group, page: Page) -> None:
         edges = np.flatnonzero(np.diff(zigzag(length, rank, size)) > 1)
         first, last = zigzag(length, rank, size)[[0, -1]]
         tokens = zigzag(length, rank, size)
-        halves = (f"{first}–{last}" if not len(edges) else
-                  f"{first}–{tokens[edges[0]]}, {tokens[edges[0] + 1]}–{last}")
-        rows.append([f"rank {rank}", f"{mine[0]}–{mine[-1]}", int((mine + 1).sum()), halves,
-                     lab.scores_seen(length, rank, size)])
-    page.table(f"{length} tokens", ["", "consecutive", "scores", "zigzag", "scores"], rows,
-               note="scores that a softmax uses; the ranks of a ring wait for the slowest")
+        halves = (
+            f"{first}–{last}"
+            if not len(edges)
+            else f"{first}–{tokens[edges[0]]}, {tokens[edges[0] + 1]}–{last}"
+        )
+        rows.append(
+            [
+                f"rank {rank}",
+                f"{mine[0]}–{mine[-1]}",
+                int((mine + 1).sum()),
+                halves,
+                lab.scores_seen(length, rank, size),
+            ]
+        )
+    page.table(
+        f"{length} tokens",
+        ["", "consecutive", "scores", "zigzag", "scores"],
+        rows,
+        note="scores that a softmax uses; the ranks of a ring wait for the slowest",
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------- 3 the ring
+# --------------------------------------------------------------------------------------- 3 the ring
+
 
 def hops(group: Group, page: Page) -> None:
     """What each rank had at each hop, by the messages recorded."""
@@ -131,18 +174,33 @@ def hops(group: Group, page: Page) -> None:
     if group.rank:
         return
     held: dict[tuple[int, int], tuple[int, list[str]]] = {
-        (rank, hop): (source, []) for rank, hop, source, _, _ in walked["pairs"]}
+        (rank, hop): (source, []) for rank, hop, source, _, _ in walked["pairs"]
+    }
     for rank, hop, _, queries, keys in walked["pairs"]:
         held[rank, hop][1].append(f"{queries}·{keys}")
-    rows = [[f"rank {rank}", *(f"kv{held[rank, hop][0]}: {' '.join(held[rank, hop][1])}" for hop in range(group.size))]
-            for rank in range(group.size)]
-    page.table("The piece that is there, and which blocks of queries · keys are multiplied meanwhile",
-               ["", *(f"hop {hop}" for hop in range(group.size))], rows)
-    page.say(f"    {len(walked['messages'])} messages recorded, {group.size} ranks × {group.size - 1} hops, each of "
-             f"keys and values")
+    rows = [
+        [
+            f"rank {rank}",
+            *(
+                f"kv{held[rank, hop][0]}: {' '.join(held[rank, hop][1])}"
+                for hop in range(group.size)
+            ),
+        ]
+        for rank in range(group.size)
+    ]
+    page.table(
+        "The piece that is there, and which blocks of queries · keys are multiplied meanwhile",
+        ["", *(f"hop {hop}" for hop in range(group.size))],
+        rows,
+    )
+    page.say(
+        f"    {len(walked['messages'])} messages recorded, {group.size} ranks × {group.size - 1} "
+        "hops, each of keys and values"
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ 4 traffic
+# ---------------------------------------------------------------------------------------- 4 traffic
+
 
 def traffic(group: Group, page: Page) -> None:
     """Bytes of a step over all ranks beside the formulas."""
@@ -158,27 +216,45 @@ def traffic(group: Group, page: Page) -> None:
         gradients = 8 * 2 * (group.size - 1) * parameters if name != "sequence" else 0
         numbers = [f"{nbytes:,}" for nbytes in (sent - gradients, gradients, sent, target)]
         rows.append([lab.TITLES[name], *numbers, "ok" if sent == target else "off"])
-    page.table(f"Bytes a step over {group.size} ranks: B = {lab.SEQUENCES}, T = {config.context}, h = {config.width}, "
-               f"{config.layers} blocks", ["", "activations", "gradients", "sent", "formula", ""], rows,
-               note="gradients: as data parallel, because the weights of ring and all-to-all are whole on all ranks")
+    page.table(
+        f"Bytes a step over {group.size} ranks: B = {lab.SEQUENCES}, T = {config.context}, h = "
+        f"{config.width}, {config.layers} blocks",
+        ["", "activations", "gradients", "sent", "formula", ""],
+        rows,
+        note="gradients: as data parallel, because the weights of ring and all-to-all are whole "
+        "on all ranks",
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------- 5 memory
+# ----------------------------------------------------------------------------------------- 5 memory
+
 
 def memory(group: Group, page: Page) -> None:
     """Peaks of forward and backward; and a limit that one process cannot keep."""
     short = lab.config_for(group.size, 32)
     long = lab.config_for(group.size, 32 * group.size)
     one = lab.peaks(group, short, "one process")
-    rows = [[f"one process, {short.context} tokens", *shown(one)],
-            [f"one process, {long.context} tokens", *shown(lab.peaks(group, long, "one process"))]]
-    rows += [[f"{lab.TITLES[name]}, {long.context} tokens", *shown(lab.peaks(group, long, name))]
-             for name in lab.NAMES]
-    page.table(f"Peak bytes of rank 0, one sequence, {group.size} ranks", ["", "activations", "communication", "total"],
-               rows, note="no strategy keeps probabilities (lesson 19); weights and gradients count in the total")
-    limit = one["total"] + 5 * 8 * 2 * short.context * short.width      # and five pieces on their way
+    rows = [
+        [f"one process, {short.context} tokens", *shown(one)],
+        [f"one process, {long.context} tokens", *shown(lab.peaks(group, long, "one process"))],
+    ]
+    rows += [
+        [f"{lab.TITLES[name]}, {long.context} tokens", *shown(lab.peaks(group, long, name))]
+        for name in lab.NAMES
+    ]
+    page.table(
+        f"Peak bytes of rank 0, one sequence, {group.size} ranks",
+        ["", "activations", "communication", "total"],
+        rows,
+        note="no strategy keeps probabilities (lesson 19); weights and gradients count in the "
+        "total",
+    )
+    limit = one["total"] + 5 * 8 * 2 * short.context * short.width  # and five pieces on their way
     fits = lab.peaks(group, long, "ring", limit=limit)["total"]
-    page.say(f"    Under a limit of {size_text(limit)} ring attention takes {long.context} tokens ({size_text(fits)});")
+    page.say(
+        f"    Under a limit of {size_text(limit)} ring attention takes {long.context} tokens "
+        f"({size_text(fits)});"
+    )
     try:
         lab.peaks(group, long, "one process", limit=limit)
     except MemoryLimitError as error:
@@ -189,28 +265,44 @@ def shown(peak: dict[str, int]) -> list[str]:
     return [size_text(peak[name]) for name in ("activations", "communication", "total")]
 
 
-# ------------------------------------------------------------------------------------------------ 6 the notes' drawing
+# ----------------------------------------------------------------------------- 6 the notes' drawing
+
 
 def half_the_scores(group: Group, page: Page) -> None:
-    """Scores as the notes draw them, L/P × L/P a rank, and what softmax gave those that are missing."""
+    """Scores as the notes draw them, L/P × L/P a rank, and what softmax gave those that are
+    missing."""
     length, rows = 48, []
     q, k = (lab.numbers(part, length)[0, 0] for part in "qk")
     p = np.exp(np.where(np.tri(length, dtype=bool), q @ k.T / 2, -np.inf))
     p /= p.sum(axis=1, keepdims=True)
     for ranks in (2, 4):
-        part = np.concatenate([np.full(len(lab.consecutive(length, rank, ranks)), rank) for rank in range(ranks)])
+        part = np.concatenate(
+            [np.full(len(lab.consecutive(length, rank, ranks)), rank) for rank in range(ranks)]
+        )
         drawn = part[:, None] == part
-        rows.append([f"{ranks} ranks, each L/{ranks} × L/{ranks}", int(drawn.sum()), length ** 2,
-                     f"{1 - drawn.mean():.0%}", f"{1 - p[drawn].sum() / length:.0%}"])
-    page.table(f"L = {length} tokens", ["", "scores as drawn", "L × L", "lost", "attention lost, causal"], rows,
-               note="attention lost: the probability that the missing scores had, a mean over the queries")
+        rows.append(
+            [
+                f"{ranks} ranks, each L/{ranks} × L/{ranks}",
+                int(drawn.sum()),
+                length**2,
+                f"{1 - drawn.mean():.0%}",
+                f"{1 - p[drawn].sum() / length:.0%}",
+            ]
+        )
+    page.table(
+        f"L = {length} tokens",
+        ["", "scores as drawn", "L × L", "lost", "attention lost, causal"],
+        rows,
+        note="attention lost: the probability that the missing scores had, a mean over the queries",
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ 7 window
+# ----------------------------------------------------------------------------------------- 7 window
+
 
 def under_a_window(group: Group, page: Page) -> None:
-    """The plain loop beside all scores; bytes of a step, a dense ring and pieces under two patterns, beside formulas.
-    """
+    """The plain loop beside all scores; bytes of a step, a dense ring and pieces under two
+    patterns, beside formulas."""
     length, window = 12 * group.size + 1, 7
     own = zigzag(length, group.rank, group.size)
     q, k, v = (lab.numbers(part, length)[0, 0] for part in "qkv")
@@ -218,16 +310,27 @@ def under_a_window(group: Group, page: Page) -> None:
     p = np.exp(np.where((away >= 0) & (away < window), q @ k.T / 2, -np.inf))
     y = plain_window_attention(q[own], k[own], v[own], own, length, window, group)
     off = np.abs(y - (p / p.sum(axis=1, keepdims=True) @ v)[own]).max()
-    page.say(f"    The plain loop, a window of {window} of {length} tokens: off all scores under the same mask by "
-             f"{largest(group, off):.0e}.")
+    page.say(
+        f"    The plain loop, a window of {window} of {length} tokens: off all scores under the "
+        f"same mask by {largest(group, off):.0e}."
+    )
     rows = []
     for context in (128 * group.size, 256 * group.size):
         config = replace(lab.config_for(group.size, context), width=16, heads=2)
         for pattern in (None, "local:128", "local:64+global:1"):
-            rows.append([f"{context:,}", pattern or "dense ring",
-                         *sent_beside(group, replace(config, attention_pattern=pattern))])
-    page.table(f"Bytes a step over {group.size} ranks, without the weights' gradients: B = {lab.SEQUENCES}, h = 16, 2 "
-               f"blocks", ["tokens", "", "sent", "formula", ""], rows)
+            rows.append(
+                [
+                    f"{context:,}",
+                    pattern or "dense ring",
+                    *sent_beside(group, replace(config, attention_pattern=pattern)),
+                ]
+            )
+    page.table(
+        f"Bytes a step over {group.size} ranks, without the weights' gradients: B = "
+        f"{lab.SEQUENCES}, h = 16, 2 blocks",
+        ["tokens", "", "sent", "formula", ""],
+        rows,
+    )
 
 
 def sent_beside(group: Group, config: Any) -> list[str]:
@@ -236,12 +339,17 @@ def sent_beside(group: Group, config: Any) -> list[str]:
     lab.train(group, config, name, 1, phase=phase)
     verb = "exchange" if name == "ring" else "send"
     with group.ledger.control():
-        sent = int(group.all_reduce(np.array([group.ledger.sent_bytes(phase).get(group.axis, {}).get(verb, 0)]))[0])
+        sent = int(
+            group.all_reduce(
+                np.array([group.ledger.sent_bytes(phase).get(group.axis, {}).get(verb, 0)])
+            )[0]
+        )
     target = 8 * lab.formula(group, config, name, 0)
     return [f"{sent:,}", f"{target:,}", "ok" if sent == target else "off"]
 
 
-# ------------------------------------------------------------------------------------------------------------ Break it
+# ----------------------------------------------------------------------------------------- Break it
+
 
 def off_by(what: str, change: Any) -> None:
     """Weights after some steps beside one process, with `change` made to the ring on each rank."""
@@ -258,16 +366,25 @@ def off_by(what: str, change: Any) -> None:
         for step in range(STEPS):
             strategy.step(lab.global_batch(config, step), optimizer, clip=0.5)
         scale = max(np.abs(array).max() for array in target.values())
-        return float(max(np.abs(array - target[key]).max() for key, array in strategy.state_dict().items()) / scale)
+        return float(
+            max(np.abs(array - target[key]).max() for key, array in strategy.state_dict().items())
+            / scale
+        )
 
-    print(f"{what}: off one process by {max(md.run(job, size=2)):.0e} of the largest weight after {STEPS} steps")
+    print(
+        f"{what}: off one process by {max(md.run(job, size=2)):.0e} of the largest weight after "
+        f"{STEPS} steps"
+    )
 
 
 def no_offset() -> None:
     """Every rank takes its tokens for the first ones."""
+
     def forget(model: Any, group: Group) -> None:
         for block in model.blocks:
-            block.attention.own = lambda length: slice(0, len(zigzag(length, group.rank, group.size)))
+            block.attention.own = lambda length: slice(
+                0, len(zigzag(length, group.rank, group.size))
+            )
 
     off_by("with the positions of the own tokens", lambda model, group: None)
     off_by("without: each rank counts from 0    ", forget)
@@ -283,6 +400,7 @@ class OwnPieceAlone(ring_attention.RingSelfAttention):
 
 def own_scores() -> None:
     """L/2 × L/2 scores a rank."""
+
     def alone(model: Any, group: Group) -> None:
         for block in model.blocks:
             block.attention = OwnPieceAlone(block.attention, group)
@@ -294,6 +412,7 @@ def own_scores() -> None:
 
 def no_shrink() -> None:
     """Online softmax whose sums are not scaled when a larger maximum comes."""
+
     def job(group: Group) -> float:
         length = 24
         own = zigzag(length, group.rank, group.size)
@@ -308,7 +427,10 @@ def no_shrink() -> None:
             total, y = total + p.sum(axis=1, keepdims=True), y + p @ values
         return float(np.abs(y / total - whole_attention(length)[own]).max())
 
-    print(f"sums left as they were when the maximum rose: attention off by {max(md.run(job, size=2)):.0e}")
+    print(
+        "sums left as they were when the maximum rose: attention off by "
+        f"{max(md.run(job, size=2)):.0e}"
+    )
 
 
 BREAKS = {

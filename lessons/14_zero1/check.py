@@ -1,4 +1,5 @@
-"""Grades exercise 14: ranks as threads train a small GPT with your ZeRO-1; one process is the answer key."""
+"""Grades exercise 14: ranks as threads train a small GPT with your ZeRO-1; one process is the
+answer key."""
 
 import sys
 from collections.abc import Iterator
@@ -6,7 +7,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from minidist.lessons import zero_lab as lab
 
 from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
@@ -14,16 +14,20 @@ from minidist.console import size_text
 from minidist.errors import CommError
 from minidist.grading import Result, expect, sent_since, totals
 from minidist.launch import run
+from minidist.lessons import zero_lab as lab
 from minidist.nn import GPTConfig
 from minidist.optim import Adam
 from minidist.parallel.step.flat import Flat
 from minidist.parallel.zero.zero1 import plain_zero1
 
 CONFIG = GPTConfig(vocabulary=13, context=5, layers=1, width=8, heads=2, dtype="float64")
-SIZES, STEPS, LIMIT = (3, 5), 3, 60.0      # ranks that do not divide the number of parameters
+SIZES, STEPS, LIMIT = (3, 5), 3, 60.0  # ranks that do not divide the number of parameters
 
 CUT_FROM = (plain_zero1,)
-ANSWERS = {1: "slice(rank * (n // size) + min(rank, n % size), (rank + 1) * (n // size) + min(rank + 1, n % size))"}
+ANSWERS = {
+    1: "slice(rank * (n // size) + min(rank, n % size), (rank + 1) * (n // size) + min(rank + "
+    "1, n % size))"
+}
 """The right code of the hole beyond the plain version."""
 
 
@@ -35,18 +39,27 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
         try:
             ranks = run(_train, exercise, size=size, limit=LIMIT)
         except CommError as error:
-            yield Result(f"{STEPS} steps on {size} ranks", False, "an end", type(error).__name__,
-                         "the ranks do not fit together", f"every rank calls the same collectives: section 1; {error}")
+            yield Result(
+                f"{STEPS} steps on {size} ranks",
+                False,
+                "an end",
+                type(error).__name__,
+                "the ranks do not fit together",
+                f"every rank calls the same collectives: section 1; {error}",
+            )
             return
         yield _divided(size, ranks)
         overlapped = any(rank["overlapped"] for rank in ranks)
-        yield lab.gathered(f"{size} ranks, what is gathered", overlapped, "section 1, step 4 (hole 4)")
+        yield lab.gathered(
+            f"{size} ranks, what is gathered", overlapped, "section 1, step 4 (hole 4)"
+        )
         yield _replicas(size, ranks)
         yield _weights(size, ranks)
         yield _traffic(size, ranks)
 
 
-# ---------------------------------------------------------------------------------------------- what the ranks do
+# -------------------------------------------------------------------------------- what the ranks do
+
 
 def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """The student's ZeRO-1 for some steps."""
@@ -55,7 +68,11 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
 
     def new_optimizer(pieces: Any) -> Any:
         held = [np.asarray(piece.data) for piece in pieces]
-        shared = all(any(np.shares_memory(data, p.data) for p in model.parameters()) for data in held if data.size)
+        shared = all(
+            any(np.shares_memory(data, p.data) for p in model.parameters())
+            for data in held
+            if data.size
+        )
         given.append((sum(data.size for data in held), shared))
         return Adam(pieces, 0.01)
 
@@ -64,13 +81,19 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     batches = [lab.global_batch(CONFIG, step) for step in range(STEPS)]
     exercise.plain_zero1(model, new_optimizer, watched, batches)
     sent, flat = sent_since(group.ledger, before), Flat(list(model.parameters()), group)
-    return {"right": flat.chunk_size, "n": flat.size, "given": given[-1], "sent": sent,
-            "overlapped": watched.overlapped,
-            "weights": np.concatenate([p.data.ravel() for p in model.parameters()])}
+    return {
+        "right": flat.chunk_size,
+        "n": flat.size,
+        "given": given[-1],
+        "sent": sent,
+        "overlapped": watched.overlapped,
+        "weights": np.concatenate([p.data.ravel() for p in model.parameters()]),
+    }
 
 
 def _alone(scale: float = 1.0) -> np.ndarray:
-    """The weights of one process on the global batches, with gradients times `scale`, in the flat vector's order."""
+    """The weights of one process on the global batches, with gradients times `scale`, in the flat
+    vector's order."""
     model = lab.new_model(CONFIG)
     optimizer = Adam(list(model.parameters()), 0.01)
     for step in range(STEPS):
@@ -81,37 +104,64 @@ def _alone(scale: float = 1.0) -> np.ndarray:
     return np.concatenate([parameter.data.ravel() for parameter in model.parameters()])
 
 
-# ------------------------------------------------------------------------------------------- beside the answer key
+# ---------------------------------------------------------------------------- beside the answer key
+
 
 def _owners(exercise: ModuleType, n: int, size: int) -> Result:
     """Together the slices are every weight once."""
     edges = bounds(n, size)
     target = list(zip(edges, edges[1:], strict=False))
-    mine = [(own.start, own.stop) for own in (exercise.chunk_of(n, rank, size) for rank in range(size))]
+    mine = [
+        (own.start, own.stop) for own in (exercise.chunk_of(n, rank, size) for rank in range(size))
+    ]
     owned = sum(stop - start for start, stop in mine)
     mistake = "weights without an owner" if owned < n else "wrong slices"
-    return expect(f"{n} weights on {size} ranks", target, mine, mistake,
-                  "the first n % P ranks take one more, as numpy.array_split does: section 1 (hole 1)")
+    return expect(
+        f"{n} weights on {size} ranks",
+        target,
+        mine,
+        mistake,
+        "the first n % P ranks take one more, as numpy.array_split does: section 1 (hole 1)",
+    )
 
 
 def _divided(size: int, ranks: list[dict[str, Any]]) -> Result:
     """Each optimizer was given the own chunk."""
     given, right = [rank["given"][0] for rank in ranks], [rank["right"] for rank in ranks]
-    mistake = "the optimizer is not divided" if given == [ranks[0]["n"]] * size else "the wrong part"
+    mistake = (
+        "the optimizer is not divided" if given == [ranks[0]["n"]] * size else "the wrong part"
+    )
     if given == right and not all(rank["given"][1] for rank in ranks):
-        return Result(f"{size} ranks, weights of each optimizer", False, "part of `weights`", "a copy",
-                      "the optimizer changes a copy", "which is never read: give it the chunk itself: (hole 2)")
-    return expect(f"{size} ranks, weights of each optimizer", right, given, mistake,
-                  "its state is what ZeRO-1 divides; give it weights[flat.chunk]: section 2 (hole 2)")
+        return Result(
+            f"{size} ranks, weights of each optimizer",
+            False,
+            "part of `weights`",
+            "a copy",
+            "the optimizer changes a copy",
+            "which is never read: give it the chunk itself: (hole 2)",
+        )
+    return expect(
+        f"{size} ranks, weights of each optimizer",
+        right,
+        given,
+        mistake,
+        "its state is what ZeRO-1 divides; give it weights[flat.chunk]: section 2 (hole 2)",
+    )
 
 
 def _replicas(size: int, ranks: list[dict[str, Any]]) -> Result:
     """After a step all have the same weights."""
     first = ranks[0]["weights"]
     apart = max(lab.off(rank["weights"], first) for rank in ranks)
-    return Result(f"{size} ranks, replicas after {STEPS} steps", apart < 1e-12, "equal", f"apart by {apart:.1e}",
-                  "the all-gather is missing", "each rank knows its own new weights alone until they are shared: "
-                  "section 1, step 4 (hole 4)")
+    return Result(
+        f"{size} ranks, replicas after {STEPS} steps",
+        apart < 1e-12,
+        "equal",
+        f"apart by {apart:.1e}",
+        "the all-gather is missing",
+        "each rank knows its own new weights alone until they are shared: "
+        "section 1, step 4 (hole 4)",
+    )
 
 
 def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
@@ -119,12 +169,19 @@ def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
     task, mine = f"{size} ranks, weights", ranks[0]["weights"]
     error = lab.off(mine, _alone())
     if error < 1e-10:
-        return Result(task, True, "those of one process, to 1e-10", "those of one process, to 1e-10")
-    mistake, advice = "wrong gradients", "mine holds the sum over the ranks, no more: section 1, step 2 (hole 3)"
+        return Result(
+            task, True, "those of one process, to 1e-10", "those of one process, to 1e-10"
+        )
+    mistake, advice = (
+        "wrong gradients",
+        "mine holds the sum over the ranks, no more: section 1, step 2 (hole 3)",
+    )
     if lab.off(mine, _alone(1 / size)) < 1e-9:
         mistake = "averaged twice"
-        advice = (f"the gradients are {size} times too small, which Adam nearly hides; the loss is divided by all "
-                  "ranks' tokens already: section 1, step 2 (hole 3)")
+        advice = (
+            f"the gradients are {size} times too small, which Adam nearly hides; the loss is "
+            "divided by all ranks' tokens already: section 1, step 2 (hole 3)"
+        )
     return Result(task, False, "those of one process", f"off by {error:.1e}", mistake, advice)
 
 
@@ -132,10 +189,20 @@ def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
     """2(P-1) n a step over all ranks."""
     n = 8 * ranks[0]["n"]
     measured, target = sum(rank["sent"][1] for rank in ranks) / STEPS, 2 * (size - 1) * n
-    mistake = "an all-reduce where a reduce-scatter is enough" if measured >= 1.4 * target else "wrong traffic"
-    return Result(f"{size} ranks, bytes a step", measured == target, size_text(target), size_text(measured), mistake,
-                  "a rank needs the sum of its own slice alone; with all sums on all ranks a step costs 3(P-1)n: "
-                  "section 3 (hole 3)")
+    mistake = (
+        "an all-reduce where a reduce-scatter is enough"
+        if measured >= 1.4 * target
+        else "wrong traffic"
+    )
+    return Result(
+        f"{size} ranks, bytes a step",
+        measured == target,
+        size_text(target),
+        size_text(measured),
+        mistake,
+        "a rank needs the sum of its own slice alone; with all sums on all ranks a step costs "
+        "3(P-1)n: section 3 (hole 3)",
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""The figures of lesson 14: the memory of a rank through a step, of DDP and of ZeRO-1; and by the number of ranks.
+"""The figures of lesson 14: the memory of a rank through a step, of DDP and of ZeRO-1; and by the
+number of ranks.
 
 paper.png is the chart of the ZeRO paper, which N0:299 shows, in its own size: bars by the formula.
 
-The axis counts arrays, not milliseconds: four ranks on few cores take turns, and that is not what this figure is about.
+The axis counts arrays, not milliseconds: four ranks on few cores take turns, and that is not what
+this figure is about.
 
     python lessons/14_zero1/figure.py [--out DIR]
 """
@@ -10,12 +12,11 @@ The axis counts arrays, not milliseconds: four ranks on few cores take turns, an
 from pathlib import Path
 from typing import Any
 
+from minidist.comm.group import Group
 from minidist.lessons import figures as look
 from minidist.lessons import zero_figures as shapes
 from minidist.lessons import zero_lab as lab
 from minidist.lessons.running import draw_figure
-
-from minidist.comm.group import Group
 from minidist.parallel.zero.memory_formula import MIXED, STATE, state_bytes
 
 RANKS = 4
@@ -25,7 +26,8 @@ FORMULAS = ("(2 + 2 + K)Ψ", "2Ψ + 2Ψ + KΨ/N", "2Ψ + (2 + K)Ψ/N", "(2 + 2 +
 
 
 def record(group: Group) -> dict[str, Any]:
-    """On rank 0: rank 0's quickest step under DDP and ZeRO-1; bytes a parameter of ZeRO-1 on 1, 2, … ranks."""
+    """On rank 0: rank 0's quickest step under DDP and ZeRO-1; bytes a parameter of ZeRO-1 on 1, 2,
+    … ranks."""
     steps = {stage: lab.recorded(group, stage) for stage in (0, 1)}
     parameters, _ = lab.parameter_bytes(lab.MEASURED)
     by_size = {}
@@ -34,18 +36,32 @@ def record(group: Group) -> dict[str, Any]:
         if part is not None:
             seen = lab.memory(part, 1)
             by_size[size] = [seen[name]["now"] / parameters for name in STATE]
-    return {"steps": {stage: ranks[0] for stage, ranks in steps.items() if ranks}, "by_size": by_size}
+    return {
+        "steps": {stage: ranks[0] for stage, ranks in steps.items() if ranks},
+        "by_size": by_size,
+    }
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png from what was recorded, and paper.png from the formula."""
     _paper(folder)
-    figure = look.new_figure(13.5, 5.0, "ZeRO-1 divides the optimizer's state, and nothing else",
-                             f"Rank 0 of {RANKS} through a recorded step, from array to array that came or went; "
-                             f"float32 with Adam, {lab.MEASURED.layers} layers of width {lab.MEASURED.width}. "
-                             "Right: on 1 to 4 ranks. Steps as in N0:331.")
-    top = 1.08 * max(sum(now[name] for name in HELD) for step in recorded["steps"].values()
-                     for _, now in step["samples"]) / 2**20
+    figure = look.new_figure(
+        13.5,
+        5.0,
+        "ZeRO-1 divides the optimizer's state, and nothing else",
+        f"Rank 0 of {RANKS} through a recorded step, from array to array that came or went; "
+        f"float32 with Adam, {lab.MEASURED.layers} layers of width {lab.MEASURED.width}. "
+        "Right: on 1 to 4 ranks. Steps as in N0:331.",
+    )
+    top = (
+        1.08
+        * max(
+            sum(now[name] for name in HELD)
+            for step in recorded["steps"].values()
+            for _, now in step["samples"]
+        )
+        / 2**20
+    )
     for place, (stage, step) in enumerate(recorded["steps"].items()):
         ax = figure.add_axes((0.055 + 0.315 * place, 0.12, 0.275, 0.58))
         shapes.memory_by_change(ax, step, HELD, top=top)
@@ -58,18 +74,34 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 def _paper(folder: Path) -> None:
     """What one device holds between steps under each stage, in GB."""
     billions = PAPER["parameters"] / 1e9
-    figure = look.new_figure(11.0, 3.9, "What one device holds: the chart of N0:299, by the formula",
-                             f"Ψ = {billions:g} billion parameters, N = {PAPER['ranks']} devices, mixed precision with "
-                             f"Adam: K = {MIXED.optimizer} bytes of optimizer state a parameter.")
+    figure = look.new_figure(
+        11.0,
+        3.9,
+        "What one device holds: the chart of N0:299, by the formula",
+        f"Ψ = {billions:g} billion parameters, N = {PAPER['ranks']} devices, mixed precision with "
+        f"Adam: K = {MIXED.optimizer} bytes of optimizer state a parameter.",
+    )
     ax = look.quiet(figure.add_axes((0.105, 0.12, 0.84, 0.56)), grid="x")
     for stage, formula in enumerate(FORMULAS):
         held = state_bytes(PAPER["parameters"], MIXED, zero=stage, ranks=PAPER["ranks"])
         left = 0.0
         for name in STATE:
-            ax.barh(stage, held[name] / 1e9, 0.62, left, color=look.MEMORY[name], edgecolor="white", linewidth=0.6)
+            ax.barh(
+                stage,
+                held[name] / 1e9,
+                0.62,
+                left,
+                color=look.MEMORY[name],
+                edgecolor="white",
+                linewidth=0.6,
+            )
             left += held[name] / 1e9
-        ax.text(left + 1, stage, f"{left:.1f} GB   {formula}", va="center", fontsize=11, color=look.INK)
-    ax.set_yticks(range(len(FORMULAS)), [lab.NAMES[stage] for stage in range(len(FORMULAS))], fontsize=11)
+        ax.text(
+            left + 1, stage, f"{left:.1f} GB   {formula}", va="center", fontsize=11, color=look.INK
+        )
+    ax.set_yticks(
+        range(len(FORMULAS)), [lab.NAMES[stage] for stage in range(len(FORMULAS))], fontsize=11
+    )
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(len(FORMULAS) - 0.5, -0.5)
     ax.set_xlim(0, 155)

@@ -1,20 +1,21 @@
-"""Lesson 14: ZeRO-1: DDP's steps and DDP's traffic, with the optimizer's state divided among the ranks.
+"""Lesson 14: ZeRO-1: DDP's steps and DDP's traffic, with the optimizer's state divided among the
+ranks.
 
-    mpirun -n 4 python lessons/14_zero1/lesson.py
-    python lessons/14_zero1/lesson.py                             # alone: four ranks as threads
-    python lessons/14_zero1/lesson.py --break no-all-gather       # see README.md, section 6
+mpirun -n 4 python lessons/14_zero1/lesson.py
+python lessons/14_zero1/lesson.py                             # alone: four ranks as threads
+python lessons/14_zero1/lesson.py --break no-all-gather       # see README.md, section 6
 """
 
 from typing import Any
 
 import numpy as np
-from minidist.lessons import zero_lab as lab
-from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import Break, arguments, run_lesson
 
 import minidist as md
 from minidist.comm.group import Group
 from minidist.console import size_text
+from minidist.lessons import zero_lab as lab
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.optim import SGD, Adam
 from minidist.parallel.step.flat import Flat
 from minidist.parallel.zero.memory_formula import MIXED, SINGLE, STATE, saving, state_bytes
@@ -36,20 +37,28 @@ def tour(group: Group, page: Page) -> None:
     traffic_table(group, page)
 
 
-# -------------------------------------------------------------------------------------------------------- 1 equality
+# --------------------------------------------------------------------------------------- 1 equality
+
 
 def equal_weights(group: Group, page: Page) -> None:
     """The same steps three ways: weights beside one process, and whether the ranks agree."""
     target, rows = lab.alone(), [["one process", "0", "0"]]
     model = lab.new_model(lab.SMALL)
     plain_zero1(model, lab.new_adam, group, lab.batches(lab.SMALL))
-    for name, weights in (("plain loop", lab.state_vector(model.state_dict())), ("ZeRO-1", lab.trained(group, 1))):
+    for name, weights in (
+        ("plain loop", lab.state_vector(model.state_dict())),
+        ("ZeRO-1", lab.trained(group, 1)),
+    ):
         rows.append([name, f"{lab.off(weights, target):.1e}", f"{lab.apart(group, weights):.0e}"])
-    page.table(f"After {lab.STEPS} steps of Adam on {group.size} ranks, float64, 7 sequences a step",
-               ["", "off one process by", "replicas apart by"], rows)
+    page.table(
+        f"After {lab.STEPS} steps of Adam on {group.size} ranks, float64, 7 sequences a step",
+        ["", "off one process by", "replicas apart by"],
+        rows,
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- 2 memory
+# ----------------------------------------------------------------------------------------- 2 memory
+
 
 def memory_table(group: Group, page: Page) -> None:
     """Bytes by category between steps, of DDP and of ZeRO-1, beside the formula."""
@@ -60,31 +69,63 @@ def memory_table(group: Group, page: Page) -> None:
         held = state_bytes(parameters, SINGLE, zero=stage, ranks=group.size)
         for category in STATE:
             measured = seen[category]["now"]
-            rows.append([f"{lab.NAMES[stage]}: {category}", size_text(measured), size_text(held[category]),
-                         f"{measured / parameters:.2f}", verdict(measured, held[category], 0.01)])
-    page.table(f"Rank 0 of {group.size}, {parameters:,} parameters in float32 (K = 8)",
-               ["", "measured", "formula", "bytes a parameter", ""], rows,
-               note="only the optimizer's row differs: Adam's two moments, for the own chunk alone")
+            rows.append(
+                [
+                    f"{lab.NAMES[stage]}: {category}",
+                    size_text(measured),
+                    size_text(held[category]),
+                    f"{measured / parameters:.2f}",
+                    verdict(measured, held[category], 0.01),
+                ]
+            )
+    page.table(
+        f"Rank 0 of {group.size}, {parameters:,} parameters in float32 (K = 8)",
+        ["", "measured", "formula", "bytes a parameter", ""],
+        rows,
+        note="only the optimizer's row differs: Adam's two moments, for the own chunk alone",
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------- 3 limits
+# ----------------------------------------------------------------------------------------- 3 limits
+
 
 def savings(page: Page) -> None:
-    """How many times less a rank holds, by ranks: the notes' 4 and 8 are limits for ever more ranks."""
-    rows = [[str(ranks), *(f"{saving(each, zero=zero, ranks=ranks):.1f}" for each in (MIXED, SINGLE)
-                           for zero in (1, 2, 3))] for ranks in (2, 4, 8, 64, 1024)]
-    page.table("How many times less a rank holds than with DDP",
-               ["ranks", "ZeRO-1, K=12", "ZeRO-2", "ZeRO-3", "ZeRO-1, K=8", "ZeRO-2", "ZeRO-3"], rows,
-               note="N0:381 and N2:100 give 4 and 8 without a word on N; in float32 the limits are 2 and 4")
-    figures = [f"{state_bytes(7_500_000_000, MIXED, zero=zero, ranks=64)['total'] / BILLION:.1f}" for zero in range(4)]
-    page.say(f"The paper's own example, 7.5 billion parameters on 64 devices: {', '.join(figures[:3])} and "
-             f"{figures[3]} GB for DDP, ZeRO-1, 2, 3 (N4:285, 291).")
+    """How many times less a rank holds, by ranks: the notes' 4 and 8 are limits for ever more
+    ranks."""
+    rows = [
+        [
+            str(ranks),
+            *(
+                f"{saving(each, zero=zero, ranks=ranks):.1f}"
+                for each in (MIXED, SINGLE)
+                for zero in (1, 2, 3)
+            ),
+        ]
+        for ranks in (2, 4, 8, 64, 1024)
+    ]
+    page.table(
+        "How many times less a rank holds than with DDP",
+        ["ranks", "ZeRO-1, K=12", "ZeRO-2", "ZeRO-3", "ZeRO-1, K=8", "ZeRO-2", "ZeRO-3"],
+        rows,
+        note="N0:381 and N2:100 give 4 and 8 without a word on N; in float32 the limits are 2 "
+        "and 4",
+    )
+    figures = [
+        f"{state_bytes(7_500_000_000, MIXED, zero=zero, ranks=64)['total'] / BILLION:.1f}"
+        for zero in range(4)
+    ]
+    page.say(
+        "The paper's own example, 7.5 billion parameters on 64 devices: "
+        f"{', '.join(figures[:3])} and {figures[3]} GB for DDP, ZeRO-1, 2, 3 (N4:285, 291)."
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- 4 traffic
+# ---------------------------------------------------------------------------------------- 4 traffic
+
 
 def all_reduce_version(group: Group) -> None:
-    """N0:335 read literally: every rank gets every sum, updates its part, then all parts are shared."""
+    """N0:335 read literally: every rank gets every sum, updates its part, then all parts are
+    shared."""
     model = lab.new_model(lab.MEASURED)
     flat = Flat(list(model.parameters()), group)
     weights, mine = flat.join(), np.zeros(flat.chunk_size, flat.dtype)
@@ -102,21 +143,38 @@ def traffic_table(group: Group, page: Page) -> None:
     _, nbytes = lab.parameter_bytes(lab.MEASURED)
     rows = []
     for name, times, counted in (
-            ("DDP", 2, lab.traffic(group, 0)), ("ZeRO-1, reduce-scatter", 2, lab.traffic(group, 1)),
-            ("ZeRO-1, all-reduce", 3, lab.sent(group, lambda: all_reduce_version(group)))):
+        ("DDP", 2, lab.traffic(group, 0)),
+        ("ZeRO-1, reduce-scatter", 2, lab.traffic(group, 1)),
+        ("ZeRO-1, all-reduce", 3, lab.sent(group, lambda: all_reduce_version(group))),
+    ):
         total = counted["all_reduce"] + counted["reduce_scatter"] + counted["all_gather"]
         formula = times * (group.size - 1) * nbytes
-        rows.append([name, *(size_text(counted[verb]) for verb in ("all_reduce", "reduce_scatter", "all_gather")),
-                     size_text(total), f"{times}(P-1) n", verdict(total, formula)])
-    page.table(f"One step, {group.size} ranks together, n = {size_text(nbytes)} of gradients",
-               ["", "all-reduce", "reduce-scatter", "all-gather", "together", "formula", ""], rows,
-               note="an all-reduce is a reduce-scatter and an all-gather; ZeRO-1 updates between the two")
+        rows.append(
+            [
+                name,
+                *(
+                    size_text(counted[verb])
+                    for verb in ("all_reduce", "reduce_scatter", "all_gather")
+                ),
+                size_text(total),
+                f"{times}(P-1) n",
+                verdict(total, formula),
+            ]
+        )
+    page.table(
+        f"One step, {group.size} ranks together, n = {size_text(nbytes)} of gradients",
+        ["", "all-reduce", "reduce-scatter", "all-gather", "together", "formula", ""],
+        rows,
+        note="an all-reduce is a reduce-scatter and an all-gather; ZeRO-1 updates between the two",
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ Break it
+# ----------------------------------------------------------------------------------------- Break it
+
 
 def no_all_gather() -> None:
     """Step 4 left out: each rank goes on with its own chunk new and the others' old."""
+
     def drift(group: Group) -> list[float]:
         model = lab.new_model(lab.SMALL)
         strategy = Zero1(model, group, bucket_bytes=lab.SMALL_BUCKET)
@@ -128,11 +186,15 @@ def no_all_gather() -> None:
         return far
 
     for step, far in enumerate(md.run(drift, size=4)[0], start=1):
-        print(f"step {step}: replicas apart by {far:.3f} of the largest weight  {'#' * int(200 * far)}")
+        print(
+            f"step {step}: replicas apart by {far:.3f} of the largest weight  "
+            f"{'#' * int(200 * far)}"
+        )
 
 
 def average_twice() -> None:
     """Gradients divided by P once more, after a loss that was divided by all ranks' tokens."""
+
     def train(group: Group, optimizer_class: Any, lr: float, factor: float) -> float:
         strategy = Zero1(lab.new_model(lab.SMALL), group)
         optimizer, loss = optimizer_class(strategy.parameters, lr), 0.0
@@ -143,12 +205,15 @@ def average_twice() -> None:
         return loss
 
     for name, optimizer_class, lr in (("SGD", SGD, 0.5), ("Adam", Adam, 0.01)):
-        right, wrong = (md.run(train, optimizer_class, lr, factor, size=4)[0] for factor in (1.0, 0.25))
+        right, wrong = (
+            md.run(train, optimizer_class, lr, factor, size=4)[0] for factor in (1.0, 0.25)
+        )
         print(f"{name:4s}: loss of step 40 {right:.4f}; with gradients averaged twice {wrong:.4f}")
 
 
 def read_too_early() -> None:
     """The next forward does not wait for the weights that are on their way."""
+
     def train(group: Group, wait: bool) -> tuple[float, np.ndarray]:
         from minidist.comm.transports.throttled import delayed
 
@@ -165,8 +230,10 @@ def read_too_early() -> None:
 
     (loss, right), (early, wrong) = (md.run(train, wait, size=2)[0] for wait in (True, False))
     print(f"loss of step 3: {loss:.4f}; when forward does not wait {early:.4f}")
-    print(f"weights after 3 steps over links with a latency of 10 ms: off by {lab.off(wrong, right):.1%} of the "
-          f"largest when forward does not wait")
+    print(
+        "weights after 3 steps over links with a latency of 10 ms: off by "
+        f"{lab.off(wrong, right):.1%} of the largest when forward does not wait"
+    )
 
 
 BREAKS = {

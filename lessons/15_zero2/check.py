@@ -1,4 +1,5 @@
-"""Grades exercise 15: ranks as threads train a small GPT with your gradients; one process is the answer key."""
+"""Grades exercise 15: ranks as threads train a small GPT with your gradients; one process is the
+answer key."""
 
 import gc
 import sys
@@ -9,13 +10,13 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from minidist.lessons import zero_lab as lab
-from minidist.lessons.late_group import LateGroup
 
 from minidist.comm.group import Group
 from minidist.errors import CommError
 from minidist.grading import Result, expect, sent_since, totals
 from minidist.launch import run
+from minidist.lessons import zero_lab as lab
+from minidist.lessons.late_group import LateGroup
 from minidist.nn import GPTConfig
 from minidist.optim import SGD
 from minidist.parallel.data.buckets import cut
@@ -47,15 +48,22 @@ ANSWERS = {
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """The plain loop; then two and three ranks, two passes a step: what flies, what is alive, the sums, the bytes."""
+    """The plain loop; then two and three ranks, two passes a step: what flies, what is alive, the
+    sums, the bytes."""
     for size in (2, 3):
         yield from _plain(exercise, size)
     for size in (2, 3):
         try:
             ranks = run(_train, exercise, size=size, limit=LIMIT)
         except CommError as error:
-            yield Result(f"{STEPS} steps on {size} ranks", False, "an end", type(error).__name__,
-                         "the ranks do not fit together", f"every run sets out once a backward: section 1; {error}")
+            yield Result(
+                f"{STEPS} steps on {size} ranks",
+                False,
+                "an end",
+                type(error).__name__,
+                "the ranks do not fit together",
+                f"every run sets out once a backward: section 1; {error}",
+            )
             return
         yield _ended(size, ranks)
         yield _alive(size, ranks)
@@ -63,7 +71,8 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
         yield _traffic(size, ranks)
 
 
-# ---------------------------------------------------------------------------------------------- what the ranks do
+# -------------------------------------------------------------------------------- what the ranks do
+
 
 class Run:
     """Some parameters that travel together, and this rank's chunk of their gradient."""
@@ -72,12 +81,13 @@ class Run:
         self.flat = Flat(parameters, group)
         self.shard = np.zeros(self.flat.chunk_size)
         self.missing = 0
-        self.taken: list[Any] = []          # weak references to the gradients that were taken
+        self.taken: list[Any] = []  # weak references to the gradients that were taken
 
     def take(self) -> np.ndarray:
         """The gradients end to end; the parameters forget theirs."""
-        gradient = np.concatenate([np.zeros(p.size) if p.grad is None else p.grad.ravel()
-                                   for p in self.flat.parameters])
+        gradient = np.concatenate(
+            [np.zeros(p.size) if p.grad is None else p.grad.ravel() for p in self.flat.parameters]
+        )
         for parameter in self.flat.parameters:
             parameter.zero_grad()
         self.taken.append(weakref.ref(gradient))
@@ -89,7 +99,9 @@ class Run:
 
 
 def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
-    """The plain loop: gradients that are freed, equal replicas, one process's weights, the bytes."""
+    """The plain loop: gradients that are freed, equal replicas, one process's weights, the
+    bytes."""
+
     def job(group: Group) -> dict[str, Any]:
         model, kept = lab.new_model(CONFIG), [0]
 
@@ -110,24 +122,51 @@ def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
     try:
         ranks = run(job, size=size, limit=LIMIT)
     except CommError as error:
-        yield Result(task, False, "an end", type(error).__name__, "the ranks do not fit together",
-                     f"every rank calls the same collectives: section 1 (holes 1, 2); {error}")
+        yield Result(
+            task,
+            False,
+            "an end",
+            type(error).__name__,
+            "the ranks do not fit together",
+            f"every rank calls the same collectives: section 1 (holes 1, 2); {error}",
+        )
         return
-    yield expect(f"{task}: whole gradients after backward", 0, ranks[0]["kept"], "the gradients stay",
-                 "p.zero_grad() as soon as the sum is there: section 1 (hole 1)")
+    yield expect(
+        f"{task}: whole gradients after backward",
+        0,
+        ranks[0]["kept"],
+        "the gradients stay",
+        "p.zero_grad() as soon as the sum is there: section 1 (hole 1)",
+    )
     overlapped = any(rank["overlapped"] for rank in ranks)
     yield lab.gathered(f"{task}: what is gathered", overlapped, "section 1 (hole 2)")
     apart = max(lab.off(rank["weights"], ranks[0]["weights"]) for rank in ranks)
-    yield Result(f"{task}: replicas", apart < 1e-12, "equal", f"apart by {apart:.1e}", "the all-gather is missing",
-                 "each rank knows its own new chunks alone until they are shared: section 1 (hole 2)")
+    yield Result(
+        f"{task}: replicas",
+        apart < 1e-12,
+        "equal",
+        f"apart by {apart:.1e}",
+        "the all-gather is missing",
+        "each rank knows its own new chunks alone until they are shared: section 1 (hole 2)",
+    )
     error = lab.off(ranks[0]["weights"], _alone())
     averaged = lab.off(ranks[0]["weights"], _alone(1 / size)) < 1e-10
-    yield Result(f"{task}: weights", error < 1e-10, "those of one process", f"off by {error:.1e}",
-                 "averaged twice" if averaged else "wrong sums", "mine is the sum over the ranks, no more: section 1 "
-                 "(hole 1)")
+    yield Result(
+        f"{task}: weights",
+        error < 1e-10,
+        "those of one process",
+        f"off by {error:.1e}",
+        "averaged twice" if averaged else "wrong sums",
+        "mine is the sum over the ranks, no more: section 1 (hole 1)",
+    )
     n = 8 * ranks[0]["weights"].size
-    yield expect(f"{task}: bytes", 2 * STEPS * (size - 1) * n, sum(rank["sent"] for rank in ranks), "wrong traffic",
-                 "a reduce-scatter and an all-gather of each parameter: section 3 (holes 1, 2)")
+    yield expect(
+        f"{task}: bytes",
+        2 * STEPS * (size - 1) * n,
+        sum(rank["sent"] for rank in ranks),
+        "wrong traffic",
+        "a reduce-scatter and an all-gather of each parameter: section 3 (holes 1, 2)",
+    )
 
 
 def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
@@ -135,8 +174,14 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     model = lab.new_model(CONFIG)
     runs = [Run(parameters, group) for parameters in cut(model.parameters(), BUCKET)]
     weights = [each.flat.join() for each in runs]
-    optimizer = SGD([piece for each, w in zip(runs, weights, strict=True)
-                     for piece in each.flat.pieces(w[each.flat.chunk], each.shard)], RATE)
+    optimizer = SGD(
+        [
+            piece
+            for each, w in zip(runs, weights, strict=True)
+            for piece in each.flat.pieces(w[each.flat.chunk], each.shard)
+        ],
+        RATE,
+    )
     late = LateGroup(group)
     mine, seen = exercise.MyGradients(late), {"unwaited": 0, "flying": 0, "copies": 0}
 
@@ -158,7 +203,9 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
         inputs, targets = lab.global_batch(CONFIG, step)
         for each in runs:
             each.shard[...] = 0
-        for part in micro_parts(part_of((inputs, targets), size=group.size, rank=group.rank), PASSES):
+        for part in micro_parts(
+            part_of((inputs, targets), size=group.size, rank=group.rank), PASSES
+        ):
             for each in runs:
                 each.missing = len(each.flat.parameters)
             model.loss(part.inputs, part.targets, divisor=targets.size).backward()
@@ -168,31 +215,42 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
         for each, vector in zip(runs, weights, strict=True):
             with group.ledger.control():
                 group.all_gather(vector[each.flat.chunk].copy(), out=vector)
-    group.barrier()     # no message is on its way any more
+    group.barrier()  # no message is on its way any more
     gc.collect()
     left = sum(ref() is not None for other in runs for ref in other.taken)
-    return {**seen, "left": left, "runs": len(runs), "n": sum(each.flat.nbytes for each in runs),
-            "sent": sent_since(group.ledger, before),
-            "weights": np.concatenate([parameter.data.ravel() for parameter in model.parameters()])}
+    return {
+        **seen,
+        "left": left,
+        "runs": len(runs),
+        "n": sum(each.flat.nbytes for each in runs),
+        "sent": sent_since(group.ledger, before),
+        "weights": np.concatenate([parameter.data.ravel() for parameter in model.parameters()]),
+    }
 
 
 def _copies(late: LateGroup, runs: list[Run]) -> int:
     """How many sums on their way are not of a gradient that a run gave, but of a copy beside it."""
     gradients = [gradient for each in runs for ref in each.taken if (gradient := ref()) is not None]
-    return sum(not any(np.may_share_memory(handle.x, gradient) for gradient in gradients)
-               for handle in late.flying if handle.x is not None)
+    return sum(
+        not any(np.may_share_memory(handle.x, gradient) for gradient in gradients)
+        for handle in late.flying
+        if handle.x is not None
+    )
 
 
 def _alone(scale: float = 1.0, *, last_pass: int = 0) -> np.ndarray:
-    """One process; with gradients times `scale`, or of the last pass of each of `last_pass` ranks alone."""
+    """One process; with gradients times `scale`, or of the last pass of each of `last_pass` ranks
+    alone."""
     model = lab.new_model(CONFIG)
     optimizer = SGD(list(model.parameters()), RATE)
     for step in range(STEPS):
         inputs, targets = lab.global_batch(CONFIG, step)
         rows = [(inputs, targets)]
         if last_pass:
-            micros = [micro_parts(part_of((inputs, targets), size=last_pass, rank=rank), PASSES)[-1]
-                      for rank in range(last_pass)]
+            micros = [
+                micro_parts(part_of((inputs, targets), size=last_pass, rank=rank), PASSES)[-1]
+                for rank in range(last_pass)
+            ]
             rows = [(micro.inputs, micro.targets) for micro in micros if len(micro.inputs)]
         for x, y in rows:
             model.loss(x, y, divisor=targets.size).backward()
@@ -201,31 +259,59 @@ def _alone(scale: float = 1.0, *, last_pass: int = 0) -> np.ndarray:
     return np.concatenate([parameter.data.ravel() for parameter in model.parameters()])
 
 
-# ------------------------------------------------------------------------------------------- beside the answer key
+# ---------------------------------------------------------------------------- beside the answer key
+
 
 def _ended(size: int, ranks: list[dict[str, Any]]) -> Result:
     """No sum is on its way when finish() has returned."""
     most = max(rank["unwaited"] for rank in ranks)
-    return Result(f"{size} ranks, on its way after finish()", most == 0, "nothing", f"{most or 'nothing'}",
-                  "the update comes before the reduce has ended",
-                  "land all that flies: the shard holds the last step's sums until then: section 1 (holes 5 and 7)")
+    return Result(
+        f"{size} ranks, on its way after finish()",
+        most == 0,
+        "nothing",
+        f"{most or 'nothing'}",
+        "the update comes before the reduce has ended",
+        "land all that flies: the shard holds the last step's sums until then: section 1 (holes "
+        "5 and 7)",
+    )
 
 
 def _alive(size: int, ranks: list[dict[str, Any]]) -> Result:
     """One in flight while the next fills, and none left at the end."""
-    left, most, copies, runs = (max(rank[name] for rank in ranks) for name in ("left", "flying", "copies", "runs"))
+    left, most, copies, runs = (
+        max(rank[name] for rank in ranks) for name in ("left", "flying", "copies", "runs")
+    )
     task = f"{size} ranks, whole gradients alive after {STEPS} steps"
     if left:
-        return Result(task, False, "0", f"{left}", "forgot to free",
-                      "while a name refers to an array, it is there: take it out of self.flying: section 2 (hole 6)")
+        return Result(
+            task,
+            False,
+            "0",
+            f"{left}",
+            "forgot to free",
+            "while a name refers to an array, it is there: take it out of self.flying: section "
+            "2 (hole 6)",
+        )
     if copies:
-        return Result(f"{size} ranks, whole gradients alive in backward", False, "one that fills and one in flight",
-                      f"{copies} more", "a copy is summed", "the gradient itself can be summed, because it does not "
-                      "change meanwhile; a copy beside it is a third bucket: section 2 (hole 3)")
+        return Result(
+            f"{size} ranks, whole gradients alive in backward",
+            False,
+            "one that fills and one in flight",
+            f"{copies} more",
+            "a copy is summed",
+            "the gradient itself can be summed, because it does not "
+            "change meanwhile; a copy beside it is a third bucket: section 2 (hole 3)",
+        )
     task = f"{size} ranks, in flight when backward goes on"
     mistake = "too many in flight" if most else "backward stands still until each has landed"
-    return Result(task, most == 1, "one", f"{most} of {runs}", mistake,
-                  "when one sets out, the one before it lands: sections 1 and 2 (hole 4)")
+    return Result(
+        task,
+        most == 1,
+        "one",
+        f"{most} of {runs}",
+        mistake,
+        "when one sets out, the one before it lands: sections 1 and 2 (hole 4)",
+    )
 
 
 def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
@@ -233,23 +319,44 @@ def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
     task, target = f"{size} ranks, {PASSES} passes a step, weights", _alone()
     error = max(lab.off(rank["weights"], target) for rank in ranks)
     if error < 1e-10:
-        return Result(task, True, "those of one process, to 1e-10", "those of one process, to 1e-10")
+        return Result(
+            task, True, "those of one process, to 1e-10", "those of one process, to 1e-10"
+        )
     mistake, advice = "wrong sums", "a shard is the sum over ranks and passes: section 4 (hole 5)"
     mine = ranks[0]["weights"]
     if lab.off(mine, _alone(1 / size)) < 1e-10:
-        mistake, advice = "averaged twice", (f"{size} times too small; the loss is divided by all ranks' tokens "
-                                             "already, so sums are sums: lesson 07, section 4 (hole 5)")
+        mistake, advice = (
+            "averaged twice",
+            (
+                f"{size} times too small; the loss is divided by all ranks' tokens "
+                "already, so sums are sums: lesson 07, section 4 (hole 5)"
+            ),
+        )
     elif lab.off(mine, _alone(last_pass=size)) < 1e-10:
-        mistake, advice = "replaced instead of added", ("the first pass's sum is lost when the second's takes its "
-                                                        "place: add to run.shard: section 4 (hole 5)")
+        mistake, advice = (
+            "replaced instead of added",
+            (
+                "the first pass's sum is lost when the second's takes its "
+                "place: add to run.shard: section 4 (hole 5)"
+            ),
+        )
     return Result(task, False, "those of one process", f"off by {error:.1e}", mistake, advice)
 
 
 def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
     """(P-1) n for each pass."""
-    measured, target = sum(rank["sent"][1] for rank in ranks), STEPS * PASSES * (size - 1) * ranks[0]["n"]
-    return Result(f"{size} ranks, bytes", measured == target, str(target), str(measured), "wrong traffic",
-                  "one reduce-scatter a run and pass: section 4 (hole 3)")
+    measured, target = (
+        sum(rank["sent"][1] for rank in ranks),
+        STEPS * PASSES * (size - 1) * ranks[0]["n"],
+    )
+    return Result(
+        f"{size} ranks, bytes",
+        measured == target,
+        str(target),
+        str(measured),
+        "wrong traffic",
+        "one reduce-scatter a run and pass: section 4 (hole 3)",
+    )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,22 @@
-"""Exercise 15: ZeRO-2, plain; then with overlap: reduce a gradient once it is final, add it to the shard, free it.
+"""Exercise 15: ZeRO-2, plain; then with overlap: reduce a gradient once it is final, add it to the
+shard, free it.
 
-Copy this file (`minidist lesson 15 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 15 DIR/exercise_15.py`. Each rank keeps `run.shard`, its chunk of the summed gradient of each run of
-parameters (a bucket). What you may use:
+Copy this file (`minidist lesson 15 --copy DIR`), replace each `hole(...)` by your own code, and
+grade it: `minidist check 15 DIR/exercise_15.py`. Each rank keeps `run.shard`, its chunk of the
+summed gradient of each run of parameters (a bucket). What you may use:
 
-    group.reduce_scatter(x, out=y)                   y (this rank's chunk of x) = its sum over the ranks
-    group.all_gather(y, out=x)                       x = every rank's y, one after the other; y may not lie in x
-    group.start_reduce_scatter(x, out=y) -> handle   begins y (this rank's chunk of x) = its sum over the ranks
-    handle.wait()                                    returns when y is there; x must not change before
-    run.take()                                       the run's gradients end to end, one array; the parameters let go
-    run.shard                                        where the sums of this step's passes are to be added up
+    group.reduce_scatter(x, out=y)                   y (this rank's chunk of x) = its sum over the
+                                                     ranks
+    group.all_gather(y, out=x)                       x = every rank's y, one after the other; y may
+                                                     not lie in x
+    group.start_reduce_scatter(x, out=y) -> handle   begins y (this rank's chunk of x) = its sum
+                                                     over the ranks
+    handle.wait()                                    returns when y is there; x must not change
+                                                     before
+    run.take()                                       the run's gradients end to end, one array; the
+                                                     parameters let go
+    run.shard                                        where the sums of this step's passes are to be
+                                                     added up
     run.chunk()                                      a new array as long as the shard
 """
 
@@ -21,7 +28,8 @@ from minidist.parallel.step.step import part_of
 
 
 def plain_zero2(model, new_optimizer, group, batches):
-    """ZeRO-2, parameter by parameter and without overlap; the batches are global, the numbers those of N4:349."""
+    """ZeRO-2, parameter by parameter and without overlap; the batches are global, the numbers those
+    of N4:349."""
     runs = []
     for p in model.parameters():
         flat = Flat([p], group)
@@ -29,15 +37,29 @@ def plain_zero2(model, new_optimizer, group, batches):
         runs.append((flat, weights, mine))
 
         def final(p, mine=mine):
-            hole(1, "1 p.grad is final: what are the two things to be done with it now? (section 1)", p, mine)
+            hole(
+                1,
+                "1 p.grad is final: what are the two things to be done with it now? (section 1)",
+                p,
+                mine,
+            )
+
         p.hooks.append(final)
-    optimizer = new_optimizer([flat.pieces(weights[flat.chunk], mine)[0] for flat, weights, mine in runs])
+    optimizer = new_optimizer(
+        [flat.pieces(weights[flat.chunk], mine)[0] for flat, weights, mine in runs]
+    )
     for inputs, targets in batches:
         part = part_of((inputs, targets), size=group.size, rank=group.rank)
-        model.loss(part.inputs, part.targets, divisor=targets.size).backward()           # 1 the hooks run in here
-        optimizer.step()                                                                 # 2 update my chunks
+        # 1 the hooks run in here
+        model.loss(part.inputs, part.targets, divisor=targets.size).backward()
+        optimizer.step()  # 2 update my chunks
         for flat, weights, _ in runs:
-            hole(2, "by one collective: every rank gets the weights that the others have updated", flat, weights)
+            hole(
+                2,
+                "by one collective: every rank gets the weights that the others have updated",
+                flat,
+                weights,
+            )
 
 
 class MyGradients:
@@ -50,19 +72,30 @@ class MyGradients:
         self.group, self.flying = group, []
 
     def final(self, run):
-        """Backward calls this when the last gradient of a run is final: its sum sets out, and backward goes on."""
+        """Backward calls this when the last gradient of a run is final: its sum sets out, and
+        backward goes on."""
         gradient, chunk = run.take(), run.chunk()
-        handle = hole(3, "begin to sum gradient over the ranks, this rank's part into chunk", gradient, chunk)
+        handle = hole(
+            3, "begin to sum gradient over the ranks, this rank's part into chunk", gradient, chunk
+        )
         self.flying.append((run, gradient, chunk, handle))
-        hole(4, "at most two buckets may be alive, one that fills and one in flight: what must land now, if anything?")
+        hole(
+            4,
+            "at most two buckets may be alive, one that fills and one in flight: what must land "
+            "now, if anything?",
+        )
 
     def land(self):
-        """The oldest that flies: wait for its sum, add it to what earlier passes of the step left in the shard."""
+        """The oldest that flies: wait for its sum, add it to what earlier passes of the step left
+        in the shard."""
         run, gradient, chunk, handle = self.flying[0]
         hole(5, "wait; what happens to run.shard? (section 4)", run, chunk, handle)
         del gradient
-        hole(6, "this was the first name; no other may refer to the gradient any longer (section 2)")
+        hole(
+            6, "this was the first name; no other may refer to the gradient any longer (section 2)"
+        )
 
     def finish(self):
-        """After each backward: when this returns, the shards hold the sums and the optimizer may read them."""
+        """After each backward: when this returns, the shards hold the sums and the optimizer may
+        read them."""
         hole(7, "what is left to be done?")

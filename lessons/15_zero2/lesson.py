@@ -1,21 +1,21 @@
 """Lesson 15: ZeRO-2: every gradient is computed, and no rank ever holds all of them.
 
-    mpirun -n 4 python lessons/15_zero2/lesson.py
-    python lessons/15_zero2/lesson.py                             # alone: four ranks as threads
-    python lessons/15_zero2/lesson.py --break forget-to-free      # see README.md, section 6
+mpirun -n 4 python lessons/15_zero2/lesson.py
+python lessons/15_zero2/lesson.py                             # alone: four ranks as threads
+python lessons/15_zero2/lesson.py --break forget-to-free      # see README.md, section 6
 """
 
 from typing import Any
 
 import numpy as np
-from minidist.lessons import zero_lab as lab
-from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import Break, arguments, run_lesson
 
 import minidist as md
 from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.device import account
+from minidist.lessons import zero_lab as lab
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.memory_formula import MIXED, SINGLE, STATE, in_flight, state_bytes
 from minidist.parallel.zero.zero2 import Zero2, plain_zero2
@@ -35,57 +35,92 @@ def tour(group: Group, page: Page) -> None:
     traffic_table(group, page)
 
 
-# -------------------------------------------------------------------------------------------------------- 1 equality
+# --------------------------------------------------------------------------------------- 1 equality
+
 
 def equal_weights(group: Group, page: Page) -> None:
     """The same steps three ways."""
     target, rows = lab.alone(), [["one process", "0", "0"]]
     model = lab.new_model(lab.SMALL)
     plain_zero2(model, lab.new_adam, group, lab.batches(lab.SMALL))
-    for name, weights in (("plain loop", lab.state_vector(model.state_dict())), ("ZeRO-2", lab.trained(group, 2))):
+    for name, weights in (
+        ("plain loop", lab.state_vector(model.state_dict())),
+        ("ZeRO-2", lab.trained(group, 2)),
+    ):
         rows.append([name, f"{lab.off(weights, target):.1e}", f"{lab.apart(group, weights):.0e}"])
-    page.table(f"After {lab.STEPS} steps of Adam on {group.size} ranks, float64, 7 sequences a step",
-               ["", "off one process by", "replicas apart by"], rows)
+    page.table(
+        f"After {lab.STEPS} steps of Adam on {group.size} ranks, float64, 7 sequences a step",
+        ["", "off one process by", "replicas apart by"],
+        rows,
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- 2 memory
+# ----------------------------------------------------------------------------------------- 2 memory
+
 
 def memory_table(group: Group, page: Page) -> None:
-    """Between steps each category beside the formula; at the peak gradients beside shard and two buckets."""
+    """Between steps each category beside the formula; at the peak gradients beside shard and two
+    buckets."""
     parameters, nbytes = lab.parameter_bytes(lab.MEASURED)
     rows, peaks = [], []
     for stage in (0, 1, 2):
         seen = lab.memory(group, stage)
         held = state_bytes(parameters, SINGLE, zero=stage, ranks=group.size)
         together = sum(seen[name]["now"] for name in STATE)
-        rows.append([lab.NAMES[stage], *(f"{seen[name]['now'] / parameters:.2f}" for name in STATE),
-                     f"{together / parameters:.2f}", f"{held['total'] / parameters:.2f}",
-                     verdict(together, held["total"], 0.01)])
+        rows.append(
+            [
+                lab.NAMES[stage],
+                *(f"{seen[name]['now'] / parameters:.2f}" for name in STATE),
+                f"{together / parameters:.2f}",
+                f"{held['total'] / parameters:.2f}",
+                verdict(together, held["total"], 0.01),
+            ]
+        )
         most = held["gradients"] + in_flight(stage, largest=lab.BUCKET)["gradients"]
         peak = seen["gradients"]["peak"]
-        peaks.append([lab.NAMES[stage], size_text(held["gradients"]), size_text(peak), size_text(most),
-                      "ok" if peak <= 1.01 * most else verdict(peak, most)])
-    page.table(f"Bytes a parameter between steps, rank 0 of {group.size}, float32", ["", *STATE, "sum", "formula", ""],
-               rows)
-    page.table(f"Gradients, of {size_text(nbytes)} in all, buckets of {size_text(lab.BUCKET)}",
-               ["", "between steps", "peak", "at most", ""], peaks,
-               note="at most: the shard, a bucket that fills and one in flight")
+        peaks.append(
+            [
+                lab.NAMES[stage],
+                size_text(held["gradients"]),
+                size_text(peak),
+                size_text(most),
+                "ok" if peak <= 1.01 * most else verdict(peak, most),
+            ]
+        )
+    page.table(
+        f"Bytes a parameter between steps, rank 0 of {group.size}, float32",
+        ["", *STATE, "sum", "formula", ""],
+        rows,
+    )
+    page.table(
+        f"Gradients, of {size_text(nbytes)} in all, buckets of {size_text(lab.BUCKET)}",
+        ["", "between steps", "peak", "at most", ""],
+        peaks,
+        note="at most: the shard, a bucket that fills and one in flight",
+    )
 
 
-# -------------------------------------------------------------------------------------------------------- 3 formulas
+# --------------------------------------------------------------------------------------- 3 formulas
+
 
 def formulas(page: Page) -> None:
     """7.5 billion parameters on 64 devices: what N4:336 says of stage 2, and what is right."""
     held = state_bytes(7_500_000_000, MIXED, zero=2, ranks=64)
     without = held["gradients"] + held["optimizer"]
-    page.table("7.5 billion parameters, 64 devices, K = 12", ["", "formula", "GB"], [
-        ["N4:336, stage 2", "(2+K)Ψ/N", f"{without / BILLION:.1f}"],
-        ["with the weights", "2Ψ + (2+K)Ψ/N", f"{held['total'] / BILLION:.1f}"],
-        ["N4:338, the figure", "", "16.6"]],
-        note="every rank still has all weights: they are divided in stage 3")
+    page.table(
+        "7.5 billion parameters, 64 devices, K = 12",
+        ["", "formula", "GB"],
+        [
+            ["N4:336, stage 2", "(2+K)Ψ/N", f"{without / BILLION:.1f}"],
+            ["with the weights", "2Ψ + (2+K)Ψ/N", f"{held['total'] / BILLION:.1f}"],
+            ["N4:338, the figure", "", "16.6"],
+        ],
+        note="every rank still has all weights: they are divided in stage 3",
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- 4 traffic
+# ---------------------------------------------------------------------------------------- 4 traffic
+
 
 def traffic_table(group: Group, page: Page) -> None:
     """Bytes of one step over all ranks, with 1, 2 and 4 passes."""
@@ -94,19 +129,33 @@ def traffic_table(group: Group, page: Page) -> None:
     for passes in (1, 2, 4):
         for stage, times in ((1, 2), (2, passes + 1)):
             counted = lab.traffic(group, stage, accumulate=passes)
-            total, formula = counted["reduce_scatter"] + counted["all_gather"], times * (group.size - 1) * nbytes
-            rows.append([f"{lab.NAMES[stage]}, {passes} pass{'es' * (passes > 1)}",
-                         *(size_text(counted[verb]) for verb in ("reduce_scatter", "all_gather")), size_text(total),
-                         f"{times}(P-1) n", verdict(total, formula)])
-    page.table(f"One step, {group.size} ranks together, n = {size_text(nbytes)}",
-               ["", "reduce-scatter", "all-gather", "together", "formula", ""], rows,
-               note="no rank has a buffer in which several passes could add up: each pass must reduce")
+            total, formula = (
+                counted["reduce_scatter"] + counted["all_gather"],
+                times * (group.size - 1) * nbytes,
+            )
+            rows.append(
+                [
+                    f"{lab.NAMES[stage]}, {passes} pass{'es' * (passes > 1)}",
+                    *(size_text(counted[verb]) for verb in ("reduce_scatter", "all_gather")),
+                    size_text(total),
+                    f"{times}(P-1) n",
+                    verdict(total, formula),
+                ]
+            )
+    page.table(
+        f"One step, {group.size} ranks together, n = {size_text(nbytes)}",
+        ["", "reduce-scatter", "all-gather", "together", "formula", ""],
+        rows,
+        note="no rank has a buffer in which several passes could add up: each pass must reduce",
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ Break it
+# ----------------------------------------------------------------------------------------- Break it
+
 
 def peaks(group: Group, keep: bool) -> tuple[int, int]:
-    """The gradients' bytes between steps and at the peak, of ZeRO-2 as it is or with its buffers kept."""
+    """The gradients' bytes between steps and at the peak, of ZeRO-2 as it is or with its buffers
+    kept."""
     with account.use(account.MemoryAccount()) as seen:
         strategy = Zero2(lab.new_model(lab.MEASURED), group, bucket_bytes=lab.BUCKET)
         kept: list[Any] = []
@@ -117,7 +166,7 @@ def peaks(group: Group, keep: bool) -> tuple[int, int]:
                 kept.extend(strategy.gradients._buffers.values())
                 settle()
 
-            strategy.gradients.settle = settle_and_keep     # type: ignore[method-assign]
+            strategy.gradients.settle = settle_and_keep  # type: ignore[method-assign]
         optimizer = lab.new_adam(strategy.parameters)
         for step in range(2):
             strategy.step(lab.global_batch(lab.MEASURED, step), optimizer)
@@ -135,6 +184,7 @@ def forget_to_free() -> None:
 
 def update_too_early() -> None:
     """The optimizer does not wait for the last bucket, over links with a latency of 10 ms."""
+
     def train(group: Group, wait: bool) -> np.ndarray:
         from minidist.comm.transports.throttled import delayed
 
@@ -154,12 +204,16 @@ def update_too_early() -> None:
             return lab.state_vector(strategy.state_dict())
 
     right, wrong = (md.run(train, wait, size=2)[0] for wait in (True, False))
-    print(f"10 steps with the last bucket's sums a step late: weights off by {lab.off(wrong, right):.1%}")
+    print(
+        "10 steps with the last bucket's sums a step late: weights off by "
+        f"{lab.off(wrong, right):.1%}"
+    )
     print("no error, no NaN, equal replicas: nothing tells")
 
 
 def average_twice() -> None:
     """Shards divided by P after they were summed, with and without clipping."""
+
     def train(group: Group, factor: float, clip: float | None) -> float:
         from minidist.optim import SGD
 
@@ -183,6 +237,7 @@ def average_twice() -> None:
 
 def replace_instead_of_add() -> None:
     """Accumulation: the shard takes the last pass's sum and forgets the others'."""
+
     def train(group: Group, forget: bool) -> np.ndarray:
         strategy = Zero2(lab.new_model(lab.SMALL), group, bucket_bytes=lab.SMALL_BUCKET)
         if forget:
@@ -192,14 +247,17 @@ def replace_instead_of_add() -> None:
                 begin(last=last)
                 strategy.gradients.forget()
 
-            strategy.gradients.begin = begin_and_forget     # type: ignore[method-assign]
+            strategy.gradients.begin = begin_and_forget  # type: ignore[method-assign]
         optimizer = lab.new_adam(strategy.parameters)
         for step in range(3):
             strategy.step(lab.global_batch(lab.SMALL, step), optimizer, accumulate=2)
         return lab.state_vector(strategy.state_dict())
 
     right, wrong = (md.run(train, forget, size=2)[0] for forget in (False, True))
-    print(f"two passes a step, the second in place of the first: weights off by {lab.off(wrong, right):.1%}")
+    print(
+        "two passes a step, the second in place of the first: weights off by "
+        f"{lab.off(wrong, right):.1%}"
+    )
 
 
 BREAKS = {

@@ -1,4 +1,5 @@
-"""Grades exercise 16: ranks as threads train a small GPT with your ZeRO-3; one process is the answer key."""
+"""Grades exercise 16: ranks as threads train a small GPT with your ZeRO-3; one process is the
+answer key."""
 
 import sys
 from collections.abc import Iterator
@@ -6,13 +7,13 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from minidist.lessons import zero_lab as lab
 
 from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.errors import CommError
 from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
+from minidist.lessons import zero_lab as lab
 from minidist.nn import GPTConfig
 from minidist.optim import SGD
 from minidist.parallel.zero.zero3 import PlainUnit, plain_zero3
@@ -30,8 +31,14 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
         try:
             ranks = run(_train, exercise, size=size, limit=LIMIT)
         except CommError as error:
-            yield Result(f"{STEPS} steps on {size} ranks", False, "an end", type(error).__name__,
-                         "the ranks do not fit together", f"all ranks gather the same units: section 1; {error}")
+            yield Result(
+                f"{STEPS} steps on {size} ranks",
+                False,
+                "an end",
+                type(error).__name__,
+                "the ranks do not fit together",
+                f"all ranks gather the same units: section 1; {error}",
+            )
             return
         yield _there(size, ranks)
         yield _freed(size, ranks)
@@ -39,7 +46,8 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
         yield _traffic(size, ranks)
 
 
-# ---------------------------------------------------------------------------------------------- what the ranks do
+# -------------------------------------------------------------------------------- what the ranks do
+
 
 def _whole(module: Any) -> bool:
     """Whether a unit's weights are there."""
@@ -72,9 +80,13 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
             super().step(*args, **options)
 
     def new_optimizer(pieces: Any) -> Any:
-        for name, module in units:          # after the units' own hooks
-            module.register_forward_pre_hook(lambda *_, name=name, module=module: needs(name, module, "forward"))
-            module.register_backward_pre_hook(lambda *_, name=name, module=module: needs(name, module, "backward"))
+        for name, module in units:  # after the units' own hooks
+            module.register_forward_pre_hook(
+                lambda *_, name=name, module=module: needs(name, module, "forward")
+            )
+            module.register_backward_pre_hook(
+                lambda *_, name=name, module=module: needs(name, module, "backward")
+            )
         return Optimizer(pieces, RATE)
 
     before = totals(group.ledger)
@@ -82,8 +94,17 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     with np.errstate(all="ignore"):
         exercise.plain_zero3(model, [module for _, module in units], new_optimizer, group, batches)
     weights = np.concatenate([p.data.ravel() for _, module in units for p in module.parameters()])
-    return {"missing": missing[:1], "most": most[0], "left": left[0], "kept": kept[0], "steps": steps[0],
-            "units": len(units), "sent": sent_since(group.ledger, before), "n": weights.nbytes, "weights": weights}
+    return {
+        "missing": missing[:1],
+        "most": most[0],
+        "left": left[0],
+        "kept": kept[0],
+        "steps": steps[0],
+        "units": len(units),
+        "sent": sent_since(group.ledger, before),
+        "n": weights.nbytes,
+        "weights": weights,
+    }
 
 
 def _alone(scale: float = 1.0) -> np.ndarray:
@@ -95,37 +116,78 @@ def _alone(scale: float = 1.0) -> np.ndarray:
         model.loss(inputs, targets, divisor=targets.size).backward()
         optimizer.step(None, scale)
         optimizer.zero_grad()
-    return np.concatenate([parameter.data.ravel() for _, module in model.children()
-                           for parameter in module.parameters()])
+    return np.concatenate(
+        [
+            parameter.data.ravel()
+            for _, module in model.children()
+            for parameter in module.parameters()
+        ]
+    )
 
 
-# ------------------------------------------------------------------------------------------- beside the answer key
+# ---------------------------------------------------------------------------- beside the answer key
+
 
 def _there(size: int, ranks: list[dict[str, Any]]) -> Result:
     """Each unit has its weights when it needs them."""
     missing = [name for rank in ranks for name in rank["missing"]]
     where = missing[0] if missing else ""
-    mistake = "not gathered again for backward" if "backward" in where else "not gathered for forward"
-    return Result(f"{size} ranks, weights there when needed", not missing, "always", f"not for {where}" if where else
-                  "always", mistake, "a unit is gathered before its forward and again before its backward: section 1 "
-                  f"(holes {3 if 'backward' in where else 1} and 4)")
+    mistake = (
+        "not gathered again for backward" if "backward" in where else "not gathered for forward"
+    )
+    return Result(
+        f"{size} ranks, weights there when needed",
+        not missing,
+        "always",
+        f"not for {where}" if where else "always",
+        mistake,
+        "a unit is gathered before its forward and again before its backward: section 1 "
+        f"(holes {3 if 'backward' in where else 1} and 4)",
+    )
 
 
 def _freed(size: int, ranks: list[dict[str, Any]]) -> Result:
     """One unit at a time is whole, and none when backward has ended."""
-    most, left, kept, units = (max(rank[name] for rank in ranks) for name in ("most", "left", "kept", "units"))
+    most, left, kept, units = (
+        max(rank[name] for rank in ranks) for name in ("most", "left", "kept", "units")
+    )
     task = f"{size} ranks, whole units at once"
     if left:
-        return Result(task, False, "none after backward", f"{left} of {units}", "forgot to free after backward",
-                      "and the next forward would compute with weights that were not updated: section 2 (hole 5)")
+        return Result(
+            task,
+            False,
+            "none after backward",
+            f"{left} of {units}",
+            "forgot to free after backward",
+            "and the next forward would compute with weights that were not updated: section 2 "
+            "(hole 5)",
+        )
     if kept:
-        return Result(task, False, "none after the update", f"{kept} of {units}", "an all-gather too many at the end",
-                      "they are not needed before the next forward, which gathers anyway: section 4 (hole 6)")
+        return Result(
+            task,
+            False,
+            "none after the update",
+            f"{kept} of {units}",
+            "an all-gather too many at the end",
+            "they are not needed before the next forward, which gathers anyway: section 4 (hole 6)",
+        )
     if ranks[0]["steps"] != STEPS:
-        return Result(task, False, f"{STEPS} updates", str(ranks[0]["steps"]), "not one update a step",
-                      "optimizer.step() (hole 6)")
-    return Result(task, most == 1, "1 at most", f"{most} of {units}", "forgot to free after forward",
-                  "a rank that keeps what it has used ends up with the whole model: section 2 (hole 2)")
+        return Result(
+            task,
+            False,
+            f"{STEPS} updates",
+            str(ranks[0]["steps"]),
+            "not one update a step",
+            "optimizer.step() (hole 6)",
+        )
+    return Result(
+        task,
+        most == 1,
+        "1 at most",
+        f"{most} of {units}",
+        "forgot to free after forward",
+        "a rank that keeps what it has used ends up with the whole model: section 2 (hole 2)",
+    )
 
 
 def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
@@ -133,22 +195,41 @@ def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
     task, mine = f"{size} ranks, weights after {STEPS} steps", ranks[0]["weights"]
     error = lab.off(mine, _alone())
     if error < 1e-10:
-        return Result(task, True, "those of one process, to 1e-10", "those of one process, to 1e-10")
-    mistake, advice = "wrong gradients", "self.mine is the sum over the ranks: section 1, backward 3 (hole 5)"
+        return Result(
+            task, True, "those of one process, to 1e-10", "those of one process, to 1e-10"
+        )
+    mistake, advice = (
+        "wrong gradients",
+        "self.mine is the sum over the ranks: section 1, backward 3 (hole 5)",
+    )
     if lab.off(mine, _alone(1 / size)) < 1e-10:
-        mistake, advice = "averaged twice", (f"{size} times too small; the loss is divided by all ranks' tokens "
-                                             "already: lesson 07, section 4 (hole 5)")
+        mistake, advice = (
+            "averaged twice",
+            (
+                f"{size} times too small; the loss is divided by all ranks' tokens "
+                "already: lesson 07, section 4 (hole 5)"
+            ),
+        )
     return Result(task, False, "those of one process", f"off by {error:.1e}", mistake, advice)
 
 
 def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
     """3(P-1) n a step over all ranks."""
     n = ranks[0]["n"]
-    measured = (sum(rank["sent"][1] for rank in ranks) - (size - 1) * n) / STEPS    # without the last look
+    # without the last look
+    measured = (sum(rank["sent"][1] for rank in ranks) - (size - 1) * n) / STEPS
     target = 3 * (size - 1) * n
-    mistake = "an all-gather too many at the end" if measured == 4 * (size - 1) * n else "wrong traffic"
-    return Result(f"{size} ranks, bytes a step", measured == target, size_text(target), size_text(measured), mistake,
-                  "gather, gather, reduce-scatter: the next forward gathers anyway: section 4 (hole 6)")
+    mistake = (
+        "an all-gather too many at the end" if measured == 4 * (size - 1) * n else "wrong traffic"
+    )
+    return Result(
+        f"{size} ranks, bytes a step",
+        measured == target,
+        size_text(target),
+        size_text(measured),
+        mistake,
+        "gather, gather, reduce-scatter: the next forward gathers anyway: section 4 (hole 6)",
+    )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,14 @@
-"""Lesson 16: ZeRO-3 (FSDP): weights are fetched before use and freed after; prefetch; hybrid sharding.
+"""Lesson 16: ZeRO-3 (FSDP): weights are fetched before use and freed after; prefetch; hybrid
+sharding.
 
-    mpirun -n 4 python lessons/16_zero3/lesson.py
-    python lessons/16_zero3/lesson.py                             # alone: four ranks as threads
-    python lessons/16_zero3/lesson.py --break forget-to-free      # see README.md, section 8
+mpirun -n 4 python lessons/16_zero3/lesson.py
+python lessons/16_zero3/lesson.py                             # alone: four ranks as threads
+python lessons/16_zero3/lesson.py --break forget-to-free      # see README.md, section 8
 """
-
 
 from functools import partial
 
 import numpy as np
-from minidist.lessons import zero_lab as lab
-from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import Break, arguments, run_lesson
 
 import minidist as md
 from minidist.comm.group import Group
@@ -19,6 +16,9 @@ from minidist.comm.transports.throttled import delayed
 from minidist.console import size_text
 from minidist.device import account
 from minidist.errors import GradientError
+from minidist.lessons import zero_lab as lab
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.nn import GPTConfig
 from minidist.observe.overlap import measure
 from minidist.observe.timeline import Timeline
@@ -26,8 +26,8 @@ from minidist.parallel.zero.fsdp_units import Unit
 from minidist.parallel.zero.memory_formula import SINGLE, STATE, in_flight, state_bytes
 from minidist.parallel.zero.zero3 import Zero3, plain_zero3
 
-TIMED = GPTConfig(vocabulary=64, context=64, layers=8, width=96, heads=4)      # to see overlap
-ALPHA, BANDWIDTH = 100e-6, 400e6                                               # of the links it is seen over
+TIMED = GPTConfig(vocabulary=64, context=64, layers=8, width=96, heads=4)  # to see overlap
+ALPHA, BANDWIDTH = 100e-6, 400e6  # of the links it is seen over
 
 
 def tour(group: Group, page: Page) -> None:
@@ -44,7 +44,8 @@ def tour(group: Group, page: Page) -> None:
     hybrid_table(group, page)
 
 
-# -------------------------------------------------------------------------------------------------------- 1 equality
+# --------------------------------------------------------------------------------------- 1 equality
+
 
 def equal_weights(group: Group, page: Page) -> None:
     """The same steps three ways."""
@@ -52,13 +53,20 @@ def equal_weights(group: Group, page: Page) -> None:
     model = lab.new_model(lab.SMALL)
     units = [module for _, module in model.children() if list(module.parameters())]
     plain_zero3(model, units, lab.new_adam, group, lab.batches(lab.SMALL))
-    for name, weights in (("plain loop", lab.state_vector(model.state_dict())), ("ZeRO-3", lab.trained(group, 3))):
+    for name, weights in (
+        ("plain loop", lab.state_vector(model.state_dict())),
+        ("ZeRO-3", lab.trained(group, 3)),
+    ):
         rows.append([name, f"{lab.off(weights, target):.1e}", f"{lab.apart(group, weights):.0e}"])
-    page.table(f"After {lab.STEPS} steps of Adam on {group.size} ranks, float64, 7 sequences a step",
-               ["", "off one process by", "gathered apart by"], rows)
+    page.table(
+        f"After {lab.STEPS} steps of Adam on {group.size} ranks, float64, 7 sequences a step",
+        ["", "off one process by", "gathered apart by"],
+        rows,
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- 2 memory
+# ----------------------------------------------------------------------------------------- 2 memory
+
 
 def unit_bytes() -> int:
     """Of the largest unit: a block."""
@@ -73,24 +81,45 @@ def memory_table(group: Group, page: Page) -> None:
         seen = lab.memory(group, stage)
         held = state_bytes(parameters, SINGLE, zero=stage, ranks=group.size)
         together = sum(seen[name]["now"] for name in STATE)
-        rows.append([lab.NAMES[stage], *(f"{seen[name]['now'] / parameters:.2f}" for name in STATE),
-                     f"{together / parameters:.2f}", f"{held['total'] / parameters:.2f}",
-                     verdict(together, held["total"], 0.01)])
-    page.table(f"Bytes a parameter between steps, rank 0 of {group.size}, float32", ["", *STATE, "sum", "formula", ""],
-               rows)
+        rows.append(
+            [
+                lab.NAMES[stage],
+                *(f"{seen[name]['now'] / parameters:.2f}" for name in STATE),
+                f"{together / parameters:.2f}",
+                f"{held['total'] / parameters:.2f}",
+                verdict(together, held["total"], 0.01),
+            ]
+        )
+    page.table(
+        f"Bytes a parameter between steps, rank 0 of {group.size}, float32",
+        ["", *STATE, "sum", "formula", ""],
+        rows,
+    )
     held = state_bytes(parameters, SINGLE, zero=3, ranks=group.size)
     more = in_flight(3, largest=unit_bytes())
     rows = []
     for name in ("parameters", "gradients"):
         most, peak = held[name] + more[name], seen[name]["peak"]
-        rows.append([name, size_text(held[name]), size_text(peak), size_text(most),
-                     "ok" if peak <= 1.01 * most else verdict(peak, most)])
-    page.table(f"ZeRO-3 at the peak of a step; the largest unit, a block, has {size_text(unit_bytes())}",
-               ["", "shard", "peak", "shard + two units", ""], rows,
-               note="what N4:424 calls the minimum is the shard alone; units in flight and activations come on top")
+        rows.append(
+            [
+                name,
+                size_text(held[name]),
+                size_text(peak),
+                size_text(most),
+                "ok" if peak <= 1.01 * most else verdict(peak, most),
+            ]
+        )
+    page.table(
+        f"ZeRO-3 at the peak of a step; the largest unit, a block, has {size_text(unit_bytes())}",
+        ["", "shard", "peak", "shard + two units", ""],
+        rows,
+        note="what N4:424 calls the minimum is the shard alone; units in flight and activations "
+        "come on top",
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- 3 traffic
+# ---------------------------------------------------------------------------------------- 3 traffic
+
 
 def with_final_gather(group: Group) -> None:
     """N0:375's step 8: after the update all cards synchronise the weights."""
@@ -104,26 +133,40 @@ def with_final_gather(group: Group) -> None:
 def traffic_table(group: Group, page: Page) -> None:
     """Bytes of one step over all ranks."""
     _, nbytes = lab.parameter_bytes(lab.MEASURED)
-    cases = [("1 pass", 3, lab.traffic(group, 3)), ("2 passes", 6, lab.traffic(group, 3, accumulate=2)),
-             ("weights stay to backward", 2, lab.traffic(group, 3, free_after_forward=False)),
-             ("a final all-gather, N0:375", 4, lab.sent(group, lambda: with_final_gather(group)))]
+    cases = [
+        ("1 pass", 3, lab.traffic(group, 3)),
+        ("2 passes", 6, lab.traffic(group, 3, accumulate=2)),
+        ("weights stay to backward", 2, lab.traffic(group, 3, free_after_forward=False)),
+        ("a final all-gather, N0:375", 4, lab.sent(group, lambda: with_final_gather(group))),
+    ]
     rows = [["DDP", *_row(lab.traffic(group, 0), 2, group, nbytes)]]
     rows += [[name, *_row(counted, times, group, nbytes)] for name, times, counted in cases]
-    page.table(f"One step, {group.size} ranks together, n = {size_text(nbytes)}",
-               ["", "all-gather", "reduce", "together", "formula", ""], rows,
-               note="50 % more than DDP for one pass; the next forward gathers anyway, so nothing is shared at the end")
+    page.table(
+        f"One step, {group.size} ranks together, n = {size_text(nbytes)}",
+        ["", "all-gather", "reduce", "together", "formula", ""],
+        rows,
+        note="50 % more than DDP for one pass; the next forward gathers anyway, so nothing is "
+        "shared at the end",
+    )
 
 
 def _row(counted: dict[str, int], times: int, group: Group, nbytes: int) -> list[str]:
     total = counted["all_reduce"] + counted["reduce_scatter"] + counted["all_gather"]
-    return [size_text(counted["all_gather"]), size_text(counted["reduce_scatter"] + counted["all_reduce"]),
-            size_text(total), f"{times}(P-1) n", verdict(total, times * (group.size - 1) * nbytes)]
+    return [
+        size_text(counted["all_gather"]),
+        size_text(counted["reduce_scatter"] + counted["all_reduce"]),
+        size_text(total),
+        f"{times}(P-1) n",
+        verdict(total, times * (group.size - 1) * nbytes),
+    ]
 
 
-# ---------------------------------------------------------------------------------------------------------- 4 overlap
+# ---------------------------------------------------------------------------------------- 4 overlap
+
 
 def overlapped(group: Group, ahead: int, *, steps: int = 4) -> tuple[float, float, float]:
-    """(ms a step, ms of communication a step, the hidden share) on this rank, over delayed links."""
+    """(ms a step, ms of communication a step, the hidden share) on this rank, over delayed
+    links."""
     timeline = Timeline(group.rank)
     with delayed(group, alpha=ALPHA, beta=1 / BANDWIDTH) as slow:
         timeline.follow(slow.ledger)
@@ -134,8 +177,11 @@ def overlapped(group: Group, ahead: int, *, steps: int = 4) -> tuple[float, floa
                 strategy.step(lab.global_batch(TIMED, step, 4 * group.size), optimizer)
     overlap = measure(timeline, steps=range(1, steps))
     taken = [span for span in timeline.spans if span.name == "step"][1:]
-    return (1e3 * sum(span.stop - span.start for span in taken) / len(taken),
-            1e3 * overlap.communication / len(taken), overlap.share)
+    return (
+        1e3 * sum(span.stop - span.start for span in taken) / len(taken),
+        1e3 * overlap.communication / len(taken),
+        overlap.share,
+    )
 
 
 def overlap_table(group: Group, page: Page) -> None:
@@ -145,14 +191,25 @@ def overlap_table(group: Group, page: Page) -> None:
     for ahead in (0, 1, 2):
         if pair is not None:
             milliseconds, communication, share = overlapped(pair, ahead)
-            rows.append([f"ahead = {ahead}", f"{milliseconds:.0f} ms", f"{communication:.0f} ms", f"{share:.0%}"])
+            rows.append(
+                [
+                    f"ahead = {ahead}",
+                    f"{milliseconds:.0f} ms",
+                    f"{communication:.0f} ms",
+                    f"{share:.0%}",
+                ]
+            )
         group.barrier()
-    page.table(f"Rank 0 of 2, each message {ALPHA * 1e6:.0f} µs and 1 s for {BANDWIDTH / 1e6:.0f} MB",
-               ["", "a step", "communication", "of it hidden"], rows,
-               note="ahead: how much may be gathered before its turn, in units as large as the largest")
+    page.table(
+        f"Rank 0 of 2, each message {ALPHA * 1e6:.0f} µs and 1 s for {BANDWIDTH / 1e6:.0f} MB",
+        ["", "a step", "communication", "of it hidden"],
+        rows,
+        note="ahead: how much may be gathered before its turn, in units as large as the largest",
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------- 5 hybrid
+# ----------------------------------------------------------------------------------------- 5 hybrid
+
 
 def hybrid_table(group: Group, page: Page) -> None:
     """One copy for all, and one for every two: memory, and bytes inside and between copies."""
@@ -168,22 +225,36 @@ def hybrid_table(group: Group, page: Page) -> None:
         inside, between = 3 * copies * (shard - 1) * nbytes, 2 * (copies - 1) * nbytes
         measured = (counted["reduce_scatter"] + counted["all_gather"], counted["all_reduce"])
         together = sum(seen[name]["now"] for name in STATE)
-        rows.append([f"{copies} cop{'ies' if copies > 1 else 'y'} of {shard} ranks", f"{together / parameters:.2f}",
-                     f"{held / parameters:.2f}", *map(size_text, measured), size_text(inside), size_text(between),
-                     "ok" if measured == (inside, between) else "off"])
-    page.table(f"{group.size} ranks: bytes a parameter on each, bytes of all in a step",
-               ["", "held", "formula", "inside", "between", "formula", "formula", ""], rows,
-               note="inside: gathers and reduce-scatters of a copy; between copies: gradients of shards, summed")
+        rows.append(
+            [
+                f"{copies} cop{'ies' if copies > 1 else 'y'} of {shard} ranks",
+                f"{together / parameters:.2f}",
+                f"{held / parameters:.2f}",
+                *map(size_text, measured),
+                size_text(inside),
+                size_text(between),
+                "ok" if measured == (inside, between) else "off",
+            ]
+        )
+    page.table(
+        f"{group.size} ranks: bytes a parameter on each, bytes of all in a step",
+        ["", "held", "formula", "inside", "between", "formula", "formula", ""],
+        rows,
+        note="inside: gathers and reduce-scatters of a copy; between copies: gradients of "
+        "shards, summed",
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ Break it
+# ----------------------------------------------------------------------------------------- Break it
+
 
 def forget_to_free() -> None:
     """A unit that is not freed after its forward, and one more in every step."""
+
     def peak(group: Group, forgotten: int) -> int:
         with account.use(account.MemoryAccount()) as seen:
             strategy = Zero3(lab.new_model(lab.MEASURED), group)
-            for unit in strategy.units[1:1 + forgotten]:
+            for unit in strategy.units[1 : 1 + forgotten]:
                 unit.free = lambda: None  # type: ignore[method-assign]
             optimizer = lab.new_adam(strategy.parameters)
             for step in range(2):
@@ -191,10 +262,18 @@ def forget_to_free() -> None:
                 strategy.step(lab.global_batch(lab.MEASURED, step), optimizer)
             return seen.peak["parameters"]
 
-    print(f"all parameters are {size_text(lab.parameter_bytes(lab.MEASURED)[1])}, a block {size_text(unit_bytes())}")
+    print(
+        f"all parameters are {size_text(lab.parameter_bytes(lab.MEASURED)[1])}, a block "
+        f"{size_text(unit_bytes())}"
+    )
     for forgotten in (0, 2, 8):
-        print(f"{forgotten} units not freed: peak of parameters {size_text(md.run(peak, forgotten, size=4)[0])}")
-    print("and their weights are the first step's for ever: weights that are there are not gathered")
+        print(
+            f"{forgotten} units not freed: peak of parameters "
+            f"{size_text(md.run(peak, forgotten, size=4)[0])}"
+        )
+    print(
+        "and their weights are the first step's for ever: weights that are there are not gathered"
+    )
 
 
 def tied_in_a_unit() -> None:
@@ -210,14 +289,21 @@ def tied_in_a_unit() -> None:
 
 def no_second_gather() -> None:
     """Backward with what a freed weight reads as."""
+
     def train(group: Group) -> float:
         strategy = Zero3(lab.new_model(lab.SMALL), group)
         strategy._enter_backward = lambda unit: None  # type: ignore[method-assign]
         strategy.step(lab.global_batch(lab.SMALL, 0), lab.new_adam(strategy.parameters))
-        return float(np.mean([np.isnan(piece.grad).mean() for piece in strategy.parameters if piece.grad.size]))
+        return float(
+            np.mean(
+                [np.isnan(piece.grad).mean() for piece in strategy.parameters if piece.grad.size]
+            )
+        )
 
-    print(f"without the second all-gather {md.run(train, size=2)[0]:.0%} of the gradients are NaN: a freed weight "
-          f"reads as NaN, so that this does not pass unnoticed")
+    print(
+        f"without the second all-gather {md.run(train, size=2)[0]:.0%} of the gradients are NaN: "
+        "a freed weight reads as NaN, so that this does not pass unnoticed"
+    )
 
 
 def average_twice() -> None:
@@ -232,7 +318,7 @@ def average_twice() -> None:
         def scaled(lr: float | None = None, scale: float = 1.0) -> None:
             update(lr, scale * factor)
 
-        optimizer.step = scaled                 # type: ignore[method-assign, assignment]
+        optimizer.step = scaled  # type: ignore[method-assign, assignment]
         for step in range(40):
             loss = strategy.step(lab.global_batch(lab.SMALL, step), optimizer)
         return loss
@@ -249,11 +335,12 @@ def _free_unless_whole(unit: Unit) -> None:
 
 def stale_weights() -> None:
     """Units kept from one step to the next: they miss the update of every chunk but the own."""
+
     def train(group: Group, stale: bool) -> float:
         strategy = Zero3(lab.new_model(lab.SMALL), group)
         loss, optimizer = 0.0, lab.new_adam(strategy.parameters)
         for unit in strategy.units if stale else ():
-            unit.free = partial(_free_unless_whole, unit)     # type: ignore[method-assign]
+            unit.free = partial(_free_unless_whole, unit)  # type: ignore[method-assign]
         for step in range(20):
             loss = strategy.step(lab.global_batch(lab.SMALL, step), optimizer)
         return loss

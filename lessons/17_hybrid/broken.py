@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from minidist.lessons.running import Break
 
 import minidist as md
 from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.errors import MismatchError
 from minidist.grading import load_module
+from minidist.lessons.running import Break
 from minidist.optim import sum_of_squares
 from minidist.parallel.step.step import part_of
 
@@ -24,13 +24,22 @@ def tp_outermost() -> None:
     shape = lab.cube(8)
     for order in (("dp", "pp", "tp"), ("tp", "pp", "dp")):
         crossed = md.run(partial(lab.crossing, shape=shape, order=order, nodes=(4,)), size=8)[0][0]
-        print(f"{' × '.join(order)}: between the machines {size_text(sum(crossed.values()))} a step, by axis "
-              f"{', '.join(f'{axis} {size_text(nbytes)}' for axis, nbytes in crossed.items() if nbytes)}")
-    print("equal weights, equal traffic altogether; but all-reduces that every layer waits for now take the slow link")
+        print(
+            f"{' × '.join(order)}: between the machines {size_text(sum(crossed.values()))} a "
+            "step, by axis "
+            f"{', '.join(f'{axis} {size_text(nbytes)}' for axis, nbytes in crossed.items() if nbytes)}"
+        )
+    print(
+        "equal weights, equal traffic altogether; but all-reduces that every layer waits for "
+        "now take the slow link"
+    )
 
 
-def job(world: Group, plan: md.Plan, spoil: Any, steps: int = LONG, **options: Any) -> tuple[list[float], Any]:
-    """Losses and weights of a Trainer that `spoil` has changed; a MismatchError of the replicas instead of weights."""
+def job(
+    world: Group, plan: md.Plan, spoil: Any, steps: int = LONG, **options: Any
+) -> tuple[list[float], Any]:
+    """Losses and weights of a Trainer that `spoil` has changed; a MismatchError of the replicas
+    instead of weights."""
     trainer = md.Trainer(plan, lab.CONFIG, world, **{"lr": 1e-2, "clip": lab.CLIP, **options})
     if spoil is not None:
         spoil(trainer, world)
@@ -46,36 +55,53 @@ def job(world: Group, plan: md.Plan, spoil: Any, steps: int = LONG, **options: A
 
 def compare(plan: md.Plan, spoil: Any, wrong: str, **options: Any) -> None:
     """Print loss and weights of the right and the spoilt job."""
-    (right, target), (losses, weights) = (md.run(partial(job, **options), plan, each, size=plan.size)[0]
-                                          for each in (None, spoil))
-    print(f"loss of step 1 and of step {len(right)}: right {right[0]:.4f}, {right[-1]:.4f}; {wrong} {losses[0]:.4f}, "
-          f"{losses[-1]:.4f}")
-    print(f"weights of the two off by {lab.off(weights, target):.1%} of the largest" if isinstance(weights, dict) else
-          f"check_replicas: {weights}")
+    (right, target), (losses, weights) = (
+        md.run(partial(job, **options), plan, each, size=plan.size)[0] for each in (None, spoil)
+    )
+    print(
+        f"loss of step 1 and of step {len(right)}: right {right[0]:.4f}, {right[-1]:.4f}; "
+        f"{wrong} {losses[0]:.4f}, {losses[-1]:.4f}"
+    )
+    print(
+        f"weights of the two off by {lab.off(weights, target):.1%} of the largest"
+        if isinstance(weights, dict)
+        else f"check_replicas: {weights}"
+    )
 
 
 def average_twice() -> None:
     """The notes' mean over the replicas, after a loss that was divided by all tokens."""
+
     def spoil(trainer: Any, world: Group) -> None:
         update = trainer.optimizer.step
         trainer.optimizer.step = lambda rate=None, scale=1.0: update(rate, scale / trainer.plan.dp)
 
     for optimizer, rate in (("sgd", 0.5), ("adamw", 0.01)):
         print(f"{optimizer}:")
-        compare(lab.plan_of({"dp": 2, "pp": 2, "tp": 1}), spoil, "averaged twice", optimizer=optimizer, lr=rate,
-                clip=None)
+        compare(
+            lab.plan_of({"dp": 2, "pp": 2, "tp": 1}),
+            spoil,
+            "averaged twice",
+            optimizer=optimizer,
+            lr=rate,
+            clip=None,
+        )
 
 
 def own_norm() -> None:
     """Each tensor rank clips by the norm of what it has."""
+
     def spoil(trainer: Any, world: Group) -> None:
-        trainer.strategy.squares = lambda: sum_of_squares(p.grad for p, _ in trainer.strategy.data_axis.updated())
+        trainer.strategy.squares = lambda: sum_of_squares(
+            p.grad for p, _ in trainer.strategy.data_axis.updated()
+        )
 
     compare(lab.plan_of({"dp": 1, "pp": 1, "tp": 2}), spoil, "by own norms")
 
 
 def norm_twice() -> None:
     """Every rank's squares added up: what several ranks hold whole counts several times."""
+
     def spoil(trainer: Any, world: Group) -> None:
         def squares() -> float:
             with world.ledger.control():
@@ -84,11 +110,18 @@ def norm_twice() -> None:
 
         trainer.strategy.squares = squares
 
-    compare(lab.plan_of({"dp": 2, "pp": 1, "tp": 2}), spoil, "counted several times", optimizer="sgd", lr=0.5)
+    compare(
+        lab.plan_of({"dp": 2, "pp": 1, "tp": 2}),
+        spoil,
+        "counted several times",
+        optimizer="sgd",
+        lr=0.5,
+    )
 
 
 def rows_by_rank() -> None:
     """Each rank of the job reads rows of its own: world ranks, not dp coordinates."""
+
     def spoil(trainer: Any, world: Group) -> None:
         trainer.strategy.part_of = partial(part_of, size=world.size, rank=world.rank)
 
@@ -105,11 +138,16 @@ def one_tp_group() -> None:
         own = np.array_split(np.arange(8), 2)[mesh["tp"].rank]
         mine, other = up[:, own].copy(), down[own].copy()
         inputs, targets = np.random.default_rng(1).normal(size=(2, rows, 6))
-        lesson.plain_hybrid(mesh["dp"], mesh["pp"], mesh["dp", "tp"], inputs, targets, mine, other, 0.02)
+        lesson.plain_hybrid(
+            mesh["dp"], mesh["pp"], mesh["dp", "tp"], inputs, targets, mine, other, 0.02
+        )
         lesson.hand_alone(inputs, targets, [up], [down], 0.02)
         return float(np.abs(mine - up[:, own]).max() / np.abs(up).max())
 
-    print(f"12 rows: after one step weights are off by {md.run(step, 12, size=4)[0]:.2%} of the largest, and no error")
+    print(
+        f"12 rows: after one step weights are off by {md.run(step, 12, size=4)[0]:.2%} of the "
+        "largest, and no error"
+    )
     print("11 rows: the replicas have 6 and 5")
     md.run(step, 11, size=4)
 

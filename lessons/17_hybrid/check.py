@@ -29,7 +29,8 @@ ANSWERS = {
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """Places, groups; then ranks as threads make a step, and find the norm of their gradients; then the layout."""
+    """Places, groups; then ranks as threads make a step, and find the norm of their gradients; then
+    the layout."""
     for shape in SHAPES:
         yield from _places(exercise, shape, md.run(_real, shape, size=_size(shape), limit=LIMIT))
     for shape in ({"dp": 2, "pp": 1, "tp": 1}, {"dp": 1, "pp": 1, "tp": 2}, *SHAPES):
@@ -37,12 +38,21 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
     for shape in (*SHAPES, {"dp": 1, "pp": 2, "tp": 3}):
         ranks = md.run(_run, exercise, shape, size=_size(shape), limit=LIMIT)
         yield _norm(shape, ranks)
-    for sent, target in (({"dp": 5, "pp": 1, "tp": 9}, ["pp", "dp", "tp"]), ({"tp": 30, "dp": 40, "pp": 20},
-                                                                            ["pp", "tp", "dp"])):
+    for sent, target in (
+        ({"dp": 5, "pp": 1, "tp": 9}, ["pp", "dp", "tp"]),
+        ({"tp": 30, "dp": 40, "pp": 20}, ["pp", "tp", "dp"]),
+    ):
         ours = list(exercise.layout(dict(sent)))
-        mistake = ("the other way round: neighbours have the fastest links" if ours == target[::-1] else
-                   "as they stood" if ours == list(sent) else "another order")
-        yield expect(f"layout of {sent}", target, ours, mistake, "most bytes innermost: section 5 (hole 11)")
+        mistake = (
+            "the other way round: neighbours have the fastest links"
+            if ours == target[::-1]
+            else "as they stood"
+            if ours == list(sent)
+            else "another order"
+        )
+        yield expect(
+            f"layout of {sent}", target, ours, mistake, "most bytes innermost: section 5 (hole 11)"
+        )
 
 
 def _size(shape: dict[str, int]) -> int:
@@ -53,57 +63,104 @@ def _name(shape: dict[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in shape.items())
 
 
-# ---------------------------------------------------------------------------------------------------------- places
+# ------------------------------------------------------------------------------------------- places
+
 
 def _real(world: Group, shape: dict[str, int]) -> tuple[dict[str, int], dict[str, list[int]]]:
     """A real mesh's coordinates and groups of this rank."""
     mesh = md.Mesh(world, **shape)
-    found = {axis: mesh.coordinates[axis] for axis in shape}, {axis: list(mesh[axis].world_ranks) for axis in shape}
+    found = (
+        {axis: mesh.coordinates[axis] for axis in shape},
+        {axis: list(mesh[axis].world_ranks) for axis in shape},
+    )
     mesh.close()
     return found
 
 
 def _places(exercise: ModuleType, shape: dict[str, int], real: list[Any]) -> Iterator[Result]:
     target = [places for places, _ in real]
-    ours = [{axis: int(place) for axis, place in exercise.coordinates(rank, shape).items()}
-            for rank in range(len(real))]
+    ours = [
+        {axis: int(place) for axis, place in exercise.coordinates(rank, shape).items()}
+        for rank in range(len(real))
+    ]
     wrong = next((rank for rank in range(len(real)) if ours[rank] != target[rank]), len(real) - 1)
     sizes = tuple(shape.values())
-    first_innermost = [dict(zip(shape, map(int, np.unravel_index(rank, sizes, order="F")), strict=True))
-                       for rank in range(len(real))]
-    mistake = ("the first axis is innermost there" if ours == first_innermost else
-               "a place beyond the axis" if any(
-                   not 0 <= places[axis] < shape[axis] for places in ours for axis in shape) else
-               "the same number is divided for every axis" if ours == [
-                   {axis: rank % size for axis, size in shape.items()} for rank in range(len(real))] else
-               "other places")
-    yield expect(f"rank {wrong} of {_name(shape)}", target[wrong], ours[wrong], mistake,
-                 "remainder, then quotient: section 2 (holes 1, 2)")
+    first_innermost = [
+        dict(zip(shape, map(int, np.unravel_index(rank, sizes, order="F")), strict=True))
+        for rank in range(len(real))
+    ]
+    mistake = (
+        "the first axis is innermost there"
+        if ours == first_innermost
+        else "a place beyond the axis"
+        if any(not 0 <= places[axis] < shape[axis] for places in ours for axis in shape)
+        else "the same number is divided for every axis"
+        if ours
+        == [{axis: rank % size for axis, size in shape.items()} for rank in range(len(real))]
+        else "other places"
+    )
+    yield expect(
+        f"rank {wrong} of {_name(shape)}",
+        target[wrong],
+        ours[wrong],
+        mistake,
+        "remainder, then quotient: section 2 (holes 1, 2)",
+    )
     for axis in shape:
         for rank, (_, groups) in enumerate(real):
             measured = [int(other) for other in exercise.partners(rank, axis, shape)]
             if measured != groups[axis] or rank == len(real) - 1:
-                same_place = [other for other in range(len(real)) if target[other][axis] == target[rank][axis]]
-                wrong_name = ("those that agree on the axis; a group differs on it and agrees elsewhere"
-                              if measured == same_place else
-                              "all ranks" if len(measured) == len(real) > len(groups[axis]) else
-                              "not itself" if rank not in measured else "other ranks")
-                yield expect(f"{axis} group of rank {rank} of {_name(shape)}", groups[axis], measured, wrong_name,
-                             "equal in every other coordinate: section 2 (hole 3)")
+                same_place = [
+                    other for other in range(len(real)) if target[other][axis] == target[rank][axis]
+                ]
+                wrong_name = (
+                    "those that agree on the axis; a group differs on it and agrees elsewhere"
+                    if measured == same_place
+                    else "all ranks"
+                    if len(measured) == len(real) > len(groups[axis])
+                    else "not itself"
+                    if rank not in measured
+                    else "other ranks"
+                )
+                yield expect(
+                    f"{axis} group of rank {rank} of {_name(shape)}",
+                    groups[axis],
+                    measured,
+                    wrong_name,
+                    "equal in every other coordinate: section 2 (hole 3)",
+                )
                 if measured != groups[axis]:
                     return
 
 
 MISTAKES = {
     "rows by the rank of tp too: shards of one layer see different tokens": (
-        "dp.size)[dp.rank]", "dp.size * tp.size)[dp.rank * tp.size + tp.rank]", "4, 5"),
+        "dp.size)[dp.rank]",
+        "dp.size * tp.size)[dp.rank * tp.size + tp.rank]",
+        "4, 5",
+    ),
     "every rank reads all": ("dp.size)[dp.rank]", "1)[0]", "4, 5"),
     "summands are not added up: this rank's rows alone": (
-        'tp.all_reduce(inner @ down, algorithm="ring")', "inner @ down", "6"),
-    "f forgotten: this rank's columns alone": ('tp.all_reduce(dinner @ up.T, algorithm="ring")', "dinner @ up.T", "7"),
+        'tp.all_reduce(inner @ down, algorithm="ring")',
+        "inner @ down",
+        "6",
+    ),
+    "f forgotten: this rank's columns alone": (
+        'tp.all_reduce(dinner @ up.T, algorithm="ring")',
+        "dinner @ up.T",
+        "7",
+    ),
     "a mean: the loss was divided by all tokens before": (
-        'dp.all_reduce(gradient, algorithm="ring")', "dp.all_reduce(gradient) / dp.size", "8"),
-    "nothing was added up: the replicas drift apart": ('dp.all_reduce(gradient, algorithm="ring")', "gradient", "8")}
+        'dp.all_reduce(gradient, algorithm="ring")',
+        "dp.all_reduce(gradient) / dp.size",
+        "8",
+    ),
+    "nothing was added up: the replicas drift apart": (
+        'dp.all_reduce(gradient, algorithm="ring")',
+        "gradient",
+        "8",
+    ),
+}
 """{name: (code of the plain version, what a student may write there, the holes)}"""
 
 
@@ -131,8 +188,15 @@ def _step(exercise: ModuleType, shape: dict[str, int]) -> Result:
     try:
         found = _stepped(exercise.plain_hybrid, shape)
     except CommError as error:
-        return Result(task, False, "every rank returns", type(error).__name__, "the ranks do not fit together",
-                      f"every rank of a group calls the same: section 1 (holes 4 to 8); {str(error).splitlines()[0]}")
+        return Result(
+            task,
+            False,
+            "every rank returns",
+            type(error).__name__,
+            "the ranks do not fit together",
+            "every rank of a group calls the same: section 1 (holes 4 to 8); "
+            f"{str(error).splitlines()[0]}",
+        )
     off = max(float(np.abs(mine - right).max()) for mine, right in zip(found, target, strict=True))
     mistake, advice = "other weights", "section 1 (holes 4 to 8)"
     if not off < 1e-12:
@@ -141,39 +205,55 @@ def _step(exercise: ModuleType, shape: dict[str, int]) -> Result:
             if all(np.allclose(mine, part) for mine, part in zip(found, wrong, strict=True)):
                 mistake, advice = name, f"section 1 (holes {numbers})"
                 break
-    return Result(task, off < 1e-12, "the plain version's, to 1e-12", f"off by {off:.1e}", mistake, advice)
+    return Result(
+        task, off < 1e-12, "the plain version's, to 1e-12", f"off by {off:.1e}", mistake, advice
+    )
 
 
-# ------------------------------------------------------------------------------------------------- gradient and norm
+# -------------------------------------------------------------------------------- gradient and norm
+
 
 def _gradients(mesh: Any) -> dict[str, np.ndarray]:
-    """This rank's local gradients: a shard (tp and pp), and one that tp ranks hold alike; other rows, other numbers."""
+    """This rank's local gradients: a shard (tp and pp), and one that tp ranks hold alike; other
+    rows, other numbers."""
     place = mesh.coordinates
 
     def draw(*key: int, n: int) -> np.ndarray:
         return np.random.default_rng(key).normal(size=n)
 
-    return {"shard": draw(0, place["pp"], place["tp"], place["dp"], n=5),
-            "whole": draw(1, place["pp"], place["dp"], n=3)}
+    return {
+        "shard": draw(0, place["pp"], place["tp"], place["dp"], n=5),
+        "whole": draw(1, place["pp"], place["dp"], n=3),
+    }
 
 
 def _run(world: Group, exercise: ModuleType, shape: dict[str, int]) -> dict[str, Any]:
     """The student's sum and norm, and what they should be, on this rank."""
     mesh = md.Mesh(world, **shape)
     for axes in ("dp", "pp", "tp", ("pp", "tp"), ("dp", "tp"), ("dp", "pp"), ("dp", "pp", "tp")):
-        mesh[axes]                      # made by all, in one order: then a rank may use any
+        mesh[axes]  # made by all, in one order: then a rank may use any
     local = _gradients(mesh)
     right = {name: mesh["dp"].all_reduce(grad) for name, grad in local.items()}
     first = mesh["tp"].rank == 0
 
     def add(group: Group | None, counted: bool) -> float:
-        squares = np.array([float((right["shard"] ** 2).sum()) + counted * float((right["whole"] ** 2).sum())])
+        squares = np.array(
+            [float((right["shard"] ** 2).sum()) + counted * float((right["whole"] ** 2).sum())]
+        )
         total = squares if group is None else group.all_reduce(squares)
         return float(np.sqrt(total[0]))
 
-    norms = {name: add(group, counted) for name, (group, counted) in {
-        "right": (mesh["pp", "tp"], first), "several": (mesh["pp", "tp"], True), "none": (mesh["pp", "tp"], False),
-        "all": (mesh["dp", "pp", "tp"], first), "tp": (mesh["tp"], first), "own": (None, first)}.items()}
+    norms = {
+        name: add(group, counted)
+        for name, (group, counted) in {
+            "right": (mesh["pp", "tp"], first),
+            "several": (mesh["pp", "tp"], True),
+            "none": (mesh["pp", "tp"], False),
+            "all": (mesh["dp", "pp", "tp"], first),
+            "tp": (mesh["tp"], first),
+            "own": (None, first),
+        }.items()
+    }
     norm = float(exercise.norm([right["shard"].copy()], [right["whole"].copy()], mesh))
     mesh.close()
     return {"norm": norm, "norms": norms}
@@ -182,14 +262,29 @@ def _run(world: Group, exercise: ModuleType, shape: dict[str, int]) -> dict[str,
 def _norm(shape: dict[str, int], ranks: list[dict[str, Any]]) -> Result:
     target = ranks[0]["norms"]["right"]
     right = all(np.isclose(rank["norm"], rank["norms"]["right"]) for rank in ranks)
-    known = {"several": "what tp ranks hold alike counts several times", "none": "what tp ranks hold alike is missing",
-             "all": "replicas have the same gradient: each number counts dp times", "own": "this rank's part alone",
-             "tp": "the other stages are missing"}
-    mistake = next((text for name, text in known.items() if all(
-        np.isclose(rank["norm"], rank["norms"][name]) for rank in ranks)), "another number")
-    return Result(f"norm on {_name(shape)}", right, f"{target:.6f} on every rank",
-                  ", ".join(dict.fromkeys(f"{rank['norm']:.6f}" for rank in ranks)), mistake,
-                  "each number once: section 6 (holes 9, 10)")
+    known = {
+        "several": "what tp ranks hold alike counts several times",
+        "none": "what tp ranks hold alike is missing",
+        "all": "replicas have the same gradient: each number counts dp times",
+        "own": "this rank's part alone",
+        "tp": "the other stages are missing",
+    }
+    mistake = next(
+        (
+            text
+            for name, text in known.items()
+            if all(np.isclose(rank["norm"], rank["norms"][name]) for rank in ranks)
+        ),
+        "another number",
+    )
+    return Result(
+        f"norm on {_name(shape)}",
+        right,
+        f"{target:.6f} on every rank",
+        ", ".join(dict.fromkeys(f"{rank['norm']:.6f}" for rank in ranks)),
+        mistake,
+        "each number once: section 6 (holes 9, 10)",
+    )
 
 
 if __name__ == "__main__":

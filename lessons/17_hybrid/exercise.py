@@ -1,8 +1,9 @@
-"""Exercise 17: where a rank is on the mesh, its groups, what it reads, what it adds up, and one norm of all.
+"""Exercise 17: where a rank is on the mesh, its groups, what it reads, what it adds up, and one
+norm of all.
 
-Copy this file (`minidist lesson 17 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 17 DIR/exercise_17.py`. `shape` is a dict of the mesh's axes, outermost first, with their sizes, such as
-{"dp": 2, "pp": 2, "tp": 2}. What else you may use:
+Copy this file (`minidist lesson 17 --copy DIR`), replace each `hole(...)` by your own code, and
+grade it: `minidist check 17 DIR/exercise_17.py`. `shape` is a dict of the mesh's axes, outermost
+first, with their sizes, such as {"dp": 2, "pp": 2, "tp": 2}. What else you may use:
 
     mesh["dp"], mesh["pp", "tp"]      this rank's group along one axis, or along several together
     group.rank, group.size, group.all_reduce(x) -> the sum of all ranks' x
@@ -14,10 +15,13 @@ from minidist.grading import hole
 
 
 def coordinates(rank, shape):
-    """{axis: place} of a rank: the last axis is innermost, so that ranks 0, 1, … differ in it first."""
+    """{axis: place} of a rank: the last axis is innermost, so that ranks 0, 1, … differ in it
+    first."""
     places = {}
     for axis in reversed(shape):
-        places[axis] = hole(1, "this rank's place on the axis, from what is left of `rank`", rank, shape[axis])
+        places[axis] = hole(
+            1, "this rank's place on the axis, from what is left of `rank`", rank, shape[axis]
+        )
         rank = hole(2, "what is left for the axes outside this one", rank, shape[axis])
     return {axis: places[axis] for axis in shape}
 
@@ -26,45 +30,63 @@ def partners(rank, axis, shape):
     """The ranks of `rank`'s group along `axis`, itself among them, in order: a list."""
     mine = coordinates(rank, shape)
     everyone = range(int(np.prod(list(shape.values()))))
-    return [other for other in everyone
-            if hole(3, "does `other` differ from `rank` in no axis but this one?", coordinates(other, shape), mine)]
+    return [
+        other
+        for other in everyone
+        if hole(
+            3,
+            "does `other` differ from `rank` in no axis but this one?",
+            coordinates(other, shape),
+            mine,
+        )
+    ]
 
 
 def plain_hybrid(dp, pp, tp, inputs, targets, up, down, lr):
-    """One step of SGD on dp × pp × tp ranks, in place: an MLP a stage, of which a rank has columns and rows.
+    """One step of SGD on dp × pp × tp ranks, in place: an MLP a stage, of which a rank has columns
+    and rows.
 
     dp, pp and tp are this rank's groups. The numbers are those of N0:452.
     """
-    mine = np.array_split(np.arange(len(inputs)), hole(4, "into how many parts? (section 1, step 0)"))[
-        hole(5, "which of them? (section 1, step 0)")]
-    x = inputs[mine] if pp.rank == 0 else pp.recv(src=pp.rank - 1)              # 1.1 the first half's activations
-    inner = np.maximum(x @ up, 0)                                               # up: own columns of the own stage
+    mine = np.array_split(
+        np.arange(len(inputs)), hole(4, "into how many parts? (section 1, step 0)")
+    )[hole(5, "which of them? (section 1, step 0)")]
+    # 1.1 the first half's activations
+    x = inputs[mine] if pp.rank == 0 else pp.recv(src=pp.rank - 1)
+    inner = np.maximum(x @ up, 0)  # up: own columns of the own stage
     y = hole(6, "down has own rows: which group adds up? (section 1, and lesson 12)", inner)
     if pp.rank < pp.size - 1:
-        pp.send(y, dst=pp.rank + 1)                                             # 1.2 the next stage goes on
-        dy = pp.recv(src=pp.rank + 1)                                           # 1.3 its gradient comes back
+        pp.send(y, dst=pp.rank + 1)  # 1.2 the next stage goes on
+        dy = pp.recv(src=pp.rank + 1)  # 1.3 its gradient comes back
     else:
-        dy = 2 * (y - targets[mine]) / targets.size                             # divided by the whole batch
+        dy = 2 * (y - targets[mine]) / targets.size  # divided by the whole batch
     dinner = (dy @ down.T) * (inner > 0)
     dx = hole(7, "the whole gradient of x: which group adds up? (section 1, and lesson 12)", dinner)
     if pp.rank > 0:
         pp.send(dx, dst=pp.rank - 1)
-    for weights, gradient in ((up, x.T @ dinner), (down, inner.T @ dy)):        # 2.1 local gradients
-        hole(8, "2.2 add up and 2.3 update in place: over which group, and is it a sum or a mean?", weights, gradient)
+    for weights, gradient in ((up, x.T @ dinner), (down, inner.T @ dy)):  # 2.1 local gradients
+        hole(
+            8,
+            "2.2 add up and 2.3 update in place: over which group, and is it a sum or a mean?",
+            weights,
+            gradient,
+        )
 
 
 def norm(shards, whole, mesh):
     """The norm of the whole model's gradient, the same on every rank, after step 2.2.
 
-    shards: gradients that are cut over tp, this rank's parts (a list of arrays); whole: those that all ranks of tp hold
-    alike (norms, biases of row linears). Each stage of the pipeline has others.
+    shards: gradients that are cut over tp, this rank's parts (a list of arrays); whole: those that
+    all ranks of tp hold alike (norms, biases of row linears). Each stage of the pipeline has
+    others.
     """
-    squares = sum(float((grad ** 2).sum()) for grad in shards)
+    squares = sum(float((grad**2).sum()) for grad in shards)
     squares += hole(9, "the squares of `whole`: on which rank of tp?", whole, mesh["tp"].rank)
     total = hole(10, "added up over which group?", np.array([squares]))
     return float(np.sqrt(total[0]))
 
 
 def layout(sent):
-    """The axes, outermost first, as they should lie on machines: `sent` says how many bytes a step sends on each."""
+    """The axes, outermost first, as they should lie on machines: `sent` says how many bytes a step
+    sends on each."""
     return hole(11, "which one needs the fastest links, those between neighbours?", sent)

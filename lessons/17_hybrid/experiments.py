@@ -1,4 +1,5 @@
-"""What lesson 17, its figure and its break-its run: plans of a job, their weights, traffic, layout and memory."""
+"""What lesson 17, its figure and its break-its run: plans of a job, their weights, traffic, layout
+and memory."""
 
 import math
 from collections.abc import Iterator
@@ -17,23 +18,29 @@ from minidist.parallel.hybrid.hybrid_costs import elements_sent
 from minidist.parallel.pipeline.schedule_checker import clock_of
 from minidist.parallel.pipeline.schedules import make_schedule
 
-CONFIG = GPTConfig(vocabulary=32, context=16, layers=4, width=16, heads=4, tied=True, dtype="float64")
+CONFIG = GPTConfig(
+    vocabulary=32, context=16, layers=4, width=16, heads=4, tied=True, dtype="float64"
+)
 MIXED = replace(CONFIG, mixture=MixtureConfig(experts=4))
 STEPS, SEQUENCES, MICROBATCHES, CLIP, ITEM = 2, 16, 4, 0.2, 8
 AXES = ("dp", "pp", "ep", "cp", "tp")
 
 
-def global_batch(step: int, config: GPTConfig = CONFIG, sequences: int = SEQUENCES) -> tuple[np.ndarray, np.ndarray]:
+def global_batch(
+    step: int, config: GPTConfig = CONFIG, sequences: int = SEQUENCES
+) -> tuple[np.ndarray, np.ndarray]:
     """(inputs, targets) in which each token follows from the one before."""
     first = np.random.default_rng(step).integers(0, config.vocabulary, (sequences, 1))
     ids = (first + 5 * np.arange(config.context + 1)) % config.vocabulary
     return ids[:, :-1].copy(), ids[:, 1:].copy()
 
 
-# ----------------------------------------------------------------------------------------------------------- plans
+# -------------------------------------------------------------------------------------------- plans
+
 
 def cube(ranks: int) -> dict[str, int]:
-    """As many axes as the number of ranks gives: its prime factors, the largest first, dealt to dp, pp, tp in turn."""
+    """As many axes as the number of ranks gives: its prime factors, the largest first, dealt to dp,
+    pp, tp in turn."""
     axes, factor, primes = ("dp", "pp", "tp"), 2, []
     shape = dict.fromkeys(axes, 1)
     while ranks > 1:
@@ -48,7 +55,8 @@ def cube(ranks: int) -> dict[str, int]:
 
 
 def shapes(ranks: int) -> Iterator[dict[str, int]]:
-    """Every dp × pp × tp of so many ranks that CONFIG can be cut by, and that the lesson has a microbatch for."""
+    """Every dp × pp × tp of so many ranks that CONFIG can be cut by, and that the lesson has a
+    microbatch for."""
     for dp in range(ranks, 0, -1):
         for pp in range(ranks // dp, 0, -1):
             tp, rest = divmod(ranks, dp * pp)
@@ -68,7 +76,8 @@ def plans(ranks: int) -> Iterator[md.Plan]:
 
 
 def expert_plans(ranks: int) -> Iterator[md.Plan]:
-    """Of an even number of ranks: plans that divide MIXED's experts, beside data and, where there are four, tensors."""
+    """Of an even number of ranks: plans that divide MIXED's experts, beside data and, where there
+    are four, tensors."""
     if ranks % 2 == 0:
         yield plan_of({"dp": ranks // 2, "ep": 2})
     if ranks % 4 == 0:
@@ -82,14 +91,17 @@ def plan_of(shape: dict[str, int], **options: Any) -> md.Plan:
 
 
 def words(shape: dict[str, int]) -> str:
-    """ "dp=2,tp=2". """
+    """ "dp=2,tp=2"."""
     return ",".join(f"{axis}={size}" for axis, size in shape.items() if size > 1) or "dp=1"
 
 
 def name_of(plan: md.Plan) -> str:
     """Its axes, and what else sets it apart."""
-    return (words({axis: plan.axes[axis] for axis in AXES}) + (f" zero={plan.zero}" if plan.zero else "")
-            + " sequence" * plan.sequence_parallel)
+    return (
+        words({axis: plan.axes[axis] for axis in AXES})
+        + (f" zero={plan.zero}" if plan.zero else "")
+        + " sequence" * plan.sequence_parallel
+    )
 
 
 def kind_of(axis: str) -> str:
@@ -97,17 +109,27 @@ def kind_of(axis: str) -> str:
     return "dp" if axis.startswith("dp,") else axis
 
 
-# ------------------------------------------------------------------------------------------------- a job, measured
+# ---------------------------------------------------------------------------------- a job, measured
 
-def train(world: Group, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig = CONFIG) -> dict[str, Any]:
-    """A Trainer's whole weights and losses; bytes that all ranks sent by axis; the first gradient's norms; this rank's
-    memory, and its calls: collectives, sends and exchanges; rows that all ranks gave to experts elsewhere.
+
+def train(
+    world: Group, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig = CONFIG
+) -> dict[str, Any]:
+    """A Trainer's whole weights and losses; bytes that all ranks sent by axis; the first gradient's
+    norms; this rank's memory, and its calls: collectives, sends and exchanges; rows that all ranks
+    gave to experts elsewhere.
     """
     before = sent_by_axis(world)
     calls: list[Any] = []
     norms: list[dict[str, float]] = []
-    end = world.ledger.subscribe(lambda event: calls.append(event) if kind_of(event.details["axis"]) in AXES and (
-        event.kind == "call" or event.details["verb"] in ("send", "exchange")) else None)
+    end = world.ledger.subscribe(
+        lambda event: (
+            calls.append(event)
+            if kind_of(event.details["axis"]) in AXES
+            and (event.kind == "call" or event.details["verb"] in ("send", "exchange"))
+            else None
+        )
+    )
     with account.use(account.MemoryAccount()) as memory:
         trainer = md.Trainer(plan, config, world, lr=1e-2, clip=CLIP)
         watch_norm(trainer, norms)
@@ -115,21 +137,29 @@ def train(world: Group, plan: md.Plan, *, steps: int = STEPS, config: GPTConfig 
         losses = [trainer.step(global_batch(step, config)) for step in range(steps)]
         if plan.zero in (1, 2):
             data: Any = trainer.strategy.data_axis
-            data.arrivals.settle()                      # the new weights travel on after the step
+            data.arrivals.settle()  # the new weights travel on after the step
         made, held = len(calls), memory.snapshot()
-        rows = int(trainer.loads.sent.sum()) // (2 * config.width)    # there, and the results back
+        rows = int(trainer.loads.sent.sum()) // (2 * config.width)  # there, and the results back
         trainer.check_replicas()
         weights = trainer.state_dict()
         trainer.close()
     end()
     sent = {axis: nbytes - before[axis] for axis, nbytes in sent_by_axis(world).items()}
-    return {"weights": weights, "losses": losses, "sent": {axis: add(world, nbytes) for axis, nbytes in sent.items()},
-            "calls": made // steps, "memory": held, "own_sent": sum(sent.values()) // steps,
-            "rows": add(world, rows), "norms": norms[0] if norms else {}}
+    return {
+        "weights": weights,
+        "losses": losses,
+        "sent": {axis: add(world, nbytes) for axis, nbytes in sent.items()},
+        "calls": made // steps,
+        "memory": held,
+        "own_sent": sum(sent.values()) // steps,
+        "rows": add(world, rows),
+        "norms": norms[0] if norms else {},
+    }
 
 
 def watch_norm(trainer: Any, norms: list[dict[str, float]]) -> None:
-    """Keep the norm that each step finds, and two that are wrong: of this rank's gradients; of all ranks' added up."""
+    """Keep the norm that each step finds, and two that are wrong: of this rank's gradients; of all
+    ranks' added up."""
     strategy = trainer.strategy
     if trainer.plan.zero or not hasattr(strategy, "squares"):
         return
@@ -166,41 +196,66 @@ def off(ours: dict[str, np.ndarray], target: dict[str, np.ndarray]) -> float:
     return gap / max(float(np.abs(array).max()) for array in target.values())
 
 
-def formula(plan: md.Plan, config: GPTConfig = CONFIG, sequences: int = SEQUENCES, *, steps: int = 1,
-            rows: int = 0) -> dict[str, int]:
+def formula(
+    plan: md.Plan,
+    config: GPTConfig = CONFIG,
+    sequences: int = SEQUENCES,
+    *,
+    steps: int = 1,
+    rows: int = 0,
+) -> dict[str, int]:
     """Bytes of all ranks in so many steps, by axis; rows: in these steps to experts on other ranks.
 
-    dp: 2(dp·ep·cp-1) times what the ranks of one replica hold together, but for experts. That is the model, its whole
-    weights (norms, gates, biases of row linears, positions) tp times, a tied table at both ends of a pipeline. Experts:
-    2(dp·cp-1) times theirs. ep: 4 h a row. Else: lessons 11 to 13.
+    dp: 2(dp·ep·cp-1) times what the ranks of one replica hold together, but for experts. That is
+    the model, its whole weights (norms, gates, biases of row linears, positions) tp times, a tied
+    table at both ends of a pipeline. Experts: 2(dp·cp-1) times theirs. ep: 4 h a row. Else: lessons
+    11 to 13.
     """
     sizes = {name: p.size for name, p in GPT(config).named_parameters() if p.requires_grad}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    whole = sum(size for name, size in sizes.items() if "norm" in name or "positions" in name or "scores" in name
-                or name.endswith(("out.bias", "down.bias")))
+    whole = sum(
+        size
+        for name, size in sizes.items()
+        if "norm" in name
+        or "positions" in name
+        or "scores" in name
+        or name.endswith(("out.bias", "down.bias"))
+    )
     held = sum(sizes.values()) - experts + (plan.tp - 1) * whole
     if plan.pp > 1 and config.tied:
         held += config.vocabulary * config.width
     gradients = (plan.copies - 1) * held + (plan.copies // plan.ep - 1) * experts
-    numbers = {**dict.fromkeys(AXES, 0), "dp": 2 * gradients, **elements_sent(config, plan, sequences)}
-    return {**{axis: ITEM * steps * count for axis, count in numbers.items()}, "ep": ITEM * 4 * rows * config.width}
+    numbers = {
+        **dict.fromkeys(AXES, 0),
+        "dp": 2 * gradients,
+        **elements_sent(config, plan, sequences),
+    }
+    return {
+        **{axis: ITEM * steps * count for axis, count in numbers.items()},
+        "ep": ITEM * 4 * rows * config.width,
+    }
 
 
 def bubble(plan: md.Plan) -> float:
     """The share of idle time, by the checker's clock, backward twice forward."""
-    return clock_of(make_schedule(plan.schedule, plan.pp, plan.pieces)).bubble if plan.pp > 1 else 0.0
+    return (
+        clock_of(make_schedule(plan.schedule, plan.pp, plan.pieces)).bubble if plan.pp > 1 else 0.0
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- layouts
+# ------------------------------------------------------------------------------------------ layouts
+
 
 def layouts(shape: dict[str, int]) -> list[tuple[str, ...]]:
     """Every order, outermost first, of the axes that have several ranks."""
     return list(permutations([axis for axis, size in shape.items() if size > 1]))
 
 
-def crossing(world: Group, shape: dict[str, int], order: tuple[str, ...],
-             nodes: tuple[int, ...]) -> list[dict[str, int]]:
-    """Bytes by axis that one step sends from node to node, by each message's two ends; for each size of a node.
+def crossing(
+    world: Group, shape: dict[str, int], order: tuple[str, ...], nodes: tuple[int, ...]
+) -> list[dict[str, int]]:
+    """Bytes by axis that one step sends from node to node, by each message's two ends; for each
+    size of a node.
 
     A node has so many neighbouring ranks.
     """
@@ -221,7 +276,8 @@ def crossing(world: Group, shape: dict[str, int], order: tuple[str, ...],
 
 
 def links(world: Group, shape: dict[str, int]) -> dict[str, Any]:
-    """Of one step: bytes of each (axis, from, to), calls of each axis; this rank's, by world ranks."""
+    """Of one step: bytes of each (axis, from, to), calls of each axis; this rank's, by world
+    ranks."""
     sent: dict[str, int] = {}
     calls = dict.fromkeys(AXES, 0)
 

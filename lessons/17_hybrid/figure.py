@@ -1,19 +1,19 @@
-"""The figures of lesson 17: a mesh with its links, what each axis sent, a step; and five axes' groups in colour.
+"""The figures of lesson 17: a mesh with its links, what each axis sent, a step; and five axes'
+groups in colour.
 
-    python lessons/17_hybrid/figure.py [--out DIR]      # figure.png, figure.mmd and mesh.png
+python lessons/17_hybrid/figure.py [--out DIR]      # figure.png, figure.mmd and mesh.png
 """
 
 from pathlib import Path
 from typing import Any
-
-from minidist.lessons import figures as look
-from minidist.lessons.running import draw_figure
 
 import minidist as md
 from minidist.comm.group import Group
 from minidist.comm.transports.throttled import delayed
 from minidist.console import size_text
 from minidist.grading import load_module
+from minidist.lessons import figures as look
+from minidist.lessons.running import draw_figure
 from minidist.observe.records import gather_records
 from minidist.observe.timeline import Timeline
 
@@ -23,21 +23,28 @@ SHAPE = {"dp": 2, "pp": 2, "tp": 2}
 FIVE = {"dp": 2, "pp": 2, "ep": 2, "cp": 2, "tp": 2}
 RANKS, UNIT, ALPHA, BANDWIDTH = 8, 0.02, 1e-3, 8e6
 COLORS = {"dp": "#8172b3", "pp": "#3f9a9a", "tp": "#e08e3c"}
-PLACES = {"dp": (0.62, 0.55), "pp": (0.0, -1.25), "tp": (1.6, 0.0)}     # one step along an axis, on paper
+# one step along an axis, on paper
+PLACES = {"dp": (0.62, 0.55), "pp": (0.0, -1.25), "tp": (1.6, 0.0)}
 
 
-# -------------------------------------------------------------------------------------------------------- record
+# ------------------------------------------------------------------------------------------- record
+
 
 def record(group: Group) -> dict[str, Any]:
-    """On rank 0: every rank's messages of a step, what crosses by layout, a step of stages that sleep, five axes."""
+    """On rank 0: every rank's messages of a step, what crosses by layout, a step of stages that
+    sleep, five axes."""
     links = gather_records(group, lab.links(group, SHAPE))
-    crossings = [[list(order), lab.crossing(group, SHAPE, order, (2,))[0]] for order in lab.layouts(SHAPE)]
+    crossings = [
+        [list(order), lab.crossing(group, SHAPE, order, (2,))[0]] for order in lab.layouts(SHAPE)
+    ]
     with delayed(group, alpha=ALPHA, beta=1 / BANDWIDTH) as slow:
         mesh, timeline = md.Mesh(slow, **SHAPE), Timeline(group.rank)
         for axes in ("dp", "pp", "tp"):
             mesh[axes]
         timeline.follow(group.ledger)
-        naps.napped(mesh, timeline, microbatches=lab.MICROBATCHES, unit=UNIT, numbers=2000, gradients=20_000)
+        naps.napped(
+            mesh, timeline, microbatches=lab.MICROBATCHES, unit=UNIT, numbers=2000, gradients=20_000
+        )
         mesh.close()
     timelines = timeline.collect(group)
     five = md.run(five_axes, size=32) if group.rank == 0 else None
@@ -52,14 +59,19 @@ def five_axes(world: Group) -> dict[str, list[int]]:
     return groups
 
 
-# ---------------------------------------------------------------------------------------------------------- draw
+# --------------------------------------------------------------------------------------------- draw
+
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png, figure.mmd and mesh.png from what was recorded."""
-    figure = look.new_figure(13.5, 10.2, "Eight ranks, three axes: which ranks talk, how much, and when",
-                             f"dp=2, pp=2, tp=2. Above: one step of a GPT, {lab.CONFIG.layers} blocks of width "
-                             f"{lab.CONFIG.width}, {lab.SEQUENCES * lab.CONFIG.context} tokens, from every message's "
-                             "two ends. Below: stages that sleep; steps as in N0:454.")
+    figure = look.new_figure(
+        13.5,
+        10.2,
+        "Eight ranks, three axes: which ranks talk, how much, and when",
+        f"dp=2, pp=2, tp=2. Above: one step of a GPT, {lab.CONFIG.layers} blocks of width "
+        f"{lab.CONFIG.width}, {lab.SEQUENCES * lab.CONFIG.context} tokens, from every message's "
+        "two ends. Below: stages that sleep; steps as in N0:454.",
+    )
     _cube(figure.add_axes((0.02, 0.51, 0.31, 0.33)), recorded["links"])
     _axes(figure.add_axes((0.405, 0.56, 0.23, 0.28)), recorded["links"])
     _layouts(figure.add_axes((0.765, 0.56, 0.22, 0.28)), recorded["crossings"])
@@ -81,27 +93,69 @@ def _between(links: list[dict[str, Any]]) -> dict[tuple[str, int, int], int]:
 
 
 def _cube(ax: Any, links: list[dict[str, Any]]) -> None:
-    """The ranks as corners of a cube; an edge for each pair that sent something, as wide as it was much."""
+    """The ranks as corners of a cube; an edge for each pair that sent something, as wide as it was
+    much."""
     look.bare(ax)
     corners = []
     for rank in range(RANKS):
         places = rank // 4, rank // 2 % 2, rank % 2
-        corners.append([sum(step * PLACES[axis][side] for axis, step in zip(SHAPE, places, strict=True))
-                        for side in (0, 1)])
+        corners.append(
+            [
+                sum(step * PLACES[axis][side] for axis, step in zip(SHAPE, places, strict=True))
+                for side in (0, 1)
+            ]
+        )
     total = _between(links)
     most = max(total.values())
     for (axis, low, high), nbytes in sorted(total.items(), key=lambda item: -item[1]):
         (x0, y0), (x1, y1) = corners[low], corners[high]
-        ax.plot([x0, x1], [y0, y1], color=COLORS[axis], linewidth=1.5 + 9 * nbytes / most, zorder=1,
-                solid_capstyle="butt", alpha=0.9)
+        ax.plot(
+            [x0, x1],
+            [y0, y1],
+            color=COLORS[axis],
+            linewidth=1.5 + 9 * nbytes / most,
+            zorder=1,
+            solid_capstyle="butt",
+            alpha=0.9,
+        )
     for rank, (x, y) in enumerate(corners):
-        ax.plot(x, y, "o", markersize=25, color="white", markeredgecolor=look.INK, markeredgewidth=1.3, zorder=2)
-        ax.text(x, y, f"r{rank}", ha="center", va="center_baseline", fontsize=11, color=look.INK, zorder=3)
+        ax.plot(
+            x,
+            y,
+            "o",
+            markersize=25,
+            color="white",
+            markeredgecolor=look.INK,
+            markeredgewidth=1.3,
+            zorder=2,
+        )
+        ax.text(
+            x,
+            y,
+            f"r{rank}",
+            ha="center",
+            va="center_baseline",
+            fontsize=11,
+            color=look.INK,
+            zorder=3,
+        )
     for axis, (low, high) in {"tp": (2, 3), "pp": (0, 2), "dp": (3, 7)}.items():
         (x0, y0), (x1, y1) = corners[low], corners[high]
-        shift, side = {"tp": ((0, -0.32), "center"), "pp": ((-0.2, 0), "right"), "dp": ((0.2, -0.1), "left")}[axis]
-        ax.text((x0 + x1) / 2 + shift[0], (y0 + y1) / 2 + shift[1], f"{axis}\n{size_text(total[axis, low, high])}",
-                ha=side, va="center", fontsize=10.5, color=COLORS[axis], fontweight="bold")
+        shift, side = {
+            "tp": ((0, -0.32), "center"),
+            "pp": ((-0.2, 0), "right"),
+            "dp": ((0.2, -0.1), "left"),
+        }[axis]
+        ax.text(
+            (x0 + x1) / 2 + shift[0],
+            (y0 + y1) / 2 + shift[1],
+            f"{axis}\n{size_text(total[axis, low, high])}",
+            ha=side,
+            va="center",
+            fontsize=10.5,
+            color=COLORS[axis],
+            fontweight="bold",
+        )
     ax.set_xlim(-1.05, 3.1)
     ax.set_ylim(-1.95, 0.95)
     look.caption(ax, "The mesh: each edge a pair that talked")
@@ -118,8 +172,14 @@ def _axes(ax: Any, links: list[dict[str, Any]]) -> None:
         ax.bar(place, sent[axis] / 1024, 0.6, color=COLORS[axis])
         ax.plot(place, target[axis] / 1024, "_", color=look.INK, markersize=58, markeredgewidth=2)
         often = max(rank["calls"][axis] for rank in links)
-        ax.text(place, sent[axis] / 1024 + 25, f"{size_text(sent[axis])}\n{often} calls a rank", ha="center",
-                fontsize=10, color=look.INK)
+        ax.text(
+            place,
+            sent[axis] / 1024 + 25,
+            f"{size_text(sent[axis])}\n{often} calls a rank",
+            ha="center",
+            fontsize=10,
+            color=look.INK,
+        )
     ax.set_xticks(range(3), list(SHAPE), fontsize=11)
     ax.set_xlim(-0.65, 2.65)
     ax.set_ylim(0, 1.25 * max(sent.values()) / 1024)
@@ -135,7 +195,9 @@ def _layouts(ax: Any, crossings: list[Any]) -> None:
         for axis in SHAPE:
             ax.barh(place, crossed[axis] / 1024, 0.62, left, color=COLORS[axis])
             left += crossed[axis] / 1024
-    ax.set_yticks(range(len(crossings)), [" × ".join(order) for order, _ in crossings], fontsize=10.5)
+    ax.set_yticks(
+        range(len(crossings)), [" × ".join(order) for order, _ in crossings], fontsize=10.5
+    )
     ax.invert_yaxis()
     ax.set_xlabel("KiB; machines of two ranks", fontsize=10, color=look.SOFT)
     look.caption(ax, "From machine to machine,\nby the order of the axes")
@@ -144,59 +206,134 @@ def _layouts(ax: Any, crossings: list[Any]) -> None:
 def _timeline(ax: Any, timelines: list[Timeline]) -> None:
     """A step of each rank: computing, and on it the collectives and sends of each axis."""
     look.quiet(ax)
-    steps = [[next(span for span in timeline.spans if span.name == "step" and span.details["step"] == number)
-              for timeline in timelines] for number in range(naps.NAPPED)]
-    step = min(steps, key=lambda spans: max(span.stop for span in spans) - min(span.start for span in spans))
+    steps = [
+        [
+            next(
+                span
+                for span in timeline.spans
+                if span.name == "step" and span.details["step"] == number
+            )
+            for timeline in timelines
+        ]
+        for number in range(naps.NAPPED)
+    ]
+    step = min(
+        steps,
+        key=lambda spans: max(span.stop for span in spans) - min(span.start for span in spans),
+    )
     begin = min(span.start for span in step)
     for timeline, own in zip(timelines, step, strict=True):
         for span in timeline.spans:
             if span.start < own.start or span.stop > own.stop or span.name == "step":
                 continue
-            _span(ax, timeline.rank, span, 1e3 * (span.start - begin), 1e3 * (span.stop - span.start))
+            _span(
+                ax, timeline.rank, span, 1e3 * (span.start - begin), 1e3 * (span.stop - span.start)
+            )
     ax.axhline(RANKS / 2 - 0.5, color="#9aa5b1", linewidth=0.8, linestyle=":")
-    ax.set_yticks(range(RANKS), [f"r{rank}  dp={rank // 4} pp={rank // 2 % 2} tp={rank % 2}" for rank in range(RANKS)],
-                  fontsize=9.5)
+    ax.set_yticks(
+        range(RANKS),
+        [f"r{rank}  dp={rank // 4} pp={rank // 2 % 2} tp={rank % 2}" for rank in range(RANKS)],
+        fontsize=9.5,
+    )
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(RANKS - 0.45, -0.55)
     ax.set_xlim(0, 1e3 * (max(span.stop for span in step) - begin))
     ax.set_xlabel("milliseconds", fontsize=10, color=look.SOFT)
-    kinds = {"forward": look.PHASES["forward"], "backward": look.PHASES["backward"], "tp all-reduce": COLORS["tp"],
-             "pp: sends on ▾, back ▴": COLORS["pp"], "dp all-reduce": COLORS["dp"],
-             "optimizer": look.PHASES["optimizer"]}
-    ax.legend([look.patch(color) for color in kinds.values()], list(kinds), frameon=False, fontsize=10, ncols=6,
-              loc="lower right", bbox_to_anchor=(1.0, 1.0), handlelength=1.2, columnspacing=1.4)
+    kinds = {
+        "forward": look.PHASES["forward"],
+        "backward": look.PHASES["backward"],
+        "tp all-reduce": COLORS["tp"],
+        "pp: sends on ▾, back ▴": COLORS["pp"],
+        "dp all-reduce": COLORS["dp"],
+        "optimizer": look.PHASES["optimizer"],
+    }
+    ax.legend(
+        [look.patch(color) for color in kinds.values()],
+        list(kinds),
+        frameon=False,
+        fontsize=10,
+        ncols=6,
+        loc="lower right",
+        bbox_to_anchor=(1.0, 1.0),
+        handlelength=1.2,
+        columnspacing=1.4,
+    )
     look.caption(ax, f"The quickest of {naps.NAPPED} steps, 1F1B")
 
 
 def _span(ax: Any, rank: int, span: Any, left: float, width: float) -> None:
-    """One stretch of one rank, with the number of the notes' step that it is the first of, or the last before 2.2."""
+    """One stretch of one rank, with the number of the notes' step that it is the first of, or the
+    last before 2.2."""
     axis = span.details.get("axis")
     number = _step_number(rank, span)
     if number:
         light = span.name == "forward"
-        ax.text(left + 1.5, rank - 0.24, number, ha="left", va="center_baseline", fontsize=8, fontweight="bold",
-                color=look.INK if light else "white", zorder=3)
+        ax.text(
+            left + 1.5,
+            rank - 0.24,
+            number,
+            ha="left",
+            va="center_baseline",
+            fontsize=8,
+            fontweight="bold",
+            color=look.INK if light else "white",
+            zorder=3,
+        )
     if span.name in ("forward", "backward"):
-        ax.barh(rank, width, 0.84, left, color=look.PHASES[span.name], edgecolor="white", linewidth=0.7)
-        ax.text(left + 1.5, rank + 0.08, str(span.details["microbatch"]), ha="left", va="center_baseline", fontsize=9,
-                color=look.INK if span.name == "forward" else "white", zorder=3)
+        ax.barh(
+            rank, width, 0.84, left, color=look.PHASES[span.name], edgecolor="white", linewidth=0.7
+        )
+        ax.text(
+            left + 1.5,
+            rank + 0.08,
+            str(span.details["microbatch"]),
+            ha="left",
+            va="center_baseline",
+            fontsize=9,
+            color=look.INK if span.name == "forward" else "white",
+            zorder=3,
+        )
     elif span.name == "optimizer":
-        ax.barh(rank, width, 0.84, left, color=look.PHASES["optimizer"], edgecolor="white", linewidth=0.7)
+        ax.barh(
+            rank,
+            width,
+            0.84,
+            left,
+            color=look.PHASES["optimizer"],
+            edgecolor="white",
+            linewidth=0.7,
+        )
     elif span.row == "communication" and axis in ("tp", "dp"):
         ax.barh(rank, width, 0.84, left, color=COLORS[axis], zorder=2)
     elif span.row == "messages" and axis == "pp":
         on = span.details["dst"] > rank
-        ax.plot(left, rank + (0.42 if on else -0.42), "v" if on else "^", color=COLORS["pp"], markersize=8, zorder=4,
-                markeredgecolor="white", markeredgewidth=0.5, clip_on=False)
+        ax.plot(
+            left,
+            rank + (0.42 if on else -0.42),
+            "v" if on else "^",
+            color=COLORS["pp"],
+            markersize=8,
+            zorder=4,
+            markeredgecolor="white",
+            markeredgewidth=0.5,
+            clip_on=False,
+        )
 
 
 def _step_number(rank: int, span: Any) -> str:
-    """"1.1" for the first microbatch's forward of a first stage, and so on; "" for stretches without a number."""
+    """ "1.1" for the first microbatch's forward of a first stage, and so on; "" for stretches
+    without a number."""
     stage, microbatch = rank // 2 % 2, span.details.get("microbatch")
     if span.name == "forward":
         return f"1.{stage + 1}" if microbatch == 0 else ""
     if span.name == "backward":
-        return "2.1" if microbatch == lab.MICROBATCHES - 1 else "1.3" if microbatch == 0 and stage == 1 else ""
+        return (
+            "2.1"
+            if microbatch == lab.MICROBATCHES - 1
+            else "1.3"
+            if microbatch == 0 and stage == 1
+            else ""
+        )
     if span.name == "optimizer":
         return "2.3"
     return "2.2" if span.row == "communication" and span.details.get("axis") == "dp" else ""
@@ -204,19 +341,34 @@ def _step_number(rank: int, span: Any) -> str:
 
 def _draw_five(groups: list[dict[str, list[int]]], folder: Path) -> None:
     """Five axes of two ranks each: a panel an axis, in which a group has one colour."""
-    figure = look.new_figure(13.5, 4.0, "Five axes, 32 ranks: along each axis every rank is in one group",
-                             "md.Mesh(world, dp=2, pp=2, ep=2, cp=2, tp=2), its own groups: one colour, one "
-                             "group (eight colours, full and light). Framed: rank 0's.")
+    figure = look.new_figure(
+        13.5,
+        4.0,
+        "Five axes, 32 ranks: along each axis every rank is in one group",
+        "md.Mesh(world, dp=2, pp=2, ep=2, cp=2, tp=2), its own groups: one colour, one "
+        "group (eight colours, full and light). Framed: rank 0's.",
+    )
     for place, axis in enumerate(FIVE):
         ax = look.bare(figure.add_axes((0.025 + 0.195 * place, 0.05, 0.18, 0.62)))
-        numbers = {members: number for number, members in enumerate(dict.fromkeys(
-            tuple(rank[axis]) for rank in groups))}
+        numbers = {
+            members: number
+            for number, members in enumerate(dict.fromkeys(tuple(rank[axis]) for rank in groups))
+        }
         for rank, own in enumerate(groups):
             number = numbers[tuple(own[axis])]
             x, y = rank % 8, rank // 8
-            ax.add_patch(_box(x, y, look.RANKS[number % 8], 0.45 if number >= 8 else 0.95, 0 in own[axis]))
-            ax.text(x + 0.46, y + 0.46, str(rank), ha="center", va="center_baseline", fontsize=9.5,
-                    color="white" if number < 8 else look.INK)
+            ax.add_patch(
+                _box(x, y, look.RANKS[number % 8], 0.45 if number >= 8 else 0.95, 0 in own[axis])
+            )
+            ax.text(
+                x + 0.46,
+                y + 0.46,
+                str(rank),
+                ha="center",
+                va="center_baseline",
+                fontsize=9.5,
+                color="white" if number < 8 else look.INK,
+            )
         ax.set_xlim(-0.1, 8.1)
         ax.set_ylim(4.1, -0.1)
         with_zero = ", ".join(map(str, groups[0][axis]))
@@ -229,19 +381,32 @@ def _box(x: float, y: float, color: str, alpha: float, framed: bool) -> Any:
     from matplotlib.colors import to_rgba
     from matplotlib.patches import Rectangle
 
-    return Rectangle((x, y), 0.92, 0.92, facecolor=to_rgba(color, alpha), edgecolor=look.INK if framed else "white",
-                     linewidth=2.2 if framed else 0.5, zorder=2 if framed else 1)
+    return Rectangle(
+        (x, y),
+        0.92,
+        0.92,
+        facecolor=to_rgba(color, alpha),
+        edgecolor=look.INK if framed else "white",
+        linewidth=2.2 if framed else 0.5,
+        zorder=2 if framed else 1,
+    )
 
 
 def mermaid(links: list[dict[str, Any]]) -> str:
-    """N2:266's graph of 3D parallelism, of the mesh that ran: replicas, their stages, and which rank sent to which."""
+    """N2:266's graph of 3D parallelism, of the mesh that ran: replicas, their stages, and which
+    rank sent to which."""
     lines = ["graph TB"]
     for replica in range(SHAPE["dp"]):
-        lines.append(f'    subgraph dp{replica}["dp={replica}: group {"AB"[replica]} of the notes"]')
+        lines.append(
+            f'    subgraph dp{replica}["dp={replica}: group {"AB"[replica]} of the notes"]'
+        )
         for stage in range(SHAPE["pp"]):
             lines.append(f'        subgraph dp{replica}pp{stage}["pp={stage}: a stage"]')
-            lines += [f'            r{rank}["rank {rank}<br/>tp={rank % 2}"]' for rank in range(RANKS)
-                      if (rank // 4, rank // 2 % 2) == (replica, stage)]
+            lines += [
+                f'            r{rank}["rank {rank}<br/>tp={rank % 2}"]'
+                for rank in range(RANKS)
+                if (rank // 4, rank // 2 % 2) == (replica, stage)
+            ]
             lines.append("        end")
         lines.append("    end")
     lines += [f'    r{low} <-->|"{axis}"| r{high}' for axis, low, high in sorted(_between(links))]

@@ -1,4 +1,5 @@
-"""A step of dp × pp × tp whose stages sleep, so that a machine with fewer cores than ranks shows what would overlap."""
+"""A step of dp × pp × tp whose stages sleep, so that a machine with fewer cores than ranks shows
+what would overlap."""
 
 import time
 from typing import Any
@@ -9,11 +10,12 @@ from minidist.observe.timeline import Timeline
 from minidist.parallel.pipeline.executor import Executor
 from minidist.parallel.pipeline.schedules import make_schedule
 
-NAPPED = 6          # steps; the figure shows the quickest
+NAPPED = 6  # steps; the figure shows the quickest
 
 
 class Naps:
-    """Stages that sleep instead of computing, two layers each, and all-reduce over tp after each as real ones do."""
+    """Stages that sleep instead of computing, two layers each, and all-reduce over tp after each as
+    real ones do."""
 
     def __init__(self, mesh: Any, unit: float, numbers: int) -> None:
         self.tp, self.last, self.unit = mesh["tp"], mesh["pp"].size - 1, unit
@@ -46,9 +48,14 @@ class Naps:
             self.tp.all_reduce(self.x, algorithm="ring")
 
 
-def napped(mesh: Any, timeline: Timeline, *, microbatches: int, unit: float, numbers: int, gradients: int) -> None:
-    """Some steps: the pipeline's list with tensor shards that talk inside it, then gradients over dp."""
-    executor = Executor(make_schedule("1f1b", mesh["pp"].size, microbatches), mesh["pp"], recorder=timeline)
+def napped(
+    mesh: Any, timeline: Timeline, *, microbatches: int, unit: float, numbers: int, gradients: int
+) -> None:
+    """Some steps: the pipeline's list with tensor shards that talk inside it, then gradients over
+    dp."""
+    executor = Executor(
+        make_schedule("1f1b", mesh["pp"].size, microbatches), mesh["pp"], recorder=timeline
+    )
     work = Naps(mesh, unit, numbers)
     for step in range(NAPPED):
         mesh["dp", "pp", "tp"].barrier()

@@ -1,4 +1,5 @@
-"""Grades exercise 18: your routing beside the library's, and your mixture on ranks beside one process."""
+"""Grades exercise 18: your routing beside the library's, and your mixture on ranks beside one
+process."""
 
 import sys
 from collections.abc import Iterator
@@ -31,7 +32,8 @@ ANSWERS = {
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """The gate, places, which tokens are kept, the journey there and back, and both ways to balance."""
+    """The gate, places, which tokens are kept, the journey there and back, and both ways to
+    balance."""
     yield _choose(exercise)
     yield _places(exercise)
     yield _keep(exercise)
@@ -43,11 +45,22 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 def _layer(balance: str = "loss", capacity: float | None = 0.8) -> Any:
     """The library's mixture, which is the answer key."""
-    config = GPTConfig(vocabulary=8, context=TOKENS, layers=1, width=WIDTH, heads=1, dtype="float64")
-    model = mixture(GPT(config), MixtureConfig(experts=EXPERTS, top_k=K, balance=balance, capacity=capacity,
-                                               balance_weight=1.0, bias_rate=0.25))
+    config = GPTConfig(
+        vocabulary=8, context=TOKENS, layers=1, width=WIDTH, heads=1, dtype="float64"
+    )
+    model = mixture(
+        GPT(config),
+        MixtureConfig(
+            experts=EXPERTS,
+            top_k=K,
+            balance=balance,
+            capacity=capacity,
+            balance_weight=1.0,
+            bias_rate=0.25,
+        ),
+    )
     model.initialize(1)
-    model.blocks[0].mlp.scores.weight.data[...] *= 40.0     # type: ignore[union-attr]
+    model.blocks[0].mlp.scores.weight.data[...] *= 40.0  # type: ignore[union-attr]
     return model
 
 
@@ -71,8 +84,14 @@ def _choose(exercise: ModuleType) -> Result:
         mistake = "the likeliest comes last"
     elif np.array_equal(mine, np.argsort(chances, axis=1)[:, :k]):
         mistake = "those are the least likely"
-    return Result("experts of 9 tokens", np.array_equal(mine, right), f"first {right[0]}",
-                  f"first {mine[0] if mine.size else mine}", mistake, "argsort sorts upwards: section 2 (hole 1)")
+    return Result(
+        "experts of 9 tokens",
+        np.array_equal(mine, right),
+        f"first {right[0]}",
+        f"first {mine[0] if mine.size else mine}",
+        mistake,
+        "argsort sorts upwards: section 2 (hole 1)",
+    )
 
 
 def _places(exercise: ModuleType) -> Result:
@@ -80,10 +99,20 @@ def _places(exercise: ModuleType) -> Result:
     for capacity, k, tokens, experts in ((1.0, 2, 16, 8), (1.25, 1, 16, 8), (1.0, 2, 9, 5)):
         right = MixtureConfig(experts=experts, top_k=k, capacity=capacity).places(tokens)
         mine = exercise.places(capacity, k, tokens, experts)
-        mistake = "a token counts once, but has k choices" if k > 1 and mine < right else "not capacity times the share"
+        mistake = (
+            "a token counts once, but has k choices"
+            if k > 1 and mine < right
+            else "not capacity times the share"
+        )
         if mine != right:
-            return Result(f"places for {tokens} tokens, k={k}, {experts} experts, capacity {capacity}", False,
-                          str(right), str(mine), mistake, "tokens make k choices each: section 3 (hole 2)")
+            return Result(
+                f"places for {tokens} tokens, k={k}, {experts} experts, capacity {capacity}",
+                False,
+                str(right),
+                str(mine),
+                mistake,
+                "tokens make k choices each: section 3 (hole 2)",
+            )
     return Result("places", True, "3 cases", "3 cases")
 
 
@@ -96,16 +125,25 @@ def _keep(exercise: ModuleType) -> Result:
     mine = np.asarray(exercise.keep(chosen, layer.config.places(TOKENS), EXPERTS))
     mistake = "one too many" if mine.sum() > right.sum() else "one too few"
     mistake = "nothing is dropped" if mine.all() else mistake
-    return Result(f"choices taken of {chosen.size}", np.array_equal(mine, right), str(int(right.sum())),
-                  str(int(mine.sum())), mistake, "with `room` places, the choice that finds `room` taken is dropped: "
-                  "section 3 (hole 3)")
+    return Result(
+        f"choices taken of {chosen.size}",
+        np.array_equal(mine, right),
+        str(int(right.sum())),
+        str(int(mine.sum())),
+        mistake,
+        "with `room` places, the choice that finds `room` taken is dropped: section 3 (hole 3)",
+    )
 
 
 def _journey(exercise: ModuleType, size: int) -> Result:
     """Holes 4, 5, 6: on ranks, beside one process."""
     rng = np.random.default_rng(size)
     count = 6 * size + 1
-    x, weight, chosen = rng.normal(size=(count, WIDTH)), rng.random(count), rng.integers(0, size, count)
+    x, weight, chosen = (
+        rng.normal(size=(count, WIDTH)),
+        rng.random(count),
+        rng.integers(0, size, count),
+    )
     experts = rng.normal(size=(size, WIDTH, WIDTH))
     right = np.einsum("nh,nhk->nk", x, experts[chosen]) * weight[:, None]
 
@@ -117,30 +155,55 @@ def _journey(exercise: ModuleType, size: int) -> Result:
             seen.append(len(rows))
             return np.asarray(rows @ experts[group.rank])
 
-        y = np.asarray(exercise.plain_experts(x[mine], chosen[mine], weight[mine], my_expert, group))
+        y = np.asarray(
+            exercise.plain_experts(x[mine], chosen[mine], weight[mine], my_expert, group)
+        )
         return sum(seen), y
 
     task = f"{size} ranks, {count} tokens"
     try:
         ranks = run(job, size=size, limit=LIMIT)
     except CommError as error:
-        return Result(task, False, "an end", type(error).__name__, "the ranks do not fit together",
-                      f"one array for each rank: section 1; {error}")
+        return Result(
+            task,
+            False,
+            "an end",
+            type(error).__name__,
+            "the ranks do not fit together",
+            f"one array for each rank: section 1; {error}",
+        )
     rows, due = [seen for seen, _ in ranks], np.bincount(chosen, minlength=size).tolist()
     if rows != due:
-        return Result(task, False, f"rows of the experts {due}", str(rows), "rows for the wrong ranks",
-                      "cut the sorted rows where one expert's end: section 1 (hole 5)")
+        return Result(
+            task,
+            False,
+            f"rows of the experts {due}",
+            str(rows),
+            "rows for the wrong ranks",
+            "cut the sorted rows where one expert's end: section 1 (hole 5)",
+        )
     off = float(np.abs(np.concatenate([y for _, y in ranks]) - right).max())
     mistake = "rows met other experts, or came back to other tokens"
     unsorted = np.concatenate([y for _, y in ranks])
     homes = np.array_split(np.arange(count), size)
     swapped = np.concatenate([right[mine] / weight[mine, None] for mine in homes])
-    sorted_rows = np.concatenate([(right[mine] / weight[mine, None])[np.argsort(chosen[mine], kind="stable")]
-                                  * weight[mine, None] for mine in homes])
+    sorted_rows = np.concatenate(
+        [
+            (right[mine] / weight[mine, None])[np.argsort(chosen[mine], kind="stable")]
+            * weight[mine, None]
+            for mine in homes
+        ]
+    )
     if np.allclose(unsorted, sorted_rows) and not np.allclose(swapped, unsorted):
         mistake = "results stand in the experts' order"
-    return Result(task, off < 1e-12, "the rows of one process", f"off by {off:.1g}", mistake,
-                  "row i of the sorted ones is token order[i]'s: section 1 (holes 4 and 6)")
+    return Result(
+        task,
+        off < 1e-12,
+        "the rows of one process",
+        f"off by {off:.1g}",
+        mistake,
+        "row i of the sorted ones is token order[i]'s: section 1 (holes 4 and 6)",
+    )
 
 
 def _balance(exercise: ModuleType) -> Result:
@@ -160,8 +223,14 @@ def _balance(exercise: ModuleType) -> Result:
         mistake = "the factor E is missing"
     elif np.isclose(mine, right * TOKENS):
         mistake = "a sum over tokens instead of the mean"
-    return Result("balance loss", bool(np.isclose(mine, right, rtol=1e-10)), f"{right:.4f}", f"{mine:.4f}", mistake,
-                  "with f = p = 1/E it must be 1: section 4 (hole 7)")
+    return Result(
+        "balance loss",
+        bool(np.isclose(mine, right, rtol=1e-10)),
+        f"{right:.4f}",
+        f"{mine:.4f}",
+        mistake,
+        "with f = p = 1/E it must be 1: section 4 (hole 7)",
+    )
 
 
 def _biases(exercise: ModuleType) -> Result:
@@ -175,8 +244,14 @@ def _biases(exercise: ModuleType) -> Result:
     mistake = "all move alike, by rate, whatever the distance"
     if np.allclose(mine, -right):
         mistake = "the busy are liked more"
-    return Result(f"biases after loads {load.tolist()}", np.allclose(mine, right), str(right.tolist()),
-                  str(np.round(mine, 3).tolist()), mistake, "np.sign of the distance to the mean: section 4 (hole 8)")
+    return Result(
+        f"biases after loads {load.tolist()}",
+        np.allclose(mine, right),
+        str(right.tolist()),
+        str(np.round(mine, 3).tolist()),
+        mistake,
+        "np.sign of the distance to the mean: section 4 (hole 8)",
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""Exercise 18: a mixture with one expert on each rank: where tokens go, there and back, and what keeps the load even.
+"""Exercise 18: a mixture with one expert on each rank: where tokens go, there and back, and what
+keeps the load even.
 
-Copy this file (`minidist lesson 18 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 18 DIR/exercise_18.py`. What you may use:
+Copy this file (`minidist lesson 18 --copy DIR`), replace each `hole(...)` by your own code, and
+grade it: `minidist check 18 DIR/exercise_18.py`. What you may use:
 
     group.rank, group.size
-    group.all_to_all(pieces)   pieces: a list, one array for each rank; returns a list, what each rank had for this one
+    group.all_to_all(pieces)   pieces: a list, one array for each rank; returns a list, what each
+                               rank had for this one
 """
 
 import math
@@ -20,16 +22,20 @@ def choose(chances, k):
 
 
 def places(capacity, k, tokens, experts):
-    """How many of a sequence's tokens an expert takes: `capacity` times its even share of the choices, rounded up."""
+    """How many of a sequence's tokens an expert takes: `capacity` times its even share of the
+    choices, rounded up."""
     return math.ceil(hole(2, "capacity times the even share", capacity, k, tokens, experts))
 
 
 def keep(chosen, room, experts):
-    """Which choices of one sequence are taken: (T, k) integers -> (T, k) bools. Earlier tokens come first."""
+    """Which choices of one sequence are taken: (T, k) integers -> (T, k) bools. Earlier tokens come
+    first."""
     taken, kept = [0] * experts, np.zeros(chosen.shape, bool)
     for token in range(len(chosen)):
         for choice, expert in enumerate(chosen[token]):
-            kept[token, choice] = hole(3, "is there a place left at this expert?", taken[expert], room)
+            kept[token, choice] = hole(
+                3, "is there a place left at this expert?", taken[expert], room
+            )
             taken[expert] += 1
     return kept
 
@@ -44,7 +50,7 @@ def plain_experts(x, chosen, weight, my_expert, group):
     came = group.all_to_all(hole(5, "a list: the rows for each rank (section 1)", x[order], ends))
     results = my_expert(np.concatenate(came))
     ends = np.cumsum([len(rows) for rows in came])
-    back = group.all_to_all(np.split(results, ends[:-1]))                   # and come home
+    back = group.all_to_all(np.split(results, ends[:-1]))  # and come home
     y = np.empty_like(x)
     hole(6, "put the rows that came back where their tokens stand in y (section 1)", y, order, back)
     return weight[:, None] * y
@@ -58,5 +64,8 @@ def balance_loss(chosen, chances):
 
 
 def move_biases(bias, load, rate):
-    """The biases after a step: (E,) numbers, (E,) tokens that chose each expert in the whole batch."""
-    return bias + hole(8, "rate up for an expert with less than the mean, rate down for one with more", load, rate)
+    """The biases after a step: (E,) numbers, (E,) tokens that chose each expert in the whole
+    batch."""
+    return bias + hole(
+        8, "rate up for an expert with less than the mean, rate down for one with more", load, rate
+    )

@@ -20,25 +20,39 @@ BALANCES = {"none": "no balancing", "loss": "balance loss", "bias": "biases"}
 
 def moe_config(balance: str = "loss", **changes: Any) -> MixtureConfig:
     """Eight experts, two a token; biases move fast enough for a short run."""
-    return MixtureConfig(**{"experts": EXPERTS, "top_k": 2, "balance": balance, "bias_rate": 0.02,
-                            "balance_weight": 0.05, **changes})
+    return MixtureConfig(
+        **{
+            "experts": EXPERTS,
+            "top_k": 2,
+            "balance": balance,
+            "bias_rate": 0.02,
+            "balance_weight": 0.05,
+            **changes,
+        }
+    )
 
 
 def global_batch(step: int, sequences: int = SEQUENCES) -> tuple[np.ndarray, np.ndarray]:
-    """(inputs, targets), by step alone: small ids are common, and the next id mostly follows from the last."""
+    """(inputs, targets), by step alone: small ids are common, and the next id mostly follows from
+    the last."""
     count = sequences * (CONFIG.context + 1)
-    chance = random_bits(f"lesson 18, step {step}", 0, range(2 * count)).astype(np.float64) / 2.0**64
+    chance = (
+        random_bits(f"lesson 18, step {step}", 0, range(2 * count)).astype(np.float64) / 2.0**64
+    )
     fresh = (CONFIG.vocabulary * chance[:count] ** 3).astype(np.int64).reshape(sequences, -1)
     follows = chance[count:].reshape(sequences, -1) < 0.7
     ids = fresh.copy()
     for place in range(1, ids.shape[1]):
-        ids[:, place] = np.where(follows[:, place], (ids[:, place - 1] * 5 + 3) % CONFIG.vocabulary, fresh[:, place])
+        ids[:, place] = np.where(
+            follows[:, place], (ids[:, place - 1] * 5 + 3) % CONFIG.vocabulary, fresh[:, place]
+        )
     return np.array(ids[:, :-1]), np.array(ids[:, 1:])
 
 
 @dataclass
 class Run:
-    """A trained mixture and what was seen on the way: loads (steps, layers, 2, experts), losses without balance."""
+    """A trained mixture and what was seen on the way: loads (steps, layers, 2, experts), losses
+    without balance."""
 
     strategy: ExpertParallel
     loads: np.ndarray
@@ -47,8 +61,15 @@ class Run:
     rows: int
 
 
-def train(group: Group, config: MixtureConfig, steps: int, *, lr: float = 0.005, key: Any = None,
-          lopsided: bool = False) -> Run:
+def train(
+    group: Group,
+    config: MixtureConfig,
+    steps: int,
+    *,
+    lr: float = 0.005,
+    key: Any = None,
+    lopsided: bool = False,
+) -> Run:
     """Train on the ranks of `group`.
 
     Args:    key: key(step, part) may say what noise depends on.
@@ -61,7 +82,9 @@ def train(group: Group, config: MixtureConfig, steps: int, *, lr: float = 0.005,
     state = {"step": 0}
 
     def loss(part: Any, divisor: int) -> Any:
-        of_part = key or (lambda step, part: DropoutKey.of_sequences(SEED, step, part.first, *part.inputs.shape))
+        of_part = key or (
+            lambda step, part: DropoutKey.of_sequences(SEED, step, part.first, *part.inputs.shape)
+        )
         return model.loss(part.inputs, part.targets, divisor, key=of_part(state["step"], part))
 
     strategy = ExpertParallel(model, group, loss=loss)
@@ -74,18 +97,23 @@ def train(group: Group, config: MixtureConfig, steps: int, *, lr: float = 0.005,
         loads.append(strategy.loads.copy())
         rows += int(strategy.routed.sum() - strategy.routed[:, group.rank].sum())
     after = sent_by_verb(group)
-    sent = {axis: {verb: count - before.get(axis, {}).get(verb, 0) for verb, count in verbs.items()}
-            for axis, verbs in after.items()}
+    sent = {
+        axis: {verb: count - before.get(axis, {}).get(verb, 0) for verb, count in verbs.items()}
+        for axis, verbs in after.items()
+    }
     return Run(strategy, np.stack(loads), losses, sent, rows)
 
 
 @dataclass
 class OnNodes:
-    """What experts on several nodes sent and learned. All but the losses are of all ranks together, a step.
+    """What experts on several nodes sent and learned. All but the losses are of all ranks together,
+    a step.
 
-    Attributes: far: bytes that experts' rows and gradients took between nodes; formula: the same by formula.
+    Attributes: far: bytes that experts' rows and gradients took between nodes; formula: the same by
+    formula.
                 tokens: rows of a token, or copies, that left their node, a token and layer.
-                order: the placement that the choices suggest (MixtureConfig.placement), None on one node.
+                order: the placement that the choices suggest (MixtureConfig.placement), None on one
+                node.
     """
 
     losses: list[float]
@@ -96,28 +124,31 @@ class OnNodes:
 
 
 def two_texts(step: int) -> tuple[np.ndarray, np.ndarray]:
-    """A batch of two texts with ids of their own: the first half of the sequences, and so of the ranks, has the even
-    ones.
+    """A batch of two texts with ids of their own: the first half of the sequences, and so of the
+    ranks, has the even ones.
     """
     inputs, targets = global_batch(step)
     second = np.arange(SEQUENCES)[:, None] >= SEQUENCES // 2
-    return tuple(np.asarray(ids // 2 * 2 + second) for ids in (inputs, targets))    # type: ignore[return-value]
+    return tuple(np.asarray(ids // 2 * 2 + second) for ids in (inputs, targets))  # type: ignore[return-value]
 
 
 def experts_on_nodes(ranks: int, top_k: int) -> int:
-    """Return the number of experts, EXPERTS or a multiple, of which each half of the ranks holds at least `top_k`."""
+    """Return the number of experts, EXPERTS or a multiple, of which each half of the ranks holds at
+    least `top_k`."""
     experts = EXPERTS
     while True:
         own = [len(part) for part in np.array_split(np.arange(experts), ranks)]
-        if sum(own[(ranks + 1) // 2:]) >= top_k:
+        if sum(own[(ranks + 1) // 2 :]) >= top_k:
             return experts
         experts += EXPERTS
 
 
-def train_on_nodes(group: Group, config: MixtureConfig, steps: int, *, once_a_node: bool = True) -> OnNodes:
+def train_on_nodes(
+    group: Group, config: MixtureConfig, steps: int, *, once_a_node: bool = True
+) -> OnNodes:
     """Train on two texts, on ranks of which the second half count as another node."""
     nodes, group.nodes = group.nodes, tuple(2 * rank // group.size for rank in range(group.size))
-    experts = group.split(0, axis="ep")         # so that the ledger counts their traffic by itself
+    experts = group.split(0, axis="ep")  # so that the ledger counts their traffic by itself
     here, group.nodes = group.nodes, nodes
     model = expert_parallel(mixture(GPT(CONFIG), config), experts, once_a_node=once_a_node)
     model.initialize(SEED)
@@ -130,14 +161,22 @@ def train_on_nodes(group: Group, config: MixtureConfig, steps: int, *, once_a_no
     far, away = summed(group, [_far(group, here) - before, away]).tolist()
     each = 4 * CONFIG.width + (2 * config.top_k if once_a_node else 0)
     found = strategy.load.placed(group.split(group.rank))
-    return OnNodes(losses, far / steps, away * each * 8 / steps, away / (steps * SEQUENCES * CONFIG.context),
-                   found and tuple(tuple(layer) for layer in found[0].tolist()))
+    return OnNodes(
+        losses,
+        far / steps,
+        away * each * 8 / steps,
+        away / (steps * SEQUENCES * CONFIG.context),
+        found and tuple(tuple(layer) for layer in found[0].tolist()),
+    )
 
 
 def _far(group: Group, nodes: Sequence[int]) -> int:
     """Bytes that this rank has sent to ranks of other nodes for experts."""
-    return sum(axes.get("ep", 0) for rank, axes in group.ledger.sent_to().items()
-               if nodes[group.world_ranks.index(rank)] != nodes[group.rank])
+    return sum(
+        axes.get("ep", 0)
+        for rank, axes in group.ledger.sent_to().items()
+        if nodes[group.world_ranks.index(rank)] != nodes[group.rank]
+    )
 
 
 def tip(model: GPT) -> None:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from minidist.lessons.running import Break
 
 from minidist.autograd import ops
 from minidist.autograd.recompute import recompute
@@ -14,14 +13,19 @@ from minidist.console import size_text
 from minidist.device import account
 from minidist.errors import GradientError
 from minidist.grading import load_module
+from minidist.lessons.running import Break
 from minidist.parallel.memory.activations import checkpoint
 from minidist.parallel.memory.kept_inputs import InputKeeper
 
-lab, kept = (load_module(Path(__file__).resolve().with_name(name), "19") for name in ("experiments.py", "kept.py"))
+lab, kept = (
+    load_module(Path(__file__).resolve().with_name(name), "19")
+    for name in ("experiments.py", "kept.py")
+)
 
 
 def fresh_dropout() -> None:
-    """Random numbers from a generator that goes on, not from a key: the second forward drops other places."""
+    """Random numbers from a generator that goes on, not from a key: the second forward drops other
+    places."""
     generator = np.random.default_rng(0)
 
     def drop(x: Any) -> Any:
@@ -30,8 +34,11 @@ def fresh_dropout() -> None:
     x = tensor(np.ones(8), requires_grad=True)
     y = recompute(drop, x)
     y.sum().backward()
-    print(f"forward kept  {(y.data != 0).astype(int)}\nbackward kept {(np.asarray(x.grad) != 0).astype(int)}: "
-          f"no error, and a gradient of another function")
+    print(
+        f"forward kept  {(y.data != 0).astype(int)}\nbackward kept "
+        f"{(np.asarray(x.grad) != 0).astype(int)}: "
+        f"no error, and a gradient of another function"
+    )
 
 
 def changed_input() -> None:
@@ -41,8 +48,10 @@ def changed_input() -> None:
     y = recompute(lambda h: ops.linear(h, weight), x)
     x.data[...] = 100.0
     y.sum().backward()
-    print(f"the weight's gradient should be 2 everywhere, it is "
-          f"{np.asarray(weight.grad)[0, 0]:g}: the input was not a copy")
+    print(
+        f"the weight's gradient should be 2 everywhere, it is "
+        f"{np.asarray(weight.grad)[0, 0]:g}: the input was not a copy"
+    )
 
 
 def other_weights() -> None:
@@ -58,23 +67,34 @@ def other_weights() -> None:
 
 def one_stretch() -> None:
     """The whole stack as one stretch: it comes back all at once."""
-    for name, modules in (("each block", lambda model: model.blocks), ("the whole model", lambda model: [model])):
+    for name, modules in (
+        ("each block", lambda model: model.blocks),
+        ("the whole model", lambda model: [model]),
+    ):
         with account.use(account.MemoryAccount()) as memory:
             model = lab.model_of(lab.CONFIG, "none")
             checkpoint(modules(model))
             loss = model.loss(*lab.batch_of(lab.CONFIG))
             alive = memory.now["activations"]
             loss.backward()
-        print(f"{name:16} at the end of forward {size_text(alive):>9}, at the peak "
-              f"{size_text(memory.peak['activations']):>9}")
+        print(
+            f"{name:16} at the end of forward {size_text(alive):>9}, at the peak "
+            f"{size_text(memory.peak['activations']):>9}"
+        )
 
 
 def round_to_nearest() -> None:
-    """8 bits without chance: the same number is rounded the same way each time, so its error never cancels."""
-    for name, keeper in (("by chance", InputKeeper(["8bit"])), ("to nearest", kept.Nearest(["8bit"]))):
+    """8 bits without chance: the same number is rounded the same way each time, so its error never
+    cancels."""
+    for name, keeper in (
+        ("by chance", InputKeeper(["8bit"])),
+        ("to nearest", kept.Nearest(["8bit"])),
+    ):
         first, *_, last = kept.errors(keeper)
-        print(f"{name:10} error of one gradient {100 * first:.2f} %, of the mean of {kept.DRAWS[-1]}: "
-              f"{100 * last:.2f} %")
+        print(
+            f"{name:10} error of one gradient {100 * first:.2f} %, of the mean of "
+            f"{kept.DRAWS[-1]}: {100 * last:.2f} %"
+        )
 
 
 BREAKS = {

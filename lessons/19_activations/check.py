@@ -1,4 +1,5 @@
-"""Grades exercise 19: formulas, then memory and gradients of real stacks beside a plain backward."""
+"""Grades exercise 19: formulas, then memory and gradients of real stacks beside a plain
+backward."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -28,7 +29,8 @@ ANSWERS = {
 
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
-    """The formula, the best size, then memory and gradients of real stacks, and the rounding to 8 bits."""
+    """The formula, the best size, then memory and gradients of real stacks, and the rounding to 8
+    bits."""
     yield from _formula(exercise)
     for size in SIZES:
         yield from _memory(exercise, size)
@@ -40,12 +42,20 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 def _formula(exercise: ModuleType) -> Iterator[Result]:
     for layers, size, x, a in ((12, 3, 10, 100), (16, 4, 1, 4), (6, 6, 5, 50), (6, 1, 5, 50)):
         target, measured = (layers // size - 1) * x + size * a, exercise.peak(layers, size, x, a)
-        known = {target + x: "the segment's own input counted twice", layers // size * x: "nothing is made again",
-                 layers * x + a: "that keeps every block's input", layers * a: "that is everything kept",
-                 (layers // size - 1) * x + a: "one block is made again, and not one segment"}
-        yield expect(f"peak of {layers} blocks in segments of {size}", target, measured,
-                     known.get(measured, "another number"), "(segments - 1) inputs and one segment's insides: section "
-                                                            "3 (hole 1)")
+        known = {
+            target + x: "the segment's own input counted twice",
+            layers // size * x: "nothing is made again",
+            layers * x + a: "that keeps every block's input",
+            layers * a: "that is everything kept",
+            (layers // size - 1) * x + a: "one block is made again, and not one segment",
+        }
+        yield expect(
+            f"peak of {layers} blocks in segments of {size}",
+            target,
+            measured,
+            known.get(measured, "another number"),
+            "(segments - 1) inputs and one segment's insides: section 3 (hole 1)",
+        )
     for layers in (10, 12, 16, 36):
         for x, a in STACKS:
             best = _best_size(exercise, layers, x, a)
@@ -56,19 +66,31 @@ def _formula(exercise: ModuleType) -> Iterator[Result]:
 
 def _best_size(exercise: ModuleType, layers: int, x: int, a: int) -> Result:
     """A size with the lowest peak; of several, any."""
-    peaks = {size: exercise.peak(layers, size, x, a) for size in range(1, layers + 1) if layers % size == 0}
+    peaks = {
+        size: exercise.peak(layers, size, x, a)
+        for size in range(1, layers + 1)
+        if layers % size == 0
+    }
     lowest = min(peaks.values())
     best = [size for size, found in peaks.items() if found == lowest]
     measured = exercise.best_size(layers, x, a)
-    return Result(f"best size for {layers} blocks, x = {x}, a = {a}", measured in best,
-                  " or ".join(map(str, best)), str(measured), "another size has a lower peak",
-                  "min(sizes, key=...) of your own peak (hole 2)")
+    return Result(
+        f"best size for {layers} blocks, x = {x}, a = {a}",
+        measured in best,
+        " or ".join(map(str, best)),
+        str(measured),
+        "another size has a lower peak",
+        "min(sizes, key=...) of your own peak (hole 2)",
+    )
 
 
 def _stack() -> tuple[list[Parameter], list[Block], Tensor]:
     """Weights, blocks of one weight each, and an input."""
     draw = np.random.default_rng(3)
-    weights = [Parameter(draw.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5, name=f"w{i}") for i in range(LAYERS)]
+    weights = [
+        Parameter(draw.normal(size=(WIDTH, WIDTH)) / WIDTH**0.5, name=f"w{i}")
+        for i in range(LAYERS)
+    ]
 
     def block(weight: Parameter) -> Block:
         return lambda x: ops.gelu(ops.linear(x, weight))
@@ -78,18 +100,22 @@ def _stack() -> tuple[list[Parameter], list[Block], Tensor]:
 
 def _segments(blocks: list[Block], size: int) -> list[Block]:
     """Blocks of `size` blocks."""
+
     def segment(part: list[Block]) -> Block:
         def run(x: Tensor) -> Tensor:
             for block in part:
                 x = block(x)
             return x
+
         return run
 
-    return [segment(blocks[start:start + size]) for start in range(0, len(blocks), size)]
+    return [segment(blocks[start : start + size]) for start in range(0, len(blocks), size)]
 
 
 def _memory(exercise: ModuleType, size: int) -> Iterator[Result]:
-    """What is alive when forward is over, as the last block is about to be made again: the inputs."""
+    """What is alive when forward is over, as the last block is about to be made again: the
+    inputs."""
+
     def alive(recompute: Callable[..., object]) -> int:
         seen: list[int] = []
         with account.use(account.MemoryAccount()) as memory:
@@ -105,9 +131,14 @@ def _memory(exercise: ModuleType, size: int) -> Iterator[Result]:
         return seen[1] if len(seen) > 1 else 0
 
     target, found = alive(plain_recompute), alive(exercise.plain_recompute)
-    yield Result(f"alive after forward, segments of {size}", found <= target, size_text(target), size_text(found),
-                 "more than inputs: the tape was kept", "run forward in `with no_grad():`, and keep inputs alone: "
-                 "section 1 (holes 3, 4)")
+    yield Result(
+        f"alive after forward, segments of {size}",
+        found <= target,
+        size_text(target),
+        size_text(found),
+        "more than inputs: the tape was kept",
+        "run forward in `with no_grad():`, and keep inputs alone: section 1 (holes 3, 4)",
+    )
 
 
 def _gradients(exercise: ModuleType, size: int) -> Iterator[Result]:
@@ -122,23 +153,41 @@ def _gradients(exercise: ModuleType, size: int) -> Iterator[Result]:
     for weight in weights:
         weight.zero_grad()
     dx = exercise.plain_recompute(_segments(blocks, size), x, dy)
-    right = sum(weight.grad is not None and np.array_equal(weight.grad, target)
-                for weight, target in zip(weights, targets, strict=True))
+    right = sum(
+        weight.grad is not None and np.array_equal(weight.grad, target)
+        for weight, target in zip(weights, targets, strict=True)
+    )
     last = LAYERS - size
-    mistake = ("the gradient does not reach the segment before" if right == size else
-               "a segment starts from another's input" if weights[last].grad is not None else "no weight got one")
-    yield expect(f"weights with the right gradient, segments of {size}", LAYERS, right, mistake,
-                 "take the last kept input, go back through it, hand on again.grad: section 1 (holes 4, 5, 6)")
+    mistake = (
+        "the gradient does not reach the segment before"
+        if right == size
+        else "a segment starts from another's input"
+        if weights[last].grad is not None
+        else "no weight got one"
+    )
+    yield expect(
+        f"weights with the right gradient, segments of {size}",
+        LAYERS,
+        right,
+        mistake,
+        "take the last kept input, go back through it, hand on again.grad: section 1 (holes 4, "
+        "5, 6)",
+    )
     same = isinstance(dx, np.ndarray) and np.array_equal(dx, np.asarray(start.grad))
-    yield Result(f"gradient of the input, segments of {size}", same, "that of a plain backward",
-                 "equal" if same else "another", "what is returned is not the first segment's",
-                 "the last dy (hole 6)")
+    yield Result(
+        f"gradient of the input, segments of {size}",
+        same,
+        "that of a plain backward",
+        "equal" if same else "another",
+        "what is returned is not the first segment's",
+        "the last dy (hole 6)",
+    )
 
 
 def _codes(exercise: ModuleType) -> Iterator[Result]:
     """The mean of the codes over many chances, in steps of the scale: the numbers themselves."""
     x = np.random.default_rng(5).normal(size=16)
-    chances = (np.arange(1000)[:, None] / 1000 + np.arange(16) / 16) % 1        # of each number another
+    chances = (np.arange(1000)[:, None] / 1000 + np.arange(16) / 16) % 1  # of each number another
     draws = [exercise.codes_of(x, chance) for chance in chances]
     codes = np.mean([np.asarray(code, np.float64) for code, _ in draws], axis=0)
     scale = draws[0][1]
@@ -147,13 +196,29 @@ def _codes(exercise: ModuleType) -> Iterator[Result]:
     other = chances[0].copy()
     other[0] = 0.999
     own = np.array_equal(exercise.codes_of(x, other)[0][1:], draws[0][0][1:])
-    mistake = ("a number is rounded the same way whatever the chance" if same else
-               "the mean is half a step too high" if abs(error - 0.5) < 0.02 else "the mean is another number")
-    yield Result("codes of the other numbers, where one chance changes", own, "the same",
-                 "the same" if own else "others", "a number is rounded by another's chance",
-                 "each number has a chance of its own: section 5 (hole 7)")
-    yield Result("mean code over 1000 chances", error < 0.01, "x / scale", f"off by {error:.2f} of a step", mistake,
-                 "add the chance, then take the floor: section 5 (hole 7)")
+    mistake = (
+        "a number is rounded the same way whatever the chance"
+        if same
+        else "the mean is half a step too high"
+        if abs(error - 0.5) < 0.02
+        else "the mean is another number"
+    )
+    yield Result(
+        "codes of the other numbers, where one chance changes",
+        own,
+        "the same",
+        "the same" if own else "others",
+        "a number is rounded by another's chance",
+        "each number has a chance of its own: section 5 (hole 7)",
+    )
+    yield Result(
+        "mean code over 1000 chances",
+        error < 0.01,
+        "x / scale",
+        f"off by {error:.2f} of a step",
+        mistake,
+        "add the chance, then take the floor: section 5 (hole 7)",
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Exercise 19: a stack of blocks that keeps their inputs alone, what a stack in segments needs, and 8 bits.
+"""Exercise 19: a stack of blocks that keeps their inputs alone, what a stack in segments needs, and
+8 bits.
 
-Copy this file (`minidist lesson 19 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 19 DIR/exercise_19.py`. A block may be a segment of several layers: its input alone is kept.
+Copy this file (`minidist lesson 19 --copy DIR`), replace each `hole(...)` by your own code, and
+grade it: `minidist check 19 DIR/exercise_19.py`. A block may be a segment of several layers: its
+input alone is kept.
 """
 
 import numpy as np
@@ -11,9 +13,11 @@ from minidist.grading import hole
 
 
 def peak(layers, size, x, a):
-    """Bytes at the peak of backward: kept inputs, x bytes each, and the insides of one segment, a bytes a block.
+    """Bytes at the peak of backward: kept inputs, x bytes each, and the insides of one segment, a
+    bytes a block.
 
-    `size` divides `layers`. The segment that is made again needs its own input too, but a counts that.
+    `size` divides `layers`. The segment that is made again needs its own input too, but a counts
+    that.
     """
     segments = layers // size
     return hole(1, "the kept inputs of the other segments, and one segment made again", segments)
@@ -28,7 +32,8 @@ def best_size(layers, x, a):
 def plain_recompute(blocks, x, dy):
     """Forward and backward through blocks that keep their inputs alone; returns the gradient of x.
 
-    Args:    blocks: functions of one Tensor; x: a Tensor; dy: the gradient of what comes out, an array.
+    Args:    blocks: functions of one Tensor; x: a Tensor; dy: the gradient of what comes out, an
+             array.
     """
     kept = []
     with hole(3, "how is forward run, so that nothing stays on the tape? (section 1)"):
@@ -36,17 +41,28 @@ def plain_recompute(blocks, x, dy):
             hole(4, "keep what backward will need of this block (section 1)", kept, x)
             x = block(x)
     for block in reversed(blocks):
-        again = hole(5, "this block's input as the start of a new tape, asking for its gradient (section 1)", kept)
-        block(again).backward(dy)                                # forward once more, with a tape, and back
+        again = hole(
+            5,
+            "this block's input as the start of a new tape, asking for its gradient (section 1)",
+            kept,
+        )
+        block(again).backward(dy)  # forward once more, with a tape, and back
         dy = hole(6, "the gradient for the block before (section 1)", again)
     return dy
 
 
 def codes_of(x, chance):
-    """Codes of one byte and the scale of a group of numbers, as in section 5: code × scale is x on average.
+    """Codes of one byte and the scale of a group of numbers, as in section 5: code × scale is x on
+    average.
 
     Args:    chance: uniform in [0, 1), one for each number.
     """
     scale = np.abs(x).max() / 127
-    codes = hole(7, "whole numbers, of which the mean over all chances is x / scale (section 5)", x, scale, chance)
+    codes = hole(
+        7,
+        "whole numbers, of which the mean over all chances is x / scale (section 5)",
+        x,
+        scale,
+        chance,
+    )
     return codes.astype(np.int8), scale

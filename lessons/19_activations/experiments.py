@@ -1,4 +1,5 @@
-"""What lesson 19, its figure and its break-its run: a small model that keeps its activations in one of three ways."""
+"""What lesson 19, its figure and its break-its run: a small model that keeps its activations in one
+of three ways."""
 
 import time
 from dataclasses import replace
@@ -54,15 +55,24 @@ def peak(config: GPTConfig, which: str) -> int:
 
 def record(group: Group) -> dict[str, Any]:
     """One step's curve by way, the quickest of several; and the peaks for k blocks."""
-    curves = {which: min((one_step(which) for _ in range(7)), key=lambda curve: curve["moments"][-1][0])
-              for which in WAYS}
+    curves = {
+        which: min((one_step(which) for _ in range(7)), key=lambda curve: curve["moments"][-1][0])
+        for which in WAYS
+    }
     each = inside(CONFIG)
-    return {"curves": curves, "input": each["all"], "inside": each["none"],
-            "peaks": [peak(CONFIG, ",".join(map(str, range(k))) or "none") for k in range(CONFIG.layers + 1)]}
+    return {
+        "curves": curves,
+        "input": each["all"],
+        "inside": each["none"],
+        "peaks": [
+            peak(CONFIG, ",".join(map(str, range(k))) or "none") for k in range(CONFIG.layers + 1)
+        ],
+    }
 
 
 def one_step(which: str) -> dict[str, Any]:
-    """{"moments": (seconds, activation bytes) at every module and gradient of a step, "turn": when forward ended}."""
+    """{"moments": (seconds, activation bytes) at every module and gradient of a step, "turn": when
+    forward ended}."""
     with account.use(account.MemoryAccount()) as memory:
         model, batch = model_of(CONFIG, which), batch_of(CONFIG)
         moments: list[tuple[float, int]] = []

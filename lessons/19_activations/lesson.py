@@ -1,8 +1,8 @@
 """Lesson 19: keep less of the forward, and compute it again when backward asks.
 
-    python lessons/19_activations/lesson.py
-    mpirun -n 4 python lessons/19_activations/lesson.py           # sections 5 and 8 on real ranks
-    python lessons/19_activations/lesson.py --break fresh-dropout # see README.md, section 9
+python lessons/19_activations/lesson.py
+mpirun -n 4 python lessons/19_activations/lesson.py           # sections 5 and 8 on real ranks
+python lessons/19_activations/lesson.py --break fresh-dropout # see README.md, section 9
 """
 
 import statistics
@@ -13,20 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import arguments, run_lesson
 
 from minidist.autograd import ops
 from minidist.autograd.tensor import Parameter, tensor
 from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.grading import load_module
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import arguments, run_lesson
 from minidist.nn import DropoutKey, GPTConfig
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.memory.activations import plain_recompute
 
 HERE = Path(__file__).resolve()
-lab, kept, broken = (load_module(HERE.with_name(name), "19") for name in ("experiments.py", "kept.py", "broken.py"))
+lab, kept, broken = (
+    load_module(HERE.with_name(name), "19") for name in ("experiments.py", "kept.py", "broken.py")
+)
 FLOAT32 = 4
 
 
@@ -69,9 +71,17 @@ def same_gradients(page: Page) -> None:
     rows = []
     for which in lab.WAYS[1:]:
         found = gradients(config, which)
-        rows.append([which, sum(np.array_equal(found[name], plain[name]) for name in plain), len(plain),
-                     f"{max(float(np.max(np.abs(found[name] - plain[name]))) for name in plain):.1e}"])
-    weights = [Parameter(np.random.default_rng(i).normal(size=(16, 16)), name=f"w{i}") for i in range(4)]
+        rows.append(
+            [
+                which,
+                sum(np.array_equal(found[name], plain[name]) for name in plain),
+                len(plain),
+                f"{max(float(np.max(np.abs(found[name] - plain[name]))) for name in plain):.1e}",
+            ]
+        )
+    weights = [
+        Parameter(np.random.default_rng(i).normal(size=(16, 16)), name=f"w{i}") for i in range(4)
+    ]
     blocks = [partial(lambda w, x: ops.gelu(ops.linear(x, w)), weight) for weight in weights]
     x = np.random.default_rng(9).normal(size=(8, 16))
     plain_recompute(blocks, tensor(x), np.ones((8, 16)))
@@ -82,11 +92,17 @@ def same_gradients(page: Page) -> None:
     for weight in weights:
         weight.zero_grad()
     h.backward(np.ones((8, 16)))
-    equal = sum(np.array_equal(a, np.asarray(weight.grad)) for a, weight in zip(loop, weights, strict=True))
+    equal = sum(
+        np.array_equal(a, np.asarray(weight.grad)) for a, weight in zip(loop, weights, strict=True)
+    )
     rows.append(["the loop of section 1", equal, 4, "0.0e+00" if equal == 4 else "not equal"])
-    page.table("Gradients beside those of a plain backward, dropout 0.1", ["kept", "equal to the bit", "of",
-                                                                           "largest difference"], rows,
-               note="what is computed again has the same bits; scores are made by another formula from the saved sums")
+    page.table(
+        "Gradients beside those of a plain backward, dropout 0.1",
+        ["kept", "equal to the bit", "of", "largest difference"],
+        rows,
+        note="what is computed again has the same bits; scores are made by another formula from "
+        "the saved sums",
+    )
 
 
 def input_bytes(config: GPTConfig, batch: int = lab.BATCH) -> int:
@@ -95,8 +111,9 @@ def input_bytes(config: GPTConfig, batch: int = lab.BATCH) -> int:
 
 
 def score_bytes(config: GPTConfig, batch: int = lab.BATCH) -> int:
-    """Bytes of a block's probabilities in a context of up to 64: batch × heads × context² numbers."""
-    return FLOAT32 * batch * config.heads * config.context ** 2
+    """Bytes of a block's probabilities in a context of up to 64: batch × heads × context²
+    numbers."""
+    return FLOAT32 * batch * config.heads * config.context**2
 
 
 def kept_at_the_end(page: Page) -> None:
@@ -104,13 +121,24 @@ def kept_at_the_end(page: Page) -> None:
     rows = []
     for config in (lab.CONFIG, replace(lab.CONFIG, width=128), replace(lab.CONFIG, context=32)):
         each = lab.inside(replace(config, layers=2))
-        rows.append([f"context {config.context}, width {config.width}", size_text(each["none"]),
-                     size_text(each["none"] - each["scores"]), size_text(score_bytes(config)),
-                     verdict(each["none"] - each["scores"], score_bytes(config)), size_text(each["all"]),
-                     size_text(input_bytes(config)), verdict(each["all"], input_bytes(config))])
-    page.table(f"What one block keeps, {lab.BATCH} sequences", ["tokens", "none", "scores less", "4 B heads T²", "",
-                                                            "all", "4 B T width", ""], rows,
-               note="the formulas of parallel/memory/activations.py")
+        rows.append(
+            [
+                f"context {config.context}, width {config.width}",
+                size_text(each["none"]),
+                size_text(each["none"] - each["scores"]),
+                size_text(score_bytes(config)),
+                verdict(each["none"] - each["scores"], score_bytes(config)),
+                size_text(each["all"]),
+                size_text(input_bytes(config)),
+                verdict(each["all"], input_bytes(config)),
+            ]
+        )
+    page.table(
+        f"What one block keeps, {lab.BATCH} sequences",
+        ["tokens", "none", "scores less", "4 B heads T²", "", "all", "4 B T width", ""],
+        rows,
+        note="the formulas of parallel/memory/activations.py",
+    )
 
 
 def peaks(page: Page) -> None:
@@ -122,10 +150,23 @@ def peaks(page: Page) -> None:
         which = ",".join(map(str, range(k))) or "none"
         measured = lab.peak(lab.CONFIG, which)
         saved = k * (a - x) if k < lab.CONFIG.layers else (k - 1) * (a - x)
-        rows.append([f"{k} of {lab.CONFIG.layers}", size_text(measured), f"{100 * measured / most:.0f} %",
-                     size_text(most - measured), size_text(saved), verdict(most - measured, saved, 0.05)])
-    page.table("Blocks that keep their inputs alone", ["blocks", "peak", "", "less", "k (a - x)", ""], rows,
-               note="the last block gains nothing: backward begins there and makes all of it again at once")
+        rows.append(
+            [
+                f"{k} of {lab.CONFIG.layers}",
+                size_text(measured),
+                f"{100 * measured / most:.0f} %",
+                size_text(most - measured),
+                size_text(saved),
+                verdict(most - measured, saved, 0.05),
+            ]
+        )
+    page.table(
+        "Blocks that keep their inputs alone",
+        ["blocks", "peak", "", "less", "k (a - x)", ""],
+        rows,
+        note="the last block gains nothing: backward begins there and makes all of it again at "
+        "once",
+    )
 
 
 def seconds(page: Page) -> None:
@@ -140,10 +181,20 @@ def seconds(page: Page) -> None:
             spent[which].append(time.perf_counter() - begin)
             model.zero_grad()
     plain = statistics.median(spent["none"])
-    page.table("Forward and backward, median of 5", ["kept", "ms", "of none"],
-               [[which, f"{1e3 * statistics.median(times):.1f}", f"{statistics.median(times) / plain:.2f}"]
-                for which, times in spent.items()],
-               note="with B = 2F, \"all\" should take 4/3; embedding, norm and output are not computed again")
+    page.table(
+        "Forward and backward, median of 5",
+        ["kept", "ms", "of none"],
+        [
+            [
+                which,
+                f"{1e3 * statistics.median(times):.1f}",
+                f"{statistics.median(times) / plain:.2f}",
+            ]
+            for which, times in spent.items()
+        ],
+        note='with B = 2F, "all" should take 4/3; embedding, norm and output are not computed '
+        "again",
+    )
 
 
 def traffic(group: Group, page: Page) -> None:
@@ -158,14 +209,24 @@ def traffic(group: Group, page: Page) -> None:
         losses = [trainer.step(batch) for _ in range(2)]
         after = group.ledger.sent_bytes("step").get("dp", {})
         sent = {verb: after[verb] - before.get(verb, 0) for verb in after}
-        rows.append([which, sent.get("all_gather", 0), sent.get("reduce_scatter", 0), f"{losses[-1]:.6f}",
-                     size_text(trainer.account.peak["activations"])])
+        rows.append(
+            [
+                which,
+                sent.get("all_gather", 0),
+                sent.get("reduce_scatter", 0),
+                f"{losses[-1]:.6f}",
+                size_text(trainer.account.peak["activations"]),
+            ]
+        )
         trainer.close()
     rows[1].insert(3, verdict(sum(map(int, rows[1][1:3])), sum(map(int, rows[0][1:3]))))
     rows[0].insert(3, "")
-    page.table(f"Two steps of ZeRO-3 on {group.size} ranks, rank 0", ["kept", "all_gather", "reduce_scatter", "",
-                                                                      "loss", "peak of activations"], rows,
-               note="the weights of a unit are there for its backward, and its forward runs then")
+    page.table(
+        f"Two steps of ZeRO-3 on {group.size} ranks, rank 0",
+        ["kept", "all_gather", "reduce_scatter", "", "loss", "peak of activations"],
+        rows,
+        note="the weights of a unit are there for its backward, and its forward runs then",
+    )
 
 
 BREAKS = broken.BREAKS

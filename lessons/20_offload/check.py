@@ -1,4 +1,5 @@
-"""Grades exercise 20: formulas beside the accounts of real steps, loops by the order of what they began and awaited."""
+"""Grades exercise 20: formulas beside the accounts of real steps, loops by the order of what they
+began and awaited."""
 
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,8 @@ CUT_FROM = (plain_offload,)
 ANSWERS = {
     3: "2 * parameters",
     4: "(2 + 4 + 4 + 4) * parameters",
-    5: '{"device to host": passes * itemsize * parameters, "host to device": itemsize * parameters}',
+    5: '{"device to host": passes * itemsize * parameters, "host to device": itemsize * '
+    "parameters}",
     6: "(4 + 4 + 8) * parameters",
     7: """
         if index + 1 < len(units):
@@ -50,11 +52,14 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 def _run(plan: dict[str, Any]) -> dict[str, Any]:
     """Two steps on one rank."""
-    return md.run(lambda world: lab.train(world, plan, steps=2, config=SMALL), size=1, limit=60.0)[0]
+    return md.run(lambda world: lab.train(world, plan, steps=2, config=SMALL), size=1, limit=60.0)[
+        0
+    ]
 
 
 class _Model(GPT):
-    """A model that keeps the arrays of its last gradients, so that a copy can be told from the array itself."""
+    """A model that keeps the arrays of its last gradients, so that a copy can be told from the
+    array itself."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -82,8 +87,11 @@ class _HostAdam(Adam):
 
     def step(self, *given: Any, **options: Any) -> Any:
         """Count, then update."""
-        self.shared += sum(h.grad is not None and np.shares_memory(h.grad, gradient)
-                           for h in self.host for gradient in self.model.last)
+        self.shared += sum(
+            h.grad is not None and np.shares_memory(h.grad, gradient)
+            for h in self.host
+            for gradient in self.model.last
+        )
         return super().step(*given, **options)
 
 
@@ -94,34 +102,71 @@ def _plain(exercise: ModuleType) -> Iterator[Result]:
     def trained(loop: Any) -> tuple[np.ndarray, np.ndarray, int, int, int]:
         model = _Model(SMALL)
         model.initialize(0)
-        host, arrays = [Parameter(p.data.copy(), name=p.name) for p in model.parameters()], [
-            p.data for p in model.parameters()]
+        host, arrays = (
+            [Parameter(p.data.copy(), name=p.name) for p in model.parameters()],
+            [p.data for p in model.parameters()],
+        )
         optimizer = _HostAdam(host, model)
         with np.errstate(all="ignore"):
             loop(model, optimizer, [(part[:, :-1], part[:, 1:]) for part in ids], host)
-        shared = sum(p.data is not array or np.shares_memory(p.data, h.data)
-                     for p, h, array in zip(model.parameters(), host, arrays, strict=True))
-        return (np.concatenate([p.data.ravel() for p in model.parameters()]),
-                np.concatenate([h.data.ravel() for h in host]),
-                sum(p.grad is not None for p in model.parameters()), shared, optimizer.shared)
+        shared = sum(
+            p.data is not array or np.shares_memory(p.data, h.data)
+            for p, h, array in zip(model.parameters(), host, arrays, strict=True)
+        )
+        return (
+            np.concatenate([p.data.ravel() for p in model.parameters()]),
+            np.concatenate([h.data.ravel() for h in host]),
+            sum(p.grad is not None for p in model.parameters()),
+            shared,
+            optimizer.shared,
+        )
 
-    target, found, start = (trained(loop) for loop in (
-        plain_offload, exercise.plain_offload, lambda *_: None))
-    yield expect("gradients on the device after a step", 0, found[2], "they stay on the device",
-                 "p.zero_grad() once the copy is down, or the next step adds to them: section 1 (hole 1)")
-    yield expect("gradients of the host that are the device's own arrays", 0, found[4],
-                 "the host reads device memory",
-                 "the gradient goes down: h.grad is a copy of p.grad: section 1 (hole 1)")
-    mistake = "the new weights never reach the device" if np.array_equal(found[0], start[0]) else "other weights"
-    yield Result("weights on the device", np.array_equal(found[0], found[1]), "the host's",
-                 "the host's" if np.array_equal(found[0], found[1]) else "others", mistake,
-                 "p.data[...] = h.data: section 1 (hole 2)")
-    yield expect("weights on the device that are the host's own arrays", 0, found[3], "the device reads host memory",
-                 "p.data[...] = h.data copies: section 1 (hole 2)")
+    target, found, start = (
+        trained(loop) for loop in (plain_offload, exercise.plain_offload, lambda *_: None)
+    )
+    yield expect(
+        "gradients on the device after a step",
+        0,
+        found[2],
+        "they stay on the device",
+        "p.zero_grad() once the copy is down, or the next step adds to them: section 1 (hole 1)",
+    )
+    yield expect(
+        "gradients of the host that are the device's own arrays",
+        0,
+        found[4],
+        "the host reads device memory",
+        "the gradient goes down: h.grad is a copy of p.grad: section 1 (hole 1)",
+    )
+    mistake = (
+        "the new weights never reach the device"
+        if np.array_equal(found[0], start[0])
+        else "other weights"
+    )
+    yield Result(
+        "weights on the device",
+        np.array_equal(found[0], found[1]),
+        "the host's",
+        "the host's" if np.array_equal(found[0], found[1]) else "others",
+        mistake,
+        "p.data[...] = h.data: section 1 (hole 2)",
+    )
+    yield expect(
+        "weights on the device that are the host's own arrays",
+        0,
+        found[3],
+        "the device reads host memory",
+        "p.data[...] = h.data copies: section 1 (hole 2)",
+    )
     moved = not np.array_equal(found[1], start[1])
-    yield Result("weights on the host", np.allclose(found[1], target[1], rtol=1e-5), "the plain version's",
-                 "others" if moved else "as drawn", "other gradients" if moved else "the gradients did not go down",
-                 "h.grad is a copy of p.grad: section 1 (hole 1)")
+    yield Result(
+        "weights on the host",
+        np.allclose(found[1], target[1], rtol=1e-5),
+        "the plain version's",
+        "others" if moved else "as drawn",
+        "other gradients" if moved else "the gradients did not go down",
+        "h.grad is a copy of p.grad: section 1 (hole 1)",
+    )
 
 
 def _between_steps(exercise: ModuleType) -> Iterator[Result]:
@@ -130,17 +175,33 @@ def _between_steps(exercise: ModuleType) -> Iterator[Result]:
         seen = _run({"offload": "optimizer", "precision": precision})
         count = seen["parameters"]
         mine = exercise.between_steps(count, precision != "fp32")
-        device = {4: "gradients do not stay: the bucket is freed when it is down", 14: "the masters lie on the host",
-                  16: "nothing left the device", 6: "masters lie on the host"}
-        yield expect(f"{precision}: bytes on the device", seen["device"]["total"]["now"], mine["device"],
-                     device.get(mine["device"] // count, "wrong bytes"),
-                     "weights alone stay: section 2 (hole 3)")
-        host = {12: "the gradients lie there too", 8: "the masters are missing", 10: "the masters are missing",
-                16: "weights of two bytes stay on the device"}
+        device = {
+            4: "gradients do not stay: the bucket is freed when it is down",
+            14: "the masters lie on the host",
+            16: "nothing left the device",
+            6: "masters lie on the host",
+        }
+        yield expect(
+            f"{precision}: bytes on the device",
+            seen["device"]["total"]["now"],
+            mine["device"],
+            device.get(mine["device"] // count, "wrong bytes"),
+            "weights alone stay: section 2 (hole 3)",
+        )
+        host = {
+            12: "the gradients lie there too",
+            8: "the masters are missing",
+            10: "the masters are missing",
+            16: "weights of two bytes stay on the device",
+        }
         held = sum(seen["host"][kind]["now"] for kind in ("parameters", "gradients", "optimizer"))
-        yield expect(f"{precision}: bytes on the host", held, mine["host"],
-                     host.get(mine["host"] // count, "wrong bytes"),
-                     "gradients 2, masters 4, m 4, v 4: section 2 (hole 4)")
+        yield expect(
+            f"{precision}: bytes on the host",
+            held,
+            mine["host"],
+            host.get(mine["host"] // count, "wrong bytes"),
+            "gradients 2, masters 4, m 4, v 4: section 2 (hole 4)",
+        )
 
 
 def _moved(exercise: ModuleType) -> Iterator[Result]:
@@ -157,8 +218,13 @@ def _moved(exercise: ModuleType) -> Iterator[Result]:
                 mistake = "each pass sends its gradients"
             elif came == 2 * target or came == 4 * target // itemsize:
                 mistake = "weights travel in the device's precision, not as masters"
-            yield expect(f"{precision}, {passes} pass{'es' * (passes > 1)}, {way}", target, came, mistake,
-                         "gradients A times, weights once: section 3 (hole 5)")
+            yield expect(
+                f"{precision}, {passes} pass{'es' * (passes > 1)}, {way}",
+                target,
+                came,
+                mistake,
+                "gradients A times, weights once: section 3 (hole 5)",
+            )
 
 
 def _read(exercise: ModuleType) -> Iterator[Result]:
@@ -167,11 +233,18 @@ def _read(exercise: ModuleType) -> Iterator[Result]:
         seen = _run({"offload": "all", "zero": 3, "accumulate": passes})
         count, target = seen["parameters"], seen["moved"]["disk to host"]
         mine = exercise.read_from_disk(count, passes)
-        known = {12: "the gradients are on disk too", 8: "gradients and weights are on disk too",
-                 20: "in float32 weights are their own masters"}
-        yield expect(f"all on disk, {passes} pass{'es' * (passes > 1)}: bytes read", target, mine,
-                     known.get(16 + (mine - target) // count, "wrong bytes"),
-                     "the update reads the gradient, the weight, m and v: section 3 (hole 6)")
+        known = {
+            12: "the gradients are on disk too",
+            8: "gradients and weights are on disk too",
+            20: "in float32 weights are their own masters",
+        }
+        yield expect(
+            f"all on disk, {passes} pass{'es' * (passes > 1)}: bytes read",
+            target,
+            mine,
+            known.get(16 + (mine - target) // count, "wrong bytes"),
+            "the update reads the gradient, the weight, m and v: section 3 (hole 6)",
+        )
 
 
 class _Move:
@@ -200,23 +273,48 @@ def _stream(exercise: ModuleType) -> Iterator[Result]:
 
     results = exercise.stream(list(UNITS), start_read, compute)
     advice = "start_read the next one before you compute: section 4 (hole 7)"
-    yield expect("stream: results", [unit + unit.upper() for unit in UNITS], results,
-                 "a unit computed with another's weights, or one was left out", advice)
-    yield expect("stream: reads", list(UNITS), [unit for what, unit in events if what == "read"],
-                 "a unit is read twice, or not at all", advice)
+    yield expect(
+        "stream: results",
+        [unit + unit.upper() for unit in UNITS],
+        results,
+        "a unit computed with another's weights, or one was left out",
+        advice,
+    )
+    yield expect(
+        "stream: reads",
+        list(UNITS),
+        [unit for what, unit in events if what == "read"],
+        "a unit is read twice, or not at all",
+        advice,
+    )
     for unit, following in zip(UNITS, UNITS[1:], strict=False):
         begun, computed = events.index(("read", following)), events.index(("compute", unit))
-        yield Result(f"stream: {following} is read while {unit} computes", begun < computed, "begun before",
-                     "begun before" if begun < computed else "begun after", "nothing hides behind the computation",
-                     advice)
+        yield Result(
+            f"stream: {following} is read while {unit} computes",
+            begun < computed,
+            "begun before",
+            "begun before" if begun < computed else "begun after",
+            "nothing hides behind the computation",
+            advice,
+        )
         waited = ("arrived", following) in events[:computed]
-        yield Result(f"stream: the wait for {following}", not waited, f"after {unit} has computed",
-                     f"before {unit} computes" if waited else f"after {unit} has computed",
-                     "nothing hides behind the computation", "begin the read, keep its move, and wait for it at the "
-                     "next turn: section 4 (hole 7)")
+        yield Result(
+            f"stream: the wait for {following}",
+            not waited,
+            f"after {unit} has computed",
+            f"before {unit} computes" if waited else f"after {unit} has computed",
+            "nothing hides behind the computation",
+            "begin the read, keep its move, and wait for it at the next turn: section 4 (hole 7)",
+        )
         early = begun > events.index(("arrived", unit))
-        yield Result(f"stream: buffers while {unit} computes", early, "2", "2" if early else "3",
-                     "more than one unit ahead", "a third buffer is not there: section 4 (hole 7)")
+        yield Result(
+            f"stream: buffers while {unit} computes",
+            early,
+            "2",
+            "2" if early else "3",
+            "more than one unit ahead",
+            "a third buffer is not there: section 4 (hole 7)",
+        )
 
 
 def _update(exercise: ModuleType) -> Iterator[Result]:
@@ -227,9 +325,15 @@ def _update(exercise: ModuleType) -> Iterator[Result]:
         events.append(("up", run))
         return _Move(events, f"{run}'s weights")
 
-    exercise.update(list(UNITS), {run: _Move(events, run) for run in UNITS},
-                    lambda run: events.append(("adam", run)), start_up)
-    advice = "arriving[run].wait(), optimizer_step(run), going.append(start_up(run)): section 1 (hole 8)"
+    exercise.update(
+        list(UNITS),
+        {run: _Move(events, run) for run in UNITS},
+        lambda run: events.append(("adam", run)),
+        start_up,
+    )
+    advice = (
+        "arriving[run].wait(), optimizer_step(run), going.append(start_up(run)): section 1 (hole 8)"
+    )
     for run in UNITS:
         order = [what for what, whose in events if whose == run]
         mistake = "the update did not wait for its gradients"
@@ -241,10 +345,20 @@ def _update(exercise: ModuleType) -> Iterator[Result]:
     last = events.index(("adam", UNITS[-1]))
     first = ("arrived", f"{UNITS[0]}'s weights")
     hidden = first in events and events.index(first) > last
-    yield Result("weights go up while the next run is updated", hidden, "waited for at the end",
-                 "waited for at the end" if hidden else "waited for at once" if first in events else "never waited for",
-                 "nothing hides behind Adam" if first in events else "the step ended before its weights were up",
-                 "keep the moves in going: section 1 (hole 8)")
+    yield Result(
+        "weights go up while the next run is updated",
+        hidden,
+        "waited for at the end",
+        "waited for at the end"
+        if hidden
+        else "waited for at once"
+        if first in events
+        else "never waited for",
+        "nothing hides behind Adam"
+        if first in events
+        else "the step ended before its weights were up",
+        "keep the moves in going: section 1 (hole 8)",
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Exercise 20: say what lies where and what moves; then read ahead, and update as gradients arrive.
 
-Copy this file (`minidist lesson 20 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 20 DIR/exercise_20.py`. The check trains small models from both homes and holds your numbers against
-what their accounts counted, and runs your loops on moves that tell when they were begun and waited for.
+Copy this file (`minidist lesson 20 --copy DIR`), replace each `hole(...)` by your own code, and
+grade it: `minidist check 20 DIR/exercise_20.py`. The check trains small models from both homes and
+holds your numbers against what their accounts counted, and runs your loops on moves that tell when
+they were begun and waited for.
 """
 
 from typing import Any
@@ -13,13 +14,14 @@ from minidist.grading import hole
 
 
 def plain_offload(model, optimizer, batches, host):
-    """ZeRO-Offload on one process: the optimizer is made of `host`, copies of the weights; returns the last loss."""
+    """ZeRO-Offload on one process: the optimizer is made of `host`, copies of the weights; returns
+    the last loss."""
     for inputs, targets in batches:
         loss = model.loss(inputs, targets, divisor=targets.size)
         loss.backward()
         for p, h in zip(model.parameters(), host, strict=True):
             hole(1, "the gradient goes down, a copy of it; and then? (section 1)", p, h)
-        optimizer.step()                                       # Adam on the host, beside its m and v
+        optimizer.step()  # Adam on the host, beside its m and v
         for p, h in zip(model.parameters(), host, strict=True):
             hole(2, "what comes up, into an array that stays where it is? (section 1)", p, h)
     return float(loss.item())
@@ -28,23 +30,32 @@ def plain_offload(model, optimizer, batches, host):
 def between_steps(parameters, mixed):
     """{"device": ..., "host": ...} in bytes with ZeRO-Offload on one device and Adam (section 2).
 
-    Args: parameters: how many numbers; mixed: False for float32, True for bf16 weights and gradients.
+    Args: parameters: how many numbers; mixed: False for float32, True for bf16 weights and
+    gradients.
     """
     if mixed:
-        return {"device": hole(3, "mixed precision: bytes on the device, when each gradient leaves once it is final"),
-                "host": hole(4, "mixed precision: gradients, and all that the optimizer keeps")}
+        return {
+            "device": hole(
+                3,
+                "mixed precision: bytes on the device, when each gradient leaves once it is final",
+            ),
+            "host": hole(4, "mixed precision: gradients, and all that the optimizer keeps"),
+        }
     return {"device": 4 * parameters, "host": (4 + 4 + 8) * parameters}
 
 
 def moved_with_the_host(parameters, itemsize, passes):
-    """{"device to host": ..., "host to device": ...} in bytes a step, for `passes` backward passes (section 3)."""
-    return hole(5, "a dict: gradients go down after each backward, weights come up after the update")
+    """{"device to host": ..., "host to device": ...} in bytes a step, for `passes` backward passes
+    (section 3)."""
+    return hole(
+        5, "a dict: gradients go down after each backward, weights come up after the update"
+    )
 
 
 def read_from_disk(parameters, passes):
     """Bytes a step that ZeRO-Infinity reads, in float32 with Adam (section 3)."""
-    weights = 2 * passes * 4 * parameters       # before each unit's forward, and before its backward
-    gradients = (passes - 1) * 4 * parameters   # what the passes before have added up
+    weights = 2 * passes * 4 * parameters  # before each unit's forward, and before its backward
+    gradients = (passes - 1) * 4 * parameters  # what the passes before have added up
     update = hole(6, "what the update of a parameter has to read, times the parameters")
     return weights + gradients + update
 
@@ -52,7 +63,8 @@ def read_from_disk(parameters, passes):
 def stream(units, start_read, compute):
     """Compute with one unit after the other; while one computes, the next is read (section 4).
 
-    Args: start_read(unit): begins a read, returns a move; move.wait() returns the unit's weights when they are there.
+    Args: start_read(unit): begins a read, returns a move; move.wait() returns the unit's weights
+    when they are there.
           compute(unit, weights): what the unit gives.
     There are two buffers: never more than one unit ahead.
     """
@@ -60,7 +72,12 @@ def stream(units, start_read, compute):
     coming = start_read(units[0])
     for index, unit in enumerate(units):
         weights = coming.wait()
-        hole(7, "begin the read of the next unit, if there is one, and remember its move", index, unit)
+        hole(
+            7,
+            "begin the read of the next unit, if there is one, and remember its move",
+            index,
+            unit,
+        )
         results.append(compute(unit, weights))
     return results
 
@@ -68,12 +85,18 @@ def stream(units, start_read, compute):
 def update(runs, arriving, optimizer_step, start_up):
     """ZeRO-Offload's update, run by run (section 1).
 
-    Args: arriving[run]: the move that brings the run's gradients to the host; optimizer_step(run): Adam on the host;
+    Args: arriving[run]: the move that brings the run's gradients to the host; optimizer_step(run):
+    Adam on the host;
           start_up(run): begins to send the run's new weights up, returns a move.
     While one run is updated, the weights of the one before are on their way.
     """
     going: list[Any] = []
     for run in runs:
-        hole(8, "wait for the run's gradients, update it, begin to send its weights up; keep that move in going", run)
+        hole(
+            8,
+            "wait for the run's gradients, update it, begin to send its weights up; keep that "
+            "move in going",
+            run,
+        )
     for move in going:
         move.wait()

@@ -1,4 +1,5 @@
-"""What lesson 20 and its figure run: a model trained from three homes, watched; a disk that takes its time."""
+"""What lesson 20 and its figure run: a model trained from three homes, watched; a disk that takes
+its time."""
 
 import time
 from dataclasses import asdict
@@ -24,27 +25,40 @@ from minidist.parallel.zero.shards import ShardStore
 from minidist.parallel.zero.zero3 import Zero3
 
 CONFIG = GPTConfig(vocabulary=64, context=8, layers=8, width=48, heads=4)
-SHORT = GPTConfig(vocabulary=64, context=8, layers=4, width=48, heads=4)    # for many ranks
+SHORT = GPTConfig(vocabulary=64, context=8, layers=4, width=48, heads=4)  # for many ranks
 SEQUENCES = 2
 PLANS: dict[str, dict[str, Any]] = {
-    "one device": {}, "optimizer on the host": {"offload": "optimizer", "bucket_bytes": 1 << 16},
-    "all on disk": {"offload": "all", "zero": 3}}
+    "one device": {},
+    "optimizer on the host": {"offload": "optimizer", "bucket_bytes": 1 << 16},
+    "all on disk": {"offload": "all", "zero": 3},
+}
 AXES: dict[str, dict[str, Any]] = {
     "pp=2, tp=2": {"dp": 1, "pp": 2, "tp": 2, "microbatches": 2, "sequence_parallel": True},
-    "dp=4, copies of 2": {"dp": 4, "shard": 2}}
+    "dp=4, copies of 2": {"dp": 4, "shard": 2},
+}
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "workspace")
 
 
-def batch_of(step: int, config: GPTConfig = CONFIG, sequences: int = SEQUENCES) -> tuple[np.ndarray, np.ndarray]:
+def batch_of(
+    step: int, config: GPTConfig = CONFIG, sequences: int = SEQUENCES
+) -> tuple[np.ndarray, np.ndarray]:
     """(inputs, targets) of a step, from the counter hash."""
     bits = random_bits(f"lesson 20, step {step}", 0, range(sequences * (config.context + 1)))
     ids = (bits % np.uint64(config.vocabulary)).astype(np.int64).reshape(sequences, -1)
     return ids[:, :-1], ids[:, 1:]
 
 
-def train(group: Group, plan: dict[str, Any], *, steps: int = 3, config: GPTConfig = CONFIG, watch: bool = False,
-          **options: Any) -> dict[str, Any]:
-    """Steps of a plan on the ranks of `group`, with an account of its own; what came out, lay and moved.
+def train(
+    group: Group,
+    plan: dict[str, Any],
+    *,
+    steps: int = 3,
+    config: GPTConfig = CONFIG,
+    watch: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Steps of a plan on the ranks of `group`, with an account of its own; what came out, lay and
+    moved.
 
     With `watch` the accounts at every module and gradient of the last step, too.
     """
@@ -57,20 +71,29 @@ def train(group: Group, plan: dict[str, Any], *, steps: int = 3, config: GPTConf
                 if moments is not None:
                     moments.on = step == steps - 1
                 if step == 1:
-                    memory.reset_peak()         # the first has drawn the weights
+                    memory.reset_peak()  # the first has drawn the weights
                 losses.append(trainer.step(batch_of(step, config)))
-            return {"losses": losses, "digest": trainer.weights_sha256(), "weights": trainer.state_dict(),
-                    "device": memory.snapshot(), "host": trainer.store.host.snapshot(),
-                    "disk": trainer.store.disk_bytes(), "moments": moments.seen if moments else [],
-                    "moved": {way: nbytes // steps for way, nbytes in trainer.store.traffic.step.items()},
-                    "formula": moved_in_a_step(trainer) if trainer.plan.offload != "none" else {},
-                    "parameters": sum(p.size for p in trainer.model.parameters())}
+            return {
+                "losses": losses,
+                "digest": trainer.weights_sha256(),
+                "weights": trainer.state_dict(),
+                "device": memory.snapshot(),
+                "host": trainer.store.host.snapshot(),
+                "disk": trainer.store.disk_bytes(),
+                "moments": moments.seen if moments else [],
+                "moved": {
+                    way: nbytes // steps for way, nbytes in trainer.store.traffic.step.items()
+                },
+                "formula": moved_in_a_step(trainer) if trainer.plan.offload != "none" else {},
+                "parameters": sum(p.size for p in trainer.model.parameters()),
+            }
         finally:
             trainer.close()
 
 
 class Moments:
-    """Device, host and disk, asked at every module on the way forward and every gradient on the way back."""
+    """Device, host and disk, asked at every module on the way forward and every gradient on the way
+    back."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.on = trainer, False
@@ -84,14 +107,20 @@ class Moments:
             walk(*args)
             self.look("optimizer")
 
-        trainer.optimizer.update = update       # type: ignore[method-assign, assignment]
+        trainer.optimizer.update = update  # type: ignore[method-assign, assignment]
 
     def look(self, phase: str) -> None:
         """One sample."""
         if self.on:
             home = self.trainer.store
-            self.seen.append({"phase": phase, "device": self.trainer.account.now, "host": home.host.now,
-                              "disk": disk_by_category(home)})
+            self.seen.append(
+                {
+                    "phase": phase,
+                    "device": self.trainer.account.now,
+                    "host": home.host.now,
+                    "disk": disk_by_category(home),
+                }
+            )
 
 
 def disk_by_category(home: ShardStore) -> dict[str, int]:
@@ -99,18 +128,21 @@ def disk_by_category(home: ShardStore) -> dict[str, int]:
     held = dict.fromkeys(MEMORY, 0)
     for record in home.disk.records if isinstance(home, OnDisk) else ():
         for key, region in record.regions.items():
-            held[key if key in held else {"weights": "parameters"}.get(key, "optimizer")] += region.nbytes
+            held[key if key in held else {"weights": "parameters"}.get(key, "optimizer")] += (
+                region.nbytes
+            )
     return held
 
 
-# ------------------------------------------------------------------------------------------- a disk that takes its time
+# ----------------------------------------------------------------------- a disk that takes its time
 
 COMPUTE, ACCESS = 12e-3, 4e-3
 """Seconds that a unit computes in each direction, and that the disk takes for a read or a write."""
 
 
 class Slow(Module):
-    """A layer that computes for COMPUTE seconds each way, asleep: so two cores, or one, are enough for the picture."""
+    """A layer that computes for COMPUTE seconds each way, asleep: so two cores, or one, are enough
+    for the picture."""
 
     def __init__(self) -> None:
         self.linear = Linear(16, 16, bias=False, std=0.3, dtype="float64")
@@ -140,8 +172,11 @@ class Stack(Module):
         return ops.sum(y * y) * (1.0 / divisor)
 
 
-def over_a_slow_disk(group: Group, home_class: type[OnDisk] = OnDisk, *, buffers: int = 4) -> dict[str, Any]:
-    """Two steps; of the second its seconds, its spans, and how much of its moves lay under computation."""
+def over_a_slow_disk(
+    group: Group, home_class: type[OnDisk] = OnDisk, *, buffers: int = 4
+) -> dict[str, Any]:
+    """Two steps; of the second its seconds, its spans, and how much of its moves lay under
+    computation."""
     timeline, pace = Timeline(0), Pace(latency=ACCESS)
     with account.use(account.MemoryAccount()):
         home = home_class(buffers=buffers, recorder=timeline, read=pace, write=pace)
@@ -152,17 +187,37 @@ def over_a_slow_disk(group: Group, home_class: type[OnDisk] = OnDisk, *, buffers
                 strategy.step((np.eye(16), np.zeros(16)), optimizer, clip=1.0)
         digest = weights_digest(strategy.state_dict())
         home.close()
-    begin = next(span.start for span in timeline.spans if span.name == "forward" and span.details["step"] == 1)
-    end = next(span.stop for span in timeline.spans if span.name == "backward" and span.details["step"] == 1)
-    stop = next(span.stop for span in timeline.spans if span.name == "step" and span.details["step"] == 1)
+    begin = next(
+        span.start
+        for span in timeline.spans
+        if span.name == "forward" and span.details["step"] == 1
+    )
+    end = next(
+        span.stop
+        for span in timeline.spans
+        if span.name == "backward" and span.details["step"] == 1
+    )
+    stop = next(
+        span.stop for span in timeline.spans if span.name == "step" and span.details["step"] == 1
+    )
 
     def passes(line: Timeline) -> list[Any]:
         return [span for span in moves(line) if begin <= span.start < end]
 
     overlap: Overlap = measure(timeline, of=passes)
-    spans = [asdict(span) for span in timeline.spans
-             if begin <= span.start <= stop or (span.start > stop and span.name.startswith("write"))]     # behind it
-    return {"seconds": stop - begin, "passes": end - begin, "share": overlap.share, "digest": digest,
-            "reads": sum(span.name.startswith("read") for span in passes(timeline)),
-            "writes": sum(span.name.startswith("write") for span in passes(timeline)),
-            "spans": spans, "begin": begin}
+    spans = [
+        asdict(span)
+        for span in timeline.spans
+        # behind it
+        if begin <= span.start <= stop or (span.start > stop and span.name.startswith("write"))
+    ]
+    return {
+        "seconds": stop - begin,
+        "passes": end - begin,
+        "share": overlap.share,
+        "digest": digest,
+        "reads": sum(span.name.startswith("read") for span in passes(timeline)),
+        "writes": sum(span.name.startswith("write") for span in passes(timeline)),
+        "spans": spans,
+        "begin": begin,
+    }

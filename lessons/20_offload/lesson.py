@@ -1,16 +1,15 @@
-"""Lesson 20: offload: device, host and disk; what lies where, what moves, and how it hides behind computation.
+"""Lesson 20: offload: device, host and disk; what lies where, what moves, and how it hides behind
+computation.
 
-    python lessons/20_offload/lesson.py
-    mpirun -n 4 python lessons/20_offload/lesson.py                # each rank offloads its own shards
-    python lessons/20_offload/lesson.py --break one-buffer         # see README.md, section 8
+python lessons/20_offload/lesson.py
+mpirun -n 4 python lessons/20_offload/lesson.py                # each rank offloads its own shards
+python lessons/20_offload/lesson.py --break one-buffer         # see README.md, section 8
 """
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import Break, arguments, run_lesson
 
 import minidist as md
 from minidist.autograd.tensor import Parameter
@@ -19,6 +18,8 @@ from minidist.console import size_text
 from minidist.device import account
 from minidist.errors import DiskError, MemoryLimitError
 from minidist.grading import load_module
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.nn import GPT
 from minidist.observe.records import gather_records
 from minidist.optim import AdamW
@@ -40,11 +41,13 @@ BILLION = 10**9
 def tour(group: Group, page: Page) -> None:
     """The lesson, run by every rank; sections 1 to 5 are about one device, and rank 0's alone."""
     alone = group.split(group.rank)
-    for title, section in (("1  The same weights, wherever the state lies", same_weights),
-                           ("2  Where each byte lies: device, host, disk", where),
-                           ("3  What moves in a step, beside the formula", what_moves),
-                           ("4  A model four times over the limit", over_the_limit),
-                           ("5  Reading ahead, writing behind: a disk that takes its time", hidden)):
+    for title, section in (
+        ("1  The same weights, wherever the state lies", same_weights),
+        ("2  Where each byte lies: device, host, disk", where),
+        ("3  What moves in a step, beside the formula", what_moves),
+        ("4  A model four times over the limit", over_the_limit),
+        ("5  Reading ahead, writing behind: a disk that takes its time", hidden),
+    ):
         page.heading(title)
         if group.rank == 0:
             section(alone, page)
@@ -64,16 +67,32 @@ def same_weights(alone: Group, page: Page) -> None:
     """Weights and losses of three homes; weights of the plain loop."""
     runs = {name: lab.train(alone, plan) for name, plan in lab.PLANS.items()}
     first = runs["one device"]
-    rows = [[name, f"{run['losses'][-1]:.6f}", run["digest"][:12],
-             "ok" if run["digest"] == first["digest"] else "off"] for name, run in runs.items()]
-    page.table("After three steps, float32, AdamW, clipped", ["", "loss", "weights (SHA-256)", "same bits"], rows,
-               note="the same arithmetic in the same order: what lies elsewhere between two uses changes nothing")
+    rows = [
+        [
+            name,
+            f"{run['losses'][-1]:.6f}",
+            run["digest"][:12],
+            "ok" if run["digest"] == first["digest"] else "off",
+        ]
+        for name, run in runs.items()
+    ]
+    page.table(
+        "After three steps, float32, AdamW, clipped",
+        ["", "loss", "weights (SHA-256)", "same bits"],
+        rows,
+        note="the same arithmetic in the same order: what lies elsewhere between two uses "
+        "changes nothing",
+    )
     equal, count = plain_beside_single()
-    page.say(f"The loop of section 1 beside one device, unclipped: {equal} of {count} tensors have the same bits.")
+    page.say(
+        f"The loop of section 1 beside one device, unclipped: {equal} of {count} tensors have "
+        "the same bits."
+    )
 
 
 def plain_beside_single() -> tuple[int, int]:
-    """How many weights have the same bits after the plain loop and after the steps of one device; and of how many."""
+    """How many weights have the same bits after the plain loop and after the steps of one device;
+    and of how many."""
     models = [GPT(lab.CONFIG) for _ in range(2)]
     for model in models:
         model.initialize(1)
@@ -96,15 +115,35 @@ def where(alone: Group, page: Page) -> None:
         device, host = run["device"], run["host"]
         lasting = sum(device[kind]["now"] for kind in ("parameters", "gradients", "optimizer"))
         on_host = sum(host[kind]["now"] for kind in ("parameters", "gradients", "optimizer"))
-        formulas = {"one device": (16, 0, 0), "optimizer on the host": (4, 16, 0), "all on disk": (0, 0, 16)}[name]
-        right = (abs(lasting - formulas[0] * count) <= 100 and on_host == formulas[1] * count
-                 and 0 <= run["disk"] - formulas[2] * count <= pages)
-        rows.append([name, f"{lasting / count:.2f}", f"{on_host / count:.2f}", f"{run['disk'] / count:.2f}",
-                     " + ".join(map(str, formulas)), "ok" if right else "off",
-                     size_text(device["parameters"]["peak"]), size_text(device["gradients"]["peak"])])
-    page.table(f"Bytes a parameter between steps; {run['parameters']:,} parameters in float32",
-               ["", "device", "host", "disk", "formula", "", "peak: weights", "peak: gradients"], rows,
-               note="disk: whole pages. Peaks: two units of weights, three of gradients, or three buckets of 64 KiB")
+        formulas = {
+            "one device": (16, 0, 0),
+            "optimizer on the host": (4, 16, 0),
+            "all on disk": (0, 0, 16),
+        }[name]
+        right = (
+            abs(lasting - formulas[0] * count) <= 100
+            and on_host == formulas[1] * count
+            and 0 <= run["disk"] - formulas[2] * count <= pages
+        )
+        rows.append(
+            [
+                name,
+                f"{lasting / count:.2f}",
+                f"{on_host / count:.2f}",
+                f"{run['disk'] / count:.2f}",
+                " + ".join(map(str, formulas)),
+                "ok" if right else "off",
+                size_text(device["parameters"]["peak"]),
+                size_text(device["gradients"]["peak"]),
+            ]
+        )
+    page.table(
+        f"Bytes a parameter between steps; {run['parameters']:,} parameters in float32",
+        ["", "device", "host", "disk", "formula", "", "peak: weights", "peak: gradients"],
+        rows,
+        note="disk: whole pages. Peaks: two units of weights, three of gradients, or three "
+        "buckets of 64 KiB",
+    )
 
 
 def what_moves(alone: Group, page: Page) -> None:
@@ -114,12 +153,29 @@ def what_moves(alone: Group, page: Page) -> None:
         for name, plan in list(lab.PLANS.items())[1:]:
             run = lab.train(alone, {**plan, "precision": precision})
             count = run["parameters"]
-            formula = (moved_to_host(count, each) if "host" in name
-                       else moved_to_disk(count, 0, count, each, masters=precision != "fp32"))
-            rows += [[f"{name}, {precision}", way, run["moved"].get(way, 0), f"{nbytes / count:g} x {count:,}", nbytes,
-                      verdict(run["moved"].get(way, 0), nbytes)] for way, nbytes in sorted(formula.items())]
-    page.table("Bytes a step", ["", "way", "measured", "formula", "", ""], rows,
-               note="ZeRO-Offload's 2 + 2 bytes a parameter in half precision: `optimizer on the host, bf16`")
+            formula = (
+                moved_to_host(count, each)
+                if "host" in name
+                else moved_to_disk(count, 0, count, each, masters=precision != "fp32")
+            )
+            rows += [
+                [
+                    f"{name}, {precision}",
+                    way,
+                    run["moved"].get(way, 0),
+                    f"{nbytes / count:g} x {count:,}",
+                    nbytes,
+                    verdict(run["moved"].get(way, 0), nbytes),
+                ]
+                for way, nbytes in sorted(formula.items())
+            ]
+    page.table(
+        "Bytes a step",
+        ["", "way", "measured", "formula", "", ""],
+        rows,
+        note="ZeRO-Offload's 2 + 2 bytes a parameter in half precision: `optimizer on the host, "
+        "bf16`",
+    )
 
 
 def over_the_limit(alone: Group, page: Page) -> None:
@@ -130,12 +186,28 @@ def over_the_limit(alone: Group, page: Page) -> None:
     for name, plan in lab.PLANS.items():
         try:
             run = lab.train(alone, {**plan, "device_memory": limit})
-            rows.append([name, size_text(run["device"]["total"]["peak"]), "trains",
-                         "ok" if run["digest"] == free["digest"] else "off"])
+            rows.append(
+                [
+                    name,
+                    size_text(run["device"]["total"]["peak"]),
+                    "trains",
+                    "ok" if run["digest"] == free["digest"] else "off",
+                ]
+            )
         except MemoryLimitError as error:
-            rows.append([name, "", str(error).split(" more for ")[1].split(" do not fit")[0] + " do not fit", ""])
-    page.table(f"Limit {size_text(limit)}; the state alone takes {size_text(16 * count)}",
-               ["", "device's peak", "", "same bits as without a limit"], rows)
+            rows.append(
+                [
+                    name,
+                    "",
+                    str(error).split(" more for ")[1].split(" do not fit")[0] + " do not fit",
+                    "",
+                ]
+            )
+    page.table(
+        f"Limit {size_text(limit)}; the state alone takes {size_text(16 * count)}",
+        ["", "device's peak", "", "same bits as without a limit"],
+        rows,
+    )
 
 
 class NoPrefetch(OnDisk):
@@ -148,53 +220,112 @@ class NoPrefetch(OnDisk):
 def hidden(alone: Group, page: Page) -> None:
     """A step with reading ahead, without, and with one buffer."""
     rows = []
-    for name, home, buffers in (("four buffers", OnDisk, 4), ("four, nothing read ahead", NoPrefetch, 4),
-                                ("one buffer", OnDisk, 1)):
+    for name, home, buffers in (
+        ("four buffers", OnDisk, 4),
+        ("four, nothing read ahead", NoPrefetch, 4),
+        ("one buffer", OnDisk, 1),
+    ):
         run = lab.over_a_slow_disk(alone, home, buffers=buffers)
-        rows.append([name, f"{1e3 * run['passes']:.0f} ms", f"{1e3 * run['seconds']:.0f} ms",
-                     f"{run['reads']} + {run['writes']}", f"{100 * run['share']:.0f} %", run["digest"][:8]])
-    page.table(f"Eight units that compute {1e3 * lab.COMPUTE:.0f} ms each way; a disk of {1e3 * lab.ACCESS:.0f} ms an "
-               f"access", ["", "forward, backward", "the step", "reads + writes", "hidden", "weights"], rows,
-               note=f"computing takes {1e3 * 16 * lab.COMPUTE:.0f} ms; counted are reads and writes that begin in "
-                    f"forward and backward; behind the update, the rest of the step, little hides")
+        rows.append(
+            [
+                name,
+                f"{1e3 * run['passes']:.0f} ms",
+                f"{1e3 * run['seconds']:.0f} ms",
+                f"{run['reads']} + {run['writes']}",
+                f"{100 * run['share']:.0f} %",
+                run["digest"][:8],
+            ]
+        )
+    page.table(
+        f"Eight units that compute {1e3 * lab.COMPUTE:.0f} ms each way; a disk of "
+        f"{1e3 * lab.ACCESS:.0f} ms an access",
+        ["", "forward, backward", "the step", "reads + writes", "hidden", "weights"],
+        rows,
+        note=f"computing takes {1e3 * 16 * lab.COMPUTE:.0f} ms; counted are reads and writes "
+        "that begin in forward and backward; behind the update, the rest of the step, "
+        "little hides",
+    )
 
 
 def all_ranks(group: Group, page: Page) -> None:
     """ZeRO-3 on all ranks, each shard on its own rank's disk."""
     run = lab.train(group, lab.PLANS["all on disk"])
-    records = gather_records(group, {"disk": run["disk"], "host": run["host"]["total"]["peak"],
-                                     "device": run["device"]["total"]["peak"], "digest": run["digest"],
-                                     "moved": run["moved"].get("disk to host", 0)})
+    records = gather_records(
+        group,
+        {
+            "disk": run["disk"],
+            "host": run["host"]["total"]["peak"],
+            "device": run["device"]["total"]["peak"],
+            "digest": run["digest"],
+            "moved": run["moved"].get("disk to host", 0),
+        },
+    )
     if not records:
         return
-    page.table(f"--zero 3 --offload all on {group.size} rank{'s' * (group.size > 1)}",
-               ["", "on disk", "host's peak", "device's peak", "read in a step", "weights"],
-               [[f"rank {rank}", size_text(r["disk"]), size_text(r["host"]), size_text(r["device"]),
-                 size_text(r["moved"]), r["digest"][:8]] for rank, r in enumerate(records)],
-               note="a rank reads and writes its own shards alone, so P disks are P times as fast as one")
+    page.table(
+        f"--zero 3 --offload all on {group.size} rank{'s' * (group.size > 1)}",
+        ["", "on disk", "host's peak", "device's peak", "read in a step", "weights"],
+        [
+            [
+                f"rank {rank}",
+                size_text(r["disk"]),
+                size_text(r["host"]),
+                size_text(r["device"]),
+                size_text(r["moved"]),
+                r["digest"][:8],
+            ]
+            for rank, r in enumerate(records)
+        ],
+        note="a rank reads and writes its own shards alone, so P disks are P times as fast as one",
+    )
 
 
 def other_axes(page: Page) -> None:
-    """Plans of four ranks, these as threads: what the fullest one holds and moves, from three homes."""
+    """Plans of four ranks, these as threads: what the fullest one holds and moves, from three
+    homes."""
     rows = []
     for name, axes in lab.AXES.items():
         size, first = Plan(zero=3, **axes).size, ""
         for home in ("none", "optimizer", "all"):
             plan = {**axes, "zero": 3, "offload": home, "checkpoint_blocks": "all"}
-            ranks = md.run(lambda world, plan=plan: lab.train(world, plan, steps=2, config=lab.SHORT), size=size,
-                           limit=120.0)
+            ranks = md.run(
+                lambda world, plan=plan: lab.train(world, plan, steps=2, config=lab.SHORT),
+                size=size,
+                limit=120.0,
+            )
             first = first or ranks[0]["digest"]
             peak = max(rank["device"]["total"]["peak"] for rank in ranks)
             host = max(rank["host"]["total"]["peak"] for rank in ranks)
             moved = [rank["moved"] for rank in ranks]
-            right = all(rank["digest"] == first for rank in ranks) and moved == [rank["formula"] for rank in ranks]
-            rows.append([name, home, size_text(peak), size_text(host) if host else "",
-                         size_text(max(rank["disk"] for rank in ranks)) if home == "all" else "",
-                         size_text(max(sum(ways.values()) for ways in moved)) if home != "none" else "",
-                         "ok" if right else "off"])
-    page.table("After two steps with ZeRO-3, blocks computed again; the fullest rank", [
-        "axes", "--offload", "device's peak", "host's peak", "on disk", "moved in a step", "bits, bytes"],
-        rows, note="ok: the bits of the plan without offload, and on each rank as many bytes moved as the formula says")
+            right = all(rank["digest"] == first for rank in ranks) and moved == [
+                rank["formula"] for rank in ranks
+            ]
+            rows.append(
+                [
+                    name,
+                    home,
+                    size_text(peak),
+                    size_text(host) if host else "",
+                    size_text(max(rank["disk"] for rank in ranks)) if home == "all" else "",
+                    size_text(max(sum(ways.values()) for ways in moved)) if home != "none" else "",
+                    "ok" if right else "off",
+                ]
+            )
+    page.table(
+        "After two steps with ZeRO-3, blocks computed again; the fullest rank",
+        [
+            "axes",
+            "--offload",
+            "device's peak",
+            "host's peak",
+            "on disk",
+            "moved in a step",
+            "bits, bytes",
+        ],
+        rows,
+        note="ok: the bits of the plan without offload, and on each rank as many bytes moved as "
+        "the formula says",
+    )
 
 
 def seven_billion(page: Page) -> None:
@@ -202,17 +333,31 @@ def seven_billion(page: Page) -> None:
     each = Each.of(2, masters=True)
     host = moved_to_host(7 * BILLION, each)["device to host"]
     disk = moved_to_disk(7 * BILLION, 0, 7 * BILLION, each, masters=True)
-    rows = [["gradients down", size_text(host), f"{host / (900 * BILLION):.2f} s", f"{host / (450 * BILLION):.2f} s",
-             f"{host / (64 * BILLION):.2f} s", ""]]
-    rows += [[f"all: {way}", size_text(disk[way]), "", "", "", f"{disk[way] / (3 * BILLION):.0f} s"]
-             for way in ("disk to host", "host to disk")]
-    page.table("7 billion parameters in mixed precision, one device, seconds a step at",
-               ["", "bytes", "900 GB/s (N2:378)", "450 GB/s", "64 GB/s", "3 GB/s"], rows,
-               note="900: NVLink 4.0 between GPUs, both ways together; 450: one way; 64: PCIe 5.0 x16 one way, which "
-                    "is what lies between a GPU and most hosts; 3: one NVMe drive")
+    rows = [
+        [
+            "gradients down",
+            size_text(host),
+            f"{host / (900 * BILLION):.2f} s",
+            f"{host / (450 * BILLION):.2f} s",
+            f"{host / (64 * BILLION):.2f} s",
+            "",
+        ]
+    ]
+    rows += [
+        [f"all: {way}", size_text(disk[way]), "", "", "", f"{disk[way] / (3 * BILLION):.0f} s"]
+        for way in ("disk to host", "host to disk")
+    ]
+    page.table(
+        "7 billion parameters in mixed precision, one device, seconds a step at",
+        ["", "bytes", "900 GB/s (N2:378)", "450 GB/s", "64 GB/s", "3 GB/s"],
+        rows,
+        note="900: NVLink 4.0 between GPUs, both ways together; 450: one way; 64: PCIe 5.0 x16 "
+        "one way, which is what lies between a GPU and most hosts; 3: one NVMe drive",
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- Break it
+# ----------------------------------------------------------------------------------------- Break it
+
 
 def _alone(work: Any) -> Any:
     return md.run(work, size=1, limit=120.0)[0]
@@ -222,15 +367,20 @@ def no_prefetch() -> None:
     """Each unit waits for its own read."""
     for name, home in (("read ahead", OnDisk), ("read when needed", NoPrefetch)):
         run = _alone(lambda world, home=home: lab.over_a_slow_disk(world, home))
-        print(f"{name:17s} forward and backward {1e3 * run['passes']:.0f} ms, {100 * run['share']:.0f} % hidden")
+        print(
+            f"{name:17s} forward and backward {1e3 * run['passes']:.0f} ms, "
+            f"{100 * run['share']:.0f} % hidden"
+        )
 
 
 def one_buffer() -> None:
     """What is read and what is written take turns in it."""
     for buffers in (4, 2, 1):
         run = _alone(lambda world, n=buffers: lab.over_a_slow_disk(world, buffers=n))
-        print(f"{buffers} buffer{'s' * (buffers > 1)}: a step takes {1e3 * run['seconds']:.0f} ms, "
-              f"{100 * run['share']:.0f} % of the moves hidden, weights {run['digest'][:8]}")
+        print(
+            f"{buffers} buffer{'s' * (buffers > 1)}: a step takes {1e3 * run['seconds']:.0f} ms, "
+            f"{100 * run['share']:.0f} % of the moves hidden, weights {run['digest'][:8]}"
+        )
 
 
 class Hasty(OnHost):
@@ -241,7 +391,9 @@ class Hasty(OnHost):
 
 
 def update_before_arrival() -> None:
-    """Over a bus of 100 ms: the update takes what lies there, the sums of the step before; at first zeros."""
+    """Over a bus of 100 ms: the update takes what lies there, the sums of the step before; at first
+    zeros."""
+
     def work(world: Group, home: type[OnHost]) -> np.ndarray:
         model = GPT(lab.CONFIG)
         model.initialize(seed=1)
@@ -253,17 +405,20 @@ def update_before_arrival() -> None:
         return np.concatenate([p.data.reshape(-1) for p in model.parameters()])
 
     right, hasty = (_alone(lambda world, home=home: work(world, home)) for home in (OnHost, Hasty))
-    print(f"after two steps the largest difference is {np.abs(right - hasty).max():.1e}, and no error came: Adam took "
-          f"the last step's gradients, and zeros in the first")
+    print(
+        f"after two steps the largest difference is {np.abs(right - hasty).max():.1e}, and no "
+        "error came: Adam took the last step's gradients, and zeros in the first"
+    )
 
 
 def forget_to_free() -> None:
     """Units stay on the device: under a limit that holds two of them."""
+
     def work(world: Group) -> None:
         with account.use(account.MemoryAccount(limit=700_000)):
             strategy = Zero3(GPT(lab.CONFIG), world, store=OnDisk(), seed=1)
             for unit in strategy.units:
-                unit.free = lambda: None     # type: ignore[method-assign]
+                unit.free = lambda: None  # type: ignore[method-assign]
             try:
                 strategy.step(lab.batch_of(0), AdamW(strategy.parameters, 1e-3))
             finally:

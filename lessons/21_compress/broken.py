@@ -5,12 +5,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from minidist.lessons.running import LIMIT, Break
 from threadpoolctl import threadpool_limits
 
 from minidist.comm.group import Group
 from minidist.grading import load_module
 from minidist.launch import run
+from minidist.lessons.running import LIMIT, Break
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "21")
 RANKS = 2
@@ -23,29 +23,39 @@ def on_threads(job: Any, *arguments: Any) -> Any:
 
 
 def no_feedback() -> None:
-    """What top-k leaves out is forgotten: small numbers that always point the same way are never sent."""
+    """What top-k leaves out is forgotten: small numbers that always point the same way are never
+    sent."""
+
     def job(group: Group) -> dict[str, dict[str, float]]:
         texts = ("top-k:density=0.001", "top-k:density=0.001,feedback=no")
         found: dict[str, dict[str, float]] = lab.kept(group, 25, texts)
         return found
 
     for name, found in on_threads(job).items():
-        print(f"{name:32} of the sum of 25 gradients {100 * found['sum']:.1f} % has arrived; neither applied nor kept: "
-              f"{found['lost']:.1e} of the largest")
+        print(
+            f"{name:32} of the sum of 25 gradients {100 * found['sum']:.1f} % has arrived; "
+            f"neither applied nor kept: {found['lost']:.1e} of the largest"
+        )
 
 
 def no_masking() -> None:
-    """Momentum correction whose momentum goes on where a number was sent: the old direction is sent again and again."""
+    """Momentum correction whose momentum goes on where a number was sent: the old direction is sent
+    again and again."""
     for name, options in (("masked", ""), ("not masked", ",masking=no")):
         way = {"compress": f"top-k:density=0.01,momentum=0.9{options}"}
         losses = on_threads(train_by_sgd, way)
-        print(f"{name:10} loss of step 1 {losses[0]:.2f}, of step 30 {losses[-1]:.2f}, highest {max(losses):.2f}")
+        print(
+            f"{name:10} loss of step 1 {losses[0]:.2f}, of step 30 {losses[-1]:.2f}, highest "
+            f"{max(losses):.2f}"
+        )
 
 
 def train_by_sgd(group: Group, way: dict[str, Any]) -> list[float]:
     """The losses of 30 steps of SGD without momentum of its own."""
     with np.errstate(all="ignore"):
-        losses: list[float] = lab.train(group, way, 30, optimizer="sgd", lr=0.7, clip=None)["losses"]
+        losses: list[float] = lab.train(group, way, 30, optimizer="sgd", lr=0.7, clip=None)[
+            "losses"
+        ]
     return losses
 
 
@@ -56,18 +66,26 @@ def lost_residual() -> None:
 
 
 def gaps_after_restart(scheme: str) -> dict[str, float]:
-    """Weights after 4 steps, a restart, and 4 more: the largest difference from those of 8 steps without a restart."""
+    """Weights after 4 steps, a restart, and 4 more: the largest difference from those of 8 steps
+    without a restart."""
     whole = on_threads(go_on, scheme, None, None, 8, False)
     with TemporaryDirectory() as folder:
         on_threads(go_on, scheme, None, folder, 4, False)
-        ends = {name: on_threads(go_on, scheme, folder, None, 4, name == "lost") for name in ("restored", "lost")}
-    return {name: max(float(np.abs(weights[key] - whole[key]).max()) for key in whole)
-            for name, weights in ends.items()}
+        ends = {
+            name: on_threads(go_on, scheme, folder, None, 4, name == "lost")
+            for name in ("restored", "lost")
+        }
+    return {
+        name: max(float(np.abs(weights[key] - whole[key]).max()) for key in whole)
+        for name, weights in ends.items()
+    }
 
 
-def go_on(group: Group, scheme: str, start: str | None, end: str | None, steps: int,
-          forget: bool) -> dict[str, np.ndarray]:
-    """Train from a saved state, or from the beginning; save at the end. forget: what was not sent."""
+def go_on(
+    group: Group, scheme: str, start: str | None, end: str | None, steps: int, forget: bool
+) -> dict[str, np.ndarray]:
+    """Train from a saved state, or from the beginning; save at the end. forget: what was not
+    sent."""
     trainer = lab.trainer_of(group, {"compress": scheme})
     if start:
         trainer.load(Path(start) / "saved")

@@ -1,4 +1,5 @@
-"""Grades exercise 21: ranks as threads train by your functions; the library's plain versions are the answer key."""
+"""Grades exercise 21: ranks as threads train by your functions; the library's plain versions are
+the answer key."""
 
 import ast
 import sys
@@ -22,33 +23,79 @@ from minidist.parallel.step.step import Batch
 
 EXERCISE = Path(__file__).with_name("exercise.py")
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")
-SEQUENCES = 7           # rows of every batch: three ranks have 3, 2 and 2
+SEQUENCES = 7  # rows of every batch: three ranks have 3, 2 and 2
 STEPS, EVERY, DENSITY, LIMIT = 6, 3, 0.1, 60.0
 
 CUT_FROM = (plain_compressed_ddp, plain_diloco)
 ANSWERS = {11: "2 * itemsize / (ranks * (4 + itemsize))"}
 """The right code of the hole beyond the plain versions."""
 TOP_K_MISTAKES = {
-    "no error feedback": (1, "residual[...] = gradient.reshape(-1)", "what is not sent stays in the residual, and the "
-                          "next gradient is added to it: section 1 (holes 1, 4)"),
-    "sent twice": (4, "pass", "what was sent is still in the residual: set it to 0 there: section 1 (hole 4)"),
-    "one rank's value at each place": (5, "gradient.reshape(-1)[places] = values", "several ranks may send one place, "
-                                       "and x[places] += values keeps one of them: numpy.add.at (hole 5)"),
-    "a mean": (5, "np.add.at(gradient.reshape(-1), places, values / group.size)", "losses are divided by targets.size, "
-               "so gradients are added (hole 5)")}
+    "no error feedback": (
+        1,
+        "residual[...] = gradient.reshape(-1)",
+        "what is not sent stays in the residual, and the "
+        "next gradient is added to it: section 1 (holes 1, 4)",
+    ),
+    "sent twice": (
+        4,
+        "pass",
+        "what was sent is still in the residual: set it to 0 there: section 1 (hole 4)",
+    ),
+    "one rank's value at each place": (
+        5,
+        "gradient.reshape(-1)[places] = values",
+        "several ranks may send one place, "
+        "and x[places] += values keeps one of them: numpy.add.at (hole 5)",
+    ),
+    "a mean": (
+        5,
+        "np.add.at(gradient.reshape(-1), places, values / group.size)",
+        "losses are divided by targets.size, so gradients are added (hole 5)",
+    ),
+}
 DILOCO_MISTAKES = {
-    "no copy": (6, "p.data", "the common weights are this rank's own array, so it never moved from them: copy them "
-                "(hole 6)"),
-    "meets one step early": (7, "(step + 1) % every", "they meet after step H, 2H, …: section 5 (hole 7)"),
-    "no share": (8, "weights - p.data", "the ranks' ways are added up: weigh each by its share of the rows (hole 8)"),
-    "equal shares": (8, "(weights - p.data) / group.size", "the ranks have different numbers of rows: weigh by `share` "
-                     "(hole 8)"),
-    "the sign": (8, "share * (p.data - weights)", "an outer gradient points back: the common weights minus this rank's "
-                 "(hole 8)"),
-    "momentum without the look ahead": (9, "lr * speed", "that is heavy-ball momentum; Nesterov's is gradient + "
-                                        "momentum × speed (hole 9)"),
-    "no momentum": (9, "lr * gradient", "that is local SGD; DiLoCo's step is gradient + momentum × speed (hole 9)"),
-    "does not go on from there": (10, "pass", "after a meeting every rank has the common weights (hole 10)")}
+    "no copy": (
+        6,
+        "p.data",
+        "the common weights are this rank's own array, so it never moved from them: copy them "
+        "(hole 6)",
+    ),
+    "meets one step early": (
+        7,
+        "(step + 1) % every",
+        "they meet after step H, 2H, …: section 5 (hole 7)",
+    ),
+    "no share": (
+        8,
+        "weights - p.data",
+        "the ranks' ways are added up: weigh each by its share of the rows (hole 8)",
+    ),
+    "equal shares": (
+        8,
+        "(weights - p.data) / group.size",
+        "the ranks have different numbers of rows: weigh by `share` (hole 8)",
+    ),
+    "the sign": (
+        8,
+        "share * (p.data - weights)",
+        "an outer gradient points back: the common weights minus this rank's (hole 8)",
+    ),
+    "momentum without the look ahead": (
+        9,
+        "lr * speed",
+        "that is heavy-ball momentum; Nesterov's is gradient + momentum × speed (hole 9)",
+    ),
+    "no momentum": (
+        9,
+        "lr * gradient",
+        "that is local SGD; DiLoCo's step is gradient + momentum × speed (hole 9)",
+    ),
+    "does not go on from there": (
+        10,
+        "pass",
+        "after a meeting every rank has the common weights (hole 10)",
+    ),
+}
 """Name -> (hole, wrong code, advice): how weights that are wrong are recognized."""
 
 Train = Callable[[GPT, Optimizer, Any, Iterable[Batch]], None]
@@ -56,6 +103,7 @@ Train = Callable[[GPT, Optimizer, Any, Iterable[Batch]], None]
 
 def grade(exercise: ModuleType) -> Iterator[Result]:
     """What travels and what is trained by top-k; then DiLoCo; then the break-even."""
+
     def top_k(module: Any, density: float = DENSITY) -> Train:
         return lambda *given: module.plain_compressed_ddp(*given, density)
 
@@ -65,14 +113,17 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
     answer = sys.modules[__name__]
     yield from _sent(top_k(exercise), top_k(answer))
     for density in (1.0, DENSITY):
-        yield _weights(f"top-k, density {density:g}", exercise, partial(top_k, density=density), TOP_K_MISTAKES)
+        yield _weights(
+            f"top-k, density {density:g}", exercise, partial(top_k, density=density), TOP_K_MISTAKES
+        )
     yield _meetings(diloco(exercise))
     yield _weights(f"DiLoCo, H={EVERY}", exercise, diloco, DILOCO_MISTAKES)
     for ranks, itemsize in ((2, 4), (4, 4), (8, 8)):
         yield _break_even(exercise, ranks, itemsize)
 
 
-# ---------------------------------------------------------------------------------------------- what the ranks do
+# -------------------------------------------------------------------------------- what the ranks do
+
 
 class Watched:
     """A group that notes what its collectives get."""
@@ -99,18 +150,25 @@ def _train(group: Group, train: Train) -> dict[str, Any]:
     model.initialize(seed=0)
     batches = []
     for step in range(STEPS):
-        ids = np.random.default_rng(step).integers(0, CONFIG.vocabulary, (SEQUENCES, CONFIG.context + 1))
+        ids = np.random.default_rng(step).integers(
+            0, CONFIG.vocabulary, (SEQUENCES, CONFIG.context + 1)
+        )
         batches.append((ids[:, :-1], ids[:, 1:]))
     train(model, SGD(list(model.parameters()), lr=0.5), watched, batches)
-    return {"weights": np.concatenate([np.array(p.data).ravel() for p in model.parameters()]),
-            "gathered": watched.gathered, "summed": watched.summed, "parameters": len(list(model.parameters()))}
+    return {
+        "weights": np.concatenate([np.array(p.data).ravel() for p in model.parameters()]),
+        "gathered": watched.gathered,
+        "summed": watched.summed,
+        "parameters": len(list(model.parameters())),
+    }
 
 
 def _ranks(train: Train, size: int = 3) -> list[dict[str, Any]]:
     return run(_train, train, size=size, limit=LIMIT)
 
 
-# ------------------------------------------------------------------------------------------------------------ top-k
+# -------------------------------------------------------------------------------------------- top-k
+
 
 def _sent(student: Train, answer: Train) -> Iterator[Result]:
     """Places and values of the first step, parameter by parameter, on one rank."""
@@ -118,14 +176,30 @@ def _sent(student: Train, answer: Train) -> Iterator[Result]:
     first = slice(0, 2 * target["parameters"])
     pairs = list(zip(target["gathered"][first], found["gathered"][first], strict=False))
     for task, wanted, mistake, advice in (
-            ("places", pairs[::2], _wrong_places, "the positions of the k largest |number| of the residual, rising: "
-                                                  "section 1 (holes 1, 2)"),
-            ("values", pairs[1::2], _wrong_values, "what the residual holds at the chosen positions: section 1 "
-                                                   "(holes 1, 3)")):
+        (
+            "places",
+            pairs[::2],
+            _wrong_places,
+            "the positions of the k largest |number| of the residual, rising: "
+            "section 1 (holes 1, 2)",
+        ),
+        (
+            "values",
+            pairs[1::2],
+            _wrong_values,
+            "what the residual holds at the chosen positions: section 1 (holes 1, 3)",
+        ),
+    ):
         right = sum(np.array_equal(a, b) for a, b in wanted)
         said = next((mistake(a, b) for a, b in wanted if not np.array_equal(a, b)), "")
-        yield Result(f"{task} that are sent in the first step", right == target["parameters"],
-                     f"right for {target['parameters']} parameters", f"right for {right}", said, advice)
+        yield Result(
+            f"{task} that are sent in the first step",
+            right == target["parameters"],
+            f"right for {target['parameters']} parameters",
+            f"right for {right}",
+            said,
+            advice,
+        )
 
 
 def _wrong_places(target: np.ndarray, found: np.ndarray) -> str:
@@ -139,57 +213,105 @@ def _wrong_values(target: np.ndarray, found: np.ndarray) -> str:
         return f"values of shape {found.shape} where {target.shape} were chosen"
     if not found.any():
         return "zeros: nothing was added up, or it was set to 0 before it was sent"
-    return "sizes without their signs" if np.array_equal(found, np.abs(target)) else "other values than the residual's"
+    return (
+        "sizes without their signs"
+        if np.array_equal(found, np.abs(target))
+        else "other values than the residual's"
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------- DiLoCo
+# ------------------------------------------------------------------------------------------- DiLoCo
+
 
 def _meetings(student: Train) -> Result:
     """How often ranks met."""
     found = _ranks(student)[0]
     target = STEPS // EVERY * found["parameters"]
-    known = {STEPS * found["parameters"]: "the ranks meet after every step", 0: "the ranks never meet",
-             STEPS * found["parameters"] - target: "the ranks meet when they should not"}
-    return Result(f"all-reduces in {STEPS} steps, H={EVERY}", found["summed"] == target, str(target),
-                  str(found["summed"]), known.get(found["summed"], "the ranks meet at other steps"),
-                  "they meet after step H, 2H, …: section 5 (hole 7)")
+    known = {
+        STEPS * found["parameters"]: "the ranks meet after every step",
+        0: "the ranks never meet",
+        STEPS * found["parameters"] - target: "the ranks meet when they should not",
+    }
+    return Result(
+        f"all-reduces in {STEPS} steps, H={EVERY}",
+        found["summed"] == target,
+        str(target),
+        str(found["summed"]),
+        known.get(found["summed"], "the ranks meet at other steps"),
+        "they meet after step H, 2H, …: section 5 (hole 7)",
+    )
 
 
-# ------------------------------------------------------------------------------------------- beside the answer key
+# ---------------------------------------------------------------------------- beside the answer key
 
-def _weights(task: str, exercise: ModuleType, training: Callable[[Any], Train],
-             mistakes: dict[str, tuple[int, str, str]]) -> Result:
+
+def _weights(
+    task: str,
+    exercise: ModuleType,
+    training: Callable[[Any], Train],
+    mistakes: dict[str, tuple[int, str, str]],
+) -> Result:
     """Alike on all ranks, and those of the plain version."""
-    ranks, target = _ranks(training(exercise)), _ranks(training(sys.modules[__name__]))[0]["weights"]
+    ranks, target = (
+        _ranks(training(exercise)),
+        _ranks(training(sys.modules[__name__]))[0]["weights"],
+    )
     scale = np.abs(target).max()
     error = max(float(np.abs(rank["weights"] - target).max() / scale) for rank in ranks)
-    task, wanted = f"{task}: weights of 3 ranks after {STEPS} steps", "those of the plain version, to 1e-10"
+    task, wanted = (
+        f"{task}: weights of 3 ranks after {STEPS} steps",
+        "those of the plain version, to 1e-10",
+    )
     if error < 1e-10:
         return Result(task, True, wanted, wanted)
     for mistake, (hole, code, advice) in mistakes.items():
         wrong = _ranks(training(_filled(hole, code)))
-        if all(np.abs(a["weights"] - b["weights"]).max() < 1e-9 * scale for a, b in zip(ranks, wrong, strict=True)):
+        if all(
+            np.abs(a["weights"] - b["weights"]).max() < 1e-9 * scale
+            for a, b in zip(ranks, wrong, strict=True)
+        ):
             return Result(task, False, wanted, f"off by {error:.1e}", mistake, advice)
     alike = all(np.array_equal(rank["weights"], ranks[0]["weights"]) for rank in ranks)
-    return Result(task, False, wanted, f"off by {error:.1e}", "other weights" if alike else "the ranks' weights differ",
-                  f"line by line beside the story (holes {'6 to 10' if 'DiLoCo' in task else '1 to 5'})")
+    return Result(
+        task,
+        False,
+        wanted,
+        f"off by {error:.1e}",
+        "other weights" if alike else "the ranks' weights differ",
+        f"line by line beside the story (holes {'6 to 10' if 'DiLoCo' in task else '1 to 5'})",
+    )
 
 
 def _filled(hole: int, code: str) -> ModuleType:
     """The exercise with right code in its holes, but in one."""
     template = ast.parse(EXERCISE.read_text(encoding="utf-8"))
     key = answer_key(sys.modules[__name__], template) | holes.right_code(template, (), {hole: code})
-    return run_module(holes.corrected(template, holes.answers_of(template, template, key)), EXERCISE, "21")
+    return run_module(
+        holes.corrected(template, holes.answers_of(template, template, key)), EXERCISE, "21"
+    )
 
 
 def _break_even(exercise: ModuleType, ranks: int, itemsize: int) -> Result:
-    target, found = 2 * itemsize / (ranks * (4 + itemsize)), exercise.largest_density(ranks, itemsize)
-    known = {2 / ranks: "the positions travel too", itemsize / (4 + itemsize): "an all-gather grows with the ranks",
-             1 / ranks: "a position has 4 bytes, whatever a number has"}
-    near = next((said for value, said in known.items() if abs(found - value) < 1e-12), "another density")
-    return Result(f"density at which top-k gains nothing, {ranks} ranks, {itemsize} bytes a number",
-                  abs(found - target) < 1e-12, f"{target:.4f}", f"{found:.4f}", near,
-                  "set both numbers of bytes equal: section 2 (hole 11)")
+    target, found = (
+        2 * itemsize / (ranks * (4 + itemsize)),
+        exercise.largest_density(ranks, itemsize),
+    )
+    known = {
+        2 / ranks: "the positions travel too",
+        itemsize / (4 + itemsize): "an all-gather grows with the ranks",
+        1 / ranks: "a position has 4 bytes, whatever a number has",
+    }
+    near = next(
+        (said for value, said in known.items() if abs(found - value) < 1e-12), "another density"
+    )
+    return Result(
+        f"density at which top-k gains nothing, {ranks} ranks, {itemsize} bytes a number",
+        abs(found - target) < 1e-12,
+        f"{target:.4f}",
+        f"{found:.4f}",
+        near,
+        "set both numbers of bytes equal: section 2 (hole 11)",
+    )
 
 
 if __name__ == "__main__":

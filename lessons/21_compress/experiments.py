@@ -1,4 +1,5 @@
-"""What lesson 21's tables and figures share: a small GPT that learns text by each scheme, and what travels."""
+"""What lesson 21's tables and figures share: a small GPT that learns text by each scheme, and what
+travels."""
 
 import statistics
 import time
@@ -18,7 +19,8 @@ from minidist.parallel.step.step import Batch, part_of
 
 TEXT = text.load("python")
 CONFIG = GPTConfig(vocabulary=len(TEXT.symbols), context=32, layers=2, width=32, heads=2)
-SEQUENCES, STEPS, EVERY, PERIOD = 8, 125, 10, 25        # EVERY: steps between two validations; PERIOD: H of DiLoCo
+# EVERY: steps between two validations; PERIOD: H of DiLoCo
+SEQUENCES, STEPS, EVERY, PERIOD = 8, 125, 10, 25
 
 WAYS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -32,8 +34,16 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 """Ways to send a step's gradients, or seldom: what a Plan says of each."""
 
-KEPT = ("8bit", "4bit", "sign", "powersgd:rank=2", "top-k:density=0.1", "top-k:density=0.01", "random-k:density=0.1",
-        "random-k:density=0.01")
+KEPT = (
+    "8bit",
+    "4bit",
+    "sign",
+    "powersgd:rank=2",
+    "top-k:density=0.1",
+    "top-k:density=0.01",
+    "random-k:density=0.1",
+    "random-k:density=0.01",
+)
 """Schemes of which one gradient, and the sum of many, is looked at."""
 
 
@@ -45,8 +55,10 @@ class Link(NamedTuple):
     beta: float
 
 
-LINKS = tuple(Link(name, 50e-6, 8 / bits) for name, bits in (("10 Mbit/s", 1e7), ("100 Mbit/s", 1e8),
-                                                             ("1 Gbit/s", 1e9)))
+LINKS = tuple(
+    Link(name, 50e-6, 8 / bits)
+    for name, bits in (("10 Mbit/s", 1e7), ("100 Mbit/s", 1e8), ("1 Gbit/s", 1e9))
+)
 
 
 class Moment(NamedTuple):
@@ -82,14 +94,20 @@ def new_weights() -> tuple[GPT, list[Any]]:
 
 def trainer_of(group: Group, way: dict[str, Any], **options: Any) -> Trainer:
     """A Trainer of the small GPT; all gradients are one bucket."""
-    return Trainer(Plan(dp=group.size, bucket_bytes=2 ** 30, **way), CONFIG, group,
-                   **{"optimizer": "adamw", "lr": 3e-3, **options})
+    return Trainer(
+        Plan(dp=group.size, bucket_bytes=2**30, **way),
+        CONFIG,
+        group,
+        **{"optimizer": "adamw", "lr": 3e-3, **options},
+    )
 
 
 def sent_by(group: Group) -> tuple[int, int]:
     """(bytes, messages) that this rank has sent along the data axis in steps."""
-    found = [sum(counts.get("dp", {}).values()) for counts in (group.ledger.sent_bytes("step"),
-                                                               group.ledger.messages("step"))]
+    found = [
+        sum(counts.get("dp", {}).values())
+        for counts in (group.ledger.sent_bytes("step"), group.ledger.messages("step"))
+    ]
     return found[0], found[1]
 
 
@@ -101,7 +119,8 @@ def busiest(group: Group, *values: float) -> list[float]:
 
 
 def train(group: Group, way: dict[str, Any], steps: int = STEPS, **options: Any) -> dict[str, Any]:
-    """{"moments": validations, "losses", "seconds": a step's time of a rank's own thread on the processor, median}."""
+    """{"moments": validations, "losses", "seconds": a step's time of a rank's own thread on the
+    processor, median}."""
     trainer, held = trainer_of(group, way, **options), validation()
     before, spent, losses = sent_by(group), list[float](), list[float]()
     moments = [Moment(0, trainer.evaluate(held), 0, 0)]
@@ -119,17 +138,20 @@ def train(group: Group, way: dict[str, Any], steps: int = STEPS, **options: Any)
 
 
 def clock(moment: Moment, seconds: float, link: Link) -> float:
-    """When a run over a link is at this moment: computation, then messages and bytes one after another, none hidden."""
+    """When a run over a link is at this moment: computation, then messages and bytes one after
+    another, none hidden."""
     return moment.step * seconds + moment.messages * link.alpha + moment.sent * link.beta
 
 
-# ------------------------------------------------------------------------------------------ what of a gradient is kept
+# ----------------------------------------------------------------------- what of a gradient is kept
+
 
 def kept(group: Group, steps: int, texts: tuple[str, ...] = KEPT) -> dict[str, dict[str, float]]:
-    """By scheme: the share of the first gradient's squared length that arrives, and of the sum of `steps` gradients.
+    """By scheme: the share of the first gradient's squared length that arrives, and of the sum of
+    `steps` gradients.
 
-    "lost": the largest |applied + residuals - gradients| over the largest |gradients|, of the sum. The gradients are
-    those of plain training, the same for every scheme.
+    "lost": the largest |applied + residuals - gradients| over the largest |gradients|, of the sum.
+    The gradients are those of plain training, the same for every scheme.
     """
     model, weights = new_weights()
     optimizer, size = AdamW(weights, 3e-3), sum(p.size for p in weights)
@@ -151,34 +173,63 @@ def kept(group: Group, steps: int, texts: tuple[str, ...] = KEPT) -> dict[str, d
             scheme.start_all_reduce(0, bucket).wait()
             applied[name] += bucket
             first.setdefault(name, share(bucket, whole))
-        for p, gradient in zip(weights, np.split(whole, np.cumsum([p.size for p in weights])[:-1]), strict=True):
+        for p, gradient in zip(
+            weights, np.split(whole, np.cumsum([p.size for p in weights])[:-1]), strict=True
+        ):
             p.grad[...] = gradient.reshape(p.shape)
         optimizer.step()
         optimizer.zero_grad()
-    return {name: {"first": first[name], "sum": share(applied[name], total),
-                   "lost": float(np.abs(applied[name] + residuals(schemes[name], group, size) - total).max()
-                                 / np.abs(total).max())} for name in texts}
+    return {
+        name: {
+            "first": first[name],
+            "sum": share(applied[name], total),
+            "lost": float(
+                np.abs(applied[name] + residuals(schemes[name], group, size) - total).max()
+                / np.abs(total).max()
+            ),
+        }
+        for name in texts
+    }
 
 
 def share(arrived: np.ndarray, given: np.ndarray) -> float:
     """1 - |given - arrived|² / |given|²."""
-    return 1 - float(np.sum((given - arrived) ** 2, dtype=np.float64) / np.sum(given ** 2, dtype=np.float64))
+    return 1 - float(
+        np.sum((given - arrived) ** 2, dtype=np.float64) / np.sum(given**2, dtype=np.float64)
+    )
 
 
 def residuals(scheme: Any, group: Group, size: int) -> np.ndarray:
     """What all ranks together have not sent yet, (size,)."""
-    total = group.all_reduce(np.asarray(scheme.errors.get(("worker", 0), np.zeros(size)), np.float64))
+    total = group.all_reduce(
+        np.asarray(scheme.errors.get(("worker", 0), np.zeros(size)), np.float64)
+    )
     if ("server", 0) in scheme.errors:
         total = total + group.all_gather(np.asarray(scheme.errors["server", 0], np.float64))
     return total
 
 
 def fragment_rows(every: int, fragments: int, delay: int, steps: int) -> list[str]:
-    """A row for each fragment: S where it sets out, M where it is mixed in, X where both happen in one step."""
+    """A row for each fragment: S where it sets out, M where it is mixed in, X where both happen in
+    one step."""
     rows = []
     for fragment in range(fragments):
-        sent = {step for step in range(1, steps + 1) if fragment_sent(step, every, fragments) == fragment}
+        sent = {
+            step
+            for step in range(1, steps + 1)
+            if fragment_sent(step, every, fragments) == fragment
+        }
         landed = {step + delay for step in sent}
-        rows.append("".join("X" if step in sent & landed else "S" if step in sent else "M" if step in landed else "·"
-                            for step in range(1, steps + 1)))
+        rows.append(
+            "".join(
+                "X"
+                if step in sent & landed
+                else "S"
+                if step in sent
+                else "M"
+                if step in landed
+                else "·"
+                for step in range(1, steps + 1)
+            )
+        )
     return rows

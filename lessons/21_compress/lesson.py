@@ -1,19 +1,19 @@
 """Lesson 21: gradients in fewer bytes, what stays behind of them, and ranks that meet seldom.
 
-    python lessons/21_compress/lesson.py
-    mpirun -n 4 python lessons/21_compress/lesson.py              # sections 1 to 5 on real ranks
-    python lessons/21_compress/lesson.py --break no-feedback      # see README.md, section 8
+python lessons/21_compress/lesson.py
+mpirun -n 4 python lessons/21_compress/lesson.py              # sections 1 to 5 on real ranks
+python lessons/21_compress/lesson.py --break no-feedback      # see README.md, section 8
 """
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import arguments, run_lesson
 
 from minidist.comm.group import Group
 from minidist.grading import load_module
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import arguments, run_lesson
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD
 from minidist.parallel.compress.compress import plain_compressed_ddp, scheme_of
@@ -23,9 +23,20 @@ from minidist.parallel.step.scheme import GradientRun
 
 HERE = Path(__file__).resolve()
 lab, broken = (load_module(HERE.with_name(name), "21") for name in ("experiments.py", "broken.py"))
-SMALL = GPTConfig(vocabulary=64, context=16, layers=2, width=16, heads=2, dtype="float64")      # to compare weights
-SCHEMES = ("none", "fp16", "8bit", "4bit", "sign", "powersgd:rank=2", "top-k:density=0.01", "random-k:density=0.01",
-           "threshold:value=0.01", "predict")
+# to compare weights
+SMALL = GPTConfig(vocabulary=64, context=16, layers=2, width=16, heads=2, dtype="float64")
+SCHEMES = (
+    "none",
+    "fp16",
+    "8bit",
+    "4bit",
+    "sign",
+    "powersgd:rank=2",
+    "top-k:density=0.01",
+    "random-k:density=0.01",
+    "threshold:value=0.01",
+    "predict",
+)
 TRAINED = ("none", "4bit", "sign", "top-k 1 %")
 H, RATE = 4, 0.1
 
@@ -49,12 +60,15 @@ def tour(group: Group, page: Page) -> None:
 
 
 def weights_after(group: Group, train: Any) -> np.ndarray:
-    """The weights of a small model that `train(model, optimizer, batches)` has trained for H steps."""
+    """The weights of a small model that `train(model, optimizer, batches)` has trained for H
+    steps."""
     model = GPT(SMALL)
     model.initialize(0)
     batches = []
     for step in range(H):
-        ids = np.random.default_rng(step).integers(0, SMALL.vocabulary, (2 * group.size + 1, SMALL.context + 1))
+        ids = np.random.default_rng(step).integers(
+            0, SMALL.vocabulary, (2 * group.size + 1, SMALL.context + 1)
+        )
         batches.append((ids[:, :-1], ids[:, 1:]))
     train(model, SGD(list(model.parameters()), RATE), batches)
     return np.concatenate([np.ravel(p.data) for p in model.parameters()])
@@ -70,12 +84,26 @@ def plain_loop(group: Group, page: Page) -> None:
     ddp = weights_after(group, lambda *given: plain_ddp(given[0], given[1], group, given[2]))
     rows = []
     for density in (1.0, 0.1, 0.01):
-        found = weights_after(group, lambda *given, part=density: plain_compressed_ddp(given[0], given[1], group,
-                                                                                        given[2], part))
+        found = weights_after(
+            group,
+            lambda *given, part=density: plain_compressed_ddp(
+                given[0], given[1], group, given[2], part
+            ),
+        )
         off = gap(found, ddp)
-        rows.append([f"{density:g}", f"{off:.0e}", ("ok" if off < 1e-10 else f"off by {off:.0e}") * (density == 1)])
-    page.table(f"Weights after {H} steps of SGD on {group.size} ranks, beside DDP's", ["density", "difference", ""],
-               rows, note="with density 1 everything is sent; below it, some of each gradient arrives later")
+        rows.append(
+            [
+                f"{density:g}",
+                f"{off:.0e}",
+                ("ok" if off < 1e-10 else f"off by {off:.0e}") * (density == 1),
+            ]
+        )
+    page.table(
+        f"Weights after {H} steps of SGD on {group.size} ranks, beside DDP's",
+        ["density", "difference", ""],
+        rows,
+        note="with density 1 everything is sent; below it, some of each gradient arrives later",
+    )
 
 
 def wire(group: Group, page: Page) -> None:
@@ -89,27 +117,49 @@ def wire(group: Group, page: Page) -> None:
         with group.ledger.during(f"lesson {name}"):
             scheme.begin_step()
             scheme.start_all_reduce(0, bucket).wait()
-        mine = sum(sum(verbs.values()) for verbs in group.ledger.sent_bytes(f"lesson {name}").values())
+        mine = sum(
+            sum(verbs.values()) for verbs in group.ledger.sent_bytes(f"lesson {name}").values()
+        )
         with group.ledger.control():
             sent = int(group.all_gather(np.array([mine])).sum())
         formula = scheme.sent_bytes(run)
         formula = 2 * (group.size - 1) * 4 * size if formula is None else formula
-        rows.append([name, sent, formula if formula >= 0 else "the numbers decide",
-                     verdict(sent, formula) if formula >= 0 else "", f"{sent / (group.size * size):.3f}"])
-    page.table(f"One all-reduce of {size} float32 numbers, {group.size} ranks together",
-               ["scheme", "bytes sent", "formula of its module", "", "bytes a number and rank"], rows,
-               note="what the numbers decide: of these, random ones, 99 % reach the threshold, and half may travel")
+        rows.append(
+            [
+                name,
+                sent,
+                formula if formula >= 0 else "the numbers decide",
+                verdict(sent, formula) if formula >= 0 else "",
+                f"{sent / (group.size * size):.3f}",
+            ]
+        )
+    page.table(
+        f"One all-reduce of {size} float32 numbers, {group.size} ranks together",
+        ["scheme", "bytes sent", "formula of its module", "", "bytes a number and rank"],
+        rows,
+        note="what the numbers decide: of these, random ones, 99 % reach the threshold, and "
+        "half may travel",
+    )
 
 
 def arrives(group: Group, page: Page) -> None:
     """The share of a gradient's squared length that arrives, in one step and in many."""
     steps = 10
     found = lab.kept(group, steps)
-    page.table("Share of the squared length that arrives", ["scheme", "of the first gradient",
-                                                            f"of the sum of {steps}", "neither applied nor kept"],
-               [[name, f"{100 * each['first']:.1f} %", f"{100 * each['sum']:.1f} %",
-                 "ok" if each["lost"] < 1e-5 else f"off by {each['lost']:.0e}"] for name, each in found.items()],
-               note="applied + residuals of all ranks = gradients, to float32's rounding")
+    page.table(
+        "Share of the squared length that arrives",
+        ["scheme", "of the first gradient", f"of the sum of {steps}", "neither applied nor kept"],
+        [
+            [
+                name,
+                f"{100 * each['first']:.1f} %",
+                f"{100 * each['sum']:.1f} %",
+                "ok" if each["lost"] < 1e-5 else f"off by {each['lost']:.0e}",
+            ]
+            for name, each in found.items()
+        ],
+        note="applied + residuals of all ranks = gradients, to float32's rounding",
+    )
 
 
 def trains(group: Group, page: Page) -> None:
@@ -118,36 +168,69 @@ def trains(group: Group, page: Page) -> None:
     for name in TRAINED:
         found = lab.train(group, lab.WAYS[name], steps)
         last = found["moments"][-1]
-        rows.append([name, f"{found['moments'][0].loss:.3f}", f"{last.loss:.3f}", last.sent // steps])
-    page.table(f"Held-out loss, {steps} steps of AdamW", ["way", "before", "after", "bytes a rank and step"], rows,
-               note="more ways and steps: figure.py")
+        rows.append(
+            [name, f"{found['moments'][0].loss:.3f}", f"{last.loss:.3f}", last.sent // steps]
+        )
+    page.table(
+        f"Held-out loss, {steps} steps of AdamW",
+        ["way", "before", "after", "bytes a rank and step"],
+        rows,
+        note="more ways and steps: figure.py",
+    )
 
 
 def seldom(group: Group, page: Page) -> None:
     """H = 1 with the plain mean is DDP; bytes of a period."""
     ddp = weights_after(group, lambda *given: plain_ddp(given[0], given[1], group, given[2]))
     rows = []
-    for every, lr, momentum, name in ((1, 1.0, 0.0, "H=1, rate 1, no momentum"), (H, 1.0, 0.0, f"H={H}, local SGD"),
-                                      (H, 0.7, 0.9, f"H={H}, DiLoCo")):
+    for every, lr, momentum, name in (
+        (1, 1.0, 0.0, "H=1, rate 1, no momentum"),
+        (H, 1.0, 0.0, f"H={H}, local SGD"),
+        (H, 0.7, 0.9, f"H={H}, DiLoCo"),
+    ):
         with group.ledger.during(f"lesson {name}"):
-            found = weights_after(group, lambda *given, options=(every, lr, momentum): plain_diloco(
-                given[0], given[1], group, given[2], options[0], lr=options[1], momentum=options[2]))
+            found = weights_after(
+                group,
+                lambda *given, options=(every, lr, momentum): plain_diloco(
+                    given[0],
+                    given[1],
+                    group,
+                    given[2],
+                    options[0],
+                    lr=options[1],
+                    momentum=options[2],
+                ),
+            )
         mine = group.ledger.sent_bytes(f"lesson {name}").get(group.axis, {}).get("all_reduce", 0)
         with group.ledger.control():
             sent = int(group.all_gather(np.array([mine])).sum())
         formula, off = H // every * 2 * (group.size - 1) * found.nbytes, gap(found, ddp)
-        rows.append([name, f"{off:.0e}", ("ok" if off < 1e-10 else f"off by {off:.0e}") * (every == 1), sent, formula,
-                     verdict(sent, formula)])
-    page.table(f"{H} steps on {group.size} ranks, SGD inside", ["", "weights beside DDP's", "", "bytes, all ranks",
-                                                               "H' × 2(P-1) × 8Ψ", ""], rows,
-               note="H': how often the ranks met; Ψ parameters of 8 bytes")
+        rows.append(
+            [
+                name,
+                f"{off:.0e}",
+                ("ok" if off < 1e-10 else f"off by {off:.0e}") * (every == 1),
+                sent,
+                formula,
+                verdict(sent, formula),
+            ]
+        )
+    page.table(
+        f"{H} steps on {group.size} ranks, SGD inside",
+        ["", "weights beside DDP's", "", "bytes, all ranks", "H' × 2(P-1) × 8Ψ", ""],
+        rows,
+        note="H': how often the ranks met; Ψ parameters of 8 bytes",
+    )
 
 
 def fragments(page: Page) -> None:
     """When each fragment of streaming DiLoCo travels, from the module's own rule."""
     every, parts, delay = 12, 3, 2
     page.say()
-    page.say(f"Streaming, H={every}, F={parts}, τ={delay}: S a fragment sets out, M it is mixed in; one column a step")
+    page.say(
+        f"Streaming, H={every}, F={parts}, τ={delay}: S a fragment sets out, M it is mixed in; "
+        "one column a step"
+    )
     for number, row in enumerate(lab.fragment_rows(every, parts, delay, 30)):
         page.say(f"    fragment {number}   {row}")
 
@@ -157,10 +240,20 @@ def restart(page: Page) -> None:
     rows = []
     for scheme in ("top-k:density=0.01", "4bit"):
         gaps = broken.gaps_after_restart(scheme)
-        rows.append([scheme, f"{gaps['restored']:.0e}", "ok" if gaps["restored"] == 0 else "off",
-                     f"{gaps['lost']:.0e}"])
-    page.table("Weights of 4 + 4 steps beside those of 8", ["scheme", "residuals restored", "", "residuals lost"], rows,
-               note="the largest difference; a checkpoint has each rank's residuals")
+        rows.append(
+            [
+                scheme,
+                f"{gaps['restored']:.0e}",
+                "ok" if gaps["restored"] == 0 else "off",
+                f"{gaps['lost']:.0e}",
+            ]
+        )
+    page.table(
+        "Weights of 4 + 4 steps beside those of 8",
+        ["scheme", "residuals restored", "", "residuals lost"],
+        rows,
+        note="the largest difference; a checkpoint has each rank's residuals",
+    )
 
 
 BREAKS = broken.BREAKS

@@ -1,4 +1,5 @@
-"""Grades exercise 22: builds the student's kernels by g++, runs them checked, and counts what they moved."""
+"""Grades exercise 22: builds the student's kernels by g++, runs them checked, and counts what they
+moved."""
 
 import re
 import sys
@@ -9,13 +10,13 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from minidist.kernels import on_cpu
-from minidist.kernels.attention import attention_reference
-from minidist.kernels.loader import Source, launch
 
 from minidist.errors import KernelError
 from minidist.files import scratch
 from minidist.grading import Result, expect, load_module
+from minidist.kernels import on_cpu
+from minidist.kernels.attention import attention_reference
+from minidist.kernels.loader import Source, launch
 
 lab = load_module(Path(__file__).resolve().parent / "experiments.py", "22")
 QUERIES, KEYS, WIDTH = 40, 33, 8
@@ -37,8 +38,14 @@ ANSWERS = {
 def grade(exercise: ModuleType) -> Iterator[Result]:
     """The online update, the barriers, then the loads."""
     if on_cpu.compiler() is None:
-        yield Result("C++ compiler", False, "g++", "none", "the kernels cannot be built",
-                     "apt install g++; minidist doctor looks for it")
+        yield Result(
+            "C++ compiler",
+            False,
+            "g++",
+            "none",
+            "the kernels cannot be built",
+            "apt install g++; minidist doctor looks for it",
+        )
         return
     yield from _attention(exercise)
     yield from _barriers(exercise)
@@ -51,15 +58,23 @@ def _written(code: str, _: re.Match[str]) -> str:
     return code
 
 
-def _run(exercise: ModuleType, name: str, replaced: dict[str, Any], grid: Any, block: Any, args: Sequence[Any]) -> Any:
-    """Build a kernel with its holes filled and run it; what was seen. Raises: KernelError, with the file's lines."""
+def _run(
+    exercise: ModuleType,
+    name: str,
+    replaced: dict[str, Any],
+    grid: Any,
+    block: Any,
+    args: Sequence[Any],
+) -> Any:
+    """Build a kernel with its holes filled and run it; what was seen. Raises: KernelError, with the
+    file's lines."""
     text, file = getattr(exercise, KERNELS[name]), Path(str(exercise.__file__))
     before, _, _ = file.read_text(encoding="utf-8").partition(text)
     for word, code in replaced.items():
         text = re.sub(word, partial(_written, code), text)
     text = f'#line {before.count(chr(10)) + 1} "{file.name}"\n{text}'
     with scratch(prefix="minidist-lesson-") as folder:
-        source = folder / file.name                # so that errors name the student's own file
+        source = folder / file.name  # so that errors name the student's own file
         source.write_text(text, encoding="utf-8")
         with on_cpu.watch(seed=3, count=True) as seen:
             launch(Source(source, [name]), name, grid=grid, block=block, args=args)
@@ -70,11 +85,18 @@ def _broken(task: str, target: str, error: KernelError, holes: str) -> Result:
     """A kernel that does not compile, or broke a rule as it ran."""
     text = str(error)
     compiled = "(g++)" not in text
-    return Result(task, False, target if compiled else "C that compiles", text,
-                  "it broke a rule as it ran" if compiled else "g++ cannot read it", holes)
+    return Result(
+        task,
+        False,
+        target if compiled else "C that compiles",
+        text,
+        "it broke a rule as it ran" if compiled else "g++ cannot read it",
+        holes,
+    )
 
 
-# --------------------------------------------------------------------------------------------------- online softmax
+# ----------------------------------------------------------------------------------- online softmax
+
 
 def _one_pass(q: np.ndarray, k: np.ndarray, v: np.ndarray, mistake: str) -> np.ndarray:
     """The loop with one of the usual mistakes in it."""
@@ -91,44 +113,63 @@ def _one_pass(q: np.ndarray, k: np.ndarray, v: np.ndarray, mistake: str) -> np.n
     return y / total
 
 
-MISTAKES = {"inverse": ("what was summed grows instead of shrinking", "exp(old maximum - new maximum) (hole 1)"),
-            "none": ("nothing is scaled down when the maximum grows", "exp(old maximum - new maximum) (hole 1)"),
-            "total": ("the total is not scaled down", "total * shrink + p (hole 2)"),
-            "sum": ("the sum of values is not scaled down", "sum[i] * shrink + p * v (hole 3)"),
-            "weight": ("values are added without their weight p", "p times the value (hole 3)"),
-            "forgets": ("the sum of values forgets the keys before", "sum[i] * shrink comes first (hole 3)")}
+MISTAKES = {
+    "inverse": (
+        "what was summed grows instead of shrinking",
+        "exp(old maximum - new maximum) (hole 1)",
+    ),
+    "none": (
+        "nothing is scaled down when the maximum grows",
+        "exp(old maximum - new maximum) (hole 1)",
+    ),
+    "total": ("the total is not scaled down", "total * shrink + p (hole 2)"),
+    "sum": ("the sum of values is not scaled down", "sum[i] * shrink + p * v (hole 3)"),
+    "weight": ("values are added without their weight p", "p times the value (hole 3)"),
+    "forgets": (
+        "the sum of values forgets the keys before",
+        "sum[i] * shrink comes first (hole 3)",
+    ),
+}
 
 
 def _attention(exercise: ModuleType) -> Iterator[Result]:
     rng = np.random.default_rng(5)
     q, k, v = (rng.normal(size=(n, WIDTH)).astype(np.float32) for n in (QUERIES, KEYS, KEYS))
     y, task, target = np.full_like(q, np.nan), "attention in one pass", "off by less than 1e-5"
-    filled = {r"\bSHRINK\b": f"({exercise.shrink()})", r"\bTOTAL\b": f"({exercise.total()})",
-              r"\bSUM\b": f"({exercise.weighted_sum()})"}
+    filled = {
+        r"\bSHRINK\b": f"({exercise.shrink()})",
+        r"\bTOTAL\b": f"({exercise.total()})",
+        r"\bSUM\b": f"({exercise.weighted_sum()})",
+    }
     try:
         _run(exercise, "attention", filled, -(-QUERIES // 32), 32, (q, k, v, y, QUERIES, KEYS))
     except KernelError as error:
         yield _broken(task, target, error, "holes 1 to 3")
         return
     wide_q, wide_k, wide_v = (x.astype(np.float64) for x in (q, k, v))
-    by_8 = wide_q * WIDTH ** 0.5                        # the reference divides scores by √8
+    by_8 = wide_q * WIDTH**0.5  # the reference divides scores by √8
     right, _ = attention_reference(*(x[None, None] for x in (by_8, wide_k, wide_v)))
     off = float(abs(y - right[0, 0]).max())
     mistake = ("another update", "section 1 (holes 1 to 3)")
     with np.errstate(invalid="ignore", over="ignore"):
         for name, words in MISTAKES.items():
-            if np.allclose(y, _one_pass(wide_q, wide_k, wide_v, name), rtol=1e-3, atol=1e-4, equal_nan=True):
+            if np.allclose(
+                y, _one_pass(wide_q, wide_k, wide_v, name), rtol=1e-3, atol=1e-4, equal_nan=True
+            ):
                 mistake = words
     yield Result(task, off < 1e-5, target, f"off by {off:.0e}", *mistake)
 
 
-# --------------------------------------------------------------------------------------------------------- barriers
+# ----------------------------------------------------------------------------------------- barriers
+
 
 def _barriers(exercise: ModuleType) -> Iterator[Result]:
     letters = str(exercise.barriers()).upper().replace(" ", "").replace(",", "")
     task = f"barriers at {', '.join(letters) or 'no place'}"
     if set(letters) - set("ABCDE"):
-        yield Result(task, False, "letters A to E", letters, "there is no such place", "e.g. \"CE\" (hole 4)")
+        yield Result(
+            task, False, "letters A to E", letters, "there is no such place", 'e.g. "CE" (hole 4)'
+        )
         return
     filled = {rf"/\* {letter} \*/": "__syncthreads();" for letter in letters}
     rng = np.random.default_rng(6)
@@ -136,54 +177,131 @@ def _barriers(exercise: ModuleType) -> Iterator[Result]:
     c = np.full((M, N), np.nan, np.float32)
     grid = (N // TILE, -(-M // TILE))
     mistake, advice = (
-        ("some threads never come to C", "rows beyond m skip the block of the if, and a barrier is for all threads")
-        if "C" in letters else
-        ("numbers are read before others have written them", "a barrier between filling a tile and reading it")
-        if "B" not in letters else
-        ("a tile is overwritten while others still read it", "a barrier between reading a tile and filling it again"))
+        (
+            "some threads never come to C",
+            "rows beyond m skip the block of the if, and a barrier is for all threads",
+        )
+        if "C" in letters
+        else (
+            "numbers are read before others have written them",
+            "a barrier between filling a tile and reading it",
+        )
+        if "B" not in letters
+        else (
+            "a tile is overwritten while others still read it",
+            "a barrier between reading a tile and filling it again",
+        )
+    )
     try:
         seen = _run(exercise, "product", filled, grid, (TILE, TILE), (a, b, c, M, N, K))
     except KernelError as error:
-        yield Result(task, False, "every read in order", str(error), mistake, f"{advice}: section 3 (hole 4)")
+        yield Result(
+            task, False, "every read in order", str(error), mistake, f"{advice}: section 3 (hole 4)"
+        )
         return
     off = float(abs(c - a.astype(np.float64) @ b).max())
-    yield Result(f"{task}: the product", off < 1e-4, "off by less than 1e-4", f"off by {off:.0e}", mistake, advice)
-    yield expect("barriers passed by all blocks", 2 * (K // TILE) * grid[0] * grid[1], seen.barriers,
-                 "one barrier too many", "two a tile are enough: before reading, and before overwriting (hole 4)")
+    yield Result(
+        f"{task}: the product",
+        off < 1e-4,
+        "off by less than 1e-4",
+        f"off by {off:.0e}",
+        mistake,
+        advice,
+    )
+    yield expect(
+        "barriers passed by all blocks",
+        2 * (K // TILE) * grid[0] * grid[1],
+        seen.barriers,
+        "one barrier too many",
+        "two a tile are enough: before reading, and before overwriting (hole 4)",
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ loads
+# -------------------------------------------------------------------------------------------- loads
+
 
 def _sectors(exercise: ModuleType) -> Iterator[Result]:
     """Against what the CPU build counts."""
     for stride in (1, 2, 3, 8, 16):
         target, measured = lab.one_warp(stride).sectors, exercise.sectors(stride)
-        known = {32: "a sector for each lane, but neighbours share", 4 * stride: "more sectors than lanes",
-                 4: "as if lanes read neighbours", 128 * stride: "that is bytes"}
-        yield expect(f"sectors, stride {stride}", target, measured, known.get(measured, "another number"),
-                     "32 lanes of 4 bytes, sectors of 32 bytes, at most one a lane: section 2 (hole 5)")
-    yield expect("sectors, stride 0", 1, exercise.sectors(0), "all lanes read one number", "one sector (hole 5)")
+        known = {
+            32: "a sector for each lane, but neighbours share",
+            4 * stride: "more sectors than lanes",
+            4: "as if lanes read neighbours",
+            128 * stride: "that is bytes",
+        }
+        yield expect(
+            f"sectors, stride {stride}",
+            target,
+            measured,
+            known.get(measured, "another number"),
+            "32 lanes of 4 bytes, sectors of 32 bytes, at most one a lane: section 2 (hole 5)",
+        )
+    yield expect(
+        "sectors, stride 0",
+        1,
+        exercise.sectors(0),
+        "all lanes read one number",
+        "one sector (hole 5)",
+    )
 
 
 def _row_sums(exercise: ModuleType) -> Iterator[Result]:
     filled = exercise.row_and_column()
     task = "sums of rows"
     if not isinstance(filled, tuple) or len(filled) != 2:
-        yield Result(task, False, "two strings", repr(filled), "not a row and a column", "\"...\", \"...\" (hole 6)")
+        yield Result(
+            task,
+            False,
+            "two strings",
+            repr(filled),
+            "not a row and a column",
+            '"...", "..." (hole 6)',
+        )
         return
-    x, y = np.random.default_rng(7).normal(size=(ROWS, 32)).astype(np.float32), np.full(ROWS, np.nan, np.float32)
+    x, y = (
+        np.random.default_rng(7).normal(size=(ROWS, 32)).astype(np.float32),
+        np.full(ROWS, np.nan, np.float32),
+    )
     try:
-        seen = _run(exercise, "row_sums", {rf"\b{word}\b": f"({code})" for word, code in zip(("ROW", "COLUMN"), filled,
-                    strict=True)}, ROWS // 32, 32, (x, y))
+        seen = _run(
+            exercise,
+            "row_sums",
+            {
+                rf"\b{word}\b": f"({code})"
+                for word, code in zip(("ROW", "COLUMN"), filled, strict=True)
+            },
+            ROWS // 32,
+            32,
+            (x, y),
+        )
     except KernelError as error:
-        yield _broken(task, "all 1024 numbers of 32 rows", error, "each number is brought by one thread (hole 6)")
+        yield _broken(
+            task,
+            "all 1024 numbers of 32 rows",
+            error,
+            "each number is brought by one thread (hole 6)",
+        )
         return
     off = float(abs(y - x.sum(axis=1, dtype=np.float64)).max())
-    yield Result(task, off < 1e-4, "off by less than 1e-4", f"off by {off:.0e}", "other numbers came", "hole 6")
+    yield Result(
+        task,
+        off < 1e-4,
+        "off by less than 1e-4",
+        f"off by {off:.0e}",
+        "other numbers came",
+        "hole 6",
+    )
     each = seen.loads.sectors / seen.loads.requests
-    yield expect("sectors a load", "4", f"{each:g}",
-                 "the lanes read down a column: an own sector each" if each == 32 else "the lanes are no neighbours",
-                 "lanes beside each other read numbers beside each other: section 2 (hole 6)")
+    yield expect(
+        "sectors a load",
+        "4",
+        f"{each:g}",
+        "the lanes read down a column: an own sector each"
+        if each == 32
+        else "the lanes are no neighbours",
+        "lanes beside each other read numbers beside each other: section 2 (hole 6)",
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Exercise 22: three small CUDA kernels, each with something missing. They run on the CPU, every access checked.
+"""Exercise 22: three small CUDA kernels, each with something missing. They run on the CPU, every
+access checked.
 
-Copy this file (`minidist lesson 22 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 22 DIR/exercise_22.py`. Holes 1, 2, 3 and 6 want C, as Python strings, e.g. "a + b"; it stands in the
-kernel where the name in CAPITALS stands. Leave the kernels themselves as they are. g++ has to be there.
+Copy this file (`minidist lesson 22 --copy DIR`), replace each `hole(...)` by your own code, and
+grade it: `minidist check 22 DIR/exercise_22.py`. Holes 1, 2, 3 and 6 want C, as Python strings,
+e.g. "a + b"; it stands in the kernel where the name in CAPITALS stands. Leave the kernels
+themselves as they are. g++ has to be there.
 """
 
 from minidist.grading import hole
 
-# ------------------------------------------------------------------------------------------ online softmax: holes 1-3
+# ------------------------------------------------------------------------ online softmax: holes 1-3
 
 ATTENTION = """
 // y = softmax(q k^T) v. A thread has a query, 8 numbers long, and goes over all keys once; it keeps no score.
@@ -32,8 +34,9 @@ __global__ void attention(const float* q, const float* k, const float* v, float*
 
 
 def shrink():
-    """C for SHRINK: what everything summed so far is to be multiplied by, as the maximum goes from `top` to `now`."""
-    return hole(1, "the factor from the old maximum to the new, in C: \"...\"")
+    """C for SHRINK: what everything summed so far is to be multiplied by, as the maximum goes from
+    `top` to `now`."""
+    return hole(1, 'the factor from the old maximum to the new, in C: "..."')
 
 
 def total():
@@ -42,11 +45,12 @@ def total():
 
 
 def weighted_sum():
-    """C for SUM: the same sum with each term times number i of that key's value, which is v[key * 8 + i]."""
+    """C for SUM: the same sum with each term times number i of that key's value, which is v[key * 8
+    + i]."""
     return hole(3, "the new sum[i] from sum[i], shrink, p and v")
 
 
-# ------------------------------------------------------------------------------------------ the missing barrier: hole 4
+# ---------------------------------------------------------------------- the missing barrier: hole 4
 
 PRODUCT = """
 // c (m, n) = a (m, k) times b (k, n) by tiles of 16 x 16; k and n are multiples of 16. Letters are places.
@@ -73,14 +77,17 @@ __global__ void product(const float* a, const float* b, float* c, int m, int n, 
 
 
 def barriers():
-    """The letters of the places where __syncthreads() has to stand, e.g. "CE"; no more of them than are needed."""
+    """The letters of the places where __syncthreads() has to stand, e.g. "CE"; no more of them than
+    are needed."""
     return hole(4, "which of the places A to E need a barrier?")
 
 
-# --------------------------------------------------------------------------------------- loads that coalesce: holes 5-6
+# ------------------------------------------------------------------- loads that coalesce: holes 5-6
+
 
 def sectors(stride):
-    """32-byte sectors that one load of a warp touches: lane i reads float number stride * i; stride is 0 or more."""
+    """32-byte sectors that one load of a warp touches: lane i reads float number stride * i; stride
+    is 0 or more."""
     return hole(5, "how many sectors do 32 floats touch that lie stride floats apart?", stride)
 
 
@@ -102,5 +109,10 @@ __global__ void row_sums(const float* x, float* y) {
 
 
 def row_and_column():
-    """C for ROW and COLUMN, two strings: which number does this thread bring in this step? All 1024 have to come."""
-    return hole(6, "row and column from step and threadIdx.x, so that a warp's load touches as few sectors as it can")
+    """C for ROW and COLUMN, two strings: which number does this thread bring in this step? All 1024
+    have to come."""
+    return hole(
+        6,
+        "row and column from step and threadIdx.x, so that a warp's load touches as few sectors "
+        "as it can",
+    )

@@ -1,4 +1,5 @@
-"""Lesson 22's counted runs: kernels on the CPU build, what they move beside formulas, and what a stated GPU allows."""
+"""Lesson 22's counted runs: kernels on the CPU build, what they move beside formulas, and what a
+stated GPU allows."""
 
 import shutil
 import time
@@ -10,26 +11,32 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from minidist.kernels import on_cpu
-from minidist.kernels.attention import SOURCE, attention
-from minidist.kernels.loader import Source, launch
-from minidist.kernels.matmul import matmul, read_bytes
 
 from minidist.autograd import ops
 from minidist.autograd.ops.block_sparse import SIDE
 from minidist.autograd.tensor import tensor
 from minidist.files import scratch
+from minidist.kernels import on_cpu
+from minidist.kernels.attention import SOURCE, attention
+from minidist.kernels.loader import Source, launch
+from minidist.kernels.matmul import matmul, read_bytes
 from minidist.nn.attention_pattern import pattern_blocks
 
 HERE = Path(__file__).resolve().parent
 ACCESS = Source(HERE / "access.cu", ["one_each", "four_each"])
-WARP, SECTOR = 32, 32               # lanes; bytes
-FOREVER = 65536                     # tokens
-HEAD = 64                           # columns of a head
-SIDES = {1: 1, 2: 32, 3: 64}        # queries that share what is read, by attention's version
+WARP, SECTOR = 32, 32  # lanes; bytes
+FOREVER = 65536  # tokens
+HEAD = 64  # columns of a head
+SIDES = {1: 1, 2: 32, 3: 64}  # queries that share what is read, by attention's version
 KINDS = {1: np.float32, 2: np.float32, 3: np.float16}
 RUNGS = {1: "naive: a thread a query", 2: "tiles, online softmax", 3: "tensor cores, float16"}
-LADDER = {1: "naive", 2: "shared tiles", 3: "register tiles", 4: "vector loads", 5: "tensor cores, float16"}
+LADDER = {
+    1: "naive",
+    2: "shared tiles",
+    3: "register tiles",
+    4: "vector loads",
+    5: "tensor cores, float16",
+}
 
 
 @dataclass(frozen=True)
@@ -37,27 +44,29 @@ class Machine:
     """What a data sheet states; nothing here is measured."""
 
     name: str
-    memory: float                   # bytes a second from its memory
-    rates: dict[str, float]         # operations a second, by what multiplies
-    shared: float                   # bytes a second from shared memory, all multiprocessors together
+    memory: float  # bytes a second from its memory
+    rates: dict[str, float]  # operations a second, by what multiplies
+    shared: float  # bytes a second from shared memory, all multiprocessors together
 
     def roof(self, intensity: float, rate: str) -> float:
         """Operations a second that `intensity` (operations a byte) allows."""
         return min(self.rates[rate], intensity * self.memory)
 
 
-# 132 multiprocessors at 1.98 GHz, each 128 products and sums of float32 and 128 bytes of shared memory a clock.
+# 132 multiprocessors at 1.98 GHz, each 128 products and sums of float32 and 128 bytes of shared
+# memory a clock.
 H100 = Machine("H100 SXM", 3.35e12, {"float32": 67e12, "tensor cores": 989e12}, 132 * 128 * 1.98e9)
 
 
 @dataclass(frozen=True)
 class Count:
-    """One launch: operations by formula; bytes, requests and sectors as counted; the formulas of read and written."""
+    """One launch: operations by formula; bytes, requests and sectors as counted; the formulas of
+    read and written."""
 
     name: str
     operations: int
-    rate: str                       # of Machine.rates
-    seen: Any                       # on_cpu.Seen
+    rate: str  # of Machine.rates
+    seen: Any  # on_cpu.Seen
     read: int
     written: int
 
@@ -68,11 +77,20 @@ class Count:
 
 
 def one_warp(stride: int) -> Any:
-    """The loads of one warp: lane i reads number stride i; stride 0: 16 bytes a lane, neighbours."""
-    x, y = np.zeros(WARP * max(stride, 4), np.float32), np.empty(WARP * (1 if stride else 4), np.float32)
+    """The loads of one warp: lane i reads number stride i; stride 0: 16 bytes a lane,
+    neighbours."""
+    x, y = (
+        np.zeros(WARP * max(stride, 4), np.float32),
+        np.empty(WARP * (1 if stride else 4), np.float32),
+    )
     with on_cpu.watch(count=True) as seen:
-        launch(ACCESS, "one_each" if stride else "four_each", grid=1, block=WARP,
-               args=(x, y, stride) if stride else (x, y))
+        launch(
+            ACCESS,
+            "one_each" if stride else "four_each",
+            grid=1,
+            block=WARP,
+            args=(x, y, stride) if stride else (x, y),
+        )
     return seen[0].loads
 
 
@@ -88,9 +106,10 @@ def drawn(tokens: int, heads: int = 1, kind: Any = np.float32) -> list[np.ndarra
 
 
 def attention_bytes(version: int, tokens: int, tiles: int | None = None) -> tuple[int, int]:
-    """(read, written) of one head of `tokens` tokens; `tiles` of keys that are visited, all if None."""
+    """(read, written) of one head of `tokens` tokens; `tiles` of keys that are visited, all if
+    None."""
     size, numbers = np.dtype(KINDS[version]).itemsize, tokens * HEAD
-    ends = numbers * size + 4 * tokens                              # y, and log_total in float32
+    ends = numbers * size + 4 * tokens  # y, and log_total in float32
     if version == 1:
         scores = tokens * tokens
         return scores * (2 * HEAD * size + 4 + HEAD * (4 + size)), ends + 4 * scores
@@ -99,15 +118,28 @@ def attention_bytes(version: int, tokens: int, tiles: int | None = None) -> tupl
     return (numbers + tiles * 2 * side * HEAD) * size, ends
 
 
-def attention_count(version: int, tokens: int, *, causal: bool = False, blocks: np.ndarray | None = None,
-                    tiles: int | None = None) -> Count:
+def attention_count(
+    version: int,
+    tokens: int,
+    *,
+    causal: bool = False,
+    blocks: np.ndarray | None = None,
+    tiles: int | None = None,
+) -> Count:
     """One head, counted. operations: of all tiles, or of those `tiles` that are visited."""
     side = SIDES[version]
     with on_cpu.watch(count=True) as seen:
-        attention(*drawn(tokens, kind=KINDS[version]), version=version, causal=causal, blocks=blocks)
+        attention(
+            *drawn(tokens, kind=KINDS[version]), version=version, causal=causal, blocks=blocks
+        )
     pairs = tokens * tokens if tiles is None else tiles * side * side
-    return Count(RUNGS[version], 4 * pairs * HEAD, "tensor cores" if version == 3 else "float32", seen[0],
-                 *attention_bytes(version, tokens, tiles))
+    return Count(
+        RUNGS[version],
+        4 * pairs * HEAD,
+        "tensor cores" if version == 3 else "float32",
+        seen[0],
+        *attention_bytes(version, tokens, tiles),
+    )
 
 
 def long_intensity(version: int) -> float:
@@ -122,15 +154,25 @@ def matmul_count(version: int, side: int = 128, depth: int = 32) -> Count:
     a, b = rng.normal(size=(side, depth)).astype(kind), rng.normal(size=(depth, side)).astype(kind)
     with on_cpu.watch(count=True) as seen:
         matmul(a, b, version=version)
-    return Count(LADDER[version], 2 * side * side * depth, "tensor cores" if version == 5 else "float32", seen[0],
-                 read_bytes(version, side, side, depth, a.itemsize), side * side * a.itemsize)
+    return Count(
+        LADDER[version],
+        2 * side * side * depth,
+        "tensor cores" if version == 5 else "float32",
+        seen[0],
+        read_bytes(version, side, side, depth, a.itemsize),
+        side * side * a.itemsize,
+    )
 
 
-# ------------------------------------------------------------------------------------------------- planted mistakes
+# --------------------------------------------------------------------------------- planted mistakes
 
 PLANTED = {
-    "no-barrier": ("attention.cu", "        __syncthreads();                                         // before others' "
-                                   "numbers are read\n", "\n"),
+    "no-barrier": (
+        "attention.cu",
+        "        __syncthreads();                                         // before others' "
+        "numbers are read\n",
+        "\n",
+    ),
     "no-rescale": ("attention.cu", "sum[r][i] *= shrink;", ";"),
     "mask-off-by-one": ("attention.cuh", "key <= query)", "key <= query + 1)"),
 }
@@ -149,19 +191,27 @@ def tiled(mistake: str | None) -> Iterator[Source]:
         yield Source(folder / "attention.cu", [f"attention_v2<float, {HEAD}>"])
 
 
-def run_tiled(source: Source, q: np.ndarray, k: np.ndarray, v: np.ndarray, *, causal: bool = False) -> np.ndarray:
+def run_tiled(
+    source: Source, q: np.ndarray, k: np.ndarray, v: np.ndarray, *, causal: bool = False
+) -> np.ndarray:
     """y (1, 1, T, 64) of one head by version 2 of `source`."""
     y, log_total = np.full_like(q, np.nan), np.full(q.shape[:3], np.nan, np.float32)
     tokens = q.shape[2]
-    launch(source, source.kernels[0], grid=-(-tokens // 32), block=128, shared=32 * (3 * HEAD + 1 + 32) * 4,
-           args=(q, k, v, y, log_total, 1, 1, tokens, tokens, HEAD, HEAD ** -0.5, causal, None, False))
+    launch(
+        source,
+        source.kernels[0],
+        grid=-(-tokens // 32),
+        block=128,
+        shared=32 * (3 * HEAD + 1 + 32) * 4,
+        args=(q, k, v, y, log_total, 1, 1, tokens, tokens, HEAD, HEAD**-0.5, causal, None, False),
+    )
     return y
 
 
-# ------------------------------------------------------------------------------------------------------- patterns
+# ----------------------------------------------------------------------------------------- patterns
 
-PATTERN = "local:256+global:1"      # four blocks of 64 and the first: five tiles a row
-SHORT, LONGER, TEN = 1024, 4096, 10240      # tokens
+PATTERN = "local:256+global:1"  # four blocks of 64 and the first: five tiles a row
+SHORT, LONGER, TEN = 1024, 4096, 10240  # tokens
 
 
 def tiles(tokens: int, pattern: str = "") -> int:
@@ -173,7 +223,7 @@ def tiles(tokens: int, pattern: str = "") -> int:
 def by_the_book(q: Any, k: Any, v: Any) -> Any:
     """Causal attention that keeps every score: what sparse attention was compared with in 2020."""
     ahead = np.triu(np.ones((q.shape[2], q.shape[2]), bool), 1)
-    scores = ops.matmul(q, ops.transpose(k, (0, 1, 3, 2))) * HEAD ** -0.5
+    scores = ops.matmul(q, ops.transpose(k, (0, 1, 3, 2))) * HEAD**-0.5
     return ops.matmul(ops.softmax(ops.where(ahead, -np.inf, scores)), v)
 
 
@@ -182,11 +232,17 @@ def under_pattern(q: Any, k: Any, v: Any) -> Any:
     return ops.sparse_attention(q, k, v, blocks=pattern_blocks(PATTERN, q.shape[2]))
 
 
-WAYS: dict[str, Any] = {"every score kept": by_the_book, "tiled, dense": ops.causal_attention, PATTERN: under_pattern}
+WAYS: dict[str, Any] = {
+    "every score kept": by_the_book,
+    "tiled, dense": ops.causal_attention,
+    PATTERN: under_pattern,
+}
 
 
 def forward_and_backward(way: str, tokens: int) -> tuple[float, int]:
-    """Seconds of the processor (the best of three), and the peak of bytes, of one head forward and backward."""
+    """Seconds of the processor (the best of three), and the peak of bytes, of one head forward and
+    backward."""
+
     def once() -> None:
         leaves = [tensor(array, requires_grad=True) for array in drawn(tokens)]
         WAYS[way](*leaves).backward(np.ones((1, 1, tokens, HEAD), np.float32))

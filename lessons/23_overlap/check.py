@@ -1,4 +1,5 @@
-"""Grades exercise 23: paths of steps on a made-up clock, their bounds and causes, and a link with priorities."""
+"""Grades exercise 23: paths of steps on a made-up clock, their bounds and causes, and a link with
+priorities."""
 
 import sys
 from collections.abc import Iterator
@@ -18,16 +19,25 @@ from minidist.observe.why import exposed_of
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "23")
 STEP = lab.Job()
-BOUNDS = {"the last bucket is late": STEP, "the link is too slow": replace(STEP, bandwidth=5e8),
-          "one bucket in the middle is late": replace(STEP, late={3: 0.030}),
-          "the first bucket is late": replace(STEP, late={0: 0.070})}
-BOUND_ADVICE = "the longest chain, or all transfers behind the first moment: section 1 (holes 5 and 6)"
+BOUNDS = {
+    "the last bucket is late": STEP,
+    "the link is too slow": replace(STEP, bandwidth=5e8),
+    "one bucket in the middle is late": replace(STEP, late={3: 0.030}),
+    "the first bucket is late": replace(STEP, late={0: 0.070}),
+}
+BOUND_ADVICE = (
+    "the longest chain, or all transfers behind the first moment: section 1 (holes 5 and 6)"
+)
 WHOLE = replace(STEP, bucket=STEP.layers * STEP.layer_bytes)
 
 CUT_FROM = (plain_critical_path,)
-ANSWERS = {5: "max(call + alone for call, alone in zip(asked, seconds))", 6: "min(asked) + sum(seconds)",
-           7: "came - asked", 8: "begin - came",
-           9: "min((call for call in left if came[call] <= now), key=lambda call: urgency[call])"}
+ANSWERS = {
+    5: "max(call + alone for call, alone in zip(asked, seconds))",
+    6: "min(asked) + sum(seconds)",
+    7: "came - asked",
+    8: "begin - came",
+    9: "min((call for call in left if came[call] <= now), key=lambda call: urgency[call])",
+}
 """The right code of the holes beyond the plain version."""
 
 
@@ -41,23 +51,56 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 def paths() -> Iterator[tuple[str, StepRecord, str, str]]:
     """Name, record, the mistake and the advice of each path."""
-    yield ("a step whose last bucket is waited for", lab.run(STEP), "a path that misses the call",
-           "the rank stood still for a call that ended after its wait began: section 1 (holes 2 and 3)")
-    yield ("a step whose link is too slow", lab.run(replace(STEP, bandwidth=5e8)), "a path that misses the queue",
-           "the last call that was waited for, then those before it on the link: section 1 (holes 2 and 3)")
-    yield ("a step with a slower rank", lab.run(replace(STEP, slow=1.5)), "a path through the wrong rank",
-           "it begins at the last rank to end: section 1 (hole 1)")
-    yield ("backward slow on rank 1, the update on rank 0", two_slow(), "a path that stays on its rank",
-           "a call begins when its last rank has asked for it: section 1 (hole 4)")
-    yield ("rank 1 begins first, rank 0 ends last", early(), "a path through the wrong rank",
-           "not the rank whose step was the longest, but the last to end: section 1 (hole 1)")
-    yield ("a step that ends with a call", ends_waiting(), "a path that misses the last call",
-           "a call that ends as the step does belongs to it: section 1 (hole 2)")
-    yield ("ZeRO-1, whose later weights are there in time", lab.run(replace(STEP, strategy="zero1")),
-           "a path through a call for which no rank stood still",
-           "it had ended before the wait began: section 1 (hole 2)")
-    yield ("ZeRO-3 without prefetch", lab.run(replace(STEP, strategy="zero3", ahead=0, slow=1.1)), "a path with gaps",
-           "each part ends where the next one begins: section 1")
+    yield (
+        "a step whose last bucket is waited for",
+        lab.run(STEP),
+        "a path that misses the call",
+        "the rank stood still for a call that ended after its wait began: section 1 (holes 2 "
+        "and 3)",
+    )
+    yield (
+        "a step whose link is too slow",
+        lab.run(replace(STEP, bandwidth=5e8)),
+        "a path that misses the queue",
+        "the last call that was waited for, then those before it on the link: section 1 (holes "
+        "2 and 3)",
+    )
+    yield (
+        "a step with a slower rank",
+        lab.run(replace(STEP, slow=1.5)),
+        "a path through the wrong rank",
+        "it begins at the last rank to end: section 1 (hole 1)",
+    )
+    yield (
+        "backward slow on rank 1, the update on rank 0",
+        two_slow(),
+        "a path that stays on its rank",
+        "a call begins when its last rank has asked for it: section 1 (hole 4)",
+    )
+    yield (
+        "rank 1 begins first, rank 0 ends last",
+        early(),
+        "a path through the wrong rank",
+        "not the rank whose step was the longest, but the last to end: section 1 (hole 1)",
+    )
+    yield (
+        "a step that ends with a call",
+        ends_waiting(),
+        "a path that misses the last call",
+        "a call that ends as the step does belongs to it: section 1 (hole 2)",
+    )
+    yield (
+        "ZeRO-1, whose later weights are there in time",
+        lab.run(replace(STEP, strategy="zero1")),
+        "a path through a call for which no rank stood still",
+        "it had ended before the wait began: section 1 (hole 2)",
+    )
+    yield (
+        "ZeRO-3 without prefetch",
+        lab.run(replace(STEP, strategy="zero3", ahead=0, slow=1.1)),
+        "a path with gaps",
+        "each part ends where the next one begins: section 1",
+    )
 
 
 def two_slow() -> StepRecord:
@@ -84,12 +127,17 @@ def early() -> StepRecord:
     """Rank 1 begins 30 ms before rank 0, so that its step is the longer one; rank 0 ends last."""
     record = two_slow()
     begin, end = record.windows[1]
-    return StepRecord([record.windows[0], (begin - 0.030, end)], record.calls, record.waits, record.work)
+    return StepRecord(
+        [record.windows[0], (begin - 0.030, end)], record.calls, record.waits, record.work
+    )
 
 
 def rounded(path: Any, *, ranks: bool) -> list[tuple[Any, ...]]:
     """The parts of a path in milliseconds; where ranks do alike, either may be named."""
-    return [(part[0], part[1] if ranks else "", round(1e3 * part[2], 6), round(1e3 * part[3], 6)) for part in path]
+    return [
+        (part[0], part[1] if ranks else "", round(1e3 * part[2], 6), round(1e3 * part[3], 6))
+        for part in path
+    ]
 
 
 class Counted(StepRecord):
@@ -101,7 +149,9 @@ class Counted(StepRecord):
     def begin(self) -> float:
         self.asked += 1
         if self.asked > 1000:
-            raise RuntimeError("the path never reaches the begin of the step; `now` has to go back in each round")
+            raise RuntimeError(
+                "the path never reaches the begin of the step; `now` has to go back in each round"
+            )
         return super().begin
 
 
@@ -109,18 +159,29 @@ def _paths(exercise: ModuleType) -> Iterator[Result]:
     for name, record, mistake, advice in paths():
         counted = Counted(record.windows, record.calls, record.waits, record.work)
         ranks = len(set(record.windows)) > 1
-        yield expect(name, rounded(plain_critical_path(record), ranks=ranks),
-                     rounded(exercise.plain_critical_path(counted), ranks=ranks), mistake, advice)
+        yield expect(
+            name,
+            rounded(plain_critical_path(record), ranks=ranks),
+            rounded(exercise.plain_critical_path(counted), ranks=ranks),
+            mistake,
+            advice,
+        )
 
 
 def _bounds(exercise: ModuleType) -> Iterator[Result]:
     for name, job in BOUNDS.items():
         record = lab.run(job)
         asked = [call.came for call in record.calls]
-        found = exercise.shortest_step(asked, [call.alone for call in record.calls], record.waits[0][0].start,
-                                       job.update)
-        yield expect(f"the bound: {name}", f"{1e3 * lower_bound(record):.3f} ms", f"{1e3 * float(found):.3f} ms",
-                     "a bound that is none", BOUND_ADVICE)
+        found = exercise.shortest_step(
+            asked, [call.alone for call in record.calls], record.waits[0][0].start, job.update
+        )
+        yield expect(
+            f"the bound: {name}",
+            f"{1e3 * lower_bound(record):.3f} ms",
+            f"{1e3 * float(found):.3f} ms",
+            "a bound that is none",
+            BOUND_ADVICE,
+        )
     yield from _drawn_bounds(exercise)
 
 
@@ -139,16 +200,26 @@ def _drawn_bounds(exercise: ModuleType) -> Iterator[Result]:
             found = exercise.shortest_step(asked, seconds, backward, after)
             if found != right:
                 break
-        yield expect(f"the bound of {kind} asked for at {asked}, of {seconds}", right, found, "a bound that is none",
-                     BOUND_ADVICE)
+        yield expect(
+            f"the bound of {kind} asked for at {asked}, of {seconds}",
+            right,
+            found,
+            "a bound that is none",
+            BOUND_ADVICE,
+        )
 
 
 def _causes(exercise: ModuleType) -> Iterator[Result]:
     """Of the wait for one bucket: the library's causes of the same wait."""
-    cases = {"one bucket, a slower rank": (replace(WHOLE, slow=1.5), 0, "slower rank"),
-             "one bucket, ranks alike": (WHOLE, 0, "late bucket"),
-             "two buckets, over a slow link": (replace(STEP, layers=2, late={0: 0.002}, bandwidth=5e8), 1,
-                                               "link busy")}
+    cases = {
+        "one bucket, a slower rank": (replace(WHOLE, slow=1.5), 0, "slower rank"),
+        "one bucket, ranks alike": (WHOLE, 0, "late bucket"),
+        "two buckets, over a slow link": (
+            replace(STEP, layers=2, late={0: 0.002}, bandwidth=5e8),
+            1,
+            "link busy",
+        ),
+    }
     for name, (job, number, cause) in cases.items():
         record = lab.run(job)
         call = record.calls[number]
@@ -158,8 +229,13 @@ def _causes(exercise: ModuleType) -> Iterator[Result]:
             if row.rank == 0 and row.waited == call.name:
                 right[row.cause] = right.get(row.cause, 0.0) + row.seconds
         found = exercise.causes(wait.stop - wait.start, call.ranks[0].asked, call.came, call.begin)
-        yield expect(f"causes of a wait: {name}", in_ms(right), in_ms(found), f"not the share of a {cause}",
-                     "own request, last request, begin of the transfer: section 2 (holes 7 and 8)")
+        yield expect(
+            f"causes of a wait: {name}",
+            in_ms(right),
+            in_ms(found),
+            f"not the share of a {cause}",
+            "own request, last request, begin of the transfer: section 2 (holes 7 and 8)",
+        )
 
 
 def in_ms(found: dict[str, float]) -> dict[str, float]:
@@ -168,7 +244,8 @@ def in_ms(found: dict[str, float]) -> dict[str, float]:
 
 
 def _priorities(exercise: ModuleType) -> Iterator[Result]:
-    """Backward and the next forward, which each layer's gradients let begin; the library predicts the same.
+    """Backward and the next forward, which each layer's gradients let begin; the library predicts
+    the same.
 
     Then calls at random.
     """
@@ -176,8 +253,13 @@ def _priorities(exercise: ModuleType) -> Iterator[Result]:
         job = replace(STEP, bandwidth=bandwidth)
         right = predict(lab.first_come(job, 4), Change(priority=True))
         found = lab.scheduled(job, 4, priority=True, serve=exercise.soonest_needed_first)
-        yield expect(f"priorities over {bandwidth / 1e9:g} GB/s", f"{1e3 * right:.3f} ms", f"{1e3 * found:.3f} ms",
-                     "not the most urgent call", "of the calls that have come, the lowest urgency: section 6 (hole 9)")
+        yield expect(
+            f"priorities over {bandwidth / 1e9:g} GB/s",
+            f"{1e3 * right:.3f} ms",
+            f"{1e3 * found:.3f} ms",
+            "not the most urgent call",
+            "of the calls that have come, the lowest urgency: section 6 (hole 9)",
+        )
     chance = np.random.default_rng(9)
     for _ in range(30):
         came = chance.integers(0, 12, 5).tolist()
@@ -187,9 +269,13 @@ def _priorities(exercise: ModuleType) -> Iterator[Result]:
         ends = most_urgent_first(came, seconds, urgency)
         if served != ends:
             break
-    yield expect(f"ends of calls that come at {came}, take {seconds}, urgency {urgency}", ends, served,
-                 "not the most urgent call",
-                 "of the calls that have come, the lowest urgency: section 6 (hole 9)")
+    yield expect(
+        f"ends of calls that come at {came}, take {seconds}, urgency {urgency}",
+        ends,
+        served,
+        "not the most urgent call",
+        "of the calls that have come, the lowest urgency: section 6 (hole 9)",
+    )
 
 
 def most_urgent_first(came: list[int], seconds: list[int], urgency: list[int]) -> list[float]:

@@ -1,8 +1,9 @@
 """What lesson 23's tables, figure and break-its share.
 
-    run(Job(...))                   a step of two ranks on a made-up clock, as a record: exact, and the same every time
-    soonest_needed_first(...)       a link that serves the most urgent call first
-    recorded(group, ...)            steps of DDP that really run, over links that take their time
+run(Job(...))                   a step of two ranks on a made-up clock, as a record: exact, and the
+                                same every time
+soonest_needed_first(...)       a link that serves the most urgent call first
+recorded(group, ...)            steps of DDP that really run, over links that take their time
 """
 
 import itertools
@@ -27,14 +28,17 @@ RANKS, TENSORS = 2, 4
 """Ranks of a made-up step; tensors of a layer, whose gradients become final one after the other."""
 
 
-# ------------------------------------------------------------------------------------------- steps on a made-up clock
+# ------------------------------------------------------------------------- steps on a made-up clock
+
 
 @dataclass(frozen=True)
 class Job:
     """A step on the made-up clock; seconds and bytes, forward and backward those of a layer.
 
-    Attributes: order: in which buckets travel. ahead: layers that ZeRO-3 gathers before their turn. slow: rank 1
-                computes so many times as long. late: place of a call -> seconds that it takes longer.
+    Attributes: order: in which buckets travel. ahead: layers that ZeRO-3 gathers before their turn.
+    slow: rank 1
+                computes so many times as long. late: place of a call -> seconds that it takes
+                longer.
     """
 
     strategy: str = "ddp"
@@ -72,14 +76,17 @@ class Program:
         """Ask for a call, and go on."""
         number = self.ids[f"{verb} {what}"] = len(self.ids)
         nbytes = tensors * self.job.layer_bytes // TENSORS
-        self.events.append(Start(number, GroupCall("dp", verb, "ring", nbytes, name=f"{verb} {what}")))
+        self.events.append(
+            Start(number, GroupCall("dp", verb, "ring", nbytes, name=f"{verb} {what}"))
+        )
 
     def wait(self, verb: str, what: str) -> None:
         """Stand still until that call has ended."""
         self.events.append(Await(self.ids[f"{verb} {what}"]))
 
     def backward(self, verb: str) -> None:
-        """Each tensor's gradient; a bucket sets out when it is complete and those before it have set out."""
+        """Each tensor's gradient; a bucket sets out when it is complete and those before it have
+        set out."""
         numbered = list(enumerate(self.job.buckets()))
         queue = numbered if self.job.order == "backward" else numbered[::-1]
         left = list(queue)
@@ -100,7 +107,8 @@ def ddp(program: Program) -> None:
 
 
 def zero1(program: Program) -> None:
-    """All-gathers of the new weights behind forward, the first layers first; reduce-scatters behind backward."""
+    """All-gathers of the new weights behind forward, the first layers first; reduce-scatters behind
+    backward."""
     job, waited = program.job, set[int]()
     buckets = job.buckets()
     for number in reversed(range(len(buckets))):
@@ -116,10 +124,13 @@ def zero1(program: Program) -> None:
 
 
 def zero3(program: Program) -> None:
-    """Each layer's weights are gathered for forward, and again for backward; its gradients leave behind it."""
+    """Each layer's weights are gathered for forward, and again for backward; its gradients leave
+    behind it."""
     job = program.job
-    for name, seconds, order in (("forward", job.forward, range(job.layers)),
-                                 ("backward", job.backward, range(job.layers - 1, -1, -1))):
+    for name, seconds, order in (
+        ("forward", job.forward, range(job.layers)),
+        ("backward", job.backward, range(job.layers - 1, -1, -1)),
+    ):
         begun = 0
         for place, layer in enumerate(order):
             while begun < min(job.layers, place + 1 + job.ahead):
@@ -146,7 +157,8 @@ def run(job: Job) -> StepRecord:
 
 
 def play(traces: Sequence[Sequence[Event]], job: Job) -> StepRecord:
-    """Ranks on one clock: a call begins when all have asked for it and the link is free; calls keep their order."""
+    """Ranks on one clock: a call begins when all have asked for it and the link is free; calls keep
+    their order."""
     calls, free = dict[int, StepCall](), 0.0
     now, place = [0.0] * len(traces), [0] * len(traces)
     record = StepRecord([], [], [[] for _ in traces], [[] for _ in traces])
@@ -155,19 +167,25 @@ def play(traces: Sequence[Sequence[Event]], job: Job) -> StepRecord:
             while place[rank] < len(trace):
                 event = trace[place[rank]]
                 if isinstance(event, Busy):
-                    record.work[rank].append((event.name, now[rank], now[rank] + float(str(event.work))))
+                    record.work[rank].append(
+                        (event.name, now[rank], now[rank] + float(str(event.work)))
+                    )
                     now[rank] = record.work[rank][-1][2]
                 elif isinstance(event, Start):
                     call = calls.setdefault(event.id, new_call(event))
                     call.ranks[rank] = Asked(now[rank], now[rank], now[rank], False)
                     if len(call.ranks) == len(traces):
                         call.begin = max(free, call.came)
-                        free = call.end = call.begin + transfer(job, call) + job.late.get(event.id, 0.0)
+                        free = call.end = (
+                            call.begin + transfer(job, call) + job.late.get(event.id, 0.0)
+                        )
                 elif isinstance(event, Await):
                     call = calls[event.id]
                     if len(call.ranks) < len(traces):
-                        break                   # until the others have asked for it
-                    record.waits[rank].append(StepWait(call.name, now[rank], max(now[rank], call.end), call))
+                        break  # until the others have asked for it
+                    record.waits[rank].append(
+                        StepWait(call.name, now[rank], max(now[rank], call.end), call)
+                    )
                     now[rank] = record.waits[rank][-1].stop
                 place[rank] += 1
     record.windows, record.calls = [(0.0, end) for end in now], list(calls.values())
@@ -175,10 +193,20 @@ def play(traces: Sequence[Sequence[Event]], job: Job) -> StepRecord:
 
 
 def new_call(event: Start) -> StepCall:
-    """A call of two ranks: an all-reduce is two messages and sends as many bytes as the array has, others half."""
+    """A call of two ranks: an all-reduce is two messages and sends as many bytes as the array has,
+    others half."""
     both = event.call.verb == "all_reduce"
-    return StepCall("dp", event.id, event.call.name, "dp", event.call.verb, "ring", f"{event.call.verb}.py:1",
-                    event.call.nbytes if both else event.call.nbytes // 2, 2 if both else 1)
+    return StepCall(
+        "dp",
+        event.id,
+        event.call.name,
+        "dp",
+        event.call.verb,
+        "ring",
+        f"{event.call.verb}.py:1",
+        event.call.nbytes if both else event.call.nbytes // 2,
+        2 if both else 1,
+    )
 
 
 def transfer(job: Job, call: StepCall) -> float:
@@ -186,10 +214,14 @@ def transfer(job: Job, call: StepCall) -> float:
     return call.messages * job.alpha + call.nbytes / job.bandwidth
 
 
-# ------------------------------------------------------------------------------------------------------- priorities
+# --------------------------------------------------------------------------------------- priorities
 
-def soonest_needed_first(came: Sequence[float], seconds: Sequence[float], urgency: Sequence[float]) -> list[float]:
-    """When each call has ended on a link that takes the most urgent of those that have come, and interrupts none."""
+
+def soonest_needed_first(
+    came: Sequence[float], seconds: Sequence[float], urgency: Sequence[float]
+) -> list[float]:
+    """When each call has ended on a link that takes the most urgent of those that have come, and
+    interrupts none."""
     ends, left, now = [0.0] * len(came), set(range(len(came))), 0.0
     while left:
         now = max(now, min(came[call] for call in left))
@@ -202,8 +234,11 @@ def soonest_needed_first(came: Sequence[float], seconds: Sequence[float], urgenc
 Serve = Callable[[Sequence[float], Sequence[float], Sequence[float]], Sequence[float]]
 
 
-def scheduled(job: Job, slices: int, *, priority: bool, serve: Serve = soonest_needed_first) -> float:
-    """Seconds of a backward and the next forward, whose layers each wait for their own gradients alone.
+def scheduled(
+    job: Job, slices: int, *, priority: bool, serve: Serve = soonest_needed_first
+) -> float:
+    """Seconds of a backward and the next forward, whose layers each wait for their own gradients
+    alone.
 
     Args:    serve: the link.
     """
@@ -213,7 +248,10 @@ def scheduled(job: Job, slices: int, *, priority: bool, serve: Serve = soonest_n
     ends = serve(came, [alone] * len(layers), list(map(float, layers)) if priority else came)
     now = job.layers * job.backward
     for layer in range(job.layers):
-        now = max([now, *(end for end, one in zip(ends, layers, strict=True) if one == layer)]) + job.forward
+        now = (
+            max([now, *(end for end, one in zip(ends, layers, strict=True) if one == layer)])
+            + job.forward
+        )
     return now
 
 
@@ -228,31 +266,40 @@ def first_come(job: Job, slices: int) -> StepRecord:
         for part in range(slices):
             program.wait("all_reduce", f"layer {layer} slice {part}")
         program.busy(job.forward, "forward")
-    events = [event._replace(call=event.call._replace(nbytes=job.layer_bytes // slices))
-              if isinstance(event, Start) else event for event in program.events]
+    events = [
+        event._replace(call=event.call._replace(nbytes=job.layer_bytes // slices))
+        if isinstance(event, Start)
+        else event
+        for event in program.events
+    ]
     return play([events, events], job)
 
 
-# ------------------------------------------------------------------------------------------------ steps that really run
+# ---------------------------------------------------------------------------- steps that really run
 
 CONFIG = GPTConfig(vocabulary=11, context=6, layers=5, width=16, heads=2, dtype="float64")
-BLOCK = 8 * (12 * 16 * 16 + 13 * 16)            # bytes of a block's gradients: a bucket each
-FORWARD, BACKWARD, REDUCE = 0.010, 0.020, 0.012     # seconds of a block, asleep, and of its all-reduce on two ranks
-HELD = 2                                        # the bucket that is held back
+BLOCK = 8 * (12 * 16 * 16 + 13 * 16)  # bytes of a block's gradients: a bucket each
+# seconds of a block, asleep, and of its all-reduce on two ranks
+FORWARD, BACKWARD, REDUCE = 0.010, 0.020, 0.012
+HELD = 2  # the bucket that is held back
 
 
 class BackToFront(GPT):
-    """Declares its parameters in another order than it uses them: buckets fill from the first layer on."""
+    """Declares its parameters in another order than it uses them: buckets fill from the first layer
+    on."""
 
     def parameters(self) -> Any:
         return reversed(list(super().parameters()))
 
 
-def recorded(group: Group, broken: Mapping[str, Any] | None = None, *, steps: int = 4) -> list[Timeline]:
-    """Steps of DDP of every rank, on rank 0; else an empty list. Each block sleeps, so that ranks need no cores.
+def recorded(
+    group: Group, broken: Mapping[str, Any] | None = None, *, steps: int = 4
+) -> list[Timeline]:
+    """Steps of DDP of every rank, on rank 0; else an empty list. Each block sleeps, so that ranks
+    need no cores.
 
-    Args:    broken: "model": its class. "hold": seconds for which rank 0 keeps the first message of bucket HELD back,
-             in every step.
+    Args:    broken: "model": its class. "hold": seconds for which rank 0 keeps the first message of
+             bucket HELD back, in every step.
     """
     options: dict[str, Any] = {"model": GPT, "hold": 0.0, **(broken or {})}
     network, timeline = options["model"](CONFIG), Timeline(group.rank)
@@ -264,7 +311,11 @@ def recorded(group: Group, broken: Mapping[str, Any] | None = None, *, steps: in
         for block in network.blocks:
             block.register_forward_hook(lambda module, args, result: time.sleep(FORWARD))
             block.register_backward_pre_hook(lambda module: time.sleep(BACKWARD))
-        optimizer, sent, send = SGD(strategy.parameters, 0.1), itertools.count(), slow.transport.start_send
+        optimizer, sent, send = (
+            SGD(strategy.parameters, 0.1),
+            itertools.count(),
+            slow.transport.start_send,
+        )
 
         def held(*args: Any, **named: Any) -> Any:
             """A bucket's all-reduce sends 2(P-1) messages, one bucket after the other."""
@@ -272,7 +323,7 @@ def recorded(group: Group, broken: Mapping[str, Any] | None = None, *, steps: in
                 time.sleep(options["hold"])
             return send(*args, **named)
 
-        slow.transport.start_send = held        # type: ignore[method-assign]
+        slow.transport.start_send = held  # type: ignore[method-assign]
         for step in range(steps):
             sent = itertools.count()
             with timeline.span("step", step=step):
@@ -280,19 +331,26 @@ def recorded(group: Group, broken: Mapping[str, Any] | None = None, *, steps: in
     return timeline.collect(group) or []
 
 
-SUM, SLICES = 0.025, 4                          # seconds of a block's all-reduce in section 6, which makes a queue
+SUM, SLICES = 0.025, 4  # seconds of a block's all-reduce in section 6, which makes a queue
 
 
 def sliced(group: Group, priority: bool, *, times: int = 5) -> list[Timeline]:
-    """So often a backward and the next forward of SlicedDDP, each as a step, of every rank, on rank 0; else empty."""
+    """So often a backward and the next forward of SlicedDDP, each as a step, of every rank, on rank
+    0; else empty."""
     network, timeline = GPT(CONFIG), Timeline(group.rank)
     network.initialize(seed=0)
     ids = np.arange(group.size * (CONFIG.context + 1)).reshape(group.size, -1) % CONFIG.vocabulary
     inputs, targets = ids[:, :-1], ids[:, 1:]
     with delayed(group, alpha=50e-6, beta=SUM / BLOCK) as slow:
         timeline.follow(slow.ledger, waits=True)
-        strategy = SlicedDDP(network, slow, recorder=timeline, bucket_bytes=BLOCK, slice_bytes=BLOCK // SLICES,
-                             priority=priority)
+        strategy = SlicedDDP(
+            network,
+            slow,
+            recorder=timeline,
+            bucket_bytes=BLOCK,
+            slice_bytes=BLOCK // SLICES,
+            priority=priority,
+        )
         for block in network.blocks:
             block.register_forward_hook(lambda module, args, result: time.sleep(FORWARD))
             block.register_backward_pre_hook(lambda module: time.sleep(BACKWARD))

@@ -1,7 +1,9 @@
-"""Lesson 23: hiding communication: what made a step as long as it was, how short it could be, what would help.
+"""Lesson 23: hiding communication: what made a step as long as it was, how short it could be, what
+would help.
 
-    python lessons/23_overlap/lesson.py                 # two ranks as threads; or under mpirun, minidist launch, …
-    python lessons/23_overlap/lesson.py --break late-bucket             # see README.md, section 8
+python lessons/23_overlap/lesson.py                 # two ranks as threads; or under mpirun,
+                                                    minidist launch, …
+python lessons/23_overlap/lesson.py --break late-bucket             # see README.md, section 8
 """
 
 from collections.abc import Sequence
@@ -9,14 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import Break, arguments, run_lesson
-
 import minidist as md
 from minidist.comm.cost.bucket_size import best_bucket_bytes, exposed_seconds
 from minidist.comm.cost.link_model import LinkCost
 from minidist.comm.group import Group
 from minidist.grading import load_module
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.observe.foresight import foresight
 from minidist.observe.step_bound import PathPart, lower_bound, plain_critical_path
 from minidist.observe.step_record import StepRecord, record_step
@@ -29,23 +30,39 @@ lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "23")
 Job = lab.Job
 MB = 1_000_000
 LAYER = Job()
-"""Eight layers, 3 ms forward and 6 ms backward each; 4 MB of gradients a layer over 1 GB/s and 50 µs: 4.1 ms."""
-CASES = (("as it should be", LAYER, 24 + 48 + 4.1 + 4),
-         ("half the bandwidth", replace(LAYER, bandwidth=5e8), 24 + 6 + 8 * 8.1 + 4),
-         ("one bucket", replace(LAYER, bucket=8 * LAYER.bucket), 24 + 48 + 32.1 + 4),
-         ("buckets in forward order", replace(LAYER, order="forward"), 24 + 48 + 8 * 4.1 + 4),
-         ("rank 1 takes 1.5 times as long", replace(LAYER, slow=1.5), 1.5 * (24 + 48) + 4.1 + 1.5 * 4),
-         ("bucket 3 is 30 ms late", replace(LAYER, late={3: 0.030}), 24 + 24 + 34.1 + 4 * 4.1 + 4))
+"""Eight layers, 3 ms forward and 6 ms backward each; 4 MB of gradients a layer over 1 GB/s and 50
+µs: 4.1 ms."""
+CASES = (
+    ("as it should be", LAYER, 24 + 48 + 4.1 + 4),
+    ("half the bandwidth", replace(LAYER, bandwidth=5e8), 24 + 6 + 8 * 8.1 + 4),
+    ("one bucket", replace(LAYER, bucket=8 * LAYER.bucket), 24 + 48 + 32.1 + 4),
+    ("buckets in forward order", replace(LAYER, order="forward"), 24 + 48 + 8 * 4.1 + 4),
+    ("rank 1 takes 1.5 times as long", replace(LAYER, slow=1.5), 1.5 * (24 + 48) + 4.1 + 1.5 * 4),
+    ("bucket 3 is 30 ms late", replace(LAYER, late={3: 0.030}), 24 + 24 + 34.1 + 4 * 4.1 + 4),
+)
 """A step, and its milliseconds by hand."""
-CHANGES = (("ddp", Change(bandwidth=5e8)), ("ddp", Change(alpha=1e-3)), ("ddp", Change(bucket=8 * MB)),
-           ("ddp", Change(bucket=12 * MB)), ("ddp", Change(bucket=32 * MB)), ("ddp", Change(bucket=MB)),
-           ("ddp", Change(order="forward")), ("zero1", Change(bucket=32 * MB)), ("zero1", Change(bucket=12 * MB)),
-           ("zero3", Change(ahead=0)), ("zero3", Change(ahead=2)), ("zero3", Change(bandwidth=5e8)))
+CHANGES = (
+    ("ddp", Change(bandwidth=5e8)),
+    ("ddp", Change(alpha=1e-3)),
+    ("ddp", Change(bucket=8 * MB)),
+    ("ddp", Change(bucket=12 * MB)),
+    ("ddp", Change(bucket=32 * MB)),
+    ("ddp", Change(bucket=MB)),
+    ("ddp", Change(order="forward")),
+    ("zero1", Change(bucket=32 * MB)),
+    ("zero1", Change(bucket=12 * MB)),
+    ("zero3", Change(ahead=0)),
+    ("zero3", Change(ahead=2)),
+    ("zero3", Change(bandwidth=5e8)),
+)
 
 
 def tour(group: Group, page: Page) -> None:
     """The lesson: all ranks make the steps of sections 3 and 6, rank 0 does the rest."""
-    timelines, sliced = lab.recorded(group), [lab.sliced(group, priority) for priority in (False, True)]
+    timelines, sliced = (
+        lab.recorded(group),
+        [lab.sliced(group, priority) for priority in (False, True)],
+    )
     if group.rank == 0:
         page.heading("1  The path of a step, and how short the step could be")
         paths(page)
@@ -64,7 +81,8 @@ def tour(group: Group, page: Page) -> None:
         page.say(foresight_line(foresight(timelines, typical_step(timelines))))
 
 
-# ------------------------------------------------------------------------------------------------- 1, 2 path and causes
+# ----------------------------------------------------------------------------- 1, 2 path and causes
+
 
 def paths(page: Page) -> None:
     """Each case: the step, its bound, its critical path."""
@@ -72,13 +90,25 @@ def paths(page: Page) -> None:
     for name, job, by_hand in CASES:
         record = lab.run(job)
         path, bound = plain_critical_path(record), lower_bound(record)
-        rows.append([name, f"{by_hand:.1f}", f"{1e3 * record.seconds:.1f}",
-                     verdict(1e3 * record.seconds, by_hand, 1e-9), f"{1e3 * bound:.1f}",
-                     f"{record.seconds / bound:.2f}"])
+        rows.append(
+            [
+                name,
+                f"{by_hand:.1f}",
+                f"{1e3 * record.seconds:.1f}",
+                verdict(1e3 * record.seconds, by_hand, 1e-9),
+                f"{1e3 * bound:.1f}",
+                f"{record.seconds / bound:.2f}",
+            ]
+        )
         told.append([name, f"{1e3 * record.seconds:.1f}", in_words(path)])
-    page.table("A step of two ranks on a made-up clock (ms)",
-               ["", "by hand", "step", "", "lower bound", "step / bound"], rows)
-    page.table("The critical path (ms)", ["", "step", "from the begin to the end, without a gap"], told)
+    page.table(
+        "A step of two ranks on a made-up clock (ms)",
+        ["", "by hand", "step", "", "lower bound", "step / bound"],
+        rows,
+    )
+    page.table(
+        "The critical path (ms)", ["", "step", "from the begin to the end, without a gap"], told
+    )
 
 
 def in_words(path: Sequence[PathPart]) -> str:
@@ -91,8 +121,10 @@ def in_words(path: Sequence[PathPart]) -> str:
             parts[-1][2] += 1
         else:
             parts.append([kind, part.stop - part.start, 1])
-    return ", ".join(f"{kind if kind != 'calls' else f'{count} call' + 's' * (count > 1)} {1e3 * seconds:.1f}"
-                      for kind, seconds, count in parts)
+    return ", ".join(
+        f"{kind if kind != 'calls' else f'{count} call' + 's' * (count > 1)} {1e3 * seconds:.1f}"
+        for kind, seconds, count in parts
+    )
 
 
 def causes(page: Page) -> None:
@@ -101,13 +133,18 @@ def causes(page: Page) -> None:
     rows = []
     for name, job, _ in cases:
         report = why(lab.run(job))
-        told = ", ".join(f"{cause} {1e3 * seconds:.1f}" for cause, seconds in report["causes"].items())
+        told = ", ".join(
+            f"{cause} {1e3 * seconds:.1f}" for cause, seconds in report["causes"].items()
+        )
         stood = sum(report["exposed"])
-        rows.append([name, f"{1e3 * stood:.1f}", told, verdict(sum(report["causes"].values()), stood, 1e-9)])
+        rows.append(
+            [name, f"{1e3 * stood:.1f}", told, verdict(sum(report["causes"].values()), stood, 1e-9)]
+        )
     page.table("Where two ranks stood still (ms)", ["", "both ranks", "by cause", ""], rows)
 
 
-# -------------------------------------------------------------------------------------------------- 3 a recorded step
+# -------------------------------------------------------------------------------- 3 a recorded step
+
 
 def middle(timelines: Sequence[Any]) -> StepRecord:
     """The step of middle length."""
@@ -120,15 +157,39 @@ def really(page: Page, timelines: Sequence[Any]) -> None:
     report = why(record)
     page.say(headline(report))
     page.say(causes_line(report))
-    page.table("The longest waits (ms)", ["call", "rank", "ms", "cause", "asked for at"],
-               [[row["call"], row["rank"], f"{1e3 * row['seconds']:.1f}", row["cause"], place(row["where"])]
-                for row in report["rows"][:6]])
+    page.table(
+        "The longest waits (ms)",
+        ["call", "rank", "ms", "cause", "asked for at"],
+        [
+            [
+                row["call"],
+                row["rank"],
+                f"{1e3 * row['seconds']:.1f}",
+                row["cause"],
+                place(row["where"]),
+            ]
+            for row in report["rows"][:6]
+        ],
+    )
     stood = sum(row["seconds"] for row in report["rows"])
-    page.table("The accounts", ["", "ms", "of the record", ""],
-               [["all causes, all ranks", f"{1e3 * stood:.1f}", f"{1e3 * sum(report['exposed']):.1f}",
-                 verdict(stood, sum(report["exposed"]), 0.01)],
-                ["the path, end to end", f"{1e3 * length(record):.1f}", f"{1e3 * record.seconds:.1f}",
-                 verdict(length(record), record.seconds, 0.01)]])
+    page.table(
+        "The accounts",
+        ["", "ms", "of the record", ""],
+        [
+            [
+                "all causes, all ranks",
+                f"{1e3 * stood:.1f}",
+                f"{1e3 * sum(report['exposed']):.1f}",
+                verdict(stood, sum(report["exposed"]), 0.01),
+            ],
+            [
+                "the path, end to end",
+                f"{1e3 * length(record):.1f}",
+                f"{1e3 * record.seconds:.1f}",
+                verdict(length(record), record.seconds, 0.01),
+            ],
+        ],
+    )
 
 
 def length(record: StepRecord) -> float:
@@ -136,7 +197,8 @@ def length(record: StepRecord) -> float:
     return sum(part.stop - part.start for part in plain_critical_path(record))
 
 
-# ----------------------------------------------------------------------------------------------------- 4, 5 what if
+# ------------------------------------------------------------------------------------- 4, 5 what if
+
 
 def link(job: Any) -> LinkCost:
     """What the made-up link costs."""
@@ -148,7 +210,11 @@ def followed(strategy: str, change: Change) -> tuple[float, float, float]:
     job = replace(LAYER, strategy=strategy)
     asked = {name: value for name, value in vars(change).items() if value is not None}
     record = lab.run(job)
-    return record.seconds, predict(record, change, link(job)), lab.run(replace(job, **asked)).seconds
+    return (
+        record.seconds,
+        predict(record, change, link(job)),
+        lab.run(replace(job, **asked)).seconds,
+    )
 
 
 def what_if(page: Page) -> None:
@@ -156,12 +222,26 @@ def what_if(page: Page) -> None:
     rows = []
     for strategy, change in CHANGES:
         before, told, after = followed(strategy, change)
-        name = ", ".join(f"{key}={value:g}" if isinstance(value, (int, float)) else f"{key}={value}"
-                         for key, value in vars(change).items() if value is not None)
-        rows.append([f"{strategy}: {name}", f"{1e3 * before:.1f}", f"{1e3 * told:.1f}", f"{1e3 * after:.1f}",
-                     f"{told / after - 1:+.1%}", verdict(told, after, 0.1)])
-    page.table("A recorded step under a change (ms)",
-               ["", "recorded", "predicted", "run", "difference", "within 10 %"], rows)
+        name = ", ".join(
+            f"{key}={value:g}" if isinstance(value, (int, float)) else f"{key}={value}"
+            for key, value in vars(change).items()
+            if value is not None
+        )
+        rows.append(
+            [
+                f"{strategy}: {name}",
+                f"{1e3 * before:.1f}",
+                f"{1e3 * told:.1f}",
+                f"{1e3 * after:.1f}",
+                f"{told / after - 1:+.1%}",
+                verdict(told, after, 0.1),
+            ]
+        )
+    page.table(
+        "A recorded step under a change (ms)",
+        ["", "recorded", "predicted", "run", "difference", "within 10 %"],
+        rows,
+    )
 
 
 def bucket_sizes(page: Page) -> None:
@@ -173,42 +253,75 @@ def bucket_sizes(page: Page) -> None:
         chosen = best_bucket_bytes(nbytes, lab.RANKS, link(job))
         for size in (MB, 2 * MB, 4 * MB, 8 * MB, 32 * MB):
             seconds = lab.run(replace(job, bucket=size)).seconds
-            rows.append([f"α = {1e6 * alpha:.0f} µs, buckets of {size // MB} MB", f"{1e3 * seconds:.2f}",
-                         f"{1e3 * exposed_seconds(nbytes, lab.RANKS, link(job), size):.2f}",
-                         f"{chosen / MB:.1f} MB"])
-    page.table("The step by bucket size (ms)", ["", "step on the clock", "cost by the formula", "the formula takes"],
-               rows, note="minidist train --bucket-bytes auto takes the formula's, from the measured α and β")
+            rows.append(
+                [
+                    f"α = {1e6 * alpha:.0f} µs, buckets of {size // MB} MB",
+                    f"{1e3 * seconds:.2f}",
+                    f"{1e3 * exposed_seconds(nbytes, lab.RANKS, link(job), size):.2f}",
+                    f"{chosen / MB:.1f} MB",
+                ]
+            )
+    page.table(
+        "The step by bucket size (ms)",
+        ["", "step on the clock", "cost by the formula", "the formula takes"],
+        rows,
+        note="minidist train --bucket-bytes auto takes the formula's, from the measured α and β",
+    )
 
 
-# --------------------------------------------------------------------------------------------------------- 6 priorities
+# ------------------------------------------------------------------------------------- 6 priorities
+
 
 def priorities(page: Page) -> None:
-    """Backward and the next forward; each layer's gradients whole and in slices, in turn and by urgency."""
+    """Backward and the next forward; each layer's gradients whole and in slices, in turn and by
+    urgency."""
     rows = []
     for bandwidth in (1e9, 5e8, 2.5e8):
         for slices in (1, 4, 16):
             job = replace(LAYER, bandwidth=bandwidth)
             record = lab.first_come(job, slices)
-            told, ran = predict(record, Change(priority=True)), lab.scheduled(job, slices, priority=True)
-            rows.append([f"{bandwidth / 1e9:g} GB/s, {slices} slice{'s' * (slices > 1)} a layer",
-                         f"{1e3 * record.seconds:.1f}", f"{1e3 * told:.1f}", f"{1e3 * ran:.1f}",
-                         verdict(told, ran, 1e-9)])
-    page.table("Backward, then the next forward (ms)",
-               ["", "in turn", "by urgency, predicted", "by urgency, run", ""], rows)
+            told, ran = (
+                predict(record, Change(priority=True)),
+                lab.scheduled(job, slices, priority=True),
+            )
+            rows.append(
+                [
+                    f"{bandwidth / 1e9:g} GB/s, {slices} slice{'s' * (slices > 1)} a layer",
+                    f"{1e3 * record.seconds:.1f}",
+                    f"{1e3 * told:.1f}",
+                    f"{1e3 * ran:.1f}",
+                    verdict(told, ran, 1e-9),
+                ]
+            )
+    page.table(
+        "Backward, then the next forward (ms)",
+        ["", "in turn", "by urgency, predicted", "by urgency, run", ""],
+        rows,
+    )
 
 
 def priorities_run(page: Page, in_turn: list[Timeline], urgent: list[Timeline]) -> None:
-    """The same with time that really passes: backward and the next forward of a replica, its sums in slices."""
+    """The same with time that really passes: backward and the next forward of a replica, its sums
+    in slices."""
     before, after = middle(in_turn), middle(urgent)
     link = LinkCost("delayed", len(in_turn), 50e-6, 0.0, lab.SUM / lab.BLOCK, 0.0, 0.0)
     told = predict(before, Change(priority=True), link)
-    page.table("With time that passes: backward, then the next forward (ms)",
-               ["", "in turn", "by urgency, predicted", "by urgency, run"],
-               [[f"{lab.CONFIG.layers} layers, {lab.SLICES} slices a layer", f"{1e3 * before.seconds:.1f}",
-                 f"{1e3 * told:.1f}", f"{1e3 * after.seconds:.1f}"]])
+    page.table(
+        "With time that passes: backward, then the next forward (ms)",
+        ["", "in turn", "by urgency, predicted", "by urgency, run"],
+        [
+            [
+                f"{lab.CONFIG.layers} layers, {lab.SLICES} slices a layer",
+                f"{1e3 * before.seconds:.1f}",
+                f"{1e3 * told:.1f}",
+                f"{1e3 * after.seconds:.1f}",
+            ]
+        ],
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------- Break it
+# ----------------------------------------------------------------------------------------- Break it
+
 
 def told(name: str, report: dict[str, Any]) -> None:
     """A step's report in two lines."""
@@ -232,8 +345,10 @@ def late_bucket() -> None:
     """One message leaves 30 ms late: by how much is the step longer, and what says why?"""
     for row in why(compare(f"bucket {lab.HELD} is 30 ms late", {"hold": 0.030}))["rows"]:
         if row["cause"] == "slow transfer":
-            print(f"  rank {row['rank']} waited {1e3 * row['seconds']:.1f} ms for {row['waited']}; to blame: "
-                  f"{row['call']}, asked for at {place(row['where'])}")
+            print(
+                f"  rank {row['rank']} waited {1e3 * row['seconds']:.1f} ms for {row['waited']}; "
+                f"to blame: {row['call']}, asked for at {place(row['where'])}"
+            )
 
 
 def slow_rank() -> None:

@@ -1,9 +1,12 @@
-"""Write CALIBRATION.md: the cost model fitted to three published tables, and its error on three more.
+"""Write CALIBRATION.md: the cost model fitted to three published tables, and its error on three
+more.
 
-    python lessons/24_simulate/calibration.py          # predicts with the fitted constants of a100.json: some minutes
+    python lessons/24_simulate/calibration.py          # predicts with the fitted constants of
+                                                       a100.json: some minutes
     python lessons/24_simulate/calibration.py --fit    # fits them again first: some minutes more
 
-The tables are minidist/simulate/published/*.csv, each with its source. The fit never sees the tables of UNSEEN.
+The tables are minidist/simulate/published/*.csv, each with its source. The fit never sees the
+tables of UNSEEN.
 """
 
 import argparse
@@ -21,12 +24,28 @@ from minidist.simulate.rates import CostProfile
 HERE = Path(__file__).resolve().parent
 PROFILE = HERE / "a100.json"
 
-FITTED = {"narayanan-2021-table-1": "a100-80g", "llm-foundry-a100": "a100-80g", "llm-foundry-a100-roce": "a100-40g"}
-UNSEEN = {"llm-foundry-h100": "h100", "dgxc-nemotron-15b-h100": "h100", "narayanan-2021-table-2": "a100-80g",
-          "dgxc-llama-3.1-8b-h100": "h100"}
-MOST = {"dgxc-llama-3.1-8b-h100": 8}        # devices of a run that is predicted: larger ones take minutes each,
-ELSE = 768                                  # that table's also with few, as they make 32 passes a step
-CONSTANTS = ("matmul_share", "half", "attention_share", "memory_share", "inside.bandwidth", "between.bandwidth")
+FITTED = {
+    "narayanan-2021-table-1": "a100-80g",
+    "llm-foundry-a100": "a100-80g",
+    "llm-foundry-a100-roce": "a100-40g",
+}
+UNSEEN = {
+    "llm-foundry-h100": "h100",
+    "dgxc-nemotron-15b-h100": "h100",
+    "narayanan-2021-table-2": "a100-80g",
+    "dgxc-llama-3.1-8b-h100": "h100",
+}
+# devices of a run that is predicted: larger ones take minutes each,
+MOST = {"dgxc-llama-3.1-8b-h100": 8}
+ELSE = 768  # that table's also with few, as they make 32 passes a step
+CONSTANTS = (
+    "matmul_share",
+    "half",
+    "attention_share",
+    "memory_share",
+    "inside.bandwidth",
+    "between.bandwidth",
+)
 
 HEAD = """# How far the simulator is from published step times
 
@@ -80,7 +99,11 @@ class Row(NamedTuple):
 
 def table(name: str, cluster: str) -> list[Run]:
     """The runs of a table that are predicted."""
-    return [run for run in read_runs(PUBLISHED / f"{name}.csv", cluster) if run.cluster.size <= MOST.get(name, ELSE)]
+    return [
+        run
+        for run in read_runs(PUBLISHED / f"{name}.csv", cluster)
+        if run.cluster.size <= MOST.get(name, ELSE)
+    ]
 
 
 def predict(name: str, cluster: str, profile: CostProfile) -> list[tuple[float, float]]:
@@ -97,54 +120,83 @@ def predict_all(profile: CostProfile) -> dict[str, list[Row]]:
     names, clusters = zip(*(FITTED | UNSEEN).items(), strict=True)
     with ProcessPoolExecutor(2 * (os.cpu_count() or 1)) as pool:
         found = list(pool.map(predict, names, clusters, [profile] * len(names)))
-    return {name: [Row(run, *seconds) for run, seconds in zip(table(name, cluster), predicted, strict=True)]
-            for name, cluster, predicted in zip(names, clusters, found, strict=True)}
+    return {
+        name: [
+            Row(run, *seconds) for run, seconds in zip(table(name, cluster), predicted, strict=True)
+        ]
+        for name, cluster, predicted in zip(names, clusters, found, strict=True)
+    }
 
 
 def section(name: str, rows: list[Row]) -> str:
     """A table of the page."""
     comments = (PUBLISHED / f"{name}.csv").read_text(encoding="utf-8").splitlines()
     source = " ".join(line[1:].strip() for line in comments if line.startswith("#"))
-    lines = [f"### {name}", "", source, "",
-             "| model, plan | devices | measured s | default s | error | fitted s | error |",
-             "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"]
+    lines = [
+        f"### {name}",
+        "",
+        source,
+        "",
+        "| model, plan | devices | measured s | default s | error | fitted s | error |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
     for row in rows:
         before, after = row.errors
-        lines.append(f"| {row.run.label} | {row.run.cluster.size} | {row.run.seconds:.4g} | {row.default:.4g} | "
-                     f"{before:+.1%} | {row.fitted:.4g} | {after:+.1%} |")
+        lines.append(
+            f"| {row.run.label} | {row.run.cluster.size} | {row.run.seconds:.4g} | "
+            f"{row.default:.4g} | {before:+.1%} | {row.fitted:.4g} | {after:+.1%} |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def summary(tables: dict[str, list[Row]]) -> str:
     """Mean and worst error of each table."""
-    lines = ["| table | rows | default: mean | worst | fitted: mean | worst |",
-             "| --- | ---: | ---: | ---: | ---: | ---: |"]
+    lines = [
+        "| table | rows | default: mean | worst | fitted: mean | worst |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
     for name, rows in tables.items():
         errors = np.abs([row.errors for row in rows])
         mean, worst = errors.mean(axis=0), errors.max(axis=0)
-        lines.append(f"| {name}{'' if name in FITTED else ' (never fitted)'} | {len(rows)} | {mean[0]:.1%} | "
-                     f"{worst[0]:.1%} | {mean[1]:.1%} | {worst[1]:.1%} |")
+        lines.append(
+            f"| {name}{'' if name in FITTED else ' (never fitted)'} | {len(rows)} | "
+            f"{mean[0]:.1%} | {worst[0]:.1%} | {mean[1]:.1%} | {worst[1]:.1%} |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def constants(profile: CostProfile) -> str:
     """The constants before and after."""
     start = CostProfile("a100-80g").rates
-    said = [f"`{name}` {getattr(start, name):.3g} → {getattr(profile.rates, name):.3g}" for name in CONSTANTS
-            if "." not in name]
-    said += [f"`{wire}` {value / 1e9:.3g} GB/s"
-             for wire, numbers in profile.wires.items() for value in numbers.values()]
-    return (f"Fitted on {profile.fit['runs']} runs: {', '.join(said)}. A run left out of the fit is "
-            f"{profile.fit['left_out_mean']:.1%} off in the mean.\n")
+    said = [
+        f"`{name}` {getattr(start, name):.3g} → {getattr(profile.rates, name):.3g}"
+        for name in CONSTANTS
+        if "." not in name
+    ]
+    said += [
+        f"`{wire}` {value / 1e9:.3g} GB/s"
+        for wire, numbers in profile.wires.items()
+        for value in numbers.values()
+    ]
+    return (
+        f"Fitted on {profile.fit['runs']} runs: {', '.join(said)}. A run left out of the fit is "
+        f"{profile.fit['left_out_mean']:.1%} off in the mean.\n"
+    )
 
 
 def main() -> None:
     """Fit if asked, predict, write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", action="store_true", help="fit the constants again, and write a100.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--fit", action="store_true", help="fit the constants again, and write a100.json"
+    )
     if parser.parse_args().fit:
         runs = [run for name, cluster in FITTED.items() for run in table(name, cluster)]
-        fit(runs, Predictor(), "a100-80g", CONSTANTS, lambda text: print(text, flush=True)).profile.save(PROFILE)
+        fit(
+            runs, Predictor(), "a100-80g", CONSTANTS, lambda text: print(text, flush=True)
+        ).profile.save(PROFILE)
     profile = CostProfile.load(PROFILE)
     write(predict_all(profile), profile)
 

@@ -1,4 +1,5 @@
-"""Grades exercise 24: traces whose end is known by hand, then drawn ones; places, a ring, a step."""
+"""Grades exercise 24: traces whose end is known by hand, then drawn ones; places, a ring, a
+step."""
 
 import random
 import sys
@@ -20,13 +21,18 @@ from minidist.simulate.walk import call_cost
 MIB = 1 << 20
 RING = GroupCall("dp", "all_reduce", "ring", MIB)
 OTHER = RING._replace(axis="tp")
-SEND, RECV = (GroupCall("pp", verb, "", MIB, peer=1 - rank) for rank, verb in enumerate(("send", "recv")))
-CALL = 2.0                              # seconds of each call
+SEND, RECV = (
+    GroupCall("pp", verb, "", MIB, peer=1 - rank) for rank, verb in enumerate(("send", "recv"))
+)
+CALL = 2.0  # seconds of each call
 SMALL = GPTConfig(vocabulary=512, context=256, layers=2, width=256, heads=2, positions="rotary")
 
 CUT_FROM = (plain_replay,)
-ANSWERS = {5: "place * shape[axis] + coordinates[axis]", 6: "2 * (size - 1) / size * nbytes * sharing / bandwidth",
-           7: "tokens * flops_a_token / (seconds * devices * peak)"}
+ANSWERS = {
+    5: "place * shape[axis] + coordinates[axis]",
+    6: "2 * (size - 1) / size * nbytes * sharing / bandwidth",
+    7: "tokens * flops_a_token / (seconds * devices * peak)",
+}
 """The right code of the holes beyond the plain version."""
 
 
@@ -49,58 +55,102 @@ def replayed(exercise: ModuleType, traces: Sequence[Sequence[Event]]) -> list[fl
 
 def _ends(replay: Callable[..., list[float]], traces: Sequence[Sequence[Event]]) -> list[float]:
     ranks = tuple(range(len(traces)))
-    return replay(traces, lambda axis, rank: ranks, lambda rank, work: float(work) * (1 + (rank == 1)),
-                  lambda call, group: CALL)
+    return replay(
+        traces,
+        lambda axis, rank: ranks,
+        lambda rank, work: float(work) * (1 + (rank == 1)),
+        lambda call, group: CALL,
+    )
 
 
 def _busy(exercise: ModuleType) -> Result:
     """No calls: work alone."""
     trace: list[Event] = [Busy(3, "forward"), Busy(1, "update")]
-    return expect("3 s and 1 s of work; rank 1 takes twice as long", [4.0, 8.0],
-                  replayed(exercise, [trace, trace]), "work of another length",
-                  "ask busy_seconds for this rank and this work: section 1 (hole 3)")
+    return expect(
+        "3 s and 1 s of work; rank 1 takes twice as long",
+        [4.0, 8.0],
+        replayed(exercise, [trace, trace]),
+        "work of another length",
+        "ask busy_seconds for this rank and this work: section 1 (hole 3)",
+    )
 
 
 def _waits(exercise: ModuleType) -> Result:
     """The call ends long before anybody waits for it, or after."""
-    beside: list[list[Event]] = [[Start(1, RING), Busy(5, "backward"), Await(1)], [Start(1, RING), Await(1)]]
-    return expect("a call of 2 s beside 5 s of work, and a call alone", [5.0, 2.0], replayed(exercise, beside),
-                  "waits that add up, or turn the clock back",
-                  "a rank that comes late does not wait; one that comes early goes on at the end: section 1 (hole 4)")
+    beside: list[list[Event]] = [
+        [Start(1, RING), Busy(5, "backward"), Await(1)],
+        [Start(1, RING), Await(1)],
+    ]
+    return expect(
+        "a call of 2 s beside 5 s of work, and a call alone",
+        [5.0, 2.0],
+        replayed(exercise, beside),
+        "waits that add up, or turn the clock back",
+        "a rank that comes late does not wait; one that comes early goes on at the end: section "
+        "1 (hole 4)",
+    )
 
 
 def _begins(exercise: ModuleType) -> Iterator[Result]:
     """Behind the last rank to come, and behind the call before."""
     late: list[Event] = [Busy(1, "forward"), Start(1, RING), Await(1)]
-    yield expect("ranks come to a call after 1 s and after 2 s", [4.0, 4.0], replayed(exercise, [late, late]),
-                 "a call that does not wait for the last rank", "it begins when all have come: section 1 (hole 2)")
+    yield expect(
+        "ranks come to a call after 1 s and after 2 s",
+        [4.0, 4.0],
+        replayed(exercise, [late, late]),
+        "a call that does not wait for the last rank",
+        "it begins when all have come: section 1 (hole 2)",
+    )
     queue: list[Event] = [Start(1, RING), Start(2, RING), Await(2)]
-    yield expect("two calls of a group, started at once", [4.0, 4.0], replayed(exercise, [queue, queue]),
-                 "calls of one group at the same time",
-                 "a group's calls run one after another: section 1 (hole 2)")
+    yield expect(
+        "two calls of a group, started at once",
+        [4.0, 4.0],
+        replayed(exercise, [queue, queue]),
+        "calls of one group at the same time",
+        "a group's calls run one after another: section 1 (hole 2)",
+    )
     both: list[Event] = [Start(1, RING), Start(2, OTHER), Await(1), Await(2)]
-    yield expect("calls of two groups, started at once", [2.0, 2.0], replayed(exercise, [both, both]),
-                 "a call that waits for another group's",
-                 "only the call before it in its own group holds it up: section 1 (hole 2)")
+    yield expect(
+        "calls of two groups, started at once",
+        [2.0, 2.0],
+        replayed(exercise, [both, both]),
+        "a call that waits for another group's",
+        "only the call before it in its own group holds it up: section 1 (hole 2)",
+    )
 
 
 def _messages(exercise: ModuleType) -> Iterator[Result]:
     """A message begins with its sender."""
-    for name, sender, receiver, right in (("receiver", 0, 2, [0.0, 4.0]), ("sender", 3, 0, [3.0, 5.0])):
-        traces: list[list[Event]] = [[Busy(sender, "forward"), Start(1, SEND)],
-                                     [Busy(receiver, "forward"), Start(1, RECV), Await(1)]]
-        yield expect(f"a message whose {name} comes late", right, replayed(exercise, traces),
-                     "a message that waits for the wrong rank",
-                     "it begins when its sender comes, and its sender is the first of the pair: section 1 (hole 1)")
+    for name, sender, receiver, right in (
+        ("receiver", 0, 2, [0.0, 4.0]),
+        ("sender", 3, 0, [3.0, 5.0]),
+    ):
+        traces: list[list[Event]] = [
+            [Busy(sender, "forward"), Start(1, SEND)],
+            [Busy(receiver, "forward"), Start(1, RECV), Await(1)],
+        ]
+        yield expect(
+            f"a message whose {name} comes late",
+            right,
+            replayed(exercise, traces),
+            "a message that waits for the wrong rank",
+            "it begins when its sender comes, and its sender is the first of the pair: section "
+            "1 (hole 1)",
+        )
 
 
 def _drawn(exercise: ModuleType) -> Result:
-    """Traces of three ranks, drawn at random: the same collectives in the same order, other work between them."""
+    """Traces of three ranks, drawn at random: the same collectives in the same order, other work
+    between them."""
     chance = random.Random(24)
     traces: list[list[Event]] = [[], [], []]
     for number in range(12):
         for trace in traces:
-            trace += [Busy(chance.randrange(4), "work"), Start(number, RING), Busy(chance.randrange(3), "work")]
+            trace += [
+                Busy(chance.randrange(4), "work"),
+                Start(number, RING),
+                Busy(chance.randrange(3), "work"),
+            ]
             trace += [Await(number)] * chance.randrange(2)
     told = replayed(exercise, traces)
     try:
@@ -108,45 +158,78 @@ def _drawn(exercise: ModuleType) -> Result:
         told = []
     except DeadlockError:
         pass
-    return expect("three ranks, 12 calls, and a call that a rank never comes to", _ends(plain_replay, traces), told,
-                  "another order of events", "read plain_replay of minidist/observe/replay.py again: section 1")
+    return expect(
+        "three ranks, 12 calls, and a call that a rank never comes to",
+        _ends(plain_replay, traces),
+        told,
+        "another order of events",
+        "read plain_replay of minidist/observe/replay.py again: section 1",
+    )
 
 
 def _places(exercise: ModuleType) -> Iterator[Result]:
     """Every rank of a few plans."""
-    cases = (({"dp": 2, "tp": 4}, ("dp", "tp")), ({"dp": 2, "tp": 4}, ("tp", "dp")),
-             ({"dp": 2, "pp": 3, "tp": 4}, ("pp", "tp", "dp")))
+    cases = (
+        ({"dp": 2, "tp": 4}, ("dp", "tp")),
+        ({"dp": 2, "tp": 4}, ("tp", "dp")),
+        ({"dp": 2, "pp": 3, "tp": 4}, ("pp", "tp", "dp")),
+    )
     for shape, order in cases:
         right = RankPlaces(shape, order=order).places
-        yield expect(f"{shape}, {order[-1]} innermost", right,
-                     [exercise.place_of(rank, shape, order) for rank in range(len(right))],
-                     "ranks on other devices", "as the digits of a number: the last axis counts ones: section 5 "
-                     "(hole 5)")
+        yield expect(
+            f"{shape}, {order[-1]} innermost",
+            right,
+            [exercise.place_of(rank, shape, order) for rank in range(len(right))],
+            "ranks on other devices",
+            "as the digits of a number: the last axis counts ones: section 5 (hole 5)",
+        )
 
 
 def _ring(exercise: ModuleType) -> Iterator[Result]:
-    """A ring along the nodes, and one to and fro between them; the walked messages are the answer key."""
+    """A ring along the nodes, and one to and fro between them; the walked messages are the answer
+    key."""
     cluster = Cluster.parse("v100:2x8")
-    for name, places, sharing in (("node by node", range(16), 1),
-                                  ("to and fro", [8 * (i % 2) + i // 2 for i in range(16)], 2)):
-        sent = call_cost(GroupCall("dp", "all_reduce", "ring", 64 * MIB), tuple(places), cluster).link_bytes
+    for name, places, sharing in (
+        ("node by node", range(16), 1),
+        ("to and fro", [8 * (i % 2) + i // 2 for i in range(16)], 2),
+    ):
+        sent = call_cost(
+            GroupCall("dp", "all_reduce", "ring", 64 * MIB), tuple(places), cluster
+        ).link_bytes
         slowest = max(sent, key=lambda link: sent[link] / cluster.links[link].bandwidth)
         bandwidth = cluster.links[slowest].bandwidth
         right = sent[slowest] / bandwidth
         found = float(exercise.ring_seconds(16, 64 * MIB, bandwidth, sharing))
-        yield Result(f"64 MiB around 16 ranks, {name}", abs(found - right) <= 1e-6 * right, f"{1e3 * right:.2f} ms",
-                     f"{1e3 * found:.2f} ms", "not what the link carries",
-                     "a chunk is n/P, and what shares a link adds up: section 5 (hole 6)")
+        yield Result(
+            f"64 MiB around 16 ranks, {name}",
+            abs(found - right) <= 1e-6 * right,
+            f"{1e3 * right:.2f} ms",
+            f"{1e3 * found:.2f} ms",
+            "not what the link carries",
+            "a chunk is n/P, and what shares a link adds up: section 5 (hole 6)",
+        )
 
 
 def _mfu(exercise: ModuleType) -> Result:
     """Of a simulated step."""
     found = simulate(Plan(dp=2, precision="bf16"), SMALL, "h100:1x2", batch=4)
-    share = float(exercise.mfu(found.tokens, found.step_seconds, flops_a_token(SMALL), 2,
-                               found.cluster.device.peak("bfloat16")))
-    return Result("the share of the peak that a step uses", abs(share - found.mfu) <= 1e-9 * found.mfu,
-                  f"{found.mfu:.3%}", f"{share:.3%}", "not the share of all devices' peak",
-                  "the model's FLOPs / (seconds · devices · peak): section 2 (hole 7)")
+    share = float(
+        exercise.mfu(
+            found.tokens,
+            found.step_seconds,
+            flops_a_token(SMALL),
+            2,
+            found.cluster.device.peak("bfloat16"),
+        )
+    )
+    return Result(
+        "the share of the peak that a step uses",
+        abs(share - found.mfu) <= 1e-9 * found.mfu,
+        f"{found.mfu:.3%}",
+        f"{share:.3%}",
+        "not the share of all devices' peak",
+        "the model's FLOPs / (seconds · devices · peak): section 2 (hole 7)",
+    )
 
 
 if __name__ == "__main__":

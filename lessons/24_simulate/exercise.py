@@ -1,7 +1,8 @@
-"""Exercise 24: traces on one clock; where ranks lie, what a ring takes there, and what share of the peak is used.
+"""Exercise 24: traces on one clock; where ranks lie, what a ring takes there, and what share of the
+peak is used.
 
-Copy this file (`minidist lesson 24 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 24 DIR/exercise_24.py`. A trace is a list of what one rank does, in order:
+Copy this file (`minidist lesson 24 --copy DIR`), replace each `hole(...)` by your own code, and
+grade it: `minidist check 24 DIR/exercise_24.py`. A trace is a list of what one rank does, in order:
 
     Busy(work, name)       the rank computes; busy_seconds(rank, work) says how long
     Start(id, call)        it comes to a call (call.axis, call.verb, …) and goes on
@@ -22,7 +23,7 @@ def plain_replay(traces, members, busy_seconds, call_seconds):
     Args:    traces: one a rank. members: (axis, rank) -> ranks of its group.
     Raises:  DeadlockError if ranks wait for calls that never begin.
     """
-    came = defaultdict(dict)                                    # (group or pair, number) -> {rank: when it came}
+    came = defaultdict(dict)  # (group or pair, number) -> {rank: when it came}
     ended = {}
 
     def start(rank, call, now, count):
@@ -30,15 +31,27 @@ def plain_replay(traces, members, busy_seconds, call_seconds):
         comers = group = tuple(members(call.axis, rank))
         if call.verb in ("send", "recv"):
             group = (rank, group[call.peer]) if call.verb == "send" else (group[call.peer], rank)
-            comers, call = hole(1, "a message does not wait for its receiver: which ranks of the pair have to come "
-                                   "before it begins?", group), call._replace(peer=1)
+            comers, call = (
+                hole(
+                    1,
+                    "a message does not wait for its receiver: which ranks of the pair have to "
+                    "come before it begins?",
+                    group,
+                ),
+                call._replace(peer=1),
+            )
         way = call.axis, group, call.verb in ("send", "recv")
         count[way] += 1
         if rank in comers:
             came[way, count[way]][rank] = now
             if len(came[way, count[way]]) == len(comers):
-                begin = hole(2, "all have come; when does the call begin? The one before it in its group may still "
-                                "run, or there was none", ended, came[way, count[way]])
+                begin = hole(
+                    2,
+                    "all have come; when does the call begin? The one before it in its group "
+                    "may still run, or there was none",
+                    ended,
+                    came[way, count[way]],
+                )
                 ended[way, count[way]] = begin + call_seconds(call, group)
         return way, count[way]
 
@@ -52,13 +65,24 @@ def plain_replay(traces, members, busy_seconds, call_seconds):
             elif isinstance(event, Await):
                 while started[event.id] not in ended:
                     yield
-                now = hole(4, "the call has ended; when does the rank go on?", now, ended[started[event.id]])
+                now = hole(
+                    4,
+                    "the call has ended; when does the rank go on?",
+                    now,
+                    ended[started[event.id]],
+                )
         ends[rank] = now
 
-    ends, playing, before = dict[int, float](), [play(rank) for rank in range(len(traces))], (-1, -1)
+    ends, playing, before = (
+        dict[int, float](),
+        [play(rank) for rank in range(len(traces))],
+        (-1, -1),
+    )
     while len(ends) < len(traces):
         if before == (before := (len(ended), len(ends))):
-            raise DeadlockError(f"ranks {[rank for rank in range(len(traces)) if rank not in ends]} wait for ever")
+            raise DeadlockError(
+                f"ranks {[rank for rank in range(len(traces)) if rank not in ends]} wait for ever"
+            )
         for one in playing:
             next(one, None)
     return [ends[rank] for rank in range(len(traces))]
@@ -68,7 +92,8 @@ def place_of(rank, shape, order):
     """The device on which a rank lies.
 
     Args:    shape: {axis: size}. Ranks are counted along its axes, the last one innermost.
-             order: the same axes. Devices are counted along them, the last one innermost: it lies inside nodes.
+             order: the same axes. Devices are counted along them, the last one innermost: it lies
+             inside nodes.
     """
     coordinates, place = {}, 0
     for axis in reversed(list(shape)):
@@ -81,13 +106,15 @@ def place_of(rank, shape, order):
 def ring_seconds(size, nbytes, bandwidth, sharing):
     """Seconds in which the busiest link of a ring all-reduce carries bytes.
 
-    Args:    bandwidth: of that link, bytes a second. sharing: how many of the ring's messages cross it in each step.
+    Args:    bandwidth: of that link, bytes a second. sharing: how many of the ring's messages cross
+             it in each step.
     """
     return hole(6, "2(P-1) steps; what crosses the link in each? (section 5)", size, nbytes)
 
 
 def mfu(tokens, seconds, flops_a_token, devices, peak):
-    """Model FLOPs utilization of a step: the model's FLOPs beside what all devices could do meanwhile.
+    """Model FLOPs utilization of a step: the model's FLOPs beside what all devices could do
+    meanwhile.
 
     Args:    tokens, seconds: of a step. peak: FLOP/s of a device.
     """

@@ -1,8 +1,9 @@
-"""What lesson 24's tables, figures and tests share: the notes' machines and their table by size, what hardware gives.
+"""What lesson 24's tables, figures and tests share: the notes' machines and their table by size,
+what hardware gives.
 
-    superpods(folder)                  256 devices as N4 §3 compares them
-    claims(folder), advised()          what the notes claim, beside what is computed
-    efficiencies(), worth()            N1:100 and N2 §10.6, computed
+superpods(folder)                  256 devices as N4 §3 compares them
+claims(folder), advised()          what the notes claim, beside what is computed
+efficiencies(), worth()            N1:100 and N2 §10.6, computed
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from minidist.simulate.walk import call_cost
 
 GIB = 1 << 30
 
-# ------------------------------------------------------------------------------------------------ 256 devices, N4 §3
+# ------------------------------------------------------------------------------- 256 devices, N4 §3
 
 SUPERPODS = """
 # DGX A100 and DGX H100 SuperPODs of 32 nodes with the bandwidths of the data sheets: nothing is lost on the way.
@@ -63,22 +64,32 @@ kind = "switch"
 {network}
 source = {{ peak = "datasheet" }}
 """
-PODS = {"a100": (312e12, 8, "nvlink3-paper", 'network = "hdr-paper"\nnics = 8'),
-        "h100": (989.4e12, 8, "nvlink4-paper", 'network = "nvlink4-outside"\nnics = 8'),
-        "h100-one": (989.4e12, 256, "nvlink4-paper", "")}
+PODS = {
+    "a100": (312e12, 8, "nvlink3-paper", 'network = "hdr-paper"\nnics = 8'),
+    "h100": (989.4e12, 8, "nvlink4-paper", 'network = "nvlink4-outside"\nnics = 8'),
+    "h100-one": (989.4e12, 256, "nvlink4-paper", ""),
+}
 
 
 def superpods(folder: Path) -> dict[str, Cluster]:
     """256 devices: A100 over HDR; H100 with NVLink between nodes; H100 as one switch that adds."""
     path = folder / "pods.toml"
-    path.write_text(SUPERPODS + "".join(DEVICE.format(name=name, peak=peak, per_node=per_node, inside=inside,
-                                                      network=network)
-                                        for name, (peak, per_node, inside, network) in PODS.items()), encoding="utf-8")
-    return {name: Cluster.parse(f"{path}:{name}:{256 // pod[1]}x{pod[1]}") for name, pod in PODS.items()}
+    path.write_text(
+        SUPERPODS
+        + "".join(
+            DEVICE.format(name=name, peak=peak, per_node=per_node, inside=inside, network=network)
+            for name, (peak, per_node, inside, network) in PODS.items()
+        ),
+        encoding="utf-8",
+    )
+    return {
+        name: Cluster.parse(f"{path}:{name}:{256 // pod[1]}x{pod[1]}") for name, pod in PODS.items()
+    }
 
 
 def bisection(cluster: Cluster) -> float:
-    """Bytes a second, both ways, between the first and the second half when each device sends to its peer."""
+    """Bytes a second, both ways, between the first and the second half when each device sends to
+    its peer."""
     half, narrowest = cluster.size // 2, dict[str, float]()
     for place in range(half):
         for src, dst in ((place, place + half), (place + half, place)):
@@ -89,8 +100,13 @@ def bisection(cluster: Cluster) -> float:
 
 
 def reduce_bandwidth(cluster: Cluster, nbytes: int = 64 * GIB, *, on_paper: bool = False) -> float:
-    """Bytes of an array a second that all devices have added up; on paper: if the busiest link is never idle."""
-    cost = call_cost(GroupCall("dp", "all_reduce", "native", nbytes, itemsize=2), tuple(range(cluster.size)), cluster)
+    """Bytes of an array a second that all devices have added up; on paper: if the busiest link is
+    never idle."""
+    cost = call_cost(
+        GroupCall("dp", "all_reduce", "native", nbytes, itemsize=2),
+        tuple(range(cluster.size)),
+        cluster,
+    )
     busiest = max(moved / cluster.links[link].bandwidth for link, moved in cost.link_bytes.items())
     return nbytes / (busiest if on_paper else cost.seconds)
 
@@ -114,29 +130,46 @@ def claims(folder: Path) -> Iterator[Claim]:
     yield Claim("bisection of 256, H100 over A100", "9", bisections, "times")
     yield Claim("reduce bandwidth of 256, one switch that adds", "4.5", sums[1] / sums[0], "times")
     yield Claim("the same, as sold: a 400 Gb/s card a device", "4.5", sold[1] / sold[0], "times")
-    yield Claim("dense bf16 of a device", "1.5", h100.device.peak("bfloat16") / a100.device.peak("bfloat16"), "times")
-    yield Claim("NVLink of a device", "", h100.topology.bandwidth(0, 4) / a100.topology.bandwidth(0, 4), "times")
+    yield Claim(
+        "dense bf16 of a device",
+        "1.5",
+        h100.device.peak("bfloat16") / a100.device.peak("bfloat16"),
+        "times",
+    )
+    yield Claim(
+        "NVLink of a device",
+        "",
+        h100.topology.bandwidth(0, 4) / a100.topology.bandwidth(0, 4),
+        "times",
+    )
     gathered, added = embedding_seconds()
-    yield Claim("all-gather of llama3-70b's embedding table on 8 H100s", "gather it", 1e3 * gathered, "ms")
+    yield Claim(
+        "all-gather of llama3-70b's embedding table on 8 H100s", "gather it", 1e3 * gathered, "ms"
+    )
     yield Claim("8,192 tokens looked up in parts, and added up", "", 1e3 * added, "ms")
 
 
 def embedding_seconds(tokens: int = 8192) -> tuple[float, float]:
-    """llama3-70b's table, a part on each of 8 H100s: gathered; or looked up in parts, whose rows are added up."""
+    """llama3-70b's table, a part on each of 8 H100s: gathered; or looked up in parts, whose rows
+    are added up."""
     cluster, config = Cluster.parse("h100:1x8"), model("llama3-70b")
     table = config.vocabulary * config.width * 2
-    calls = (GroupCall("tp", "all_gather", "native", table // 8, itemsize=2),
-             GroupCall("tp", "all_reduce", "native", tokens * config.width * 2, itemsize=2))
+    calls = (
+        GroupCall("tp", "all_gather", "native", table // 8, itemsize=2),
+        GroupCall("tp", "all_reduce", "native", tokens * config.width * 2, itemsize=2),
+    )
     gathered, added = (call_cost(call, tuple(range(8)), cluster).seconds for call in calls)
     return gathered, added
 
 
-# ---------------------------------------------------------------------------------------- the table by size, N2 §12.1
+# ---------------------------------------------------------------------- the table by size, N2 §12.1
+
 
 class Row(NamedTuple):
     """A row of the notes' table, for one model of its size.
 
-    Attributes: name, cluster, batch; best: of all plans; advised: the best of those that the row advises, or None.
+    Attributes: name, cluster, batch; best: of all plans; advised: the best of those that the row
+    advises, or None.
     """
 
     notes: str
@@ -147,13 +180,18 @@ class Row(NamedTuple):
     advised: Choice | None
 
 
-CASES = (("llama2-7b", "h100:1x8", 64), ("llama2-70b", "h100:8x8", 256), ("gpt3-175b", "a100-80g:16x8", 256),
-         ("megatron-1t", "a100-80g:32x8", 256))
+CASES = (
+    ("llama2-7b", "h100:1x8", 64),
+    ("llama2-70b", "h100:8x8", 256),
+    ("gpt3-175b", "a100-80g:16x8", 256),
+    ("megatron-1t", "a100-80g:32x8", 256),
+)
 """A model of each row's size, on machines that the row names."""
 
 
 def advised() -> Iterator[Row]:
-    """The table row by row: the best plan of all, beside the best that follows the advice. No mixture of experts."""
+    """The table row by row: the best plan of all, beside the best that follows the advice. No
+    mixture of experts."""
     for (name, cluster, batch), (_, size, advice) in zip(CASES, TABLE, strict=True):
         ranking = plan_for(model(name, context=2048), cluster, batch=batch)
         every = (ranking.choice(place) for place in range(len(ranking)))
@@ -170,7 +208,7 @@ def _follows(size: str, plan: Plan) -> bool:
     return min(plan.dp, plan.pp, plan.tp) > 1
 
 
-# ------------------------------------------------------------------- efficiency by bandwidth and model size, N1:100
+# --------------------------------------------------- efficiency by bandwidth and model size, N1:100
 
 SIZES = ((24, 1024, 16), (24, 2048, 16), (32, 4096, 32))
 """Layers, width, heads: 0.4, 1.3 and 6.7 billion weights."""
@@ -180,16 +218,28 @@ GBPS = (1, 4, 8, 16, 64)
 
 def sized(layers: int, width: int, heads: int) -> GPTConfig:
     """A model of this size with sequences of 2,048 tokens."""
-    return GPTConfig(vocabulary=51200, context=2048, layers=layers, width=width, heads=heads, positions="rotary",
-                     tied=True)
+    return GPTConfig(
+        vocabulary=51200,
+        context=2048,
+        layers=layers,
+        width=width,
+        heads=heads,
+        positions="rotary",
+        tied=True,
+    )
 
 
-def efficiencies(config: GPTConfig, gbps: Sequence[float] = GBPS, *, passes: int = 1) -> list[float]:
-    """Tokens a second and device of 64 H100s in 8 nodes, over those of 8 in one node; a sequence a device and pass."""
-    traces = cache(run_rank)            # the network's bandwidth changes when things happen, not what
+def efficiencies(
+    config: GPTConfig, gbps: Sequence[float] = GBPS, *, passes: int = 1
+) -> list[float]:
+    """Tokens a second and device of 64 H100s in 8 nodes, over those of 8 in one node; a sequence a
+    device and pass."""
+    traces = cache(run_rank)  # the network's bandwidth changes when things happen, not what
 
     def speed(nodes: int, bandwidth: float) -> float:
-        cluster = Cluster.parse(f"h100:{nodes}x8").rewired({"ib-ndr": {"bandwidth": bandwidth * 1e9}})
+        cluster = Cluster.parse(f"h100:{nodes}x8").rewired(
+            {"ib-ndr": {"bandwidth": bandwidth * 1e9}}
+        )
         plan = Plan(dp=8 * nodes, zero=1, accumulate=passes, precision="bf16")
         found = simulate(plan, config, cluster, batch=8 * nodes * passes, traces=traces)
         return found.tokens_per_second / cluster.size
@@ -198,26 +248,42 @@ def efficiencies(config: GPTConfig, gbps: Sequence[float] = GBPS, *, passes: int
     return [speed(8, bandwidth) / alone for bandwidth in gbps]
 
 
-# ------------------------------------------------------------------------------------- what hardware gives, N2 §10.6
+# -------------------------------------------------------------------- what hardware gives, N2 §10.6
+
 
 def doubled(cluster: Cluster) -> dict[str, Cluster]:
     """The cluster with one thing of the notes' chart twice as much."""
     device, topology = cluster.device, cluster.topology
     faster = {name: 2 * peak for name, peak in device.peaks.items()}
-    wires = {name: cluster.rewired({wire.name: {"bandwidth": 2 * wire.bandwidth}})
-             for name, wire in (("NVLink", topology.inside), ("InfiniBand", topology.between)) if wire is not None}
+    wires = {
+        name: cluster.rewired({wire.name: {"bandwidth": 2 * wire.bandwidth}})
+        for name, wire in (("NVLink", topology.inside), ("InfiniBand", topology.between))
+        if wire is not None
+    }
     host = cluster.tiers["host"]._replace(bandwidth=2 * cluster.tiers["host"].bandwidth)
-    return {"FLOP/s": replace(cluster, device=replace(device, peaks=faster)),
-            "HBM bandwidth": replace(cluster, device=replace(device, memory_bandwidth=2 * device.memory_bandwidth)),
-            "HBM capacity": replace(cluster, device=replace(device, memory_bytes=2 * device.memory_bytes)),
-            **wires, "CPU link": replace(cluster, tiers={**cluster.tiers, "host": host})}
+    return {
+        "FLOP/s": replace(cluster, device=replace(device, peaks=faster)),
+        "HBM bandwidth": replace(
+            cluster, device=replace(device, memory_bandwidth=2 * device.memory_bandwidth)
+        ),
+        "HBM capacity": replace(
+            cluster, device=replace(device, memory_bytes=2 * device.memory_bytes)
+        ),
+        **wires,
+        "CPU link": replace(cluster, tiers={**cluster.tiers, "host": host}),
+    }
 
 
-JOBS = (("llama3-8b", "h200:1x8", 64), ("llama2-70b", "h200:8x8", 256), ("gpt3-175b", "h200:16x8", 256))
+JOBS = (
+    ("llama3-8b", "h200:1x8", 64),
+    ("llama2-70b", "h200:8x8", 256),
+    ("gpt3-175b", "h200:16x8", 256),
+)
 
 
 def worth() -> dict[str, dict[str, float]]:
-    """{job: {hardware: how many times as fast the best plan is with twice of it}}; the best plan may be another."""
+    """{job: {hardware: how many times as fast the best plan is with twice of it}}; the best plan
+    may be another."""
     found: dict[str, dict[str, float]] = {}
     for name, spec, batch in JOBS:
         config, cluster = model(name, context=2048), Cluster.parse(spec)
@@ -226,7 +292,9 @@ def worth() -> dict[str, dict[str, float]]:
             return plan_for(config, machines, batch=batch).best.step_seconds
 
         today = seconds(cluster)
-        found[f"{name} on {spec}"] = {part: today / seconds(more) for part, more in doubled(cluster).items()}
+        found[f"{name} on {spec}"] = {
+            part: today / seconds(more) for part, more in doubled(cluster).items()
+        }
     return found
 
 

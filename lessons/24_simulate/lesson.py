@@ -1,8 +1,10 @@
-"""Lesson 24: a thousand virtual GPUs: the modules that train, on arrays without data, and one clock.
+"""Lesson 24: a thousand virtual GPUs: the modules that train, on arrays without data, and one
+clock.
 
-    python lessons/24_simulate/lesson.py --guess 0.5,0.5,0.5,0.5,0.5     # your seconds of the five plans of section 2
-    python lessons/24_simulate/lesson.py
-    python lessons/24_simulate/lesson.py --break straggler               # see README.md, section 9
+python lessons/24_simulate/lesson.py --guess 0.5,0.5,0.5,0.5,0.5     # your seconds of the five
+                                                                     plans of section 2
+python lessons/24_simulate/lesson.py
+python lessons/24_simulate/lesson.py --break straggler               # see README.md, section 9
 """
 
 import argparse
@@ -13,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import Break, arguments, run_lesson
 
 import minidist as md
 from minidist.comm.group import Group
 from minidist.files import scratch
 from minidist.grading import load_module
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.nn import GPTConfig
 from minidist.observe.events import Await, Busy, Event, GroupCall, Start
 from minidist.observe.replay import plain_replay
@@ -28,7 +30,9 @@ from minidist.simulate.one_rank import run_rank
 from minidist.simulate.results import Simulation
 from minidist.simulate.walk import call_cost
 
-CONFIG = GPTConfig(vocabulary=51200, context=2048, layers=8, width=4096, heads=32, positions="rotary")
+CONFIG = GPTConfig(
+    vocabulary=51200, context=2048, layers=8, width=4096, heads=32, positions="rotary"
+)
 """Eight blocks as llama's 7 billion has 32: 2 billion weights."""
 MIB = 1 << 20
 SMALL = GPTConfig(vocabulary=64, context=16, layers=2, width=32, heads=4)
@@ -54,13 +58,22 @@ def tour(group: Group, page: Page, guesses: Sequence[float] = (), *, by_size: bo
             table_by_size(page)
 
 
-# ------------------------------------------------------------------------------------------------ 1 the plain replay
+# ------------------------------------------------------------------------------- 1 the plain replay
+
 
 def step(forward: float, backward: float) -> list[Event]:
     """A step of a rank: two layers backward, each with an all-reduce of its gradients behind it."""
     calls = [GroupCall("dp", "all_reduce", "ring", MIB, name=f"layer {layer}") for layer in (1, 0)]
-    return [Busy(forward, "forward"), Busy(backward, "backward"), Start(1, calls[0]), Busy(backward, "backward"),
-            Start(2, calls[1]), Await(1), Await(2), Busy(1.0, "update")]
+    return [
+        Busy(forward, "forward"),
+        Busy(backward, "backward"),
+        Start(1, calls[0]),
+        Busy(backward, "backward"),
+        Start(2, calls[1]),
+        Await(1),
+        Await(2),
+        Busy(1.0, "update"),
+    ]
 
 
 def plain(page: Page) -> None:
@@ -68,21 +81,43 @@ def plain(page: Page) -> None:
     rows = []
     for slower, by_hand in ((1.0, 4 + 3 + 3 + 2 + 1), (1.5, 1.5 * (4 + 3 + 3) + 2 + 1)):
         traces = [step(4.0, 3.0), step(slower * 4.0, slower * 3.0)]
-        ends = plain_replay(traces, lambda axis, rank: (0, 1), lambda rank, work: float(str(work)),
-                            lambda call, ranks: 2.0)
-        rows.append([f"rank 1 takes {slower:g} times as long", f"{max(ends):g} s", f"{by_hand:g} s",
-                     verdict(max(ends), by_hand)])
-    page.table("Forward 4 s, backward 2 · 3 s, each all-reduce 2 s, update 1 s", ["", "replayed", "by hand", ""], rows,
-               note="the first all-reduce runs beside the second layer's backward; the second one is waited for")
+        ends = plain_replay(
+            traces,
+            lambda axis, rank: (0, 1),
+            lambda rank, work: float(str(work)),
+            lambda call, ranks: 2.0,
+        )
+        rows.append(
+            [
+                f"rank 1 takes {slower:g} times as long",
+                f"{max(ends):g} s",
+                f"{by_hand:g} s",
+                verdict(max(ends), by_hand),
+            ]
+        )
+    page.table(
+        "Forward 4 s, backward 2 · 3 s, each all-reduce 2 s, update 1 s",
+        ["", "replayed", "by hand", ""],
+        rows,
+        note="the first all-reduce runs beside the second layer's backward; the second one is "
+        "waited for",
+    )
 
 
-# --------------------------------------------------------------------------------------- 2, 3 predict, then see
+# --------------------------------------------------------------------------- 2, 3 predict, then see
+
 
 def row(name: str, found: Simulation) -> list[Any]:
     """A plan in a table."""
     exposed = sum(found.parts["exposed"].values()) / found.step_seconds
-    return [name, f"{found.step_seconds:.3f} s", f"{found.mfu:.1%}", f"{exposed:.1%}", f"{found.bubble:.1%}",
-            f"{found.peak(0)['total'] / 2 ** 30:.1f} GiB"]
+    return [
+        name,
+        f"{found.step_seconds:.3f} s",
+        f"{found.mfu:.1%}",
+        f"{exposed:.1%}",
+        f"{found.bubble:.1%}",
+        f"{found.peak(0)['total'] / 2**30:.1f} GiB",
+    ]
 
 
 COLUMNS = ["plan", "step", "MFU", "waits for bytes", "waits for others", "memory, rank 0"]
@@ -91,43 +126,78 @@ COLUMNS = ["plan", "step", "MFU", "waits for bytes", "waits for others", "memory
 def simulated(plan: str, cluster: str, batch: int, **options: Any) -> Simulation:
     """A step of CONFIG."""
     choice = {name: options.pop(name) for name in ("zero", "microbatches") if name in options}
-    axes: dict[str, Any] = {axis: int(size) for axis, size in (part.split("=") for part in plan.split(","))}
-    return md.simulate(md.Plan(precision="bf16", **axes, **choice), CONFIG, cluster, batch=batch, **options)
+    axes: dict[str, Any] = {
+        axis: int(size) for axis, size in (part.split("=") for part in plan.split(","))
+    }
+    return md.simulate(
+        md.Plan(precision="bf16", **axes, **choice), CONFIG, cluster, batch=batch, **options
+    )
 
 
 PLANS: Sequence[tuple[str, dict[str, int]]] = (
-    ("dp=16", {}), ("dp=16", {"zero": 3}), ("dp=2,tp=8", {}), ("dp=1,tp=16", {}), ("dp=8,pp=2", {"microbatches": 4}))
+    ("dp=16", {}),
+    ("dp=16", {"zero": 3}),
+    ("dp=2,tp=8", {}),
+    ("dp=1,tp=16", {}),
+    ("dp=8,pp=2", {"microbatches": 4}),
+)
 
 
 def plans(page: Page, guesses: Sequence[float]) -> None:
     """Five plans of 16 devices in two nodes, beside the seconds that the reader wrote down."""
-    page.say("Write down the seconds of a step of each of these five before you read on: --guess takes them."
-             if not guesses else "Your seconds stand beside the simulator's.")
+    page.say(
+        "Write down the seconds of a step of each of these five before you read on: --guess "
+        "takes them."
+        if not guesses
+        else "Your seconds stand beside the simulator's."
+    )
     found = [simulated(plan, "h100:2x8", 64, **options) for plan, options in PLANS]
-    names = [plan + "".join(f", {name} {value}" for name, value in options.items()) for plan, options in PLANS]
+    names = [
+        plan + "".join(f", {name} {value}" for name, value in options.items())
+        for plan, options in PLANS
+    ]
     rows = [row(name, one) for name, one in zip(names, found, strict=True)]
     if guesses:
-        rows = [[*cells, f"{guess:.3g} s", f"{guess / one.step_seconds - 1:+.0%}"]
-                for cells, guess, one in zip(rows, guesses, found, strict=True)]
-    page.table("64 sequences a step, h100:2x8", COLUMNS + ["your guess", "error"] * bool(guesses), rows)
+        rows = [
+            [*cells, f"{guess:.3g} s", f"{guess / one.step_seconds - 1:+.0%}"]
+            for cells, guess, one in zip(rows, guesses, found, strict=True)
+        ]
+    page.table(
+        "64 sequences a step, h100:2x8", COLUMNS + ["your guess", "error"] * bool(guesses), rows
+    )
     if guesses:
         seconds = [one.step_seconds for one in found]
-        right = sorted(range(5), key=seconds.__getitem__) == sorted(range(5), key=guesses.__getitem__)
+        right = sorted(range(5), key=seconds.__getitem__) == sorted(
+            range(5), key=guesses.__getitem__
+        )
         page.say(f"Your order is {'right' if right else 'another one'}.")
 
 
 def four_times(page: Page) -> None:
     """Strong and weak scaling of ZeRO-3."""
-    page.say("Write down how many times as fast 64 devices are as 16: with the same batch; with four times the batch.")
+    page.say(
+        "Write down how many times as fast 64 devices are as 16: with the same batch; with four "
+        "times the batch."
+    )
     rows, first = [], simulated("dp=16", "h100:2x8", 64, zero=3)
     for nodes, batch in ((2, 64), (8, 64), (8, 256)):
         found = simulated(f"dp={8 * nodes}", f"h100:{nodes}x8", batch, zero=3)
-        rows.append([8 * nodes, batch, f"{found.step_seconds:.3f} s", f"{found.mfu:.1%}",
-                     f"{found.tokens_per_second / first.tokens_per_second:.2f} times"])
-    page.table("dp, zero 3", ["devices", "sequences a step", "step", "MFU", "tokens a second"], rows)
+        rows.append(
+            [
+                8 * nodes,
+                batch,
+                f"{found.step_seconds:.3f} s",
+                f"{found.mfu:.1%}",
+                f"{found.tokens_per_second / first.tokens_per_second:.2f} times",
+            ]
+        )
+    page.table(
+        "dp, zero 3", ["devices", "sequences a step", "step", "MFU", "tokens a second"], rows
+    )
 
 
-# ------------------------------------------------------------------------------------------ 4 predict, simulate, run
+# ------------------------------------------------------------------------- 4 predict, simulate, run
+
 
 def sent(rows: Sequence[dict[str, Any]]) -> Counter[tuple[str, str, str]]:
     """Bytes and messages of a ledger, by axis and verb."""
@@ -138,7 +208,9 @@ def sent(rows: Sequence[dict[str, Any]]) -> Counter[tuple[str, str, str]]:
     return found
 
 
-def train(world: Group, plan: md.Plan, batch: tuple[np.ndarray, np.ndarray]) -> list[dict[str, Any]]:
+def train(
+    world: Group, plan: md.Plan, batch: tuple[np.ndarray, np.ndarray]
+) -> list[dict[str, Any]]:
     """Two real steps of a rank; its ledger."""
     trainer = md.Trainer(plan, SMALL, world)
     for _ in range(2):
@@ -148,83 +220,147 @@ def train(world: Group, plan: md.Plan, batch: tuple[np.ndarray, np.ndarray]) -> 
 
 
 def really(page: Page) -> None:
-    """Each rank alone, on arrays without data; then all four with data, as threads. The bytes must be equal."""
+    """Each rank alone, on arrays without data; then all four with data, as threads. The bytes must
+    be equal."""
     plan = md.Plan(dp=2, tp=2, zero=1)
     ids = np.random.default_rng(24).integers(0, SMALL.vocabulary, (4, SMALL.context + 1))
     batch = ids[:, :-1], ids[:, 1:]
     alone, among = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
     for rank, rows in enumerate(md.run(train, plan, batch, size=plan.size, transport="threads")):
         among += sent(rows)
-        alone += sent(run_rank(plan, SMALL, rank, rows=4, steps=2, device_kind="cpu", batch=batch).ledger)
-    page.table("dp=2, tp=2, ZeRO-1: two steps, all four ranks", ["axis", "verb", "simulated", "really sent", ""],
-               [[axis, verb, f"{alone[axis, verb, what]:,} {what}", f"{among[axis, verb, what]:,}",
-                 verdict(alone[axis, verb, what], among[axis, verb, what])] for axis, verb, what in sorted(among)],
-               note="the very modules ran in both; without data a rank needs no others. minidist plan --here --run 3 "
-                    "puts predicted seconds beside measured ones")
+        alone += sent(
+            run_rank(plan, SMALL, rank, rows=4, steps=2, device_kind="cpu", batch=batch).ledger
+        )
+    page.table(
+        "dp=2, tp=2, ZeRO-1: two steps, all four ranks",
+        ["axis", "verb", "simulated", "really sent", ""],
+        [
+            [
+                axis,
+                verb,
+                f"{alone[axis, verb, what]:,} {what}",
+                f"{among[axis, verb, what]:,}",
+                verdict(alone[axis, verb, what], among[axis, verb, what]),
+            ]
+            for axis, verb, what in sorted(among)
+        ],
+        note="the very modules ran in both; without data a rank needs no others. minidist plan "
+        "--here --run 3 puts predicted seconds beside measured ones",
+    )
 
 
-# ------------------------------------------------------------------------------------------------ 5 where ranks lie
+# -------------------------------------------------------------------------------- 5 where ranks lie
+
 
 def placed(page: Page) -> None:
     """What one call takes by where its eight ranks lie."""
     cluster, rows = Cluster.parse("h100:2x8"), []
-    for name, places in (("in one node", tuple(range(8))), ("in two nodes, four each", (0, 1, 2, 3, 8, 9, 10, 11)),
-                         ("in two nodes, every other place", tuple(range(0, 16, 2)))):
-        cost = call_cost(GroupCall("tp", "all_reduce", "native", 64 * MIB, itemsize=2), places, cluster)
-        rows.append([name, f"{1e3 * cost.seconds:.2f} ms", f"{crossing(cost.link_bytes, cluster) / MIB:,.0f} MiB"])
-    page.table("An all-reduce of 64 MiB among 8 of 16 H100s", ["its ranks lie", "takes", "through network cards"], rows,
-               note="one layer of tensor parallelism makes four such calls a step and microbatch, and waits for each")
+    for name, places in (
+        ("in one node", tuple(range(8))),
+        ("in two nodes, four each", (0, 1, 2, 3, 8, 9, 10, 11)),
+        ("in two nodes, every other place", tuple(range(0, 16, 2))),
+    ):
+        cost = call_cost(
+            GroupCall("tp", "all_reduce", "native", 64 * MIB, itemsize=2), places, cluster
+        )
+        rows.append(
+            [
+                name,
+                f"{1e3 * cost.seconds:.2f} ms",
+                f"{crossing(cost.link_bytes, cluster) / MIB:,.0f} MiB",
+            ]
+        )
+    page.table(
+        "An all-reduce of 64 MiB among 8 of 16 H100s",
+        ["its ranks lie", "takes", "through network cards"],
+        rows,
+        note="one layer of tensor parallelism makes four such calls a step and microbatch, and "
+        "waits for each",
+    )
 
 
 def crossing(link_bytes: dict[int, int], cluster: Cluster) -> int:
     """Bytes that leave a node."""
-    return sum(nbytes for link, nbytes in link_bytes.items() if "nic" in cluster.links[link].name) // 2
+    return (
+        sum(nbytes for link, nbytes in link_bytes.items() if "nic" in cluster.links[link].name) // 2
+    )
 
 
-# ------------------------------------------------------------------------------------------ 6 what the notes claim
+# --------------------------------------------------------------------------- 6 what the notes claim
+
 
 def claimed(page: Page) -> None:
     """The notes' numbers of machines beside what is computed."""
     with scratch() as folder:
-        page.table("N4 §3 and N4:104", ["", "the notes", "computed"],
-                   [[one.what, one.says, f"{one.found:.3g} {one.unit}"] for one in lab.claims(folder)],
-                   note="--by-size also computes the notes' table by model size, in some minutes")
+        page.table(
+            "N4 §3 and N4:104",
+            ["", "the notes", "computed"],
+            [[one.what, one.says, f"{one.found:.3g} {one.unit}"] for one in lab.claims(folder)],
+            note="--by-size also computes the notes' table by model size, in some minutes",
+        )
 
 
 def table_by_size(page: Page) -> None:
-    """The notes' table by model size: the best plan of all, beside the best that follows the row."""
-    page.table("N2 §12.1, row by row; a step as estimated by minidist plan",
-               ["model, cluster, sequences", "best of all plans", "takes", "best that follows the row", "takes"],
-               [[f"{one.name}, {one.cluster}, {one.batch}", *lab.told(one.best), *lab.told(one.advised)]
-                for one in lab.advised()],
-               note="; ".join(f"row {number}: {advice}" for number, (_, size, advice) in enumerate(lab.TABLE, 1)))
+    """The notes' table by model size: the best plan of all, beside the best that follows the
+    row."""
+    page.table(
+        "N2 §12.1, row by row; a step as estimated by minidist plan",
+        [
+            "model, cluster, sequences",
+            "best of all plans",
+            "takes",
+            "best that follows the row",
+            "takes",
+        ],
+        [
+            [f"{one.name}, {one.cluster}, {one.batch}", *lab.told(one.best), *lab.told(one.advised)]
+            for one in lab.advised()
+        ],
+        note="; ".join(
+            f"row {number}: {advice}" for number, (_, size, advice) in enumerate(lab.TABLE, 1)
+        ),
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- Break it
+# ----------------------------------------------------------------------------------------- Break it
+
 
 def slow_ring() -> None:
-    """A ring whose neighbours always lie in the other node: every message crosses the network, two to a card."""
+    """A ring whose neighbours always lie in the other node: every message crosses the network, two
+    to a card."""
     cluster = Cluster.parse("v100:2x8")
-    for name, places in (("node by node", range(16)), ("to and fro", [8 * (i % 2) + i // 2 for i in range(16)])):
+    for name, places in (
+        ("node by node", range(16)),
+        ("to and fro", [8 * (i % 2) + i // 2 for i in range(16)]),
+    ):
         cost = call_cost(GroupCall("dp", "all_reduce", "ring", 256 * MIB), tuple(places), cluster)
-        print(f"{name:13} {1e3 * cost.seconds:7.2f} ms, {crossing(cost.link_bytes, cluster) / MIB:8,.0f} MiB through "
-              "network cards")
+        print(
+            f"{name:13} {1e3 * cost.seconds:7.2f} ms, "
+            f"{crossing(cost.link_bytes, cluster) / MIB:8,.0f} MiB through network cards"
+        )
 
 
 def tensor_across_nodes() -> None:
     """The axis of the most messages over the links of the least bytes a second."""
     for order in ("dp,pp,ep,cp,tp", "tp,dp,pp,ep,cp"):
         found = simulated("dp=2,tp=8", "h100:2x8", 64, order=order.split(","))
-        inside = "tensor parallel in a node" if order.endswith("tp") else "tensor parallel across nodes"
-        print(f"{inside:28} {found.step_seconds:.3f} s a step, of which tp waits {found.parts['exposed']['tp']:.3f} s")
+        inside = (
+            "tensor parallel in a node" if order.endswith("tp") else "tensor parallel across nodes"
+        )
+        print(
+            f"{inside:28} {found.step_seconds:.3f} s a step, of which tp waits "
+            f"{found.parts['exposed']['tp']:.3f} s"
+        )
 
 
 def straggler() -> None:
     """One rank of 64 computes at half the speed."""
     for name, slow in (("all alike", {}), ("rank 3 at half speed", {3: 2.0})):
         found = simulated("dp=64", "h100:8x8", 256, zero=1, stragglers=slow)
-        print(f"{name:21} {found.step_seconds:.3f} s a step, {found.bubble:.1%} of all ranks' time spent waiting "
-              "for others")
+        print(
+            f"{name:21} {found.step_seconds:.3f} s a step, {found.bubble:.1%} of all ranks' time "
+            "spent waiting for others"
+        )
 
 
 BREAKS = {
@@ -241,18 +377,29 @@ def seconds_of(text: str) -> list[float]:
     except ValueError:
         found = []
     if len(found) != len(PLANS) or min(found) <= 0:
-        raise argparse.ArgumentTypeError(f"write {len(PLANS)} numbers of seconds, such as 0.5,0.4,0.3,0.2,0.1")
+        raise argparse.ArgumentTypeError(
+            f"write {len(PLANS)} numbers of seconds, such as 0.5,0.4,0.3,0.2,0.1"
+        )
     return found
 
 
 def main() -> None:
     """Parse the command line, then run; one rank is enough."""
     parser = arguments(__doc__, BREAKS)
-    parser.add_argument("--guess", type=seconds_of, default=[], metavar="S,S,S,S,S",
-                        help="what you think that a step of the five plans of section 2 takes, in seconds")
-    parser.add_argument("--by-size", action="store_true", help="also the notes' table by model size, row by row")
+    parser.add_argument(
+        "--guess",
+        type=seconds_of,
+        default=[],
+        metavar="S,S,S,S,S",
+        help="what you think that a step of the five plans of section 2 takes, in seconds",
+    )
+    parser.add_argument(
+        "--by-size", action="store_true", help="also the notes' table by model size, row by row"
+    )
     options = parser.parse_args()
-    run_lesson(options, partial(tour, guesses=options.guess, by_size=options.by_size), BREAKS, alone=1)
+    run_lesson(
+        options, partial(tour, guesses=options.guess, by_size=options.by_size), BREAKS, alone=1
+    )
 
 
 if __name__ == "__main__":

@@ -30,18 +30,39 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
     """A hang with 30 ranks behind; then jobs of each kind; then energy."""
     yield _thirty(exercise)
     yield _several_calls(exercise)
-    yield _jobs("hang", "a hang", lambda job: sorted(map(int, exercise.plain_behind(job.calls))) or None,
-                "the ranks that have not made the newest call, not those that wait in it: section 1 (hole 1)")
-    yield _jobs("slow rank", "a slow rank", lambda job: exercise.plain_waited_for(job.arrivals),
-                "the last rank's arrival less the last but one's, and the last rank: section 2 (holes 2 and 3)")
-    yield _jobs("slow link", "a slow link", lambda job: _link(exercise.plain_slow_link(job.links)),
-                "a busy core makes a message late and never early: section 3 (hole 4)")
-    yield _jobs("leak", "a leak", lambda job: _leaking(exercise, job),
-                "how much it grows from step to step, in most steps: section 4 (hole 5)")
+    yield _jobs(
+        "hang",
+        "a hang",
+        lambda job: sorted(map(int, exercise.plain_behind(job.calls))) or None,
+        "the ranks that have not made the newest call, not those that wait in it: section 1 "
+        "(hole 1)",
+    )
+    yield _jobs(
+        "slow rank",
+        "a slow rank",
+        lambda job: exercise.plain_waited_for(job.arrivals),
+        "the last rank's arrival less the last but one's, and the last rank: section 2 (holes 2 "
+        "and 3)",
+    )
+    yield _jobs(
+        "slow link",
+        "a slow link",
+        lambda job: _link(exercise.plain_slow_link(job.links)),
+        "a busy core makes a message late and never early: section 3 (hole 4)",
+    )
+    yield _jobs(
+        "leak",
+        "a leak",
+        lambda job: _leaking(exercise, job),
+        "how much it grows from step to step, in most steps: section 4 (hole 5)",
+    )
     yield from _growths(exercise)
-    yield _jobs("not finite", "a number that is not finite",
-                lambda job: _pair(exercise.plain_first_bad(job.bad)),
-                "sums over ranks carry it to all others; the first step counts: section 5 (hole 6)")
+    yield _jobs(
+        "not finite",
+        "a number that is not finite",
+        lambda job: _pair(exercise.plain_first_bad(job.bad)),
+        "sums over ranks carry it to all others; the first step counts: section 5 (hole 6)",
+    )
     yield _first_of_a_step(exercise)
     for frequency in (1.0, 0.6):
         yield _energy(exercise, frequency)
@@ -52,17 +73,27 @@ def _thirty(exercise: ModuleType) -> Result:
     calls = {rank: 641 if rank in (4, 9) else 640 for rank in range(32)}
     found = sorted(map(int, exercise.plain_behind(calls)))
     right = [rank for rank in range(32) if rank not in (4, 9)]
-    return Result("30 ranks in call 640, two in 641", found == right, "the 30",
-                  f"{len(found)} ranks" if found != [4, 9] else "the two", "the waiting ranks are blamed",
-                  "the two have done their part and wait: section 1 (hole 1)")
+    return Result(
+        "30 ranks in call 640, two in 641",
+        found == right,
+        "the 30",
+        f"{len(found)} ranks" if found != [4, 9] else "the two",
+        "the waiting ranks are blamed",
+        "the two have done their part and wait: section 1 (hole 1)",
+    )
 
 
 def _several_calls(exercise: ModuleType) -> Result:
     """Ranks that are behind by one call, and by many."""
     found = sorted(map(int, exercise.plain_behind({0: 641, 1: 641, 2: 640, 3: 612})))
-    return Result("ranks in calls 641, 641, 640 and 612", found == [2, 3], "ranks 2, 3",
-                  f"ranks {', '.join(map(str, found))}", "not all that are behind",
-                  "whoever has not made the newest call: section 1 (hole 1)")
+    return Result(
+        "ranks in calls 641, 641, 640 and 612",
+        found == [2, 3],
+        "ranks 2, 3",
+        f"ranks {', '.join(map(str, found))}",
+        "not all that are behind",
+        "whoever has not made the newest call: section 1 (hole 1)",
+    )
 
 
 def _jobs(kind: str, task: str, rule: Callable[[Any], Any], advice: str) -> Result:
@@ -80,9 +111,14 @@ def _jobs(kind: str, task: str, rule: Callable[[Any], Any], advice: str) -> Resu
                     healthy += 1
                     alarms += found is not None
     mistake = "a false alarm" if alarms else "the culprit is missed"
-    return Result(f"{count} jobs with {task}, {healthy} without", not wrong and not alarms,
-                  f"{count} culprits, no false alarm", f"{count - wrong} culprits, {alarms} false alarms", mistake,
-                  advice)
+    return Result(
+        f"{count} jobs with {task}, {healthy} without",
+        not wrong and not alarms,
+        f"{count} culprits, no false alarm",
+        f"{count - wrong} culprits, {alarms} false alarms",
+        mistake,
+        advice,
+    )
 
 
 def _link(found: Any) -> Any:
@@ -95,35 +131,55 @@ def _pair(found: Any) -> Any:
 
 def _leaking(exercise: ModuleType, job: Any) -> int | None:
     """The rank whose memory grows by more than 1 MiB a step."""
-    growth = [float(exercise.plain_growth(job.memory[:, rank])) for rank in range(job.memory.shape[1])]
+    growth = [
+        float(exercise.plain_growth(job.memory[:, rank])) for rank in range(job.memory.shape[1])
+    ]
     return int(np.argmax(growth)) if max(growth) > lab.MIB else None
 
 
 def _growths(exercise: ModuleType) -> Iterator[Result]:
     """Memory whose last, middle or first steps differ from most others; MiB gained in each step."""
-    cases = {"2 MiB a step, an array freed at the end": [2.0] * 20 + [-50.0],
-             "2 MiB a step, an array freed at the beginning": [-90.0] + [2.0] * 20,
-             "steady, an array more at the end": [0.0] * 20 + [64.0],
-             "steady, an array more at the beginning": [64.0] + [0.0] * 20,
-             "steady, an array more in the middle": [0.0] * 10 + [64.0] + [0.0] * 10,
-             "5 MiB more in every third step": [5.0, 0.0, 0.0] * 8}
+    cases = {
+        "2 MiB a step, an array freed at the end": [2.0] * 20 + [-50.0],
+        "2 MiB a step, an array freed at the beginning": [-90.0] + [2.0] * 20,
+        "steady, an array more at the end": [0.0] * 20 + [64.0],
+        "steady, an array more at the beginning": [64.0] + [0.0] * 20,
+        "steady, an array more in the middle": [0.0] * 10 + [64.0] + [0.0] * 10,
+        "5 MiB more in every third step": [5.0, 0.0, 0.0] * 8,
+    }
     for name, gained in cases.items():
         memory = 300 * lab.MIB + lab.MIB * np.cumsum([0.0, *gained])
         found = float(exercise.plain_growth(memory)) / lab.MIB
         right = float(np.median(gained))
-        yield Result(f"growth: {name}", abs(found - right) < 0.01,
-                     f"{right:.1f} MiB a step", f"{found:.1f} MiB a step", "not what most steps add",
-                     "how much it grows from step to step, in most steps: section 4 (hole 5)")
+        yield Result(
+            f"growth: {name}",
+            abs(found - right) < 0.01,
+            f"{right:.1f} MiB a step",
+            f"{found:.1f} MiB a step",
+            "not what most steps add",
+            "how much it grows from step to step, in most steps: section 4 (hole 5)",
+        )
 
 
 def _first_of_a_step(exercise: ModuleType) -> Result:
-    """Steps are told apart by their number, numbers of one step by their moment; each alone names another rank."""
-    bad = [(7, 0.9, 0, "blocks.2"), (5, 0.8, 1, "blocks.1"), (5, 0.3, 2, "blocks.3"), (6, 0.1, 3, "blocks.0")]
+    """Steps are told apart by their number, numbers of one step by their moment; each alone names
+    another rank."""
+    bad = [
+        (7, 0.9, 0, "blocks.2"),
+        (5, 0.8, 1, "blocks.1"),
+        (5, 0.3, 2, "blocks.3"),
+        (6, 0.1, 3, "blocks.0"),
+    ]
     found = exercise.plain_first_bad(bad)
     named = "nobody" if found is None else f"rank {found[0]}, {found[1]}"
-    return Result("two ranks in step 5, at 0.3 and at 0.8", _pair(found) == (2, "blocks.3"),
-                  "rank 2, blocks.3", named, "not the first number",
-                  "the first step, and of it the first moment: section 5 (hole 6)")
+    return Result(
+        "two ranks in step 5, at 0.3 and at 0.8",
+        _pair(found) == (2, "blocks.3"),
+        "rank 2, blocks.3",
+        named,
+        "not the first number",
+        "the first step, and of it the first moment: section 5 (hole 6)",
+    )
 
 
 def _energy(exercise: ModuleType, frequency: float) -> Result:
@@ -131,9 +187,14 @@ def _energy(exercise: ModuleType, frequency: float) -> Result:
     given = {"work": 2.0, "rest": 0.5, "static": 30.0, "dynamic": 100.0}
     target = step_joules(frequency, **given)
     found = float(exercise.joules(frequency, **given))
-    return Result(f"joules of a step at {frequency:g} of the frequency", abs(found - target) < 1e-9 * target,
-                  f"{target:.1f} J", f"{found:.1f} J", "not the energy of a step",
-                  "static watts last for work / f + rest, dynamic f³ for work / f: section 6 (hole 7)")
+    return Result(
+        f"joules of a step at {frequency:g} of the frequency",
+        abs(found - target) < 1e-9 * target,
+        f"{target:.1f} J",
+        f"{found:.1f} J",
+        "not the energy of a step",
+        "static watts last for work / f + rest, dynamic f³ for work / f: section 6 (hole 7)",
+    )
 
 
 if __name__ == "__main__":

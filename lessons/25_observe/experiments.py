@@ -19,10 +19,19 @@ from minidist.observe.rank_steps import RankSteps, read_rank_steps
 from minidist.observe.timeline import Timeline
 
 MIB = 1 << 20
-WORK, LINK = 0.1, 0.004             # seconds: of a rank's computation in a step, of a message
-KINDS = ("hang", "slow rank", "slow link", "leak", "not finite", "healthy", "two slow ranks", "busy receiver")
+WORK, LINK = 0.1, 0.004  # seconds: of a rank's computation in a step, of a message
+KINDS = (
+    "hang",
+    "slow rank",
+    "slow link",
+    "leak",
+    "not finite",
+    "healthy",
+    "two slow ranks",
+    "busy receiver",
+)
 CONFIG = GPTConfig(vocabulary=32, context=32, layers=2, width=48, heads=2, dtype="float32")
-ROWS = 8                            # sequences of a rank, in the job that really runs
+ROWS = 8  # sequences of a rank, in the job that really runs
 
 
 @dataclass
@@ -48,22 +57,32 @@ class SickJob:
 
 
 def sick_job(kind: str, *, size: int = 4, steps: int = 30, seed: int = 0) -> SickJob:
-    """A job of `size` ranks with one fault, on a clock that jumps; cores are busy now and then, on every rank.
+    """A job of `size` ranks with one fault, on a clock that jumps; cores are busy now and then, on
+    every rank.
 
-    The last three kinds have no culprit. Two slow ranks: neither alone holds up the others. A busy receiver: most
-    messages of a link are late, and the link is as quick as any.
+    The last three kinds have no culprit. Two slow ranks: neither alone holds up the others. A busy
+    receiver: most messages of a link are late, and the link is as quick as any.
     """
     chance = np.random.default_rng([seed, KINDS.index(kind)])
     victim = int(chance.integers(size))
     work = WORK * (1 + 0.02 * chance.random((steps, size)))
-    work[chance.random((steps, size)) < 0.05] += 0.08               # another program had the core
-    links = {(rank, (rank + 1) % size): (LINK * (1 + 0.1 * chance.random(steps))) for rank in range(size)}
+    work[chance.random((steps, size)) < 0.05] += 0.08  # another program had the core
+    links = {
+        (rank, (rank + 1) % size): (LINK * (1 + 0.1 * chance.random(steps))) for rank in range(size)
+    }
     memory = 300 * MIB + np.cumsum(chance.integers(-MIB // 4, MIB // 4, (steps, size)), axis=0)
-    memory[steps // 3:, (victim + 1) % size] += 64 * MIB            # a large array, once: no leak
+    memory[steps // 3 :, (victim + 1) % size] += 64 * MIB  # a large array, once: no leak
     calls, bad = {rank: steps for rank in range(size)}, list[tuple[int, float, int, str]]()
     culprit: Any = None
     if kind == "hang":
-        stuck = {victim, *(rank for rank in range(size) if rank != (victim + 1) % size and chance.random() < 0.7)}
+        stuck = {
+            victim,
+            *(
+                rank
+                for rank in range(size)
+                if rank != (victim + 1) % size and chance.random() < 0.7
+            ),
+        }
         calls, culprit = {rank: steps - (rank in stuck) for rank in range(size)}, sorted(stuck)
     if kind == "slow rank":
         work[:, victim] *= 1.5
@@ -79,22 +98,34 @@ def sick_job(kind: str, *, size: int = 4, steps: int = 30, seed: int = 0) -> Sic
         culprit = victim
     if kind == "not finite":
         step, layer = int(chance.integers(5, steps - 2)), f"blocks.{chance.integers(4)}"
-        bad = [(step, 0.5, victim, layer)] + [(step + 1, 0.6 + 0.01 * rank, rank, "blocks.0") for rank in range(size)
-                                              if rank != victim]
+        bad = [(step, 0.5, victim, layer)] + [
+            (step + 1, 0.6 + 0.01 * rank, rank, "blocks.0")
+            for rank in range(size)
+            if rank != victim
+        ]
         chance.shuffle(bad)
         culprit = victim, layer
     for link, some in links.items():
-        late = chance.random(steps) < 0.2                           # the receiver had no core
+        late = chance.random(steps) < 0.2  # the receiver had no core
         if kind == "busy receiver" and link == (victim, (victim + 1) % size):
-            late = np.arange(steps) % 5 > 1                         # in three steps of five
+            late = np.arange(steps) % 5 > 1  # in three steps of five
         some[late] += 0.02
     arrivals, waits = _clock(work, max(float(np.median(some)) for some in links.values()))
-    return SickJob(kind, culprit, calls, arrivals, waits, {link: some.tolist() for link, some in links.items()}, memory,
-                   bad)
+    return SickJob(
+        kind,
+        culprit,
+        calls,
+        arrivals,
+        waits,
+        {link: some.tolist() for link, some in links.items()},
+        memory,
+        bad,
+    )
 
 
 def _clock(work: np.ndarray, link: float) -> tuple[np.ndarray, np.ndarray]:
-    """(when each rank comes to its call, how long it stands there): the call ends for all when the last has come."""
+    """(when each rank comes to its call, how long it stands there): the call ends for all when the
+    last has come."""
     arrivals, now = np.empty_like(work), 0.0
     ends = []
     for step, seconds in enumerate(work):
@@ -104,11 +135,24 @@ def _clock(work: np.ndarray, link: float) -> tuple[np.ndarray, np.ndarray]:
     return arrivals, np.array(ends)[:, None] - arrivals
 
 
-# ----------------------------------------------------------------------------------------------- a job that really runs
+# --------------------------------------------------------------------------- a job that really runs
 
-def real_job(folder: Path, *, size: int = 3, steps: int = 14, victim: int | None = None, times: float = 1.5) -> None:
-    """DDP on processes; from step 4 on the victim computes `times` as long. Its records lie in the folder."""
-    md.run(_rank, str(folder), steps, -1 if victim is None else victim, times, size=size, transport="tcp", limit=120.0)
+
+def real_job(
+    folder: Path, *, size: int = 3, steps: int = 14, victim: int | None = None, times: float = 1.5
+) -> None:
+    """DDP on processes; from step 4 on the victim computes `times` as long. Its records lie in the
+    folder."""
+    md.run(
+        _rank,
+        str(folder),
+        steps,
+        -1 if victim is None else victim,
+        times,
+        size=size,
+        transport="tcp",
+        limit=120.0,
+    )
 
 
 def _rank(world: Group, folder: str, steps: int, victim: int, times: float) -> None:

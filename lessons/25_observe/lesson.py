@@ -1,20 +1,20 @@
 """Lesson 25: five sick jobs, the rule that names the culprit of each, and what a power cap costs.
 
-    mpirun -n 4 python lessons/25_observe/lesson.py
-    python lessons/25_observe/lesson.py                          # alone: two ranks as threads
-    python lessons/25_observe/lesson.py --break who-waits        # see README.md, section 8
+mpirun -n 4 python lessons/25_observe/lesson.py
+python lessons/25_observe/lesson.py                          # alone: two ranks as threads
+python lessons/25_observe/lesson.py --break who-waits        # see README.md, section 8
 """
 
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import Break, arguments, run_lesson
 
 from minidist.comm.group import Group
 from minidist.files import scratch
 from minidist.grading import load_module
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.observe.diagnose.fault import ranks_text
 from minidist.observe.diagnose.plain import (
     plain_behind,
@@ -26,8 +26,8 @@ from minidist.observe.diagnose.plain import (
 from minidist.observe.power_cap import best_frequency, frequency_under, step_joules, step_seconds
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "25")
-STATIC, DYNAMIC = 30.0, 100.0       # watts of a made-up processor
-COMPUTE, REST = 0.8, 0.2            # seconds of its step
+STATIC, DYNAMIC = 30.0, 100.0  # watts of a made-up processor
+COMPUTE, REST = 0.8, 0.2  # seconds of its step
 
 
 def tour(group: Group, page: Page) -> None:
@@ -46,17 +46,27 @@ def tour(group: Group, page: Page) -> None:
     group.barrier()
 
 
-# ------------------------------------------------------------------------------------------------- five sick jobs
+# ----------------------------------------------------------------------------------- five sick jobs
+
 
 def hang(page: Page) -> None:
     """Which ranks hold up the job."""
     job = lab.sick_job("hang", size=8, seed=3)
     found = plain_behind(job.calls)
-    rows = [[ranks_text(rank for rank, last in job.calls.items() if last == number), number,
-             "hold up the job" if number < max(job.calls.values()) else "wait"]
-            for number in sorted(set(job.calls.values()))]
-    page.table("A hang of 8 ranks: the last call of each", ["ranks", "call", ""], rows,
-               note=f"behind: {ranks_text(found)}: {'ok' if found == job.culprit else 'off'}")
+    rows = [
+        [
+            ranks_text(rank for rank, last in job.calls.items() if last == number),
+            number,
+            "hold up the job" if number < max(job.calls.values()) else "wait",
+        ]
+        for number in sorted(set(job.calls.values()))
+    ]
+    page.table(
+        "A hang of 8 ranks: the last call of each",
+        ["ranks", "call", ""],
+        rows,
+        note=f"behind: {ranks_text(found)}: {'ok' if found == job.culprit else 'off'}",
+    )
 
 
 def slow_rank(page: Page) -> None:
@@ -64,47 +74,85 @@ def slow_rank(page: Page) -> None:
     job = lab.sick_job("slow rank", size=4, seed=1)
     found = plain_waited_for(job.arrivals)
     last = np.bincount(job.arrivals.argmax(axis=1), minlength=4)
-    rows = [[rank, f"{1e3 * job.waits[:, rank].mean():.1f} ms", f"{last[rank]} of {len(job.arrivals)}",
-             "ok" if rank == found == job.culprit else ""] for rank in range(4)]
-    page.table("A slow rank: how long each waits, how often it comes last",
-               ["rank", "waits a step", "came last in", "found"], rows,
-               note="the slow rank waits least: a table of waiting times blames the wrong ones")
+    rows = [
+        [
+            rank,
+            f"{1e3 * job.waits[:, rank].mean():.1f} ms",
+            f"{last[rank]} of {len(job.arrivals)}",
+            "ok" if rank == found == job.culprit else "",
+        ]
+        for rank in range(4)
+    ]
+    page.table(
+        "A slow rank: how long each waits, how often it comes last",
+        ["rank", "waits a step", "came last in", "found"],
+        rows,
+        note="the slow rank waits least: a table of waiting times blames the wrong ones",
+    )
 
 
 def slow_link(page: Page) -> None:
     """The quick messages of a link tell what it can do."""
     job = lab.sick_job("slow link", size=4, seed=2)
     found = plain_slow_link(job.links)
-    rows = [[f"{src} → {dst}", f"{1e3 * np.quantile(some, 0.25):.1f} ms", f"{1e3 * np.mean(some):.1f} ms",
-             f"{1e3 * max(some):.1f} ms", "ok" if (src, dst) == found == job.culprit else ""]
-            for (src, dst), some in sorted(job.links.items())]
-    page.table("A slow link, one way: seconds of its messages",
-               ["link", "a quarter is below", "mean", "longest", "found"], rows,
-               note="a fifth of all messages met a receiver without a core, which lengthens every mean")
+    rows = [
+        [
+            f"{src} → {dst}",
+            f"{1e3 * np.quantile(some, 0.25):.1f} ms",
+            f"{1e3 * np.mean(some):.1f} ms",
+            f"{1e3 * max(some):.1f} ms",
+            "ok" if (src, dst) == found == job.culprit else "",
+        ]
+        for (src, dst), some in sorted(job.links.items())
+    ]
+    page.table(
+        "A slow link, one way: seconds of its messages",
+        ["link", "a quarter is below", "mean", "longest", "found"],
+        rows,
+        note="a fifth of all messages met a receiver without a core, which lengthens every mean",
+    )
 
 
 def leak(page: Page) -> None:
     """The rank whose memory grows in every step."""
     job = lab.sick_job("leak", size=4, seed=4)
     growth = [plain_growth(job.memory[:, rank]) for rank in range(4)]
-    rows = [[rank, f"{job.memory[0, rank] / lab.MIB:.0f} MiB", f"{job.memory[-1, rank] / lab.MIB:.0f} MiB",
-             f"{growth[rank] / lab.MIB:.2f} MiB", "ok" if growth[rank] > lab.MIB and rank == job.culprit else ""]
-            for rank in range(4)]
-    page.table("A leak", ["rank", "first", "last", "grows in most steps by", "found"], rows,
-               note="another rank has made one large array, once: that is no leak")
+    rows = [
+        [
+            rank,
+            f"{job.memory[0, rank] / lab.MIB:.0f} MiB",
+            f"{job.memory[-1, rank] / lab.MIB:.0f} MiB",
+            f"{growth[rank] / lab.MIB:.2f} MiB",
+            "ok" if growth[rank] > lab.MIB and rank == job.culprit else "",
+        ]
+        for rank in range(4)
+    ]
+    page.table(
+        "A leak",
+        ["rank", "first", "last", "grows in most steps by", "found"],
+        rows,
+        note="another rank has made one large array, once: that is no leak",
+    )
 
 
 def first_bad(page: Page) -> None:
     """Which rank had the first number that is not finite."""
     job = lab.sick_job("not finite", size=4, seed=5)
     found = plain_first_bad(job.bad)
-    rows = [[f"step {step}", rank, layer, "ok" if (rank, layer) == found == job.culprit else ""]
-            for step, _, rank, layer in job.bad]
-    page.table("Numbers that are not finite, as the ranks told of them", ["", "rank", "layer", "the first"], rows,
-               note="a step later the sum of the gradients has brought it to every rank")
+    rows = [
+        [f"step {step}", rank, layer, "ok" if (rank, layer) == found == job.culprit else ""]
+        for step, _, rank, layer in job.bad
+    ]
+    page.table(
+        "Numbers that are not finite, as the ranks told of them",
+        ["", "rank", "layer", "the first"],
+        rows,
+        note="a step later the sum of the gradients has brought it to every rank",
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- 6 energy
+# ----------------------------------------------------------------------------------------- 6 energy
+
 
 def caps(page: Page) -> None:
     """Seconds and joules of a step under a cap, on a clock that jumps and by formula."""
@@ -113,64 +161,105 @@ def caps(page: Page) -> None:
         frequency = frequency_under(cap, static=STATIC, dynamic=DYNAMIC)
         seconds, joules = metered(frequency)
         formula = step_joules(frequency, work=COMPUTE, rest=REST, static=STATIC, dynamic=DYNAMIC)
-        rows.append([f"{cap:g} W", f"{frequency:.2f}", f"{seconds:.2f} s", f"{joules:.1f} J",
-                     verdict(joules, formula, 0.01)])
+        rows.append(
+            [
+                f"{cap:g} W",
+                f"{frequency:.2f}",
+                f"{seconds:.2f} s",
+                f"{joules:.1f} J",
+                verdict(joules, formula, 0.01),
+            ]
+        )
     best = best_frequency(static=STATIC, dynamic=DYNAMIC)
-    page.table(f"A processor of {STATIC:g} W at rest and {STATIC + DYNAMIC:g} W at work", [
-        "cap", "frequency", "a step", "joules", ""], rows,
-        note=f"least energy at frequency {best:.2f}: below it a longer step's static watts cost more than is saved")
-    late = step_seconds(1.0, work=1.5 * COMPUTE, rest=REST) - step_seconds(1.0, work=COMPUTE, rest=REST)
-    page.say(f"A rank that computes 1.5 times as long lets each other rank wait {late:.1f} s a step, at {STATIC:g} W: "
-             f"{STATIC * late:.0f} J a step and rank for nothing.")
+    page.table(
+        f"A processor of {STATIC:g} W at rest and {STATIC + DYNAMIC:g} W at work",
+        ["cap", "frequency", "a step", "joules", ""],
+        rows,
+        note=f"least energy at frequency {best:.2f}: below it a longer step's static watts cost "
+        "more than is saved",
+    )
+    late = step_seconds(1.0, work=1.5 * COMPUTE, rest=REST) - step_seconds(
+        1.0, work=COMPUTE, rest=REST
+    )
+    page.say(
+        f"A rank that computes 1.5 times as long lets each other rank wait {late:.1f} s a step, "
+        f"at {STATIC:g} W: {STATIC * late:.0f} J a step and rank for nothing."
+    )
 
 
 def metered(frequency: float, ticks: int = 10_000) -> tuple[float, float]:
-    """A step on a clock with a meter: watts are read in every tick, as an energy counter adds them up."""
+    """A step on a clock with a meter: watts are read in every tick, as an energy counter adds them
+    up."""
     seconds = step_seconds(frequency, work=COMPUTE, rest=REST)
     tick, joules = seconds / ticks, 0.0
     for number in range(ticks):
         computes = (number + 0.5) * tick < COMPUTE / frequency
-        joules += tick * (STATIC + (DYNAMIC * frequency ** 3 if computes else 0.0))
+        joules += tick * (STATIC + (DYNAMIC * frequency**3 if computes else 0.0))
     return seconds, joules
 
 
-# ----------------------------------------------------------------------------------------------- 7 what really runs
+# ------------------------------------------------------------------------------- 7 what really runs
+
 
 def real(page: Page) -> None:
     """Three processes train; rank 1 computes half as long again from step 4 on."""
     with scratch() as folder:
         lab.real_job(folder, victim=1, steps=20)
         found, steps = lab.told(folder)
-    rows = [[rank, f"{1e3 * np.median([line['cpu'] for line in each.steps[5:]]):.1f} ms",
-             f"{np.median([line['calls'] / line['seconds'] for line in each.steps[5:]]):.0%}"]
-            for rank, each in sorted(steps.items())]
-    page.table("Three processes, recorded", ["rank", "own processor time a step", "of a step in calls"], rows)
+    rows = [
+        [
+            rank,
+            f"{1e3 * np.median([line['cpu'] for line in each.steps[5:]]):.1f} ms",
+            f"{np.median([line['calls'] / line['seconds'] for line in each.steps[5:]]):.0%}",
+        ]
+        for rank, each in sorted(steps.items())
+    ]
+    page.table(
+        "Three processes, recorded",
+        ["rank", "own processor time a step", "of a step in calls"],
+        rows,
+    )
     for finding in found.findings[:1]:
         page.say(f"minidist diagnose: {finding.what} ({finding.cause}, {finding.sure}).")
     if not found.findings:
-        page.say("minidist diagnose names no rank: this machine is busy, and 10 steps are too few to be sure.")
+        page.say(
+            "minidist diagnose names no rank: this machine is busy, and 10 steps are too few to "
+            "be sure."
+        )
 
 
-# ------------------------------------------------------------------------------------------------------- Break it
+# ----------------------------------------------------------------------------------------- Break it
+
 
 def who_waits() -> None:
     """The rank that waits longest is blamed."""
     job = lab.sick_job("slow rank", size=4, seed=1)
     blamed = int(job.waits.mean(axis=0).argmax())
-    print(f"rank {blamed} waits longest, {1e3 * job.waits[:, blamed].mean():.1f} ms a step, and is blamed; "
-          f"slow is rank {job.culprit}, which waits {1e3 * job.waits[:, job.culprit].mean():.1f} ms")
+    print(
+        f"rank {blamed} waits longest, {1e3 * job.waits[:, blamed].mean():.1f} ms a step, and is "
+        f"blamed; slow is rank {job.culprit}, which waits "
+        f"{1e3 * job.waits[:, job.culprit].mean():.1f} ms"
+    )
 
 
 def mean_of_messages() -> None:
     """Links are compared by the mean of their messages: one late receiver makes a link slow."""
     alarms = 0
     for seed in range(50):
-        links = {link: list(some) for link, some in lab.sick_job("healthy", size=4, seed=seed).links.items()}
-        links[0, 1][3] += 0.5                                   # a receiver was stopped for half a second, once
+        links = {
+            link: list(some)
+            for link, some in lab.sick_job("healthy", size=4, seed=seed).links.items()
+        }
+        links[0, 1][3] += 0.5  # a receiver was stopped for half a second, once
         mean = {link: float(np.mean(some)) for link, some in links.items()}
         slowest = max(mean, key=lambda link: mean[link])
-        alarms += mean[slowest] > 2 * float(np.median([value for link, value in mean.items() if link != slowest]))
-    print(f"of 50 healthy jobs {alarms} have a slow link by the mean of its messages, and 0 by their quartile")
+        alarms += mean[slowest] > 2 * float(
+            np.median([value for link, value in mean.items() if link != slowest])
+        )
+    print(
+        f"of 50 healthy jobs {alarms} have a slow link by the mean of its messages, and 0 by "
+        "their quartile"
+    )
 
 
 def last_less_first() -> None:
@@ -179,8 +268,10 @@ def last_less_first() -> None:
     steps = len(job.memory) - 1
     for rank in range(4):
         memory = job.memory[:, rank]
-        print(f"rank {rank}: {(memory[-1] - memory[0]) / steps / lab.MIB:5.2f} MiB a step from first to last, "
-              f"{plain_growth(memory) / lab.MIB:5.2f} MiB in most steps")
+        print(
+            f"rank {rank}: {(memory[-1] - memory[0]) / steps / lab.MIB:5.2f} MiB a step from "
+            f"first to last, {plain_growth(memory) / lab.MIB:5.2f} MiB in most steps"
+        )
 
 
 BREAKS = {

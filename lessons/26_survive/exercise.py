@@ -1,11 +1,14 @@
 """Exercise 26: a checkpoint that any number of ranks can read, and how often to write one.
 
-Copy this file (`minidist lesson 26 --copy DIR`), replace each `hole(...)` by your own code, and grade it:
-`minidist check 26 DIR/exercise_26.py`. Three ranks write a vector; two, three and five read it. What you may use:
+Copy this file (`minidist lesson 26 --copy DIR`), replace each `hole(...)` by your own code, and
+grade it: `minidist check 26 DIR/exercise_26.py`. Three ranks write a vector; two, three and five
+read it. What you may use:
 
     np.save(file, array), np.load(file)    a file of one array
-    group.all_gather(x)                    the rows of all ranks, in rank order; it returns when all have called it
-    os.replace(old, new)                   gives a file its name at once: a reader sees the old file there, or the new
+    group.all_gather(x)                    the rows of all ranks, in rank order; it returns when all
+                                           have called it
+    os.replace(old, new)                   gives a file its name at once: a reader sees the old file
+                                           there, or the new
 """
 
 import hashlib
@@ -26,30 +29,44 @@ def plain_save(group, chunk, size, folder):
     digest = np.frombuffer(hashlib.sha256(file.read_bytes()).digest(), np.uint8)
     digests = hole(2, "every rank's digest; and when may the manifest be written?", group, digest)
     if group.rank == 0:
-        (folder / "draft").write_text(json.dumps({"size": size, "sha256": [d.tobytes().hex() for d in digests]}))
+        (folder / "draft").write_text(
+            json.dumps({"size": size, "sha256": [d.tobytes().hex() for d in digests]})
+        )
         hole(3, "the draft becomes manifest.json. What if the machine stops meanwhile?", folder)
 
 
 def plain_load(group, folder):
-    """This rank's chunk of the vector; the group may have another size than the one that wrote it."""
+    """This rank's chunk of the vector; the group may have another size than the one that wrote
+    it."""
     manifest = json.loads((folder / "manifest.json").read_text())
     old, new = (bounds(manifest["size"], ranks) for ranks in (len(manifest["sha256"]), group.size))
     start, stop = new[group.rank], new[group.rank + 1]
     parts = []
     for rank, digest in enumerate(manifest["sha256"]):
-        first, last = hole(4, "from where to where do shard `rank` and my chunk overlap?", start, stop, old, rank)
-        if first < last:                                        # this shard has some of my numbers
+        first, last = hole(
+            4, "from where to where do shard `rank` and my chunk overlap?", start, stop, old, rank
+        )
+        if first < last:  # this shard has some of my numbers
             file = folder / f"{rank}.npy"
             if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
                 raise CheckpointError(f"{file}: is damaged")
-            parts.append(hole(5, "the numbers [first, last) of the vector, out of this shard", np.load(file), first,
-                              last, old[rank]))
+            parts.append(
+                hole(
+                    5,
+                    "the numbers [first, last) of the vector, out of this shard",
+                    np.load(file),
+                    first,
+                    last,
+                    old[rank],
+                )
+            )
     return np.concatenate(parts)
 
 
 def interval(save, between):
     """Seconds of work between two saves, so that saving and losing together cost least.
 
-    Args:    save: seconds of a save; between: mean seconds between two interruptions. See section 5.
+    Args:    save: seconds of a save; between: mean seconds between two interruptions. See section
+             5.
     """
     return hole(6, "where both cost the same", save, between)

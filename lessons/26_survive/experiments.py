@@ -1,4 +1,5 @@
-"""What lesson 26's tables, figure and break-its share: runs that are killed, damaged files, a clock that jumps."""
+"""What lesson 26's tables, figure and break-its share: runs that are killed, damaged files, a clock
+that jumps."""
 
 import os
 import random
@@ -15,20 +16,27 @@ from minidist.device.backend import random_bits
 from minidist.nn import GPTConfig
 from minidist.survive.manifest import checkpoints, step_folder
 
-CONFIG = GPTConfig(vocabulary=11, context=8, layers=2, width=16, heads=2, dtype="float64", dropout=0.1)
+CONFIG = GPTConfig(
+    vocabulary=11, context=8, layers=2, width=16, heads=2, dtype="float64", dropout=0.1
+)
 STEPS, EVERY = 12, 4
 
 
 def global_batch(step: int, sequences: int = 7) -> tuple[np.ndarray, np.ndarray]:
     """(inputs, targets), by step alone: a run that goes on sees what the first would have seen."""
     count = sequences * (CONFIG.context + 1)
-    ids = (random_bits(f"batch {step}", 0, range(count)) % np.uint64(CONFIG.vocabulary)).astype(np.int64)
+    ids = (random_bits(f"batch {step}", 0, range(count)) % np.uint64(CONFIG.vocabulary)).astype(
+        np.int64
+    )
     ids = ids.reshape(sequences, -1)
     return ids[:, :-1], ids[:, 1:]
 
 
-def train(group: Group, run: str, plan: dict[str, Any], killed: int | None, resume: bool) -> dict[str, Any]:
-    """Train STEPS steps with a checkpoint every EVERY; the last rank kills itself after step `killed`."""
+def train(
+    group: Group, run: str, plan: dict[str, Any], killed: int | None, resume: bool
+) -> dict[str, Any]:
+    """Train STEPS steps with a checkpoint every EVERY; the last rank kills itself after step
+    `killed`."""
     trainer = md.Trainer(md.Plan(**plan), CONFIG, group, seed=1, lr=0.01)
     if resume:
         trainer.load(checkpoints(Path(run))[-1])
@@ -45,11 +53,25 @@ def train(group: Group, run: str, plan: dict[str, Any], killed: int | None, resu
     return result
 
 
-def on_ranks(run: Path, plan: dict[str, Any], size: int, *, processes: bool = False, killed: int | None = None,
-             resume: bool = False) -> dict[str, Any]:
+def on_ranks(
+    run: Path,
+    plan: dict[str, Any],
+    size: int,
+    *,
+    processes: bool = False,
+    killed: int | None = None,
+    resume: bool = False,
+) -> dict[str, Any]:
     """`train` on new ranks: threads, or processes that can be killed."""
-    return md.run(train, str(run), plan, killed, resume, size=size,
-                  transport="auto" if processes else "threads")[0]
+    return md.run(
+        train,
+        str(run),
+        plan,
+        killed,
+        resume,
+        size=size,
+        transport="auto" if processes else "threads",
+    )[0]
 
 
 def flip(file: Path, bit: int) -> None:
@@ -61,10 +83,12 @@ def flip(file: Path, bit: int) -> None:
         stream.write(bytes([byte ^ 1 << bit % 8]))
 
 
-# ---------------------------------------------------------------------------------------------- a clock that jumps
+# ------------------------------------------------------------------------------- a clock that jumps
+
 
 class Span(NamedTuple):
-    """A stretch of a run's clock, in seconds. kind: "work", "save", "lost" (work done in vain) or "restart"."""
+    """A stretch of a run's clock, in seconds. kind: "work", "save", "lost" (work done in vain) or
+    "restart"."""
 
     kind: str
     start: float
@@ -72,7 +96,8 @@ class Span(NamedTuple):
 
 
 def interruptions(between: float, seconds: float, seed: int) -> list[float]:
-    """Random moments, `between` seconds apart on average, the same for each interval that is tried."""
+    """Random moments, `between` seconds apart on average, the same for each interval that is
+    tried."""
     chance, moments, clock = random.Random(seed), [], 0.0
     while clock < seconds:
         clock += chance.expovariate(1 / between)
@@ -80,18 +105,27 @@ def interruptions(between: float, seconds: float, seed: int) -> list[float]:
     return moments
 
 
-def replay(interval: float, moments: Sequence[float], *, save: float, restart: float, seconds: float) -> list[Span]:
-    """A run that works `interval` seconds, saves, and so on, through the interruptions, for `seconds` of its clock."""
+def replay(
+    interval: float, moments: Sequence[float], *, save: float, restart: float, seconds: float
+) -> list[Span]:
+    """A run that works `interval` seconds, saves, and so on, through the interruptions, for
+    `seconds` of its clock."""
     spans, clock, coming = [], 0.0, iter(moments)
     next_moment = next(coming)
     while clock < seconds:
         if next_moment >= clock + interval + save:
-            spans += [Span("work", clock, clock + interval), Span("save", clock + interval, clock + interval + save)]
+            spans += [
+                Span("work", clock, clock + interval),
+                Span("save", clock + interval, clock + interval + save),
+            ]
             clock += interval + save
             continue
-        spans += [Span("lost", clock, next_moment), Span("restart", next_moment, next_moment + restart)]
+        spans += [
+            Span("lost", clock, next_moment),
+            Span("restart", next_moment, next_moment + restart),
+        ]
         clock = next_moment + restart
-        while next_moment < clock:                  # an interruption of a restart changes nothing here
+        while next_moment < clock:  # an interruption of a restart changes nothing here
             next_moment = next(coming, seconds + interval + save + restart)
     return spans
 

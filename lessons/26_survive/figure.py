@@ -1,6 +1,7 @@
-"""The figures of lesson 26: three runs through the same interruptions, what the interval between saves costs; a storm.
+"""The figures of lesson 26: three runs through the same interruptions, what the interval between
+saves costs; a storm.
 
-    python lessons/26_survive/figure.py [--out DIR]      # figure.png and storm.png; takes a minute
+python lessons/26_survive/figure.py [--out DIR]      # figure.png and storm.png; takes a minute
 """
 
 import json
@@ -10,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from minidist.lessons import figures as look
-from minidist.lessons.running import draw_figure
 
 from minidist.comm.group import Group
 from minidist.grading import load_module
 from minidist.launch.own_python import module_command
+from minidist.lessons import figures as look
+from minidist.lessons.running import draw_figure
 from minidist.observe.storm_figure import draw_storm
 from minidist.survive import storm_report
 from minidist.survive.interval import best_interval, goodput
@@ -23,16 +24,22 @@ from minidist.survive.storm import LOG, events
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "26")
-SAVE, BETWEEN, RESTART = 20.0, 7200.0, 60.0         # seconds
+SAVE, BETWEEN, RESTART = 20.0, 7200.0, 60.0  # seconds
 HOURS, DAYS = 6, 300
-RANKS = 4           # of the storm
+RANKS = 4  # of the storm
 STORM = (f"-n{RANKS}", "--minutes=0.6", "--every=4", "--no-compare")
 COLORS = {"work": "#2f5d9b", "save": "#e2a33b", "lost": "#c8553d", "restart": "#9aa0a6"}
-WORDS = {"work": "work that is kept", "save": "saving", "lost": "work done in vain", "restart": "restarting"}
+WORDS = {
+    "work": "work that is kept",
+    "save": "saving",
+    "lost": "work done in vain",
+    "restart": "restarting",
+}
 
 
 def record(group: Group) -> dict[str, Any]:
-    """The spans of three runs, and of each of many intervals the part that is kept; a storm's events and faults."""
+    """The spans of three runs, and of each of many intervals the part that is kept; a storm's
+    events and faults."""
     best, seconds = best_interval(SAVE, BETWEEN), DAYS * 86_400.0
     moments = lab.interruptions(BETWEEN, seconds, seed=4)
 
@@ -40,32 +47,60 @@ def record(group: Group) -> dict[str, Any]:
         return lab.replay(interval, moments, save=SAVE, restart=RESTART, seconds=seconds)
 
     tried = best * np.geomspace(1 / 16, 16, 17)
-    return {"best": best, "runs": {factor: run(best * factor, HOURS * 3600.0) for factor in (1 / 8, 1, 8)},
-            "kept": [(interval, lab.kept(run(interval, seconds))) for interval in tried.tolist()], "storm": _storm()}
+    return {
+        "best": best,
+        "runs": {factor: run(best * factor, HOURS * 3600.0) for factor in (1 / 8, 1, 8)},
+        "kept": [(interval, lab.kept(run(interval, seconds))) for interval in tried.tolist()],
+        "storm": _storm(),
+    }
 
 
 def _storm() -> dict[str, Any]:
     """Its events, and its faults with what came of them."""
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(module_command("minidist", "storm", *STORM, f"--out={folder}/run"), check=True,
-                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            module_command("minidist", "storm", *STORM, f"--out={folder}/run"),
+            check=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         run = Path(folder, "run")
-        return {"told": events(run / LOG), "faults": json.loads((run / "storm.json").read_text())["happened"]}
+        return {
+            "told": events(run / LOG),
+            "faults": json.loads((run / "storm.json").read_text())["happened"],
+        }
 
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png from the recorded spans, and storm.png from the storm's events."""
     told, faults = recorded["storm"]["told"], recorded["storm"]["faults"]
     draw_storm(folder / "storm.png", told, storm_report.spans(told, faults), faults, ranks=RANKS)
-    figure = look.new_figure(13.5, 6.0, "The same interruptions, saved too often, well, and too seldom",
-                             f"A save takes {SAVE:g} s, an interruption comes every {BETWEEN / 3600:g} hours on "
-                             f"average, a restart takes {RESTART:g} s. Left: {HOURS} hours, event by event. "
-                             f"Right: {DAYS} days.")
+    figure = look.new_figure(
+        13.5,
+        6.0,
+        "The same interruptions, saved too often, well, and too seldom",
+        f"A save takes {SAVE:g} s, an interruption comes every {BETWEEN / 3600:g} hours on "
+        f"average, a restart takes {RESTART:g} s. Left: {HOURS} hours, event by event. "
+        f"Right: {DAYS} days.",
+    )
     for row, (factor, spans) in enumerate(recorded["runs"].items()):
-        _lane(figure.add_axes((0.05, 0.60 - 0.21 * row, 0.52, 0.13)), factor * recorded["best"], spans,
-              last=row == len(recorded["runs"]) - 1)
-    figure.legend([look.patch(color) for color in COLORS.values()], list(WORDS.values()), frameon=False, fontsize=10,
-                  labelcolor=look.INK, loc="lower left", ncols=4, bbox_to_anchor=(0.045, 0.0), handlelength=1.2)
+        _lane(
+            figure.add_axes((0.05, 0.60 - 0.21 * row, 0.52, 0.13)),
+            factor * recorded["best"],
+            spans,
+            last=row == len(recorded["runs"]) - 1,
+        )
+    figure.legend(
+        [look.patch(color) for color in COLORS.values()],
+        list(WORDS.values()),
+        frameon=False,
+        fontsize=10,
+        labelcolor=look.INK,
+        loc="lower left",
+        ncols=4,
+        bbox_to_anchor=(0.045, 0.0),
+        handlelength=1.2,
+    )
     _kept(figure.add_axes((0.65, 0.18, 0.33, 0.55)), recorded)
     look.save(figure, folder)
 
@@ -74,29 +109,55 @@ def _lane(ax: Any, interval: float, spans: list[Any], *, last: bool) -> None:
     """One run's clock, from left to right."""
     look.quiet(ax)
     for kind, color in COLORS.items():
-        chosen = [(span.start / 3600, (span.stop - span.start) / 3600) for span in spans if span.kind == kind]
+        chosen = [
+            (span.start / 3600, (span.stop - span.start) / 3600)
+            for span in spans
+            if span.kind == kind
+        ]
         ax.broken_barh(chosen, (0, 1), facecolors=color, linewidth=0)
     ax.set_xlim(0, HOURS)
     ax.set_yticks([])
     ax.tick_params(labelbottom=last)
     if last:
         ax.set_xlabel("hours", fontsize=10.5, color=look.SOFT)
-    share = {kind: sum(span.stop - span.start for span in spans if span.kind == kind) / spans[-1].stop
-             for kind in COLORS}
-    look.caption(ax, f"saved every {interval:,.0f} s: {share['work']:.0%} kept, {share['save']:.0%} saving, "
-                     f"{share['lost']:.0%} in vain")
+    share = {
+        kind: sum(span.stop - span.start for span in spans if span.kind == kind) / spans[-1].stop
+        for kind in COLORS
+    }
+    look.caption(
+        ax,
+        f"saved every {interval:,.0f} s: {share['work']:.0%} kept, {share['save']:.0%} saving, "
+        f"{share['lost']:.0%} in vain",
+    )
 
 
 def _kept(ax: Any, recorded: dict[str, Any]) -> None:
     """The part of the time that is kept, over the interval."""
     look.quiet(ax, grid="y")
     line = recorded["best"] * np.geomspace(1 / 16, 16, 200)
-    ax.plot(line, [goodput(t, save=SAVE, between=BETWEEN, restart=RESTART) for t in line], color=look.SOFT,
-            linewidth=1.5, label="Daly's formula")
-    ax.plot(*zip(*recorded["kept"], strict=True), "o", color=COLORS["work"], markersize=5, label="event by event")
+    ax.plot(
+        line,
+        [goodput(t, save=SAVE, between=BETWEEN, restart=RESTART) for t in line],
+        color=look.SOFT,
+        linewidth=1.5,
+        label="Daly's formula",
+    )
+    ax.plot(
+        *zip(*recorded["kept"], strict=True),
+        "o",
+        color=COLORS["work"],
+        markersize=5,
+        label="event by event",
+    )
     ax.axvline(recorded["best"], color=COLORS["save"], linewidth=1.2)
-    ax.annotate(f"√(2 δ M) = {recorded['best']:,.0f} s", (recorded["best"], 0.08), xytext=(6, 0),
-                textcoords="offset points", fontsize=10, color=look.INK)
+    ax.annotate(
+        f"√(2 δ M) = {recorded['best']:,.0f} s",
+        (recorded["best"], 0.08),
+        xytext=(6, 0),
+        textcoords="offset points",
+        fontsize=10,
+        color=look.INK,
+    )
     ax.set_xscale("log")
     ax.set_ylim(0, 1)
     ax.set_xlabel("seconds of work between two saves", fontsize=10.5, color=look.SOFT)

@@ -1,8 +1,8 @@
 """Lesson 26: checkpoints: killed anywhere, a run goes on anywhere, with the same bits.
 
-    mpirun -n 4 python lessons/26_survive/lesson.py
-    python lessons/26_survive/lesson.py                          # alone: four ranks as threads
-    python lessons/26_survive/lesson.py --break manifest-first   # see README.md, section 9
+mpirun -n 4 python lessons/26_survive/lesson.py
+python lessons/26_survive/lesson.py                          # alone: four ranks as threads
+python lessons/26_survive/lesson.py --break manifest-first   # see README.md, section 9
 """
 
 import json
@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from minidist.lessons.page import Page, verdict
-from minidist.lessons.running import Break, arguments, run_lesson
 
 import minidist as md
 from minidist.comm.chunks import bounds
@@ -22,14 +20,21 @@ from minidist.console import size_text
 from minidist.errors import CheckpointError, PeerLostError
 from minidist.files import scratch
 from minidist.grading import load_module
+from minidist.lessons.page import Page, verdict
+from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.survive.checkpoint import plain_load, plain_save
 from minidist.survive.interval import best_interval, goodput
 from minidist.survive.kept_replica import plain_go_on
 from minidist.survive.manifest import checkpoints, read_manifest, step_folder
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "26")
-PLANS: tuple[dict[str, Any], ...] = ({"dp": 4}, {"dp": 3, "zero": 2}, {"dp": 2, "tp": 2, "zero": 1},
-                                     {"dp": 2, "pp": 2}, {"dp": 2, "zero": 3})
+PLANS: tuple[dict[str, Any], ...] = (
+    {"dp": 4},
+    {"dp": 3, "zero": 2},
+    {"dp": 2, "tp": 2, "zero": 1},
+    {"dp": 2, "pp": 2},
+    {"dp": 2, "zero": 3},
+)
 
 
 def tour(group: Group, page: Page) -> None:
@@ -51,7 +56,7 @@ def tour(group: Group, page: Page) -> None:
         seldom(page)
 
 
-class shared_folder:                                            # noqa: N801 - used as a function
+class shared_folder:  # noqa: N801 - used as a function
     """A folder of rank 0 that every rank of the group may use, for the length of a block."""
 
     def __init__(self, group: Group) -> None:
@@ -60,7 +65,7 @@ class shared_folder:                                            # noqa: N801 - u
     def __enter__(self) -> Path:
         name = str(self.scratch.__enter__()) if self.group.rank == 0 else ""
         room = np.zeros(512, np.uint8)
-        room[:len(name.encode())] = np.frombuffer(name.encode(), np.uint8)
+        room[: len(name.encode())] = np.frombuffer(name.encode(), np.uint8)
         return Path(self.group.broadcast(room, root=0).tobytes().rstrip(b"\0").decode())
 
     def __exit__(self, *error: object) -> None:
@@ -69,23 +74,33 @@ class shared_folder:                                            # noqa: N801 - u
             self.scratch.__exit__(None, None, None)
 
 
-# ------------------------------------------------------------------------------------------------- 1 the plain one
+# ---------------------------------------------------------------------------------- 1 the plain one
+
 
 def plain(group: Group, page: Page, folder: Path) -> None:
     """A vector of 13 numbers, written by all ranks and read by half of them."""
     size = 13
     edges = bounds(size, group.size)
-    plain_save(group, np.arange(size, dtype=np.float64)[edges[group.rank]:edges[group.rank + 1]], size, folder)
+    plain_save(
+        group,
+        np.arange(size, dtype=np.float64)[edges[group.rank] : edges[group.rank + 1]],
+        size,
+        folder,
+    )
     group.barrier()
     fewer = group.split(0 if group.rank < (group.size + 1) // 2 else None)
     found = plain_load(fewer, folder) if fewer is not None else np.empty(0)
     every = group.all_gather(found)
     rows = [[f"{name}", os.path.getsize(folder / name)] for name in sorted(os.listdir(folder))]
     page.table(f"The folder that {group.size} ranks wrote", ["file", "bytes"], rows)
-    page.say(f"{(group.size + 1) // 2} ranks read it: {verdict(float(np.abs(every - np.arange(size)).sum()), 0.0)}")
+    page.say(
+        f"{(group.size + 1) // 2} ranks read it: "
+        f"{verdict(float(np.abs(every - np.arange(size)).sum()), 0.0)}"
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- 2 killed
+# ----------------------------------------------------------------------------------------- 2 killed
+
 
 def killed(page: Page, folder: Path) -> None:
     """Three processes train; one kills itself; three new ones go on."""
@@ -97,15 +112,28 @@ def killed(page: Page, folder: Path) -> None:
         page.say(f"The others: {error}".splitlines()[0])
     there = [path.name for path in checkpoints(folder / "killed")]
     again = lab.on_ranks(folder / "killed", plan, 3, resume=True)
-    page.say(f"Complete checkpoints: {', '.join(there)}. The new run begins with step {again['first']}.")
-    rows = [[step, f"{whole['losses'][step]:.15f}", f"{loss:.15f}",
-             "ok" if loss == whole["losses"][step] else "off"] for step, loss in again["losses"].items()]
-    page.table("Losses of a run that never stopped, and of the one that goes on",
-               ["step", "undisturbed", "gone on", ""], rows,
-               note=f"weights: {'the same bits' if whole['sha256'] == again['sha256'] else 'off'}")
+    page.say(
+        f"Complete checkpoints: {', '.join(there)}. The new run begins with step {again['first']}."
+    )
+    rows = [
+        [
+            step,
+            f"{whole['losses'][step]:.15f}",
+            f"{loss:.15f}",
+            "ok" if loss == whole["losses"][step] else "off",
+        ]
+        for step, loss in again["losses"].items()
+    ]
+    page.table(
+        "Losses of a run that never stopped, and of the one that goes on",
+        ["step", "undisturbed", "gone on", ""],
+        rows,
+        note=f"weights: {'the same bits' if whole['sha256'] == again['sha256'] else 'off'}",
+    )
 
 
-# -------------------------------------------------------------------------------------------------- 3 other plans
+# ------------------------------------------------------------------------------------ 3 other plans
+
 
 def other_plans(page: Page, folder: Path) -> None:
     """What 3 ranks with ZeRO-1 saved, read by other plans."""
@@ -116,11 +144,21 @@ def other_plans(page: Page, folder: Path) -> None:
         size = int(np.prod([ranks for axis, ranks in plan.items() if axis != "zero"]))
         same, losses = md.run(loaded, str(source), plan, size=size)[0]
         gap = max(abs(loss - target[step]) for step, loss in losses.items())
-        rows.append([", ".join(f"{axis}={value}" for axis, value in plan.items()), size,
-                     "ok" if same else "off", f"{gap:.0e}"])
-    page.table(f"{source.name} of dp=3, zero=1, loaded by other plans",
-               ["plan", "ranks", "weights, m and v: the same bits", "next losses off by"], rows,
-               note="in another plan sums have another order, so the next losses may differ in their last digit")
+        rows.append(
+            [
+                ", ".join(f"{axis}={value}" for axis, value in plan.items()),
+                size,
+                "ok" if same else "off",
+                f"{gap:.0e}",
+            ]
+        )
+    page.table(
+        f"{source.name} of dp=3, zero=1, loaded by other plans",
+        ["plan", "ranks", "weights, m and v: the same bits", "next losses off by"],
+        rows,
+        note="in another plan sums have another order, so the next losses may differ in their "
+        "last digit",
+    )
 
 
 def loaded(group: Group, source: str, plan: dict[str, Any]) -> tuple[bool, dict[int, float]]:
@@ -130,7 +168,9 @@ def loaded(group: Group, source: str, plan: dict[str, Any]) -> tuple[bool, dict[
     with shared_folder(group) as folder:
         trainer.save(step_folder(folder, trainer.steps_done))
         same = whole_state(step_folder(folder, trainer.steps_done)) == whole_state(Path(source))
-    losses = {step: trainer.step(lab.global_batch(step)) for step in range(trainer.steps_done, lab.STEPS)}
+    losses = {
+        step: trainer.step(lab.global_batch(step)) for step in range(trainer.steps_done, lab.STEPS)
+    }
     trainer.close()
     return same, losses
 
@@ -144,15 +184,18 @@ def whole_state(folder: Path) -> dict[str, bytes]:
         data = (folder / shard["file"]).read_bytes()
         for array in shard["arrays"]:
             numbers = np.frombuffer(data, array["dtype"], array["nbytes"] // 8, array["offset"])
-            whole = tensors.setdefault(array["key"], np.empty(int(np.prod(array["shape"])), array["dtype"]))
+            whole = tensors.setdefault(
+                array["key"], np.empty(int(np.prod(array["shape"])), array["dtype"])
+            )
             at = 0
             for start, stop in runs_of(array["stripes"]).tolist():
-                whole[start:stop] = numbers[at:at + stop - start]
+                whole[start:stop] = numbers[at : at + stop - start]
                 at += stop - start
     return {key: array.tobytes() for key, array in tensors.items()}
 
 
-# ------------------------------------------------------------------------------------------------------ 4 damaged
+# ---------------------------------------------------------------------------------------- 4 damaged
+
 
 def damaged(page: Page, folder: Path) -> None:
     """Bits of every file are turned over, one at a time; and a save that stops halfway."""
@@ -168,8 +211,11 @@ def damaged(page: Page, folder: Path) -> None:
                 found, told = found + 1, str(error).split(f"{file.name}: ")[-1].split(";")[0]
             lab.flip(file, bit)
         rows.append([file.name, size_text(file.stat().st_size), f"{found} of {tries}", told])
-    page.table("Ten random bits of each file turned over", ["file", "size", "found", "the last one, as it was told"],
-               rows)
+    page.table(
+        "Ten random bits of each file turned over",
+        ["file", "size", "found", "the last one, as it was told"],
+        rows,
+    )
     torn = step_folder(folder / "whole", 16)
     torn.mkdir()
     (torn / "shard-00000.safetensors").write_bytes(b"half")
@@ -177,7 +223,8 @@ def damaged(page: Page, folder: Path) -> None:
     page.say(f"{torn.name} has a shard and no manifest: the newest checkpoint is {newest}.")
 
 
-# ----------------------------------------------------------------------------------------------------- 5 interval
+# --------------------------------------------------------------------------------------- 5 interval
+
 
 def intervals(page: Page) -> None:
     """A run of thirty days with an interruption every two hours, saved more and less often."""
@@ -187,53 +234,79 @@ def intervals(page: Page) -> None:
     for interval in (best / 8, best / 2, best, 2 * best, 8 * best):
         spans = lab.replay(interval, moments, save=save, restart=restart, seconds=30 * 86_400)
         formula = goodput(interval, save=save, between=between, restart=restart)
-        shares = {kind: sum(span.stop - span.start for span in spans if span.kind == kind) / spans[-1].stop
-                  for kind in ("save", "lost", "restart")}
-        rows.append([f"{interval:,.0f} s" + " = √(2 δ M)" * (interval == best),
-                     *(f"{shares[kind]:.1%}" for kind in shares), f"{lab.kept(spans):.1%}", f"{formula:.1%}",
-                     verdict(lab.kept(spans), formula, 0.02)])
-    page.table(f"A save takes {save:g} s, an interruption comes every {between:,.0f} s, a restart takes {restart:g} s",
-               ["saved every", "saving", "lost", "restarting", "kept", "by formula", ""], rows,
-               note="thirty days on a clock that jumps from event to event; at the best interval saving and losing "
-                    "cost the same")
+        shares = {
+            kind: sum(span.stop - span.start for span in spans if span.kind == kind)
+            / spans[-1].stop
+            for kind in ("save", "lost", "restart")
+        }
+        rows.append(
+            [
+                f"{interval:,.0f} s" + " = √(2 δ M)" * (interval == best),
+                *(f"{shares[kind]:.1%}" for kind in shares),
+                f"{lab.kept(spans):.1%}",
+                f"{formula:.1%}",
+                verdict(lab.kept(spans), formula, 0.02),
+            ]
+        )
+    page.table(
+        f"A save takes {save:g} s, an interruption comes every {between:,.0f} s, a restart takes "
+        f"{restart:g} s",
+        ["saved every", "saving", "lost", "restarting", "kept", "by formula", ""],
+        rows,
+        note="thirty days on a clock that jumps from event to event; at the best interval "
+        "saving and losing cost the same",
+    )
 
 
-# ------------------------------------------------------------------------------------------------- 7 meeting seldom
+# --------------------------------------------------------------------------------- 7 meeting seldom
+
 
 def seldom(page: Page) -> None:
-    """Three ranks meet three times; rank 2 is lost in the last meeting, and its sum has arrived on rank 1 alone."""
+    """Three ranks meet three times; rank 2 is lost in the last meeting, and its sum has arrived on
+    rank 1 alone."""
     rows = md.run(lost_in_a_meeting, size=3)
     left = [row for row in rows if row is not None]
-    page.table("Rank 2 is lost in the third meeting; only rank 1 has its sum",
-               ["rank", "meetings held", "meetings that count", "common weight"],
-               [[rank, *row] for rank, row in enumerate(rows) if row is not None],
-               note=f"the two that are left: {verdict(abs(left[0][2] - left[1][2]), 0.0)}")
+    page.table(
+        "Rank 2 is lost in the third meeting; only rank 1 has its sum",
+        ["rank", "meetings held", "meetings that count", "common weight"],
+        [[rank, *row] for rank, row in enumerate(rows) if row is not None],
+        note=f"the two that are left: {verdict(abs(left[0][2] - left[1][2]), 0.0)}",
+    )
 
 
 def lost_in_a_meeting(group: Group) -> tuple[int, int, float] | None:
-    """(meetings this rank has held, meetings that count, the common weight); None of the rank that is lost."""
+    """(meetings this rank has held, meetings that count, the common weight); None of the rank that
+    is lost."""
     common, momentum, held = np.zeros(1), np.zeros(1), 0
     for meeting in range(1, 4):
-        own = common - 0.1 * (group.rank + 1)               # what its own steps have made of the common weight
+        own = common - 0.1 * (group.rank + 1)  # what its own steps have made of the common weight
         gradient = group.all_reduce((common - own) / group.size)
         if meeting == 3 and group.rank != 1:
-            break                                           # here the sum has not arrived
+            break  # here the sum has not arrived
         momentum = 0.9 * momentum + gradient
         common = common - 0.7 * (gradient + 0.9 * momentum)
         held += 1
     left = group.split(0 if group.rank < 2 else None)
-    return None if left is None else (held, plain_go_on(left, held, common, momentum), float(common[0]))
+    return (
+        None
+        if left is None
+        else (held, plain_go_on(left, held, common, momentum), float(common[0]))
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- Break it
+# ----------------------------------------------------------------------------------------- Break it
+
 
 def manifest_first() -> None:
     """The manifest is written before the shards: a torn save looks complete."""
+
     def job(group: Group, folder: str) -> None:
         digest = "0" * 64
         if group.rank == 0:
-            (Path(folder) / "manifest.json").write_text(json.dumps({"size": 6, "sha256": [digest, digest]}))
-            np.save(Path(folder) / "0.npy", np.arange(3.0))     # and here the machine stops
+            (Path(folder) / "manifest.json").write_text(
+                json.dumps({"size": 6, "sha256": [digest, digest]})
+            )
+            np.save(Path(folder) / "0.npy", np.arange(3.0))  # and here the machine stops
 
     with tempfile.TemporaryDirectory() as folder:
         md.run(job, folder, size=2)
@@ -242,6 +315,7 @@ def manifest_first() -> None:
 
 def moments_lost() -> None:
     """Weights alone are saved: Adam begins anew, and the run goes another way."""
+
     def job(group: Group) -> tuple[list[float], list[float]]:
         runs = []
         for forgets in (False, True):
@@ -260,7 +334,10 @@ def moments_lost() -> None:
 
     kept, forgot = md.run(job, size=2)[0]
     for step in range(3, 8):
-        print(f"step {step}: loss {kept[step]:.6f}; weights alone came back at step 4: {forgot[step]:.6f}")
+        print(
+            f"step {step}: loss {kept[step]:.6f}; weights alone came back at step 4: "
+            f"{forgot[step]:.6f}"
+        )
 
 
 def wrong_model() -> None:

@@ -1,13 +1,29 @@
 """Automatic differentiation: the tensor, the tape that records operators, backward, recomputation.
 
-grad_mode ← tensor ← tape ← recompute ← backward, and tape ← ops: each module imports those to its left. Operators and
-backward are built on Tensor, and Tensor finds them in a table, which this module fills.
+grad_mode ← tensor ← tape ← recompute ← backward, and tape ← ops: each module imports those to its
+left. Operators and backward are built on Tensor, and Tensor finds them in a table, which this
+module fills.
 """
 
 from minidist.autograd import ops
 from minidist.autograd.backward import backward
 from minidist.autograd.tensor import FUNCTIONS, Tensor
 
-FUNCTIONS |= {name: getattr(ops, name) for name in (
-    "add", "sub", "mul", "div", "neg", "power", "matmul", "getitem", "reshape", "transpose", "sum", "mean")}
+FUNCTIONS |= {
+    name: getattr(ops, name)
+    for name in (
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "neg",
+        "power",
+        "matmul",
+        "getitem",
+        "reshape",
+        "transpose",
+        "sum",
+        "mean",
+    )
+}
 Tensor._backward = backward

@@ -1,10 +1,11 @@
 """Backward: a walk over the tape that runs every gradient function once, newest node first.
 
-backward() first visits all nodes behind the loss and counts the contributions that each leaf will get. Then it walks
-them in descending order of creation, so that every user of a result has run before the node that made the result. It
-drops the saved values of a node as soon as its gradient functions have run. The order depends on the order of the
-forward alone, so every run gives the same bits. At a Stretch (recompute.py) the forward of the stretch runs again and
-leaves its nodes. They are younger than all nodes that are left, so they come next.
+backward() first visits all nodes behind the loss and counts the contributions that each leaf will
+get. Then it walks them in descending order of creation, so that every user of a result has run
+before the node that made the result. It drops the saved values of a node as soon as its gradient
+functions have run. The order depends on the order of the forward alone, so every run gives the same
+bits. At a Stretch (recompute.py) the forward of the stretch runs again and leaves its nodes. They
+are younger than all nodes that are left, so they come next.
 """
 
 from collections import Counter
@@ -16,7 +17,14 @@ import numpy as np
 
 from minidist.autograd.recompute import Stretch
 from minidist.autograd.tape import Edge, Node, behind
-from minidist.autograd.tensor import GradientHook, Parameter, Surveyed, Tensor, WeightGradient, no_grad
+from minidist.autograd.tensor import (
+    GradientHook,
+    Parameter,
+    Surveyed,
+    Tensor,
+    WeightGradient,
+    no_grad,
+)
 from minidist.device import account
 from minidist.device.backend import Array, add_into, array_module, dtype_name
 from minidist.errors import GradientError
@@ -25,27 +33,32 @@ __all__ = ["Surveyed", "WeightGradient", "backward"]
 
 
 class _Walk:
-    """One backward: the gradients that have arrived at nodes, and the contributions that each leaf still waits for."""
+    """One backward: the gradients that have arrived at nodes, and the contributions that each leaf
+    still waits for."""
 
     def __init__(self, defer_weights: bool) -> None:
         self.defer_weights = defer_weights
         self.deferred: list[WeightGradient] = []
-        self.waiting: Counter[int] = Counter()                # id(leaf) -> contributions still to come
-        self._arrived: dict[int, list[tuple[Array, bool] | None]] = {}     # id(node) -> by output, as deliver's
-        self._leaves: dict[int, Array] = {}                   # id(leaf with tensor hooks) -> sum so far
+        self.waiting: Counter[int] = Counter()  # id(leaf) -> contributions still to come
+        # id(node) -> by output, as deliver's
+        self._arrived: dict[int, list[tuple[Array, bool] | None]] = {}
+        self._leaves: dict[int, Array] = {}  # id(leaf with tensor hooks) -> sum so far
 
     def survey(self, start: Node, begin: int = -1) -> list[Node]:
         """As behind(); counts the contributions that each leaf will get."""
         nodes, out = behind(start, begin)
         for node in nodes:
             if node.released:
-                raise GradientError(f"backward: an earlier backward ran through {node.op.name} and dropped what it "
-                                    f"saved; run the forward again, or add the losses and go backward once")
+                raise GradientError(
+                    f"backward: an earlier backward ran through {node.op.name} and dropped what it "
+                    f"saved; run the forward again, or add the losses and go backward once"
+                )
         self.waiting.update(id(edge.source) for edge in out if isinstance(edge.source, Tensor))
         return nodes
 
     def visit(self, node: Node) -> list[Node]:
-        """Run the gradient functions of a node whose users have all run. Returns nodes to visit next."""
+        """Run the gradient functions of a node whose users have all run. Returns nodes to visit
+        next."""
         dys = [None if arrived is None else arrived[0] for arrived in self._arrived.pop(id(node))]
         for index, hooks in node.hooks.items():
             dys[index] = _call_hooks(hooks, dys[index])
@@ -53,18 +66,26 @@ class _Walk:
             return self._retrace(node, dys[0])
         dy: Any = dys[0]
         if node.several:
-            dy = tuple(d if d is not None else xp.zeros(shape, kind)
-                       for d, (xp, shape, kind) in zip(dys, node.outputs, strict=True))
-        later = [edge for edge in node.edges if self.defer_weights and isinstance(edge.source, Parameter)]
+            dy = tuple(
+                d if d is not None else xp.zeros(shape, kind)
+                for d, (xp, shape, kind) in zip(dys, node.outputs, strict=True)
+            )
+        later = [
+            edge for edge in node.edges if self.defer_weights and isinstance(edge.source, Parameter)
+        ]
         for edge in node.edges:
             if edge not in later:
                 self.run_gradient(node, edge, dy)
         if not later:
             node.release()
             return []
-        node.released, node.edges = True, list(later)       # a second backward is an error, these are still to run
-        self.deferred += [WeightGradient(edge.source, partial(self._run_deferred, node, edge, dy))
-                          for edge in later if isinstance(edge.source, Parameter)]
+        # a second backward is an error, these are still to run
+        node.released, node.edges = True, list(later)
+        self.deferred += [
+            WeightGradient(edge.source, partial(self._run_deferred, node, edge, dy))
+            for edge in later
+            if isinstance(edge.source, Parameter)
+        ]
         return []
 
     def _run_deferred(self, node: Node, edge: Edge, dy: Any) -> None:
@@ -74,7 +95,8 @@ class _Walk:
             node.release()
 
     def _retrace(self, stretch: Stretch, dy: Array) -> list[Node]:
-        """The nodes a stretch stands for. Its gradient goes to the last of them; their leaves are counted anew."""
+        """The nodes a stretch stands for. Its gradient goes to the last of them; their leaves are
+        counted anew."""
         result = stretch.retrace()
         nodes = self.survey(result.node, stretch.order)
         for edge in stretch.edges:
@@ -86,7 +108,7 @@ class _Walk:
 
     def run_gradient(self, node: Node, edge: Edge, dy: Any) -> None:
         """Run one gradient function and pass its result to the source of the argument."""
-        part = edge.argument - len(node.op.arguments)           # from 0 for a part of a `*parts` argument
+        part = edge.argument - len(node.op.arguments)  # from 0 for a part of a `*parts` argument
         function = node.op.gradients[node.op.argument_name(edge.argument)]
         gradient = function(node, dy) if part < 0 else function(node, dy, part)
         if isinstance(gradient, np.generic):
@@ -98,10 +120,13 @@ class _Walk:
             self.deliver(edge.source, edge.index, gradient, ours)
 
     def deliver(self, node: Node, index: int, gradient: Array, ours: bool) -> None:
-        """Add to the gradient of one output of a node; `ours`: the array has no other user, so the walk may add."""
+        """Add to the gradient of one output of a node; `ours`: the array has no other user, so the
+        walk may add."""
         _, shape, kind = node.outputs[index]
         assert gradient.shape == shape and gradient.dtype == kind, (
-            f"gradient for {node.op.name}'s result: {gradient.dtype} {gradient.shape}, expected {kind} {shape}")
+            f"gradient for {node.op.name}'s result: {gradient.dtype} {gradient.shape}, expected "
+            f"{kind} {shape}"
+        )
         account.current().hold(gradient, "workspace")
         slots = self._arrived.setdefault(id(node), [None] * len(node.outputs))
         total, own = slots[index] or (None, False)
@@ -116,12 +141,15 @@ class _Walk:
             slots[index] = account.current().hold(total + gradient, "workspace"), True
 
     def add_to_leaf(self, leaf: Tensor, gradient: Array, ours: bool) -> None:
-        """Add a contribution to the gradient of a leaf; the last one of this backward runs its hooks."""
+        """Add a contribution to the gradient of a leaf; the last one of this backward runs its
+        hooks."""
         assert gradient.shape == leaf.shape and gradient.dtype == leaf.dtype, (
-            f"gradient {gradient.dtype} {gradient.shape} for a leaf {leaf.dtype} {leaf.shape}")
+            f"gradient {gradient.dtype} {gradient.shape} for a leaf {leaf.dtype} {leaf.shape}"
+        )
         self.waiting[id(leaf)] -= 1
         last = not self.waiting[id(leaf)]
-        if leaf.tensor_hooks:  # they get the total of this backward, so it is summed in a separate array first
+        # they get the total of this backward, so it is summed in a separate array first
+        if leaf.tensor_hooks:
             if id(leaf) in self._leaves:
                 gradient, ours = self._leaves.pop(id(leaf)) + gradient, True
             if not last:
@@ -144,7 +172,8 @@ def _call_hooks(hooks: Sequence[GradientHook], gradient: Array | None) -> Array 
 
 
 def _shares_buffer(gradient: Array, dy: Any) -> bool:
-    """Whether `gradient` is dy or a view of it (as the gradient of an addition), or a broadcast, read-only in NumPy."""
+    """Whether `gradient` is dy or a view of it (as the gradient of an addition), or a broadcast,
+    read-only in NumPy."""
     flags = gradient.flags
     if not flags.c_contiguous or not getattr(flags, "writeable", True):
         return True
@@ -152,19 +181,32 @@ def _shares_buffer(gradient: Array, dy: Any) -> bool:
     return any(owner is account.owner_of(d) for d in (dy if isinstance(dy, tuple) else (dy,)))
 
 
-def backward(loss: Tensor, dy: Array | None = None, *, defer_weights: bool = False,
-             surveyed: Surveyed | None = None) -> list[WeightGradient]:
-    """Add d loss / d leaf to the `.grad` of every leaf behind `loss`. Args, Returns, Raises: as Tensor.backward."""
+def backward(
+    loss: Tensor,
+    dy: Array | None = None,
+    *,
+    defer_weights: bool = False,
+    surveyed: Surveyed | None = None,
+) -> list[WeightGradient]:
+    """Add d loss / d leaf to the `.grad` of every leaf behind `loss`. Args, Returns, Raises: as
+    Tensor.backward."""
     if not loss.requires_grad:
-        raise GradientError("backward: nothing behind this tensor requires a gradient; was it computed under no_grad?")
+        raise GradientError(
+            "backward: nothing behind this tensor requires a gradient; was it computed under "
+            "no_grad?"
+        )
     if dy is None:
         if loss.size != 1:
-            raise GradientError(f"backward: a loss is one number, this tensor has shape {loss.shape}; "
-                                f"take its sum or mean, or pass dy of that shape")
+            raise GradientError(
+                f"backward: a loss is one number, this tensor has shape {loss.shape}; "
+                f"take its sum or mean, or pass dy of that shape"
+            )
         dy = array_module(loss.data).ones(loss.shape, loss.dtype)
     elif dy.shape != loss.shape or dy.dtype != loss.dtype:
-        raise GradientError(f"backward: dy is {dtype_name(dy.dtype)} {dy.shape}, "
-                            f"the tensor is {dtype_name(loss.dtype)} {loss.shape}; they must agree")
+        raise GradientError(
+            f"backward: dy is {dtype_name(dy.dtype)} {dy.shape}, "
+            f"the tensor is {dtype_name(loss.dtype)} {loss.shape}; they must agree"
+        )
     walk, nodes = _Walk(defer_weights), []
     if loss.node is None:
         walk.waiting[id(loss)] = 1

@@ -1,4 +1,5 @@
-"""Grad mode: whether ops leave nodes on the tape. Each thread has its own switch, because ranks may be threads."""
+"""Grad mode: whether ops leave nodes on the tape. Each thread has its own switch, because ranks may
+be threads."""
 
 import threading
 from collections.abc import Iterator
@@ -6,7 +7,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 
 class _Mode(threading.local):
-    grad = True         # of a thread that has not switched; getattr with a default costs an op seven times as much
+    # of a thread that has not switched; getattr with a default costs an op seven times as much
+    grad = True
 
 
 _mode = _Mode()

@@ -2,18 +2,22 @@
 
     y = recompute(block, x, positions)        # keeps x and y, and nothing in between
 
-`recompute` runs the function and replaces all nodes that it left, with the arrays they hold, by one node, a Stretch.
-When backward arrives there, the function runs again, and backward goes on through the new nodes:
+`recompute` runs the function and replaces all nodes that it left, with the arrays they hold, by one
+node, a Stretch. When backward arrives there, the function runs again, and backward goes on through
+the new nodes:
 
     forward     x ── n1 ── n2 ── n3 ── y          kept:  x ── stretch ── y
-    backward    x ── n1 ── n2 ── n3 ── dy         made again when dy arrives, walked at once, and dropped
+    backward    x ── n1 ── n2 ── n3 ── dy         made again when dy arrives, walked at once, and
+                                                  dropped
 
-So hooks and deferred gradients work inside a stretch too. The edges of a stretch are those that lead out of it: so the
-contributions to a weight that is used inside and outside are counted, and its hooks run when its gradient is final.
+So hooks and deferred gradients work inside a stretch too. The edges of a stretch are those that
+lead out of it: so the contributions to a weight that is used inside and outside are counted, and
+its hooks run when its gradient is final.
 
-What a stretch keeps of x may be put away in the meantime, `keep=`: cut over ranks, in fewer bits, in another memory
-(parallel/memory/kept_inputs.py). It is brought back just before the function runs again, and the input of the stretch
-that comes next in backward is asked for at that moment, so that it comes while this one computes.
+What a stretch keeps of x may be put away in the meantime, `keep=`: cut over ranks, in fewer bits,
+in another memory (parallel/memory/kept_inputs.py). It is brought back just before the function runs
+again, and the input of the stretch that comes next in backward is asked for at that moment, so that
+it comes while this one computes.
 Source: Griewank & Walther 2000; Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
 """
 
@@ -28,11 +32,12 @@ from minidist.autograd.tensor import Parameter, Tensor, grad_mode, is_grad_enabl
 from minidist.device.backend import Array, array_module
 from minidist.errors import GradientError
 
-_thread = threading.local()     # `again`: whether this thread is in a retrace; ranks may be threads
+_thread = threading.local()  # `again`: whether this thread is in a retrace; ranks may be threads
 
 
 def computed_again() -> bool:
-    """Whether backward is running a stretch for the second time; counters of calls must not count it twice."""
+    """Whether backward is running a stretch for the second time; counters of calls must not count
+    it twice."""
     return getattr(_thread, "again", False)
 
 
@@ -70,23 +75,33 @@ def hollow_array(like: Array) -> Array:
     return xp.broadcast_to(xp.zeros((), like.dtype), like.shape)
 
 
-def recompute(function: Callable[..., Tensor], *args: Any, keep: Callable[[Array], Kept] | None = None,
-              **options: Any) -> Tensor:
-    """The result of function(*args, **options); the arrays inside are not kept but computed again in backward.
+def recompute(
+    function: Callable[..., Tensor],
+    *args: Any,
+    keep: Callable[[Array], Kept] | None = None,
+    **options: Any,
+) -> Tensor:
+    """The result of function(*args, **options); the arrays inside are not kept but computed again
+    in backward.
 
-    Args:    function: returns one Tensor. Both runs must do the same: random numbers by key, no side effects.
+    Args:    function: returns one Tensor. Both runs must do the same: random numbers by key, no
+             side effects.
              args, options: stay alive, and must not change, until backward has passed.
-             keep: puts the array of the first argument away, if that is a result of an op, or a leaf that lends it.
+             keep: puts the array of the first argument away, if that is a result of an op, or a
+             leaf that lends it.
     Cost:    memory for the arguments and the result only; the function runs twice.
-    Raises:  GradientError if it returns anything else; in backward, if the second run used other weights.
+    Raises:  GradientError if it returns anything else; in backward, if the second run used other
+             weights.
     """
     if not is_grad_enabled():
         return function(*args, **options)
-    begin = Node(_stretch, [], {}, {}).order        # younger nodes belong to the stretch
+    begin = Node(_stretch, [], {}, {}).order  # younger nodes belong to the stretch
     result = function(*args, **options)
     if not isinstance(result, Tensor):
-        raise GradientError(f"recompute: {_name(function)} returned a {type(result).__name__}; "
-                            f"it must return one Tensor")
+        raise GradientError(
+            f"recompute: {_name(function)} returned a {type(result).__name__}; "
+            f"it must return one Tensor"
+        )
     if result.node is None or result.node.order < begin:
         return result
     stretch = Stretch(_stretch, behind(result.node, begin)[1], {}, {})
@@ -103,7 +118,8 @@ class Stretch(Node):
     __slots__ = ()
 
     def retrace(self) -> Tensor:
-        """Run the function again, and keep its nodes. Raises: GradientError if it uses its weights otherwise."""
+        """Run the function again, and keep its nodes. Raises: GradientError if it uses its weights
+        otherwise."""
         begin = Node(_stretch, [], {}, {}).order
         call = self._call_again()
         outer, _thread.again = computed_again(), True
@@ -115,12 +131,15 @@ class Stretch(Node):
         last = getattr(result, "node", None)
         edges = [] if last is None else behind(last, begin)[1]
         if _weights(edges) != _weights(self.edges):
-            raise GradientError(f"recompute: {_name(self.call.func)} used other weights the second time; "
-                                f"what it does must depend on its arguments alone")
+            raise GradientError(
+                f"recompute: {_name(self.call.func)} used other weights the second time; "
+                f"what it does must depend on its arguments alone"
+            )
         return result
 
     def _call_again(self) -> Callable[[], Tensor]:
-        """The call with its arguments; what was put away is brought back, and the stretch before is told."""
+        """The call with its arguments; what was put away is brought back, and the stretch before is
+        told."""
         call: partial[Tensor] = self.call
         if not call.args or not isinstance(call.args[0], _PutAway):
             return call

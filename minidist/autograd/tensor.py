@@ -4,7 +4,8 @@
     loss = (x * x).sum()
     loss.backward()                       # x.grad == 2 * x.data
 
-A Tensor is a leaf (made by hand) or the result of an op (then it has a node on the tape, see tape.py).
+A Tensor is a leaf (made by hand) or the result of an op (then it has a node on the tape, see
+tape.py).
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -18,19 +19,37 @@ from minidist.device import account, backend
 from minidist.device.backend import Array
 from minidist.errors import ConfigError, DtypeError, GradientError, ShapeError
 
-__all__ = ["FUNCTIONS", "GradientHook", "Parameter", "Surveyed", "Tensor", "WeightGradient", "grad_mode",
-           "is_grad_enabled", "no_grad", "tensor"]
+__all__ = [
+    "FUNCTIONS",
+    "GradientHook",
+    "Parameter",
+    "Surveyed",
+    "Tensor",
+    "WeightGradient",
+    "grad_mode",
+    "is_grad_enabled",
+    "no_grad",
+    "tensor",
+]
 
 FUNCTIONS: dict[str, Callable[..., "Tensor"]] = {}
-"""The ops behind `a + b`, `x[i]`, `x.sum()`, … by name. autograd/__init__ fills it, as ops are built on this module."""
+"""The ops behind `a + b`, `x[i]`, `x.sum()`, … by name. autograd/__init__ fills it, as ops are
+built on this module."""
 
-GradientHook: TypeAlias = Callable[[Array], Array | None]       # takes a gradient; may return a replacement
-Surveyed: TypeAlias = Callable[[Collection[int]], None]         # takes the ids of the leaves a backward will reach
+# takes a gradient; may return a replacement
+GradientHook: TypeAlias = Callable[[Array], Array | None]
+# takes the ids of the leaves a backward will reach
+Surveyed: TypeAlias = Callable[[Collection[int]], None]
 
 
-def _operators(name: str) -> tuple[Callable[["Tensor", Any], "Tensor"], Callable[["Tensor", Any], "Tensor"]]:
-    """The methods of Tensor behind an operator: for a Tensor on its left, and for one on its right."""
-    return lambda self, other: FUNCTIONS[name](self, other), lambda self, other: FUNCTIONS[name](other, self)
+def _operators(
+    name: str,
+) -> tuple[Callable[["Tensor", Any], "Tensor"], Callable[["Tensor", Any], "Tensor"]]:
+    """The methods of Tensor behind an operator: for a Tensor on its left, and for one on its
+    right."""
+    return lambda self, other: FUNCTIONS[name](self, other), lambda self, other: FUNCTIONS[name](
+        other, self
+    )
 
 
 class Tensor:
@@ -41,17 +60,20 @@ class Tensor:
     """
 
     __slots__ = ("_data", "grad", "requires_grad", "node", "index", "tensor_hooks", "__weakref__")
-    _data: np.ndarray          # or CuPy's
-    _backward: ClassVar[Callable[..., "list[WeightGradient]"]]      # set by autograd/__init__, too
-    lends_data: ClassVar[bool] = False      # whether a leaf's array may be put away from forward to backward
-    grad: Array | None         # the gradient summed over the backwards since the last zero_grad, or None
+    _data: np.ndarray  # or CuPy's
+    _backward: ClassVar[Callable[..., "list[WeightGradient]"]]  # set by autograd/__init__, too
+    # whether a leaf's array may be put away from forward to backward
+    lends_data: ClassVar[bool] = False
+    grad: Array | None  # the gradient summed over the backwards since the last zero_grad, or None
 
     def __init__(self, data: Array, *, requires_grad: bool = False) -> None:
         if requires_grad and data.dtype not in backend.FLOATS:
-            raise DtypeError(f"only floats have gradients, not {backend.dtype_name(data.dtype)}; "
-                             f"cast to float32 in this machine's byte order, or leave requires_grad off")
+            raise DtypeError(
+                f"only floats have gradients, not {backend.dtype_name(data.dtype)}; "
+                f"cast to float32 in this machine's byte order, or leave requires_grad off"
+            )
         self.data, self.requires_grad, self.grad = data, requires_grad, None
-        self.node: Any = None                   # the tape.Node that made this Tensor, as its output `index`; or None
+        self.node: Any = None  # the tape.Node that made this Tensor, as its output `index`; or None
         self.index = 0
         self.tensor_hooks: list[GradientHook] = []
 
@@ -103,12 +125,16 @@ class Tensor:
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
         raise TypeError("a Tensor is not silently turned into an array; take its .data")
 
-    __array_ufunc__ = None  # array + tensor asks Tensor.__radd__, instead of adding element by element
+    # array + tensor asks Tensor.__radd__, instead of adding element by element
+    __array_ufunc__ = None
 
     def item(self) -> float:
-        """The element of a tensor of one, as a Python number. Raises: ShapeError for another size."""
+        """The element of a tensor of one, as a Python number. Raises: ShapeError for another
+        size."""
         if self.size != 1:
-            raise ShapeError(f"item() takes a tensor of one number, this one has shape {self.shape}")
+            raise ShapeError(
+                f"item() takes a tensor of one number, this one has shape {self.shape}"
+            )
         number: float = self.data.item()
         return number
 
@@ -116,33 +142,49 @@ class Tensor:
         """The same array, cut off from the tape."""
         return Tensor(self.data)
 
-    def backward(self, dy: Array | None = None, *, defer_weights: bool = False,
-                 surveyed: Surveyed | None = None) -> "list[WeightGradient]":
+    def backward(
+        self,
+        dy: Array | None = None,
+        *,
+        defer_weights: bool = False,
+        surveyed: Surveyed | None = None,
+    ) -> "list[WeightGradient]":
         """Add the gradient of sum(self * dy) to the `.grad` of every leaf behind this tensor.
 
-        Args:    dy: the gradient of this tensor, with its shape and dtype; default: 1, for a tensor of one number.
-                 defer_weights: do not run the gradient functions that end in a Parameter, but return them.
+        Args:    dy: the gradient of this tensor, with its shape and dtype; default: 1, for a tensor
+                 of one number.
+                 defer_weights: do not run the gradient functions that end in a Parameter, but
+                 return them.
                  surveyed: called before anything runs.
-        Returns: the deferred functions in their order. Once all are called, gradients have the usual bits.
-        Raises:  GradientError for a second backward through the same nodes, a missing dy, or nothing to differentiate.
+        Returns: the deferred functions in their order. Once all are called, gradients have the
+        usual bits.
+        Raises:  GradientError for a second backward through the same nodes, a missing dy, or
+                 nothing to differentiate.
         """
         return self._backward(dy, defer_weights=defer_weights, surveyed=surveyed)
 
     def register_hook(self, hook: GradientHook) -> Callable[[], None]:
-        """Call `hook(dy)` in each backward when this tensor's total gradient is known; a result replaces dy.
+        """Call `hook(dy)` in each backward when this tensor's total gradient is known; a result
+        replaces dy.
 
-        By then the gradients of everything made from this tensor, and of everything younger than it, have run.
+        By then the gradients of everything made from this tensor, and of everything younger than
+        it, have run.
         Returns: a function that removes the hook.
         Raises:  GradientError if this tensor needs no gradient.
         """
         if not self.requires_grad:
-            raise GradientError("register_hook: this tensor asks for no gradient, so the hook would never run")
-        hooks = self.tensor_hooks if self.node is None else self.node.hooks.setdefault(self.index, [])
+            raise GradientError(
+                "register_hook: this tensor asks for no gradient, so the hook would never run"
+            )
+        hooks = (
+            self.tensor_hooks if self.node is None else self.node.hooks.setdefault(self.index, [])
+        )
         hooks.append(hook)
         return lambda: hooks.remove(hook) if hook in hooks else None
 
     def accumulate(self, gradient: Array, *, own: bool = False) -> None:
-        """Add to the gradient of a leaf; `own`: the array `gradient` has no other user, so it may be kept."""
+        """Add to the gradient of a leaf; `own`: the array `gradient` has no other user, so it may
+        be kept."""
         if self.grad is None:
             self.grad = account.current().hold(gradient if own else gradient.copy(), "gradients")
         else:
@@ -182,25 +224,44 @@ class Tensor:
 
 
 class Parameter(Tensor):
-    """A weight: a leaf with a name, hooks, and a gradient that may live in a buffer of the strategy.
+    """A weight: a leaf with a name, hooks, and a gradient that may live in a buffer of the
+    strategy.
 
     The tape reads `data` again when backward needs it, so a strategy may replace it at any time.
 
-    Attributes: hooks        hook(parameter): called once in each backward that reaches the parameter, when the last
-                             contribution to its gradient has arrived (a tied weight gets several)
-                arrival      arrival(), if set, is called before `data` is read; it waits for other ranks' numbers
-                lender       lender(parameter), if set, gives the view to bind when a gradient comes and none is bound
-                shared_by    the ranks that hold the parameter, if not all of the data axis (experts, chapter 18)
-                layout       a sort key: buckets and vectors hold parameters of one layout only (chapter 17)
-                stays_whole  ZeRO-3 leaves the parameter whole on each rank, because no gradient moves it
+    Attributes: hooks        hook(parameter): called once in each backward that reaches the
+                             parameter, when the last contribution to its gradient has arrived (a
+                             tied weight gets several)
+                arrival      arrival(), if set, is called before `data` is read; it waits for other
+                             ranks' numbers
+                lender       lender(parameter), if set, gives the view to bind when a gradient comes
+                             and none is bound
+                shared_by    the ranks that hold the parameter, if not all of the data axis
+                             (experts, chapter 18)
+                layout       a sort key: buckets and vectors hold parameters of one layout only
+                             (chapter 17)
+                stays_whole  ZeRO-3 leaves the parameter whole on each rank, because no gradient
+                             moves it
                 in_vector    `data` is a view of a strategy's vector: what is assigned is copied
                              there
                 kept_by      who keeps the numbers that `data` is made from, if it is not `data`
                              itself: then `data` cannot be assigned
     """
 
-    __slots__ = ("name", "hooks", "arrival", "lender", "shared_by", "layout", "stays_whole",
-                 "in_vector", "kept_by", "_grad", "_view", "_fresh")
+    __slots__ = (
+        "name",
+        "hooks",
+        "arrival",
+        "lender",
+        "shared_by",
+        "layout",
+        "stays_whole",
+        "in_vector",
+        "kept_by",
+        "_grad",
+        "_view",
+        "_fresh",
+    )
 
     def __init__(self, data: Array, *, name: str = "", requires_grad: bool = True) -> None:
         self._view: Array | None = None
@@ -235,17 +296,21 @@ class Parameter(Tensor):
         if not self.in_vector:
             self.place(array)
         elif array.shape != self.shape or array.dtype != self.dtype:
-            raise ShapeError(f"parameter {self.name!r} is {self.dtype} {self.shape}, and the data "
-                             f"assigned to it {array.dtype} {array.shape}; they must agree")
+            raise ShapeError(
+                f"parameter {self.name!r} is {self.dtype} {self.shape}, and the data "
+                f"assigned to it {array.dtype} {array.shape}; they must agree"
+            )
         else:
             self.data[...] = array
 
     def check_assignable(self) -> None:
         """Raise ConfigError if a strategy would soon replace what is assigned to `data`."""
         if self.kept_by:
-            raise ConfigError(f"parameter {self.name!r}: its numbers are kept by {self.kept_by}, "
-                              f"and data is made from them again in each step; load a checkpoint "
-                              f"(Trainer.load), or set data before the training is set up")
+            raise ConfigError(
+                f"parameter {self.name!r}: its numbers are kept by {self.kept_by}, "
+                f"and data is made from them again in each step; load a checkpoint "
+                f"(Trainer.load), or set data before the training is set up"
+            )
 
     def keep_by(self, keeper: str) -> None:
         """Set `kept_by`; on the host `data` is read-only from here on."""
@@ -270,7 +335,8 @@ class Parameter(Tensor):
 
     @property
     def grad(self) -> Array | None:
-        """The gradient, or None. With a bound view: that view while it is fresh, None when it is stale."""
+        """The gradient, or None. With a bound view: that view while it is fresh, None when it is
+        stale."""
         return self._grad if self._view is None else self._view if self._fresh else None
 
     @grad.setter
@@ -286,23 +352,27 @@ class Parameter(Tensor):
     def bind_gradient(self, view: Array | None) -> None:
         """Let gradients be written into `view`, a part of a bucket or shard; None unbinds.
 
-        The view starts stale: the first contribution after this or after zero_grad overwrites it, later ones add.
+        The view starts stale: the first contribution after this or after zero_grad overwrites it,
+        later ones add.
         Raises:  ShapeError if its shape or dtype is not that of data.
         """
         if view is not None and (view.shape != self.shape or view.dtype != self.dtype):
-            raise ShapeError(f"bind_gradient: parameter {self.name!r} is {self.dtype} {self.shape}, "
-                             f"the view is {view.dtype} {view.shape}; they must agree")
+            raise ShapeError(
+                f"bind_gradient: parameter {self.name!r} is {self.dtype} {self.shape}, "
+                f"the view is {view.dtype} {view.shape}; they must agree"
+            )
         self._view, self._grad, self._fresh = view, None, False
 
     def gradient_room(self) -> Array | None:
-        """The bound view while it is stale, else None: a gradient function may write its result there."""
+        """The bound view while it is stale, else None: a gradient function may write its result
+        there."""
         if self._view is None and self.lender is not None:
             self.bind_gradient(self.lender(self))
         return None if self._fresh or self.tensor_hooks else self._view
 
     def accumulate(self, gradient: Array, *, own: bool = False) -> None:
         """As Tensor.accumulate; into the bound view if there is one."""
-        self.gradient_room()            # may bind the lender's view
+        self.gradient_room()  # may bind the lender's view
         if self._view is None:
             super().accumulate(gradient, own=own)
         elif self._fresh:
@@ -319,25 +389,31 @@ class Parameter(Tensor):
 
 @dataclass(eq=False)
 class WeightGradient:
-    """One gradient of a weight, deferred by backward(defer_weights=True): the "W" of zero-bubble pipelines.
+    """One gradient of a weight, deferred by backward(defer_weights=True): the "W" of zero-bubble
+    pipelines.
 
-    Call it once, at any later time. Until then the node's saved values and the gradient of its output stay alive.
+    Call it once, at any later time. Until then the node's saved values and the gradient of its
+    output stay alive.
     """
 
     parameter: Parameter
     _compute: Callable[[], None] | None
 
     def __call__(self) -> None:
-        """Compute the gradient and add it to the parameter's. Raises: GradientError for a second call."""
+        """Compute the gradient and add it to the parameter's. Raises: GradientError for a second
+        call."""
         if self._compute is None:
-            raise GradientError(f"this gradient of {self.parameter.name or 'a parameter'} has been computed already")
+            raise GradientError(
+                f"this gradient of {self.parameter.name or 'a parameter'} has been computed already"
+            )
         compute, self._compute = self._compute, None
         with no_grad():
             compute()
 
 
 def tensor(values: Any, dtype: Any = None, requires_grad: bool = False) -> Tensor:
-    """A leaf Tensor of an array (not copied), a number or nested lists, cast to `dtype`, a name or a dtype.
+    """A leaf Tensor of an array (not copied), a number or nested lists, cast to `dtype`, a name or
+    a dtype.
 
     Raises:  DtypeError if `requires_grad` and not a float dtype; ConfigError for an unknown dtype.
     """

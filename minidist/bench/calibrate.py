@@ -1,12 +1,14 @@
-"""`minidist bench calibrate`: the cost of a message for each kind of link: α, o, β, γ, κ (link_model.py).
+"""`minidist bench calibrate`: the cost of a message for each kind of link: α, o, β, γ, κ
+(link_model.py).
 
     minidist bench calibrate                                        between ranks of this host
-    minidist launch -n 2 --nnodes 2 ... minidist bench calibrate    on every node: between hosts, over their network
+    minidist launch -n 2 --nnodes 2 ... minidist bench calibrate    on every node: between hosts,
+                                                                    over their network
 
 Measured links replace their entries in the profile; other links stay there.
 
-The ranks form a ring and run the code of collectives: in `exchange` each rank sends to the next and receives from the
-previous one. Measured are
+The ranks form a ring and run the code of collectives: in `exchange` each rank sends to the next and
+receives from the previous one. Measured are
 
     exchange   of each size, steps that wait for each other       α + n·β
     add        the same, each arriving piece added to an array    α + n·(β + γ)
@@ -15,12 +17,14 @@ previous one. Measured are
 
 and, over each link of this host,
 
-    tp, dp, pairs   steps of small models   what calls and kernels of training cost beyond these figures (call_cost.py),
-                                            beside steps of ranks that train alone
+    tp, dp, pairs   steps of small models   what calls and kernels of training cost beyond these
+                                            figures (call_cost.py), beside steps of ranks that train
+                                            alone
 
-A figure is the time of the slowest rank: median over repetitions, minimum over rounds (a disturbance only adds time).
-Links take turns within a round. The fit is weighted least squares on the relative error. Its worst misfit is reported,
-because real links are not straight lines: protocols change with the size, and small arrays stay in caches.
+A figure is the time of the slowest rank: median over repetitions, minimum over rounds (a
+disturbance only adds time). Links take turns within a round. The fit is weighted least squares on
+the relative error. Its worst misfit is reported, because real links are not straight lines:
+protocols change with the size, and small arrays stay in caches.
 """
 
 import itertools
@@ -34,7 +38,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidist.bench import call_cost, computation
-from minidist.bench.jobs import Job, answer, closed_at_the_end, slowest, start_workers, worker_arguments
+from minidist.bench.jobs import (
+    Job,
+    answer,
+    closed_at_the_end,
+    slowest,
+    start_workers,
+    worker_arguments,
+)
 from minidist.comm.calls.call import Call
 from minidist.comm.chunks import split
 from minidist.comm.cost.link_model import NETWORK, LinkCost, LinkWork, Sample, fit
@@ -44,16 +55,16 @@ from minidist.launch.own_python import module_command
 
 MODULE = "minidist.bench.calibrate"
 LINKS = ("threads", "tcp", "shm", "mpi")
-BURST = 8                   # messages of a burst, to one neighbour
-STEPS = 4                   # exchanges in a row: the start of the call counts little
-BUDGET = 8 << 20            # bytes that the repetitions of one figure may move
+BURST = 8  # messages of a burst, to one neighbour
+STEPS = 4  # exchanges in a row: the start of the call counts little
+BUDGET = 8 << 20  # bytes that the repetitions of one figure may move
 
 Measure = Callable[..., list[float]]
 
 
 class Fitted(NamedTuple):
-    """The costs of a link, the samples they were fitted to, and the step of each small model in each round
-    (_training_steps)."""
+    """The costs of a link, the samples they were fitted to, and the step of each small model in
+    each round (_training_steps)."""
 
     cost: LinkCost
     samples: list[Sample]
@@ -75,8 +86,13 @@ def work_of(kind: str, nbytes: int, ranks: int) -> LinkWork:
     return LinkWork(1, 1, nbytes, nbytes if kind == "add" else 0)
 
 
-def measure_all(links: list[str], ranks: list[int], sizes: list[int], rounds: int,
-                progress: Callable[[str], None]) -> list[Fitted]:
+def measure_all(
+    links: list[str],
+    ranks: list[int],
+    sizes: list[int],
+    rounds: int,
+    progress: Callable[[str], None],
+) -> list[Fitted]:
     """Measure and fit each link class of this host at each number of ranks."""
     fitted: list[Fitted] = []
     for count in dict.fromkeys(ranks):
@@ -93,14 +109,20 @@ def measure_all(links: list[str], ranks: list[int], sizes: list[int], rounds: in
     return fitted
 
 
-def _training_steps(asks: Mapping[str, Measure], ask_alone: Measure, ranks: int, rounds: int,
-                    progress: Callable[[str], None]) -> dict[str, dict[str, list[float]]]:
-    """Of each link and kind, in each round: the step, in units of the mean of the steps alone before and after it."""
+def _training_steps(
+    asks: Mapping[str, Measure],
+    ask_alone: Measure,
+    ranks: int,
+    rounds: int,
+    progress: Callable[[str], None],
+) -> dict[str, dict[str, list[float]]]:
+    """Of each link and kind, in each round: the step, in units of the mean of the steps alone
+    before and after it."""
     kinds = call_cost.kinds(ranks)
     steps: dict[str, dict[str, list[float]]] = {link: {kind: [] for kind in kinds} for link in asks}
 
     def alone() -> float:
-        seconds, = ask_alone(kind="step", dtype="float32", size=call_cost.ALONE)
+        (seconds,) = ask_alone(kind="step", dtype="float32", size=call_cost.ALONE)
         return seconds
 
     before = alone()
@@ -113,8 +135,11 @@ def _training_steps(asks: Mapping[str, Measure], ask_alone: Measure, ranks: int,
     return steps
 
 
-def measure_job(world: Group, sizes: list[int], rounds: int, progress: Callable[[str], None]) -> list[Fitted]:
-    """Measure and fit this job's own link class: "network" if it is on several machines. Every rank calls it."""
+def measure_job(
+    world: Group, sizes: list[int], rounds: int, progress: Callable[[str], None]
+) -> list[Fitted]:
+    """Measure and fit this job's own link class: "network" if it is on several machines. Every rank
+    calls it."""
     own = measuring(world)
 
     def ask(**question: Any) -> list[float]:
@@ -124,15 +149,24 @@ def measure_job(world: Group, sizes: list[int], rounds: int, progress: Callable[
     return _fit_all({link: ask}, world.size, sizes, rounds, progress)
 
 
-def _fit_all(asks: dict[str, Measure], ranks: int, sizes: list[int], rounds: int,
-             progress: Callable[[str], None]) -> list[Fitted]:
+def _fit_all(
+    asks: dict[str, Measure],
+    ranks: int,
+    sizes: list[int],
+    rounds: int,
+    progress: Callable[[str], None],
+) -> list[Fitted]:
     """Measure every figure in every round, links in turn, then fit each link.
 
-    Args:    asks: for each link a function that returns the seconds of each repetition on its slowest rank.
+    Args:    asks: for each link a function that returns the seconds of each repetition on its
+             slowest rank.
     """
-    figures: dict[tuple[str, str, int], list[float]] = {}   # of a step, in each round
+    figures: dict[tuple[str, str, int], list[float]] = {}  # of a step, in each round
     for round_number in range(rounds):
-        for kind, nbytes in (*((kind, size) for kind in ("exchange", "add", "spread") for size in sizes), ("burst", 0)):
+        for kind, nbytes in (
+            *((kind, size) for kind in ("exchange", "add", "spread") for size in sizes),
+            ("burst", 0),
+        ):
             progress(f"{ranks} ranks, round {round_number + 1} of {rounds}: {kind} {nbytes} B")
             repeats = max(5, min(50, BUDGET // STEPS // max(nbytes, 1)))
             for link, ask in asks.items():
@@ -140,8 +174,11 @@ def _fit_all(asks: dict[str, Measure], ranks: int, sizes: list[int], rounds: int
                 figures.setdefault((link, kind, nbytes), []).append(seconds)
     fitted = []
     for link in asks:
-        samples = [Sample(work_of(kind, nbytes, ranks), min(times)) for (of, kind, nbytes), times in figures.items()
-                   if of == link]
+        samples = [
+            Sample(work_of(kind, nbytes, ranks), min(times))
+            for (of, kind, nbytes), times in figures.items()
+            if of == link
+        ]
         fitted.append(Fitted(fit(link, ranks, samples), samples))
     return fitted
 
@@ -158,11 +195,17 @@ def start_job(link: str, ranks: int) -> Job:
 
 def measuring(world: Group) -> Measure:
     """`measure(kind, nbytes, repeats)`: seconds of each repetition of STEPS steps on this rank."""
+
     def measure(kind: str, nbytes: int, repeats: int) -> list[float]:
         if kind in call_cost.KINDS:
             return call_cost.step_seconds(kind, world)
         send, into = np.ones(nbytes // 4, np.float32), np.zeros(nbytes // 4, np.float32)
-        step = {"exchange": _exchange, "add": _exchange_and_add, "spread": _spread, "burst": _burst}[kind]
+        step = {
+            "exchange": _exchange,
+            "add": _exchange_and_add,
+            "spread": _spread,
+            "burst": _burst,
+        }[kind]
 
         def work(call: Call) -> None:
             for _ in range(STEPS):
@@ -178,10 +221,12 @@ def measuring(world: Group) -> Measure:
                 work(call)
             seconds.append(time.perf_counter() - start)
         if kind == "spread":
-            split(into, world.size)[world.rank].fill(1)         # it keeps its own part
+            split(into, world.size)[world.rank].fill(1)  # it keeps its own part
         expected = STEPS if kind == "add" else 0 if kind == "burst" else 1
         if not (into == expected).all():
-            raise ArithmeticError(f"calibrate: {kind} of {nbytes} B: not all {expected}: {into[:4]}")
+            raise ArithmeticError(
+                f"calibrate: {kind} of {nbytes} B: not all {expected}: {into[:4]}"
+            )
         return seconds[2:]
 
     return measure
@@ -197,7 +242,7 @@ def _exchange_and_add(call: Call, send: np.ndarray, into: np.ndarray) -> None:
 
 def _add(target: np.ndarray, start: int, piece: np.ndarray) -> None:
     """Add a piece to its place in `target`, directly from the receive buffer."""
-    part = target[start:start + len(piece)]
+    part = target[start : start + len(piece)]
     np.add(part, piece, out=part)
 
 

@@ -1,25 +1,30 @@
-"""`minidist bench calibrate`, behind its two halves: what training takes beside its messages and its kernels.
+"""`minidist bench calibrate`, behind its two halves: what training takes beside its messages and
+its kernels.
 
-link_model.py measures messages between ranks that do nothing else. In a training step a call also takes Python (verb,
-tape, flight recorder), and its ranks do not enter it at the same moment; where ranks share cores, a rank that waited
-must also get a core again. computation.py measures ranks that have a core each and wait for no other; in training
-they also take turns on cores, caches and memory. So small models train over each link, with all its ranks:
+link_model.py measures messages between ranks that do nothing else. In a training step a call also
+takes Python (verb, tape, flight recorder), and its ranks do not enter it at the same moment; where
+ranks share cores, a rank that waited must also get a core again. computation.py measures ranks that
+have a core each and wait for no other; in training they also take turns on cores, caches and
+memory. So small models train over each link, with all its ranks:
 
     tp         tensor parallelism: a call every few kernels
     sequence   the same with sequence parallelism: twice the calls
     dp         data parallelism: many kernels between few calls
-    pairs      from four ranks on: tensor and sequence parallelism of two, the rest data parallelism. A call of two of
-               the ranks need not wait until all of them had a core
+    pairs      from four ranks on: tensor and sequence parallelism of two, the rest data
+               parallelism. A call of two of the ranks need not wait until all of them had a core
 
-    seconds of a step = what chapter 24 predicts, with all kernels `slowdown` times as long, + its calls, each `call`
+    seconds of a step = what chapter 24 predicts, with all kernels `slowdown` times as long, + its
+    calls, each `call`
                         seconds if all ranks meet, `pair` if two do, between the two if more do
 
-Ranks that meet often wait for the slower one each time, which is most of `call`; so it is that of passes as long as
-training has. Seconds of a step are those of the slowest rank: median over steps, and over rounds.
+Ranks that meet often wait for the slower one each time, which is most of `call`; so it is that of
+passes as long as training has. Seconds of a step are those of the slowest rank: median over steps,
+and over rounds.
 
-A virtual machine has another speed a minute later, and messages, steps and kernels are measured minutes apart. So
-before and after each step ranks train alone, each the same model as in dp, as many at once as there are cores. A step
-counts in units of these, and a unit is as long as chapter 24 predicts.
+A virtual machine has another speed a minute later, and messages, steps and kernels are measured
+minutes apart. So before and after each step ranks train alone, each the same model as in dp, as
+many at once as there are cores. A step counts in units of these, and a unit is as long as chapter
+24 predicts.
 """
 
 import statistics
@@ -43,11 +48,12 @@ from minidist.simulate.simulate import simulate
 
 KINDS = ("tp", "sequence", "dp", "pairs")
 STEPS, WARM_UP = 10, 2
-SEQUENCES = 2                   # of a pass with tp; with dp, of each rank
-PASSES = 2                      # of a step with tp
-SLOWER = 1.25                   # the slowdown beside 1 at which a step is predicted, to see what it changes
-LEAST = 0.8                     # slowdown: below 1 where kernels were predicted longer than they are
-ALONE = (256, 128, SEQUENCES, 1)        # width, context, sequences and passes of what each rank trains alone
+SEQUENCES = 2  # of a pass with tp; with dp, of each rank
+PASSES = 2  # of a step with tp
+SLOWER = 1.25  # the slowdown beside 1 at which a step is predicted, to see what it changes
+LEAST = 0.8  # slowdown: below 1 where kernels were predicted longer than they are
+# width, context, sequences and passes of what each rank trains alone
+ALONE = (256, 128, SEQUENCES, 1)
 
 
 def kinds(ranks: int) -> tuple[str, ...]:
@@ -63,8 +69,18 @@ def small_step(kind: str, ranks: int) -> tuple[Plan, GPTConfig, int]:
         tp = 2 if kind == "pairs" else ranks
         plan = Plan(dp=ranks // tp, tp=tp, accumulate=PASSES, sequence_parallel=kind != "tp")
         columns, sequences = tp, SEQUENCES * PASSES * plan.dp
-    return plan, GPTConfig(vocabulary=128 * columns, context=128 // columns * columns, layers=2, width=128 * columns,
-                           heads=columns if columns > 2 else 4, positions="rotary"), sequences
+    return (
+        plan,
+        GPTConfig(
+            vocabulary=128 * columns,
+            context=128 // columns * columns,
+            layers=2,
+            width=128 * columns,
+            heads=columns if columns > 2 else 4,
+            positions="rotary",
+        ),
+        sequences,
+    )
 
 
 def step_seconds(kind: str, world: Group) -> list[float]:
@@ -80,10 +96,11 @@ def step_seconds(kind: str, world: Group) -> list[float]:
 
 
 def with_steps(link: LinkCost, steps: Mapping[str, Sequence[float]], profile: Profile) -> LinkCost:
-    """The link with the cost of a call and the slowdown; unchanged if computation was never measured.
+    """The link with the cost of a call and the slowdown; unchanged if computation was never
+    measured.
 
-    Args:    steps: the small step of each kind, in each round, in units of the step alone. profile: has the link, and
-             computation.
+    Args:    steps: the small step of each kind, in each round, in units of the step alone. profile:
+             has the link, and computation.
     """
     if not profile.computation:
         return link
@@ -92,14 +109,20 @@ def with_steps(link: LinkCost, steps: Mapping[str, Sequence[float]], profile: Pr
     rows = [_predicted(kind, link, 1.0, profile) for kind in kinds(link.ranks)]
     slower = [_predicted(kind, link, SLOWER, profile)[0] for kind in kinds(link.ranks)]
     plain = np.array([row[0] for row in rows])
-    columns = np.array([[*calls, (more - least) / (SLOWER - 1)] for (least, calls), more in zip(rows, slower,
-                                                                                               strict=True)])
+    columns = np.array(
+        [
+            [*calls, (more - least) / (SLOWER - 1)]
+            for (least, calls), more in zip(rows, slower, strict=True)
+        ]
+    )
     if link.ranks == 2:
-        columns[:, 0] += columns[:, 1]          # all ranks are a pair
+        columns[:, 0] += columns[:, 1]  # all ranks are a pair
     columns = columns if KINDS[-1] in kinds(link.ranks) else np.delete(columns, 1, axis=1)
     least, most = np.zeros(columns.shape[1]), np.full(columns.shape[1], np.inf)
     least[-1] = LEAST - 1
-    call, *pair, more = bounded_least_squares(columns / measured[:, None], 1 - plain / measured, least, most).tolist()
+    call, *pair, more = bounded_least_squares(
+        columns / measured[:, None], 1 - plain / measured, least, most
+    ).tolist()
     return replace(link, call=call, pair=pair[0] if pair else call, slowdown=1 + more)
 
 
@@ -110,16 +133,22 @@ def alone_seconds(ranks: int, profile: Profile) -> float:
     return Rates.of(device).segment(kernels_of(ALONE))
 
 
-def _predicted(kind: str, link: LinkCost, slowdown: float, profile: Profile) -> tuple[float, list[float]]:
-    """Seconds of a step whose calls take only their messages; how many calls of all ranks, and of two, a rank makes: a
-    call of more than two is partly one and partly the other."""
+def _predicted(
+    kind: str, link: LinkCost, slowdown: float, profile: Profile
+) -> tuple[float, list[float]]:
+    """Seconds of a step whose calls take only their messages; how many calls of all ranks, and of
+    two, a rank makes: a call of more than two is partly one and partly the other."""
     plan, config, sequences = small_step(kind, link.ranks)
     bare = replace(profile, links=[replace(link, call=0.0, pair=0.0, slowdown=slowdown)])
     found = simulate(plan, config, here(link.ranks, link.link, bare), batch=sequences)
     trace, calls = found.traces[0], [0.0, 0.0]
-    for event in trace.events[trace.steps[-1]:]:
+    for event in trace.events[trace.steps[-1] :]:
         if isinstance(event, Start):
-            size = 2 if event.call.verb in ("send", "recv") else len(group_ranks(plan, config, event.call.axis, 0))
+            size = (
+                2
+                if event.call.verb in ("send", "recv")
+                else len(group_ranks(plan, config, event.call.axis, 0))
+            )
             part = (size - 2) / max(1, link.ranks - 2)
             calls[0] += part
             calls[1] += 1 - part

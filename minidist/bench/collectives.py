@@ -1,21 +1,23 @@
-"""`minidist bench all-reduce|all-gather|reduce-scatter|all-to-all`: our transports beside gloo and MPI, in one run.
+"""`minidist bench all-reduce|all-gather|reduce-scatter|all-to-all`: our transports beside gloo and
+MPI, in one run.
 
-Each contender's ranks time the same float32 call after a check of its result. A repetition takes as long as its slowest
-rank; the figure of a round is the median over repetitions, and the table shows the median over rounds.
+Each contender's ranks time the same float32 call after a check of its result. A repetition takes as
+long as its slowest rank; the figure of a round is the median over repetitions, and the table shows
+the median over rounds.
 
-Sizes and bus bandwidth are those of nccl-tests. A size is the larger of a rank's two buffers: both of all-reduce, the
-output of all-gather, the input of reduce-scatter and all-to-all (P equal blocks of whole numbers; the remainder is left
-off). Bus bandwidth is bytes / seconds times the part of the bytes that must cross a rank's link, so it is comparable
-across P and between verbs:
+Sizes and bus bandwidth are those of nccl-tests. A size is the larger of a rank's two buffers: both
+of all-reduce, the output of all-gather, the input of reduce-scatter and all-to-all (P equal blocks
+of whole numbers; the remainder is left off). Bus bandwidth is bytes / seconds times the part of the
+bytes that must cross a rank's link, so it is comparable across P and between verbs:
 
     all-reduce  2(P-1)/P        all-gather, reduce-scatter, all-to-all  (P-1)/P
 
-For messages up to 4 MiB a repetition is several calls in a row, as in nccl-tests: then it hardly counts that ranks
-leave the barrier before them at different times.
+For messages up to 4 MiB a repetition is several calls in a row, as in nccl-tests: then it hardly
+counts that ranks leave the barrier before them at different times.
 
-The contenders `copies` and `bare-tcp` do only the work that no algorithm avoids, `bare-shm` only that of showing arrays
-to each other (floors.py): the distance of a peer from them is about the most that can be won over shared memory and
-over TCP.
+The contenders `copies` and `bare-tcp` do only the work that no algorithm avoids, `bare-shm` only
+that of showing arrays to each other (floors.py): the distance of a peer from them is about the most
+that can be won over shared memory and over TCP.
 """
 
 import importlib.util
@@ -29,17 +31,36 @@ from typing import Any
 
 import numpy as np
 
-from minidist.bench.floors import COPIES, FLOORS, SHM, TCP, BoardCalls, Run, blocks, connected, copies_call, tcp_call
-from minidist.bench.jobs import Job, answer, closed_at_the_end, join_gloo, slowest, start_workers, worker_arguments
+from minidist.bench.floors import (
+    COPIES,
+    FLOORS,
+    SHM,
+    TCP,
+    BoardCalls,
+    Run,
+    blocks,
+    connected,
+    copies_call,
+    tcp_call,
+)
+from minidist.bench.jobs import (
+    Job,
+    answer,
+    closed_at_the_end,
+    join_gloo,
+    slowest,
+    start_workers,
+    worker_arguments,
+)
 from minidist.comm.group import Group
 from minidist.errors import LaunchError
 
 OURS = ("tcp", "shm", "mpi")
 GLOO = "gloo"
 MODULE = "minidist.bench.collectives"
-ITEM = 4            # bytes of a float32
-IN_A_ROW = 10       # most calls of a repetition
-ROW_BYTES = 8 << 20     # most bytes of all calls of a repetition, if it has several
+ITEM = 4  # bytes of a float32
+IN_A_ROW = 10  # most calls of a repetition
+ROW_BYTES = 8 << 20  # most bytes of all calls of a repetition, if it has several
 
 Measure = Callable[..., list[float]]
 
@@ -91,22 +112,44 @@ def _sum_over(ranks: int) -> int:
     return ranks * (ranks + 1) // 2
 
 
-VERBS = {verb.title: verb for verb in (
-    Verb("all_reduce", "MPI_Allreduce", "float32 sum, in place",
-         lambda rank, size: [rank + 1], lambda rank, size: [_sum_over(size)]),
-    Verb("all_gather", "MPI_Allgather", "float32; a size is what every rank gets",
-         lambda rank, size: [rank + 1], lambda rank, size: list(range(1, size + 1))),
-    Verb("reduce_scatter", "MPI_Reduce_scatter_block", "float32 sum; a size is what every rank brings",
-         lambda rank, size: [(rank + 1) * (block + 1) for block in range(size)],
-         lambda rank, size: [_sum_over(size) * (rank + 1)]),
-    Verb("all_to_all", "MPI_Alltoall", "float32; a size is what every rank brings",
-         lambda rank, size: [rank * size + block for block in range(size)],
-         lambda rank, size: [block * size + rank for block in range(size)]),
-)}
+VERBS = {
+    verb.title: verb
+    for verb in (
+        Verb(
+            "all_reduce",
+            "MPI_Allreduce",
+            "float32 sum, in place",
+            lambda rank, size: [rank + 1],
+            lambda rank, size: [_sum_over(size)],
+        ),
+        Verb(
+            "all_gather",
+            "MPI_Allgather",
+            "float32; a size is what every rank gets",
+            lambda rank, size: [rank + 1],
+            lambda rank, size: list(range(1, size + 1)),
+        ),
+        Verb(
+            "reduce_scatter",
+            "MPI_Reduce_scatter_block",
+            "float32 sum; a size is what every rank brings",
+            lambda rank, size: [(rank + 1) * (block + 1) for block in range(size)],
+            lambda rank, size: [_sum_over(size) * (rank + 1)],
+        ),
+        Verb(
+            "all_to_all",
+            "MPI_Alltoall",
+            "float32; a size is what every rank brings",
+            lambda rank, size: [rank * size + block for block in range(size)],
+            lambda rank, size: [block * size + rank for block in range(size)],
+        ),
+    )
+}
 
 
 def contenders_here(verb: Verb) -> list[str]:
-    """Every contender that this machine can run: ours, gloo if PyTorch is installed, MPI if mpirun is."""
+    """Every contender that this machine can run: ours, gloo if PyTorch is installed, MPI if mpirun
+    is."""
     names = ["tcp", "shm", *FLOORS]
     if shutil.which("mpirun"):
         names += ["mpi", verb.mpi]
@@ -122,7 +165,13 @@ def base(contender: str) -> str:
 
 def start_job(verb: Verb, contender: str, size: int) -> Job:
     """Start the ranks of one contender."""
-    by = "rank" if contender == GLOO else "mpirun" if base(contender) in ("mpi", verb.mpi) else "launch"
+    by = (
+        "rank"
+        if contender == GLOO
+        else "mpirun"
+        if base(contender) in ("mpi", verb.mpi)
+        else "launch"
+    )
     return start_workers(MODULE, contender, size, ["--verb", verb.title], by=by)
 
 
@@ -131,11 +180,19 @@ def in_a_row(nbytes: int) -> int:
     return max(1, min(IN_A_ROW, ROW_BYTES // nbytes))
 
 
-def measure_all(verb: Verb, sizes: list[int], ranks: int, rounds: int, contenders: Sequence[str], asked: bool,
-                progress: Callable[[str], None]) -> tuple[dict[str, dict[int, float]], list[str]]:
+def measure_all(
+    verb: Verb,
+    sizes: list[int],
+    ranks: int,
+    rounds: int,
+    contenders: Sequence[str],
+    asked: bool,
+    progress: Callable[[str], None],
+) -> tuple[dict[str, dict[int, float]], list[str]]:
     """Measure all contenders, which take turns within every round.
 
-    Args:    sizes: bytes. asked: whether the user named the contenders; if not, a peer without the verb is left out.
+    Args:    sizes: bytes. asked: whether the user named the contenders; if not, a peer without the
+             verb is left out.
     Returns: {contender: {size: median seconds}}, and a line for each contender that was left out.
     Raises:  LaunchError if a contender that must run does not start.
     """
@@ -154,11 +211,18 @@ def measure_all(verb: Verb, sizes: list[int], ranks: int, rounds: int, contender
         times = {job.name: {size: [] for size in sizes} for job in jobs}
         for round_number in range(rounds):
             for size in sizes:
-                progress(f"{verb.title}, {ranks} ranks, round {round_number + 1} of {rounds}, {size} B")
+                progress(
+                    f"{verb.title}, {ranks} ranks, round {round_number + 1} of {rounds}, {size} B"
+                )
                 repeats = max(5, min(100, (16 << 20) // size) // in_a_row(size))
                 for job in jobs:
-                    times[job.name][size].append(statistics.median(slowest(job, nbytes=size, repeats=repeats)))
-    medians = {name: {size: statistics.median(rows) for size, rows in row.items()} for name, row in times.items()}
+                    times[job.name][size].append(
+                        statistics.median(slowest(job, nbytes=size, repeats=repeats))
+                    )
+    medians = {
+        name: {size: statistics.median(rows) for size, rows in row.items()}
+        for name, row in times.items()
+    }
     return medians, left_out
 
 
@@ -166,7 +230,8 @@ def measure_all(verb: Verb, sizes: list[int], ranks: int, rounds: int, contender
 
 
 def our_rank(verb: Verb, contender: str) -> tuple[int, Measure]:
-    """One rank of minidist, with the algorithm after the colon of the contender's name, or with auto's choice."""
+    """One rank of minidist, with the algorithm after the colon of the contender's name, or with
+    auto's choice."""
     import minidist as md
 
     world = md.init(transport=base(contender))
@@ -178,7 +243,9 @@ def our_call(world: Group, verb: Verb, algorithm: str) -> Run:
     """The call of the group's verb that is timed."""
     call = getattr(world, verb.name)
     if verb.name == "all_to_all":
-        return lambda send, recv: call(blocks(send, world.size), out=blocks(recv, world.size), algorithm=algorithm)
+        return lambda send, recv: call(
+            blocks(send, world.size), out=blocks(recv, world.size), algorithm=algorithm
+        )
     return lambda send, recv: call(send, out=recv, algorithm=algorithm)
 
 
@@ -194,7 +261,9 @@ def floor_rank(verb: Verb, contender: str) -> tuple[int, Measure]:
     else:
         assert world.board is not None, "ranks of one host share one"
         run = getattr(BoardCalls(world.board, world.rank, world.size), verb.name)
-    return world.rank, timed(verb, run, world.barrier, world.rank, world.size, check=contender == SHM)
+    return world.rank, timed(
+        verb, run, world.barrier, world.rank, world.size, check=contender == SHM
+    )
 
 
 def mpi_rank(verb: Verb) -> tuple[int, Measure]:
@@ -211,29 +280,46 @@ def mpi_rank(verb: Verb) -> tuple[int, Measure]:
 
 
 def gloo_rank(verb: Verb, folder: str, rank: int, size: int) -> tuple[int, Measure]:
-    """One rank of PyTorch's collective over gloo; exits with one line and status 1 if gloo lacks the verb."""
+    """One rank of PyTorch's collective over gloo; exits with one line and status 1 if gloo lacks
+    the verb."""
     import torch
 
     dist = join_gloo(folder, rank, size)
-    older = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor",
-             "all_to_all": "all_to_all_single"}
-    newer = {"all_gather": "all_gather_single", "reduce_scatter": "reduce_scatter_single"}  # of PyTorch 2.13
-    call = getattr(dist, newer.get(verb.name, ""), None) or getattr(dist, older.get(verb.name, verb.name))
+    older = {
+        "all_gather": "all_gather_into_tensor",
+        "reduce_scatter": "reduce_scatter_tensor",
+        "all_to_all": "all_to_all_single",
+    }
+    # of PyTorch 2.13
+    newer = {"all_gather": "all_gather_single", "reduce_scatter": "reduce_scatter_single"}
+    call = getattr(dist, newer.get(verb.name, ""), None) or getattr(
+        dist, older.get(verb.name, verb.name)
+    )
 
     def run(send: np.ndarray, recv: np.ndarray) -> None:
-        tensors = (torch.from_numpy(recv),) if send is recv else (torch.from_numpy(recv), torch.from_numpy(send))
+        tensors = (
+            (torch.from_numpy(recv),)
+            if send is recv
+            else (torch.from_numpy(recv), torch.from_numpy(send))
+        )
         call(*tensors)
 
     measure = timed(verb, run, dist.barrier, rank, size)
     try:
         measure(nbytes=ITEM * size, repeats=1)
     except (RuntimeError, NotImplementedError) as error:
-        sys.exit(f"gloo of PyTorch {torch.__version__} has no {verb.title}: {str(error).splitlines()[0]}")
+        sys.exit(
+            f"gloo of PyTorch {torch.__version__} has no {verb.title}: {str(error).splitlines()[0]}"
+        )
     return rank, measure
 
 
-def timed(verb: Verb, run: Run, barrier: Callable[[], Any], rank: int, size: int, check: bool = True) -> Measure:
-    """A function that checks the call once, then times it: seconds of a call in each repetition on this rank."""
+def timed(
+    verb: Verb, run: Run, barrier: Callable[[], Any], rank: int, size: int, check: bool = True
+) -> Measure:
+    """A function that checks the call once, then times it: seconds of a call in each repetition on
+    this rank."""
+
     def measure(nbytes: int, repeats: int) -> list[float]:
         block = verb.block(nbytes, size)
         brings = np.repeat(np.array(verb.brings(rank, size), np.float32), block)
@@ -243,8 +329,10 @@ def timed(verb: Verb, run: Run, barrier: Callable[[], Any], rank: int, size: int
         run(send, recv)
         if check and not np.array_equal(recv, wanted):
             wrong = int(np.flatnonzero(recv != wanted)[0])
-            raise ArithmeticError(f"{verb.title} of {nbytes} B over {size} ranks: rank {rank} has {recv[wrong]:g} at "
-                                  f"{wrong}, and should have {wanted[wrong]:g}")
+            raise ArithmeticError(
+                f"{verb.title} of {nbytes} B over {size} ranks: rank {rank} has {recv[wrong]:g} at "
+                f"{wrong}, and should have {wanted[wrong]:g}"
+            )
         seconds, calls = [], in_a_row(nbytes)
         for _ in range(repeats + 2):  # two to warm up
             if verb.in_place:

@@ -1,20 +1,32 @@
-"""`minidist bench`: time collectives and training steps beside their peers, all contenders in one run.
+"""`minidist bench`: time collectives and training steps beside their peers, all contenders in one
+run.
 
-    minidist bench all-reduce --sizes 1KiB:64MiB -n 2,4     our transports beside gloo and MPI; and three verbs more
+    minidist bench all-reduce --sizes 1KiB:64MiB -n 2,4     our transports beside gloo and MPI; and
+                                                            three verbs more
     minidist bench step                                     our training step beside PyTorch eager
-    minidist bench step --zero 0,1,2,3 -n 2,4               each ZeRO stage beside what PyTorch has for it
+    minidist bench step --zero 0,1,2,3 -n 2,4               each ZeRO stage beside what PyTorch has
+                                                            for it
     minidist bench step --plan pp=2 --plan dp=2,tp=2        each plan beside what PyTorch has for it
     minidist bench step --model gpt2-124m --device cuda --precision bf16       on one GPU, beside PyTorch and a roofline
-    minidist bench overlap                                  an all-reduce hidden behind matrix products
-    minidist bench overlap-step --strategy zero2,zero3      a training step's communication behind its computation
-    minidist bench overlap-step --why --what-if ahead=2     what is not hidden, and why; a change, predicted, then run
-    minidist bench compress                                 time to a loss, by compression scheme and bandwidth
-    minidist bench compress --advise --check                when not to compress, predicted, then measured
-    minidist bench save                                     checkpoints beside PyTorch's, blocking and behind the steps
-    minidist bench calibrate                                what messages and computation cost on this machine
-    minidist bench kernels                                  each rung of each kernel beside PyTorch; or --count
+    minidist bench overlap                                  an all-reduce hidden behind matrix
+                                                            products
+    minidist bench overlap-step --strategy zero2,zero3      a training step's communication behind
+                                                            its computation
+    minidist bench overlap-step --why --what-if ahead=2     what is not hidden, and why; a change,
+                                                            predicted, then run
+    minidist bench compress                                 time to a loss, by compression scheme
+                                                            and bandwidth
+    minidist bench compress --advise --check                when not to compress, predicted, then
+                                                            measured
+    minidist bench save                                     checkpoints beside PyTorch's, blocking
+                                                            and behind the steps
+    minidist bench calibrate                                what messages and computation cost on
+                                                            this machine
+    minidist bench kernels                                  each rung of each kernel beside PyTorch;
+                                                            or --count
 
-A peer that is not installed is left out, as the table says. Contenders take turns; medians over rounds are shown.
+A peer that is not installed is left out, as the table says. Contenders take turns; medians over
+rounds are shown.
 """
 
 import argparse
@@ -26,7 +38,17 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from minidist.bench import calibrate, collectives, computation, overlap, overlap_step, plots, save, tables, what_if
+from minidist.bench import (
+    calibrate,
+    collectives,
+    computation,
+    overlap,
+    overlap_step,
+    plots,
+    save,
+    tables,
+    what_if,
+)
 from minidist.bench.arguments import add_arguments
 from minidist.bench.call_cost import with_steps
 from minidist.bench.compress import command as compress
@@ -51,8 +73,8 @@ __all__ = ["add_arguments", "run"]
 
 Result = dict[str, Any]
 
-COMPUTATION = "computation"     # of --only, beside links
-MOST_SECONDS = 60           # that a message of a delayed link may take
+COMPUTATION = "computation"  # of --only, beside links
+MOST_SECONDS = 60  # that a message of a delayed link may take
 
 
 class Bench(NamedTuple):
@@ -67,24 +89,28 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write the files that the options ask for.
 
     Returns: the exit status: 0; with --hold 1 unless every bound is held.
-    Raises:  ConfigError for wrong options or a file that cannot be written; LaunchError if ours does not start.
+    Raises:  ConfigError for wrong options or a file that cannot be written; LaunchError if ours
+             does not start.
     """
     for option in ("json", "figure"):
         check_writable(f"--{option}", getattr(args, option))
-    console = Console(width=None if sys.stdout.isatty() else 200)  # a table in a log or a file is not folded
+    # a table in a log or a file is not folded
+    console = Console(width=None if sys.stdout.isatty() else 200)
     bench = _BENCHES[args.what]
     with progress("starting the ranks") as show:
         result = bench.measure(args, show)
-    if result is None:          # rank 0 has it
+    if result is None:  # rank 0 has it
         return 0
     result["machine"] = machine()
     if args.json:
-        write_json(args.json, result)       # first: what took so long is not lost to a table
+        write_json(args.json, result)  # first: what took so long is not lost to a table
     bench.show(result, console)
     if args.figure:
         with written("--figure", args.figure) as draft:
             bench.draw(draft, result)
-    return int(getattr(args, "hold", False) and not all(bound["held"] for bound in result["bounds"]))
+    return int(
+        getattr(args, "hold", False) and not all(bound["held"] for bound in result["bounds"])
+    )
 
 
 # ---------------------------------------------------------------- collectives
@@ -95,20 +121,35 @@ def _collective(args: argparse.Namespace, progress: Progress) -> Result:
     contenders = _chosen(verb, args.only)
     wrong = [size for size in args.sizes if size < 4 or size % 4]
     if wrong:
-        raise ConfigError(f"--sizes: {wrong[0]} bytes; a size is one float32 number or more: a multiple of 4 bytes")
+        raise ConfigError(
+            f"--sizes: {wrong[0]} bytes; a size is one float32 number or more: a multiple of 4 "
+            "bytes"
+        )
     if min(args.ranks) < 2:
         raise ConfigError("one rank sends nothing; choose -n of at least 2")
     if not all(verb.block(min(args.sizes), ranks) for ranks in args.ranks):
-        raise ConfigError(f"{min(args.sizes)} B are not one float32 number for each of {max(args.ranks)} ranks; choose "
-                          f"--sizes from {4 * max(args.ranks)} up")
-    require_memory(f"{verb.title} of {size_text(max(args.sizes))} on {max(args.ranks)} ranks",
-                   max(args.sizes) * max(args.ranks), processes=max(args.ranks))
+        raise ConfigError(
+            f"{min(args.sizes)} B are not one float32 number for each of {max(args.ranks)} "
+            f"ranks; choose --sizes from {4 * max(args.ranks)} up"
+        )
+    require_memory(
+        f"{verb.title} of {size_text(max(args.sizes))} on {max(args.ranks)} ranks",
+        max(args.sizes) * max(args.ranks),
+        processes=max(args.ranks),
+    )
     seconds, left_out = {}, _missing(verb, contenders, args.only)
     for count in args.ranks:
-        seconds[count], without = collectives.measure_all(verb, args.sizes, count, args.rounds, contenders,
-                                                               args.only is not None, progress)
+        seconds[count], without = collectives.measure_all(
+            verb, args.sizes, count, args.rounds, contenders, args.only is not None, progress
+        )
         left_out += [line for line in without if line not in left_out]
-    return {"what": verb.title, "seconds": seconds, "contenders": contenders, "sizes": args.sizes, "left_out": left_out}
+    return {
+        "what": verb.title,
+        "seconds": seconds,
+        "contenders": contenders,
+        "sizes": args.sizes,
+        "left_out": left_out,
+    }
 
 
 def _chosen(verb: collectives.Verb, only: str | None) -> list[str]:
@@ -125,13 +166,18 @@ def _chosen(verb: collectives.Verb, only: str | None) -> list[str]:
             raise ConfigError(f"{name} is not installed here; {_install(base)}")
         if algorithm and base in verb.peers:
             raise ConfigError(f"{name}: a peer chooses its own algorithm; write {base}")
-        choose(verb.name, algorithm or "auto", 0, 2, board=True)  # refuses a name that the verb does not take
+        # refuses a name that the verb does not take
+        choose(verb.name, algorithm or "auto", 0, 2, board=True)
     return chosen
 
 
 def _missing(verb: collectives.Verb, contenders: list[str], only: str | None) -> list[str]:
     """A line for each peer that is not installed, unless --only chose the contenders."""
-    return [f"{peer} was left out: {_install(peer)}" for peer in verb.peers if only is None and peer not in contenders]
+    return [
+        f"{peer} was left out: {_install(peer)}"
+        for peer in verb.peers
+        if only is None and peer not in contenders
+    ]
 
 
 def _install(contender: str) -> str:
@@ -140,7 +186,9 @@ def _install(contender: str) -> str:
 
 def _draw_collective(path: Path, result: Result) -> None:
     verb = collectives.VERBS[result["what"]]
-    plots.draw_bus_bandwidth(path, f"{verb.title}, {verb.about}", result["seconds"], verb.bus_bandwidth)
+    plots.draw_bus_bandwidth(
+        path, f"{verb.title}, {verb.about}", result["seconds"], verb.bus_bandwidth
+    )
 
 
 # ---------------------------------------------------------------- overlap
@@ -149,21 +197,36 @@ def _draw_collective(path: Path, result: Result) -> None:
 def _overlap(args: argparse.Namespace, progress: Progress) -> Result:
     contenders = _known(args.only, overlap.CONTENDERS, overlap.contenders_here())
     if args.ranks < 2 or args.bytes < 4 or args.bytes % 4 or not args.bandwidth:
-        raise ConfigError("choose -n of at least 2, --bytes of whole float32 numbers, a --bandwidth")
-    require_memory(f"{size_text(args.bytes)} on {args.ranks} ranks", args.bytes * args.ranks, processes=args.ranks)
+        raise ConfigError(
+            "choose -n of at least 2, --bytes of whole float32 numbers, a --bandwidth"
+        )
+    require_memory(
+        f"{size_text(args.bytes)} on {args.ranks} ranks",
+        args.bytes * args.ranks,
+        processes=args.ranks,
+    )
     _require_speed(args.bytes, args)
-    rows = overlap.measure_all(contenders, args.ranks, args.bytes, args.rounds, args.alpha, 1 / args.bandwidth,
-                                     progress)
-    return {"what": "overlap", "ranks": args.ranks, "nbytes": args.bytes, "alpha": args.alpha,
-            "bandwidth": args.bandwidth, "rows": [row.as_json() for row in rows]}
+    rows = overlap.measure_all(
+        contenders, args.ranks, args.bytes, args.rounds, args.alpha, 1 / args.bandwidth, progress
+    )
+    return {
+        "what": "overlap",
+        "ranks": args.ranks,
+        "nbytes": args.bytes,
+        "alpha": args.alpha,
+        "bandwidth": args.bandwidth,
+        "rows": [row.as_json() for row in rows],
+    }
 
 
 def _require_speed(nbytes: int, args: argparse.Namespace) -> None:
     """Raise ConfigError if the delayed links need more than a minute for so many bytes."""
     seconds = args.alpha + nbytes / args.bandwidth
     if seconds > MOST_SECONDS:
-        raise ConfigError(f"{size_text(nbytes)} take {seconds:,.0f} s over links with --alpha {args.alpha:g} and "
-                          f"--bandwidth {args.bandwidth}; choose links that take {MOST_SECONDS} s at the most")
+        raise ConfigError(
+            f"{size_text(nbytes)} take {seconds:,.0f} s over links with --alpha {args.alpha:g} and "
+            f"--bandwidth {args.bandwidth}; choose links that take {MOST_SECONDS} s at the most"
+        )
 
 
 # ---------------------------------------------------------------- overlap-step
@@ -171,7 +234,9 @@ def _require_speed(nbytes: int, args: argparse.Namespace) -> None:
 
 def _overlap_step(args: argparse.Namespace, progress: Progress) -> Result:
     known, links = overlap_step.STRATEGIES, overlap_step.LINKS
-    chosen = overlap_step.contenders(_known(args.strategy, known, list(known)), _known(args.only, links, list(links)))
+    chosen = overlap_step.contenders(
+        _known(args.strategy, known, list(known)), _known(args.only, links, list(links))
+    )
     if args.ranks < 2 or not args.bandwidth or not args.bucket:
         raise ConfigError("choose -n of at least 2, a --bandwidth and a --bucket above 0")
     model = Model.of(args)
@@ -179,12 +244,29 @@ def _overlap_step(args: argparse.Namespace, progress: Progress) -> Result:
         raise ConfigError("--what-if: predicts from a step that --why records; add --why")
     step.require_memory(model, Plan(dp=args.ranks, zero=3))
     _require_speed(4 * model.config().numbers, args)
-    rows = overlap_step.measure_all(chosen, model, args.ranks, args.rounds, args.steps, args.bucket, args.alpha,
-                                          1 / args.bandwidth, progress, explain=args.why)
+    rows = overlap_step.measure_all(
+        chosen,
+        model,
+        args.ranks,
+        args.rounds,
+        args.steps,
+        args.bucket,
+        args.alpha,
+        1 / args.bandwidth,
+        progress,
+        explain=args.why,
+    )
     if args.what_if:
         rows = what_if.follow(rows, chosen, args, progress)
-    return {"what": "overlap-step", "ranks": args.ranks, "model": vars(model), "bucket": args.bucket,
-            "alpha": args.alpha, "bandwidth": args.bandwidth, "rows": [asdict(row) for row in rows]}
+    return {
+        "what": "overlap-step",
+        "ranks": args.ranks,
+        "model": vars(model),
+        "bucket": args.bucket,
+        "alpha": args.alpha,
+        "bandwidth": args.bandwidth,
+        "rows": [asdict(row) for row in rows],
+    }
 
 
 # ---------------------------------------------------------------- save
@@ -196,25 +278,39 @@ def _save(args: argparse.Namespace, progress: Progress) -> Result:
         raise ConfigError(f"--folder {folder}: there is no such folder")
     model = Model.of(args)
     step.require_memory(model, Plan(dp=args.ranks, zero=1))
-    return {"what": "save", "ranks": args.ranks, "model": vars(model), "every": args.every,
-            "left_out": [] if save.PEER in save.contenders_here() else [
-                f"{save.PEER} was left out: {tables.INSTALL_GLOO}"],
-            **save.measure_all(model, args.ranks, args.rounds, args.every, args.saves, folder, progress)}
+    return {
+        "what": "save",
+        "ranks": args.ranks,
+        "model": vars(model),
+        "every": args.every,
+        "left_out": []
+        if save.PEER in save.contenders_here()
+        else [f"{save.PEER} was left out: {tables.INSTALL_GLOO}"],
+        **save.measure_all(
+            model, args.ranks, args.rounds, args.every, args.saves, folder, progress
+        ),
+    }
 
 
 # ---------------------------------------------------------------- calibrate
 
 
 def _calibrate(args: argparse.Namespace, progress: Progress) -> Result | None:
-    """Calibrate the links of this host; in a job that a launcher started, the job's own link (None but on rank 0)."""
-    chosen = _known(args.only, (*calibrate.LINKS, COMPUTATION), [*calibrate.links_here(), COMPUTATION])
+    """Calibrate the links of this host; in a job that a launcher started, the job's own link (None
+    but on rank 0)."""
+    chosen = _known(
+        args.only, (*calibrate.LINKS, COMPUTATION), [*calibrate.links_here(), COMPUTATION]
+    )
     links = [name for name in chosen if name != COMPUTATION]
     if args.figure and not links:
         raise ConfigError("--figure draws links, and --only names none; leave one of the two out")
     if min(args.ranks) < 2 or len(args.sizes) < 2 or min(args.sizes) < 4:
         raise ConfigError("choose -n of at least 2, and two --sizes or more, of at least 4 bytes")
-    require_memory(f"a message of {size_text(max(args.sizes))} on {max(args.ranks)} ranks",
-                   max(args.sizes) * max(args.ranks), processes=max(args.ranks))
+    require_memory(
+        f"a message of {size_text(max(args.sizes))} on {max(args.ranks)} ranks",
+        max(args.sizes) * max(args.ranks),
+        processes=max(args.ranks),
+    )
     out = Path(args.out) if args.out else profile_path()
     check_writable("--out", args.out)
     costs: list[ComputationCost] = []
@@ -229,18 +325,26 @@ def _calibrate(args: argparse.Namespace, progress: Progress) -> Result | None:
             return None
     measured = Profile([each.cost for each in fitted], machine(), tuple(costs))
     known = replace(measured, computation=measured.beside(out).computation)
-    measured = replace(measured, links=[with_steps(each.cost, each.steps, known) if each.steps else each.cost
-                                        for each in fitted])
+    measured = replace(
+        measured,
+        links=[
+            with_steps(each.cost, each.steps, known) if each.steps else each.cost for each in fitted
+        ],
+    )
     try:
         save_profile(measured.beside(out), out)
     except OSError as error:
         if error.errno in DISK_FAILED:
             raise
         raise ConfigError(f"--out {out}: {error.strerror}") from error
-    return {"what": "calibrate", "out": str(out), "misses": measured.misses(),
-            "links": [asdict(cost) for cost in measured.links],
-            "samples": [[[*sample.work, sample.seconds] for sample in each.samples] for each in fitted],
-            "computation": [asdict(cost) for cost in costs]}
+    return {
+        "what": "calibrate",
+        "out": str(out),
+        "misses": measured.misses(),
+        "links": [asdict(cost) for cost in measured.links],
+        "samples": [[[*sample.work, sample.seconds] for sample in each.samples] for each in fitted],
+        "computation": [asdict(cost) for cost in costs],
+    }
 
 
 def _known(only: str | None, known: tuple[str, ...], here: list[str]) -> list[str]:
@@ -261,13 +365,17 @@ def _kernels(args: argparse.Namespace, progress: Progress) -> Result:
     """Time or count the kernels, which are imported only here."""
     if args.count:
         from minidist.bench.kernels.counting import counted
+
         return counted(args.names, args.seed, progress)
     from minidist.bench.kernels.timing import measured
+
     return measured(args.names, args.peers, args.rounds, args.seed, progress)
 
 
 _BENCHES = {
-    **dict.fromkeys(collectives.VERBS, Bench(_collective, tables.show_collective, _draw_collective)),
+    **dict.fromkeys(
+        collectives.VERBS, Bench(_collective, tables.show_collective, _draw_collective)
+    ),
     "overlap": Bench(_overlap, tables.show_overlap, plots.draw_overlap),
     "overlap-step": Bench(_overlap_step, tables.show_overlap_step, plots.draw_overlap_step),
     "compress": Bench(compress.measure, compress_tables.show, compress_plots.draw),

@@ -1,22 +1,28 @@
-"""`minidist bench calibrate`, its second half: what computation costs here, one rank alone and several at once.
+"""`minidist bench calibrate`, its second half: what computation costs here, one rank alone and
+several at once.
 
-Each rank is a process of one BLAS thread, as in training; all compute at once, so that ranks that share cores, caches
-or memory bandwidth show it. Measured are
+Each rank is a process of one BLAS thread, as in training; all compute at once, so that ranks that
+share cores, caches or memory bandwidth show it. Measured are
 
-    matmul   products of several sizes            call + 2mkn / peak · (1 + half · (1/m + 1/k + 1/n)), where small ones
-                                                  lose nothing by their size
+    matmul   products of several sizes            call + 2mkn / peak · (1 + half · (1/m + 1/k +
+                                                  1/n)), where small ones lose nothing by their size
     stack    stacks of products, as attention's   the same, and some time a matrix
-    pass     NumPy's passes over arrays           call + bytes / bandwidth, faster while the bytes fit the cache
+    pass     NumPy's passes over arrays           call + bytes / bandwidth, faster while the bytes
+                                                  fit the cache
     gaps     passes over views with gaps          the same, and some time for each innermost loop
-    step     training steps of small models       what Python, the tape and modules take for one result of an op; the
-                                                  bandwidth of a step's passes, whose arrays are new or were just
-                                                  written; by how much its products differ from those measured alone,
-                                                  and what a byte of their matrices takes that left the cache
+    step     training steps of small models       what Python, the tape and modules take for one
+                                                  result of an op; the bandwidth of a step's passes,
+                                                  whose arrays are new or were just written; by how
+                                                  much its products differ from those measured
+                                                  alone, and what a byte of their matrices takes
+                                                  that left the cache
 
-A pass is the mean of those that a transformer's step makes (add, subtract, multiply, exp, sum, copy), with new arrays.
-A figure is the time of the slowest rank: median over repetitions, minimum over rounds (a disturbance only adds time);
-of steps the median over rounds, because trainings are disturbed as much.
-The fit is weighted least squares on the relative error. Chapter 24 prices kernels with it (simulate/here.py).
+A pass is the mean of those that a transformer's step makes (add, subtract, multiply, exp, sum,
+copy), with new arrays. A figure is the time of the slowest rank: median over repetitions, minimum
+over rounds (a disturbance only adds time); of steps the median over rounds, because trainings are
+disturbed as much.
+The fit is weighted least squares on the relative error. Chapter 24 prices kernels with it
+(simulate/here.py).
 """
 
 import itertools
@@ -29,7 +35,14 @@ from typing import Any
 
 import numpy as np
 
-from minidist.bench.jobs import Job, answer, closed_at_the_end, slowest, start_workers, worker_arguments
+from minidist.bench.jobs import (
+    Job,
+    answer,
+    closed_at_the_end,
+    slowest,
+    start_workers,
+    worker_arguments,
+)
 from minidist.comm.cost.link_model import ComputationCost
 from minidist.comm.group import Group
 from minidist.device.allocator import tune_allocator
@@ -44,9 +57,24 @@ from minidist.simulate.rates import Rates
 from minidist.simulate.trace import Kernel
 
 MODULE = "minidist.bench.computation"
-PRODUCTS = ((64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 512, 512), (768, 768, 768), (64, 32, 64),
-            (96, 80, 96), (32, 192, 768), (192, 32, 768), (16, 256, 1024), (64, 256, 1024), (96, 320, 1280),
-            (512, 256, 1024), (512, 1024, 256), (1024, 64, 1024), (1024, 1024, 64))
+PRODUCTS = (
+    (64, 64, 64),
+    (128, 128, 128),
+    (256, 256, 256),
+    (512, 512, 512),
+    (768, 768, 768),
+    (64, 32, 64),
+    (96, 80, 96),
+    (32, 192, 768),
+    (192, 32, 768),
+    (16, 256, 1024),
+    (64, 256, 1024),
+    (96, 320, 1280),
+    (512, 256, 1024),
+    (512, 1024, 256),
+    (1024, 64, 1024),
+    (1024, 1024, 64),
+)
 """m, k, n: cubes, and a transformer's."""
 STACKS = ((32, 64, 64, 64), (32, 64, 32, 64), (16, 128, 64, 64), (16, 64, 128, 64))
 """Matrices, m, k, n: of attention, whose heads lie beside each other in memory."""
@@ -54,32 +82,54 @@ PASSES = tuple(1 << shift for shift in range(8, 23, 2))
 """Elements of float32 arrays: 1 KiB to 16 MiB."""
 GAPS = ((4096, 16), (4096, 32), (1024, 64), (512, 128))
 """Rows, and elements of each: the half of a head that rotary positions turn, heads, blocks."""
-BYTES_A_PASS = (12 + 12 + 8 + 8 + 4 + 8) / 6        # an element: read and written, of the six passes
+BYTES_A_PASS = (12 + 12 + 8 + 8 + 4 + 8) / 6  # an element: read and written, of the six passes
 Figure = tuple[str, str, tuple[int, ...]]
-FIGURES: list[Figure] = [*(("matmul", dtype, size) for dtype in ("float32", "float64") for size in PRODUCTS),
-                         *(("stack", "float32", size) for size in STACKS),
-                         *(("pass", "float32", (elements,)) for elements in PASSES),
-                         *(("gaps", "float32", size) for size in GAPS),
-                         *(("step", "float32", size) for size in (
-                             (32, 16, 2, 1), (32, 16, 8, 8), (128, 64, 8, 1), (128, 64, 16, 8), (192, 32, 8, 8),
-                             (256, 128, 1, 1), (256, 128, 8, 1), (256, 128, 8, 8), (256, 64, 8, 2), (384, 128, 4, 1),
-                             (384, 64, 8, 4), (512, 64, 4, 2)))]
-"""A step: model width, tokens of a sequence, sequences, passes that they are divided into. The first are almost nothing
-but Python and launches, the last has arrays beyond the cache."""
-BUDGET = 0.03               # seconds that the repetitions of one figure take
-DEAREST = 4.0               # a step's bytes are no more than this dearer than plain passes', or cheaper in the cache
-PRODUCTS_BY = (0.8, 1.2)    # as long as measured alone: a step's operands may still be in the cache
-CACHES = tuple(1 << shift for shift in range(17, 23))       # bytes of a pass that may find its arrays in the cache
-TURNS = 8                   # until the fit of the steps changes no more
-INNER = 2                   # runs between two looks at the clock
-MOST_PAIRS = 16             # operands of a product, which take turns: layers have weights and activations of their own
-MOST_BYTES = 64 << 20       # of all pairs and their results
+FIGURES: list[Figure] = [
+    *(("matmul", dtype, size) for dtype in ("float32", "float64") for size in PRODUCTS),
+    *(("stack", "float32", size) for size in STACKS),
+    *(("pass", "float32", (elements,)) for elements in PASSES),
+    *(("gaps", "float32", size) for size in GAPS),
+    *(
+        ("step", "float32", size)
+        for size in (
+            (32, 16, 2, 1),
+            (32, 16, 8, 8),
+            (128, 64, 8, 1),
+            (128, 64, 16, 8),
+            (192, 32, 8, 8),
+            (256, 128, 1, 1),
+            (256, 128, 8, 1),
+            (256, 128, 8, 8),
+            (256, 64, 8, 2),
+            (384, 128, 4, 1),
+            (384, 64, 8, 4),
+            (512, 64, 4, 2),
+        )
+    ),
+]
+"""A step: model width, tokens of a sequence, sequences, passes that they are divided into. The
+first are almost nothing but Python and launches, the last has arrays beyond the cache."""
+BUDGET = 0.03  # seconds that the repetitions of one figure take
+# a step's bytes are no more than this dearer than plain passes', or cheaper in the cache
+DEAREST = 4.0
+PRODUCTS_BY = (0.8, 1.2)  # as long as measured alone: a step's operands may still be in the cache
+# bytes of a pass that may find its arrays in the cache
+CACHES = tuple(1 << shift for shift in range(17, 23))
+TURNS = 8  # until the fit of the steps changes no more
+INNER = 2  # runs between two looks at the clock
+# operands of a product, which take turns: layers have weights and activations of their own
+MOST_PAIRS = 16
+MOST_BYTES = 64 << 20  # of all pairs and their results
 
 
-def measure_all(ranks: Sequence[int], rounds: int, progress: Callable[[str], None]) -> list[ComputationCost]:
-    """Measure and fit one rank alone, and each number of ranks at once that have a core each, the most among them.
+def measure_all(
+    ranks: Sequence[int], rounds: int, progress: Callable[[str], None]
+) -> list[ComputationCost]:
+    """Measure and fit one rank alone, and each number of ranks at once that have a core each, the
+    most among them.
 
-    Where there are more ranks than cores, they take turns: that needs no measurement (simulate/here.py).
+    Where there are more ranks than cores, they take turns: that needs no measurement
+    (simulate/here.py).
     """
     fitted = []
     for count in sorted({1, *(min(count, cores_here()) for count in ranks)}):
@@ -90,10 +140,17 @@ def measure_all(ranks: Sequence[int], rounds: int, progress: Callable[[str], Non
             for number in range(rounds):
                 progress(f"{count} ranks compute, round {number + 1} of {rounds}")
                 for kind, dtype, size in FIGURES:
-                    seconds, = slowest(jobs[0], kind=kind, dtype=dtype, size=size)
+                    (seconds,) = slowest(jobs[0], kind=kind, dtype=dtype, size=size)
                     figures.setdefault((kind, dtype, size), []).append(seconds)
-        fitted.append(fit(count, {figure: statistics.median(times) if figure[0] == "step" else min(times)
-                                  for figure, times in figures.items()}))
+        fitted.append(
+            fit(
+                count,
+                {
+                    figure: statistics.median(times) if figure[0] == "step" else min(times)
+                    for figure, times in figures.items()
+                },
+            )
+        )
     return fitted
 
 
@@ -104,22 +161,49 @@ def start_job(ranks: int) -> Job:
 
 def fit(ranks: int, seconds: Mapping[Figure, float]) -> ComputationCost:
     """The numbers that come closest to the measured seconds of each figure."""
-    passes = [(BYTES_A_PASS * size[0], time) for (kind, _, size), time in seconds.items() if kind == "pass"]
+    passes = [
+        (BYTES_A_PASS * size[0], time)
+        for (kind, _, size), time in seconds.items()
+        if kind == "pass"
+    ]
     launch, bandwidth, cache_bytes, cache_factor, misfit = _fit_passes(passes)
-    products = {dtype: [(size, time) for (kind, of, size), time in seconds.items() if kind == "matmul" and of == dtype]
-                for dtype in ("float32", "float64")}
+    products = {
+        dtype: [
+            (size, time)
+            for (kind, of, size), time in seconds.items()
+            if kind == "matmul" and of == dtype
+        ]
+        for dtype in ("float32", "float64")
+    }
     peaks, half, small, worst = _fit_products(products, launch)
-    cost = ComputationCost(ranks, peaks, half, launch, bandwidth, cache_bytes, cache_factor, max(misfit, worst),
-                           small_bytes=small)
-    cost = replace(cost, matrix=_each(cost, seconds, "stack", stack_kernel),
-                   loop=_each(cost, seconds, "gaps", gaps_kernel))
+    cost = ComputationCost(
+        ranks,
+        peaks,
+        half,
+        launch,
+        bandwidth,
+        cache_bytes,
+        cache_factor,
+        max(misfit, worst),
+        small_bytes=small,
+    )
+    cost = replace(
+        cost,
+        matrix=_each(cost, seconds, "stack", stack_kernel),
+        loop=_each(cost, seconds, "gaps", gaps_kernel),
+    )
     steps = {size: time for (kind, _, size), time in seconds.items() if kind == "step"}
     return _fit_steps(cost, steps) if steps else cost
 
 
-def _each(cost: ComputationCost, seconds: Mapping[Figure, float], kind: str,
-          kernel: Callable[[Sequence[int]], Kernel]) -> float:
-    """What each matrix of a stack, or each inner loop of a pass, takes beside the seconds that `cost` has for all."""
+def _each(
+    cost: ComputationCost,
+    seconds: Mapping[Figure, float],
+    kind: str,
+    kernel: Callable[[Sequence[int]], Kernel],
+) -> float:
+    """What each matrix of a stack, or each inner loop of a pass, takes beside the seconds that
+    `cost` has for all."""
     rates = Rates.of(device_of([cost], 1, 1, {}))
     measured = [(size, time) for (of, _, size), time in seconds.items() if of == kind]
     if not measured:
@@ -132,7 +216,13 @@ def _each(cost: ComputationCost, seconds: Mapping[Figure, float], kind: str,
 def stack_kernel(size: Sequence[int]) -> Kernel:
     """A stack of products as the simulator sees it; size: matrices, m, k, n."""
     count, m, k, n = size
-    return Kernel("matmul", "float32", 2.0 * count * m * k * n, 4.0 * count * (m * k + k * n + m * n), tuple(size))
+    return Kernel(
+        "matmul",
+        "float32",
+        2.0 * count * m * k * n,
+        4.0 * count * (m * k + k * n + m * n),
+        tuple(size),
+    )
 
 
 def gaps_kernel(size: Sequence[int]) -> Kernel:
@@ -141,11 +231,12 @@ def gaps_kernel(size: Sequence[int]) -> Kernel:
 
 
 def _fit_steps(cost: ComputationCost, steps: Mapping[tuple[int, ...], float]) -> ComputationCost:
-    """The same with the numbers that come closest to the steps: Python's seconds, those of a byte in cache and beyond,
-    which arrays are in it, by how much a step's products differ from those measured alone, and what a byte of their
-    matrices takes beside.
+    """The same with the numbers that come closest to the steps: Python's seconds, those of a byte
+    in cache and beyond, which arrays are in it, by how much a step's products differ from those
+    measured alone, and what a byte of their matrices takes beside.
 
-    Thin products are bound by the bandwidth too, so what products take is computed again with each new bandwidth.
+    Thin products are bound by the bandwidth too, so what products take is computed again with each
+    new bandwidth.
     """
     measured, kernels = np.array(list(steps.values())), [kernels_of(size) for size in steps]
     plain = np.array([1 / (cost.bandwidth * cost.cache_factor), 1 / cost.bandwidth])
@@ -155,13 +246,22 @@ def _fit_steps(cost: ComputationCost, steps: Mapping[tuple[int, ...], float]) ->
     for limit in CACHES:
         found = cost
         for _ in range(TURNS):
-            rows = np.array([_step_row(each, cost, found, limit) for each in kernels]) / measured[:, None]
+            rows = (
+                np.array([_step_row(each, cost, found, limit) for each in kernels])
+                / measured[:, None]
+            )
             sums = 1 - rows[:, 5]
             numbers = bounded_least_squares(rows[:, :5], sums, low, high)
             python, cached, streamed, by, cold = numbers.tolist()
-            found = replace(cost, python=python, bandwidth=1 / streamed, cache_bytes=float(limit),
-                            cache_factor=max(1.0, streamed / cached),
-                            peaks={dtype: peak / by for dtype, peak in cost.peaks.items()}, cold=cold)
+            found = replace(
+                cost,
+                python=python,
+                bandwidth=1 / streamed,
+                cache_bytes=float(limit),
+                cache_factor=max(1.0, streamed / cached),
+                peaks={dtype: peak / by for dtype, peak in cost.peaks.items()},
+                cold=cold,
+            )
         error = float(((rows[:, :5] @ numbers - sums) ** 2).sum())
         if best is None or error < best[0]:
             best = error, found
@@ -169,24 +269,35 @@ def _fit_steps(cost: ComputationCost, steps: Mapping[tuple[int, ...], float]) ->
     return best[1]
 
 
-def _step_row(kernels: Sequence[tuple[Kernel, int]], cost: ComputationCost, found: ComputationCost,
-              limit: int) -> list[float]:
-    """Results of ops; bytes of passes over no more than `limit`, and over more; seconds of products, and their bytes;
-    seconds of all that does not depend on a kernel's size, and by which products are bound by the bandwidth."""
+def _step_row(
+    kernels: Sequence[tuple[Kernel, int]], cost: ComputationCost, found: ComputationCost, limit: int
+) -> list[float]:
+    """Results of ops; bytes of passes over no more than `limit`, and over more; seconds of
+    products, and their bytes; seconds of all that does not depend on a kernel's size, and by which
+    products are bound by the bandwidth."""
     memory = [(kernel.nbytes, times) for kernel, times in kernels if kernel.kind == "memory"]
     products = [(kernel, times) for kernel, times in kernels if kernel.kind == "matmul"]
     cached = sum(nbytes * times for nbytes, times in memory if nbytes <= limit)
     alone, now, bound = (
-        Rates.of(device_of([replace(each, launch=0.0, matrix=0.0, cold=0.0)], 1, 1, {})).segment(products)
-        for each in (replace(cost, bandwidth=np.inf), replace(found, bandwidth=np.inf), found))
+        Rates.of(device_of([replace(each, launch=0.0, matrix=0.0, cold=0.0)], 1, 1, {})).segment(
+            products
+        )
+        for each in (replace(cost, bandwidth=np.inf), replace(found, bandwidth=np.inf), found)
+    )
     endless = replace(cost, bandwidth=np.inf, peaks=dict.fromkeys(cost.peaks, np.inf), python=0.0)
-    return [sum(times for kernel, times in kernels if kernel.kind == "python"), cached,
-            sum(nbytes * times for nbytes, times in memory) - cached, alone,
-            sum(kernel.nbytes * times for kernel, times in products),
-            Rates.of(device_of([endless], 1, 1, {})).segment(kernels) + bound - now]
+    return [
+        sum(times for kernel, times in kernels if kernel.kind == "python"),
+        cached,
+        sum(nbytes * times for nbytes, times in memory) - cached,
+        alone,
+        sum(kernel.nbytes * times for kernel, times in products),
+        Rates.of(device_of([endless], 1, 1, {})).segment(kernels) + bound - now,
+    ]
 
 
-def bounded_least_squares(columns: np.ndarray, sums: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+def bounded_least_squares(
+    columns: np.ndarray, sums: np.ndarray, low: np.ndarray, high: np.ndarray
+) -> np.ndarray:
     """Numbers whose sums come closest to `sums`, none below `low` or above `high`."""
     scale, numbers = np.maximum(np.abs(columns).max(axis=0), 1e-300), low.copy()
     free = list(range(len(low)))
@@ -206,52 +317,77 @@ def bounded_least_squares(columns: np.ndarray, sums: np.ndarray, low: np.ndarray
 def kernels_of(size: tuple[int, ...]) -> list[tuple[Kernel, int]]:
     """The kernels of a step of a small model, and how often each."""
     trace = run_rank(Plan(accumulate=size[3]), _model(size), rows=size[2], device_kind="cpu")
-    return [each for event in trace.events[trace.steps[-1]:] if isinstance(event, Busy)
-            for each in trace.segments[int(str(event.work))]]
+    return [
+        each
+        for event in trace.events[trace.steps[-1] :]
+        if isinstance(event, Busy)
+        for each in trace.segments[int(str(event.work))]
+    ]
 
 
 def _model(size: tuple[int, ...]) -> GPTConfig:
     width, context, *_ = size
-    return GPTConfig(vocabulary=512, context=context, layers=2, width=width, heads=4, positions="rotary")
+    return GPTConfig(
+        vocabulary=512, context=context, layers=2, width=width, heads=4, positions="rotary"
+    )
 
 
 def _fit_passes(samples: Sequence[tuple[float, float]]) -> tuple[float, float, float, float, float]:
-    """launch, bandwidth, cache_bytes, cache_factor, worst misfit; the cache's size is the best of those measured."""
+    """launch, bandwidth, cache_bytes, cache_factor, worst misfit; the cache's size is the best of
+    those measured."""
     nbytes, seconds = np.array(samples).T
     best = None
     for limit in sorted(nbytes)[2:-2]:
         inside = nbytes <= limit
-        columns = np.stack([np.ones_like(nbytes), nbytes * inside, nbytes * ~inside], axis=1) / seconds[:, None]
+        columns = (
+            np.stack([np.ones_like(nbytes), nbytes * inside, nbytes * ~inside], axis=1)
+            / seconds[:, None]
+        )
         numbers = _least_squares(columns)
         error = np.abs(columns @ numbers - 1)
-        if numbers[2] > 0 and (best is None or (error ** 2).sum() < best[0]):
-            best = (float((error ** 2).sum()), limit, numbers, float(error.max()))
+        if numbers[2] > 0 and (best is None or (error**2).sum() < best[0]):
+            best = (float((error**2).sum()), limit, numbers, float(error.max()))
     assert best is not None, "large arrays take time"
     _, limit, (launch, cached, streamed), worst = best
-    return float(launch), 1 / float(streamed), float(limit), max(1.0, float(streamed / max(cached, 1e-15))), worst
+    return (
+        float(launch),
+        1 / float(streamed),
+        float(limit),
+        max(1.0, float(streamed / max(cached, 1e-15))),
+        worst,
+    )
 
 
-def _fit_products(products: Mapping[str, Sequence[tuple[Sequence[int], float]]],
-                  launch: float) -> tuple[dict[str, float], float, float, float]:
-    """The peak of each dtype, float32's `half` and bytes below which it does not count, worst misfit."""
+def _fit_products(
+    products: Mapping[str, Sequence[tuple[Sequence[int], float]]], launch: float
+) -> tuple[dict[str, float], float, float, float]:
+    """The peak of each dtype, float32's `half` and bytes below which it does not count, worst
+    misfit."""
     peaks, half, small, worst = {}, None, 0.0, 0.0
     for dtype, samples in products.items():
         flops = np.array([2.0 * np.prod(size) for size, _ in samples])
         sides = np.array([sum(1 / side for side in size) for size, _ in samples])
-        nbytes = np.array([(m * k + k * n + m * n) * np.dtype(dtype).itemsize for (m, k, n), _ in samples])
+        nbytes = np.array(
+            [(m * k + k * n + m * n) * np.dtype(dtype).itemsize for (m, k, n), _ in samples]
+        )
         seconds = np.maximum(np.array([time for _, time in samples]) - launch, 1e-9)
         if half is None:
             tried = []
-            for limit in (0.0, *sorted(nbytes)[:len(nbytes) // 2]):
-                columns = np.stack([flops, flops * sides * (nbytes > limit)], axis=1) / seconds[:, None]
+            for limit in (0.0, *sorted(nbytes)[: len(nbytes) // 2]):
+                columns = (
+                    np.stack([flops, flops * sides * (nbytes > limit)], axis=1) / seconds[:, None]
+                )
                 numbers = _least_squares(columns)
                 inverse, slope = map(float, numbers)
-                tried.append((float(((columns @ numbers - 1) ** 2).sum()), float(limit), inverse, slope))
+                tried.append(
+                    (float(((columns @ numbers - 1) ** 2).sum()), float(limit), inverse, slope)
+                )
             _, small, inverse, slope = min(tried)
             half = slope / inverse if inverse > 0 else 0.0
         sides = sides * (nbytes > small)
         inverse = float(_least_squares((flops * (1 + half * sides) / seconds)[:, None])[0])
-        inverse = inverse if inverse > 0 else float((seconds / flops).min())    # all of it was disturbed
+        # all of it was disturbed
+        inverse = inverse if inverse > 0 else float((seconds / flops).min())
         errors = np.abs(flops * inverse * (1 + half * sides) / seconds - 1)
         peaks[dtype], worst = 1 / inverse, max(worst, float(errors.max()))
     assert half is not None
@@ -261,18 +397,25 @@ def _fit_products(products: Mapping[str, Sequence[tuple[Sequence[int], float]]],
 def _least_squares(columns: np.ndarray) -> np.ndarray:
     """Numbers, none below 0, whose sums come closest to 1."""
     count = columns.shape[1]
-    return bounded_least_squares(columns, np.ones(len(columns)), np.zeros(count), np.full(count, np.inf))
+    return bounded_least_squares(
+        columns, np.ones(len(columns)), np.zeros(count), np.full(count, np.inf)
+    )
 
 
 # ---------------------------------------------------------------- the ranks' side
 
 
 def measure(kind: str, dtype: str, size: Sequence[int]) -> list[float]:
-    """Seconds of a figure on this rank: the median of the repetitions that BUDGET allows, for as long on every rank."""
+    """Seconds of a figure on this rank: the median of the repetitions that BUDGET allows, for as
+    long on every rank."""
     if kind == "step":
         return [statistics.median(run(_steps, tuple(size), size=1, transport="threads")[0])]
-    makers: dict[str, Callable[..., Callable[[], Any]]] = {"matmul": _product, "stack": _stack, "pass": _passes,
-                                                           "gaps": _passes}
+    makers: dict[str, Callable[..., Callable[[], Any]]] = {
+        "matmul": _product,
+        "stack": _stack,
+        "pass": _passes,
+        "gaps": _passes,
+    }
     work = makers[kind](dtype, *size)
     work()
     now = time.perf_counter()
@@ -288,16 +431,24 @@ def measure(kind: str, dtype: str, size: Sequence[int]) -> list[float]:
 
 
 def _product(dtype: str, m: int, k: int, n: int) -> Callable[[], Any]:
-    """A product of the next of several pairs, as each layer has operands of its own; results stay for as long."""
-    return _in_turn((m * k + k * n + m * n) * np.dtype(dtype).itemsize,
-                    lambda: (np.ones((m, k), dtype), np.ones((k, n), dtype)))
+    """A product of the next of several pairs, as each layer has operands of its own; results stay
+    for as long."""
+    return _in_turn(
+        (m * k + k * n + m * n) * np.dtype(dtype).itemsize,
+        lambda: (np.ones((m, k), dtype), np.ones((k, n), dtype)),
+    )
 
 
 def _stack(dtype: str, count: int, m: int, k: int, n: int) -> Callable[[], Any]:
-    """The products of a stack, where the rows of its matrices lie beside each other, and the second is turned."""
-    return _in_turn(count * (m * k + k * n + m * n) * np.dtype(dtype).itemsize,
-                    lambda: (np.ones((m, count, k), dtype).transpose(1, 0, 2),
-                             np.ones((n, count, k), dtype).transpose(1, 2, 0)))
+    """The products of a stack, where the rows of its matrices lie beside each other, and the second
+    is turned."""
+    return _in_turn(
+        count * (m * k + k * n + m * n) * np.dtype(dtype).itemsize,
+        lambda: (
+            np.ones((m, count, k), dtype).transpose(1, 0, 2),
+            np.ones((n, count, k), dtype).transpose(1, 2, 0),
+        ),
+    )
 
 
 def _in_turn(nbytes: int, pair: Callable[[], tuple[np.ndarray, np.ndarray]]) -> Callable[[], Any]:
@@ -313,8 +464,8 @@ def _in_turn(nbytes: int, pair: Callable[[], tuple[np.ndarray, np.ndarray]]) -> 
 
 
 def _passes(dtype: str, rows: int, elements: int | None = None) -> Callable[[], Any]:
-    """Six passes, each into a new array: 12, 12, 8, 8, 4 and 8 bytes an element. With rows, each reads a view of them
-    with gaps between."""
+    """Six passes, each into a new array: 12, 12, 8, 8, 4 and 8 bytes an element. With rows, each
+    reads a view of them with gaps between."""
     shape = rows if elements is None else (rows, 2 * elements)
     a, b = (np.full(shape, value, dtype)[..., :elements] for value in (0.5, 1.0))
 
@@ -332,7 +483,9 @@ def _passes(dtype: str, rows: int, elements: int | None = None) -> Callable[[], 
 def _steps(world: Group, size: tuple[int, ...]) -> list[float]:
     """Seconds of each step of a small model, but for the first ones."""
     trainer = Trainer(Plan(accumulate=size[3]), _model(size), world)
-    tokens = np.arange(size[2] * size[1]).reshape(size[2], size[1]) * 7 % trainer.model.config.vocabulary
+    tokens = (
+        np.arange(size[2] * size[1]).reshape(size[2], size[1]) * 7 % trainer.model.config.vocabulary
+    )
     seconds = []
     for _ in range(8):
         start = time.perf_counter()

@@ -1,13 +1,18 @@
-"""Floors of `minidist bench all-reduce|...`: the work that no algorithm avoids, without meaningful values.
+"""Floors of `minidist bench all-reduce|...`: the work that no algorithm avoids, without meaningful
+values.
 
-    copies   no communication: each rank copies and adds its least bytes in its own memory, all ranks at once
-    bare-tcp no reduction and no headers: each rank sends and receives its least bytes, to and from all others at once,
+    copies   no communication: each rank copies and adds its least bytes in its own memory, all
+             ranks at once
+    bare-tcp no reduction and no headers: each rank sends and receives its least bytes, to and from
+    all others at once,
              over bare sockets
-    bare-shm no header, and no call: each rank shows its least bytes on the ranks' board, and copies or adds what the
+    bare-shm no header, and no call: each rank shows its least bytes on the ranks' board, and copies
+    or adds what the
              others show; the values are right
 
-None is the fastest possible: NumPy's copies are not, an all-reduce in stretches that fit the caches can be faster than
-bare-tcp, which streams all bytes at once, and bare-shm shows also what could be lent: beyond 2 MiB ours is quicker.
+None is the fastest possible: NumPy's copies are not, an all-reduce in stretches that fit the caches
+can be faster than bare-tcp, which streams all bytes at once, and bare-shm shows also what could be
+lent: beyond 2 MiB ours is quicker.
 """
 
 import select
@@ -29,8 +34,8 @@ if TYPE_CHECKING:
     from minidist.bench.collectives import Verb
 
 COPIES, TCP, SHM = FLOORS = ("copies", "bare-tcp", "bare-shm")
-CACHED = 32 << 10   # elements of a partial sum, which stays in the processor's cache
-LIMIT = 60.0        # seconds without a byte that end an exchange
+CACHED = 32 << 10  # elements of a partial sum, which stays in the processor's cache
+LIMIT = 60.0  # seconds without a byte that end an exchange
 
 Run = Callable[[np.ndarray, np.ndarray], Any]
 """`run(send, recv)`: the call that is timed; in place, `send is recv`."""
@@ -39,15 +44,16 @@ Run = Callable[[np.ndarray, np.ndarray], Any]
 def blocks(array: np.ndarray, count: int) -> list[np.ndarray]:
     """`count` equal blocks as views (np.split takes as long as sending some KiB)."""
     block = len(array) // count
-    return [array[number * block:(number + 1) * block] for number in range(count)]
+    return [array[number * block : (number + 1) * block] for number in range(count)]
 
 
 def copies_call(verb: "Verb", size: int) -> Run:
     """The least copies and sums of a rank, by NumPy.
 
-    all-gather and all-to-all: n bytes copied. reduce-scatter: P blocks of n/P added. all-reduce: that, and the sum
-    copied P-1 times.
+    all-gather and all-to-all: n bytes copied. reduce-scatter: P blocks of n/P added. all-reduce:
+    that, and the sum copied P-1 times.
     """
+
     def gather(send: np.ndarray, recv: np.ndarray) -> None:
         for block in blocks(recv, len(recv) // len(send)):
             block[...] = send
@@ -56,7 +62,7 @@ def copies_call(verb: "Verb", size: int) -> Run:
         first, second, *others = blocks(send, size)
         for start in range(0, len(first), CACHED):
             piece = slice(start, start + CACHED)
-            total = np.add(first[piece], second[piece], out=recv[:len(first)][piece])
+            total = np.add(first[piece], second[piece], out=recv[: len(first)][piece])
             for other in others:
                 np.add(total, other[piece], out=total)
 
@@ -70,9 +76,11 @@ def copies_call(verb: "Verb", size: int) -> Run:
 
 
 def tcp_call(verb: "Verb", sockets: Sequence[socket.socket]) -> Run:
-    """The least exchange of a rank: with each other rank n/P bytes sent and received, for an all-reduce twice.
+    """The least exchange of a rank: with each other rank n/P bytes sent and received, for an
+    all-reduce twice.
 
-    What goes to a rank lies apart from what goes to the others, as far as the array allows: an all-reduce's overlap.
+    What goes to a rank lies apart from what goes to the others, as far as the array allows: an
+    all-reduce's overlap.
 
     Args:    sockets: one to each other rank.
     """
@@ -80,14 +88,35 @@ def tcp_call(verb: "Verb", sockets: Sequence[socket.socket]) -> Run:
 
     def exchange(send: np.ndarray, recv: np.ndarray) -> None:
         count = -(-max(len(send), len(recv)) * (2 if verb.in_place else 1) // size)
-        outgoing, incoming = (dict(zip(sockets, _spread(array, count, size - 1), strict=True))
-                              for array in (send, recv))
-        unsent, awaited = dict.fromkeys(sockets, 0), dict.fromkeys(sockets, 0)     # where each has come to
+        outgoing, incoming = (
+            dict(zip(sockets, _spread(array, count, size - 1), strict=True))
+            for array in (send, recv)
+        )
+        # where each has come to
+        unsent, awaited = dict.fromkeys(sockets, 0), dict.fromkeys(sockets, 0)
         while unsent or awaited:
-            moved = sum([_step(unsent, sock, lambda sock, at: sock.send(outgoing[sock][at:]), outgoing[sock].nbytes)
-                         for sock in list(unsent)])
-            moved += sum([_step(awaited, sock, lambda sock, at: sock.recv_into(incoming[sock][at:]),
-                                incoming[sock].nbytes) for sock in list(awaited)])
+            moved = sum(
+                [
+                    _step(
+                        unsent,
+                        sock,
+                        lambda sock, at: sock.send(outgoing[sock][at:]),
+                        outgoing[sock].nbytes,
+                    )
+                    for sock in list(unsent)
+                ]
+            )
+            moved += sum(
+                [
+                    _step(
+                        awaited,
+                        sock,
+                        lambda sock, at: sock.recv_into(incoming[sock][at:]),
+                        incoming[sock].nbytes,
+                    )
+                    for sock in list(awaited)
+                ]
+            )
             if not moved and not any(select.select(list(awaited), list(unsent), [], LIMIT)):
                 raise TimeoutError(f"bench: no byte of contender {TCP} came or went in {LIMIT:g} s")
 
@@ -95,10 +124,12 @@ def tcp_call(verb: "Verb", sockets: Sequence[socket.socket]) -> Run:
 
 
 class BoardCalls:
-    """The least that ranks do by a board, in pieces: each shows what others need of it, copies or adds what they show.
+    """The least that ranks do by a board, in pieces: each shows what others need of it, copies or
+    adds what they show.
 
-    all_gather, all_to_all: n bytes copied out. reduce_scatter: P blocks of n/P added. all_reduce: that, and the sums as
-    all_gather's. Nothing is lent: beyond 2 MiB, where our calls lend, this is no floor.
+    all_gather, all_to_all: n bytes copied out. reduce_scatter: P blocks of n/P added. all_reduce:
+    that, and the sums as all_gather's. Nothing is lent: beyond 2 MiB, where our calls lend, this is
+    no floor.
     """
 
     def __init__(self, board: Board, rank: int, size: int) -> None:
@@ -113,7 +144,7 @@ class BoardCalls:
         parts, places = split(send, self.size), split(recv, self.size)
         places[self.rank][...] = parts[self.rank]
         for src, start, piece in self._for_me(parts):
-            places[src][start:start + len(piece)] = piece
+            places[src][start : start + len(piece)] = piece
 
     def reduce_scatter(self, send: np.ndarray, recv: np.ndarray) -> None:
         parts, first = split(send, self.size), int(self.rank == 0)
@@ -129,19 +160,21 @@ class BoardCalls:
     def _tell(self, own: np.ndarray, places: Sequence[np.ndarray]) -> None:
         """Each shows its own to all, who copy it to that rank's place."""
         step = SHOWN_BYTES // own.itemsize
-        for start in range(0, len(places[0]), step):            # no place is longer than the first
-            for src, piece in self._shown([own[start:start + step]]):
-                places[src][start:start + len(piece)] = piece
+        for start in range(0, len(places[0]), step):  # no place is longer than the first
+            for src, piece in self._shown([own[start : start + step]]):
+                places[src][start : start + len(piece)] = piece
 
     def _for_me(self, parts: Sequence[np.ndarray]) -> Iterator[tuple[int, int, np.ndarray]]:
-        """Each shows a part for each other: (from which rank, where it begins, the piece for this rank)."""
+        """Each shows a part for each other: (from which rank, where it begins, the piece for this
+        rank)."""
         rank, step = self.rank, piece_bytes(self.size) // parts[0].itemsize
         for start in range(0, len(parts[0]), step):
-            pieces = [part[start:start + step] for part in parts]
+            pieces = [part[start : start + step] for part in parts]
             counts = list(map(len, pieces))
-            for src, theirs in self._shown(pieces[:rank] + pieces[rank + 1:]):
-                at = sum(counts[:rank]) - (counts[src] if src < rank else 0)    # it does not show its own
-                yield src, start, theirs[at:at + counts[rank]]
+            for src, theirs in self._shown(pieces[:rank] + pieces[rank + 1 :]):
+                # it does not show its own
+                at = sum(counts[:rank]) - (counts[src] if src < rank else 0)
+                yield src, start, theirs[at : at + counts[rank]]
 
     def _shown(self, pieces: Sequence[np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
         for src, (_, theirs) in enumerate(self.board.show(b"", pieces)):
@@ -152,12 +185,19 @@ class BoardCalls:
 def _spread(array: np.ndarray, count: int, pieces: int) -> list[memoryview]:
     """The bytes of `pieces` times `count` elements, as far apart as the array allows."""
     gap = (len(array) - count) // max(1, pieces - 1)
-    return [array[number * gap:number * gap + count].view(np.uint8).data for number in range(pieces)]
+    return [
+        array[number * gap : number * gap + count].view(np.uint8).data for number in range(pieces)
+    ]
 
 
-def _step(reached: dict[socket.socket, int], sock: socket.socket, move: Callable[[socket.socket, int], int],
-          count: int) -> int:
-    """Move the bytes that can move now, and return their number. A socket that has reached `count` is done."""
+def _step(
+    reached: dict[socket.socket, int],
+    sock: socket.socket,
+    move: Callable[[socket.socket, int], int],
+    count: int,
+) -> int:
+    """Move the bytes that can move now, and return their number. A socket that has reached `count`
+    is done."""
     moved = 0
     with suppress(BlockingIOError):
         moved = move(sock, reached[sock])
@@ -174,7 +214,10 @@ def connected(world: Group) -> list[socket.socket]:
     with socket.create_server(("127.0.0.1", 0), backlog=world.size) as listener:
         listener.settimeout(LIMIT)
         ports = world.all_gather(np.array([listener.getsockname()[1]]))
-        sockets = [socket.create_connection(("127.0.0.1", int(port)), LIMIT) for port in ports[:world.rank]]
+        sockets = [
+            socket.create_connection(("127.0.0.1", int(port)), LIMIT)
+            for port in ports[: world.rank]
+        ]
         sockets += [listener.accept()[0] for _ in range(world.rank + 1, world.size)]
     for sock in sockets:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

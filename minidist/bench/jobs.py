@@ -1,8 +1,9 @@
 """Jobs that measure on command: contenders take turns in one run, because the machine is noisy.
 
-A job is a set of processes, the ranks of one contender. Each rank connects back over a Unix socket and sleeps in the
-kernel until it gets a question; only one job measures at a time. Every round asks all contenders in turn, and the
-median over rounds is reported, so a disturbance hits all contenders equally.
+A job is a set of processes, the ranks of one contender. Each rank connects back over a Unix socket
+and sleeps in the kernel until it gets a question; only one job measures at a time. Every round asks
+all contenders in turn, and the median over rounds is reported, so a disturbance hits all contenders
+equally.
 """
 
 import argparse
@@ -20,7 +21,8 @@ from minidist.errors import LaunchError, PeerLostError
 from minidist.files import scratch
 from minidist.launch.own_python import module_command
 
-START_LIMIT = 60.0  # seconds until every rank of a job must have connected: PyTorch alone takes a few to import
+# seconds until every rank of a job must have connected: PyTorch alone takes a few to import
+START_LIMIT = 60.0
 ANSWER_LIMIT = 300.0  # seconds one measurement may take
 LAST_WORDS = 10.0  # seconds for a rank that closed its connection to print the reason and end
 
@@ -37,7 +39,9 @@ class Job:
         LaunchError, with the output of the processes, if a rank does not connect in time.
     """
 
-    def __init__(self, name: str, size: int, command: list[str], *, once_per_rank: bool = False) -> None:
+    def __init__(
+        self, name: str, size: int, command: list[str], *, once_per_rank: bool = False
+    ) -> None:
         self.name, self.size = name, size
         self._folder = ExitStack()
         path = self._folder.enter_context(scratch(prefix="minidist-bench-"))
@@ -45,10 +49,19 @@ class Job:
         self._listener.bind(str(path / "meet"))
         self._listener.listen(size)
         self._log = open(path / "log", "w+")  # noqa: SIM115 - as long as the job
-        copies = [[f"--rank={rank}", f"--size={size}"] for rank in range(size)] if once_per_rank else [[]]
+        copies = (
+            [[f"--rank={rank}", f"--size={size}"] for rank in range(size)]
+            if once_per_rank
+            else [[]]
+        )
         self._processes = [
-            subprocess.Popen([*command, "--meet", str(path), *copy], stdout=self._log, stderr=self._log,
-                             stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            subprocess.Popen(
+                [*command, "--meet", str(path), *copy],
+                stdout=self._log,
+                stderr=self._log,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
             for copy in copies
         ]
         self._ranks: dict[int, Any] = {}
@@ -61,11 +74,15 @@ class Job:
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:  # of the accept
-                if time.monotonic() < deadline and not any(process.poll() for process in self._processes):
+                if time.monotonic() < deadline and not any(
+                    process.poll() for process in self._processes
+                ):
                     continue
                 started, output = len(self._ranks), self.output()
                 self.close()
-                raise LaunchError(f"bench: {self.name} started {started} of {self.size} ranks: {output}") from None
+                raise LaunchError(
+                    f"bench: {self.name} started {started} of {self.size} ranks: {output}"
+                ) from None
             with connection:  # the stream keeps it open
                 connection.settimeout(ANSWER_LIMIT)
                 stream = connection.makefile("rw")
@@ -91,7 +108,9 @@ class Job:
             line = self._ranks[rank].readline()
             if not line:
                 self._wait(LAST_WORDS)
-                raise PeerLostError(f"bench: rank {rank} of {self.name} ended: {self.output()}", rank)
+                raise PeerLostError(
+                    f"bench: rank {rank} of {self.name} ended: {self.output()}", rank
+                )
             answers.append(json.loads(line))
         return answers
 
@@ -124,15 +143,20 @@ def closed_at_the_end(jobs: list[Job]) -> Iterator[None]:
             job.close()
 
 
-def start_workers(module: str, contender: str, ranks: int, options: Sequence[str] = (), *, by: str = "launch") -> Job:
+def start_workers(
+    module: str, contender: str, ranks: int, options: Sequence[str] = (), *, by: str = "launch"
+) -> Job:
     """Start the ranks of one contender, whose program is the module with that word.
 
-    Args:    by: "launch" (minidist launch), "mpirun", or "rank": each rank alone, with its --rank and --size.
+    Args:    by: "launch" (minidist launch), "mpirun", or "rank": each rank alone, with its --rank
+             and --size.
     Raises:  LaunchError as Job.
     """
     words = module_command(module, contender, *options)
     if by == "launch":
-        words = module_command("minidist", "launch", "-n", str(ranks), "-m", module, contender, *options)
+        words = module_command(
+            "minidist", "launch", "-n", str(ranks), "-m", module, contender, *options
+        )
     elif by == "mpirun":
         words = ["mpirun", "-n", str(ranks), *words]
     return Job(contender, ranks, words, once_per_rank=by == "rank")
@@ -144,7 +168,8 @@ def slowest(job: Job, **question: Any) -> list[float]:
 
 
 def answer(folder: str, rank: int, measure: Callable[..., Any]) -> None:
-    """The rank's side: connect, then answer every question with `measure(**question)` until the job closes."""
+    """The rank's side: connect, then answer every question with `measure(**question)` until the job
+    closes."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(str(Path(folder) / "meet"))
         with connection.makefile("rw") as stream:
@@ -157,7 +182,9 @@ def answer(folder: str, rank: int, measure: Callable[..., Any]) -> None:
 
 def worker_arguments() -> argparse.ArgumentParser:
     """A parser of the arguments that every rank's program takes."""
-    parser = argparse.ArgumentParser(description="one rank of a contender; minidist bench starts it")
+    parser = argparse.ArgumentParser(
+        description="one rank of a contender; minidist bench starts it"
+    )
     parser.add_argument("contender")
     parser.add_argument("--meet", required=True, help="the folder of the job")
     parser.add_argument("--rank", type=int, default=0)
@@ -170,5 +197,7 @@ def join_gloo(folder: str, rank: int, size: int) -> Any:
     import torch
 
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
+    )
     return torch.distributed

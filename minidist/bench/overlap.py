@@ -1,11 +1,14 @@
-"""`minidist bench overlap`: how much of an all-reduce hides behind a matrix product that runs meanwhile.
+"""`minidist bench overlap`: how much of an all-reduce hides behind a matrix product that runs
+meanwhile.
 
     x alone          start, wait                         the time of communication
     products alone   a number that takes about as long   the time of computation
-    both             start, products, wait               at best the longer of the two, at worst their sum
+    both             start, products, wait               at best the longer of the two, at worst
+                                                         their sum
 
-`delayed` is ours over links that sleep α + n·β a message (comm/transports/throttled.py): the value of overlap where a
-network moves the bytes. The others are this machine as it is, where the cores that compute also carry the bytes.
+`delayed` is ours over links that sleep α + n·β a message (comm/transports/throttled.py): the value
+of overlap where a network moves the bytes. The others are this machine as it is, where the cores
+that compute also carry the bytes.
 """
 
 import importlib.util
@@ -17,14 +20,22 @@ from typing import Any
 
 import numpy as np
 
-from minidist.bench.jobs import Job, answer, closed_at_the_end, join_gloo, slowest, start_workers, worker_arguments
+from minidist.bench.jobs import (
+    Job,
+    answer,
+    closed_at_the_end,
+    join_gloo,
+    slowest,
+    start_workers,
+    worker_arguments,
+)
 from minidist.launch.membership import limit_blas_threads
 
 DELAYED, GLOO = "delayed", "gloo"
 CONTENDERS = (DELAYED, "tcp", "shm", GLOO)
 MODULE = "minidist.bench.overlap"
-WIDTH = 256         # of the square float32 matrices: a product takes a fraction of a millisecond
-TRIAL = 8           # products in the first look at how long one takes
+WIDTH = 256  # of the square float32 matrices: a product takes a fraction of a millisecond
+TRIAL = 8  # products in the first look at how long one takes
 
 
 @dataclass(frozen=True)
@@ -43,7 +54,8 @@ class OverlapRow:
 
     @property
     def hidden(self) -> float:
-        """The hidden part of the shorter: 1 at best; below 0 if both at once take longer than one after the other."""
+        """The hidden part of the shorter: 1 at best; below 0 if both at once take longer than one
+        after the other."""
         return (self.communicate + self.compute - self.both) / min(self.communicate, self.compute)
 
     def as_json(self) -> dict[str, Any]:
@@ -56,8 +68,15 @@ def contenders_here() -> list[str]:
     return [DELAYED, "tcp", "shm", *([GLOO] if importlib.util.find_spec("torch") else [])]
 
 
-def measure_all(contenders: list[str], ranks: int, nbytes: int, rounds: int, alpha: float, beta: float,
-                progress: Callable[[str], None]) -> list[OverlapRow]:
+def measure_all(
+    contenders: list[str],
+    ranks: int,
+    nbytes: int,
+    rounds: int,
+    alpha: float,
+    beta: float,
+    progress: Callable[[str], None],
+) -> list[OverlapRow]:
     """A row for each contender; they take turns within every round."""
     jobs: list[Job] = []
     figures: dict[str, dict[str, list[float]]] = {name: {} for name in contenders}
@@ -65,8 +84,15 @@ def measure_all(contenders: list[str], ranks: int, nbytes: int, rounds: int, alp
     with closed_at_the_end(jobs):
         for name in contenders:
             progress(f"starting {name}")
-            jobs.append(start_workers(MODULE, name, ranks, [f"--alpha={alpha!r}", f"--beta={beta!r}"],
-                                      by="rank" if name == GLOO else "launch"))
+            jobs.append(
+                start_workers(
+                    MODULE,
+                    name,
+                    ranks,
+                    [f"--alpha={alpha!r}", f"--beta={beta!r}"],
+                    by="rank" if name == GLOO else "launch",
+                )
+            )
         for round_number in range(rounds):
             for job in jobs:
                 progress(f"round {round_number + 1} of {rounds}: {job.name}")
@@ -75,11 +101,19 @@ def measure_all(contenders: list[str], ranks: int, nbytes: int, rounds: int, alp
                     alone = statistics.median(slowest(job, nbytes=nbytes, products=0))
                     products[job.name] = max(1, round(alone / one))
                 count = products[job.name]
-                for kind, size, some in (("communicate", nbytes, 0), ("compute", 0, count), ("both", nbytes, count)):
+                for kind, size, some in (
+                    ("communicate", nbytes, 0),
+                    ("compute", 0, count),
+                    ("both", nbytes, count),
+                ):
                     seconds = statistics.median(slowest(job, nbytes=size, products=some))
                     figures[job.name].setdefault(kind, []).append(seconds)
-    return [OverlapRow(name, **{kind: statistics.median(seconds) for kind, seconds in figures[name].items()})
-            for name in contenders]
+    return [
+        OverlapRow(
+            name, **{kind: statistics.median(seconds) for kind, seconds in figures[name].items()}
+        )
+        for name in contenders
+    ]
 
 
 # ---------------------------------------------------------------- the ranks' side
@@ -91,14 +125,20 @@ class TimedOverlap:
     Args:    start: start(x) -> a handle with wait(). multiply: one product. barrier: of all ranks.
     """
 
-    def __init__(self, start: Callable[[np.ndarray], Any], multiply: Callable[[], Any], barrier: Callable[[], Any],
-                 ranks: int) -> None:
+    def __init__(
+        self,
+        start: Callable[[np.ndarray], Any],
+        multiply: Callable[[], Any],
+        barrier: Callable[[], Any],
+        ranks: int,
+    ) -> None:
         self.start, self.multiply, self.barrier, self.ranks = start, multiply, barrier, ranks
 
     def measure(self, nbytes: int, products: int, repeats: int = 5) -> list[float]:
-        """Seconds of each repetition: all-reduce `nbytes` (none if 0) while `products` products are computed."""
+        """Seconds of each repetition: all-reduce `nbytes` (none if 0) while `products` products are
+        computed."""
         x, seconds = np.ones(nbytes // 4, np.float32), []
-        for _ in range(repeats + 1):        # one to warm up
+        for _ in range(repeats + 1):  # one to warm up
             x.fill(1)
             self.barrier()
             started = time.perf_counter()
@@ -109,7 +149,10 @@ class TimedOverlap:
                 pending.wait()
             seconds.append(time.perf_counter() - started)
         if not (x == self.ranks).all():
-            raise ArithmeticError(f"all-reduce of {nbytes} B beside {products} products: not all {self.ranks}: {x[:4]}")
+            raise ArithmeticError(
+                f"all-reduce of {nbytes} B beside {products} products: not all {self.ranks}: "
+                f"{x[:4]}"
+            )
         return seconds[1:]
 
 
@@ -123,8 +166,12 @@ def our_rank(folder: str, contender: str, alpha: float, beta: float) -> None:
     a, b, c = (np.ones((WIDTH, WIDTH), np.float32) for _ in range(3))
 
     def work(group: Any) -> None:
-        measure = TimedOverlap(lambda x: group.start_all_reduce(x, out=x, algorithm="ring"),
-                               lambda: np.matmul(a, b, out=c), world.barrier, world.size).measure
+        measure = TimedOverlap(
+            lambda x: group.start_all_reduce(x, out=x, algorithm="ring"),
+            lambda: np.matmul(a, b, out=c),
+            world.barrier,
+            world.size,
+        ).measure
         answer(folder, world.rank, measure)
 
     if contender == DELAYED:
@@ -140,8 +187,12 @@ def gloo_rank(folder: str, rank: int, size: int) -> None:
 
     dist = join_gloo(folder, rank, size)
     a, b, c = (torch.ones(WIDTH, WIDTH) for _ in range(3))
-    work = TimedOverlap(lambda x: dist.all_reduce(torch.from_numpy(x), async_op=True),
-                        lambda: torch.matmul(a, b, out=c), dist.barrier, size)
+    work = TimedOverlap(
+        lambda x: dist.all_reduce(torch.from_numpy(x), async_op=True),
+        lambda: torch.matmul(a, b, out=c),
+        dist.barrier,
+        size,
+    )
     answer(folder, rank, work.measure)
 
 

@@ -1,4 +1,5 @@
-"""The picture of a recorded step in two rows: computation with its waits, and the collectives that ran meanwhile."""
+"""The picture of a recorded step in two rows: computation with its waits, and the collectives that
+ran meanwhile."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,8 +7,15 @@ from typing import Any
 from minidist.observe.overlap import collectives, intersect, subtract, union, waiting, working
 from minidist.observe.timeline import Span, Timeline
 
-COLOURS = {"forward": "#7fb0de", "backward": "#2f5d9b", "optimizer": "#5b9a68", "wait": "#f3d3a8",
-           "reduce_scatter": "#c44e52", "all_reduce": "#c44e52", "all_gather": "#e08e3c"}
+COLOURS = {
+    "forward": "#7fb0de",
+    "backward": "#2f5d9b",
+    "optimizer": "#5b9a68",
+    "wait": "#f3d3a8",
+    "reduce_scatter": "#c44e52",
+    "all_reduce": "#c44e52",
+    "all_gather": "#e08e3c",
+}
 """Spans have the colour of their name, collectives that of their verb."""
 
 
@@ -16,7 +24,9 @@ def spans_of(records: Sequence[dict[str, Any]]) -> list[Span]:
     return [Span(**record) for record in records]
 
 
-def draw_step(ax: Any, spans: Sequence[Span], *, computing: float = 1.0, communicating: float = 0.0) -> float:
+def draw_step(
+    ax: Any, spans: Sequence[Span], *, computing: float = 1.0, communicating: float = 0.0
+) -> float:
     """Draw the last step among one rank's spans.
 
     Args:    ax: matplotlib axes, from 0 ms at the start of the span "step".
@@ -31,8 +41,15 @@ def draw_step(ax: Any, spans: Sequence[Span], *, computing: float = 1.0, communi
 
     def bars(intervals: Any, height: float, colour: str) -> None:
         for start, stop in intersect(union(intervals), window):
-            ax.barh(height, 1e3 * (stop - start), 0.62, 1e3 * (start - step.start), color=colour, edgecolor="white",
-                    linewidth=0.4)
+            ax.barh(
+                height,
+                1e3 * (stop - start),
+                0.62,
+                1e3 * (start - step.start),
+                color=colour,
+                edgecolor="white",
+                linewidth=0.4,
+            )
 
     waits = union((span.start, span.stop) for span in waiting(timeline))
     for span in working(timeline):
@@ -51,7 +68,22 @@ def legend(figure: Any, **options: Any) -> None:
     """Explain the colours, below the figure. `options` are those of matplotlib's legend."""
     from matplotlib.patches import Patch
 
-    names = {"forward": "forward", "backward": "backward", "optimizer": "optimizer", "wait": "waiting",
-             "all_gather": "all-gather", "reduce_scatter": "reduce-scatter, all-reduce"}
-    figure.legend([Patch(facecolor=COLOURS[name]) for name in names], list(names.values()),
-                  **{"loc": "outside lower center", "ncols": len(names), "frameon": False, "fontsize": 9, **options})
+    names = {
+        "forward": "forward",
+        "backward": "backward",
+        "optimizer": "optimizer",
+        "wait": "waiting",
+        "all_gather": "all-gather",
+        "reduce_scatter": "reduce-scatter, all-reduce",
+    }
+    figure.legend(
+        [Patch(facecolor=COLOURS[name]) for name in names],
+        list(names.values()),
+        **{
+            "loc": "outside lower center",
+            "ncols": len(names),
+            "frameon": False,
+            "fontsize": 9,
+            **options,
+        },
+    )

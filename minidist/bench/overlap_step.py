@@ -1,11 +1,13 @@
-"""`minidist bench overlap-step`: the share of a training step's communication that is hidden by computation.
+"""`minidist bench overlap-step`: the share of a training step's communication that is hidden by
+computation.
 
-    delayed   over links that sleep α + n·β a message (comm/transports/throttled.py), as on a network
+    delayed   over links that sleep α + n·β a message (comm/transports/throttled.py), as on a
+              network
     tcp       this machine as it is, where the cores that compute also carry the bytes
 
-ZeRO-3 is measured with its prefetch off and on. Contenders take turns round by round. Each turn records its steps, and
-observe/overlap.py computes the share from the records of all ranks. `--why` explains the step of middle length among
-those of the middle round (observe/why.py).
+ZeRO-3 is measured with its prefetch off and on. Contenders take turns round by round. Each turn
+records its steps, and observe/overlap.py computes the share from the records of all ranks. `--why`
+explains the step of middle length among those of the middle round (observe/why.py).
 """
 
 import statistics
@@ -51,7 +53,8 @@ class Contender:
 
 @dataclass(frozen=True)
 class OverlapStepRow:
-    """One contender over all rounds, steps and ranks: seconds a step and rank, and the hidden share."""
+    """One contender over all rounds, steps and ranks: seconds a step and rank, and the hidden
+    share."""
 
     name: str
     strategy: str
@@ -62,29 +65,57 @@ class OverlapStepRow:
     hidden: float
     waited: float
     share: float
-    steps: list[list[dict[str, Any]]] = field(default_factory=list)     # a step's spans, each rank's
-    why: dict[str, Any] | None = None                                   # the report of that step, if asked for
-    what_if: list[dict[str, Any]] = field(default_factory=list)         # what_if.py: change, predicted, measured
+    steps: list[list[dict[str, Any]]] = field(default_factory=list)  # a step's spans, each rank's
+    why: dict[str, Any] | None = None  # the report of that step, if asked for
+    # what_if.py: change, predicted, measured
+    what_if: list[dict[str, Any]] = field(default_factory=list)
 
 
 def contenders(strategies: list[str], links: list[str]) -> list[Contender]:
     """Each strategy over each link; ZeRO-3 twice."""
-    return [Contender(name, link, ahead) for link in links for name in strategies
-            for ahead in ((0, 1) if name == "zero3" else (None,))]
+    return [
+        Contender(name, link, ahead)
+        for link in links
+        for name in strategies
+        for ahead in ((0, 1) if name == "zero3" else (None,))
+    ]
 
 
-def measure_all(chosen: list[Contender], model: Model, ranks: int, rounds: int, steps: int, bucket_bytes: int,
-                alpha: float, beta: float, progress: Callable[[str], None], *,
-                explain: bool = False) -> list[OverlapStepRow]:
-    """A row for each contender; they take turns within every round. Args: explain: with the report of a step."""
+def measure_all(
+    chosen: list[Contender],
+    model: Model,
+    ranks: int,
+    rounds: int,
+    steps: int,
+    bucket_bytes: int,
+    alpha: float,
+    beta: float,
+    progress: Callable[[str], None],
+    *,
+    explain: bool = False,
+) -> list[OverlapStepRow]:
+    """A row for each contender; they take turns within every round. Args: explain: with the report
+    of a step."""
     jobs: list[Job] = []
     answers: list[list[list[dict[str, Any]]]] = [[] for _ in chosen]
     with closed_at_the_end(jobs):
         for contender in chosen:
             progress(f"starting {contender.name}")
-            jobs.append(start_workers(MODULE, contender.strategy, ranks, [
-                *contender.arguments(), *model.arguments(), f"--bucket={bucket_bytes}", f"--alpha={alpha!r}",
-                f"--beta={beta!r}", *(["--why"] if explain else [])]))
+            jobs.append(
+                start_workers(
+                    MODULE,
+                    contender.strategy,
+                    ranks,
+                    [
+                        *contender.arguments(),
+                        *model.arguments(),
+                        f"--bucket={bucket_bytes}",
+                        f"--alpha={alpha!r}",
+                        f"--beta={beta!r}",
+                        *(["--why"] if explain else []),
+                    ],
+                )
+            )
         for number in range(rounds):
             for contender, job, rounds_of in zip(chosen, jobs, answers, strict=True):
                 progress(f"round {number + 1} of {rounds}: {contender.name}")
@@ -97,10 +128,23 @@ def _row(contender: Contender, rounds: list[list[dict[str, Any]]], steps: int) -
     jobs = [together([Overlap(**rank["overlap"]) for rank in ranks]) for ranks in rounds]
     middle = sorted(range(len(jobs)), key=lambda index: jobs[index].share)[len(jobs) // 2]
     each, overlap = steps * len(rounds[middle]), jobs[middle]
-    slowest = [max(times) for ranks in rounds for times in zip(*(rank["seconds"] for rank in ranks), strict=True)]
-    row = OverlapStepRow(contender.name, contender.strategy, contender.link, contender.ahead,
-                         statistics.median(slowest), overlap.communication / each, overlap.hidden / each,
-                         overlap.waited / each, overlap.share, [rank["spans"] for rank in rounds[middle]])
+    slowest = [
+        max(times)
+        for ranks in rounds
+        for times in zip(*(rank["seconds"] for rank in ranks), strict=True)
+    ]
+    row = OverlapStepRow(
+        contender.name,
+        contender.strategy,
+        contender.link,
+        contender.ahead,
+        statistics.median(slowest),
+        overlap.communication / each,
+        overlap.hidden / each,
+        overlap.waited / each,
+        overlap.share,
+        [rank["spans"] for rank in rounds[middle]],
+    )
     return explained(row) if rounds[middle][0]["explains"] else row
 
 
@@ -108,8 +152,11 @@ def explained(row: OverlapStepRow) -> OverlapStepRow:
     """The row of several steps' spans, with the step of middle length alone and its report."""
     timelines = timelines_of(row.steps)
     step = typical_step(timelines)
-    return replace(row, steps=[[asdict(span) for span in spans_of_step(timeline, step)] for timeline in timelines],
-                   why={"step": step, **why(record_step(timelines, step))})
+    return replace(
+        row,
+        steps=[[asdict(span) for span in spans_of_step(timeline, step)] for timeline in timelines],
+        why={"step": step, **why(record_step(timelines, step))},
+    )
 
 
 def timelines_of(steps: list[list[dict[str, Any]]]) -> list[Timeline]:
@@ -124,12 +171,19 @@ def spans_of_step(timeline: Timeline, first: int, last: int | None = None) -> li
     """The spans in these steps (default: in one), but for single messages."""
     steps = {span.details["step"]: span for span in timeline.spans if span.name == "step"}
     start, stop = steps[first].start, steps[first if last is None else last].stop
-    return [span for span in timeline.spans if span.row != "messages" and span.stop > start and span.start < stop]
+    return [
+        span
+        for span in timeline.spans
+        if span.row != "messages" and span.stop > start and span.start < stop
+    ]
 
 
-# ---------------------------------------------------------------------------------------------- the ranks' side
+# ---------------------------------------------------------------------------------- the ranks' side
 
-def make_strategy(name: str, model: Any, group: Any, *, bucket_bytes: int, ahead: int, recorder: Any) -> Any:
+
+def make_strategy(
+    name: str, model: Any, group: Any, *, bucket_bytes: int, ahead: int, recorder: Any
+) -> Any:
     """The strategy called `name`, for `model` over `group`."""
     from minidist.parallel.data.ddp import DDP
     from minidist.parallel.zero.zero1 import Zero1
@@ -142,9 +196,11 @@ def make_strategy(name: str, model: Any, group: Any, *, bucket_bytes: int, ahead
     return makers[name](model, group, bucket_bytes=bucket_bytes, recorder=recorder)
 
 
-def recorded_steps(group: Any, name: str, model: Model, bucket_bytes: int, ahead: int, *,
-                   explain: bool = False) -> Callable[..., Any]:
-    """A function that makes `steps` steps and returns their seconds, their overlap, and the spans of the last.
+def recorded_steps(
+    group: Any, name: str, model: Model, bucket_bytes: int, ahead: int, *, explain: bool = False
+) -> Callable[..., Any]:
+    """A function that makes `steps` steps and returns their seconds, their overlap, and the spans
+    of the last.
 
     Args:    explain: follow waits, and return the spans of all the steps.
     """
@@ -155,21 +211,28 @@ def recorded_steps(group: Any, name: str, model: Model, bucket_bytes: int, ahead
     network.initialize(0)
     timeline = Timeline(group.rank)
     timeline.follow(group.ledger, waits=explain)
-    strategy = make_strategy(name, network, group, bucket_bytes=bucket_bytes, ahead=ahead, recorder=timeline)
+    strategy = make_strategy(
+        name, network, group, bucket_bytes=bucket_bytes, ahead=ahead, recorder=timeline
+    )
     optimizer = AdamW(strategy.parameters, 1e-3)
     batch = random_batch(model.vocab, model.batch * group.size, model.context)
 
     def take(steps: int) -> dict[str, Any]:
         timeline.spans.clear()
         seconds = []
-        for step in range(steps + 1):       # the first, which gathers the last round's update, does not count
+        # the first, which gathers the last round's update, does not count
+        for step in range(steps + 1):
             start = time.perf_counter()
             with timeline.span("step", step=step):
                 strategy.step(batch, optimizer)
             seconds.append(time.perf_counter() - start)
         spans = [asdict(span) for span in spans_of_step(timeline, 1 if explain else steps, steps)]
-        return {"seconds": seconds[1:], "overlap": asdict(measure(timeline, steps=range(1, steps + 1))),
-                "spans": spans, "explains": explain}
+        return {
+            "seconds": seconds[1:],
+            "overlap": asdict(measure(timeline, steps=range(1, steps + 1))),
+            "spans": spans,
+            "explains": explain,
+        }
 
     return take
 
@@ -201,8 +264,13 @@ def main() -> None:
     limit_blas_threads(1, local_size=1)
     world = md.init(transport="tcp", threads=1)
     with linked(world, options.link, options.alpha, options.beta) as group:
-        answer(options.meet, world.rank,
-               recorded_steps(group, options.contender, model, options.bucket, options.ahead, explain=options.why))
+        answer(
+            options.meet,
+            world.rank,
+            recorded_steps(
+                group, options.contender, model, options.bucket, options.ahead, explain=options.why
+            ),
+        )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
-"""`minidist bench save`: checkpoints beside torch.distributed.checkpoint's: same bytes, checksums, fsync, same disk.
+"""`minidist bench save`: checkpoints beside torch.distributed.checkpoint's: same bytes, checksums,
+fsync, same disk.
 
     blocking       training waits for the disk
-    background     it waits for a copy of the state; meanwhile matrix products run, as a training's next step would
+    background     it waits for a copy of the state; meanwhile matrix products run, as a training's
+                   next step would
 
-Beside that: how long training stands still for the copy, in copies of the same state by NumPy; and steps with a save at
-every `--every`-th beside steps without. Contenders take turns round by round; of a round the slowest rank counts. Last
-come `--saves` saves of ours, a step after each, and the resident memory of a rank after a tenth of them and after all.
+Beside that: how long training stands still for the copy, in copies of the same state by NumPy; and
+steps with a save at every `--every`-th beside steps without. Contenders take turns round by round;
+of a round the slowest rank counts. Last come `--saves` saves of ours, a step after each, and the
+resident memory of a rank after a tenth of them and after all.
 
-PyTorch's writer gets what makes it fast: plans that are kept from save to save, and a copy whose memory is kept. Its
-checksums are those of the zip files that torch.save writes, a CRC-32 of each tensor; ours are a CRC-32 of each 256 KiB.
+PyTorch's writer gets what makes it fast: plans that are kept from save to save, and a copy whose
+memory is kept. Its checksums are those of the zip files that torch.save writes, a CRC-32 of each
+tensor; ours are a CRC-32 of each 256 KiB.
 """
 
 import importlib
@@ -22,7 +26,14 @@ from typing import Any
 import numpy as np
 import psutil
 
-from minidist.bench.jobs import Job, answer, closed_at_the_end, join_gloo, start_workers, worker_arguments
+from minidist.bench.jobs import (
+    Job,
+    answer,
+    closed_at_the_end,
+    join_gloo,
+    start_workers,
+    worker_arguments,
+)
 from minidist.bench.step.ranks import Model, random_batch
 from minidist.files import scratch
 from minidist.launch.membership import limit_blas_threads
@@ -30,7 +41,7 @@ from minidist.launch.membership import limit_blas_threads
 MODULE = "minidist.bench.save"
 OURS, PEER = "minidist", "torch.distributed.checkpoint"
 WAYS = ("blocking", "background")
-PRODUCT = 256           # rows of the matrices that are multiplied behind a save
+PRODUCT = 256  # rows of the matrices that are multiplied behind a save
 
 Answers = dict[tuple[str, str], list[list[dict[str, float]]]]
 
@@ -40,12 +51,20 @@ def contenders_here() -> list[str]:
     return [OURS] + [PEER] * (importlib.util.find_spec("torch") is not None)
 
 
-def measure_all(model: Model, ranks: int, rounds: int, every: int, saves: int, folder: Path | None,
-                progress: Callable[[str], None]) -> dict[str, Any]:
-    """Rows of each contender and way; seconds of steps without and with a save, a pair a round; memory over many saves.
+def measure_all(
+    model: Model,
+    ranks: int,
+    rounds: int,
+    every: int,
+    saves: int,
+    folder: Path | None,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """Rows of each contender and way; seconds of steps without and with a save, a pair a round;
+    memory over many saves.
 
-    Args:    every: steps to a save; saves: of the memory's part, half of them in the background; folder: on the disk
-             to measure (None: that of temporary files).
+    Args:    every: steps to a save; saves: of the memory's part, half of them in the background;
+             folder: on the disk to measure (None: that of temporary files).
     """
     jobs: dict[str, Job] = {}
     started: list[Job] = []
@@ -54,13 +73,18 @@ def measure_all(model: Model, ranks: int, rounds: int, every: int, saves: int, f
     with scratch(folder, prefix="minidist-bench-") as place, closed_at_the_end(started):
         for name in contenders_here():
             progress(f"starting {name}")
-            jobs[name] = start_workers(MODULE, name, ranks, [*model.arguments(), f"--folder={place / name}"],
-                                       by="launch" if name == OURS else "rank")
+            jobs[name] = start_workers(
+                MODULE,
+                name,
+                ranks,
+                [*model.arguments(), f"--folder={place / name}"],
+                by="launch" if name == OURS else "rank",
+            )
             started.append(jobs[name])
         arrays = jobs[OURS].ask(what="arrays")
         for name in jobs.keys() - {OURS}:
             jobs[name].ask(what="arrays", arrays=arrays)
-        for number in range(-1, rounds):                # the first round touches memory, and does not count
+        for number in range(-1, rounds):  # the first round touches memory, and does not count
             for way in WAYS:
                 for name, job in jobs.items():
                     progress(f"round {number + 1} of {rounds}: {name}, {way}")
@@ -68,16 +92,30 @@ def measure_all(model: Model, ranks: int, rounds: int, every: int, saves: int, f
                     if number >= 0:
                         answers.setdefault((name, way), []).append(told)
             if number >= 0:
-                progress(f"round {number + 1} of {rounds}: {every} steps without a save, and with one")
-                first, second = (jobs[OURS].ask(what="steps", steps=every, save=save) for save in _order(number))
+                progress(
+                    f"round {number + 1} of {rounds}: {every} steps without a save, and with one"
+                )
+                first, second = (
+                    jobs[OURS].ask(what="steps", steps=every, save=save) for save in _order(number)
+                )
                 plain, saving = (first, second) if number % 2 == 0 else (second, first)
-                steps.append((max(rank["seconds"] for rank in plain), max(rank["seconds"] for rank in saving)))
+                steps.append(
+                    (
+                        max(rank["seconds"] for rank in plain),
+                        max(rank["seconds"] for rank in saving),
+                    )
+                )
         progress(f"memory over {saves} saves")
         memory = jobs[OURS].ask(what="memory", saves=saves)
     nbytes = sum(map(sum, arrays))
-    return {"nbytes": nbytes, "rows": _rows(answers, nbytes), "steps": steps,
-            "memory": max(memory, key=lambda rank: rank["last_bytes"] - rank["first_bytes"]) | {"saves": saves},
-            "throughput": statistics.median(plain / saving for plain, saving in steps)}
+    return {
+        "nbytes": nbytes,
+        "rows": _rows(answers, nbytes),
+        "steps": steps,
+        "memory": max(memory, key=lambda rank: rank["last_bytes"] - rank["first_bytes"])
+        | {"saves": saves},
+        "throughput": statistics.median(plain / saving for plain, saving in steps),
+    }
 
 
 def _order(number: int) -> tuple[bool, bool]:
@@ -89,20 +127,32 @@ def _rows(answers: Answers, nbytes: int) -> list[dict[str, Any]]:
     """Medians over rounds, of the slowest rank in each."""
     rows = []
     for (name, way), rounds in answers.items():
-        seconds, stands, copies = ([max(rank[key] for rank in ranks) for ranks in rounds]
-                                   for key in ("seconds", "stands", "copy"))
-        rows.append({"name": name, "way": way, "seconds": statistics.median(seconds),
-                     "mib_per_second": nbytes / 2**20 / statistics.median(seconds),
-                     "stands": statistics.median(stands), "copy": statistics.median(copies),
-                     "stands_in_copies": statistics.median(stand / copy for stand, copy in
-                                                           zip(stands, copies, strict=True))})
+        seconds, stands, copies = (
+            [max(rank[key] for rank in ranks) for ranks in rounds]
+            for key in ("seconds", "stands", "copy")
+        )
+        rows.append(
+            {
+                "name": name,
+                "way": way,
+                "seconds": statistics.median(seconds),
+                "mib_per_second": nbytes / 2**20 / statistics.median(seconds),
+                "stands": statistics.median(stands),
+                "copy": statistics.median(copies),
+                "stands_in_copies": statistics.median(
+                    stand / copy for stand, copy in zip(stands, copies, strict=True)
+                ),
+            }
+        )
     return rows
 
 
-# ---------------------------------------------------------------------------------------------- the ranks' side
+# ---------------------------------------------------------------------------------- the ranks' side
+
 
 def timed_save(start: Callable[[], Any], done: Callable[[Any], bool]) -> dict[str, float]:
-    """Seconds of a save in the background, and those for which start() kept the caller; matrix products run behind."""
+    """Seconds of a save in the background, and those for which start() kept the caller; matrix
+    products run behind."""
     left = np.ones((PRODUCT, PRODUCT), np.float32)
     right, out = left.copy(), left.copy()
     begun = time.perf_counter()
@@ -138,7 +188,11 @@ def our_answers(world: Any, model: Model, folder: str) -> Callable[..., Any]:
 
             trainer.save(place)
             shard = read_manifest(place)["shards"][world.rank]
-            state = [array for slot in trainer.optimizer.slots for array in (slot.weights.data, *slot.state.values())]
+            state = [
+                array
+                for slot in trainer.optimizer.slots
+                for array in (slot.weights.data, *slot.state.values())
+            ]
             room["from"], room["to"] = state, [np.zeros_like(array) for array in state]
             return [array["nbytes"] for array in shard["arrays"]]
         world.barrier()
@@ -152,15 +206,23 @@ def our_answers(world: Any, model: Model, folder: str) -> Callable[..., Any]:
         if what == "blocking":
             trainer.save(place)
             seconds = time.perf_counter() - begun
-            return {"seconds": seconds, "stands": seconds, "copy": timed_copy(room["from"], room["to"])}
+            return {
+                "seconds": seconds,
+                "stands": seconds,
+                "copy": timed_copy(room["from"], room["to"]),
+            }
         copy = timed_copy(room["from"], room["to"])
-        return {"copy": copy, **timed_save(lambda: trainer.start_save(place), lambda save: bool(save.done()))}
+        return {
+            "copy": copy,
+            **timed_save(lambda: trainer.start_save(place), lambda save: bool(save.done())),
+        }
 
     return take
 
 
 def memory_over(saves: int, trainer: Any, place: Path, batch: Any) -> dict[str, float]:
-    """Resident bytes of this process after a tenth of so many saves and after all, and the most after any."""
+    """Resident bytes of this process after a tenth of so many saves and after all, and the most
+    after any."""
     resident = []
     for number in range(saves):
         if number % 2:
@@ -169,7 +231,11 @@ def memory_over(saves: int, trainer: Any, place: Path, batch: Any) -> dict[str, 
             trainer.start_save(place).wait()
         trainer.step(batch)
         resident.append(psutil.Process().memory_info().rss)
-    return {"first_bytes": resident[saves // 10], "last_bytes": resident[-1], "most_bytes": max(resident)}
+    return {
+        "first_bytes": resident[saves // 10],
+        "last_bytes": resident[-1],
+        "most_bytes": max(resident),
+    }
 
 
 def peers_answers(distributed: Any, rank: int, folder: str) -> Callable[..., Any]:
@@ -181,8 +247,14 @@ def peers_answers(distributed: Any, rank: int, folder: str) -> Callable[..., Any
     state: dict[str, Any] = {}
     group, background = distributed.group.WORLD, distributed.new_group(backend="gloo")
     writer = checkpoint.FileSystemWriter(folder)
-    stager = DefaultStager(StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_async_staging=False,
-                                          use_non_blocking_copy=False))
+    stager = DefaultStager(
+        StagingOptions(
+            use_pinned_memory=False,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=False,
+        )
+    )
     planner = checkpoint.DefaultSavePlanner(enable_plan_caching=True)
 
     def take(what: str, arrays: list[list[int]] | None = None) -> Any:
@@ -199,10 +271,19 @@ def peers_answers(distributed: Any, rank: int, folder: str) -> Callable[..., Any
             checkpoint.save(state, storage_writer=writer, planner=planner, process_group=group)
             seconds = time.perf_counter() - begun
             return {"seconds": seconds, "stands": seconds, "copy": copy}
-        return {"copy": copy, **timed_save(
-            lambda: checkpoint.async_save(state, storage_writer=writer, planner=planner, process_group=background,
-                                          async_stager=stager),
-            lambda future: bool(future.done()))}
+        return {
+            "copy": copy,
+            **timed_save(
+                lambda: checkpoint.async_save(
+                    state,
+                    storage_writer=writer,
+                    planner=planner,
+                    process_group=background,
+                    async_stager=stager,
+                ),
+                lambda future: bool(future.done()),
+            ),
+        }
 
     return take
 

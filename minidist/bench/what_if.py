@@ -1,4 +1,5 @@
-"""`minidist bench overlap-step --why --what-if CHANGE`: the recorded step under a change, predicted, then run."""
+"""`minidist bench overlap-step --why --what-if CHANGE`: the recorded step under a change,
+predicted, then run."""
 
 import argparse
 from collections.abc import Callable
@@ -13,8 +14,13 @@ from minidist.observe.step_record import record_step
 from minidist.observe.what_if import ORDERS, Change, predict
 
 _READ: dict[str, Callable[[str], Any]] = {
-    "bucket": number_of_bytes, "bandwidth": number_of_bytes, "alpha": float, "ahead": int,
-    "order": lambda word: ORDERS[ORDERS.index(word)], "priority": lambda word: ("off", "on").index(word) == 1}
+    "bucket": number_of_bytes,
+    "bandwidth": number_of_bytes,
+    "alpha": float,
+    "ahead": int,
+    "order": lambda word: ORDERS[ORDERS.index(word)],
+    "priority": lambda word: ("off", "on").index(word) == 1,
+}
 _LEAST = {"bucket": 1, "bandwidth": 1, "alpha": 0, "ahead": 0}
 
 
@@ -28,14 +34,21 @@ def change(text: str) -> Change:
             if name in _LEAST and not _LEAST[name] <= found[name] < float("inf"):
                 raise ValueError(value)
         except (KeyError, ValueError, argparse.ArgumentTypeError) as error:
-            raise argparse.ArgumentTypeError(f"{word!r} is no change of a step; write bucket=1MiB, alpha=1e-4, "
-                                             f"bandwidth=250MB, ahead=2, order=forward or priority=on") from error
+            raise argparse.ArgumentTypeError(
+                f"{word!r} is no change of a step; write bucket=1MiB, alpha=1e-4, "
+                f"bandwidth=250MB, ahead=2, order=forward or priority=on"
+            ) from error
     return Change(**found)
 
 
-def follow(rows: list[OverlapStepRow], chosen: list[Contender], args: argparse.Namespace,
-           progress: Callable[[str], None]) -> list[OverlapStepRow]:
-    """The rows with each change that applies to them: what the recorded step predicts, and the median of its run."""
+def follow(
+    rows: list[OverlapStepRow],
+    chosen: list[Contender],
+    args: argparse.Namespace,
+    progress: Callable[[str], None],
+) -> list[OverlapStepRow]:
+    """The rows with each change that applies to them: what the recorded step predicts, and the
+    median of its run."""
     found = []
     for row, contender in zip(rows, chosen, strict=True):
         assert row.why is not None
@@ -45,14 +58,20 @@ def follow(rows: list[OverlapStepRow], chosen: list[Contender], args: argparse.N
         for each in args.what_if:
             if applies(each, contender):
                 seconds = predict(record, each, link if contender.link == "delayed" else None)
-                told.append({"change": text_of(each), "predicted": seconds,
-                             "measured": _measured(each, contender, args, progress)})
+                told.append(
+                    {
+                        "change": text_of(each),
+                        "predicted": seconds,
+                        "measured": _measured(each, contender, args, progress),
+                    }
+                )
         found.append(replace(row, what_if=told))
     return found
 
 
 def applies(change: Change, contender: Contender) -> bool:
-    """Whether a contender has what is to change: buckets, a prefetch that is on, links of a given speed."""
+    """Whether a contender has what is to change: buckets, a prefetch that is on, links of a given
+    speed."""
     if (change.alpha is not None or change.bandwidth is not None) and contender.link != "delayed":
         return False
     if contender.strategy == "zero3":
@@ -63,17 +82,28 @@ def applies(change: Change, contender: Contender) -> bool:
 def text_of(change: Change) -> str:
     """The change as it is written: "bucket=1048576,ahead=2"."""
     words = {name: value for name, value in asdict(change).items() if value is not None}
-    return ",".join(f"{name}={('off', 'on')[value] if isinstance(value, bool) else value}"
-                    for name, value in words.items())
+    return ",".join(
+        f"{name}={('off', 'on')[value] if isinstance(value, bool) else value}"
+        for name, value in words.items()
+    )
 
 
-def _measured(change: Change, contender: Contender, args: argparse.Namespace,
-              progress: Callable[[str], None]) -> float | None:
+def _measured(
+    change: Change, contender: Contender, args: argparse.Namespace, progress: Callable[[str], None]
+) -> float | None:
     """Seconds of a step that runs under the change; None if no strategy of ours can."""
     if change.order is not None or change.priority is not None:
         return None
     ahead = contender.ahead if change.ahead is None else change.ahead
-    [row] = measure_all([replace(contender, ahead=ahead)], Model.of(args), args.ranks, args.rounds, args.steps,
-                        change.bucket or args.bucket, args.alpha if change.alpha is None else change.alpha,
-                        1 / (change.bandwidth or args.bandwidth), progress)
+    [row] = measure_all(
+        [replace(contender, ahead=ahead)],
+        Model.of(args),
+        args.ranks,
+        args.rounds,
+        args.steps,
+        change.bucket or args.bucket,
+        args.alpha if change.alpha is None else change.alpha,
+        1 / (change.bandwidth or args.bandwidth),
+        progress,
+    )
     return row.step_seconds

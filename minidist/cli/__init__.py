@@ -1,10 +1,11 @@
 """The `minidist` command: one file a command, loaded when it is asked for.
 
-The module of a command offers add_arguments(parser) and run(args) -> exit status. A user's mistake (ConfigError) is one
-line on stderr and exit status 2; a full disk or too little memory is one line and 1; an interrupt is 130; a training
-that was told to stop and has saved its state is 75. Any other error is left to Python, or, on a rank of a larger job,
-to minidist.launch, which names the rank and ends the job everywhere. When the reader of stdout has gone (`| head`),
-the command still does all its work.
+The module of a command offers add_arguments(parser) and run(args) -> exit status. A user's mistake
+(ConfigError) is one line on stderr and exit status 2; a full disk or too little memory is one line
+and 1; an interrupt is 130; a training that was told to stop and has saved its state is 75. Any
+other error is left to Python, or, on a rank of a larger job, to minidist.launch, which names the
+rank and ends the job everywhere. When the reader of stdout has gone (`| head`), the command still
+does all its work.
 """
 
 import argparse
@@ -22,17 +23,20 @@ from minidist.files import home
 from minidist.streams import standard_output
 
 COMMANDS = {
-    "train": "train a model under a plan; runs under mpirun, srun, minidist launch, or alone with -n N",
+    "train": "train a model under a plan; runs under mpirun, srun, minidist launch, or alone "
+    "with -n N",
     "launch": "start N processes here, or on several nodes, as torchrun does",
     "simulate": "run a plan on a cluster that is not at hand: time, memory, traffic, price",
     "plan": "find the plan that fits a model on a cluster best, and say why",
     "storm": "break an elastic training on purpose, and see what becomes of it",
     "sample": "write text from a run, or from one of its checkpoints",
     "checkpoint": "look into a run's checkpoints: verify every byte, export, reshard",
-    "watch": "show a run live: loss, each rank's time, bytes, memory, power, and the rank that is slow",
+    "watch": "show a run live: loss, each rank's time, bytes, memory, power, and the rank that "
+    "is slow",
     "report": "make one HTML page of a run: losses, timeline, memory, traffic, overlap, energy",
     "diagnose": "find which rank broke a job, where and why, from its flight recorders",
-    "bench": "time collectives and training steps, side by side with other libraries where installed",
+    "bench": "time collectives and training steps, side by side with other libraries where "
+    "installed",
     "calibrate": "fit simulate's cost model to step times that you measured",
     "lesson": "print, run or list lessons",
     "check": "grade the exercise of a lesson",
@@ -52,14 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         own_process()
     with suppress(ConfigError):
-        os.environ.setdefault("HOME", str(home()))              # matplotlib writes lines without, or fails
+        os.environ.setdefault("HOME", str(home()))  # matplotlib writes lines without, or fails
     words = list(sys.argv[1:] if argv is None else argv)
     command = words[0] if words and words[0] in COMMANDS else None
     prefix = f"minidist {command or ''}".rstrip()
     with standard_output() as output:
         try:
             status = _run(words, command, prefix)
-        except SystemExit:                                      # of argparse, after --help
+        except SystemExit:  # of argparse, after --help
             sys.stdout.flush()
             if not output.lost:
                 raise
@@ -70,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             from minidist import launch
 
             assert output.problem is not None
-            launch.speaks_first(output.problem)                 # so that the launcher has nothing to say
+            launch.speaks_first(output.problem)  # so that the launcher has nothing to say
     return status or int(bool(output.lost))
 
 
@@ -79,10 +83,15 @@ def _run(words: list[str], command: str | None, prefix: str) -> int:
     understood = False
     try:
         with interrupts_wait():
-            module = importlib.import_module(MODULES.get(command, f"minidist.cli.{command}")) if command else None
+            module = (
+                importlib.import_module(MODULES.get(command, f"minidist.cli.{command}"))
+                if command
+                else None
+            )
             parser = _parser(command, module)
         args = parser.parse_args(words)
-        prefix, understood = f"{prefix} {vars(args).get('what', '')}".rstrip(), True      # bench: `minidist bench step`
+        # bench: `minidist bench step`
+        prefix, understood = f"{prefix} {vars(args).get('what', '')}".rstrip(), True
         if module is None:
             parser.print_help()
             return 0
@@ -94,7 +103,8 @@ def _run(words: list[str], command: str | None, prefix: str) -> int:
         from minidist import launch
 
         told, status = refused or ("interrupted", 130)
-        # All ranks end here for one reason if the words are not understood or at an interrupt: one of them says it.
+        # All ranks end here for one reason if the words are not understood or at an interrupt: one
+        # of them says it.
         if launch.speaks_first(error, everywhere=not understood or status == 130):
             from minidist.console import readable
             from minidist.reading import visible
@@ -104,12 +114,17 @@ def _run(words: list[str], command: str | None, prefix: str) -> int:
 
 
 def _parser(command: str | None, module: ModuleType | None) -> argparse.ArgumentParser:
-    """The parser of `minidist`. Only the requested command gets its options; the other modules are not loaded."""
+    """The parser of `minidist`. Only the requested command gets its options; the other modules are
+    not loaded."""
     from minidist import __version__
     from minidist.console import Parser
 
-    parser = Parser(prog="minidist", description="Distributed training from scratch: every chapter runs.",
-                    formatter_class=_help_formatter, epilog="`minidist COMMAND --help` lists a command's options")
+    parser = Parser(
+        prog="minidist",
+        description="Distributed training from scratch: every chapter runs.",
+        formatter_class=_help_formatter,
+        epilog="`minidist COMMAND --help` lists a command's options",
+    )
     parser.add_argument("--version", action="version", version=f"minidist {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
     for name, what in COMMANDS.items():
@@ -122,7 +137,8 @@ def _parser(command: str | None, module: ModuleType | None) -> argparse.Argument
 
 
 def _help_formatter(prog: str) -> argparse.HelpFormatter:
-    """With room for the longest command: argparse counts its letters, but not how far it is indented."""
+    """With room for the longest command: argparse counts its letters, but not how far it is
+    indented."""
     formatter = argparse.HelpFormatter(prog)
     formatter._action_max_length = max(map(len, COMMANDS)) + 4
     return formatter

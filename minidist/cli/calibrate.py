@@ -1,13 +1,16 @@
-"""`minidist calibrate --from runs.csv --cluster a100-80g`: fit the cost model to measured step times.
+"""`minidist calibrate --from runs.csv --cluster a100-80g`: fit the cost model to measured step
+times.
 
     minidist calibrate --from runs.csv --cluster a100-80g --out profile.json
     minidist simulate --profile profile.json --cluster a100-80g:64x8 …
 
-A run is a line of the file. Its columns, in any order, of which `seconds`, `devices`, `batch` and a model are needed:
+A run is a line of the file. Its columns, in any order, of which `seconds`, `devices`, `batch` and a
+model are needed:
 
 {columns}
 
-Lines that begin with # are left out. `minidist bench calibrate` is another thing: it measures this machine.
+Lines that begin with # are left out. `minidist bench calibrate` is another thing: it measures this
+machine.
 """
 
 import argparse
@@ -29,10 +32,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     columns = "\n".join(f"    {name:13}{what}" for name, what in COLUMNS.items())
     parser.description = (__doc__ or "").format(columns=columns)
-    parser.add_argument("--from", dest="runs", required=True, metavar="FILE.csv", help="the measured steps")
-    parser.add_argument("--cluster", required=True, metavar="NAME", help="where: a100-80g, or FILE:NAME")
-    parser.add_argument("--fit", metavar="NAME,NAME", help="only these constants, of " + ", ".join(CONSTANTS))
-    parser.add_argument("--out", metavar="FILE", default="cost-profile.json", help="the profile (cost-profile.json)")
+    parser.add_argument(
+        "--from", dest="runs", required=True, metavar="FILE.csv", help="the measured steps"
+    )
+    parser.add_argument(
+        "--cluster", required=True, metavar="NAME", help="where: a100-80g, or FILE:NAME"
+    )
+    parser.add_argument(
+        "--fit", metavar="NAME,NAME", help="only these constants, of " + ", ".join(CONSTANTS)
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", default="cost-profile.json", help="the profile (cost-profile.json)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write runs, predictions and errors as JSON")
 
 
@@ -54,9 +65,22 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--out {args.out}: {error.strerror}") from error
     if args.json:
         rows = zip(runs, fitted.predicted, fitted.errors, fitted.left_out, strict=True)
-        write_json(args.json, {"fit": dict(fitted.profile.fit), "runs": [
-            {"label": each.label, "seconds": each.seconds, "predicted": predicted, "error": error, "left_out": left_out}
-            for each, predicted, error, left_out in rows]})
+        write_json(
+            args.json,
+            {
+                "fit": dict(fitted.profile.fit),
+                "runs": [
+                    {
+                        "label": each.label,
+                        "seconds": each.seconds,
+                        "predicted": predicted,
+                        "error": error,
+                        "left_out": left_out,
+                    }
+                    for each, predicted, error, left_out in rows
+                ],
+            },
+        )
     return 0
 
 
@@ -65,17 +89,38 @@ def _show(console: Console, runs: list[Run], fitted: CostFit, out: str) -> None:
     table = Table(title="Seconds a step", title_justify="left", header_style="bold cyan")
     for name in ("run", "measured", "predicted", "error", "left out"):
         table.add_column(name, justify="left" if name == "run" else "right")
-    for each, predicted, error, left_out in zip(runs, fitted.predicted, fitted.errors, fitted.left_out, strict=True):
-        table.add_row(escape(each.label), f"{each.seconds:.4g}", f"{predicted:.4g}", f"{error:+.1%}",
-                      f"{left_out:+.1%}")
+    for each, predicted, error, left_out in zip(
+        runs, fitted.predicted, fitted.errors, fitted.left_out, strict=True
+    ):
+        table.add_row(
+            escape(each.label),
+            f"{each.seconds:.4g}",
+            f"{predicted:.4g}",
+            f"{error:+.1%}",
+            f"{left_out:+.1%}",
+        )
     console.print(table)
     found = fitted.summary()
-    for name, what in (("default", "by the default constants"), ("fitted", "by the fitted constants"),
-                       ("left_out", "of a run left out, by the constants fitted without it")):
+    for name, what in (
+        ("default", "by the default constants"),
+        ("fitted", "by the fitted constants"),
+        ("left_out", "of a run left out, by the constants fitted without it"),
+    ):
         mean, worst = found[f"{name}_mean"], found[f"{name}_worst"]
-        console.print(f"error {mean:6.1%} in the mean, {worst:6.1%} at worst, {what}", soft_wrap=True)
+        console.print(
+            f"error {mean:6.1%} in the mean, {worst:6.1%} at worst, {what}", soft_wrap=True
+        )
     rates = {name: value for name, value in vars(fitted.profile.rates).items() if name in CONSTANTS}
-    console.print("constants: " + ", ".join(f"{name} {value:.3g}" for name, value in rates.items()), soft_wrap=True)
+    console.print(
+        "constants: " + ", ".join(f"{name} {value:.3g}" for name, value in rates.items()),
+        soft_wrap=True,
+    )
     for wire, numbers in fitted.profile.wires.items():
-        console.print(escape(f"{wire}: " + ", ".join(f"{name} {value:.3g}" for name, value in numbers.items())))
-    console.print(escape(f"profile: {out}; minidist simulate --profile {out} takes it"), soft_wrap=True)
+        console.print(
+            escape(
+                f"{wire}: " + ", ".join(f"{name} {value:.3g}" for name, value in numbers.items())
+            )
+        )
+    console.print(
+        escape(f"profile: {out}; minidist simulate --profile {out} takes it"), soft_wrap=True
+    )

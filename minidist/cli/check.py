@@ -1,9 +1,9 @@
-"""`minidist check 03 [FILE]`: grade the exercise of a lesson; exit status 0 passed, 1 not yet, 2 bad input."""
+"""`minidist check 03 [FILE]`: grade the exercise of a lesson; exit status 0 passed, 1 not yet, 2
+bad input."""
 
 import argparse
 from pathlib import Path
 
-from minidist.lessons.page import page_console
 from rich.markup import escape
 from rich.table import Column, Table
 
@@ -12,18 +12,24 @@ from minidist.cli import passed
 from minidist.console import write_json
 from minidist.files import check_writable
 from minidist.grading import Grade, grade
+from minidist.lessons.page import page_console
 from minidist.progress import progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist check`."""
     parser.add_argument("lesson", help="the lesson's number, e.g. 03")
-    parser.add_argument("file", nargs="?", help="your filled exercise (default: the exercise in the lesson's folder)")
+    parser.add_argument(
+        "file",
+        nargs="?",
+        help="your filled exercise (default: the exercise in the lesson's folder)",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the grade as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Grade and print; 0 if every task passed, else 1. Raises: ConfigError for an unknown lesson, or no Python file."""
+    """Grade and print; 0 if every task passed, else 1. Raises: ConfigError for an unknown lesson,
+    or no Python file."""
     lesson = lessons.find(args.lesson)
     check_writable("--json", args.json)
     file = Path(args.file) if args.file else lesson.part("exercise.py")
@@ -38,13 +44,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(result: Grade, title: str) -> None:
-    """Print the grade as a table; below it passed, or the first mistake, those of other holes, and what is left."""
+    """Print the grade as a table; below it passed, or the first mistake, those of other holes, and
+    what is left."""
     console = page_console()
-    table = Table("", *(Column(name, overflow="fold") for name in ("task", "target", "measured")),
-                  title=f"Lesson {result.lesson} · {title}", title_justify="left", header_style="bold cyan")
+    table = Table(
+        "",
+        *(Column(name, overflow="fold") for name in ("task", "target", "measured")),
+        title=f"Lesson {result.lesson} · {title}",
+        title_justify="left",
+        header_style="bold cyan",
+    )
     for item in result.results:
-        table.add_row("[green]ok[/green]" if item.passed else "[bold red]no[/bold red]", item.task,
-                      escape(item.target), escape(item.measured))
+        table.add_row(
+            "[green]ok[/green]" if item.passed else "[bold red]no[/bold red]",
+            item.task,
+            escape(item.target),
+            escape(item.measured),
+        )
     console.print(table)
     if result.passed:
         console.print(f"passed: all {len(result.results)} tasks", style="bold green")

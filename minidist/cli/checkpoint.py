@@ -1,8 +1,12 @@
-"""`minidist checkpoint RUN`: what a run's checkpoints hold, every byte verified; status 1 if one is damaged.
+"""`minidist checkpoint RUN`: what a run's checkpoints hold, every byte verified; status 1 if one is
+damaged.
 
-    minidist checkpoint runs/one                                        # all checkpoints of the run; or name one
-    minidist checkpoint runs/one --export model.safetensors             # the newest one's weights, as one file
-    minidist checkpoint runs/one --reshard dp=2,tp=2 --out runs/two     # the newest one, as four ranks would write it
+minidist checkpoint runs/one                                        # all checkpoints of the run; or
+                                                                    name one
+minidist checkpoint runs/one --export model.safetensors             # the newest one's weights, as
+                                                                    one file
+minidist checkpoint runs/one --reshard dp=2,tp=2 --out runs/two     # the newest one, as four ranks
+                                                                    would write it
 """
 
 import argparse
@@ -20,7 +24,14 @@ from minidist.files import check_writable
 from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.plan import ZERO_STAGES, Plan
 from minidist.progress import progress
-from minidist.survive.manifest import MANIFEST, checkpoints, read_manifest, require_told, step_folder, step_of
+from minidist.survive.manifest import (
+    MANIFEST,
+    checkpoints,
+    read_manifest,
+    require_told,
+    step_folder,
+    step_of,
+)
 from minidist.survive.reshard import reshard
 from minidist.survive.whole import read_whole, verify
 from minidist.terminal import Console
@@ -28,18 +39,33 @@ from minidist.terminal import Console
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist checkpoint`."""
-    parser.add_argument("run", metavar="RUN", help="a run folder of minidist train, or one of its checkpoints")
-    parser.add_argument("--export", metavar="FILE",
-                        help="write the weights (of mixed precision the masters), whole, as a safetensors file")
-    parser.add_argument("--reshard", metavar="dp=N,pp=N,…", help="write the checkpoint as the ranks of this plan would")
-    parser.add_argument("--zero", type=int, choices=ZERO_STAGES, default=0,
-                        help="of the plan of --reshard: the ZeRO stage (default: 0)")
+    parser.add_argument(
+        "run", metavar="RUN", help="a run folder of minidist train, or one of its checkpoints"
+    )
+    parser.add_argument(
+        "--export",
+        metavar="FILE",
+        help="write the weights (of mixed precision the masters), whole, as a safetensors file",
+    )
+    parser.add_argument(
+        "--reshard",
+        metavar="dp=N,pp=N,…",
+        help="write the checkpoint as the ranks of this plan would",
+    )
+    parser.add_argument(
+        "--zero",
+        type=int,
+        choices=ZERO_STAGES,
+        default=0,
+        help="of the plan of --reshard: the ZeRO stage (default: 0)",
+    )
     parser.add_argument("--out", metavar="FOLDER", help="of --reshard: the new run folder")
     parser.add_argument("--json", metavar="FILE", help="also write what is printed as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Verify and print; export, reshard. Returns: 0 if every byte is as written, else 1. Raises: ConfigError."""
+    """Verify and print; export, reshard. Returns: 0 if every byte is as written, else 1. Raises:
+    ConfigError."""
     check_writable("--json", args.json)
     check_writable("--export", args.export)
     plan = _plan(args)
@@ -66,15 +92,19 @@ def run(args: argparse.Namespace) -> int:
                 reshard(Path(newest["folder"]), target, plan)
         except CheckpointError as error:
             fail(str(error))
-        console.print(f"{target}: the same for {plural(plan.size, 'rank')}; minidist train --resume {args.out} goes on",
-                      markup=False)
+        console.print(
+            f"{target}: the same for {plural(plan.size, 'rank')}; minidist train --resume "
+            f"{args.out} goes on",
+            markup=False,
+        )
     if args.json:
         write_json(args.json, {"good": good, "checkpoints": found})
     return 0 if good else 1
 
 
 def look_into(folder: Path) -> dict[str, Any]:
-    """Read every byte of a checkpoint: what it holds, and the problems of each shard; none: it is as written."""
+    """Read every byte of a checkpoint: what it holds, and the problems of each shard; none: it is
+    as written."""
     record: dict[str, Any] = {"folder": str(folder), "step": step_of(folder), "problems": []}
     try:
         about = read_manifest(folder)["about"]
@@ -85,18 +115,27 @@ def look_into(folder: Path) -> dict[str, Any]:
         record["problems"] = [_short(error)]
         return record
     return record | {
-        "step": about["steps_done"], "ranks": about["ranks"], "plan": about["plan"], "config": about["config"],
-        "optimizer": about["optimizer"], "seed": about["seed"], "bytes": sum(shard.nbytes for shard in shards),
+        "step": about["steps_done"],
+        "ranks": about["ranks"],
+        "plan": about["plan"],
+        "config": about["config"],
+        "optimizer": about["optimizer"],
+        "seed": about["seed"],
+        "bytes": sum(shard.nbytes for shard in shards),
         "shards": [shard._asdict() for shard in shards],
-        "problems": [_short(problem) for shard in shards for problem in shard.problems]}
+        "problems": [_short(problem) for shard in shards for problem in shard.problems],
+    }
 
 
 def _short(problem: Exception | str) -> str:
-    return str(problem).removesuffix("; take an older checkpoint").removesuffix("; take an older one")
+    return (
+        str(problem).removesuffix("; take an older checkpoint").removesuffix("; take an older one")
+    )
 
 
 def _folders(place: Path) -> list[Path]:
-    """The checkpoints that `place` names, the oldest first. Raises: ConfigError if there is none."""
+    """The checkpoints that `place` names, the oldest first. Raises: ConfigError if there is
+    none."""
     if (place / MANIFEST).is_file() or step_of(place) is not None:
         return [place]
     try:
@@ -113,7 +152,9 @@ def _folders(place: Path) -> list[Path]:
 def _plan(args: argparse.Namespace) -> Plan | None:
     if args.reshard is None:
         if args.out or args.zero:
-            fail(f"{'--out' if args.out else '--zero'}: is for --reshard; add it, or leave this out")
+            fail(
+                f"{'--out' if args.out else '--zero'}: is for --reshard; add it, or leave this out"
+            )
         return None
     if args.out is None:
         fail("--reshard: name a new run folder with --out")
@@ -121,7 +162,10 @@ def _plan(args: argparse.Namespace) -> Plan | None:
         fail(f"--out {args.out}: holds checkpoints; name another folder")
     plan = Plan(**{**asdict(Plan.parse(args.reshard)), "zero": args.zero})
     if plan.size > MOST_RANKS:
-        fail(f"--reshard: {plan.size:,} ranks are more than {MOST_RANKS:,}, the most that this command plays here")
+        fail(
+            f"--reshard: {plan.size:,} ranks are more than {MOST_RANKS:,}, the most that this "
+            "command plays here"
+        )
     return plan
 
 
@@ -138,16 +182,32 @@ def _show(console: Console, record: dict[str, Any]) -> None:
     """A line about a checkpoint, a row a shard, and its problems."""
     if "shards" in record:
         plan, config = record["plan"], record["config"]
-        cut = ",".join(f"{axis}={plan[axis]}" for axis in ("dp", "pp", "ep", "cp", "tp") if plan[axis] > 1) or "dp=1"
+        cut = (
+            ",".join(
+                f"{axis}={plan[axis]}" for axis in ("dp", "pp", "ep", "cp", "tp") if plan[axis] > 1
+            )
+            or "dp=1"
+        )
         zero = f", ZeRO-{plan['zero']}" if plan["zero"] else ""
-        console.print(f"{record['folder']}: step {record['step']}, {plural(record['ranks'], 'rank')} ({cut}{zero}), "
-                      f"{plural(config['layers'], 'layer')} of width {config['width']}, {record['optimizer']}, "
-                      f"{size_text(record['bytes'])}", markup=False)
-        table = Table("shard", *(Column(name, justify="right") for name in ("arrays", "bytes")), "",
-                      header_style="bold")
+        console.print(
+            f"{record['folder']}: step {record['step']}, {plural(record['ranks'], 'rank')} "
+            f"({cut}{zero}), {plural(config['layers'], 'layer')} of width {config['width']}, "
+            f"{record['optimizer']}, {size_text(record['bytes'])}",
+            markup=False,
+        )
+        table = Table(
+            "shard",
+            *(Column(name, justify="right") for name in ("arrays", "bytes")),
+            "",
+            header_style="bold",
+        )
         for shard in record["shards"]:
-            table.add_row(shard["file"], str(shard["arrays"]), exactly(shard["nbytes"]),
-                          "[bold red]damaged[/bold red]" if shard["problems"] else "every byte as written")
+            table.add_row(
+                shard["file"],
+                str(shard["arrays"]),
+                exactly(shard["nbytes"]),
+                "[bold red]damaged[/bold red]" if shard["problems"] else "every byte as written",
+            )
         console.print(table)
     for problem in record["problems"]:
         console.print(f"[bold red]damaged[/bold red]: {escape(problem)}")

@@ -1,8 +1,11 @@
-"""`minidist diagnose RUN`: which rank broke a job or holds it up, where and why, from its records; status 1 if any.
+"""`minidist diagnose RUN`: which rank broke a job or holds it up, where and why, from its records;
+status 1 if any.
 
-    minidist diagnose runs/one              # a run of minidist train: one that ended, hangs or still runs
-    minidist diagnose rings                 # the folder of minidist launch --flight rings, or of dumps (SIGUSR2)
-    minidist diagnose /tmp/minidist-flight-*.json       # recorders, or their dumps, by name
+minidist diagnose runs/one              # a run of minidist train: one that ended, hangs or still
+                                        runs
+minidist diagnose rings                 # the folder of minidist launch --flight rings, or of dumps
+                                        (SIGUSR2)
+minidist diagnose /tmp/minidist-flight-*.json       # recorders, or their dumps, by name
 """
 
 import argparse
@@ -28,16 +31,27 @@ from minidist.terminal import Console
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist diagnose`."""
-    parser.add_argument("run", metavar="RUN", nargs="+",
-                        help="a run folder of minidist train, or a folder of flight recorders; or recorders and dumps, "
-                             "file by file")
-    parser.add_argument("--stuck", type=positive_number, default=STUCK, metavar="SECONDS",
-                        help="age from which an open call of a job that runs counts as a hang (default: %(default)g)")
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="+",
+        help="a run folder of minidist train, or a folder of flight recorders; or recorders and "
+        "dumps, file by file",
+    )
+    parser.add_argument(
+        "--stuck",
+        type=positive_number,
+        default=STUCK,
+        metavar="SECONDS",
+        help="age from which an open call of a job that runs counts as a hang (default: "
+        "%(default)g)",
+    )
     parser.add_argument("--json", metavar="FILE", help="also write what is printed as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, judge, print. Returns: 0 if nothing is wrong, else 1. Raises: ConfigError if nothing was recorded."""
+    """Read, judge, print. Returns: 0 if nothing is wrong, else 1. Raises: ConfigError if nothing
+    was recorded."""
     check_writable("--json", args.json)
     records = _records(args.run)
     with consistent(f"the records of {args.run[0]}"):
@@ -52,12 +66,15 @@ def run(args: argparse.Namespace) -> int:
         _show(console, finding)
     if args.json:
         findings: list[dict[str, Any]] = [asdict(finding) for finding in found.findings]
-        write_json(args.json, {"healthy": not findings, "summary": found.summary, "findings": findings})
+        write_json(
+            args.json, {"healthy": not findings, "summary": found.summary, "findings": findings}
+        )
     return 1 if found.findings else 0
 
 
 def _records(places: Sequence[str]) -> tuple[list[RankFlight], dict[int, RankSteps]]:
-    """Flight recorders and records of steps; one of them is enough: a run that was told to stop keeps no recorders."""
+    """Flight recorders and records of steps; one of them is enough: a run that was told to stop
+    keeps no recorders."""
     place, *more = places
     if more or os.path.isfile(place):
         return read_flight_files(places), {}
@@ -71,10 +88,17 @@ def _records(places: Sequence[str]) -> tuple[list[RankFlight], dict[int, RankSte
 
 
 def _table(findings: list[Fault]) -> Table:
-    table = Table("culprit", "cause", Column("where", overflow="fold"), "how sure", header_style="bold")
+    table = Table(
+        "culprit", "cause", Column("where", overflow="fold"), "how sure", header_style="bold"
+    )
     for finding in findings:
         culprit = ranks_text(finding.ranks) if finding.ranks else "no rank"
-        table.add_row(culprit, f"[bold red]{escape(finding.cause)}[/bold red]", escape(finding.where), finding.sure)
+        table.add_row(
+            culprit,
+            f"[bold red]{escape(finding.cause)}[/bold red]",
+            escape(finding.where),
+            finding.sure,
+        )
     return table
 
 

@@ -1,4 +1,5 @@
-"""`minidist lesson`: list the lessons, print one, run it, break it, draw its figure, or copy its exercise."""
+"""`minidist lesson`: list the lessons, print one, run it, break it, draw its figure, or copy its
+exercise."""
 
 import argparse
 import os
@@ -8,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from minidist.lessons import Lesson
-from minidist.lessons.page import page_console
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
@@ -21,28 +20,48 @@ from minidist.cli.story import Story, fit_words, for_terminal
 from minidist.console import fail, folder_to_write, rank_count, require_memory, shown, write_json
 from minidist.files import DISK_FAILED, check_writable, whole
 from minidist.grading import load_module
+from minidist.lessons import Lesson
+from minidist.lessons.page import page_console
 from minidist.progress import progress
 from minidist.reading import visible
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist lesson`."""
-    parser.add_argument("lesson", nargs="?", help="the lesson's number, e.g. 03; left out: the table of lessons")
+    parser.add_argument(
+        "lesson", nargs="?", help="the lesson's number, e.g. 03; left out: the table of lessons"
+    )
     one = parser.add_mutually_exclusive_group()
-    one.add_argument("-n", "--ranks", type=rank_count, metavar="N", help="run the lesson on N ranks of this machine")
+    one.add_argument(
+        "-n",
+        "--ranks",
+        type=rank_count,
+        metavar="N",
+        help="run the lesson on N ranks of this machine",
+    )
     one.add_argument("--answers", action="store_true", help="print the quiz's answers too")
-    one.add_argument("--figure", action="store_true", help="record a run and draw the lesson's figure from it")
-    one.add_argument("--break", dest="broken", metavar="NAME", help="run one of the story's 'Break it'")
+    one.add_argument(
+        "--figure", action="store_true", help="record a run and draw the lesson's figure from it"
+    )
+    one.add_argument(
+        "--break", dest="broken", metavar="NAME", help="run one of the story's 'Break it'"
+    )
     one.add_argument("--copy", metavar="DIR", help="copy the exercise to DIR, to work on it there")
-    parser.add_argument("--out", metavar="DIR", help="where --figure writes, a folder that is made if need be "
-                        "(default: figures/NN_name)")
-    parser.add_argument("--json", metavar="FILE", help="write the table of lessons, or the run's tables, as JSON")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="where --figure writes, a folder that is made if need be (default: figures/NN_name)",
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write the table of lessons, or the run's tables, as JSON"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Do what the options ask for. Returns: the exit status of the run, or 0.
 
-    Raises: ConfigError for an unknown lesson, a rank count below 1, or a place that cannot be written.
+    Raises: ConfigError for an unknown lesson, a rank count below 1, or a place that cannot be
+    written.
     """
     _check_fit(args)
     check_writable("--json", args.json)
@@ -62,44 +81,86 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_fit(args: argparse.Namespace) -> None:
-    """Raise ConfigError for an option that does not fit. The parser refuses two actions, e.g. --figure --copy."""
-    named = {"-n": args.ranks, "--answers": args.answers, "--figure": args.figure, "--break": args.broken,
-             "--copy": args.copy, "--out": args.out}
+    """Raise ConfigError for an option that does not fit. The parser refuses two actions, e.g.
+    --figure --copy."""
+    named = {
+        "-n": args.ranks,
+        "--answers": args.answers,
+        "--figure": args.figure,
+        "--break": args.broken,
+        "--copy": args.copy,
+        "--out": args.out,
+    }
     given = [option for option, value in named.items() if value not in (None, False)]
     if args.lesson is None and given:
         fail(f"{given[0]} needs the number of a lesson, e.g. minidist lesson 03 {given[0]}")
     if args.out is not None and not args.figure:
         fail("--out goes with --figure: it says where the figure is written")
     if args.json is not None and given and given != ["-n"]:
-        fail(f"--json does not go with {given[0]}: it writes the table of lessons, or the tables of a run")
+        fail(
+            f"--json does not go with {given[0]}: it writes the table of lessons, or the tables "
+            "of a run"
+        )
 
 
 def _list(file: str | None) -> int:
     """The table of lessons: their modules too where the terminal has room."""
     there, graded, console = lessons.every_lesson(), passed.when(), page_console()
-    rows = [[lesson.number, f"{lesson.title}\n{lesson.notes}", str(lesson.minutes), " ".join(lesson.after),
-             graded.get(lesson.number, ""), re.sub("[,;] ", "\n", lesson.module)] for lesson in there]
+    rows = [
+        [
+            lesson.number,
+            f"{lesson.title}\n{lesson.notes}",
+            str(lesson.minutes),
+            " ".join(lesson.after),
+            graded.get(lesson.number, ""),
+            re.sub("[,;] ", "\n", lesson.module),
+        ]
+        for lesson in there
+    ]
     if (table := _table(rows, console.width)) is None:
         _print_blocks(console, rows)
     else:
         console.print(table)
-    console.print("min: about how many minutes, by length; after: the lessons it builds on; passed: its check, when\n"
-                  "minidist lesson 03 reads one, minidist lesson 03 -n 4 runs it, minidist check 03 grades it",
-                  style="dim")
+    console.print(
+        "min: about how many minutes, by length; after: the lessons it builds on; passed: its "
+        "check, when\n"
+        "minidist lesson 03 reads one, minidist lesson 03 -n 4 runs it, minidist check 03 "
+        "grades it",
+        style="dim",
+    )
     if file:
-        write_json(file, {"lessons": [
-            {"lesson": lesson.number, "title": lesson.title, "notes": lesson.notes, "module": lesson.module,
-             "folder": str(lesson.folder), "minutes": lesson.minutes, "after": lesson.after,
-             "passed": graded.get(lesson.number)} for lesson in there]})
+        write_json(
+            file,
+            {
+                "lessons": [
+                    {
+                        "lesson": lesson.number,
+                        "title": lesson.title,
+                        "notes": lesson.notes,
+                        "module": lesson.module,
+                        "folder": str(lesson.folder),
+                        "minutes": lesson.minutes,
+                        "after": lesson.after,
+                        "passed": graded.get(lesson.number),
+                    }
+                    for lesson in there
+                ]
+            },
+        )
     return 0
 
 
 def _table(rows: list[list[str]], width: int) -> Table | None:
-    """Return the table of lessons, without modules where their paths have no room; None where no word has room."""
+    """Return the table of lessons, without modules where their paths have no room; None where no
+    word has room."""
     names = ["lesson", "title and notes", "min", "after", "passed", "module"]
     for count in (len(names), len(names) - 1):
-        table = Table(*(Column(name, overflow="fold", no_wrap=name == "passed") for name in names[:count]),
-                      title="Lessons", title_justify="left", header_style="bold cyan")
+        table = Table(
+            *(Column(name, overflow="fold", no_wrap=name == "passed") for name in names[:count]),
+            title="Lessons",
+            title_justify="left",
+            header_style="bold cyan",
+        )
         if not fit_words(table, [row[:count] for row in [names, *rows]], width):
             continue
         for row in rows:
@@ -111,7 +172,8 @@ def _table(rows: list[list[str]], width: int) -> Table | None:
 
 
 def _print_blocks(console: Console, rows: list[list[str]]) -> None:
-    """Print the lessons one below the other, for a terminal in which the words of the table have no room."""
+    """Print the lessons one below the other, for a terminal in which the words of the table have no
+    room."""
     for number, told, minutes, after, graded, _ in rows:
         title, notes = told.split("\n")
         facts = [f"{minutes} min"]
@@ -124,7 +186,11 @@ def _print_blocks(console: Console, rows: list[list[str]]) -> None:
 
 def _run(lesson: Lesson, ranks: int, file: str | None) -> int:
     """The lesson's script, on `ranks` ranks started here."""
-    argv = [sys.executable, str(lesson.part("lesson.py")), *(["--json", os.path.realpath(file)] if file else [])]
+    argv = [
+        sys.executable,
+        str(lesson.part("lesson.py")),
+        *(["--json", os.path.realpath(file)] if file else []),
+    ]
     if ranks == 1:
         return subprocess.call(argv)
     require_memory(f"a lesson on {ranks} ranks", 0, processes=ranks)
@@ -140,8 +206,12 @@ def _figure(lesson: Lesson, out: str | None) -> int:
     except argparse.ArgumentTypeError as error:
         fail(f"--out: {error}")
     with progress(f"drawing the figure of lesson {lesson.number} from a run of its own"):
-        drawing = subprocess.run([sys.executable, str(lesson.part("figure.py")), *folder], stdout=subprocess.PIPE,
-                                 text=True, errors="replace")
+        drawing = subprocess.run(
+            [sys.executable, str(lesson.part("figure.py")), *folder],
+            stdout=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
     print(drawing.stdout, end="")
     return drawing.returncode
 
@@ -150,7 +220,9 @@ def _break(lesson: Lesson, name: str) -> int:
     """One of the lesson's experiments, as `lesson.py --break NAME` runs it."""
     known = load_module(lesson.part("lesson.py"), lesson.number).BREAKS
     if name not in known:
-        fail(f"lesson {lesson.number} has no --break {shown(name)}; choose one of {', '.join(known)}")
+        fail(
+            f"lesson {lesson.number} has no --break {shown(name)}; choose one of {', '.join(known)}"
+        )
     return subprocess.call([sys.executable, str(lesson.part("lesson.py")), "--break", name])
 
 

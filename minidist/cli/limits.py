@@ -14,12 +14,21 @@ from minidist.launch.limits import Limits, MemoryLimit
 
 def add_limits(add: Callable[..., Any], where: str) -> None:
     """Both options; `where`: whose ranks they are for."""
-    add("--cores", type=core_list, metavar="LIST",
-        help=f"cores for the ranks {where}, as 0-1 or 0,2, dealt over them: each has its own, or all share them if "
-             "there are fewer (default: all)")
-    add("--memory-limit", type=number_of_bytes, metavar="SIZE",
-        help=f"memory of all ranks {where} together, as 2GiB, by a control group (cgroup): a rank that needs more "
-             "is killed; one line says so where no group can be made (default: no limit)")
+    add(
+        "--cores",
+        type=core_list,
+        metavar="LIST",
+        help=f"cores for the ranks {where}, as 0-1 or 0,2, dealt over them: each has its own, or "
+        "all share them if there are fewer (default: all)",
+    )
+    add(
+        "--memory-limit",
+        type=number_of_bytes,
+        metavar="SIZE",
+        help=f"memory of all ranks {where} together, as 2GiB, by a control group (cgroup): a "
+        "rank that needs more is killed; one line says so where no group can be made "
+        "(default: no limit)",
+    )
 
 
 def keep_to_cores(args: Namespace, launch: Launch) -> None:
@@ -30,18 +39,27 @@ def keep_to_cores(args: Namespace, launch: Launch) -> None:
 
 
 def require_own_ranks(args: Namespace, launch: Launch, *, as_threads: bool) -> None:
-    """Raise ConfigError if there is a memory limit and no launcher of ours that could set it, and outlive a rank."""
+    """Raise ConfigError if there is a memory limit and no launcher of ours that could set it, and
+    outlive a rank."""
     if args.memory_limit is None:
         return
     if args.memory_limit == 0:
         fail("--memory-limit: no rank can live with 0 B; write 2GiB")
     if as_threads:
-        fail("--memory-limit: is for ranks that are processes; leave out --transport " + args.transport)
+        fail(
+            "--memory-limit: is for ranks that are processes; leave out --transport "
+            + args.transport
+        )
     if launch.launcher != "alone":
-        fail(f"--memory-limit: {launch.launcher} started the ranks; give the limit to it, or start them here with -n")
+        fail(
+            f"--memory-limit: {launch.launcher} started the ranks; give the limit to it, or "
+            "start them here with -n"
+        )
 
 
 def limits_of(args: Namespace, folder: Path | None = None) -> Limits:
     """What the two options ask for, and the run folder that is locked for the ranks."""
     nbytes = args.memory_limit
-    return Limits(args.cores or (), None if nbytes is None else MemoryLimit(nbytes, size_text(nbytes)), folder)
+    return Limits(
+        args.cores or (), None if nbytes is None else MemoryLimit(nbytes, size_text(nbytes)), folder
+    )

@@ -1,13 +1,14 @@
-"""`minidist doctor` draws the machine: boxes in boxes for what is inside what, and a table of measured links.
+"""`minidist doctor` draws the machine: boxes in boxes for what is inside what, and a table of
+measured links.
 
-    ┌ vm: 23.5 GiB of memory, 21.8 GiB free ─────┐
-    │ ┌ socket 0: L3 260 MiB ──────────────────┐ │
-    │ │ ┌ core 0 ────┐ ┌ core 1 ────┐          │ │
-    │ │ │ L1d 48 KiB │ │ L1d 48 KiB │          │ │
-    │ │ │ L2 2 MiB   │ │ L2 2 MiB   │          │ │
-    │ │ └────────────┘ └────────────┘          │ │
-    │ └────────────────────────────────────────┘ │
-    └────────────────────────────────────────────┘
+┌ vm: 23.5 GiB of memory, 21.8 GiB free ─────┐
+│ ┌ socket 0: L3 260 MiB ──────────────────┐ │
+│ │ ┌ core 0 ────┐ ┌ core 1 ────┐          │ │
+│ │ │ L1d 48 KiB │ │ L1d 48 KiB │          │ │
+│ │ │ L2 2 MiB   │ │ L2 2 MiB   │          │ │
+│ │ └────────────┘ └────────────┘          │ │
+│ └────────────────────────────────────────┘ │
+└────────────────────────────────────────────┘
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,20 +16,44 @@ from collections.abc import Iterable, Sequence
 from minidist.comm.cost.link_model import LinkCost, Profile
 from minidist.console import plural, size_text
 from minidist.device.cores import in_words
-from minidist.observe.machine_parts import InstalledGpu, MachineParts, ProcessorCore, ProcessorSocket
+from minidist.observe.machine_parts import (
+    InstalledGpu,
+    MachineParts,
+    ProcessorCore,
+    ProcessorSocket,
+)
 
-ASCII = str.maketrans({"┌": "+", "┐": "+", "└": "+", "┘": "+", "─": "-", "│": "|", "…": ".", "α": "a", "β": "b",
-                       "µ": "u", "×": "x"})
-MOST = 8            # cores of a socket that are drawn each by itself, unless fewer fit
+ASCII = str.maketrans(
+    {
+        "┌": "+",
+        "┐": "+",
+        "└": "+",
+        "┘": "+",
+        "─": "-",
+        "│": "|",
+        "…": ".",
+        "α": "a",
+        "β": "b",
+        "µ": "u",
+        "×": "x",
+    }
+)
+MOST = 8  # cores of a socket that are drawn each by itself, unless fewer fit
 CALIBRATE = "minidist bench calibrate"
 
 
-def drawing(parts: MachineParts, profile: Profile | None, *, width: int, encoding: str = "utf-8") -> list[str]:
-    """The machine as lines of at most `width` columns, of at least 40; in ASCII where the encoding asks for it."""
+def drawing(
+    parts: MachineParts, profile: Profile | None, *, width: int, encoding: str = "utf-8"
+) -> list[str]:
+    """The machine as lines of at most `width` columns, of at least 40; in ASCII where the encoding
+    asks for it."""
     width = max(40, width)
     inside = [line for socket in parts.sockets for line in _socket(socket, parts, width - 4)]
-    lines = box(f"{parts.host}: {size_text(parts.memory)} of memory, {size_text(parts.free)} free",
-                [parts.processor, *inside], width)
+    lines = box(
+        f"{parts.host}: {size_text(parts.memory)} of memory, {size_text(parts.free)} free",
+        [parts.processor, *inside],
+        width,
+    )
     lines += row([_gpu(number, gpu) for number, gpu in enumerate(parts.gpus)], width)
     lines += ["", *links(profile, width)]
     try:
@@ -41,11 +66,20 @@ def drawing(parts: MachineParts, profile: Profile | None, *, width: int, encodin
 def box(title: str, inside: Iterable[str], width: int | None = None) -> list[str]:
     """A frame around lines; as wide as they are, or `width`. What does not fit is cut."""
     lines = [*inside]
-    width = max((len(line) for line in (f"{title} ", *lines)), default=0) + 4 if width is None else width
-    title = title if len(title) <= width - 4 else f"{title[:width - 5]}…"
-    return [f"┌ {title} {'─' * (width - 4 - len(title))}┐",
-            *(f"│ {line if len(line) <= width - 4 else line[:width - 5] + '…':<{width - 4}} │" for line in lines),
-            f"└{'─' * (width - 2)}┘"]
+    width = (
+        max((len(line) for line in (f"{title} ", *lines)), default=0) + 4
+        if width is None
+        else width
+    )
+    title = title if len(title) <= width - 4 else f"{title[: width - 5]}…"
+    return [
+        f"┌ {title} {'─' * (width - 4 - len(title))}┐",
+        *(
+            f"│ {line if len(line) <= width - 4 else line[: width - 5] + '…':<{width - 4}} │"
+            for line in lines
+        ),
+        f"└{'─' * (width - 2)}┘",
+    ]
 
 
 def row(boxes: Sequence[list[str]], width: int) -> list[str]:
@@ -54,7 +88,10 @@ def row(boxes: Sequence[list[str]], width: int) -> list[str]:
     waiting = [*boxes]
     while waiting:
         count = 1
-        while count < len(waiting) and sum(len(each[0]) + 1 for each in waiting[:count + 1]) - 1 <= width:
+        while (
+            count < len(waiting)
+            and sum(len(each[0]) + 1 for each in waiting[: count + 1]) - 1 <= width
+        ):
             count += 1
         beside, waiting = waiting[:count], waiting[count:]
         height = max(map(len, beside))
@@ -64,17 +101,24 @@ def row(boxes: Sequence[list[str]], width: int) -> list[str]:
 
 
 def _socket(socket: ProcessorSocket, parts: MachineParts, width: int) -> list[str]:
-    """A socket with its cores: if they are many, the first ones and how many more there are like them."""
-    shared = ", ".join(f"{name} {size_text(nbytes)}" if count == 1 else f"{name} {count} × {size_text(nbytes)}"
-                       for name, nbytes, count in socket.shared)
-    title = f"socket {socket.number}: {plural(len(socket.cores), 'core')}" + (f", {shared}" if shared else "")
+    """A socket with its cores: if they are many, the first ones and how many more there are like
+    them."""
+    shared = ", ".join(
+        f"{name} {size_text(nbytes)}" if count == 1 else f"{name} {count} × {size_text(nbytes)}"
+        for name, nbytes, count in socket.shared
+    )
+    title = f"socket {socket.number}: {plural(len(socket.cores), 'core')}" + (
+        f", {shared}" if shared else ""
+    )
     if socket.memory and len(parts.sockets) > 1:
         title += f", {size_text(socket.memory)} beside it"
     boxes = [_core(core, parts) for core in socket.cores[:MOST]]
     if len(socket.cores) > MOST:
         boxes = boxes[:3]
         more = len(socket.cores) - len(boxes)
-        boxes.append(box(f"{more} more", ["like these" if _alike(socket.cores) else "not all like these"]))
+        boxes.append(
+            box(f"{more} more", ["like these" if _alike(socket.cores) else "not all like these"])
+        )
     return box(title, row(boxes, width - 4), width)
 
 
@@ -102,7 +146,9 @@ def links(profile: Profile | None, width: int) -> list[str]:
     lines = [f"{'links':<10}{'ranks':>6}{'α':>12}{'1/β':>12}"]
     if width >= 60:
         lines[0] += "   what a message costs: α + bytes × β"
-    lines += [_link(link) for link in sorted(profile.links, key=lambda link: (link.link, link.ranks))]
+    lines += [
+        _link(link) for link in sorted(profile.links, key=lambda link: (link.link, link.ranks))
+    ]
     return [*lines, f"  measured {profile.machine.get('date', 'at an unknown date')}"]
 
 

@@ -1,4 +1,5 @@
-"""Which lessons' checks this user has passed, and when: passed.json beside the profile of `bench calibrate`."""
+"""Which lessons' checks this user has passed, and when: passed.json beside the profile of `bench
+calibrate`."""
 
 import json
 import time
@@ -15,7 +16,9 @@ FILE = "passed.json"
 def when() -> dict[str, str]:
     """{lesson: date}, "2026-11-23"; empty if there is no such file, or it cannot be read."""
     with suppress(OSError, ValueError, ConfigError):
-        found: dict[str, str] = read_json(profile_path().with_name(FILE), dict[str, str], most=1 << 20)
+        found: dict[str, str] = read_json(
+            profile_path().with_name(FILE), dict[str, str], most=1 << 20
+        )
         return found
     return {}
 
@@ -26,4 +29,6 @@ def keep(lesson: str) -> None:
         path = profile_path().with_name(FILE)
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole(path) as draft:
-            draft.write_text(json.dumps({**when(), lesson: time.strftime("%Y-%m-%d")}) + "\n", encoding="utf-8")
+            draft.write_text(
+                json.dumps({**when(), lesson: time.strftime("%Y-%m-%d")}) + "\n", encoding="utf-8"
+            )

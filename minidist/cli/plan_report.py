@@ -13,7 +13,7 @@ from minidist.plan.ranking import Ranking, command
 from minidist.plan.scaling import NEAR_LINEAR, ScalingPoint
 from minidist.plan.trial import Trial
 
-SMALLEST = 5e-3         # shares of the step below this are not told
+SMALLEST = 5e-3  # shares of the step below this are not told
 GIB = 2.0**30
 _UNITS = {"cost": ("$ a step",), "energy": ("J a step",)}
 
@@ -21,14 +21,34 @@ _UNITS = {"cost": ("$ a step",), "energy": ("J a step",)}
 def print_ranking(console: Console, ranking: Ranking, count: int, model: Sequence[str]) -> None:
     """The best plans, the best one's terms, and the command that runs it."""
     best, cluster = ranking.best, ranking.cluster
-    console.print(f"\n{ranking.config.numbers / 1e9:,.3g} billion weights on {cluster.spec}, {ranking.batch:,} "
-                  f"sequences of {ranking.config.context:,} tokens a step", markup=False)
-    console.print(f"{ranking.enumerated:,} plans enumerated, {len(ranking):,} fit into memory; "
-                  f"ranked by {ranking.objective}\n", markup=False)
-    figures = ["s a step", "MFU", "GiB", *["replay"] * bool(ranking.confirmed), *_UNITS.get(ranking.objective, ())]
-    table = Table(*(Column(name, justify="right") for name in ("", *figures)), "plan", header_style="bold")
+    console.print(
+        f"\n{ranking.config.numbers / 1e9:,.3g} billion weights on {cluster.spec}, "
+        f"{ranking.batch:,} "
+        f"sequences of {ranking.config.context:,} tokens a step",
+        markup=False,
+    )
+    console.print(
+        f"{ranking.enumerated:,} plans enumerated, {len(ranking):,} fit into memory; "
+        f"ranked by {ranking.objective}\n",
+        markup=False,
+    )
+    figures = [
+        "s a step",
+        "MFU",
+        "GiB",
+        *["replay"] * bool(ranking.confirmed),
+        *_UNITS.get(ranking.objective, ()),
+    ]
+    table = Table(
+        *(Column(name, justify="right") for name in ("", *figures)), "plan", header_style="bold"
+    )
     for place, choice in enumerate(ranking.top(count), start=1):
-        cells = [str(place), f"{choice.step_seconds:.4g}", f"{ranking.mfu(choice):.1%}", f"{choice.total / GIB:.3g}"]
+        cells = [
+            str(place),
+            f"{choice.step_seconds:.4g}",
+            f"{ranking.mfu(choice):.1%}",
+            f"{choice.total / GIB:.3g}",
+        ]
         if ranking.confirmed:
             cells.append(f"{choice.confirmed.step_seconds:.4g}" if choice.confirmed else "")
         if ranking.objective in _UNITS:
@@ -36,8 +56,11 @@ def print_ranking(console: Console, ranking: Ranking, count: int, model: Sequenc
             cells.append(f"{figure or 0.0:.4g}")
         table.add_row(*cells, choice.text)
     console.print(table)
-    parts = [f"{TITLES[term]} {best.seconds[term] / best.step_seconds:.1%}" for term in TERMS
-             if best.seconds[term] > SMALLEST * best.step_seconds]
+    parts = [
+        f"{TITLES[term]} {best.seconds[term] / best.step_seconds:.1%}"
+        for term in TERMS
+        if best.seconds[term] > SMALLEST * best.step_seconds
+    ]
     console.print(f"the step of 1: {', '.join(parts)}", markup=False)
     console.print(f"run it: {command(best, model, ranking)}\n", markup=False, soft_wrap=True)
 
@@ -50,14 +73,20 @@ def print_explanation(console: Console, told: Explanation, notes: Advice) -> Non
         console.print(f"runner-up: {told.runner_up.text}, {ahead:+.4g} s a step", markup=False)
         for term, spent in told.why:
             if abs(spent) > SMALLEST * told.winner.step_seconds / 2:
-                console.print(f"  {TITLES[term]}: {'saves' if spent > 0 else 'costs'} {abs(spent):.4g} s", markup=False)
+                console.print(
+                    f"  {TITLES[term]}: {'saves' if spent > 0 else 'costs'} {abs(spent):.4g} s",
+                    markup=False,
+                )
     console.print(f"what binds: {told.binds}", markup=False)
     for name, share in told.twice.items():
         console.print(f"twice the {name}: the best step takes {share:.1%} of today's", markup=False)
     if told.more:
-        console.print(f"one more node (a batch of {told.more['batch']:,.0f}): a sequence takes "
-                      f"{told.more['seconds of a sequence']:.1%} of today's, {told.more['ideal']:.1%} would be ideal",
-                      markup=False)
+        console.print(
+            f"one more node (a batch of {told.more['batch']:,.0f}): a sequence takes "
+            f"{told.more['seconds of a sequence']:.1%} of today's, {told.more['ideal']:.1%} "
+            "would be ideal",
+            markup=False,
+        )
     console.rule("what the notes advise", style="dim", align="left")
     console.print(f"chart of bottlenecks: {'; '.join(notes.chart)}", markup=False)
     console.print(f"table by model size: {notes.row}", markup=False)
@@ -68,19 +97,38 @@ def print_explanation(console: Console, told: Explanation, notes: Advice) -> Non
 
 def print_forecast(console: Console, found: TokenForecast) -> None:
     """Days, energy and money for the tokens."""
-    console.rule(f"{found.tokens:.3g} tokens, {exactly(round(found.steps))} steps", style="dim", align="left")
-    table = Table("machines", *(Column(name, justify="right") for name in ("days", "dollars", "kept work",
-                                                                           "checkpoint every")), header_style="bold")
+    console.rule(
+        f"{found.tokens:.3g} tokens, {exactly(round(found.steps))} steps", style="dim", align="left"
+    )
+    table = Table(
+        "machines",
+        *(
+            Column(name, justify="right")
+            for name in ("days", "dollars", "kept work", "checkpoint every")
+        ),
+        header_style="bold",
+    )
     for offer in (found.own, found.cloud, found.spot):
-        table.add_row(offer.name, f"{offer.days:,.4g}", "" if offer.dollars is None else f"{offer.dollars:,.0f}",
-                      f"{offer.goodput:.1%}", f"{offer.interval / 60:,.0f} min")
+        table.add_row(
+            offer.name,
+            f"{offer.days:,.4g}",
+            "" if offer.dollars is None else f"{offer.dollars:,.0f}",
+            f"{offer.goodput:.1%}",
+            f"{offer.interval / 60:,.0f} min",
+        )
     console.print(table)
     if found.joules is not None:
-        console.print(f"{found.days:,.4g} days without interruptions, {found.joules / KWH:,.0f} kWh\n", markup=False)
+        console.print(
+            f"{found.days:,.4g} days without interruptions, {found.joules / KWH:,.0f} kWh\n",
+            markup=False,
+        )
     console.print("this rests on (--assume NAME=VALUE for others):", markup=False)
     for premise in found.premises:
-        console.print(f"  {premise.name} = {premise.value:.3g} {premise.unit}: {premise.source}", markup=False,
-                      soft_wrap=True)
+        console.print(
+            f"  {premise.name} = {premise.value:.3g} {premise.unit}: {premise.source}",
+            markup=False,
+            soft_wrap=True,
+        )
     console.print()
 
 
@@ -88,23 +136,50 @@ def print_scaling(console: Console, curves: Mapping[str, Sequence[ScalingPoint]]
     """The best plan on more and more nodes, strong and weak, beside the notes' claim."""
     for name, points in curves.items():
         console.rule(f"{name} scaling", style="dim", align="left")
-        table = Table(*(Column(title, justify="right") for title in ("nodes", "batch", "s a step", "efficiency", "")),
-                      "plan", header_style="bold")
+        table = Table(
+            *(
+                Column(title, justify="right")
+                for title in ("nodes", "batch", "s a step", "efficiency", "")
+            ),
+            "plan",
+            header_style="bold",
+        )
         for point in points:
-            table.add_row(str(point.nodes), f"{point.batch:,}", f"{point.step_seconds:.4g}", f"{point.efficiency:.1%}",
-                          "near-linear" * point.near_linear, point.plan)
+            table.add_row(
+                str(point.nodes),
+                f"{point.batch:,}",
+                f"{point.step_seconds:.4g}",
+                f"{point.efficiency:.1%}",
+                "near-linear" * point.near_linear,
+                point.plan,
+            )
         console.print(table)
-    console.print(f"near-linear (N0:430, N1:100, N2:86; {NEAR_LINEAR:.0%}, assumed): sequences a second and device "
-                  "over those of the first row\n", markup=False, soft_wrap=True)
+    console.print(
+        f"near-linear (N0:430, N1:100, N2:86; {NEAR_LINEAR:.0%}, assumed): sequences a second "
+        "and device "
+        "over those of the first row\n",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def print_trials(console: Console, trials: Sequence[Trial]) -> None:
     """Predicted beside measured."""
     console.rule("trained here: predicted beside measured", style="dim", align="left")
-    table = Table("plan", *(Column(name, justify="right") for name in ("predicted ms", "measured ms", "error",
-                                                                       "two halves differ")), header_style="bold")
+    table = Table(
+        "plan",
+        *(
+            Column(name, justify="right")
+            for name in ("predicted ms", "measured ms", "error", "two halves differ")
+        ),
+        header_style="bold",
+    )
     for trial in trials:
-        table.add_row(trial.choice.text + (" (random)" if trial.random else ""), f"{trial.predicted * 1e3:.4g}",
-                      f"{trial.measured * 1e3:.4g}", f"{trial.predicted / trial.measured - 1:+.1%}",
-                      f"{trial.spread:.1%}")
+        table.add_row(
+            trial.choice.text + (" (random)" if trial.random else ""),
+            f"{trial.predicted * 1e3:.4g}",
+            f"{trial.measured * 1e3:.4g}",
+            f"{trial.predicted / trial.measured - 1:+.1%}",
+            f"{trial.spread:.1%}",
+        )
     console.print(table)

@@ -1,7 +1,8 @@
 """`minidist report RUN`: the run as one HTML page, RUN/report.html, made from the run folder alone.
 
-    minidist report runs/one                    # open runs/one/report.html in a browser; it needs no network
-    minidist report runs/one --out one.html
+minidist report runs/one                    # open runs/one/report.html in a browser; it needs no
+                                            network
+minidist report runs/one --out one.html
 """
 
 import argparse
@@ -21,12 +22,15 @@ from minidist.terminal import Console
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist report`."""
-    parser.add_argument("run", metavar="RUN", help="a run folder of minidist train, also of a run that died")
+    parser.add_argument(
+        "run", metavar="RUN", help="a run folder of minidist train, also of a run that died"
+    )
     parser.add_argument("--out", metavar="FILE", help=f"the page (default: RUN/{PAGE})")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read the folder, write the page. Returns: 0. Raises: ConfigError if it is no run, or --out cannot be written."""
+    """Read the folder, write the page. Returns: 0. Raises: ConfigError if it is no run, or --out
+    cannot be written."""
     check_writable("--out", args.out)
     found = read_run(args.run)
     ledger, lines, account = _tables(found) if found.metrics else ([], [], [])
@@ -34,24 +38,33 @@ def run(args: argparse.Namespace) -> int:
     place = Path(args.out) if args.out else found.folder / PAGE
     with written("--out", place, member=not args.out) as draft:
         draft.write_bytes(as_utf8(text))
-    Console(highlight=False, soft_wrap=True).print(f"{place}: {size_text(len(as_utf8(text)))}, open it in a browser",
-                                                   markup=False)
+    Console(highlight=False, soft_wrap=True).print(
+        f"{place}: {size_text(len(as_utf8(text)))}, open it in a browser", markup=False
+    )
     return 0
 
 
 def _tables(run: RunFiles) -> tuple[list[PlainTable], list[str], list[PlainTable]]:
-    """Return the ledger's tables and lines, and the memory account's, as the terminal shows them at a run's end.
+    """Return the ledger's tables and lines, and the memory account's, as the terminal shows them at
+    a run's end.
 
     Numbers of metrics.json that make no sense together make it a file that is missing.
     """
-    metrics, sentence = run.metrics, "What fills the memory of rank 0, in bytes, measured and by formula"
-    if "ranks" not in metrics or "formula" not in metrics:      # the run died when its results were written
+    metrics, sentence = (
+        run.metrics,
+        "What fills the memory of rank 0, in bytes, measured and by formula",
+    )
+    # the run died when its results were written
+    if "ranks" not in metrics or "formula" not in metrics:
         return [], [], []
     try:
         with consistent(f"the numbers of {METRICS}"):
             tables, lines = traffic_tables(metrics) if metrics["steps"] else ([], [])
-            return ([plain_table(table, title[0].upper() + title[1:]) for title, table in tables], lines,
-                    [plain_table(memory_table(metrics), sentence)])
+            return (
+                [plain_table(table, title[0].upper() + title[1:]) for title, table in tables],
+                lines,
+                [plain_table(memory_table(metrics), sentence)],
+            )
     except ConfigError as error:
         run.missing[METRICS] = str(error)
         run.metrics.clear()

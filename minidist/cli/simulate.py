@@ -1,11 +1,13 @@
-"""`minidist simulate --cluster h100:128x8 --model llama3-70b --plan dp=16,pp=8,tp=8`: a plan on a cluster not at hand.
+"""`minidist simulate --cluster h100:128x8 --model llama3-70b --plan dp=16,pp=8,tp=8`: a plan on a
+cluster not at hand.
 
     minidist simulate --cluster h100:128x8 --model llama3-70b --batch 1024 --plan dp=16,pp=8,tp=8 --zero 1 \\
         --schedule 1f1b --microbatches 64
     minidist simulate --cluster a100-80g:1x8 --layers 24 --width 2048 --heads 16 --batch 64 --plan dp=8 --zero 3
     minidist simulate … --slow-rank 3:2.0 --slow-link "node1.nic*:4" --figure step.png --trace step.json
 
-The modules that train run on arrays without data; their calls and kernels are then put on one clock.
+The modules that train run on arrays without data; their calls and kernels are then put on one
+clock.
 """
 
 import argparse
@@ -44,42 +46,96 @@ DOES_NOT_FIT = 3
 MOST_TOKENS = 1e18
 
 SIZES = {"layers": 12, "width": 768, "heads": 12, "sequence": 1024, "vocab": 50257}
-"""Of a model without a name (those of GPT-2); an option of a model with a name replaces the name's."""
+"""Of a model without a name (those of GPT-2); an option of a model with a name replaces the
+name's."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist simulate`."""
     add = parser.add_argument_group("the cluster").add_argument
-    add("--cluster", required=True, metavar="NAME:NODESxDEVICES", help="as h100:128x8; FILE:NAME:… for one of yours")
-    add("--profile", metavar="FILE", help="constants that `minidist calibrate` fitted to measured steps")
-    add("--slow-rank", action="append", default=[], metavar="RANK:FACTOR",
-        help="a straggler: this rank computes so many times longer; may be given several times")
-    add("--fail", metavar="RANK:SECONDS", help="also tell how the others stand still if this rank fails in the step")
-    add("--slow-link", action="append", default=[], metavar="NAME:FACTOR",
-        help="a byte takes so many times longer on links of this name, as node3.nic0-out or node3.*")
+    add(
+        "--cluster",
+        required=True,
+        metavar="NAME:NODESxDEVICES",
+        help="as h100:128x8; FILE:NAME:… for one of yours",
+    )
+    add(
+        "--profile",
+        metavar="FILE",
+        help="constants that `minidist calibrate` fitted to measured steps",
+    )
+    add(
+        "--slow-rank",
+        action="append",
+        default=[],
+        metavar="RANK:FACTOR",
+        help="a straggler: this rank computes so many times longer; may be given several times",
+    )
+    add(
+        "--fail",
+        metavar="RANK:SECONDS",
+        help="also tell how the others stand still if this rank fails in the step",
+    )
+    add(
+        "--slow-link",
+        action="append",
+        default=[],
+        metavar="NAME:FACTOR",
+        help="a byte takes so many times longer on links of this name, as node3.nic0-out or "
+        "node3.*",
+    )
     model_arguments(parser)
     add = parser.add_argument_group("the step").add_argument
-    add("--batch", type=positive, required=True, metavar="SEQUENCES", help="sequences a step, of the whole job")
+    add(
+        "--batch",
+        type=positive,
+        required=True,
+        metavar="SEQUENCES",
+        help="sequences a step, of the whole job",
+    )
     add("--precision", choices=PRECISIONS, default="bf16", help="as of train (default: bf16)")
-    add("--optimizer", choices=("adamw", "adam", "sgd", "rmsprop"), default="adamw", help="(default: adamw)")
+    add(
+        "--optimizer",
+        choices=("adamw", "adam", "sgd", "rmsprop"),
+        default="adamw",
+        help="(default: adamw)",
+    )
     division(parser.add_argument_group("the plan").add_argument)
     memory(parser.add_argument_group("device memory").add_argument)
     add = parser.add_argument_group("the result").add_argument
     add("--tokens", type=tokens_number, metavar="N", help="also what so many tokens take, as 15e12")
-    add("--unfolded", action="store_true", help="a clock for each rank, also for ranks that nothing tells apart")
+    add(
+        "--unfolded",
+        action="store_true",
+        help="a clock for each rank, also for ranks that nothing tells apart",
+    )
     add("--json", metavar="FILE", help="write all figures here")
     add("--trace", metavar="FILE", help="write some ranks' step here, for https://ui.perfetto.dev")
-    add("--figure", type=picture, metavar="FILE",
-        help="draw ranks, memory and axes into a picture (png, svg, pdf)")
+    add(
+        "--figure",
+        type=picture,
+        metavar="FILE",
+        help="draw ranks, memory and axes into a picture (png, svg, pdf)",
+    )
 
 
 def model_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that name the model, or describe it."""
     add = parser.add_argument_group("the model").add_argument
     add("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}; the options below change it")
-    for name, what in (("layers", "blocks"), ("width", "model width"), ("heads", "attention heads"),
-                       ("sequence", "tokens a sequence"), ("vocab", "embedding rows")):
-        add(f"--{name}", type=positive, metavar="N", help=f"{what} (default: the model's, or {SIZES[name]:,})")
+    for name, what in (
+        ("layers", "blocks"),
+        ("width", "model width"),
+        ("heads", "attention heads"),
+        ("sequence", "tokens a sequence"),
+        ("vocab", "embedding rows"),
+    ):
+        add(
+            f"--{name}",
+            type=positive,
+            metavar="N",
+            help=f"{what} (default: the model's, or {SIZES[name]:,})",
+        )
     pattern(add)
     experts(parser.add_argument_group("a mixture of experts").add_argument)
 
@@ -102,12 +158,24 @@ def run(args: argparse.Namespace) -> int:
     fails = _factors("--fail", [args.fail] if args.fail else [])
     profile = CostProfile.load(args.profile) if args.profile else None
     cluster = profile.applied(cluster) if profile else cluster
-    plan = replace(Plan.parse(args.plan) if args.plan else Plan(dp=cluster.size), **plan_options(args))
-    stragglers = {int(rank): factor for rank, factor in _factors("--slow-rank", args.slow_rank).items()}
+    plan = replace(
+        Plan.parse(args.plan) if args.plan else Plan(dp=cluster.size), **plan_options(args)
+    )
+    stragglers = {
+        int(rank): factor for rank, factor in _factors("--slow-rank", args.slow_rank).items()
+    }
     with progress(f"simulating {plural(plan.size, 'rank')}"):
-        found = simulate(plan, config, cluster, batch=args.batch, stragglers=stragglers,
-                         slow_links=_factors("--slow-link", args.slow_link), folded=not args.unfolded,
-                         optimizer=args.optimizer, rates=Rates.of(cluster.device, profile))
+        found = simulate(
+            plan,
+            config,
+            cluster,
+            batch=args.batch,
+            stragglers=stragglers,
+            slow_links=_factors("--slow-link", args.slow_link),
+            folded=not args.unfolded,
+            optimizer=args.optimizer,
+            rates=Rates.of(cluster.device, profile),
+        )
     print_simulation(Console(highlight=False), found, args.tokens)
     for rank, seconds in fails.items():
         Console(highlight=False).print(told(found, stalls(found, int(rank), seconds)), markup=False)
@@ -129,13 +197,20 @@ def run(args: argparse.Namespace) -> int:
 
 def config_of(args: argparse.Namespace) -> GPTConfig:
     """The model that the options name or describe. Raises: ConfigError."""
-    given: dict[str, Any] = {"vocabulary" if name == "vocab" else "context" if name == "sequence" else name: size
-                             for name in SIZES if (size := getattr(args, name) or not args.model and SIZES[name])}
+    given: dict[str, Any] = {
+        "vocabulary" if name == "vocab" else "context" if name == "sequence" else name: size
+        for name in SIZES
+        if (size := getattr(args, name) or not args.model and SIZES[name])
+    }
     if (mixture := mixture_of(args)) is not None:
         given["mixture"] = mixture
     if args.attention_pattern is not None:
         given["attention_pattern"] = args.attention_pattern
-    return replace(model(args.model), **given) if args.model else GPTConfig(positions="rotary", **given)
+    return (
+        replace(model(args.model), **given)
+        if args.model
+        else GPTConfig(positions="rotary", **given)
+    )
 
 
 def _factors(option: str, texts: list[str]) -> dict[str, float]:
@@ -149,6 +224,8 @@ def _factors(option: str, texts: list[str]) -> dict[str, float]:
             colon = ""
         if not colon or not name or option != "--slow-link" and not name.isdecimal():
             example = "node3.nic0-out:2.0" if option == "--slow-link" else "3:2.0"
-            what = "when it fails, in seconds" if option == "--fail" else "how many times slower it is"
+            what = (
+                "when it fails, in seconds" if option == "--fail" else "how many times slower it is"
+            )
             fail(f"{option} {shown(text)}: write the name and {what}, as {example}")
     return found

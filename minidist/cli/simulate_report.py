@@ -8,7 +8,7 @@ from minidist.device.account import CATEGORIES
 from minidist.parallel.hybrid.plan_checks import words
 from minidist.simulate.results import Simulation
 
-SMALLEST = 5e-4     # shares of the step below this are not told
+SMALLEST = 5e-4  # shares of the step below this are not told
 DAY, KWH = 86400.0, 3.6e6
 WIDENED = (
     "fp8: training widens the bytes before each product, so that a step takes longer than with "
@@ -17,7 +17,8 @@ WIDENED = (
 
 
 def print_simulation(console: Console, found: Simulation, tokens: float | None = None) -> None:
-    """Time and its parts, what moves along each axis, the fullest rank's memory, energy and price."""
+    """Time and its parts, what moves along each axis, the fullest rank's memory, energy and
+    price."""
     _print_summary(console, found)
     _rule(console, "where the time of a step goes, mean of all ranks")
     console.print(_time_table(found))
@@ -25,8 +26,14 @@ def print_simulation(console: Console, found: Simulation, tokens: float | None =
         _rule(console, "what moves in a step along each axis")
         console.print(_axes_table(found))
     _rule(console, "the critical path: what would have to be faster")
-    _say(console, "; ".join(f"{name} {seconds / found.step_seconds:.1%}" for name, seconds in found.path_parts.items()
-                            if seconds > SMALLEST * found.step_seconds))
+    _say(
+        console,
+        "; ".join(
+            f"{name} {seconds / found.step_seconds:.1%}"
+            for name, seconds in found.path_parts.items()
+            if seconds > SMALLEST * found.step_seconds
+        ),
+    )
     _rule(console, f"memory at its peak, of the fullest rank, {found.fullest}")
     console.print(_memory_table(found))
     _print_price(console, found, tokens)
@@ -34,7 +41,10 @@ def print_simulation(console: Console, found: Simulation, tokens: float | None =
 
 def _remedies(found: Simulation) -> str:
     """What would need less memory, of that which the plan does not do yet."""
-    plan, category = found.plan, max(CATEGORIES, key=lambda name: found.peak(found.fullest).get(name, 0))
+    plan, category = (
+        found.plan,
+        max(CATEGORIES, key=lambda name: found.peak(found.fullest).get(name, 0)),
+    )
     if category in ("activations", "workspace"):
         options = ["--checkpoint-blocks"] * (plan.checkpoint_blocks == "none")
         options += ["more --microbatches" if plan.pp > 1 else "a larger --accumulate"]
@@ -54,10 +64,15 @@ def _rule(console: Console, title: str) -> None:
 def _print_summary(console: Console, found: Simulation) -> None:
     plan, size = found.plan, len(found.role_of)
     told = [words(plan.axes), plan.precision] + [f"ZeRO-{plan.zero}"] * (plan.zero > 0)
-    told += [f"{plan.schedule} of {plan.pieces} microbatch{'es' * (plan.pieces > 1)}"] * (plan.pp > 1)
+    told += [f"{plan.schedule} of {plan.pieces} microbatch{'es' * (plan.pieces > 1)}"] * (
+        plan.pp > 1
+    )
     _say(console, f"\n{found.cluster.spec}, {plural(size, 'rank')}: {', '.join(told)}")
-    _say(console, f"{found.step_seconds:,.4g} s a step, {found.tokens_per_second:,.0f} tokens/s, MFU {found.mfu:.1%}, "
-                  f"of what runs {found.hfu:.1%}")
+    _say(
+        console,
+        f"{found.step_seconds:,.4g} s a step, {found.tokens_per_second:,.0f} tokens/s, MFU "
+        f"{found.mfu:.1%}, of what runs {found.hfu:.1%}",
+    )
     if plan.precision == "fp8":
         _say(console, WIDENED)
     clocks = len(found.replayed.ranks)
@@ -66,14 +81,27 @@ def _print_summary(console: Console, found: Simulation) -> None:
 
 def _time_table(found: Simulation) -> Table:
     """A row for each part; the shares add up to 1."""
-    table = Table("", "of", *(Column(name, justify="right") for name in ("seconds", "share")), header_style="bold")
+    table = Table(
+        "",
+        "of",
+        *(Column(name, justify="right") for name in ("seconds", "share")),
+        header_style="bold",
+    )
     titles = {"busy": "computes", "exposed": "waits for bytes", "idle": "waits for others"}
     for kind, parts in found.parts.items():
-        shown = {name: seconds for name, seconds in sorted(parts.items(), key=lambda part: -part[1])
-                 if seconds > SMALLEST * found.step_seconds}
+        shown = {
+            name: seconds
+            for name, seconds in sorted(parts.items(), key=lambda part: -part[1])
+            if seconds > SMALLEST * found.step_seconds
+        }
         for place, (name, seconds) in enumerate(shown.items()):
-            table.add_row(titles[kind] if place == 0 else "", name or "other", f"{seconds:.4g}",
-                          f"{seconds / found.step_seconds:.1%}", end_section=place == len(shown) - 1)
+            table.add_row(
+                titles[kind] if place == 0 else "",
+                name or "other",
+                f"{seconds:.4g}",
+                f"{seconds / found.step_seconds:.1%}",
+                end_section=place == len(shown) - 1,
+            )
     return table
 
 
@@ -83,36 +111,61 @@ def _axes_table(found: Simulation) -> Table:
     table = Table("axis", *(Column(name, justify="right") for name in columns), header_style="bold")
     for axis, use in found.axes.items():
         if not use.nbytes and use.exposed < SMALLEST * found.step_seconds:
-            continue        # groups of scalars: their bytes stand under `control`
-        table.add_row(axis, size_text(use.nbytes), f"{use.messages:,}", f"{use.seconds:.4g}", f"{use.exposed:.4g}")
+            continue  # groups of scalars: their bytes stand under `control`
+        table.add_row(
+            axis,
+            size_text(use.nbytes),
+            f"{use.messages:,}",
+            f"{use.seconds:.4g}",
+            f"{use.exposed:.4g}",
+        )
     return table
 
 
 def _memory_table(found: Simulation) -> Table:
     """By category, beside the device's."""
     peak, limit = found.peak(found.fullest), found.memory_limit
-    table = Table("what", *(Column(name, justify="right") for name in ("bytes", "", "of the device")),
-                  header_style="bold")
+    table = Table(
+        "what",
+        *(Column(name, justify="right") for name in ("bytes", "", "of the device")),
+        header_style="bold",
+    )
     for category in (*CATEGORIES, "total"):
         if nbytes := peak.get(category, 0):
             table.add_row(category, f"{nbytes:,}", size_text(nbytes), f"{nbytes / limit:.1%}")
-    table.add_row("the device", f"{limit:,}", size_text(limit), "fits" if found.fits else "DOES NOT FIT")
+    table.add_row(
+        "the device", f"{limit:,}", size_text(limit), "fits" if found.fits else "DOES NOT FIT"
+    )
     return table
 
 
 def _print_price(console: Console, found: Simulation, tokens: float | None) -> None:
     """Energy and price of a step, and of `tokens`."""
+
     def told(joules: float | None, dollars: float | None) -> str:
-        return ", ".join(["energy not known" if joules is None else f"{joules / KWH:,.4g} kWh",
-                          "price not known" if dollars is None else
-                          f"${dollars:,.2f}" if dollars >= 1 else f"${dollars:.3g}"])
+        return ", ".join(
+            [
+                "energy not known" if joules is None else f"{joules / KWH:,.4g} kWh",
+                "price not known"
+                if dollars is None
+                else f"${dollars:,.2f}"
+                if dollars >= 1
+                else f"${dollars:.3g}",
+            ]
+        )
 
     _say(console, f"a step: {told(found.joules, found.dollars)}")
     if tokens is not None:
         whole = found.for_tokens(tokens)
-        _say(console, f"{tokens:.4g} tokens: {exactly(round(whole.steps))} steps, {whole.seconds / DAY:,.1f} days, "
-                      f"{told(whole.joules, whole.dollars)}")
+        _say(
+            console,
+            f"{tokens:.4g} tokens: {exactly(round(whole.steps))} steps, "
+            f"{whole.seconds / DAY:,.1f} days, {told(whole.joules, whole.dollars)}",
+        )
     if not found.fits:
         needed = found.peak(found.fullest)["total"] / found.memory_limit
-        _say(console, f"it does not fit: rank {found.fullest} needs {needed:.2f} times the memory of its device; "
-                      f"{_remedies(found)}")
+        _say(
+            console,
+            f"it does not fit: rank {found.fullest} needs {needed:.2f} times the memory of its "
+            f"device; {_remedies(found)}",
+        )

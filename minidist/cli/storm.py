@@ -1,13 +1,17 @@
-"""`minidist storm -n 8 --minutes 5 --every 10`: break an elastic training on purpose, and see what becomes of it.
+"""`minidist storm -n 8 --minutes 5 --every 10`: break an elastic training on purpose, and see what
+becomes of it.
 
     minidist storm -n 4 --minutes 1 --every 5                  # all kinds of faults in turn
-    minidist storm -n 4 --kinds kill --spares 1 -- --zero 1    # options of `minidist train` come after --
-    minidist storm --minutes 30 --no-compare --out DIR         # the undisturbed run of as many steps comes later:
+    minidist storm -n 4 --kinds kill --spares 1 -- --zero 1    # options of `minidist train` come
+                                                               after --
+    minidist storm --minutes 30 --no-compare --out DIR         # the undisturbed run of as many
+                                                               steps comes later:
     minidist storm --compare DIR
 
-Two short undisturbed runs come first, one without and one with checkpoints: by the second one's speed the storm has
-enough steps for the minutes. A last one makes the same steps undisturbed: where the plan did not change, its bits must
-be the same. The storm's speed is told beside that run's, and beside its own between the faults.
+Two short undisturbed runs come first, one without and one with checkpoints: by the second one's
+speed the storm has enough steps for the minutes. A last one makes the same steps undisturbed: where
+the plan did not change, its bits must be the same. The storm's speed is told beside that run's, and
+beside its own between the faults.
 """
 
 import argparse
@@ -53,15 +57,17 @@ from minidist.survive.storm_report import spans, summary
 from minidist.terminal import Console
 
 OWN_WEIGHTS = "--local-steps", "--asynchronous"
-"""Options of `minidist train` by which ranks go on from weights of their own: then bits do not say what was lost."""
+"""Options of `minidist train` by which ranks go on from weights of their own: then bits do not say
+what was lost."""
 
 TINY = ("--layers=2", "--width=64", "--heads=4", "--context=64", "--batch=16")
-FIRST_STEPS = 60        # of the first undisturbed run
-LATEST = 120.0, 20.0    # seconds that a training may take to end after the storm: these, and for each second of it
+FIRST_STEPS = 60  # of the first undisturbed run
+# seconds that a training may take to end after the storm: these, and for each second of it
+LATEST = 120.0, 20.0
 RESTARTS = 10**6
-SAVE_SECONDS = 0.25     # from one checkpoint to the next, about
-PATIENCE = 0.2          # as of train; short: no rank is stopped here but by the storm
-WAIT = 5.0              # as --elastic-wait: with a spare the plan is to stay
+SAVE_SECONDS = 0.25  # from one checkpoint to the next, about
+PATIENCE = 0.2  # as of train; short: no rank is stopped here but by the storm
+WAIT = 5.0  # as --elastic-wait: with a spare the plan is to stay
 
 
 class _StormArguments(msgspec.Struct):
@@ -117,48 +123,95 @@ class _StormMetrics(msgspec.Struct):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist storm`; words after -- are for `minidist train`."""
     add = parser.add_argument
-    add("-n", "--ranks", type=rank_count, default=4, metavar="N", help="ranks of the training (default: 4)")
-    add("--minutes", type=positive_number, default=1.0, metavar="M", help="length of the storm (default: 1)")
-    add("--every", type=positive_number, default=10.0, metavar="SECONDS",
-        help="from a fault to the next, on average (default: 10)")
-    add("--kinds", "--faults", dest="faults", metavar="KIND,…",
-        help=f"of {', '.join(FAULTS)} (default: all, in turn; with --asynchronous {', '.join(WITHOUT_DISK)})")
+    add(
+        "-n",
+        "--ranks",
+        type=rank_count,
+        default=4,
+        metavar="N",
+        help="ranks of the training (default: 4)",
+    )
+    add(
+        "--minutes",
+        type=positive_number,
+        default=1.0,
+        metavar="M",
+        help="length of the storm (default: 1)",
+    )
+    add(
+        "--every",
+        type=positive_number,
+        default=10.0,
+        metavar="SECONDS",
+        help="from a fault to the next, on average (default: 10)",
+    )
+    add(
+        "--kinds",
+        "--faults",
+        dest="faults",
+        metavar="KIND,…",
+        help=f"of {', '.join(FAULTS)} (default: all, in turn; with --asynchronous "
+        f"{', '.join(WITHOUT_DISK)})",
+    )
     add("--elastic", metavar="LEAST:MOST", help="as of train (default: half the ranks to all)")
-    add("--spares", type=whole_number(0, 1024), default=1, metavar="K", help="as of train (default: 1)")
-    add("--transport", choices=("auto", "tcp", "shm"), default="tcp",
-        help="as of train (default: tcp, whose connections can be cut)")
+    add(
+        "--spares",
+        type=whole_number(0, 1024),
+        default=1,
+        metavar="K",
+        help="as of train (default: 1)",
+    )
+    add(
+        "--transport",
+        choices=("auto", "tcp", "shm"),
+        default="tcp",
+        help="as of train (default: tcp, whose connections can be cut)",
+    )
     add("--seed", type=seed_number, default=0, metavar="S", help="of the faults (default: 0)")
     add("--no-compare", action="store_true", help="leave out the undisturbed run of the same steps")
-    add("--compare", metavar="DIR",
-        help="no storm: make the undisturbed run for the one that --out DIR has kept, and compare the two; all other "
-             "options but --json are that storm's")
+    add(
+        "--compare",
+        metavar="DIR",
+        help="no storm: make the undisturbed run for the one that --out DIR has kept, and "
+        "compare the two; all other options but --json are that storm's",
+    )
     add("--out", metavar="DIR", help="keep the run folder, with storm.png and storm.json, here")
-    add("--figure", type=picture, metavar="FILE",
-        help="draw the storm here: which ranks took part, and when what broke")
+    add(
+        "--figure",
+        type=picture,
+        metavar="FILE",
+        help="draw the storm here: which ranks took part, and when what broke",
+    )
     add("--json", metavar="FILE", help="also write the figures here")
     add("options", nargs="*", metavar="-- OPTION", help="of `minidist train`")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns: 0 if the training ended well and every fault was survived, with the same bits where the plan stayed;
-    else the training's exit status, or 1. Raises: ConfigError."""
+    """Returns: 0 if the training ended well and every fault was survived, with the same bits where
+    the plan stayed; else the training's exit status, or 1. Raises: ConfigError."""
     if args.compare is not None:
         return _compare_later(args)
     apart = "--asynchronous" in args.options
     if any(word.partition("=")[0] == "--hosts" for word in args.options):
         fail("--hosts: a storm kills processes of this host alone; leave it out")
-    kinds = [*(WITHOUT_DISK if apart else FAULTS)] if args.faults is None else args.faults.split(",")
+    kinds = (
+        [*(WITHOUT_DISK if apart else FAULTS)] if args.faults is None else args.faults.split(",")
+    )
     if wrong := [kind for kind in kinds if kind not in FAULTS]:
         fail(f"--kinds: {shown(wrong[0])} is none of {', '.join(FAULTS)}")
     if apart and (wrong := [kind for kind in kinds if kind not in WITHOUT_DISK]):
-        fail(f"--kinds: {wrong[0]} needs checkpoints, and asynchronous workers are never at the same step; choose of "
-             f"{', '.join(WITHOUT_DISK)}")
+        fail(
+            f"--kinds: {wrong[0]} needs checkpoints, and asynchronous workers are never at the "
+            f"same step; choose of {', '.join(WITHOUT_DISK)}"
+        )
     for option in ("json", "figure"):
         check_writable(f"--{option}", getattr(args, option))
     with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="minidist-storm-") as scratch:
         trainings = Trainings(args, kinds, Path(scratch))
-        with progress(f"{FIRST_STEPS} steps without a fault, to know how long one takes") as show, \
-                show.stderr() as trainings.stderr:
+        with (
+            progress(f"{FIRST_STEPS} steps without a fault, to know how long one takes") as show,
+            show.stderr() as trainings.stderr,
+        ):
             status = trainings.undisturbed("first", whole_periods(FIRST_STEPS, args.options))
             if status:
                 return status
@@ -168,10 +221,14 @@ def run(args: argparse.Namespace) -> int:
                 show(f"the same {figures['steps']:,} steps without a fault, to compare")
                 figures["calm_status"] = _compare(trainings, figures)
                 _write(trainings, figures)
-        for picture, ours in [*([(trainings.out / "storm.png", True)] if args.out else []),
-                              *([(args.figure, False)] if args.figure else [])]:
+        for picture, ours in [
+            *([(trainings.out / "storm.png", True)] if args.out else []),
+            *([(args.figure, False)] if args.figure else []),
+        ]:
             with whole(picture, member=ours) as draft:
-                draw_storm(draft, trainings.told, trainings.works, figures["happened"], ranks=args.ranks)
+                draw_storm(
+                    draft, trainings.told, trainings.works, figures["happened"], ranks=args.ranks
+                )
     return _conclude(figures, args)
 
 
@@ -186,7 +243,8 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _compare_later(args: argparse.Namespace) -> int:
-    """--compare. Returns: as run(). Raises: ConfigError if the folder has no storm that has ended."""
+    """--compare. Returns: as run(). Raises: ConfigError if the folder has no storm that has
+    ended."""
     check_writable("--json", args.json)
     file = Path(args.compare) / "storm.json"
     try:
@@ -194,16 +252,24 @@ def _compare_later(args: argparse.Namespace) -> int:
         kept = figures["arguments"]
     except (OSError, ConfigError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        fail(f"--compare {shown(args.compare)[1:-1]}: no figures of a storm are there (storm.json: {why}); run one "
-             f"with --out")
+        fail(
+            f"--compare {shown(args.compare)[1:-1]}: no figures of a storm are there "
+            f"(storm.json: {why}); run one with --out"
+        )
     if figures["exit_status"]:
-        fail(f"--compare {shown(args.compare)[1:-1]}: that storm's training ended with status "
-             f"{figures['exit_status']}, so there is nothing to compare")
-    vars(args).update({name: kept[name] for name in _StormArguments.__struct_fields__}, out=args.compare)
+        fail(
+            f"--compare {shown(args.compare)[1:-1]}: that storm's training ended with status "
+            f"{figures['exit_status']}, so there is nothing to compare"
+        )
+    vars(args).update(
+        {name: kept[name] for name in _StormArguments.__struct_fields__}, out=args.compare
+    )
     with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="minidist-storm-") as scratch:
         trainings = Trainings(args, kept["faults"].split(","), Path(scratch))
-        with progress(f"the {figures['steps']:,} steps of the storm without a fault") as show, \
-                show.stderr() as trainings.stderr:
+        with (
+            progress(f"the {figures['steps']:,} steps of the storm without a fault") as show,
+            show.stderr() as trainings.stderr,
+        ):
             figures["calm_status"] = status = _compare(trainings, figures)
         if status:
             return status
@@ -231,7 +297,8 @@ def _conclude(figures: dict[str, Any], args: argparse.Namespace) -> int:
 class Trainings:
     """The runs of a storm: the same training, undisturbed and not.
 
-    Attributes: told, works: of the disturbed one, once it has ended: its events, and spans() of them; stderr: of all.
+    Attributes: told, works: of the disturbed one, once it has ended: its events, and spans() of
+    them; stderr: of all.
     """
 
     args: argparse.Namespace
@@ -251,12 +318,21 @@ class Trainings:
         self.works: list[tuple[float, float, int, int]] = []
 
     def command(self, out: Path, steps: int, save_every: int, *, again: bool = False) -> list[str]:
-        """The words of an elastic training; again: it goes on from its newest checkpoint, if it has one."""
+        """The words of an elastic training; again: it goes on from its newest checkpoint, if it has
+        one."""
         args = self.args
-        words = module_command("minidist", "train", f"-n{args.ranks}", f"--transport={args.transport}", "--quiet",
-                               f"--elastic={args.elastic or f'{-(-args.ranks // 2)}:{args.ranks}'}",
-                               f"--spares={args.spares}", f"--max-restarts={RESTARTS}",
-                               f"--elastic-wait={WAIT * bool(args.spares)}", f"--patience={PATIENCE}")
+        words = module_command(
+            "minidist",
+            "train",
+            f"-n{args.ranks}",
+            f"--transport={args.transport}",
+            "--quiet",
+            f"--elastic={args.elastic or f'{-(-args.ranks // 2)}:{args.ranks}'}",
+            f"--spares={args.spares}",
+            f"--max-restarts={RESTARTS}",
+            f"--elastic-wait={WAIT * bool(args.spares)}",
+            f"--patience={PATIENCE}",
+        )
         if again and any(out.glob("step-*")):
             return [*words, f"--resume={out}"]
         saves = [f"--save-every={save_every}", "--save-async"] if save_every else []
@@ -276,7 +352,8 @@ class Trainings:
         return subprocess.Popen(command, env=self.environment, stderr=self.stderr)
 
     def tell_planted(self, fault: str) -> None:
-        """Say what the storm does, among the lines of the training: what follows there comes of it."""
+        """Say what the storm does, among the lines of the training: what follows there comes of
+        it."""
         line = f"minidist storm: planted: {fault}"
         if self.stderr is None:
             say_line(line)
@@ -297,7 +374,9 @@ def whole_periods(steps: int, options: list[str]) -> int:
     return -(-steps // period) * period
 
 
-def _weather(trainings: Trainings, args: argparse.Namespace, kinds: list[str], show: Progress) -> dict[str, Any]:
+def _weather(
+    trainings: Trainings, args: argparse.Namespace, kinds: list[str], show: Progress
+) -> dict[str, Any]:
     """The storm: its figures."""
     scratch, out = trainings.scratch, trainings.out
     first = whole_periods(FIRST_STEPS, args.options)
@@ -306,11 +385,20 @@ def _weather(trainings: Trainings, args: argparse.Namespace, kinds: list[str], s
     if save_every and trainings.undisturbed("saving", first, save_every) == 0:
         step_seconds = _step_seconds(scratch / "saving", first, args.ranks)
     steps = whole_periods(max(first, round(60 * args.minutes / step_seconds)), args.options)
-    storm = Storm(lambda again: trainings.start(trainings.command(out, steps, save_every, again=again)),
-                  out, every=args.every, kinds=kinds, seed=args.seed, disk=trainings.disk, save_seconds=SAVE_SECONDS,
-                  tell=trainings.tell_planted,
-                  noted=lambda: show(f"a storm of {args.minutes:g} minutes: {plural(len(storm.faults), 'fault')} so "
-                                     f"far, the last {storm.faults[-1]['kind']}"))
+    storm = Storm(
+        lambda again: trainings.start(trainings.command(out, steps, save_every, again=again)),
+        out,
+        every=args.every,
+        kinds=kinds,
+        seed=args.seed,
+        disk=trainings.disk,
+        save_seconds=SAVE_SECONDS,
+        tell=trainings.tell_planted,
+        noted=lambda: show(
+            f"a storm of {args.minutes:g} minutes: {plural(len(storm.faults), 'fault')} so "
+            f"far, the last {storm.faults[-1]['kind']}"
+        ),
+    )
     try:
         show(f"a storm of {args.minutes:g} minutes begins")
         storm.rage(60 * args.minutes)
@@ -319,11 +407,26 @@ def _weather(trainings: Trainings, args: argparse.Namespace, kinds: list[str], s
         storm.end()
     trainings.told, trainings.works = storm.told(), spans(storm.told(), storm.faults)
     figures = summary(storm.told(), storm.faults, args.ranks)
-    figures |= {"steps": steps, "save_every": save_every, "step_seconds": step_seconds, "exit_status": status,
-                "bits": None, "rate": None, "machine": machine(), "arguments": {
-                    "ranks": args.ranks, "minutes": args.minutes, "every": args.every, "faults": ",".join(kinds),
-                    "elastic": args.elastic, "spares": args.spares, "transport": args.transport, "seed": args.seed,
-                    "options": args.options}}
+    figures |= {
+        "steps": steps,
+        "save_every": save_every,
+        "step_seconds": step_seconds,
+        "exit_status": status,
+        "bits": None,
+        "rate": None,
+        "machine": machine(),
+        "arguments": {
+            "ranks": args.ranks,
+            "minutes": args.minutes,
+            "every": args.every,
+            "faults": ",".join(kinds),
+            "elastic": args.elastic,
+            "spares": args.spares,
+            "transport": args.transport,
+            "seed": args.seed,
+            "options": args.options,
+        },
+    }
     if status == 0:
         figures["rate"] = steps * step_seconds / figures["work_seconds"]
     return figures
@@ -335,8 +438,8 @@ def _step_seconds(run: Path, steps: int, ranks: int) -> float:
 
 
 def _compare(trainings: Trainings, figures: dict[str, Any]) -> int:
-    """Make the steps of the storm without a fault: bits and rate of the figures. Returns: the training's exit status.
-    """
+    """Make the steps of the storm without a fault: bits and rate of the figures. Returns: the
+    training's exit status."""
     args, calm, steps = trainings.args, trainings.scratch / "calm", figures["steps"]
     status = trainings.undisturbed("calm", steps, figures["save_every"])
     if status:
@@ -344,8 +447,15 @@ def _compare(trainings: Trainings, figures: dict[str, Any]) -> int:
     theirs, ours = trainings.metrics(calm), trainings.metrics(trainings.out)
     same = all(theirs[key] == ours[key] for key in ("losses", "weights_sha256"))
     apart = {*OWN_WEIGHTS} & {word.partition("=")[0] for word in args.options}
-    figures["bits"] = ("equal" if same else "own weights" if apart else
-                       "differ" if {*figures["sizes"]} == {args.ranks} else "other plans")
+    figures["bits"] = (
+        "equal"
+        if same
+        else "own weights"
+        if apart
+        else "differ"
+        if {*figures["sizes"]} == {args.ranks}
+        else "other plans"
+    )
     figures["validation_losses"] = [ours["validation_loss"], theirs["validation_loss"]]
     figures["rate"] = steps * _step_seconds(calm, steps, args.ranks) / figures["work_seconds"]
     shutil.rmtree(calm, ignore_errors=True)
@@ -353,7 +463,9 @@ def _compare(trainings: Trainings, figures: dict[str, Any]) -> int:
 
 
 def _spread(values: list[float]) -> str:
-    return f"median {statistics.median(values):.2f} s, at most {max(values):.2f} s" if values else "-"
+    return (
+        f"median {statistics.median(values):.2f} s, at most {max(values):.2f} s" if values else "-"
+    )
 
 
 def _print(figures: dict[str, Any], args: argparse.Namespace) -> None:
@@ -369,24 +481,40 @@ def _print(figures: dict[str, Any], args: argparse.Namespace) -> None:
     for fault in figures["happened"]:
         note = "" if fault["recovered"] else "   NOT SURVIVED"
         note = note or ("" if fault["noticed"] else "   the steps went on")
-        say(f"{fault['kind']:<9} {fault.get('rank', '-'):>5} {seconds(fault['seconds']):>18} "
-            f"{seconds(fault['full_seconds']):>15} {fault['again']:>18}{note}")
-    say(f"{plural(figures['faults'], 'fault')}, {figures['recovered']} survived; the training of {figures['steps']:,} "
-        f"steps ended with status {figures['exit_status']}")
+        say(
+            f"{fault['kind']:<9} {fault.get('rank', '-'):>5} {seconds(fault['seconds']):>18} "
+            f"{seconds(fault['full_seconds']):>15} {fault['again']:>18}{note}"
+        )
+    say(
+        f"{plural(figures['faults'], 'fault')}, {figures['recovered']} survived; the training of "
+        f"{figures['steps']:,} steps ended with status {figures['exit_status']}"
+    )
     after, full = figures["seconds"], figures["full_seconds"]
     rows = [(kind, after[kind], full.get(kind, [])) for kind in sorted(after)]
-    for kind, values, later in [*rows, ("all", sum(after.values(), []), sum(full.values(), []))] if rows else []:
-        say(f"  {kind:<8} {len(values):>4} times; to the next step that counts: {_spread(values)}; to full strength: "
-            f"{_spread(later)}")
+    for kind, values, later in (
+        [*rows, ("all", sum(after.values(), []), sum(full.values(), []))] if rows else []
+    ):
+        say(
+            f"  {kind:<8} {len(values):>4} times; to the next step that counts: "
+            f"{_spread(values)}; to full strength: {_spread(later)}"
+        )
     if figures["kept"] is not None and figures["participation"] is not None:
-        say(f"steps kept {figures['kept']:.2%}, ranks that took part {figures['participation']:.1%}"
-            + (f", speed {figures['calm_rate']:.0%} of that between the faults" if figures.get("calm_rate") else "")
-            + (f", {figures['rate']:.0%} of an undisturbed run's" if figures["rate"] else ""))
-    words = {"equal": "losses and weights have the bits of the undisturbed run",
-             "differ": "losses or weights DIFFER from the undisturbed run, and the plan was the same",
-             "other plans": "the plan changed, so the bits are not those of the undisturbed run",
-             "own weights": "ranks went on from weights of their own, so the bits are not those of the undisturbed "
-                            "run; validation loss {}, undisturbed {}"}
+        say(
+            f"steps kept {figures['kept']:.2%}, ranks that took part {figures['participation']:.1%}"
+            + (
+                f", speed {figures['calm_rate']:.0%} of that between the faults"
+                if figures.get("calm_rate")
+                else ""
+            )
+            + (f", {figures['rate']:.0%} of an undisturbed run's" if figures["rate"] else "")
+        )
+    words = {
+        "equal": "losses and weights have the bits of the undisturbed run",
+        "differ": "losses or weights DIFFER from the undisturbed run, and the plan was the same",
+        "other plans": "the plan changed, so the bits are not those of the undisturbed run",
+        "own weights": "ranks went on from weights of their own, so the bits are not those of "
+        "the undisturbed run; validation loss {}, undisturbed {}",
+    }
     if figures["bits"] is not None:
         say(words[figures["bits"]].format(*map(loss_text, figures["validation_losses"])))
     if args.out:

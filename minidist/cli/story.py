@@ -1,20 +1,23 @@
-"""A lesson's story in a terminal: its head as lines, pictures as paths, tables whose words are whole."""
+"""A lesson's story in a terminal: its head as lines, pictures as paths, tables whose words are
+whole."""
 
 import re
 from collections.abc import Sequence
 
-from minidist.lessons import Lesson
-from minidist.lessons.mermaid import as_text
-from minidist.lessons.page import NARROW, records
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markdown import Markdown, TableElement
 from rich.table import Table
 from rich.text import Text
 
+from minidist.lessons import Lesson
+from minidist.lessons.mermaid import as_text
+from minidist.lessons.page import NARROW, records
+
 
 class StoryTable(TableElement):
-    """A table that breaks lines between words. A word that is too long for its column goes on in the next line."""
+    """A table that breaks lines between words. A word that is too long for its column goes on in
+    the next line."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for table in super().__rich_console__(console, options):
@@ -37,13 +40,17 @@ class Story(Markdown):
 
 
 def fit_words(table: Table, rows: Sequence[Sequence[str]], width: int) -> bool:
-    """Give each column of a table that is too wide its longest word, and its share of the columns that are left.
+    """Give each column of a table that is too wide its longest word, and its share of the columns
+    that are left.
 
     Args:    rows: the cells' text, heads too; width: columns of the terminal.
     Returns: whether the longest words fit; if not, the table is as it was.
     """
     texts = list(zip(*rows, strict=True))
-    least = [max((cell_len(word) for text in column for word in text.split()), default=0) for column in texts]
+    least = [
+        max((cell_len(word) for text in column for word in text.split()), default=0)
+        for column in texts
+    ]
     most = [max(cell_len(line) for text in column for line in text.split("\n")) for column in texts]
     left = width - sum(least) - 3 * len(least) - 1
     wanted = sum(most) - sum(least)
@@ -54,11 +61,18 @@ def fit_words(table: Table, rows: Sequence[Sequence[str]], width: int) -> bool:
 
 
 def for_terminal(lesson: Lesson, *, answers: bool) -> str:
-    """The lesson's README for a terminal: pictures become paths, hidden answers stay hidden unless `answers`."""
+    """The lesson's README for a terminal: pictures become paths, hidden answers stay hidden unless
+    `answers`."""
     text = lesson.part("README.md").read_text(encoding="utf-8")
-    text = re.sub(r"^\|(.*)\|\n\|[-| ]+\|\n\|(.*)\|\n", _as_lines, text, count=1, flags=re.MULTILINE)
-    text = re.sub(r"!\[([^\]]*)\]\(([^)]*)\)", lambda m: f"*Figure: {m[1]}* `{lesson.folder / m[2]}`", text)
-    text = re.sub(r"```mermaid\n(.*?)```", lambda m: f"```text\n{as_text(m[1])}\n```", text, flags=re.DOTALL)
+    text = re.sub(
+        r"^\|(.*)\|\n\|[-| ]+\|\n\|(.*)\|\n", _as_lines, text, count=1, flags=re.MULTILINE
+    )
+    text = re.sub(
+        r"!\[([^\]]*)\]\(([^)]*)\)", lambda m: f"*Figure: {m[1]}* `{lesson.folder / m[2]}`", text
+    )
+    text = re.sub(
+        r"```mermaid\n(.*?)```", lambda m: f"```text\n{as_text(m[1])}\n```", text, flags=re.DOTALL
+    )
     if answers:
         return re.sub(r"</?(details|summary)>", "", text)
     hidden = f"*(answers: minidist lesson {lesson.number} --answers)*\n"
@@ -66,6 +80,7 @@ def for_terminal(lesson: Lesson, *, answers: bool) -> str:
 
 
 def _as_lines(head: re.Match[str]) -> str:
-    """The table of one row at the head of a story as one line a column: a narrow terminal shows commands whole."""
+    """The table of one row at the head of a story as one line a column: a narrow terminal shows
+    commands whole."""
     names, cells = ([cell.strip() for cell in row.split("|")] for row in head.groups())
     return "".join(f"* {name}: {cell}\n" for name, cell in zip(names, cells, strict=True))

@@ -1,6 +1,8 @@
-"""`minidist watch RUN`: a run, live: step, loss, each rank's time, bytes, memory, power, and the rank that is slow.
+"""`minidist watch RUN`: a run, live: step, loss, each rank's time, bytes, memory, power, and the
+rank that is slow.
 
-    minidist watch runs/one                 # from another terminal; Ctrl-C leaves the view, and the run goes on
+    minidist watch runs/one                 # from another terminal; Ctrl-C leaves the view, and the
+                                            run goes on
     minidist watch runs/one --once          # one look, also at a run that has ended
 
 It reads the run folder alone. Where stdout is no terminal it prints a line every five seconds.
@@ -25,40 +27,49 @@ from minidist.observe.live.run_now import DIED, OVER, STALLED, STOPPED_RUN, RunN
 from minidist.reading import visible
 from minidist.terminal import Console
 
-EVERY, LINES_EVERY = 1.0, 5.0       # seconds between looks: on a terminal, and as lines
+EVERY, LINES_EVERY = 1.0, 5.0  # seconds between looks: on a terminal, and as lines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist watch`."""
-    parser.add_argument("run", metavar="RUN", help="a run folder of minidist train, or a folder of flight recorders")
+    parser.add_argument(
+        "run", metavar="RUN", help="a run folder of minidist train, or a folder of flight recorders"
+    )
     parser.add_argument("--once", action="store_true", help="look once, and end")
-    parser.add_argument("--every", type=positive_number, metavar="SECONDS",
-                        help=f"between looks (default: {EVERY:g} on a terminal, else {LINES_EVERY:g})")
+    parser.add_argument(
+        "--every",
+        type=positive_number,
+        metavar="SECONDS",
+        help=f"between looks (default: {EVERY:g} on a terminal, else {LINES_EVERY:g})",
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the last look as JSON")
     parser.add_argument("--beside-train", action="store_true", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Watch until the run has ended, or Ctrl-C. Returns: 1 if it died, or with --once stands still; else 0.
+    """Watch until the run has ended, or Ctrl-C. Returns: 1 if it died, or with --once stands still;
+    else 0.
 
     Raises:  ConfigError if there is no run.
     """
     check_writable("--json", args.json)
     looking, console, end = Looking(args.run), Console(highlight=False), threading.Event()
     if args.beside_train:
-        os.nice(10)                                     # the ranks come first
+        os.nice(10)  # the ranks come first
     now = looking.look()
     try:
         if args.once:
             show(console, now)
         elif console.is_terminal and not console.is_dumb_terminal:
-            now = live(looking, now, console, args.every or EVERY, end, beside_train=args.beside_train)
+            now = live(
+                looking, now, console, args.every or EVERY, end, beside_train=args.beside_train
+            )
         else:
             if args.beside_train:
                 end_with_stdin(end, print_line)
             now = lines(looking, now, args.every or LINES_EVERY, end)
     except KeyboardInterrupt:
-        pass                                            # it leaves the view; the run goes on
+        pass  # it leaves the view; the run goes on
     if args.json:
         write_json(args.json, asdict(now))
     return int(now.state == DIED or (args.once and now.state in (STALLED, STOPPED_RUN)))
@@ -70,11 +81,24 @@ def show(console: Console, now: RunNow) -> None:
         console.print(line, soft_wrap=True)
 
 
-def live(looking: Looking, now: RunNow, console: Console, every: float, end: threading.Event, *,
-         beside_train: bool) -> RunNow:
-    """The view in its place on the terminal, until the run has ended, or `end` is set. Returns: the last look."""
+def live(
+    looking: Looking,
+    now: RunNow,
+    console: Console,
+    every: float,
+    end: threading.Event,
+    *,
+    beside_train: bool,
+) -> RunNow:
+    """The view in its place on the terminal, until the run has ended, or `end` is set. Returns: the
+    last look."""
+
     def view() -> Group:
-        return Group(*lines_of(now, width=console.width, height=console.height, signs=signs_for(console.encoding)))
+        return Group(
+            *lines_of(
+                now, width=console.width, height=console.height, signs=signs_for(console.encoding)
+            )
+        )
 
     with Live(view(), console=console, auto_refresh=False, vertical_overflow="crop") as screen:
         if beside_train:
@@ -89,7 +113,8 @@ def live(looking: Looking, now: RunNow, console: Console, every: float, end: thr
 
 
 def lines(looking: Looking, now: RunNow, every: float, end: threading.Event) -> RunNow:
-    """A line for each look that shows something new, until the run has ended. Returns: the last look."""
+    """A line for each look that shows something new, until the run has ended. Returns: the last
+    look."""
     last = ""
     while True:
         if (line := one_line(now)) != last:
@@ -101,13 +126,16 @@ def lines(looking: Looking, now: RunNow, every: float, end: threading.Event) -> 
 
 
 def print_line(line: str) -> None:
-    """Print a line whole: two threads print, and `print` writes a line's end apart from its text."""
+    """Print a line whole: two threads print, and `print` writes a line's end apart from its
+    text."""
     sys.stdout.write(visible(line) + "\n")
     sys.stdout.flush()
 
 
 def end_with_stdin(end: threading.Event, say: Callable[[str], None]) -> None:
-    """Say each line that comes by stdin, from `minidist train --watch`; where stdin ends, the steps have ended."""
+    """Say each line that comes by stdin, from `minidist train --watch`; where stdin ends, the steps
+    have ended."""
+
     def hear() -> None:
         with suppress(OSError, ValueError):
             for line in sys.stdin:

@@ -1,11 +1,12 @@
-"""The view of `minidist watch`: a RunNow as lines for a terminal of any width, with colour or without, or as one line.
+"""The view of `minidist watch`: a RunNow as lines for a terminal of any width, with colour or
+without, or as one line.
 
     rank  step  █ compute  ▒ exposed communication  ░ waiting
        0   121  ████████████████████████▒▒▒░░░░░░░░░░░░░   62%   8%  30%
        1   121  ██████████████████████████████████▒▒▒▒▒    88%  12%   0%  slow
 
-Each part has a fill of its own, so the bars are read without colour, too. A terminal that shows only ASCII gets # = and
-a dot.
+Each part has a fill of its own, so the bars are read without colour, too. A terminal that shows
+only ASCII gets # = and a dot.
 """
 
 import math
@@ -28,16 +29,23 @@ from minidist.observe.live.run_now import (
     RunNow,
 )
 
-STYLES = {RUNNING: "green", FINISHED: "green", ENDED: "yellow", STALLED: "yellow", STOPPED_RUN: "yellow",
-          DIED: "bold red"}
+STYLES = {
+    RUNNING: "green",
+    FINISHED: "green",
+    ENDED: "yellow",
+    STALLED: "yellow",
+    STOPPED_RUN: "yellow",
+    DIED: "bold red",
+}
 PARTS = {"compute": "cyan", "exposed": "yellow", "waiting": "bright_black"}
-WIDE = 60           # columns from which the table has all its columns
-ROWS = 16           # ranks that are shown at most, unless the terminal has room for more
+WIDE = 60  # columns from which the table has all its columns
+ROWS = 16  # ranks that are shown at most, unless the terminal has room for more
 
 
 @dataclass(frozen=True)
 class Signs:
-    """The characters of the view: of the three parts, of a falling or rising line, and of an unfilled bar."""
+    """The characters of the view: of the three parts, of a falling or rising line, and of an
+    unfilled bar."""
 
     fills: str
     line: str
@@ -56,10 +64,13 @@ def signs_for(encoding: str) -> Signs:
     return FULL
 
 
-def lines_of(now: RunNow, *, width: int, height: int | None = None, signs: Signs = FULL) -> list[Text]:
+def lines_of(
+    now: RunNow, *, width: int, height: int | None = None, signs: Signs = FULL
+) -> list[Text]:
     """The view.
 
-    Args:    width: columns, the most that a line takes; height: lines; ranks take those that are left.
+    Args:    width: columns, the most that a line takes; height: lines; ranks take those that are
+             left.
     """
     head = [*_head(now, width, signs), *_faults(now, width)]
     foot = [*_axes(now, width), *_memory(now, width, signs), *_power(now, width)]
@@ -90,13 +101,14 @@ def one_line(now: RunNow) -> str:
 
 
 def power_text(now: RunNow) -> str:
-    """"39 W, an estimate"."""
+    """ "39 W, an estimate"."""
     assert now.watts is not None
     watts = f"{now.watts:.0f}" if now.watts >= 100 else f"{now.watts:.3g}"
     return f"{watts} W" + (", an estimate" if now.estimate else "")
 
 
-# ------------------------------------------------------------------------------------------------ parts of the view
+# -------------------------------------------------------------------------------- parts of the view
+
 
 def _head(now: RunNow, width: int, signs: Signs) -> Iterator[Text]:
     """The run, its state, the loss, and how fast it goes."""
@@ -118,8 +130,11 @@ def _head(now: RunNow, width: int, signs: Signs) -> Iterator[Text]:
     yield from (Text(line) for line in _joined(figures, width))
     if now.steps and width >= WIDE:
         filled = round((width - 8) * now.step / now.steps)
-        yield Text.assemble((signs.fills[0] * filled, "green"), signs.empty * (width - 8 - filled),
-                            f" {now.step / now.steps:6.1%}")
+        yield Text.assemble(
+            (signs.fills[0] * filled, "green"),
+            signs.empty * (width - 8 - filled),
+            f" {now.step / now.steps:6.1%}",
+        )
     if len(now.losses) > 1:
         yield Text.assemble("     ", (sparkline(now.losses, width - 5, signs.line), "magenta"))
 
@@ -141,26 +156,32 @@ def _ranks(now: RunNow, width: int, room: int, signs: Signs) -> Iterator[Text]:
         return
     compute, exposed, waiting = tuple(signs.fills)
     yield Text()
-    yield Text.assemble("rank  step  " if width >= WIDE else "rank ",
-                        (f"{compute} compute ", PARTS["compute"]),
-                        (f"{exposed} exposed{' communication' if width >= WIDE else ''} ", PARTS["exposed"]),
-                        (f"{waiting} waiting", PARTS["waiting"]))
+    yield Text.assemble(
+        "rank  step  " if width >= WIDE else "rank ",
+        (f"{compute} compute ", PARTS["compute"]),
+        (f"{exposed} exposed{' communication' if width >= WIDE else ''} ", PARTS["exposed"]),
+        (f"{waiting} waiting", PARTS["waiting"]),
+    )
     chosen = shown_ranks(now, room)
     longest = max((rank.parts.seconds for rank in now.ranks if rank.parts is not None), default=0.0)
     tails = [_tail(rank, now) for rank in chosen]
     for rank, tail in zip(chosen, tails, strict=True):
         yield _bar(rank, tail, width - max(map(len, tails)), longest, signs, wide=width >= WIDE)
     if len(chosen) < len(now.ranks):
-        yield Text(f"and {len(now.ranks) - len(chosen)} more ranks: shown are those that wait least, and most")
+        yield Text(
+            f"and {len(now.ranks) - len(chosen)} more ranks: shown are those that wait least, "
+            "and most"
+        )
 
 
 def shown_ranks(now: RunNow, room: int) -> list[RankNow]:
-    """All ranks if there is room, else those that wait least and most: the cause, and the ranks that wait for it."""
+    """All ranks if there is room, else those that wait least and most: the cause, and the ranks
+    that wait for it."""
     if len(now.ranks) <= room:
         return [*now.ranks]
     ordered = sorted(now.ranks, key=lambda rank: rank.parts.waiting if rank.parts else math.inf)
     least = max(1, (room - 1) // 2)
-    chosen = {rank.rank for rank in (*ordered[:least], *ordered[-max(1, room - 1 - least):])}
+    chosen = {rank.rank for rank in (*ordered[:least], *ordered[-max(1, room - 1 - least) :])}
     chosen |= {*now.slow.slow_ranks[:1]} if now.slow else set()
     return [rank for rank in now.ranks if rank.rank in chosen]
 
@@ -179,7 +200,9 @@ def _bar(rank: RankNow, tail: str, width: int, longest: float, signs: Signs, *, 
     shares = _shares(rank)
     numbers = "".join(f" {share:4.0%}" for share in shares) if wide else ""
     columns = max(4, width - len(head) - len(numbers))
-    cells = fill([part * rank.parts.seconds / longest if longest else 0.0 for part in shares], columns)
+    cells = fill(
+        [part * rank.parts.seconds / longest if longest else 0.0 for part in shares], columns
+    )
     bar = Text(head)
     for cell, sign, style in zip(cells, signs.fills, PARTS.values(), strict=True):
         bar.append(sign * cell, style)
@@ -198,10 +221,17 @@ def _axes(now: RunNow, width: int) -> Iterator[Text]:
             yield Text(f"{axis.name}: {size_text(axis.a_second)}/s, {axis.link}")
         return
     names = max(9, *(len(axis.name) for axis in sending)) + 1
-    yield Text(f"{'axis':<{names}}{'ranks':>5}  {'link':<14}{'bytes/s':>12}{'bytes a step':>14}{'exposed':>10}", "bold")
+    yield Text(
+        f"{'axis':<{names}}{'ranks':>5}  "
+        f"{'link':<14}{'bytes/s':>12}{'bytes a step':>14}{'exposed':>10}",
+        "bold",
+    )
     for axis in sending:
-        yield Text(f"{axis.name:<{names}}{axis.ranks:>5}  {axis.link:<14}{size_text(axis.a_second) + '/s':>12}"
-                   f"{size_text(axis.a_step):>14}{_seconds(axis.exposed):>10}")
+        yield Text(
+            f"{axis.name:<{names}}{axis.ranks:>5}  "
+            f"{axis.link:<14}{size_text(axis.a_second) + '/s':>12}"
+            f"{size_text(axis.a_step):>14}{_seconds(axis.exposed):>10}"
+        )
 
 
 def _memory(now: RunNow, width: int, signs: Signs) -> Iterator[Text]:
@@ -218,11 +248,18 @@ def _memory(now: RunNow, width: int, signs: Signs) -> Iterator[Text]:
         columns = max(4, min(width, 100) - 2)
         filled = min(columns, round(columns * total / most.limit))
         yield from (Text(line) for line in _folded(title, width))
-        yield Text.assemble("  ", (signs.fills[0] * filled, "red" if total > 0.9 * most.limit else "blue"),
-                            signs.empty * (columns - filled))
+        yield Text.assemble(
+            "  ",
+            (signs.fills[0] * filled, "red" if total > 0.9 * most.limit else "blue"),
+            signs.empty * (columns - filled),
+        )
     else:
         yield from (Text(line) for line in _folded(f"{title}, no limit", width))
-    held = [f"{name} {size_text(nbytes)}" for name, nbytes in sorted(peak.items(), key=lambda pair: -pair[1]) if nbytes]
+    held = [
+        f"{name} {size_text(nbytes)}"
+        for name, nbytes in sorted(peak.items(), key=lambda pair: -pair[1])
+        if nbytes
+    ]
     for line in _joined(held, width - 2):
         yield Text(f"  {line}")
 
@@ -236,18 +273,24 @@ def _power(now: RunNow, width: int) -> Iterator[Text]:
     yield from (Text(line) for line in _folded(f"power: {power_text(now)}{joules} ({how})", width))
 
 
-# ------------------------------------------------------------------------------------------------ words and numbers
+# -------------------------------------------------------------------------------- words and numbers
+
 
 def sparkline(values: "tuple[float | None, ...]", width: int, levels: str) -> str:
-    """The values as one line of characters, low to high, each the mean of its part; x where one was not finite."""
+    """The values as one line of characters, low to high, each the mean of its part; x where one was
+    not finite."""
     count = min(len(values), max(1, width))
     ends = [len(values) * place // count for place in range(count + 1)]
-    shown = [None if None in (part := values[start:end]) else _mean([each or 0.0 for each in part])
-             for start, end in zip(ends, ends[1:], strict=False)]
+    shown = [
+        None if None in (part := values[start:end]) else _mean([each or 0.0 for each in part])
+        for start, end in zip(ends, ends[1:], strict=False)
+    ]
     known = [value for value in shown if value is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
     scale = (len(levels) - 1) / (high - low) if high > low else 0.0
-    return "".join("x" if value is None else levels[round((value - low) * scale)] for value in shown)
+    return "".join(
+        "x" if value is None else levels[round((value - low) * scale)] for value in shown
+    )
 
 
 def fill(parts: list[float], columns: int) -> list[int]:
@@ -256,7 +299,10 @@ def fill(parts: list[float], columns: int) -> list[int]:
     >>> fill([0.5, 0.25, 0.25], 10)
     [5, 3, 2]
     """
-    ends = [min(columns, math.floor(columns * sum(parts[:place + 1]) + 0.5)) for place in range(len(parts))]
+    ends = [
+        min(columns, math.floor(columns * sum(parts[: place + 1]) + 0.5))
+        for place in range(len(parts))
+    ]
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 

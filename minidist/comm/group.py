@@ -1,18 +1,21 @@
-"""A group: an ordered set of ranks that communicate; the verbs, each with `out=`, `algorithm=` and a `start_…` twin.
+"""A group: an ordered set of ranks that communicate; the verbs, each with `out=`, `algorithm=` and
+a `start_…` twin.
 
     total = group.all_reduce(x)                    # a new array; x is left alone
     group.all_reduce(x, out=x)                     # in place
     pending = group.start_all_reduce(x, out=x)     # returns at once; leave x alone
     pending.wait()                                 # until here
 
-Every rank of a group must make the same collective calls in the same order: each message carries the call's signature,
-and ranks that disagree get MismatchError with both calls. Calls on one group run one after the other: a `start_…` call
-in the group's worker thread, any other in the caller's own thread, behind those that were started before it. Make the
-calls of one group from one thread; threads that communicate by themselves each take a group of their own (`split`).
+Every rank of a group must make the same collective calls in the same order: each message carries
+the call's signature, and ranks that disagree get MismatchError with both calls. Calls on one group
+run one after the other: a `start_…` call in the group's worker thread, any other in the caller's
+own thread, behind those that were started before it. Make the calls of one group from one thread;
+threads that communicate by themselves each take a group of their own (`split`).
 
 What all verbs take, return and raise stands at the class.
 
-Cost of each algorithm, in messages and bytes: at its function in collectives/; as formulas in cost/volume.py.
+Cost of each algorithm, in messages and bytes: at its function in collectives/; as formulas in
+cost/volume.py.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,40 +35,58 @@ __all__ = ["Group", "Pending"]
 
 @entries
 class Group(Members):
-    """An ordered set of ranks of the job, this one among them, with the verbs; for its attributes see Members.
+    """An ordered set of ranks of the job, this one among them, with the verbs; for its attributes
+    see Members.
 
-    Args of all verbs: x and out are arrays of NumPy or CuPy of any dtype but object, contiguous or not, x read-only
-    or not, empty or without dims; numbers and nested lists count as arrays. `out` has the shape and dtype of the
-    result. `algorithm` is "auto" or one of the names listed. `root`, `dst` and `src` are ranks in the group.
+    Args of all verbs: x and out are arrays of NumPy or CuPy of any dtype but object, contiguous or
+    not, x read-only or not, empty or without dims; numbers and nested lists count as arrays. `out`
+    has the shape and dtype of the result. `algorithm` is "auto" or one of the names listed. `root`,
+    `dst` and `src` are ranks in the group.
 
-    Returns of all verbs: `out`, or a new array without it: where the rank's own argument lies, without dims where the
-    argument was a number (`float(result)` makes a number of it). A `start_…` twin returns a Pending at once.
+    Returns of all verbs: `out`, or a new array without it: where the rank's own argument lies,
+    without dims where the argument was a number (`float(result)` makes a number of it). A `start_…`
+    twin returns a Pending at once.
 
-    Raises of all verbs: ConfigError (no such algorithm, op or rank: the message lists those that there are), ShapeError
-    and DtypeError (this rank's own arguments do not fit), and a CommError:
+    Raises of all verbs: ConfigError (no such algorithm, op or rank: the message lists those that
+    there are), ShapeError and DtypeError (this rank's own arguments do not fit), and a CommError:
         MismatchError   ranks called different things, or what came is not what `out` is for
         DeadlockError   ranks wait for each other in a circle
         PeerLostError   a rank died; LinkLostError: the link to it broke
         TimeoutError    a wait reached `group.transport.limit` seconds
-        CommError       the group is closed, two threads use it at once, or a forked child of the rank uses it
-    A collective that ends in a CommError ends its group: later calls end in the same error, and so do those that were
-    started before.
+        CommError       the group is closed, two threads use it at once, or a forked child of the
+                        rank uses it
+    A collective that ends in a CommError ends its group: later calls end in the same error, and so
+    do those that were started before.
     """
 
-    def __init__(self, transport: Transport, ledger: Ledger, world_ranks: Sequence[int], *, axis: str = "world",
-                 id: int = WORLD, nodes: Sequence[int] | None = None, places: Sequence[int] | None = None) -> None:
-        super().__init__(transport, ledger, world_ranks, axis=axis, id=id, nodes=nodes, places=places)
+    def __init__(
+        self,
+        transport: Transport,
+        ledger: Ledger,
+        world_ranks: Sequence[int],
+        *,
+        axis: str = "world",
+        id: int = WORLD,
+        nodes: Sequence[int] | None = None,
+        places: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(
+            transport, ledger, world_ranks, axis=axis, id=id, nodes=nodes, places=places
+        )
         self._messages = PointToPoint(self)
         self._worker: CallWorker | None = None
         self._splits = 0
-        self._children: list[Group] = []        # those that are open, also where the program has dropped them: close()
-                                                # here waits for their started calls. close() of one takes it out
+        # those that are open, also where the program has dropped them: close() here waits for their
+        # started calls. close() of one takes it out
+        self._children: list[Group] = []
         self._parent: Group | None = None
 
     def __repr__(self) -> str:
-        return f"Group({self.axis}: rank {self.rank} of {self.size}, world ranks {self.world_ranks})"
+        return (
+            f"Group({self.axis}: rank {self.rank} of {self.size}, world ranks {self.world_ranks})"
+        )
 
-    # --------------------------------------------------------------------------------------------- point to point
+    # ------------------------------------------------------------------------------- point to point
 
     def send(self, x: Any, dst: int) -> None:
         """Send an array to rank `dst`; returns when `x` may change again. A send to oneself works.
@@ -77,7 +98,8 @@ class Group(Members):
         self.start_send(x, dst).wait()
 
     def start_send(self, x: Any, dst: int) -> Pending:
-        """Start send. Returns: a Pending; after its wait() x may change. Any number of messages may be under way.
+        """Start send. Returns: a Pending; after its wait() x may change. Any number of messages may
+        be under way.
 
         Args, Raises: as send; what this rank cannot know yet, wait() raises.
         """
@@ -86,7 +108,8 @@ class Group(Members):
     def recv(self, src: int, *, out: Any = None) -> Any:
         """Receive the next array from rank `src`; its shape and dtype come with it.
 
-        Args:    src: a rank in the group. out: of the shape and dtype that come (default: a new array).
+        Args:    src: a rank in the group. out: of the shape and dtype that come (default: a new
+                 array).
         Returns: (...), as sent.
         Raises:  ConfigError, ShapeError, DtypeError, CommError: as all verbs (see Group).
         """
@@ -117,9 +140,11 @@ class Group(Members):
         """
         return self._messages.exchange(x, self.rank_in("dst", dst), self.rank_in("src", src), out)
 
-    # ------------------------------------------------------------------------------------------------- from one root
+    # -------------------------------------------------------------------------------- from one root
 
-    def broadcast(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
+    def broadcast(
+        self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto"
+    ) -> Any:
         """The root's array on every rank.
 
         Args:    x (...): at the root; elsewhere None, or anything of the root's shape and dtype.
@@ -130,15 +155,20 @@ class Group(Members):
         """
         return self._run(verbs.from_root(self, "broadcast", x, root, out, algorithm))
 
-    def start_broadcast(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Pending:
+    def start_broadcast(
+        self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto"
+    ) -> Pending:
         """Start broadcast. Returns: a Pending; its wait() returns broadcast's result.
 
         Args, Raises: as broadcast; what this rank cannot know yet, wait() raises.
         """
         return self._start(verbs.from_root(self, "broadcast", x, root, out, algorithm))
 
-    def scatter(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
-        """Rank r gets part r of the root's array, cut along the first dim as numpy.array_split does.
+    def scatter(
+        self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto"
+    ) -> Any:
+        """Rank r gets part r of the root's array, cut along the first dim as numpy.array_split
+        does.
 
         Args:    x: (n, ...) at the root; elsewhere None, or anything of the root's shape and dtype.
                  root: its rank. out: of the part's shape and dtype. algorithm: naive, tree, native.
@@ -147,83 +177,116 @@ class Group(Members):
         """
         return self._run(verbs.from_root(self, "scatter", x, root, out, algorithm))
 
-    def start_scatter(self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Pending:
+    def start_scatter(
+        self, x: Any = None, root: int = 0, *, out: Any = None, algorithm: str = "auto"
+    ) -> Pending:
         """Start scatter. Returns: a Pending; its wait() returns scatter's result.
 
         Args, Raises: as scatter; what this rank cannot know yet, wait() raises.
         """
         return self._start(verbs.from_root(self, "scatter", x, root, out, algorithm))
 
-    # --------------------------------------------------------------------------------------------------- to one root
+    # ---------------------------------------------------------------------------------- to one root
 
-    def reduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
+    def reduce(
+        self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, algorithm: str = "auto"
+    ) -> Any:
         """At the root, all ranks' arrays combined elementwise; None elsewhere (`out` is ignored).
 
-        Args:    x (...): one shape and dtype on all ranks. op: sum, mean, max, min, prod (see calls/reduction.py).
+        Args:    x (...): one shape and dtype on all ranks. op: sum, mean, max, min, prod (see
+                 calls/reduction.py).
                  root: its rank. out: as x. algorithm: naive, tree, hierarchical, native.
         Returns: (...), as x, at the root; None elsewhere.
-        Raises:  DtypeError if op does not take the dtype (mean of integers); else as all verbs (see Group).
+        Raises:  DtypeError if op does not take the dtype (mean of integers); else as all verbs (see
+                 Group).
         """
-        return self._run(verbs.reduced(self, "reduce", x, op, out, algorithm, self.rank_in("root", root)))
+        return self._run(
+            verbs.reduced(self, "reduce", x, op, out, algorithm, self.rank_in("root", root))
+        )
 
-    def start_reduce(self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None,
-                     algorithm: str = "auto") -> Pending:
+    def start_reduce(
+        self, x: Any, op: str = "sum", root: int = 0, *, out: Any = None, algorithm: str = "auto"
+    ) -> Pending:
         """Start reduce. Returns: a Pending; its wait() returns reduce's result.
 
         Args, Raises: as reduce; what this rank cannot know yet, wait() raises.
         """
-        return self._start(verbs.reduced(self, "reduce", x, op, out, algorithm, self.rank_in("root", root)))
+        return self._start(
+            verbs.reduced(self, "reduce", x, op, out, algorithm, self.rank_in("root", root))
+        )
 
     def gather(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Any:
-        """At the root, all ranks' arrays one after the other along the first dim; None elsewhere (`out` is ignored).
+        """At the root, all ranks' arrays one after the other along the first dim; None elsewhere
+        (`out` is ignored).
 
         Args:    x: (m, ...), where m may differ between ranks; a number is one row.
-                 root: its rank. out: of the result's shape and dtype. algorithm: naive, tree, native.
+                 root: its rank. out: of the result's shape and dtype. algorithm: naive, tree,
+                 native.
         Returns: (sum of all m, ...), x's dtype, at the root; None elsewhere.
         Raises:  ConfigError, ShapeError, DtypeError, CommError: as all verbs (see Group).
         """
-        return self._run(verbs.gathered(self, "gather", x, out, algorithm, self.rank_in("root", root)))
+        return self._run(
+            verbs.gathered(self, "gather", x, out, algorithm, self.rank_in("root", root))
+        )
 
-    def start_gather(self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto") -> Pending:
+    def start_gather(
+        self, x: Any, root: int = 0, *, out: Any = None, algorithm: str = "auto"
+    ) -> Pending:
         """Start gather. Returns: a Pending; its wait() returns gather's result.
 
         Args, Raises: as gather; what this rank cannot know yet, wait() raises.
         """
-        return self._start(verbs.gathered(self, "gather", x, out, algorithm, self.rank_in("root", root)))
+        return self._start(
+            verbs.gathered(self, "gather", x, out, algorithm, self.rank_in("root", root))
+        )
 
-    # -------------------------------------------------------------------------------------------- from all, to all
+    # ----------------------------------------------------------------------------- from all, to all
 
-    def all_reduce(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
+    def all_reduce(
+        self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto"
+    ) -> Any:
         """All ranks' arrays combined elementwise, the same bits on every rank.
 
-        Args:    x (...): one shape and dtype on all ranks. op: sum, mean, max, min, prod (see calls/reduction.py).
+        Args:    x (...): one shape and dtype on all ranks. op: sum, mean, max, min, prod (see
+                 calls/reduction.py).
                  out: may be x, which is then reduced in place, without a copy.
                  algorithm: naive, tree, ring, direct, pairwise, doubling, halving-doubling,
                  hierarchical, torus, torus-both, native, shared.
         Returns: (...), as x.
-        Raises:  DtypeError if op does not take the dtype (mean of integers); else as all verbs (see Group).
+        Raises:  DtypeError if op does not take the dtype (mean of integers); else as all verbs (see
+                 Group).
         """
         return self._run(verbs.reduced(self, "all_reduce", x, op, out, algorithm))
 
-    def start_all_reduce(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Pending:
+    def start_all_reduce(
+        self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto"
+    ) -> Pending:
         """Start all_reduce. Returns: a Pending; its wait() returns all_reduce's result.
 
         Args, Raises: as all_reduce; what this rank cannot know yet, wait() raises.
         """
         return self._start(verbs.reduced(self, "all_reduce", x, op, out, algorithm))
 
-    def reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
-        """Chunk `rank` of what all_reduce would give, flattened and cut in `size` as numpy.array_split does: one dim.
+    def reduce_scatter(
+        self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto"
+    ) -> Any:
+        """Chunk `rank` of what all_reduce would give, flattened and cut in `size` as
+        numpy.array_split does: one dim.
 
-        Args:    x (...) of n elements: one shape and dtype on all ranks. op: sum, mean, max, min, prod.
+        Args:    x (...) of n elements: one shape and dtype on all ranks. op: sum, mean, max, min,
+                 prod.
                  out: may be that chunk of x.
-                 algorithm: naive, ring, pairwise, halving-doubling, hierarchical, torus, native, shared.
+                 algorithm: naive, ring, pairwise, halving-doubling, hierarchical, torus, native,
+                 shared.
         Returns: (ceil(n/P) or floor(n/P),), x's dtype.
-        Raises:  DtypeError if op does not take the dtype (mean of integers); else as all verbs (see Group).
+        Raises:  DtypeError if op does not take the dtype (mean of integers); else as all verbs (see
+                 Group).
         """
         return self._run(verbs.reduce_scatter(self, x, op, out, algorithm))
 
-    def start_reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Pending:
+    def start_reduce_scatter(
+        self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto"
+    ) -> Pending:
         """Start reduce_scatter. Returns: a Pending; its wait() returns reduce_scatter's result.
 
         Args, Raises: as reduce_scatter; what this rank cannot know yet, wait() raises.
@@ -233,7 +296,8 @@ class Group(Members):
     def all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Any:
         """All ranks' arrays one after the other along the first dim, on every rank.
 
-        Args:    x: (m, ...), where m may differ between ranks; a number is one row. It may be its own part of `out`.
+        Args:    x: (m, ...), where m may differ between ranks; a number is one row. It may be its
+                 own part of `out`.
                  out: of the result's shape and dtype.
                  algorithm: naive, ring, halving-doubling, hierarchical, torus, native, shared.
         Returns: (sum of all m, ...), x's dtype.
@@ -248,18 +312,22 @@ class Group(Members):
         """
         return self._start(verbs.gathered(self, "all_gather", x, out, algorithm))
 
-    def all_to_all(self, x: Sequence[Any], *, out: Sequence[Any] | None = None, algorithm: str = "auto") -> list[Any]:
+    def all_to_all(
+        self, x: Sequence[Any], *, out: Sequence[Any] | None = None, algorithm: str = "auto"
+    ) -> list[Any]:
         """Every rank sends an array to every rank.
 
-        Args:    x: one array for each rank, of one dtype and any shapes. out: `size` arrays of the shapes to come.
+        Args:    x: one array for each rank, of one dtype and any shapes. out: `size` arrays of the
+                 shapes to come.
                  algorithm: naive, pairwise, bruck, native, shared.
         Returns: a list of `size` arrays: from rank 0, from rank 1, ...
         Raises:  ConfigError, ShapeError, DtypeError, CommError: as all verbs (see Group).
         """
         return list(self._run(verbs.all_to_all(self, x, out, algorithm)))
 
-    def start_all_to_all(self, x: Sequence[Any], *, out: Sequence[Any] | None = None,
-                         algorithm: str = "auto") -> Pending:
+    def start_all_to_all(
+        self, x: Sequence[Any], *, out: Sequence[Any] | None = None, algorithm: str = "auto"
+    ) -> Pending:
         """Start all_to_all. Returns: a Pending; its wait() returns all_to_all's result.
 
         Args, Raises: as all_to_all; what this rank cannot know yet, wait() raises.
@@ -281,29 +349,41 @@ class Group(Members):
         """
         return self._start(verbs.barrier(self, algorithm))
 
-    # ----------------------------------------------------------------------------------------------- groups of groups
+    # ----------------------------------------------------------------------------- groups of groups
 
     @overload
     def split(self, color: int, key: int | None = None, *, axis: str | None = None) -> "Group": ...
 
     @overload
-    def split(self, color: int | None, key: int | None = None, *, axis: str | None = None) -> "Group | None": ...
+    def split(
+        self, color: int | None, key: int | None = None, *, axis: str | None = None
+    ) -> "Group | None": ...
 
-    def split(self, color: int | None, key: int | None = None, *, axis: str | None = None) -> "Group | None":
-        """The group of the ranks that pass the same color, in the order of their keys (then of their ranks).
+    def split(
+        self, color: int | None, key: int | None = None, *, axis: str | None = None
+    ) -> "Group | None":
+        """The group of the ranks that pass the same color, in the order of their keys (then of
+        their ranks).
 
-        Args:    color: an integer, or None to belong to no group; key: place in the order (None: this rank's number).
-                 axis: what the group is for, under which its ledger counts; "world.split" where the parent is "world".
-        Returns: the Group, or None for color None. Overlapping and nested groups may be used at once.
-        Raises:  ConfigError for a color or key that is no integer of 64 bits, or an axis that is no name; CommError as
-                 all verbs (see Group).
+        Args:    color: an integer, or None to belong to no group; key: place in the order (None:
+                 this rank's number).
+                 axis: what the group is for, under which its ledger counts; "world.split" where the
+                 parent is "world".
+        Returns: the Group, or None for color None. Overlapping and nested groups may be used at
+        once.
+        Raises:  ConfigError for a color or key that is no integer of 64 bits, or an axis that is no
+                 name; CommError as all verbs (see Group).
         Cost:    one all_gather of four integers, counted under "control".
         """
         row = subgroups.row(self, color, key, axis)
         with self.ledger.control():
             table = self.all_gather(row)
         self._splits += 1
-        return None if color is None else self._child(*subgroups.of_color(self, self._splits, color, table, axis))
+        return (
+            None
+            if color is None
+            else self._child(*subgroups.of_color(self, self._splits, color, table, axis))
+        )
 
     def without(self, gone: Iterable[int]) -> "Group":
         """The group of the ranks that are left when the ranks `gone` are lost, in their order.
@@ -317,14 +397,22 @@ class Group(Members):
         return self._child(*subgroups.without(self, gone))
 
     def _child(self, id: int, axis: str, ranks: list[int], places: list[int]) -> "Group":
-        child = Group(self.transport, self.ledger, [self.world_ranks[rank] for rank in ranks], axis=axis, id=id,
-                      nodes=[self.nodes[rank] for rank in ranks], places=places)
+        child = Group(
+            self.transport,
+            self.ledger,
+            [self.world_ranks[rank] for rank in ranks],
+            axis=axis,
+            id=id,
+            nodes=[self.nodes[rank] for rank in ranks],
+            places=places,
+        )
         self._children.append(child)
         child._parent = self
         return child
 
     def tell_step(self, step: int) -> None:
-        """Note the training step this rank is in; an error about a lost rank then names it. Sends nothing.
+        """Note the training step this rank is in; an error about a lost rank then names it. Sends
+        nothing.
 
         Args:    step: its number, from 0.
         """
@@ -332,14 +420,16 @@ class Group(Members):
         self.ledger.flight.start_step(step)
 
     def expendable(self) -> None:
-        """Let the job go on without this rank: if it ends, only waits for it raise PeerLostError; not under mpirun.
+        """Let the job go on without this rank: if it ends, only waits for it raise PeerLostError;
+        not under mpirun.
 
         Raises:  PeerLostError if this rank's connection to the job's monitor is closed.
         """
         self.transport.waits.spare()
 
     def close(self) -> None:
-        """Carry out what was started, in this group and those split from it, and end them; again, it does nothing.
+        """Carry out what was started, in this group and those split from it, and end them; again,
+        it does nothing.
 
         The world waits until the ranks that share this one's GPU close, too.
 

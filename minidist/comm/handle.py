@@ -1,4 +1,5 @@
-"""The handle of a transfer: what a transport returns for a message that it has begun to send or to receive."""
+"""The handle of a transfer: what a transport returns for a message that it has begun to send or to
+receive."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -9,9 +10,11 @@ class Handle(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when the transfer is complete: the array sent may change, the array received is full.
+        """Return when the transfer is complete: the array sent may change, the array received is
+        full.
 
-        Raises: PeerLostError, TimeoutError, what `abort` was given, or what `accept` or `reduce` raised.
+        Raises: PeerLostError, TimeoutError, what `abort` was given, or what `accept` or `reduce`
+        raised.
         """
 
     @abstractmethod
@@ -30,7 +33,8 @@ class Finished(Handle):
 
 
 class Reported(Handle):
-    """A transfer that the ledger's subscribers see: `report()` is called once, when it is complete."""
+    """A transfer that the ledger's subscribers see: `report()` is called once, when it is
+    complete."""
 
     def __init__(self, handle: Handle, report: Callable[[], None]) -> None:
         self._handle, self._report = handle, report
@@ -45,7 +49,8 @@ class Reported(Handle):
 
 
 class NotedReceive(Handle):
-    """A receive whose end is noted: `waited(was_there)` is called after wait(), with whether it was complete before."""
+    """A receive whose end is noted: `waited(was_there)` is called after wait(), with whether it was
+    complete before."""
 
     def __init__(self, handle: Handle, waited: Callable[[bool], None]) -> None:
         self._handle, self._waited = handle, waited

@@ -1,13 +1,18 @@
-"""The ledger: what one rank sent, counted by phase, axis, verb and algorithm; and events for subscribers.
+"""The ledger: what one rank sent, counted by phase, axis, verb and algorithm; and events for
+subscribers.
 
     with ledger.during("step"):          # phases: "setup" until told otherwise, then what you name
-        group.all_reduce(gradients)      # counted under the group's axis and the verb the user called
-        with ledger.control():           # loss, clipping and overflow scalars: counted under the axis "control"
+        group.all_reduce(gradients)      # counted under the group's axis and the verb the user
+                                         called
+        with ledger.control():           # loss, clipping and overflow scalars: counted under the
+                                         axis "control"
             group.all_reduce(loss)
-    ledger.sent_bytes("step")            # {"dp": {"all_reduce": 1048576}, "control": {"all_reduce": 8}}
+    ledger.sent_bytes("step")            # {"dp": {"all_reduce": 1048576}, "control": {"all_reduce":
+                                         8}}
 
-Bytes are payload: the signature and shape that ride in a message's header are not counted, nor are header-only messages
-by which neighbours compare calls (they carry no payload), nor what a rank sends to itself (nothing leaves it).
+Bytes are payload: the signature and shape that ride in a message's header are not counted, nor are
+header-only messages by which neighbours compare calls (they carry no payload), nor what a rank
+sends to itself (nothing leaves it).
 """
 
 import threading
@@ -28,15 +33,19 @@ NO_RANK: Mapping[int, int] = {}
 class Event:
     """Something that happened on one rank; times are time.perf_counter() seconds.
 
-    kind "message": one message sent. details: src, dst (world ranks), nbytes, verb, algorithm, axis, label, step, chunk
+    kind "message": one message sent. details: src, dst (world ranks), nbytes, verb, algorithm,
+    axis, label, step, chunk
                     (what the algorithm says of the piece in flight; None where it says nothing).
-    kind "call":    one verb from begin to end. details: axis, verb, algorithm, op, nbytes, size, sequence, where; for
-                    watchers also group (its id, in hexadecimal), messages, and queued: seconds from the program's call
-                    to the begin.
-    kind "wait":    the program waits for a started call, for watchers alone. details: axis, group, sequence, where.
-    kind "receive": one message received, from the moment when this rank was ready for it, for subscribers
-                    of receives. details: src, dst, nbytes, axis, verb, algorithm, message. While receives have a
-                    subscriber, kind "message" has `message` too: between two ranks it tells the message from others.
+    kind "call":    one verb from begin to end. details: axis, verb, algorithm, op, nbytes, size,
+                    sequence, where; for watchers also group (its id, in hexadecimal), messages, and
+                    queued: seconds from the program's call to the begin.
+    kind "wait":    the program waits for a started call, for watchers alone. details: axis, group,
+                    sequence, where.
+    kind "receive": one message received, from the moment when this rank was ready for it, for
+    subscribers
+                    of receives. details: src, dst, nbytes, axis, verb, algorithm, message. While
+                    receives have a subscriber, kind "message" has `message` too: between two ranks
+                    it tells the message from others.
     """
 
     kind: str
@@ -52,14 +61,15 @@ class _Here(threading.local):
     """The state of one thread: control() counts for the thread that called it."""
 
     in_control = False
-    phase: str | None = None    # of a thread that has one of its own
+    phase: str | None = None  # of a thread that has one of its own
 
 
 class Ledger:
     """Counts of one rank, shared by all its groups. Safe to use from several threads.
 
     Attributes: flight    its flight recorder: the last calls, always kept
-                times     when messages of its calls left and arrived, if a StepRecorder asks for them; else None
+                times     when messages of its calls left and arrived, if a StepRecorder asks for
+                          them; else None
     """
 
     def __init__(self, world_rank: int = 0) -> None:
@@ -67,18 +77,31 @@ class Ledger:
         self.times: MessageTimes | None = None
         self._phase = "setup"
         self.subscribers: tuple[Callable[[Event], None], ...] = ()
-        self.watchers: tuple[Callable[[Event], None], ...] = ()         # subscribers that get waits too
-        self.receivers: tuple[Callable[[Event], None], ...] = ()        # subscribers that get receives too
-        self._counts: dict[tuple[str, str, str, str], tuple[int, int]] = {}  # by (phase, axis, verb, algorithm)
-        self._sent_to: defaultdict[tuple[str, str, int], int] = defaultdict(int)    # bytes by (phase, axis, world rank)
+        self.watchers: tuple[Callable[[Event], None], ...] = ()  # subscribers that get waits too
+        # subscribers that get receives too
+        self.receivers: tuple[Callable[[Event], None], ...] = ()
+        # by (phase, axis, verb, algorithm)
+        self._counts: dict[tuple[str, str, str, str], tuple[int, int]] = {}
+        # bytes by (phase, axis, world rank)
+        self._sent_to: defaultdict[tuple[str, str, int], int] = defaultdict(int)
         self._lock = threading.Lock()
         self._here = _Here()
 
-    def record(self, axis: str, verb: str, algorithm: str, nbytes: int, messages: int = 1,
-               phase: str | None = None, to: Mapping[int, int] = NO_RANK) -> None:
-        """Add `messages` messages of `nbytes` bytes altogether, sent by this rank (in `phase`, else the present).
+    def record(
+        self,
+        axis: str,
+        verb: str,
+        algorithm: str,
+        nbytes: int,
+        messages: int = 1,
+        phase: str | None = None,
+        to: Mapping[int, int] = NO_RANK,
+    ) -> None:
+        """Add `messages` messages of `nbytes` bytes altogether, sent by this rank (in `phase`, else
+        the present).
 
-        Args:    to: the bytes for each world rank. What all read from shared memory, or a library sends, is for none.
+        Args:    to: the bytes for each world rank. What all read from shared memory, or a library
+                 sends, is for none.
         """
         key = (phase or self.phase, axis, verb, algorithm)
         with self._lock:
@@ -103,7 +126,8 @@ class Ledger:
 
     @contextmanager
     def aside(self, phase: str) -> Iterator[None]:
-        """Count calls that this thread begins in the block under `phase`, whatever the others do meanwhile."""
+        """Count calls that this thread begins in the block under `phase`, whatever the others do
+        meanwhile."""
         before, self._here.phase = self._here.phase, phase
         try:
             yield
@@ -135,7 +159,8 @@ class Ledger:
     def sent_to(self, phase: str | None = None) -> dict[int, dict[str, int]]:
         """Payload bytes sent to each rank, {world rank: {axis: bytes}}; of one phase, or of all.
 
-        What ranks read from shared memory, or a library sends, is in no rank's: the sums may be less than sent_bytes.
+        What ranks read from shared memory, or a library sends, is in no rank's: the sums may be
+        less than sent_bytes.
         """
         table: defaultdict[int, Counter[str]] = defaultdict(Counter)
         with self._lock:
@@ -145,11 +170,22 @@ class Ledger:
         return {rank: dict(axes) for rank, axes in sorted(table.items())}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Every count by itself: dicts of phase, axis, verb, algorithm, nbytes, messages, in a fixed order."""
+        """Every count by itself: dicts of phase, axis, verb, algorithm, nbytes, messages, in a
+        fixed order."""
         with self._lock:
-            return [{"phase": phase, "axis": axis, "verb": verb, "algorithm": algorithm,
-                     "nbytes": nbytes, "messages": messages}
-                    for (phase, axis, verb, algorithm), (nbytes, messages) in sorted(self._counts.items())]
+            return [
+                {
+                    "phase": phase,
+                    "axis": axis,
+                    "verb": verb,
+                    "algorithm": algorithm,
+                    "nbytes": nbytes,
+                    "messages": messages,
+                }
+                for (phase, axis, verb, algorithm), (nbytes, messages) in sorted(
+                    self._counts.items()
+                )
+            ]
 
     def clear(self) -> None:
         """Forget all counts; subscribers stay."""
@@ -157,12 +193,15 @@ class Ledger:
             self._counts.clear()
             self._sent_to.clear()
 
-    def subscribe(self, callback: Callable[[Event], None], *, waits: bool = False,
-                  receives: bool = False) -> Callable[[], None]:
-        """Call `callback(event)` for each message sent and each call ended, in the thread it happened in.
+    def subscribe(
+        self, callback: Callable[[Event], None], *, waits: bool = False, receives: bool = False
+    ) -> Callable[[], None]:
+        """Call `callback(event)` for each message sent and each call ended, in the thread it
+        happened in.
 
         Args:    waits: for each wait of the program too. receives: for each message received too.
-        Returns a function that ends the subscription. Without subscribers no event is made and no clock is read.
+        Returns a function that ends the subscription. Without subscribers no event is made and no
+        clock is read.
         """
         self.subscribers = (*self.subscribers, callback)
         self.watchers += (callback,) if waits else ()
@@ -177,14 +216,25 @@ class Ledger:
 
     def publish(self, event: Event) -> None:
         """Hand `event` to every subscriber."""
-        chosen = {"wait": self.watchers, "receive": self.receivers}.get(event.kind, self.subscribers)
+        chosen = {"wait": self.watchers, "receive": self.receivers}.get(
+            event.kind, self.subscribers
+        )
         for subscriber in chosen:
             subscriber(event)
 
     def publish_now(self, kind: str, name: str, start: float, details: dict[str, Any]) -> None:
         """Publish an event that ends now, in this thread."""
-        self.publish(Event(kind, name, start, time.perf_counter(), self.world_rank, threading.current_thread().name,
-                           details))
+        self.publish(
+            Event(
+                kind,
+                name,
+                start,
+                time.perf_counter(),
+                self.world_rank,
+                threading.current_thread().name,
+                details,
+            )
+        )
 
     def _by_axis(self, column: str, phase: str | None) -> dict[str, dict[str, int]]:
         table: defaultdict[str, Counter[str]] = defaultdict(Counter)

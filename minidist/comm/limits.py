@@ -7,7 +7,9 @@ SHOWN_BYTES = 2 << 20
 """Most bytes that a rank shows at a time on a board (collectives/shared_memory.py)."""
 
 SHOWN_WHOLE_BYTES = 256 << 10
-"""While a rank reads no more than this, (P-1)n, of a board, it adds whole arrays: one wait instead of two."""
+"""While a rank reads no more than this, (P-1)n, of a board, it adds whole arrays: one wait instead
+of two."""
 
 STRETCH_BYTES = 4 << 20
-"""Most bytes of an array that a ring all-reduce sends round at a time: each step finds the last one's sums in cache."""
+"""Most bytes of an array that a ring all-reduce sends round at a time: each step finds the last
+one's sums in cache."""

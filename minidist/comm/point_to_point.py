@@ -1,9 +1,10 @@
 """Point to point: send, recv and exchange between ranks of a group.
 
-These do not queue behind the group's collectives: they go to the transport at once, under a tag of their own, so any
-number may be under way beside each other. Messages from one rank to another arrive in the order they were started; each
-says its dtype and shape. What a rank sends to itself is copied, kept until it is received, and not counted. An array on
-the GPU whose transport has a lane (device_lane.py) goes by that, and only its header here.
+These do not queue behind the group's collectives: they go to the transport at once, under a tag of
+their own, so any number may be under way beside each other. Messages from one rank to another
+arrive in the order they were started; each says its dtype and shape. What a rank sends to itself is
+copied, kept until it is received, and not counted. An array on the GPU whose transport has a lane
+(device_lane.py) goes by that, and only its header here.
 """
 
 import time
@@ -35,8 +36,9 @@ class PointToPoint:
         self._group, self.tag = group, Tag(group.id, POINT_TO_POINT)
         self._self_link: Transport | None = None
         self._started = 0
-        self._sends, self._receives = Counter[int](), Counter[int]()            # to, and from, each rank
-        self.by_lane: defaultdict[int, deque[Incoming]] = defaultdict(deque)    # from each rank, headers come first
+        self._sends, self._receives = Counter[int](), Counter[int]()  # to, and from, each rank
+        # from each rank, headers come first
+        self.by_lane: defaultdict[int, deque[Incoming]] = defaultdict(deque)
 
     def send(self, x: Any, dst: int) -> PendingMessage:
         """Start to send `x` to rank `dst`."""
@@ -44,69 +46,120 @@ class PointToPoint:
         signature = self.signature("send", array.dtype, array.shape)
         record = self._record_send(signature, dst)
         sent = self._start_send(signature, array, dst, device_of(x))
-        return PendingMessage(signature, self._group.world_ranks, sent, lambda: None,
-                              partial(self._over, [(record, array.nbytes)]))
+        return PendingMessage(
+            signature,
+            self._group.world_ranks,
+            sent,
+            lambda: None,
+            partial(self._over, [(record, array.nbytes)]),
+        )
 
     def recv(self, src: int, out: Any) -> PendingMessage:
         """Start to receive from rank `src`."""
         incoming = Incoming(self, "recv", src, out)
         record = self._record_recv(incoming.signature, src)
-        return PendingMessage(incoming.signature, self._group.world_ranks, [incoming], incoming.deliver,
-                              partial(self._over, [(record, 0)]))
+        return PendingMessage(
+            incoming.signature,
+            self._group.world_ranks,
+            [incoming],
+            incoming.deliver,
+            partial(self._over, [(record, 0)]),
+        )
 
     def exchange(self, x: Any, dst: int, src: int, out: Any) -> PendingMessage:
         """Start to send `x` to `dst` and to receive from `src`."""
         array = argument("exchange", x, self._way_of(x, dst))
-        if isinstance(out, type(array)) and backend.array_module(array).may_share_memory(array, out):
+        if isinstance(out, type(array)) and backend.array_module(array).may_share_memory(
+            array, out
+        ):
             array = array.copy()  # what arrives would overwrite what is leaving
         incoming = Incoming(self, "exchange", src, out)
         received = self._record_recv(incoming.signature, src)
-        signature = incoming.signature._replace(dtype=dtype_code(array.dtype), shape=array.shape)     # one call
+        # one call
+        signature = incoming.signature._replace(dtype=dtype_code(array.dtype), shape=array.shape)
         record = self._record_send(signature, dst)
         sent = self._start_send(signature, array, dst, device_of(x))
-        return PendingMessage(signature, self._group.world_ranks, [incoming, *sent], incoming.deliver,
-                              partial(self._over, [(received, 0), (record, array.nbytes)]))
+        return PendingMessage(
+            signature,
+            self._group.world_ranks,
+            [incoming, *sent],
+            incoming.deliver,
+            partial(self._over, [(received, 0), (record, array.nbytes)]),
+        )
 
     def named(self, number: int) -> str:
-        """What tells a message between two ranks of the group from their others. Args: number: of the way, from 1."""
+        """What tells a message between two ranks of the group from their others. Args: number: of
+        the way, from 1."""
         return f"{self._group.id:x}.{number}"
 
-    def tell(self, signature: Signature, axis: str, src: int, number: int, nbytes: int, start: float) -> None:
+    def tell(
+        self, signature: Signature, axis: str, src: int, number: int, nbytes: int, start: float
+    ) -> None:
         """Tell subscribers of receives of a message from rank `src`."""
-        self._group.ledger.publish_now("receive", signature.verb, start, {
-            "axis": axis, "verb": signature.verb, "algorithm": "direct", "src": self._group.world_ranks[src],
-            "dst": self._group.world_rank, "nbytes": nbytes, "message": self.named(number)})
+        self._group.ledger.publish_now(
+            "receive",
+            signature.verb,
+            start,
+            {
+                "axis": axis,
+                "verb": signature.verb,
+                "algorithm": "direct",
+                "src": self._group.world_ranks[src],
+                "dst": self._group.world_rank,
+                "nbytes": nbytes,
+                "message": self.named(number),
+            },
+        )
 
     def start_of_receive(self, src: int) -> tuple[float, str, int]:
-        """When a receive begins, its axis, and its number on the way from `src`; the time is 0.0 if not subscribed."""
+        """When a receive begins, its axis, and its number on the way from `src`; the time is 0.0 if
+        not subscribed."""
         ledger = self._group.ledger
         told = ledger.receivers and src != self._group.rank
         axis = "control" if ledger.in_control else self._group.axis
         return time.perf_counter() if told else 0.0, axis, self._receives[src] + 1
 
-    def signature(self, verb: str, dtype: np.dtype | None, shape: tuple[int, ...] | None) -> Signature:
+    def signature(
+        self, verb: str, dtype: np.dtype | None, shape: tuple[int, ...] | None
+    ) -> Signature:
         """What this rank says of its next message."""
         self._group.guard.check()
         self._started += 1
-        signature = Signature(self._group.id, self._started, verb, None, None, None,
-                              None if dtype is None else dtype_code(dtype), shape, call_site.caller())
+        signature = Signature(
+            self._group.id,
+            self._started,
+            verb,
+            None,
+            None,
+            None,
+            None if dtype is None else dtype_code(dtype),
+            shape,
+            call_site.caller(),
+        )
         failure = self._group.transport.waits.failure(self._group.world_rank, signature)
         if failure is not None:
             raise failure
         return signature
 
     def lane(self, src: int, dst: int | None = None) -> DeviceLane | None:
-        """The lane from rank `src` to `dst` or this rank, for arrays on the GPU; None: by way of the host."""
+        """The lane from rank `src` to `dst` or this rank, for arrays on the GPU; None: by way of
+        the host."""
         dst = self._group.rank if dst is None else dst
         ranks, device = self._group.world_ranks, self._group.transport.device
-        return None if device is None or src == dst else device.lane(self._group.id, ranks[src], ranks[dst])
+        return (
+            None
+            if device is None or src == dst
+            else device.lane(self._group.id, ranks[src], ranks[dst])
+        )
 
     def mismatch(self, mine: Signature, theirs: Signature, src: int) -> MismatchError:
         """The error of a message from rank `src` that is not what this rank expects."""
-        return MismatchError(f"a message does not fit what was to come:\n"
-                             f"  rank {self._group.world_rank} calls {mine.describe()}\n"
-                             f"  rank {self._group.world_ranks[src]} calls {theirs.describe()}\n"
-                             f"`out` must have the sender's shape and dtype; without it any fits")
+        return MismatchError(
+            f"a message does not fit what was to come:\n"
+            f"  rank {self._group.world_rank} calls {mine.describe()}\n"
+            f"  rank {self._group.world_ranks[src]} calls {theirs.describe()}\n"
+            f"`out` must have the sender's shape and dtype; without it any fits"
+        )
 
     def link(self, rank: int) -> tuple[Transport, int]:
         """Transport and world rank for messages to and from `rank`."""
@@ -124,15 +177,31 @@ class PointToPoint:
         """The number of a message to rank `dst` in the flight recorder."""
         self._sends[dst] += 1
         return self._group.ledger.flight.message(
-            signature.group, self._sends[dst], signature.verb, signature.dtype, signature.shape, signature.where,
-            axis=self._group.axis, world_ranks=self._group.world_ranks, dst=dst)
+            signature.group,
+            self._sends[dst],
+            signature.verb,
+            signature.dtype,
+            signature.shape,
+            signature.where,
+            axis=self._group.axis,
+            world_ranks=self._group.world_ranks,
+            dst=dst,
+        )
 
     def _record_recv(self, signature: Signature, src: int) -> int:
         """The number of a message from rank `src` in the flight recorder."""
         self._receives[src] += 1
         return self._group.ledger.flight.message(
-            signature.group, self._receives[src], signature.verb, signature.dtype, signature.shape, signature.where,
-            axis=self._group.axis, world_ranks=self._group.world_ranks, src=src)
+            signature.group,
+            self._receives[src],
+            signature.verb,
+            signature.dtype,
+            signature.shape,
+            signature.where,
+            axis=self._group.axis,
+            world_ranks=self._group.world_ranks,
+            src=src,
+        )
 
     def _over(self, records: list[tuple[int, int]], failed: bool, waited: float) -> None:
         """Record the outcome of messages: their numbers, and the bytes that each has sent.
@@ -140,24 +209,32 @@ class PointToPoint:
         The program's wait of `waited` seconds stands at the first.
         """
         for place, (number, nbytes) in enumerate(records):
-            self._group.ledger.flight.ended(number, nbytes, int(nbytes > 0), failed=failed,
-                                            stood=0.0 if place else waited)
+            self._group.ledger.flight.ended(
+                number, nbytes, int(nbytes > 0), failed=failed, stood=0.0 if place else waited
+            )
 
     def _way_of(self, x: Any, dst: int) -> str:
         """The device that a message to rank `dst` leaves from."""
-        return "cpu" if device_of(x) != "cuda" or self.lane(self._group.rank, dst) is None else "cuda"
+        return (
+            "cpu" if device_of(x) != "cuda" or self.lane(self._group.rank, dst) is None else "cuda"
+        )
 
-    def _start_send(self, signature: Signature, array: np.ndarray, dst: int, device: str | None) -> list[Handle]:
+    def _start_send(
+        self, signature: Signature, array: np.ndarray, dst: int, device: str | None
+    ) -> list[Handle]:
         """Handles of what leaves: the message, or its header and the lane's message."""
         lane = None if isinstance(array, np.ndarray) else self.lane(self._group.rank, dst)
-        meta = b"".join(signature.pack()) + pack_block(array.dtype, array.shape,
-                                                       VIA_LANE if lane is not None else device or "cpu")
+        meta = b"".join(signature.pack()) + pack_block(
+            array.dtype, array.shape, VIA_LANE if lane is not None else device or "cpu"
+        )
         if lane is None:
             return [self._start_message(signature, array.reshape(-1), array.nbytes, dst, meta)]
         header = self._start_message(signature, lane.introduction(), array.nbytes, dst, meta)
         return [header, lane.send(array)]
 
-    def _start_message(self, signature: Signature, view: np.ndarray, nbytes: int, dst: int, meta: bytes) -> Handle:
+    def _start_message(
+        self, signature: Signature, view: np.ndarray, nbytes: int, dst: int, meta: bytes
+    ) -> Handle:
         transport, peer = self.link(dst)
         ledger = self._group.ledger
         start = time.perf_counter() if ledger.subscribers else 0.0
@@ -167,21 +244,35 @@ class PointToPoint:
             ledger.record(axis, signature.verb, "direct", nbytes, to={peer: nbytes})
         if not start or dst == self._group.rank:
             return handle
-        details = {"axis": axis, "verb": signature.verb, "algorithm": "direct", "src": self._group.world_rank,
-                   "dst": peer, "nbytes": nbytes, "label": "", "step": None, "chunk": None}
+        details = {
+            "axis": axis,
+            "verb": signature.verb,
+            "algorithm": "direct",
+            "src": self._group.world_rank,
+            "dst": peer,
+            "nbytes": nbytes,
+            "label": "",
+            "step": None,
+            "chunk": None,
+        }
         if ledger.receivers:
             details["message"] = self.named(self._sends[dst])
-        return Reported(handle, lambda: ledger.publish_now("message", signature.verb, start, details))
+        return Reported(
+            handle, lambda: ledger.publish_now("message", signature.verb, start, details)
+        )
 
 
 class Incoming(Handle):
-    """A message to come, and where it goes. As a handle it is complete when the lane need not be told more."""
+    """A message to come, and where it goes. As a handle it is complete when the lane need not be
+    told more."""
 
     def __init__(self, messages: PointToPoint, verb: str, src: int, out: Any) -> None:
         self._messages, self._src = messages, src
         self._result, self._device = OutputArray(verb, out), device_of(out)
-        self.signature = messages.signature(verb, *((None, None) if out is None else (out.dtype, out.shape)))
-        self._block: BlockHeader | None = None              # of a message that comes by the lane
+        self.signature = messages.signature(
+            verb, *((None, None) if out is None else (out.dtype, out.shape))
+        )
+        self._block: BlockHeader | None = None  # of a message that comes by the lane
         self._word = np.empty(0, np.uint8)
         self._arriving: Handle | None = None
         transport, peer = messages.link(src)
@@ -193,10 +284,12 @@ class Incoming(Handle):
         self._header.wait()
         if self._start:
             start, self._start = self._start, 0.0
-            self._messages.tell(self.signature, self._axis, self._src, self._number, self._nbytes, start)
+            self._messages.tell(
+                self.signature, self._axis, self._src, self._number, self._nbytes, start
+            )
         if self._block is not None:
             waiting = self._messages.by_lane[self._src]
-            while self._arriving is None:                   # in the order of the headers
+            while self._arriving is None:  # in the order of the headers
                 waiting.popleft().arrive()
 
     def done(self) -> bool:
@@ -207,7 +300,8 @@ class Incoming(Handle):
         if self._arriving is not None:
             self._arriving.wait()
         result, self._result = self._result, OutputArray(self.signature.verb, None)
-        return result.deliver(None, self._device)   # the transport's handle leads here and back: keep no array by it
+        # the transport's handle leads here and back: keep no array by it
+        return result.deliver(None, self._device)
 
     def arrive(self) -> None:
         """Begin to receive by the lane: the header has told dtype and shape."""
@@ -218,8 +312,10 @@ class Incoming(Handle):
 
     def _accept(self, meta: bytes, nbytes: int) -> np.ndarray:
         theirs, block = unpack(meta)
-        if block is None or (self.signature.shape is not None
-                             and (self.signature.dtype, self.signature.shape) != (theirs.dtype, theirs.shape)):
+        if block is None or (
+            self.signature.shape is not None
+            and (self.signature.dtype, self.signature.shape) != (theirs.dtype, theirs.shape)
+        ):
             raise self._messages.mismatch(self.signature, theirs, self._src)
         if block.device == VIA_LANE:
             self._device = self._device or "cuda"

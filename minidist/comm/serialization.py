@@ -1,6 +1,8 @@
-"""Values as bytes: msgpack with a few extensions, never pickle: reading a message runs no code of its sender.
+"""Values as bytes: msgpack with a few extensions, never pickle: reading a message runs no code of
+its sender.
 
-NumPy is loaded when an array comes: launcher, monitor and node agent send none, and start in a third of the time.
+NumPy is loaded when an array comes: launcher, monitor and node agent send none, and start in a
+third of the time.
 """
 
 import enum
@@ -17,7 +19,7 @@ from minidist.errors import CommError, DtypeError
 if TYPE_CHECKING:
     import numpy as np
 
-NESTING = 32                # tuples and sets inside one another, packed or read
+NESTING = 32  # tuples and sets inside one another, packed or read
 
 
 class Kind(enum.IntEnum):
@@ -26,67 +28,88 @@ class Kind(enum.IntEnum):
     ARRAY, SCALAR, TUPLE, SET, FROZENSET, COMPLEX, INTEGER = range(1, 8)
 
 
-_PLAIN_DTYPE = re.compile(r"[<>|](?:[biufcSUV]\d{1,6}|[mM]8(?:\[\w+\])?)")    # NumPy's own, with byte order
-_BASES: tuple[type[Any], ...] = (int, float, str, bytes, list, dict)         # subclasses travel as these
+# NumPy's own, with byte order
+_PLAIN_DTYPE = re.compile(r"[<>|](?:[biufcSUV]\d{1,6}|[mM]8(?:\[\w+\])?)")
+_BASES: tuple[type[Any], ...] = (int, float, str, bytes, list, dict)  # subclasses travel as these
 _COLLECTIONS: dict[int, type[Any]] = {Kind.TUPLE: tuple, Kind.SET: set, Kind.FROZENSET: frozenset}
 
 
 def pack(obj: Any) -> bytes:
-    """A value as bytes: None, bool, int, float, complex, str, bytes, list, tuple, set, dict, NumPy arrays and scalars
-    of every dtype but object and structured ones, with those of ml_dtypes; nested at will (tuples: 32 deep).
+    """A value as bytes: None, bool, int, float, complex, str, bytes, list, tuple, set, dict, NumPy
+    arrays and scalars of every dtype but object and structured ones, with those of ml_dtypes;
+    nested at will (tuples: 32 deep).
 
-    Cost:    an array is copied several times, once more for each tuple it is in: for control messages, not for data.
+    Cost:    an array is copied several times, once more for each tuple it is in: for control
+             messages, not for data.
     Raises:  DtypeError naming the type that cannot travel.
     """
     return _pack(obj, 0)
 
 
 def unpack(data: bytes) -> Any:
-    """The value that pack made into bytes; arrays are new and writable. Raises CommError if `data` is anything else."""
+    """The value that pack made into bytes; arrays are new and writable. Raises CommError if `data`
+    is anything else."""
     return _unpack(data, 0)
 
 
 def _pack(obj: Any, depth: int) -> bytes:
     if depth > NESTING:
-        raise DtypeError(f"tuples and sets nested more than {NESTING} deep cannot travel between processes")
+        raise DtypeError(
+            f"tuples and sets nested more than {NESTING} deep cannot travel between processes"
+        )
     try:
-        packed = msgpack.packb(obj, default=functools.partial(_encode, depth=depth), strict_types=True)
-    except (ValueError, UnicodeError) as error:  # nested lists too deep, a string that is not Unicode
-        raise DtypeError(f"a {type(obj).__name__} cannot travel between processes: {error}") from error
+        packed = msgpack.packb(
+            obj, default=functools.partial(_encode, depth=depth), strict_types=True
+        )
+    # nested lists too deep, a string that is not Unicode
+    except (ValueError, UnicodeError) as error:
+        raise DtypeError(
+            f"a {type(obj).__name__} cannot travel between processes: {error}"
+        ) from error
     return bytes(packed)
 
 
 def _encode(obj: Any, depth: int) -> Any:
     """What msgpack does not know, as an extension; a subclass of a type it knows, as that type."""
-    if np := sys.modules.get("numpy"):                      # else there is no array
+    if np := sys.modules.get("numpy"):  # else there is no array
         if isinstance(obj, np.ndarray):
             parts = [_dtype_text(obj.dtype), list(obj.shape), obj.tobytes()]
             return msgpack.ExtType(Kind.ARRAY, _pack(parts, depth + 1))
         if isinstance(obj, np.generic):
-            return msgpack.ExtType(Kind.SCALAR, _pack([_dtype_text(obj.dtype), obj.tobytes()], depth + 1))
+            return msgpack.ExtType(
+                Kind.SCALAR, _pack([_dtype_text(obj.dtype), obj.tobytes()], depth + 1)
+            )
     if isinstance(obj, complex):
         return msgpack.ExtType(Kind.COMPLEX, _pack([obj.real, obj.imag], depth + 1))
-    if type(obj) is int:                                    # more than 64 bits
-        return msgpack.ExtType(Kind.INTEGER, obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True))
+    if type(obj) is int:  # more than 64 bits
+        return msgpack.ExtType(
+            Kind.INTEGER, obj.to_bytes(obj.bit_length() // 8 + 1, "little", signed=True)
+        )
     for kind, collection in _COLLECTIONS.items():
         if isinstance(obj, collection):
             return msgpack.ExtType(kind, _pack(list(obj), depth + 1))
     for base in _BASES:
         if isinstance(obj, base):
             return base(obj)
-    raise DtypeError(f"a {type(obj).__module__}.{type(obj).__qualname__} cannot travel between processes; "
-                     "send numbers, strings, NumPy arrays, or lists, tuples, sets and dicts of them")
+    raise DtypeError(
+        f"a {type(obj).__module__}.{type(obj).__qualname__} cannot travel between processes; "
+        "send numbers, strings, NumPy arrays, or lists, tuples, sets and dicts of them"
+    )
 
 
 def _unpack(data: bytes, depth: int) -> Any:
     if depth > NESTING:
         raise CommError(f"malformed message: nested more than {NESTING} deep")
     try:
-        return msgpack.unpackb(data, ext_hook=functools.partial(_decode, depth=depth), strict_map_key=False)
+        return msgpack.unpackb(
+            data, ext_hook=functools.partial(_decode, depth=depth), strict_map_key=False
+        )
     except CommError:
         raise
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
-        raise CommError(f"malformed message of {len(data)} bytes: {type(error).__name__} {error}") from error
+        raise CommError(
+            f"malformed message of {len(data)} bytes: {type(error).__name__} {error}"
+        ) from error
 
 
 def _decode(code: int, data: bytes, depth: int) -> Any:
@@ -94,7 +117,9 @@ def _decode(code: int, data: bytes, depth: int) -> Any:
         return int.from_bytes(data, "little", signed=True)
     parts = _unpack(data, depth + 1)
     match code, parts:
-        case Kind.ARRAY, [str(dtype), list(shape), bytes(raw)] if all(type(n) is int and n >= 0 for n in shape):
+        case Kind.ARRAY, [str(dtype), list(shape), bytes(raw)] if all(
+            type(n) is int and n >= 0 for n in shape
+        ):
             return _array(_dtype_named(dtype), shape, raw)
         case Kind.SCALAR, [str(dtype), bytes(raw)]:
             return _array(_dtype_named(dtype), [], raw)[()]
@@ -120,11 +145,15 @@ def _dtype_text(dtype: "np.dtype[Any]") -> str:
     """numpy's code with byte order ('<f4'), or the name of one of ml_dtypes' types ('bfloat16')."""
     if _is_extra(dtype.name):
         if not dtype.isnative:
-            raise DtypeError(f"an array of dtype {dtype} in the other byte order cannot travel between processes; "
-                             f"send x.astype({dtype.name!r})")
+            raise DtypeError(
+                f"an array of dtype {dtype} in the other byte order cannot travel between "
+                f"processes; send x.astype({dtype.name!r})"
+            )
         return dtype.name
     if dtype.hasobject or dtype.names is not None or dtype.subdtype is not None:
-        raise DtypeError(f"an array of dtype {dtype} cannot travel between processes; send its fields one by one")
+        raise DtypeError(
+            f"an array of dtype {dtype} cannot travel between processes; send its fields one by one"
+        )
     return dtype.str
 
 

@@ -1,13 +1,15 @@
 """The signature of a call: what every rank must agree on, and how a disagreement is told.
 
-A message's header (`meta`) is the call's sequence in 8 bytes, and up to three msgpack objects, one after the other:
+A message's header (`meta`) is the call's sequence in 8 bytes, and up to three msgpack objects, one
+after the other:
 
     key     sequence [group, verb, algorithm, op, root, dtype, shape]   equal on all ranks of the call
     where   "file:line" of the program that called                      may differ
     block   [dtype, shape, device] of this message                      only where the receiver cannot know them
 
-so the receiver of a matching message compares one bytes prefix. None in dtype or shape means "this rank does not know
-it" (a broadcast's receiver) or, inside a shape, "may differ" (the first dim of a gather; with
+so the receiver of a matching message compares one bytes prefix. None in dtype or shape means "this
+rank does not know it" (a broadcast's receiver) or, inside a shape, "may differ" (the first dim of a
+gather; with
 `out` that of the result is compared).
 """
 
@@ -21,7 +23,7 @@ import msgpack
 
 from minidist.errors import DtypeError, MismatchError
 
-if TYPE_CHECKING:       # the monitor compares signatures, and starts without NumPy
+if TYPE_CHECKING:  # the monitor compares signatures, and starts without NumPy
     import numpy as np
 
 Shape = tuple[int | None, ...]
@@ -31,20 +33,25 @@ Shape = tuple[int | None, ...]
 def dtype_code(dtype: "np.dtype") -> str:
     """The name of a dtype on the wire: NumPy's own string ("<f4"), or ml_dtypes' name ("bfloat16").
 
-    Raises: DtypeError for a dtype whose values are references (object, StringDType) or that has no name.
+    Raises: DtypeError for a dtype whose values are references (object, StringDType) or that has no
+    name.
     """
     import ml_dtypes
     from numpy.lib import format as npy_format
 
     if dtype.hasobject or dtype.itemsize == 0:
-        raise DtypeError(f"arrays of dtype {dtype} cannot be sent: their values are references or have no bytes; "
-                         f"convert to numbers or fixed-length strings first")
+        raise DtypeError(
+            f"arrays of dtype {dtype} cannot be sent: their values are references or have no "
+            "bytes; convert to numbers or fixed-length strings first"
+        )
     extra = getattr(ml_dtypes, dtype.name, None) is dtype.type
     code = dtype.name if extra else npy_format.dtype_to_descr(dtype) if dtype.names else dtype.str
     text = code if isinstance(code, str) else repr(code)
-    if dtype_of(text) != dtype:         # of ml_dtypes also those in the other byte order
-        raise DtypeError(f"arrays of dtype {dtype} cannot be sent: the dtype has no name that other ranks know; "
-                         f"convert to one that has, in this machine's byte order")
+    if dtype_of(text) != dtype:  # of ml_dtypes also those in the other byte order
+        raise DtypeError(
+            f"arrays of dtype {dtype} cannot be sent: the dtype has no name that other ranks know; "
+            f"convert to one that has, in this machine's byte order"
+        )
     return text
 
 
@@ -60,11 +67,13 @@ def dtype_of(code: str) -> "np.dtype":
     return np.dtype(getattr(ml_dtypes, code, code))
 
 
-_packed = lru_cache(maxsize=256)(msgpack.packb)     # a loop makes the same calls again: this saves 1 µs of each
+# a loop makes the same calls again: this saves 1 µs of each
+_packed = lru_cache(maxsize=256)(msgpack.packb)
 
 
 class BlockHeader(NamedTuple):
-    """What a message brings, where the receiver cannot know it; `device` is where the sender's array lives."""
+    """What a message brings, where the receiver cannot know it; `device` is where the sender's
+    array lives."""
 
     dtype: "np.dtype"
     shape: tuple[int, ...]
@@ -92,21 +101,44 @@ class Signature(NamedTuple):
 
     def pack(self) -> tuple[bytes, bytes]:
         """(key, where) as they go into a header."""
-        return self.sequence.to_bytes(8, "big") + _packed((self.group, *self[2:8])), _packed(self.where)
+        return self.sequence.to_bytes(8, "big") + _packed((self.group, *self[2:8])), _packed(
+            self.where
+        )
 
     def describe(self) -> str:
         """ "all_reduce(float32 (3, 4), op=sum, algorithm=ring), its call 7, at train.py:40"."""
         kind = "" if self.dtype is None else str(dtype_of(self.dtype))
         shape = "" if self.shape is None else str(self.shape).replace("None", "?")
-        parts = [f"{kind} {shape}".strip(), *(f"{name}={value}" for name, value in (
-            ("op", self.op), ("root", self.root), ("algorithm", self.algorithm)) if value is not None)]
-        return f"{self.verb}({', '.join(part for part in parts if part)}), its call {self.sequence}, at {self.where}"
+        parts = [
+            f"{kind} {shape}".strip(),
+            *(
+                f"{name}={value}"
+                for name, value in (
+                    ("op", self.op),
+                    ("root", self.root),
+                    ("algorithm", self.algorithm),
+                )
+                if value is not None
+            ),
+        ]
+        return (
+            f"{self.verb}({', '.join(part for part in parts if part)}), its call "
+            f"{self.sequence}, at {self.where}"
+        )
 
     def agrees(self, other: "Signature") -> bool:
         """Whether both describe the same call; what one of them does not know matches anything."""
-        return (self[:6] == other[:6] and _same(self.dtype, other.dtype)
-                and (self.shape is None or other.shape is None
-                     or (len(self.shape) == len(other.shape) and all(map(_same, self.shape, other.shape)))))
+        return (
+            self[:6] == other[:6]
+            and _same(self.dtype, other.dtype)
+            and (
+                self.shape is None
+                or other.shape is None
+                or (
+                    len(self.shape) == len(other.shape) and all(map(_same, self.shape, other.shape))
+                )
+            )
+        )
 
 
 def _same(mine: Any, theirs: Any) -> bool:
@@ -114,16 +146,20 @@ def _same(mine: Any, theirs: Any) -> bool:
 
 
 def unpack(meta: bytes) -> tuple[Signature, BlockHeader | None]:
-    """A header's signature, and its block if it carries one. Raises: MismatchError if it is no header of a call."""
+    """A header's signature, and its block if it carries one. Raises: MismatchError if it is no
+    header of a call."""
     with _read(meta) as unpacker:
         unpacker.feed(meta[8:])
         (group, *rest), where, *block = unpacker
-        return Signature._make((group, int.from_bytes(meta[:8], "big"), *rest, where)), _block(block)
+        return Signature._make((group, int.from_bytes(meta[:8], "big"), *rest, where)), _block(
+            block
+        )
 
 
 @lru_cache(maxsize=256)
 def behind_key(rest: bytes) -> tuple[str, BlockHeader | None]:
-    """What a header has behind its key: where, and a block. Remembered: that saves 3 µs a block. Raises: as unpack."""
+    """What a header has behind its key: where, and a block. Remembered: that saves 3 µs a block.
+    Raises: as unpack."""
     with _read(rest) as unpacker:
         unpacker.feed(rest)
         where, *block = unpacker
@@ -147,8 +183,12 @@ def _block(objects: list[Any]) -> BlockHeader | None:
 
 def mismatch(mine: Signature, my_rank: int, theirs: Signature, their_rank: int) -> MismatchError:
     """The error that shows both calls, by world rank, and says in what they differ."""
-    names = [name for name, a, b in zip(Signature._fields[:8], mine, theirs, strict=False) if a != b]
-    return MismatchError(f"ranks disagree in {', '.join(names) or 'length'}:\n"
-                         f"  rank {my_rank} calls {mine.describe()}\n"
-                         f"  rank {their_rank} calls {theirs.describe()}\n"
-                         f"every rank of a group must make the same calls in the same order")
+    names = [
+        name for name, a, b in zip(Signature._fields[:8], mine, theirs, strict=False) if a != b
+    ]
+    return MismatchError(
+        f"ranks disagree in {', '.join(names) or 'length'}:\n"
+        f"  rank {my_rank} calls {mine.describe()}\n"
+        f"  rank {their_rank} calls {theirs.describe()}\n"
+        f"every rank of a group must make the same calls in the same order"
+    )

@@ -1,8 +1,10 @@
-"""What each collective verb does before its algorithm runs: check the arguments, find a place for the result.
+"""What each collective verb does before its algorithm runs: check the arguments, find a place for
+the result.
 
-A function here returns a Call that is ready to run, in the caller's thread now or in the group's worker later. Errors
-in this rank's own arguments are raised here, at once; the messages tell where ranks disagree. What the arguments mean,
-and what the calls raise, stands at the methods of Group (group.py). Nothing is sent here.
+A function here returns a Call that is ready to run, in the caller's thread now or in the group's
+worker later. Errors in this rank's own arguments are raised here, at once; the messages tell where
+ranks disagree. What the arguments mean, and what the calls raise, stands at the methods of Group
+(group.py). Nothing is sent here.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,48 +36,82 @@ from minidist.errors import ConfigError, DtypeError, ShapeError
 def from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm: str) -> Call:
     """broadcast and scatter."""
     root, where, side = group.rank_in("root", root), _working_device(group, algorithm, x), None
-    if algorithm in ("auto", "native") and _refusal(group) is None:     # only the root knows where its array is: all
-        side = _side_of(group, "cuda")                                  # ranks prepare for the GPU
+    # only the root knows where its array is: all
+    if algorithm in ("auto", "native") and _refusal(group) is None:
+        side = _side_of(group, "cuda")  # ranks prepare for the GPU
     result, array = OutputArray(verb, out, where, side), None
     name = _choose(group, verb, algorithm, where if side is None else "cuda")
-    model = out if x is None and verb == "broadcast" else x             # of the root's dtype and shape
+    model = out if x is None and verb == "broadcast" else x  # of the root's dtype and shape
     model = model if model is None or is_array(model) else as_array(verb, model)
     if group.rank == root:
         if x is None:
-            raise ShapeError(f"{verb}: rank {root} is the root and passes None; the root brings the array")
+            raise ShapeError(
+                f"{verb}: rank {root} is the root and passes None; the root brings the array"
+            )
         array = argument(verb, x, where)
         if verb == "scatter" and array.ndim == 0:
-            raise ShapeError(f"scatter: rank {root} passes an array without dims; its first dim is to be cut")
+            raise ShapeError(
+                f"scatter: rank {root} passes an array without dims; its first dim is to be cut"
+            )
 
     def work(call: Call) -> Any:
         def place(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
             if call.side is not None:
-                result.device = call.origin or "cpu"    # where the root has its array
+                result.device = call.origin or "cpu"  # where the root has its array
             return result.array(shape, dtype)
 
         return _algorithm(group, verb, name)(call, x=array, place=place, root=root)
 
     def deliver(own: np.ndarray, device: str | None) -> Any:
-        if group.rank == root:                  # it receives nothing: its result is a copy of its own
+        if group.rank == root:  # it receives nothing: its result is a copy of its own
             kept = result.array(own.shape, own.dtype)
             if kept is not own:
                 kept[...] = own
         return result.deliver(None, device)
 
-    return Call(group, verb, name, work, deliver, root=root, device=device_of(x, out), side=side,
-                dtype=getattr(model, "dtype", None), shape=getattr(model, "shape", None))
+    return Call(
+        group,
+        verb,
+        name,
+        work,
+        deliver,
+        root=root,
+        device=device_of(x, out),
+        side=side,
+        dtype=getattr(model, "dtype", None),
+        shape=getattr(model, "shape", None),
+    )
 
 
-def reduced(group: Members, verb: str, x: Any, op: str, out: Any, algorithm: str, root: int | None = None) -> Call:
+def reduced(
+    group: Members, verb: str, x: Any, op: str, out: Any, algorithm: str, root: int | None = None
+) -> Call:
     """reduce and all_reduce; without a root every rank gets the result."""
-    where, has_result = _working_device(group, algorithm, x, op=op), root is None or root == group.rank
+    where, has_result = (
+        _working_device(group, algorithm, x, op=op),
+        root is None or root == group.rank,
+    )
     result = OutputArray(verb, out if has_result else None, where)
     array = apart(argument(verb, x, where), result.out)
-    how, name = _reduction(verb, op, array, group), _choose(group, verb, algorithm, where, array, op)
+    how, name = (
+        _reduction(verb, op, array, group),
+        _choose(group, verb, algorithm, where, array, op),
+    )
     total = _flat(result.array(array.shape, array.dtype)) if has_result else None
     work = partial(_algorithm(group, verb, name), x=_flat(array), out=total, op=how, **_to(root))
-    return Call(group, verb, name, work, result.deliver if has_result else _nothing, op=op, root=root,
-                dtype=array.dtype, shape=array.shape, device=device_of(x), side=_side_of(group, where))
+    return Call(
+        group,
+        verb,
+        name,
+        work,
+        result.deliver if has_result else _nothing,
+        op=op,
+        root=root,
+        dtype=array.dtype,
+        shape=array.shape,
+        device=device_of(x),
+        side=_side_of(group, where),
+    )
 
 
 def reduce_scatter(group: Members, x: Any, op: str, out: Any, algorithm: str) -> Call:
@@ -85,20 +121,37 @@ def reduce_scatter(group: Members, x: Any, op: str, out: Any, algorithm: str) ->
     how = _reduction("reduce_scatter", op, array, group)
     name = _choose(group, "reduce_scatter", algorithm, where, array, op)
     flat = _flat(array)
-    start, stop = bounds(len(flat), group.size)[group.rank:group.rank + 2]
+    start, stop = bounds(len(flat), group.size)[group.rank : group.rank + 2]
     mine = flat[start:stop]
     chunk = result.array(mine.shape, array.dtype)
-    work = partial(_algorithm(group, "reduce_scatter", name), x=apart(flat, out, mine), out=chunk, op=how)
-    return Call(group, "reduce_scatter", name, work, result.deliver, op=op, dtype=array.dtype, shape=array.shape,
-                device=device_of(x), side=_side_of(group, where))
+    work = partial(
+        _algorithm(group, "reduce_scatter", name), x=apart(flat, out, mine), out=chunk, op=how
+    )
+    return Call(
+        group,
+        "reduce_scatter",
+        name,
+        work,
+        result.deliver,
+        op=op,
+        dtype=array.dtype,
+        shape=array.shape,
+        device=device_of(x),
+        side=_side_of(group, where),
+    )
 
 
-def gathered(group: Members, verb: str, x: Any, out: Any, algorithm: str, root: int | None = None) -> Call:
+def gathered(
+    group: Members, verb: str, x: Any, out: Any, algorithm: str, root: int | None = None
+) -> Call:
     """gather and all_gather; without a root every rank gets the result."""
     where, has_result = _working_device(group, algorithm, x), root is None or root == group.rank
     side, array = _side_of(group, where), argument(verb, x, where)
-    own = array if array.ndim else array.reshape(1)         # a number is one row
-    result, name = OutputArray(verb, out if has_result else None, where, side), _choose(group, verb, algorithm, where)
+    own = array if array.ndim else array.reshape(1)  # a number is one row
+    result, name = (
+        OutputArray(verb, out if has_result else None, where, side),
+        _choose(group, verb, algorithm, where),
+    )
 
     # The ranks' blocks may differ in length. What all are to have is their sum, which `out` tells.
     length = None if result.out is None or not result.out.ndim else result.out.shape[0]
@@ -109,15 +162,28 @@ def gathered(group: Members, verb: str, x: Any, out: Any, algorithm: str, root: 
         block = own if rows is None else rows.put_own(call.rank)
         _algorithm(group, verb, name)(call, own=block, rows=rows, **_to(root))
 
-    return Call(group, verb, name, work, result.deliver if has_result else _nothing, root=root, dtype=own.dtype,
-                shape=shape, device=device_of(x), side=side)
+    return Call(
+        group,
+        verb,
+        name,
+        work,
+        result.deliver if has_result else _nothing,
+        root=root,
+        dtype=own.dtype,
+        shape=shape,
+        device=device_of(x),
+        side=side,
+    )
 
 
 def all_to_all(group: Members, x: Sequence[Any], out: Sequence[Any] | None, algorithm: str) -> Call:
     """What each rank has for this rank."""
     check_lists("all_to_all", x, out, group.size)
     where = _working_device(group, algorithm, *x)
-    name, parts = _choose(group, "all_to_all", algorithm, where), list_argument("all_to_all", x, out, where)
+    name, parts = (
+        _choose(group, "all_to_all", algorithm, where),
+        list_argument("all_to_all", x, out, where),
+    )
     side, outs = _side_of(group, where), [None] * group.size if out is None else out
     results = [OutputArray("all_to_all", outs[rank], where, side) for rank in range(group.size)]
 
@@ -126,8 +192,19 @@ def all_to_all(group: Members, x: Sequence[Any], out: Sequence[Any] | None, algo
         results[group.rank].array(own.shape, own.dtype)[...] = own
         return [result.deliver(None, device) for result in results]
 
-    work = partial(_algorithm(group, "all_to_all", name), parts=parts, place=lambda rank: results[rank].array)
-    return Call(group, "all_to_all", name, work, deliver, device=device_of(*x), side=side, dtype=parts[0].dtype)
+    work = partial(
+        _algorithm(group, "all_to_all", name), parts=parts, place=lambda rank: results[rank].array
+    )
+    return Call(
+        group,
+        "all_to_all",
+        name,
+        work,
+        deliver,
+        device=device_of(*x),
+        side=side,
+        dtype=parts[0].dtype,
+    )
 
 
 def barrier(group: Members, algorithm: str) -> Call:
@@ -153,15 +230,32 @@ def _algorithm(group: Members, verb: str, name: str) -> Callable[..., Any]:
     return ALONE[verb] if group.size == 1 else ALGORITHMS[verb][name]
 
 
-def _choose(group: Members, verb: str, algorithm: str, where: str, array: np.ndarray | None = None,
-            op: str | None = None) -> str:
-    """The name of the algorithm; `array` where all ranks bring one of that length, `op` what they do with it."""
+def _choose(
+    group: Members,
+    verb: str,
+    algorithm: str,
+    where: str,
+    array: np.ndarray | None = None,
+    op: str | None = None,
+) -> str:
+    """The name of the algorithm; `array` where all ranks bring one of that length, `op` what they
+    do with it."""
     if where == "cuda":
         return "native"
     if array is None:
-        name = choose(verb, algorithm, 0, group.size, board=group.board is not None, tiers=group.tiers)
+        name = choose(
+            verb, algorithm, 0, group.size, board=group.board is not None, tiers=group.tiers
+        )
     else:
-        name = choose(verb, algorithm, array.nbytes, group.size, group.link, group.board is not None, group.tiers)
+        name = choose(
+            verb,
+            algorithm,
+            array.nbytes,
+            group.size,
+            group.link,
+            group.board is not None,
+            group.tiers,
+        )
     if name == "native" and group.size > 1:
         group.transport.check_native(op, None if array is None else array.dtype)
     return name
@@ -178,14 +272,17 @@ def _reduction(verb: str, op: Any, array: np.ndarray, group: Members) -> Reducti
 
 
 def _working_device(group: Members, algorithm: str, *arrays: Any, op: str | None = None) -> str:
-    """Where the algorithm works: "cuda" if this rank's arrays are on the GPU and can be dealt with there."""
+    """Where the algorithm works: "cuda" if this rank's arrays are on the GPU and can be dealt with
+    there."""
     if device_of(*arrays) != "cuda" or algorithm not in ("auto", "native"):
         return "cpu"
     if group.size == 1:
         return "cuda"
     refusal = _refusal(group, op, None if op is None else arrays[0].dtype)
     if refusal is not None and algorithm == "native" and group.transport.device is not None:
-        raise ConfigError(f"algorithm native: {refusal}; choose auto, or another, by way of the host")
+        raise ConfigError(
+            f"algorithm native: {refusal}; choose auto, or another, by way of the host"
+        )
     return "cpu" if refusal else "cuda"
 
 

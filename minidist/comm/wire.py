@@ -1,16 +1,20 @@
-"""What every connection of a job speaks: a handshake that keeps strangers out, small frames, and values as bytes.
+"""What every connection of a job speaks: a handshake that keeps strangers out, small frames, and
+values as bytes.
 
     connecting side (greet)                                accepting side (admit)
                                      <---                  MAGIC, nonce A
     nonce B, proof("connecting", A, B, hello), hello  --->
-                                     <---                  proof("accepting", B, A, hello), or zeros: refused
+                                     <---                  proof("accepting", B, A, hello), or
+                                                           zeros: refused
 
-A proof is HMAC-SHA256 under the job's token (RFC 2104). Both nonces are fresh, so an old conversation cannot be
-replayed; the role is part of the proof, so no proof can be sent back to its sender; the accepting side shows its
-proof only after it has seen one. The token itself never travels, and no message here prints it. What follows the
-handshake is neither encrypted nor signed: loopback or a private network is assumed, as MPI and NCCL assume it.
+A proof is HMAC-SHA256 under the job's token (RFC 2104). Both nonces are fresh, so an old
+conversation cannot be replayed; the role is part of the proof, so no proof can be sent back to its
+sender; the accepting side shows its proof only after it has seen one. The token itself never
+travels, and no message here prints it. What follows the handshake is neither encrypted nor signed:
+loopback or a private network is assumed, as MPI and NCCL assume it.
 
-Values travel as serialization.py packs them: never as pickle. Every read is limited in length and in time.
+Values travel as serialization.py packs them: never as pickle. Every read is limited in length and
+in time.
 """
 
 import hmac
@@ -26,15 +30,24 @@ from typing import Any
 from minidist.comm.serialization import pack, unpack
 from minidist.errors import CommError, HandshakeError, PeerLostError, TimeoutError
 
-__all__ = ["address_of", "admit", "greet", "new_token", "pack", "recv_frame", "send_frame", "unpack"]
+__all__ = [
+    "address_of",
+    "admit",
+    "greet",
+    "new_token",
+    "pack",
+    "recv_frame",
+    "send_frame",
+    "unpack",
+]
 
 MAGIC = b"minidist"
 PROOF_BYTES = NONCE_BYTES = 32
-HELLO_BYTES = 4096          # a stranger can make us read no more than this
-FRAME_BYTES = 16 << 20      # an admitted rank can make us read no more than this at once
+HELLO_BYTES = 4096  # a stranger can make us read no more than this
+FRAME_BYTES = 16 << 20  # an admitted rank can make us read no more than this at once
 REFUSED = bytes(PROOF_BYTES)
 
-_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)     # macOS has none; Python ignores SIGPIPE
+_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)  # macOS has none; Python ignores SIGPIPE
 _HELLO_HEADER = struct.Struct(f">{NONCE_BYTES}s{PROOF_BYTES}sH")
 _FRAME_HEADER = struct.Struct(">I")
 
@@ -44,23 +57,31 @@ def new_token() -> bytes:
     return secrets.token_hex(32).encode()
 
 
-# --- the handshake ---------------------------------------------------------------------------------------------------
+# --- the handshake
+# ---------------------------------------------------------------------------------------------------
+
 
 def greet(sock: socket.socket, token: bytes, hello: dict[str, Any], limit: float) -> None:
-    """Prove to the accepting side that we belong to its job, and have it prove the same; `hello` describes us.
+    """Prove to the accepting side that we belong to its job, and have it prove the same; `hello`
+    describes us.
 
     Cost:    one and a half round trips, 138 bytes and the packed hello (at most 4 KiB).
-    Raises:  HandshakeError naming the address: another token, not minidist, or a connection closed in between;
-             TimeoutError after `limit` seconds.
+    Raises:  HandshakeError naming the address: another token, not minidist, or a connection closed
+             in between; TimeoutError after `limit` seconds.
     """
     deadline, peer = _deadline(limit), address_of(sock)
     try:
         opening = _read(sock, len(MAGIC) + NONCE_BYTES, deadline, peer)
         if not opening.startswith(MAGIC):
-            raise HandshakeError(f"{peer} is not a minidist job: it began with {opening[:8]!r}; check address and port")
-        theirs, ours, packed = opening[len(MAGIC):], os.urandom(NONCE_BYTES), pack(hello)
+            raise HandshakeError(
+                f"{peer} is not a minidist job: it began with {opening[:8]!r}; check address and "
+                "port"
+            )
+        theirs, ours, packed = opening[len(MAGIC) :], os.urandom(NONCE_BYTES), pack(hello)
         if len(packed) > HELLO_BYTES:
-            raise HandshakeError(f"the hello to {peer} takes {len(packed)} bytes; {HELLO_BYTES} are allowed")
+            raise HandshakeError(
+                f"the hello to {peer} takes {len(packed)} bytes; {HELLO_BYTES} are allowed"
+            )
         proof = _proof(token, b"connecting", theirs, ours, packed)
         _write(sock, _HELLO_HEADER.pack(ours, proof, len(packed)) + packed, deadline, peer)
         answer = _read(sock, PROOF_BYTES, deadline, peer)
@@ -69,35 +90,48 @@ def greet(sock: socket.socket, token: bytes, hello: dict[str, Any], limit: float
             raise
         raise HandshakeError(f"{peer} ended the handshake: {error}") from error
     if answer == REFUSED:
-        raise HandshakeError(f"{peer} refused this process: its job token is another one (a different job on that "
-                             "port, or a different MINIDIST_TOKEN)")
+        raise HandshakeError(
+            f"{peer} refused this process: its job token is another one (a different job on that "
+            "port, or a different MINIDIST_TOKEN)"
+        )
     if not hmac.compare_digest(answer, _proof(token, b"accepting", ours, theirs, packed)):
-        raise HandshakeError(f"{peer} did not prove that it belongs to this job; it has seen this process's hello, "
-                             "but neither token nor data")
+        raise HandshakeError(
+            f"{peer} did not prove that it belongs to this job; it has seen this process's hello, "
+            "but neither token nor data"
+        )
 
 
-def admit(sock: socket.socket, token: bytes, limit: float, *,
-          proven: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def admit(
+    sock: socket.socket, token: bytes, limit: float, *, proven: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """Let the connecting side in only if it knows the job's token; returns its hello.
 
-    Args:    proven: called when the other side has proven itself, before it is told so. What it raises refuses it.
-    Raises:  HandshakeError naming the address: a wrong token, random bytes, or a connection closed in between;
-             TimeoutError after `limit` seconds, however slowly bytes dribble in. The caller closes the socket.
+    Args:    proven: called when the other side has proven itself, before it is told so. What it
+             raises refuses it.
+    Raises:  HandshakeError naming the address: a wrong token, random bytes, or a connection closed
+             in between; TimeoutError after `limit` seconds, however slowly bytes dribble in. The
+             caller closes the socket.
     """
     deadline, peer = _deadline(limit), address_of(sock)
     ours = os.urandom(NONCE_BYTES)
     try:
         _write(sock, MAGIC + ours, deadline, peer)
-        theirs, proof, length = _HELLO_HEADER.unpack(_read(sock, _HELLO_HEADER.size, deadline, peer))
+        theirs, proof, length = _HELLO_HEADER.unpack(
+            _read(sock, _HELLO_HEADER.size, deadline, peer)
+        )
         if length > HELLO_BYTES:
-            raise HandshakeError(f"{peer} was refused: it announced a hello of {length} bytes; {HELLO_BYTES} allowed")
+            raise HandshakeError(
+                f"{peer} was refused: it announced a hello of {length} bytes; {HELLO_BYTES} allowed"
+            )
         packed = _read(sock, length, deadline, peer)
         if not hmac.compare_digest(proof, _proof(token, b"connecting", ours, theirs, packed)):
             _write(sock, REFUSED, deadline, peer)
             raise HandshakeError(f"{peer} was refused: it does not know this job's token")
         hello = unpack(packed)
         if not isinstance(hello, dict):
-            raise HandshakeError(f"{peer} was refused: its hello is a {type(hello).__name__}, not a dict")
+            raise HandshakeError(
+                f"{peer} was refused: its hello is a {type(hello).__name__}, not a dict"
+            )
         proven()
         _write(sock, _proof(token, b"accepting", theirs, ours, packed), deadline, peer)
     except (PeerLostError, OSError) as error:
@@ -108,14 +142,18 @@ def admit(sock: socket.socket, token: bytes, limit: float, *,
 
 
 def _proof(token: bytes, role: bytes, first: bytes, second: bytes, hello: bytes) -> bytes:
-    """HMAC-SHA256 of the role, both nonces and the hello; all parts but the last have a fixed length."""
+    """HMAC-SHA256 of the role, both nonces and the hello; all parts but the last have a fixed
+    length."""
     return hmac.digest(token, role + first + second + hello, "sha256")
 
 
-# --- frames ----------------------------------------------------------------------------------------------------------
+# --- frames
+# ----------------------------------------------------------------------------------------------------------
+
 
 def send_frame(sock: socket.socket, obj: Any, limit: float | None = 10.0) -> None:
-    """Send one value as a frame: its length in 4 bytes, then its packed bytes. At most 16 MiB, within `limit` s."""
+    """Send one value as a frame: its length in 4 bytes, then its packed bytes. At most 16 MiB,
+    within `limit` s."""
     packed = pack(obj)
     if len(packed) > FRAME_BYTES:
         raise CommError(f"a control frame of {len(packed)} bytes; {FRAME_BYTES} are allowed")
@@ -123,9 +161,11 @@ def send_frame(sock: socket.socket, obj: Any, limit: float | None = 10.0) -> Non
 
 
 def recv_frame(sock: socket.socket, limit: float | None = 10.0) -> Any:
-    """Receive one value sent by send_frame; limit None waits for ever (for a listener thread whose socket is closed).
+    """Receive one value sent by send_frame; limit None waits for ever (for a listener thread whose
+    socket is closed).
 
-    Raises:  PeerLostError if the connection ended; TimeoutError after `limit` s; CommError if what came is no frame.
+    Raises:  PeerLostError if the connection ended; TimeoutError after `limit` s; CommError if what
+             came is no frame.
     """
     deadline, peer = _deadline(limit), address_of(sock)
     (length,) = _FRAME_HEADER.unpack(_read(sock, _FRAME_HEADER.size, deadline, peer))
@@ -145,7 +185,7 @@ def address_of(sock: socket.socket) -> str:
 
 def written(address: tuple[Any, ...]) -> str:
     """Return a host's address and a port as they are written: 10.0.0.1:29500, [fd00::1]:29500."""
-    host = str(address[0]).removeprefix("::ffff:")          # IPv4, as a listener for both sees it
+    host = str(address[0]).removeprefix("::ffff:")  # IPv4, as a listener for both sees it
     return f"[{host}]:{address[1]}" if ":" in host else f"{host}:{address[1]}"
 
 
@@ -172,12 +212,15 @@ def _read(sock: socket.socket, count: int, deadline: float | None, peer: str) ->
 
 
 def _write(sock: socket.socket, data: bytes, deadline: float | None, peer: str) -> None:
-    """All of `data`. Polling and MSG_DONTWAIT leave the socket's own mode alone: another thread may be reading."""
+    """All of `data`. Polling and MSG_DONTWAIT leave the socket's own mode alone: another thread may
+    be reading."""
     view = memoryview(data)
     while view:
-        _wait(sock, select.POLLOUT, deadline, f"{peer} left {len(view)} of {len(data)} bytes unread")
+        _wait(
+            sock, select.POLLOUT, deadline, f"{peer} left {len(view)} of {len(data)} bytes unread"
+        )
         try:
-            view = view[sock.send(view, socket.MSG_DONTWAIT | _NO_SIGNAL):]
+            view = view[sock.send(view, socket.MSG_DONTWAIT | _NO_SIGNAL) :]
         except BlockingIOError:
             continue
         except ConnectionError as error:
@@ -187,6 +230,7 @@ def _write(sock: socket.socket, data: bytes, deadline: float | None, peer: str) 
 def _wait(sock: socket.socket, event: int, deadline: float | None, late: str) -> None:
     poll = select.poll()
     poll.register(sock, event)
-    left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000  # poll counts milliseconds
+    # poll counts milliseconds
+    left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
     if not poll.poll(left):
         raise TimeoutError(f"{late} before the limit was reached")

@@ -9,12 +9,17 @@ _TEST = 360  # the last fifth is held out
 
 
 def load() -> ImageData:
-    """1,437 images for training, 360 for testing. Raises: DataError without scikit-learn (extra `digits`)."""
+    """1,437 images for training, 360 for testing. Raises: DataError without scikit-learn (extra
+    `digits`)."""
     try:
         from sklearn.datasets import load_digits  # noqa: PLC0415 - an extra, and slow to import
     except ImportError as error:
-        raise DataError('digits: scikit-learn is not installed; pip install -e ".[digits]"') from error
+        raise DataError(
+            'digits: scikit-learn is not installed; pip install -e ".[digits]"'
+        ) from error
     bunch = load_digits()
-    train, test = (Images(bunch.images[part].astype(np.uint8), bunch.target[part].astype(np.int64), white=16)
-                   for part in (slice(-_TEST), slice(-_TEST, None)))
+    train, test = (
+        Images(bunch.images[part].astype(np.uint8), bunch.target[part].astype(np.int64), white=16)
+        for part in (slice(-_TEST), slice(-_TEST, None))
+    )
     return ImageData(train=train, test=test, classes=10)

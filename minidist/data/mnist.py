@@ -16,21 +16,32 @@ from minidist.data.images import ImageData, Images
 from minidist.errors import DataError
 
 _TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
-_NAMES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+_NAMES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
 _MOST_DIMS = 32
 
 
 def load(folder: str | Path) -> ImageData:
     """The four files of MNIST (or of a set in its format) in `folder`, plain or .gz.
 
-    Raises:  DataError if a file is missing or malformed, or images and labels do not belong together.
+    Raises:  DataError if a file is missing or malformed, or images and labels do not belong
+             together.
     """
     arrays = [read_idx(_find(Path(folder), name)) for name in _NAMES]
     for name, array, dims in zip(_NAMES, arrays, (3, 1, 3, 1), strict=True):
         if array.ndim != dims or array.dtype != np.uint8:
-            raise DataError(f"{name} in {folder}: {array.dtype} {array.shape}; MNIST has uint8 of {dims} dims there")
-    train, test = (Images(pixels, labels.astype(np.int64), white=255)
-                   for pixels, labels in (arrays[:2], arrays[2:]))
+            raise DataError(
+                f"{name} in {folder}: {array.dtype} {array.shape}; MNIST has uint8 of {dims} "
+                "dims there"
+            )
+    train, test = (
+        Images(pixels, labels.astype(np.int64), white=255)
+        for pixels, labels in (arrays[:2], arrays[2:])
+    )
     top = max((int(part.labels.max()) for part in (train, test) if len(part)), default=-1)
     return ImageData(train=train, test=test, classes=top + 1)
 
@@ -41,11 +52,15 @@ def _find(folder: Path, name: str) -> Path:
         for path in (folder / candidate, folder / f"{candidate}.gz"):
             if path.is_file():
                 return path
-    raise DataError(f"MNIST: no file {name} or {name}.gz in {folder}; put the four files there: {', '.join(_NAMES)}")
+    raise DataError(
+        f"MNIST: no file {name} or {name}.gz in {folder}; put the four files there: "
+        f"{', '.join(_NAMES)}"
+    )
 
 
 def read_idx(path: str | Path) -> np.ndarray:
-    """The array in an IDX file, plain or .gz, in this machine's byte order; reads no more than its header announces.
+    """The array in an IDX file, plain or .gz, in this machine's byte order; reads no more than its
+    header announces.
 
     Raises:  DataError if the file cannot be read or does not agree with its header.
     """
@@ -63,8 +78,11 @@ def _parse(path: Path, file: BinaryIO) -> np.ndarray:
     """The array in an open IDX file. Raises: DataError, with the path."""
     magic = file.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _TYPES or magic[3] > _MOST_DIMS:
-        raise DataError(f"{path}: is no IDX file: it begins {magic.hex(' ') or 'with nothing'}, not 00 00, a type in "
-                        f"{', '.join(f'{code:02x}' for code in _TYPES)}, and the number of dims, at most {_MOST_DIMS}")
+        raise DataError(
+            f"{path}: is no IDX file: it begins {magic.hex(' ') or 'with nothing'}, not 00 00, a "
+            f"type in {', '.join(f'{code:02x}' for code in _TYPES)}, and the number of dims, at "
+            f"most {_MOST_DIMS}"
+        )
     header = file.read(4 * magic[3])
     if len(header) < 4 * magic[3]:
         raise DataError(f"{path}: ends within its header, which announces {magic[3]} dims")
@@ -74,8 +92,10 @@ def _parse(path: Path, file: BinaryIO) -> np.ndarray:
     content = _read_at_most(file, expected + 1)
     if len(content) != expected:
         came = f"has {len(content):,}" if len(content) < expected else "has more"
-        raise DataError(f"{path}: {dtype.newbyteorder('=').name} {shape} takes {expected:,} bytes, the file {came}; "
-                        f"get it again")
+        raise DataError(
+            f"{path}: {dtype.newbyteorder('=').name} {shape} takes {expected:,} bytes, the file "
+            f"{came}; get it again"
+        )
     return np.frombuffer(content, dtype).reshape(shape).astype(dtype.newbyteorder("="))
 
 

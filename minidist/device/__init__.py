@@ -1,1 +1,2 @@
-"""Arrays and the machine: NumPy or CuPy behind `xp`, dtypes, random numbers, the memory account, cuBLAS."""
+"""Arrays and the machine: NumPy or CuPy behind `xp`, dtypes, random numbers, the memory account,
+cuBLAS."""

@@ -1,15 +1,20 @@
 """The memory account: bytes of live arrays by category, now and at the peak.
 
-An account sums the *distinct* buffers that are registered by `hold`. A view counts as its owner, and a buffer once,
-under its first category. A weak reference ends the count when the buffer is freed. Registering costs a microsecond.
+An account sums the *distinct* buffers that are registered by `hold`. A view counts as its owner,
+and a buffer once, under its first category. A weak reference ends the count when the buffer is
+freed. Registering costs a microsecond.
 
-    memory = account.current()                         # the calling thread's account: each rank has its own
+    memory = account.current()                         # the calling thread's account: each rank has
+                                                       its own
     memory.hold(weights, "parameters")
-    memory.now["parameters"], memory.peak["total"]     # bytes; the total's peak is the peak of the sum
-    memory.limit = 64 << 20                            # from here on an array that does not fit raises MemoryLimitError
+    memory.now["parameters"], memory.peak["total"]     # bytes; the total's peak is the peak of the
+                                                       sum
+    memory.limit = 64 << 20                            # from here on an array that does not fit
+                                                       raises MemoryLimitError
 
-The account holds a rank's own arrays, also those that a transport packs or receives into. It does not hold the memory
-between processes (socket buffers, buffers of MPI, shared memory, which Transport.shared_bytes counts). So a limit means
+The account holds a rank's own arrays, also those that a transport packs or receives into. It does
+not hold the memory between processes (socket buffers, buffers of MPI, shared memory, which
+Transport.shared_bytes counts). So a limit means
 the same for every transport.          notes: N2 显存占用分析, N4 §4
 """
 
@@ -24,8 +29,15 @@ from minidist.device.backend import Array, is_array
 from minidist.errors import ConfigError, MemoryLimitError
 
 SomeArray = TypeVar("SomeArray")
-CATEGORIES = ("parameters", "gradients", "residuals", "optimizer", "activations",
-              "communication", "workspace")
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "residuals",
+    "optimizer",
+    "activations",
+    "communication",
+    "workspace",
+)
 
 
 def owner_of(array: Array) -> Array:
@@ -37,7 +49,8 @@ def owner_of(array: Array) -> Array:
 
 
 class _CountedBuffer(weakref.ref[Any]):
-    """A weak reference to a counted buffer: cheaper by a tenth of `hold` than a reference and a callback with a key."""
+    """A weak reference to a counted buffer: cheaper by a tenth of `hold` than a reference and a
+    callback with a key."""
 
     __slots__ = ("key", "category", "nbytes")
     key: int
@@ -46,10 +59,13 @@ class _CountedBuffer(weakref.ref[Any]):
 
 
 class MemoryAccount:
-    """Bytes of the distinct live buffers that were registered, by category. Safe to use from several threads.
+    """Bytes of the distinct live buffers that were registered, by category. Safe to use from
+    several threads.
 
-    Args:    limit: the most bytes of all categories together; whose: the memory's name in errors, `instead` the remedy.
-    Attributes: follower: called with the live bytes by category whenever a buffer is counted; it keeps no reference to
+    Args:    limit: the most bytes of all categories together; whose: the memory's name in errors,
+             `instead` the remedy.
+    Attributes: follower: called with the live bytes by category whenever a buffer is counted; it
+    keeps no reference to
                 them, and is quick, because other threads wait for it. None: no follower.
     """
 
@@ -63,25 +79,36 @@ class MemoryAccount:
         self.follower: Callable[[dict[str, int]], None] | None = None
 
     def hold(self, array: SomeArray, category: str) -> SomeArray:
-        """Count the buffer that owns `array` under `category` until the buffer is freed. Returns: `array` itself.
+        """Count the buffer that owns `array` under `category` until the buffer is freed. Returns:
+        `array` itself.
 
-        Raises:  ConfigError for an unknown category; MemoryLimitError, without counting it, if it passes the limit.
+        Raises:  ConfigError for an unknown category; MemoryLimitError, without counting it, if it
+                 passes the limit.
         """
         owner = owner_of(array)
         key = id(owner)
         if key in self._held:
             return array
         if category not in CATEGORIES:
-            raise ConfigError(f"memory account: no category {category!r}; choose one of {', '.join(CATEGORIES)}")
+            raise ConfigError(
+                f"memory account: no category {category!r}; choose one of {', '.join(CATEGORIES)}"
+            )
         with self._lock:
             if key in self._held:  # another thread was faster
                 return array
             self._settle()
             if self.limit is not None and self._now["total"] + owner.nbytes > self.limit:
-                now = ", ".join(f"{name} {self._now[name]:,}" for name in CATEGORIES if self._now[name]) or "nothing"
+                now = (
+                    ", ".join(
+                        f"{name} {self._now[name]:,}" for name in CATEGORIES if self._now[name]
+                    )
+                    or "nothing"
+                )
                 raise MemoryLimitError(
-                    f"{self.whose}: {owner.nbytes:,} bytes more for {category} do not fit under the limit of "
-                    f"{self.limit:,}: held are {self._now['total']:,} ({now}); {self.instead}")
+                    f"{self.whose}: {owner.nbytes:,} bytes more for {category} do not fit under "
+                    f"the limit of {self.limit:,}: held are {self._now['total']:,} ({now}); "
+                    f"{self.instead}"
+                )
             held = self._held[key] = _CountedBuffer(owner, self._released)
             held.key, held.category, held.nbytes = key, category, owner.nbytes
             self._add(category, held.nbytes)
@@ -96,7 +123,8 @@ class MemoryAccount:
 
     @property
     def peak(self) -> dict[str, int]:
-        """The highest bytes of each category since the last reset, and the highest sum ("total")."""
+        """The highest bytes of each category since the last reset, and the highest sum
+        ("total")."""
         with self._lock:
             return dict(self._peak)
 
@@ -107,9 +135,12 @@ class MemoryAccount:
             self._peak = dict(self._now)
 
     def raise_peak(self, peak: dict[str, int]) -> None:
-        """Set peaks to these where they are higher: to what was there before reset_peak measured a part of the time."""
+        """Set peaks to these where they are higher: to what was there before reset_peak measured a
+        part of the time."""
         with self._lock:
-            self._peak = {name: max(nbytes, peak.get(name, 0)) for name, nbytes in self._peak.items()}
+            self._peak = {
+                name: max(nbytes, peak.get(name, 0)) for name, nbytes in self._peak.items()
+            }
 
     def snapshot(self) -> dict[str, dict[str, int]]:
         """{"parameters": {"now": bytes, "peak": bytes}, …, "total": {…}}, for metrics.json."""
@@ -117,11 +148,13 @@ class MemoryAccount:
         return {name: {"now": now[name], "peak": peak[name]} for name in now}
 
     def _released(self, held: Any) -> None:
-        """Called when a buffer dies, possibly while this thread holds the lock, so it takes no lock."""
+        """Called when a buffer dies, possibly while this thread holds the lock, so it takes no
+        lock."""
         self._freed.append(self._held.pop(held.key))
 
     def _settle(self) -> None:
-        """Subtract the buffers that died since the last call; always before adding, so that peaks are exact."""
+        """Subtract the buffers that died since the last call; always before adding, so that peaks
+        are exact."""
         while self._freed:
             held = self._freed.popleft()
             self._now[held.category] -= held.nbytes
@@ -150,7 +183,8 @@ def current() -> MemoryAccount:
 
 @contextmanager
 def use(account: MemoryAccount) -> Iterator[MemoryAccount]:
-    """Context manager: make `account` the calling thread's account, for a worker thread or a test."""
+    """Context manager: make `account` the calling thread's account, for a worker thread or a
+    test."""
     before, _ambient.account = _ambient.account, account
     try:
         yield account

@@ -1,10 +1,13 @@
-"""NumPy or CuPy behind one name, `xp`; dtypes; random numbers that do not depend on the device or on the split.
+"""NumPy or CuPy behind one name, `xp`; dtypes; random numbers that do not depend on the device or
+on the split.
 
     xp = array_module(x)                                    # numpy, or cupy if x lives on a GPU
-    w = random_normal("blocks.0.fc.weight", 7, range(n))    # any slice of range(n) draws the same numbers
+    w = random_normal("blocks.0.fc.weight", 7, range(n))    # any slice of range(n) draws the same
+                                                            numbers
 
-CuPy is imported only when a CUDA device is requested. "Low precision" means float16 and bfloat16: both are stored and
-sent in two bytes, but computed in float32 and rounded once (a sum of 4,096 ones in bfloat16 would give 256).
+CuPy is imported only when a CUDA device is requested. "Low precision" means float16 and bfloat16:
+both are stored and sent in two bytes, but computed in float32 and rounded once (a sum of 4,096 ones
+in bfloat16 would give 256).
 """
 
 import hashlib
@@ -23,28 +26,52 @@ from minidist.errors import ConfigError, DeviceError
 
 Array: TypeAlias = Any  # a numpy.ndarray or a cupy.ndarray; CuPy has no types to name here
 
-_DTYPES = {name: np.dtype(name) for name in (
-    "float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool")}
+_DTYPES = {
+    name: np.dtype(name)
+    for name in (
+        "float64",
+        "float32",
+        "float16",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint64",
+        "uint32",
+        "uint16",
+        "uint8",
+        "bool",
+    )
+}
 _DTYPES["bfloat16"] = np.dtype(ml_dtypes.bfloat16)
 FLOATS = frozenset(_DTYPES[name] for name in ("float64", "float32", "float16", "bfloat16"))
 _TWO_BYTES = frozenset(_DTYPES[name] for name in ("float16", "bfloat16"))
-LOW_PRECISION = _TWO_BYTES | {kind.newbyteorder() for kind in _TWO_BYTES}       # in either byte order
-_SIGNIFICANT_BITS = {_DTYPES["float64"]: 53, _DTYPES["float32"]: 24, _DTYPES["float16"]: 11, _DTYPES["bfloat16"]: 8}
+LOW_PRECISION = _TWO_BYTES | {kind.newbyteorder() for kind in _TWO_BYTES}  # in either byte order
+_SIGNIFICANT_BITS = {
+    _DTYPES["float64"]: 53,
+    _DTYPES["float32"]: 24,
+    _DTYPES["float16"]: 11,
+    _DTYPES["bfloat16"]: 8,
+}
 
 
-# ---------------------------------------------------------------------------------------------------- modules, devices
+# --------------------------------------------------------------------------------- modules, devices
+
 
 def imported_cupy() -> ModuleType | None:
     """CuPy if it is imported already, else None; then no CuPy array can exist."""
     return sys.modules.get("cupy")
 
 
-_virtual: tuple[type, ...] = ()     # classes of arrays without data (simulate/shape_array.py), once it is imported
-_local = threading.local()          # `modules`: device -> array module, of a rank that this thread simulates
+# classes of arrays without data (simulate/shape_array.py), once it is imported
+_virtual: tuple[type, ...] = ()
+# `modules`: device -> array module, of a rank that this thread simulates
+_local = threading.local()
 
 
 def add_virtual(kind: type) -> None:
-    """From here on `kind` is a class of arrays, whose `module` and `device_name` say where they live."""
+    """From here on `kind` is a class of arrays, whose `module` and `device_name` say where they
+    live."""
     global _virtual
     _virtual += (kind,)
 
@@ -55,13 +82,15 @@ def is_virtual(value: object) -> bool:
 
 
 def is_simulated() -> bool:
-    """Whether this thread simulates a rank: then nothing is drawn, and large arrays have no data."""
+    """Whether this thread simulates a rank: then nothing is drawn, and large arrays have no
+    data."""
     return getattr(_local, "modules", None) is not None
 
 
 @contextmanager
 def simulated(modules: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager: what this thread allocates are arrays without data; `modules`: those of "cpu" and "cuda"."""
+    """Context manager: what this thread allocates are arrays without data; `modules`: those of
+    "cpu" and "cuda"."""
     before, _local.modules = getattr(_local, "modules", None), modules
     try:
         yield
@@ -78,7 +107,8 @@ def is_array(value: object) -> TypeGuard[Array]:
 
 
 def array_module(*arrays: object) -> Any:
-    """The module that computes on `arrays`: cupy if one of them is on a GPU, else numpy. Never imports CuPy."""
+    """The module that computes on `arrays`: cupy if one of them is on a GPU, else numpy. Never
+    imports CuPy."""
     cupy = imported_cupy()
     if cupy is None and not _virtual:
         return np
@@ -87,12 +117,13 @@ def array_module(*arrays: object) -> Any:
         if isinstance(array, on_gpu):
             return cupy
         if isinstance(array, _virtual):
-            return array.module     # type: ignore[attr-defined]
+            return array.module  # type: ignore[attr-defined]
     return np
 
 
 def module_for(device: str) -> Any:
-    """The array module of a device: "cpu" -> numpy, "cuda" -> cupy; on a rank that is simulated, those without data.
+    """The array module of a device: "cpu" -> numpy, "cuda" -> cupy; on a rank that is simulated,
+    those without data.
 
     Raises:  DeviceError if CuPy or a GPU is missing; ConfigError for another name.
     """
@@ -106,10 +137,14 @@ def module_for(device: str) -> Any:
     try:
         import cupy  # noqa: PLC0415 - half a second, and only where a GPU is asked for
     except ImportError as error:
-        raise DeviceError("device cuda needs CuPy, which is not installed; pip install -e '.[cuda13]' (or cuda12), "
-                          "or choose --device cpu") from error
+        raise DeviceError(
+            "device cuda needs CuPy, which is not installed; pip install -e '.[cuda13]' (or "
+            "cuda12), or choose --device cpu"
+        ) from error
     if not cupy.is_available():
-        raise DeviceError("device cuda: CuPy is installed but finds no usable GPU or driver; choose --device cpu")
+        raise DeviceError(
+            "device cuda: CuPy is installed but finds no usable GPU or driver; choose --device cpu"
+        )
     return cupy
 
 
@@ -122,7 +157,10 @@ def on_gpu(number: int | None) -> Any:
         return nullcontext()
     cuda = module_for("cuda").cuda
     if number >= (count := cuda.runtime.getDeviceCount()):
-        raise DeviceError(f"GPU {number}: there {'is' if count == 1 else 'are'} {count}, counted from 0; name others")
+        raise DeviceError(
+            f"GPU {number}: there {'is' if count == 1 else 'are'} {count}, counted from 0; name "
+            "others"
+        )
     return cuda.Device(number)
 
 
@@ -130,12 +168,16 @@ def device_of(array: Array) -> str:
     """The device of an array: "cpu" or "cuda"."""
     if isinstance(array, np.ndarray):
         return "cpu"
-    return array.device_name if isinstance(array, _virtual) else "cuda"     # type: ignore[attr-defined]
+    return array.device_name if isinstance(array, _virtual) else "cuda"  # type: ignore[attr-defined]
 
 
 def on_host(*arrays: object) -> bool:
-    """Whether none of `arrays` is on a GPU: the host's way of computing is taken, in blocks that its caches hold."""
-    return all(isinstance(array, np.ndarray) or not is_array(array) or device_of(array) == "cpu" for array in arrays)
+    """Whether none of `arrays` is on a GPU: the host's way of computing is taken, in blocks that
+    its caches hold."""
+    return all(
+        isinstance(array, np.ndarray) or not is_array(array) or device_of(array) == "cpu"
+        for array in arrays
+    )
 
 
 def index_range(*bounds: int) -> np.ndarray:
@@ -149,28 +191,31 @@ def empty(shape: tuple[int, ...] | int, kind: np.dtype, device: str) -> Array:
 
 
 def to_host(array: Array) -> np.ndarray:
-    """`array` itself if it is NumPy's, else a copy in pinned host memory, which a GPU can write directly."""
+    """`array` itself if it is NumPy's, else a copy in pinned host memory, which a GPU can write
+    directly."""
     if device_of(array) == "cpu":
-        return array        # type: ignore[no-any-return]
+        return array  # type: ignore[no-any-return]
     host = pinned(array.shape, array.dtype)
     array.get(out=host)
     return host
 
 
 def pinned(shape: tuple[int, ...] | int, kind: Any) -> np.ndarray:
-    """A new array in host memory that a GPU can write directly; on a rank that is simulated one without data."""
+    """A new array in host memory that a GPU can write directly; on a rank that is simulated one
+    without data."""
     if is_simulated():
-        return module_for("cpu").empty(shape, kind)     # type: ignore[no-any-return]
+        return module_for("cpu").empty(shape, kind)  # type: ignore[no-any-return]
     import cupyx  # noqa: PLC0415 - a GPU is in use, so CuPy is here
 
-    return cupyx.empty_pinned(shape, kind)              # type: ignore[no-any-return]
+    return cupyx.empty_pinned(shape, kind)  # type: ignore[no-any-return]
 
 
-_PINNED = 1         # cudaMemoryTypeHost
+_PINNED = 1  # cudaMemoryTypeHost
 
 
 def to_device(array: Array, device: str) -> Array:
-    """`array` on `device`; itself if it is there already. The caller may change a host array after the return.
+    """`array` on `device`; itself if it is there already. The caller may change a host array after
+    the return.
 
     A GPU gets the host's byte order, whatever that of `array`.
     Raises:  DeviceError, ConfigError as `module_for`.
@@ -184,17 +229,21 @@ def to_device(array: Array, device: str) -> Array:
         return xp.asarray(array)
     native = array.dtype.newbyteorder("=")
     result = xp.empty(array.shape, native)
-    source = np.asarray(array, native, order="C")               # ascontiguousarray would give an array without dims one
+    # ascontiguousarray would give an array without dims one
+    source = np.asarray(array, native, order="C")
     result.set(source)
-    if xp.cuda.runtime.pointerGetAttributes(source.ctypes.data).type == _PINNED:    # the GPU may still have to read it
+    # the GPU may still have to read it
+    if xp.cuda.runtime.pointerGetAttributes(source.ctypes.data).type == _PINNED:
         xp.cuda.get_current_stream().synchronize()
     return result
 
 
 def beside(array: Array, other: Array) -> Array:
-    """`array` on the device of `other`; itself if it is there already. The host does not wait for a copy to a GPU.
+    """`array` on the device of `other`; itself if it is there already. The host does not wait for a
+    copy to a GPU.
 
-    So the caller may change an array in pageable memory at once, but one in pinned memory only after the GPU's read.
+    So the caller may change an array in pageable memory at once, but one in pinned memory only
+    after the GPU's read.
     """
     if device_of(array) == "cpu" and device_of(other) == "cuda":
         return array_module(other).array(array, order="C")
@@ -212,12 +261,15 @@ def bytes_view(array: np.ndarray) -> np.ndarray:
     Raises:  ConfigError if the array is not contiguous.
     """
     if not array.flags.c_contiguous:
-        raise ConfigError(f"bytes_view: an array of shape {array.shape} is not contiguous; "
-                          f"pass np.ascontiguousarray(x)")
+        raise ConfigError(
+            f"bytes_view: an array of shape {array.shape} is not contiguous; "
+            f"pass np.ascontiguousarray(x)"
+        )
     return array.reshape(-1).view(np.uint8)
 
 
-# ----------------------------------------------------------------------------------------------------------- dtypes
+# ------------------------------------------------------------------------------------------- dtypes
+
 
 def dtype(name: Any) -> np.dtype:
     """The dtype called `name` ("float32", "bfloat16", "int64", …); a dtype passes through.
@@ -234,7 +286,8 @@ def dtype(name: Any) -> np.dtype:
 
 
 def dtype_name(kind: Any) -> str:
-    """The name of a dtype, as `dtype` takes it; ">float32" if it is in the other byte order, which `dtype` refuses."""
+    """The name of a dtype, as `dtype` takes it; ">float32" if it is in the other byte order, which
+    `dtype` refuses."""
     found = np.dtype(kind)
     return str(found.name) if found.isnative else f"{found.byteorder}{found.name}"
 
@@ -249,15 +302,21 @@ def widen(array: Array) -> Array:
 
 
 def narrow(array: Array, kind: np.dtype, out: Array | None = None) -> Array:
-    """`array` rounded to `kind`; itself if it has that dtype. Too large numbers become infinite, without a warning.
+    """`array` rounded to `kind`; itself if it has that dtype. Too large numbers become infinite,
+    without a warning.
 
-    Args:    out: the array to write instead, of the same shape and of any dtype that `array` casts to.
+    Args:    out: the array to write instead, of the same shape and of any dtype that `array` casts
+             to.
     """
     if out is None and array.dtype == kind:
         return array
     target = array_module(array).empty(array.shape, kind) if out is None else out
-    if (target.dtype == np.float16 and array.dtype == np.float32 and isinstance(target, np.ndarray)
-            and target.flags.c_contiguous):
+    if (
+        target.dtype == np.float16
+        and array.dtype == np.float32
+        and isinstance(target, np.ndarray)
+        and target.flags.c_contiguous
+    ):
         return float16.from_float32(np.ascontiguousarray(array), target)
     with np.errstate(over="ignore"):
         target[...] = array
@@ -274,25 +333,32 @@ def add_into(total: Array, array: Array) -> None:
 
 
 def sum_by_kernel(a: Array, b: Array, out: Array | None = None) -> Array | None:
-    """a + b by kernels/add.cu, into `out` or a new array; b: of a's shape or its last dims. None: not such arrays."""
+    """a + b by kernels/add.cu, into `out` or a new array; b: of a's shape or its last dims. None:
+    not such arrays."""
     from minidist.device.dispatch import kernel  # noqa: PLC0415 - it imports this module
 
-    fits = a.dtype == b.dtype and a.shape[max(0, a.ndim - b.ndim):] == b.shape
+    fits = a.dtype == b.dtype and a.shape[max(0, a.ndim - b.ndim) :] == b.shape
     launch = kernel("add", a, b) if fits else None
     return None if launch is None else launch(a, b, out=out)
 
 
 def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
-    """a @ b, (…, m, k) @ (…, k, n) -> (…, m, n), into `out`; low precision adds in float32 and is rounded once.
+    """a @ b, (…, m, k) @ (…, k, n) -> (…, m, n), into `out`; low precision adds in float32 and is
+    rounded once.
 
-    NumPy's float16 matmul is 420 times slower than its float32 matmul, and CuPy's takes low precision only in two dims
-    (it upcasts float16, and has no batched bfloat16). So the other cases are computed in float32. Large products of
-    matrices on the host are MKL's where it is installed (blas.py).
+    NumPy's float16 matmul is 420 times slower than its float32 matmul, and CuPy's takes low
+    precision only in two dims (it upcasts float16, and has no batched bfloat16). So the other cases
+    are computed in float32. Large products of matrices on the host are MKL's where it is installed
+    (blas.py).
     """
     xp, instead = array_module(a, b), cublas.current()
     if instead is not None and xp is not np:
         return instead.multiply(a, b, out)
-    if xp is np and (fast := blas.in_use()) is not None and (product := fast.multiply(a, b, out)) is not None:
+    if (
+        xp is np
+        and (fast := blas.in_use()) is not None
+        and (product := fast.multiply(a, b, out)) is not None
+    ):
         return product
     low = a.dtype in LOW_PRECISION
     if low and a.ndim == b.ndim == 2 and a.dtype == b.dtype and xp is imported_cupy():
@@ -302,20 +368,25 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     return narrow(matmul(widen(a), widen(b)), a.dtype, out)
 
 
-# ---------------------------------------------------------------------------------------------------- random numbers
+# ----------------------------------------------------------------------------------- random numbers
 
-_BLOCK = 16384  # indices hashed at once on the host: with its scratch this stays in the second-level cache
-_GOLDEN, _MIX_1, _MIX_2 = (np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+# indices hashed at once on the host: with its scratch this stays in the second-level cache
+_BLOCK = 16384
+_GOLDEN, _MIX_1, _MIX_2 = (
+    np.uint64(x) for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 
 
 def stream_key(name: str, seed: int) -> np.uint64:
-    """The 64-bit key of the stream (name, seed), which `random_bits` hashes together with each position."""
+    """The 64-bit key of the stream (name, seed), which `random_bits` hashes together with each
+    position."""
     digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
     return np.uint64(int.from_bytes(digest, "little"))
 
 
 def _hashed(bits: Array, key: np.uint64) -> Array:
-    """splitmix64(key ^ index) of indices (uint64), which are overwritten. Source: Steele, Lea & Flood 2014."""
+    """splitmix64(key ^ index) of indices (uint64), which are overwritten. Source: Steele, Lea &
+    Flood 2014."""
     bits ^= key
     bits += _GOLDEN
     for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
@@ -325,21 +396,25 @@ def _hashed(bits: Array, key: np.uint64) -> Array:
     return bits
 
 
-def _draw(name: str, seed: int, index: Any, kind: np.dtype, convert: Callable[[Array], Array]) -> Array:
+def _draw(
+    name: str, seed: int, index: Any, kind: np.dtype, convert: Callable[[Array], Array]
+) -> Array:
     """Hash `index` block by block; `convert` turns the bits of a block into values."""
     xp, key = array_module(index), stream_key(name, seed)
     if not isinstance(index, range):
         index = xp.asarray(index)
         if index.dtype.kind not in "iu":
-            raise ConfigError(f"random numbers are drawn at integer positions, not {dtype_name(index.dtype)}")
+            raise ConfigError(
+                f"random numbers are drawn at integer positions, not {dtype_name(index.dtype)}"
+            )
     flat = index if isinstance(index, range) else index.reshape(-1)
     result = xp.empty(len(flat), kind)
     block = _BLOCK if xp is np else max(1, len(flat))
     for start in range(0, len(flat), block):
-        piece = flat[start:start + block]
+        piece = flat[start : start + block]
         if isinstance(piece, range):
             piece = np.arange(piece.start, piece.stop, piece.step, dtype=np.int64)
-        result[start:start + block] = convert(_hashed(piece.astype(np.uint64), key))
+        result[start : start + block] = convert(_hashed(piece.astype(np.uint64), key))
     return result if isinstance(index, range) else result.reshape(index.shape)
 
 
@@ -350,10 +425,11 @@ def _float_dtype(drawer: str, kind: Any) -> np.dtype:
 
 
 def random_bits(name: str, seed: int, index: Any) -> Array:
-    """64 random bits for each global position in `index` (integer array of any shape, or a range): uint64.
+    """64 random bits for each global position in `index` (integer array of any shape, or a range):
+    uint64.
 
-    A hash of the stream (name, seed) and the position, without state: a shard that draws its own positions gets exactly
-    its slice of the whole, in any order. NumPy and CuPy give the same bits.
+    A hash of the stream (name, seed) and the position, without state: a shard that draws its own
+    positions gets exactly its slice of the whole, in any order. NumPy and CuPy give the same bits.
     Cost:    3 to 8 ns a number on one core.
     Raises:  ConfigError for positions that are not integers.
     """
@@ -361,35 +437,42 @@ def random_bits(name: str, seed: int, index: Any) -> Array:
 
 
 def random_uniform(name: str, seed: int, index: Any, kind: Any = "float32") -> Array:
-    """Uniform numbers in [0, 1) at the global positions `index`: the top bits of the hash, as many as the dtype holds.
+    """Uniform numbers in [0, 1) at the global positions `index`: the top bits of the hash, as many
+    as the dtype holds.
 
     Args, Raises: as random_bits; kind: a float dtype.
     """
     kind = _float_dtype("random_uniform", kind)
     digits = _SIGNIFICANT_BITS[kind]
     wide = np.float64 if digits > 24 else np.float32
-    return _draw(name, seed, index, kind,
-                 lambda bits: (bits >> np.uint64(64 - digits)).astype(wide) * wide(2.0 ** -digits))
+    return _draw(
+        name,
+        seed,
+        index,
+        kind,
+        lambda bits: (bits >> np.uint64(64 - digits)).astype(wide) * wide(2.0**-digits),
+    )
 
 
-_SUM_MEAN = 2 * 65535                                    # of four uniform 16-bit integers
-_SUM_STD = float(np.sqrt(4 * (65536.0 ** 2 - 1) / 12))
+_SUM_MEAN = 2 * 65535  # of four uniform 16-bit integers
+_SUM_STD = float(np.sqrt(4 * (65536.0**2 - 1) / 12))
 _EVEN_LANES, _LOW_HALF = np.uint64(0x0000FFFF0000FFFF), np.uint64(0xFFFFFFFF)
 
 
 def random_normal(name: str, seed: int, index: Any, kind: Any = "float32") -> Array:
     """Nearly normal numbers, mean 0 and standard deviation 1, at the global positions `index`.
 
-    Each is the sum of the four 16-bit integers of the hash, centred and scaled. All steps but the last multiplication
-    are in integers, so NumPy and CuPy give the same bits; their log and cos would not. Values are within ±3.47.
-    Args, Raises: as random_uniform's.
+    Each is the sum of the four 16-bit integers of the hash, centred and scaled. All steps but the
+    last multiplication are in integers, so NumPy and CuPy give the same bits; their log and cos
+    would not. Values are within ±3.47. Args, Raises: as random_uniform's.
     """
     kind = _float_dtype("random_normal", kind)
     wide = np.dtype(np.float64) if kind == np.float64 else np.dtype(np.float32)
     scale = wide.type(1.0 / _SUM_STD)
 
     def convert(bits: Array) -> Array:
-        pairs = (bits & _EVEN_LANES) + ((bits >> np.uint64(16)) & _EVEN_LANES)      # two sums, in the 32-bit halves
+        # two sums, in the 32-bit halves
+        pairs = (bits & _EVEN_LANES) + ((bits >> np.uint64(16)) & _EVEN_LANES)
         total = (pairs + (pairs >> np.uint64(32))) & _LOW_HALF
         return (total.view(np.int64) - _SUM_MEAN).astype(wide) * scale
 

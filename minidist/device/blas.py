@@ -1,8 +1,10 @@
-"""Intel's MKL in place of NumPy's BLAS, for large products on an Intel processor: `pip install minidist[mkl]`.
+"""Intel's MKL in place of NumPy's BLAS, for large products on an Intel processor: `pip install
+minidist[mkl]`.
 
-It is found at run time, and used by ranks of one BLAS thread; `minidist doctor` names it, and so does the machine of
-every result. MKL runs without threads of its own, so ranks may be forked, and several may be threads of one process.
-Its sums are added in another order than NumPy's BLAS adds them, so results differ in their last bits.
+It is found at run time, and used by ranks of one BLAS thread; `minidist doctor` names it, and so
+does the machine of every result. MKL runs without threads of its own, so ranks may be forked, and
+several may be threads of one process. Its sums are added in another order than NumPy's BLAS adds
+them, so results differ in their last bits.
 """
 
 import ctypes
@@ -16,10 +18,14 @@ import numpy as np
 
 from minidist.device.processor import processor
 
-LEAST = 1 << 22         # multiplications and additions of a product that is worth a call by ctypes, some 60 µs
-_ROWS, _PLAIN, _TRANSPOSED = 101, 111, 112              # CblasRowMajor, CblasNoTrans, CblasTrans
-_SEQUENTIAL = 1                                         # MKL_THREADING_SEQUENTIAL
-_KINDS = {np.dtype(np.float32): ("cblas_sgemm", ctypes.c_float), np.dtype(np.float64): ("cblas_dgemm", ctypes.c_double)}
+# multiplications and additions of a product that is worth a call by ctypes, some 60 µs
+LEAST = 1 << 22
+_ROWS, _PLAIN, _TRANSPOSED = 101, 111, 112  # CblasRowMajor, CblasNoTrans, CblasTrans
+_SEQUENTIAL = 1  # MKL_THREADING_SEQUENTIAL
+_KINDS = {
+    np.dtype(np.float32): ("cblas_sgemm", ctypes.c_float),
+    np.dtype(np.float64): ("cblas_dgemm", ctypes.c_double),
+}
 
 _in_use: "HostProducts | None" = None
 
@@ -35,8 +41,22 @@ class HostProducts:
         for kind, (name, number) in _KINDS.items():
             function, flag, address = getattr(library, name), ctypes.c_int, ctypes.c_void_p
             function.restype = None
-            function.argtypes = [flag, flag, flag, integer, integer, integer, number, address, integer, address,
-                                 integer, number, address, integer]
+            function.argtypes = [
+                flag,
+                flag,
+                flag,
+                integer,
+                integer,
+                integer,
+                number,
+                address,
+                integer,
+                address,
+                integer,
+                number,
+                address,
+                integer,
+            ]
             self._functions[kind] = function
 
     def multiply(self, a: Any, b: Any, out: Any = None) -> Any:
@@ -54,16 +74,37 @@ class HostProducts:
             return None
         if out is None:
             out = np.empty((m, n), a.dtype)
-        elif (out.shape != (m, n) or out.dtype != a.dtype or not out.flags.c_contiguous or not out.flags.writeable
-              or np.may_share_memory(out, a) or np.may_share_memory(out, b)):
+        elif (
+            out.shape != (m, n)
+            or out.dtype != a.dtype
+            or not out.flags.c_contiguous
+            or not out.flags.writeable
+            or np.may_share_memory(out, a)
+            or np.may_share_memory(out, b)
+        ):
             return None
-        self._functions[a.dtype](_ROWS, left[0], right[0], m, n, k, 1.0, a.ctypes.data, left[1], b.ctypes.data,
-                                 right[1], 0.0, out.ctypes.data, n)
+        self._functions[a.dtype](
+            _ROWS,
+            left[0],
+            right[0],
+            m,
+            n,
+            k,
+            1.0,
+            a.ctypes.data,
+            left[1],
+            b.ctypes.data,
+            right[1],
+            0.0,
+            out.ctypes.data,
+            n,
+        )
         return out
 
 
 def _layout(x: Any) -> tuple[int, int] | None:
-    """Whether a matrix is stored by rows or, transposed, by columns; and the elements from one to the next."""
+    """Whether a matrix is stored by rows or, transposed, by columns; and the elements from one to
+    the next."""
     (down, across), item, (height, width) = x.strides, x.itemsize, x.shape
     if across == item and down >= width * item and down % item == 0:
         return _PLAIN, down // item
@@ -74,14 +115,16 @@ def _layout(x: Any) -> tuple[int, int] | None:
 
 @lru_cache(maxsize=1)
 def find(prefix: str = sys.prefix) -> Path | None:
-    """MKL's library, where pip puts it; None if it is not there, or the processor is not Intel's."""
+    """MKL's library, where pip puts it; None if it is not there, or the processor is not
+    Intel's."""
     if platform.machine() != "x86_64" or "Intel" not in processor():
         return None
     return next(iter(sorted(Path(prefix, "lib").glob("libmkl_rt.so*"))), None)
 
 
 def use(threads: int) -> None:
-    """Take MKL for the large products of this process, if it is found and a rank has one thread; else NumPy's BLAS."""
+    """Take MKL for the large products of this process, if it is found and a rank has one thread;
+    else NumPy's BLAS."""
     global _in_use
     _in_use = _loaded(find()) if threads == 1 else None
 

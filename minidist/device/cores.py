@@ -1,10 +1,11 @@
 """The cores of a machine that a job may use, dealt over its ranks.
 
     deal([0, 1, 2, 3], 2)   [0, 1] and [2, 3]           each rank has its own
-    deal([0, 1], 3)         [0, 1] for each rank        fewer cores than ranks: all share them, the system schedules
+    deal([0, 1], 3)         [0, 1] for each rank        fewer cores than ranks: all share them, the
+                                                        system schedules
 
-A process starts with the cores of the thread that starts it: `starting_on` binds a rank before its libraries start
-threads of their own. Linux only: elsewhere `usable` is None.
+A process starts with the cores of the thread that starts it: `starting_on` binds a rank before its
+libraries start threads of their own. Linux only: elsewhere `usable` is None.
 """
 
 import os
@@ -12,7 +13,8 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-VARIABLE = "MINIDIST_CORES"     # cores of all ranks of a host together, where a launcher has bound each of them
+# cores of all ranks of a host together, where a launcher has bound each of them
+VARIABLE = "MINIDIST_CORES"
 
 
 def usable() -> list[int] | None:
@@ -29,25 +31,27 @@ def of_all_ranks() -> int:
 
 
 def deal(cores: Sequence[int], ranks: int) -> list[list[int]]:
-    """The cores of each of so many ranks of a host; the first ranks have one more where the numbers do not divide."""
+    """The cores of each of so many ranks of a host; the first ranks have one more where the numbers
+    do not divide."""
     if len(cores) < ranks:
         return [[*cores] for _ in range(ranks)]
     least, more = divmod(len(cores), ranks)
     first = [rank * least + min(rank, more) for rank in range(ranks + 1)]
-    return [[*cores[first[rank]:first[rank + 1]]] for rank in range(ranks)]
+    return [[*cores[first[rank] : first[rank + 1]]] for rank in range(ranks)]
 
 
 def keep_to(cores: Sequence[int]) -> None:
     """Have each thread of this process run on these cores alone, and what it starts from now on."""
     with suppress(OSError):
         for thread in os.listdir("/proc/self/task"):
-            with suppress(ProcessLookupError):              # it has just ended
+            with suppress(ProcessLookupError):  # it has just ended
                 os.sched_setaffinity(int(thread), cores)
 
 
 @contextmanager
 def starting_on(cores: Sequence[int]) -> Iterator[None]:
-    """A process that this thread starts in the block has these cores; with none, those of the thread."""
+    """A process that this thread starts in the block has these cores; with none, those of the
+    thread."""
     if not cores or not hasattr(os, "sched_getaffinity"):
         yield
         return

@@ -1,8 +1,9 @@
-"""Matrix products by cuBLAS, called through ctypes: those of the small types, and all while a stream is captured.
+"""Matrix products by cuBLAS, called through ctypes: those of the small types, and all while a
+stream is captured.
 
-CuPy refuses its own cuBLAS calls during a capture, because its handle shares one workspace. Products own a handle and a
-workspace, so their calls may become nodes of a graph (cuda_graph.py). An eager step multiplies the small types by
-them too, so that it does what a captured one does.
+CuPy refuses its own cuBLAS calls during a capture, because its handle shares one workspace.
+Products own a handle and a workspace, so their calls may become nodes of a graph (cuda_graph.py).
+An eager step multiplies the small types by them too, so that it does what a captured one does.
 
     products = Products()
     with products.instead():        # on this thread
@@ -19,16 +20,18 @@ import numpy as np
 
 from minidist.errors import DeviceError, KernelError, ShapeError
 
-WORKSPACE = 32 << 20        # bytes, as NVIDIA advises for sm_90
-_KINDS = {"float32": 0, "float16": 2, "bfloat16": 14}       # cudaDataType: CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF
-_SUMS_IN_FLOAT32, _ANY_ALGORITHM = 68, -1                   # CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT
+WORKSPACE = 32 << 20  # bytes, as NVIDIA advises for sm_90
+# cudaDataType: CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF
+_KINDS = {"float32": 0, "float16": 2, "bfloat16": 14}
+_SUMS_IN_FLOAT32, _ANY_ALGORITHM = 68, -1  # CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT
 
 
 class _Current(threading.local):
-    products: "Products | None" = None      # read for every product: getattr with a default costs seven times as much
+    # read for every product: getattr with a default costs seven times as much
+    products: "Products | None" = None
 
     def __init__(self) -> None:
-        self.own: dict[int, Products] = {}          # by device
+        self.own: dict[int, Products] = {}  # by device
 
 
 _current = _Current()
@@ -50,20 +53,26 @@ def own(cupy: Any) -> "Products":
 class Products:
     """Products of matrices on the current device, in the current stream, with sums in float32.
 
-    Args:    library: cuBLAS, or a stand-in for it; None: as load(). Raises: DeviceError if it cannot be loaded.
+    Args:    library: cuBLAS, or a stand-in for it; None: as load(). Raises: DeviceError if it
+             cannot be loaded.
     """
 
     def __init__(self, library: Any = None) -> None:
         import cupy  # noqa: PLC0415 - only where a GPU was asked for
 
         self._cupy, self._library = cupy, load() if library is None else library
-        self._handle, self._one, self._zero = ctypes.c_void_p(), ctypes.c_float(1.0), ctypes.c_float(0.0)
+        self._handle, self._one, self._zero = (
+            ctypes.c_void_p(),
+            ctypes.c_float(1.0),
+            ctypes.c_float(0.0),
+        )
         self._call("cublasCreate_v2", ctypes.byref(self._handle))
         self._workspace = cupy.empty((WORKSPACE,), np.uint8)
 
     @contextmanager
     def instead(self) -> Iterator[None]:
-        """Context manager: this thread's products of arrays on a GPU are computed by this object."""
+        """Context manager: this thread's products of arrays on a GPU are computed by this
+        object."""
         before, _current.products = _current.products, self
         try:
             yield
@@ -71,34 +80,66 @@ class Products:
             _current.products = before
 
     def multiply(self, a: Any, b: Any, out: Any = None) -> Any:
-        """(m, k) @ (k, n) -> (m, n), of one dtype; a matrix without contiguous rows or columns is copied.
+        """(m, k) @ (k, n) -> (m, n), of one dtype; a matrix without contiguous rows or columns is
+        copied.
 
-        cuBLAS stores matrices by columns and reads one stored by rows as its transpose, so it computes outᵀ = bᵀ aᵀ.
+        cuBLAS stores matrices by columns and reads one stored by rows as its transpose, so it
+        computes outᵀ = bᵀ aᵀ.
         Raises:  ShapeError for more dims, which only attention without a kernel has.
         """
         if a.ndim != 2 or b.ndim != 2 or a.dtype != b.dtype or str(a.dtype) not in _KINDS:
-            raise ShapeError(f"a product {a.dtype} {a.shape} @ {b.dtype} {b.shape} in a captured step: it takes two "
-                             f"matrices in one of {', '.join(_KINDS)}; heads of more than 128 columns have others")
+            raise ShapeError(
+                f"a product {a.dtype} {a.shape} @ {b.dtype} {b.shape} in a captured step: it "
+                f"takes two matrices in one of {', '.join(_KINDS)}; heads of more than 128 "
+                "columns have others"
+            )
         (m, k), n = a.shape, b.shape[1]
         out = self._cupy.empty((m, n), a.dtype) if out is None else out
         if out.shape != (m, n) or out.dtype != a.dtype or not out.flags.c_contiguous:
-            raise ShapeError(f"a product {a.shape} @ {b.shape} into {out.dtype} {out.shape}: it needs a contiguous "
-                             f"{a.dtype} {(m, n)}")
+            raise ShapeError(
+                f"a product {a.shape} @ {b.shape} into {out.dtype} {out.shape}: it needs a "
+                f"contiguous {a.dtype} {(m, n)}"
+            )
         if m * n * k == 0:
             out[...] = 0
             return out
         (a, turn_a, step_a), (b, turn_b, step_b) = self._laid_out(a), self._laid_out(b)
         stream, kind = self._cupy.cuda.get_current_stream().ptr, _KINDS[str(a.dtype)]
-        self._call("cublasSetStream_v2", self._handle, ctypes.c_void_p(stream))      # forgets the workspace
-        self._call("cublasSetWorkspace_v2", self._handle, ctypes.c_void_p(self._workspace.data.ptr),
-                   ctypes.c_size_t(WORKSPACE))
-        self._call("cublasGemmEx", self._handle, turn_b, turn_a, n, m, k, ctypes.byref(self._one),
-                   ctypes.c_void_p(b.data.ptr), kind, step_b, ctypes.c_void_p(a.data.ptr), kind, step_a,
-                   ctypes.byref(self._zero), ctypes.c_void_p(out.data.ptr), kind, n, _SUMS_IN_FLOAT32, _ANY_ALGORITHM)
+        # forgets the workspace
+        self._call("cublasSetStream_v2", self._handle, ctypes.c_void_p(stream))
+        self._call(
+            "cublasSetWorkspace_v2",
+            self._handle,
+            ctypes.c_void_p(self._workspace.data.ptr),
+            ctypes.c_size_t(WORKSPACE),
+        )
+        self._call(
+            "cublasGemmEx",
+            self._handle,
+            turn_b,
+            turn_a,
+            n,
+            m,
+            k,
+            ctypes.byref(self._one),
+            ctypes.c_void_p(b.data.ptr),
+            kind,
+            step_b,
+            ctypes.c_void_p(a.data.ptr),
+            kind,
+            step_a,
+            ctypes.byref(self._zero),
+            ctypes.c_void_p(out.data.ptr),
+            kind,
+            n,
+            _SUMS_IN_FLOAT32,
+            _ANY_ALGORITHM,
+        )
         return out
 
     def _laid_out(self, x: Any) -> tuple[Any, int, int]:
-        """A matrix, whether cuBLAS must transpose it, and the elements from one row (or column) to the next."""
+        """A matrix, whether cuBLAS must transpose it, and the elements from one row (or column) to
+        the next."""
         rows, columns = x.shape
         down, along = (stride // x.dtype.itemsize for stride in x.strides)
         if (along == 1 or columns == 1) and (down >= columns or rows == 1):
@@ -124,10 +165,13 @@ def load() -> Any:
     """The cuBLAS library that CuPy uses. Raises: DeviceError if it cannot be loaded."""
     import cupy  # noqa: PLC0415 - only where a GPU was asked for
 
-    cupy.cuda.device.get_cublas_handle()        # CuPy loads it now, if it has not; CDLL then finds the one of that name
+    # CuPy loads it now, if it has not; CDLL then finds the one of that name
+    cupy.cuda.device.get_cublas_handle()
     name = f"libcublas.so.{cupy.cuda.runtime.runtimeGetVersion() // 1000}"
     try:
         return ctypes.CDLL(name)
     except OSError as error:
-        raise DeviceError(f"{name}, which a captured step multiplies by, cannot be loaded: {error}; train without "
-                          f"--graph") from error
+        raise DeviceError(
+            f"{name}, which a captured step multiplies by, cannot be loaded: {error}; train "
+            "without --graph"
+        ) from error

@@ -1,7 +1,8 @@
 """Copies between device and host, from any thread.
 
-On a GPU a copy runs on a stream of the copying thread's own, behind what the program's stream held when it was asked
-for (`mark`); copy() returns when the bytes are there. On a CPU device and host are both main memory, and a copy is one.
+On a GPU a copy runs on a stream of the copying thread's own, behind what the program's stream held
+when it was asked for (`mark`); copy() returns when the bytes are there. On a CPU device and host
+are both main memory, and a copy is one.
 """
 
 import mmap
@@ -16,7 +17,8 @@ _local = threading.local()
 
 
 def mark(array: Array) -> Any:
-    """An event behind the current stream's work on `array`; a copy of or into `array` must wait for it."""
+    """An event behind the current stream's work on `array`; a copy of or into `array` must wait for
+    it."""
     if on_host(array):
         return None
     event = array_module(array).cuda.Event(disable_timing=True)
@@ -25,7 +27,8 @@ def mark(array: Array) -> Any:
 
 
 def copy(source: Array, target: Array, ready: Any = None) -> None:
-    """target[...] = source, with one rounding where target is of lower precision; device or host, of one shape.
+    """target[...] = source, with one rounding where target is of lower precision; device or host,
+    of one shape.
 
     Args:    ready: mark() of the side on the device.
     """
@@ -38,7 +41,10 @@ def copy(source: Array, target: Array, ready: Any = None) -> None:
         if ready is not None:
             stream.wait_event(ready)
         if onto_device:
-            target.set(array_module(source).ascontiguousarray(source.astype(target.dtype, copy=False)), stream=stream)
+            target.set(
+                array_module(source).ascontiguousarray(source.astype(target.dtype, copy=False)),
+                stream=stream,
+            )
         else:
             source.get(stream=stream, out=target)
         stream.synchronize()
@@ -47,7 +53,7 @@ def copy(source: Array, target: Array, ready: Any = None) -> None:
 def bring(source: Array, ready: Any = None) -> np.ndarray:
     """`source` on the host: itself, or a copy in pinned memory. Args: as copy."""
     if on_host(source):
-        return source       # type: ignore[no-any-return]
+        return source  # type: ignore[no-any-return]
     target = pinned(source.shape, source.dtype)
     copy(source, target, ready)
     return target
@@ -61,7 +67,8 @@ def _stream(xp: Any) -> Any:
 
 
 def host_bytes(nbytes: int, device: str) -> np.ndarray:
-    """Host memory that begins on a page; pinned where the device is a GPU, so that its copy engine reaches it."""
+    """Host memory that begins on a page; pinned where the device is a GPU, so that its copy engine
+    reaches it."""
     if device == "cpu" and not is_simulated():
         return np.frombuffer(mmap.mmap(-1, max(1, nbytes)), np.uint8)[:nbytes]
     return pinned(nbytes, np.uint8)

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 
 class MemoryTraffic:
-    """Bytes moved between memories, by direction ("host to disk"); those of training steps apart from the rest.
+    """Bytes moved between memories, by direction ("host to disk"); those of training steps apart
+    from the rest.
 
     Attributes: step, other: direction -> bytes
     """

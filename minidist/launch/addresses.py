@@ -1,8 +1,10 @@
-"""A host has several addresses: those that other hosts may reach, and the one at which the monitor answers.
+"""A host has several addresses: those that other hosts may reach, and the one at which the monitor
+answers.
 
-A laptop's name may mean 127.0.1.1, a server has a network card that leads nowhere, and every host with Docker has the
-same 172.17.0.1. Which address is right shows only from another host. So rank 0 tells all it has, and each rank tries
-one after another: the monitor is where the job's token is known.
+A laptop's name may mean 127.0.1.1, a server has a network card that leads nowhere, and every host
+with Docker has the same 172.17.0.1. Which address is right shows only from another host. So rank 0
+tells all it has, and each rank tries one after another: the monitor is where the job's token is
+known.
 """
 
 import contextlib
@@ -16,8 +18,8 @@ from minidist.comm.health.monitor_client import MonitorClient
 from minidist.errors import HandshakeError, LaunchError, PeerLostError, TimeoutError
 from minidist.launch.launchers import Launch
 
-MOST = 16           # addresses that are told
-TRY = 1.0           # seconds that one of them gets to answer
+MOST = 16  # addresses that are told
+TRY = 1.0  # seconds that one of them gets to answer
 
 
 def own_addresses() -> list[str]:
@@ -29,29 +31,48 @@ def own_addresses() -> list[str]:
     with contextlib.suppress(OSError):
         found.append(socket.gethostbyname(socket.gethostname()))
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        sock.connect(("192.0.2.1", 9))     # RFC 5737, documentation: no packet is sent, the kernel only picks a route
+        # RFC 5737, documentation: no packet is sent, the kernel only picks a route
+        sock.connect(("192.0.2.1", 9))
         found.append(str(sock.getsockname()[0]))
     import psutil  # here: most ranks need it for nothing
 
     states = psutil.net_if_stats()
-    up = [entry for card, entries in sorted(psutil.net_if_addrs().items()) for entry in entries
-          if card in states and states[card].isup]
+    up = [
+        entry
+        for card, entries in sorted(psutil.net_if_addrs().items())
+        for entry in entries
+        if card in states and states[card].isup
+    ]
     found += [entry.address for entry in up if entry.family == socket.AF_INET]
     found += [entry.address for entry in up if entry.family == socket.AF_INET6]
-    addresses = [address for address in dict.fromkeys(found)
-                 if not (is_loopback(address) or address.lower().startswith("fe80:"))]
+    addresses = [
+        address
+        for address in dict.fromkeys(found)
+        if not (is_loopback(address) or address.lower().startswith("fe80:"))
+    ]
     if not addresses:
-        raise LaunchError(f"{platform.node()} has no network address but loopback, and the job has several hosts; see "
-                          "`ip address`")
+        raise LaunchError(
+            f"{platform.node()} has no network address but loopback, and the job has several "
+            "hosts; see `ip address`"
+        )
     return addresses[:MOST]
 
 
-def connect_to_any(hosts: Sequence[str], port: int, token: bytes, launch: Launch, limit: float, *,
-                   begun: bool = False) -> MonitorClient:
-    """Connect to the monitor, which is at one or more of these addresses; nothing else knows the token.
+def connect_to_any(
+    hosts: Sequence[str],
+    port: int,
+    token: bytes,
+    launch: Launch,
+    limit: float,
+    *,
+    begun: bool = False,
+) -> MonitorClient:
+    """Connect to the monitor, which is at one or more of these addresses; nothing else knows the
+    token.
 
     Args:   begun: the monitor has listened before; if each address refuses the call, it is gone.
-    Raises: HandshakeError if the monitor refuses us; PeerLostError if it is gone; TimeoutError, with every address,
+    Raises: HandshakeError if the monitor refuses us; PeerLostError if it is gone; TimeoutError,
+    with every address,
             after `limit` seconds.
     """
     rank, size, deadline = launch.world_rank, launch.world_size, time.monotonic() + limit
@@ -73,5 +94,7 @@ def connect_to_any(hosts: Sequence[str], port: int, token: bytes, launch: Launch
                 continue
         if len(gone) == len(hosts):
             raise gone[0]
-    raise refused or TimeoutError(f"rank {rank} could not reach the job's monitor within {limit:g} s, at none of "
-                                  f"{', '.join(hosts)}, port {port}; is there a firewall between the hosts?")
+    raise refused or TimeoutError(
+        f"rank {rank} could not reach the job's monitor within {limit:g} s, at none of "
+        f"{', '.join(hosts)}, port {port}; is there a firewall between the hosts?"
+    )

@@ -1,4 +1,5 @@
-"""What md.run and md.init are given: seconds, numbers of ranks and threads. Anything else is refused in one line."""
+"""What md.run and md.init are given: seconds, numbers of ranks and threads. Anything else is
+refused in one line."""
 
 import math
 import resource
@@ -10,23 +11,27 @@ from typing import Any
 
 from minidist.errors import LaunchError
 
-MOST_SECONDS = 2_000_000        # poll() counts milliseconds in 32 bits
-MOST_RANKS = 1024               # of a job that md.run starts: each is a process or a thread of this host
-STACK = 8 << 20                 # bytes of a thread's stack, where the system's limit does not say
-SPARE = 4 << 20                 # bytes that a process needs beside its threads
+MOST_SECONDS = 2_000_000  # poll() counts milliseconds in 32 bits
+MOST_RANKS = 1024  # of a job that md.run starts: each is a process or a thread of this host
+STACK = 8 << 20  # bytes of a thread's stack, where the system's limit does not say
+SPARE = 4 << 20  # bytes that a process needs beside its threads
 
 
 def check_seconds(call: str, name: str, value: Any) -> float:
-    """Return the value as a float. Raises: LaunchError unless it is a number above 0, and not too large for a wait."""
+    """Return the value as a float. Raises: LaunchError unless it is a number above 0, and not too
+    large for a wait."""
     number = isinstance(value, Real) and not isinstance(value, bool)
     if number and 0 < value <= MOST_SECONDS:
         return float(value)
-    raise LaunchError(f"{call}({name}={shown(value)}): a number of seconds is expected, above 0 and at most "
-                      f"{MOST_SECONDS:,}")
+    raise LaunchError(
+        f"{call}({name}={shown(value)}): a number of seconds is expected, above 0 and at most "
+        f"{MOST_SECONDS:,}"
+    )
 
 
 def check_count(call: str, name: str, value: Any, noun: str, most: float = math.inf) -> int:
-    """Return the value as an int. Raises: LaunchError unless it is a whole number from 1 to `most`."""
+    """Return the value as an int. Raises: LaunchError unless it is a whole number from 1 to
+    `most`."""
     try:
         count = 0 if isinstance(value, bool) else index(value)
     except TypeError:
@@ -34,7 +39,9 @@ def check_count(call: str, name: str, value: Any, noun: str, most: float = math.
     if 1 <= count <= most:
         return count
     bound = "" if most == math.inf else f", at most {most:,}"
-    raise LaunchError(f"{call}({name}={shown(value)}): a whole number is expected, at least one {noun}{bound}")
+    raise LaunchError(
+        f"{call}({name}={shown(value)}): a whole number is expected, at least one {noun}{bound}"
+    )
 
 
 def check_word(call: str, name: str, value: Any) -> str:
@@ -45,9 +52,11 @@ def check_word(call: str, name: str, value: Any) -> str:
 
 
 def check_room(size: int, *, helpers: int) -> None:
-    """Raise LaunchError where the limit of this process's memory leaves no room for a thread of each rank and helpers.
+    """Raise LaunchError where the limit of this process's memory leaves no room for a thread of
+    each rank and helpers.
 
-    Under `ulimit -v` (RLIMIT_AS) a thread that finds no room for its stack does not begin; the job would wait for it.
+    Under `ulimit -v` (RLIMIT_AS) a thread that finds no room for its stack does not begin; the job
+    would wait for it.
     """
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit in (-1, resource.RLIM_INFINITY):
@@ -57,8 +66,11 @@ def check_room(size: int, *, helpers: int) -> None:
     needed = (size + helpers) * stack + SPARE
     free = max(0, limit - _address_space())
     if needed > free:
-        raise LaunchError(f"run(size={size}) needs about {needed >> 20} MiB of address space in this process, and its "
-                          f"limit (ulimit -v) leaves {free >> 20} MiB; raise the limit, or take fewer ranks")
+        raise LaunchError(
+            f"run(size={size}) needs about {needed >> 20} MiB of address space in this process, "
+            f"and its limit (ulimit -v) leaves {free >> 20} MiB; raise the limit, or take fewer "
+            "ranks"
+        )
 
 
 def _address_space() -> int:
@@ -73,6 +85,6 @@ def shown(value: Any) -> str:
     """What a caller gave, as far as an error shows it."""
     try:
         text = repr(value)
-    except Exception:                                       # an int of more digits than Python writes, or the user's
+    except Exception:  # an int of more digits than Python writes, or the user's
         return f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:40]}…"

@@ -28,7 +28,7 @@ UNMET = "before it came to md.init, where the others wait"
 def flush_output() -> None:
     """Write the buffered lines of stdout and stderr, if these still take any."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:                              # as where a program closed it, or has no terminal
+        if stream is not None:  # as where a program closed it, or has no terminal
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
 
@@ -36,8 +36,9 @@ def flush_output() -> None:
 class Forked:
     """A copy of this process that runs `body()` and ends with the status that returns.
 
-    Python 3.12 and newer warn of forking beside other threads, since a copied lock stays locked. The threads here are
-    the BLAS library's, which prepares itself for a fork; the child touches nothing else of the parent's.
+    Python 3.12 and newer warn of forking beside other threads, since a copied lock stays locked.
+    The threads here are the BLAS library's, which prepares itself for a fork; the child touches
+    nothing else of the parent's.
     """
 
     def __init__(self, body: Callable[[], int]) -> None:
@@ -46,9 +47,11 @@ class Forked:
             try:
                 self.pid = os.fork()
             except OSError as error:
-                raise LaunchError(f"this process cannot be copied for a rank ({error.strerror}); see `ulimit -u` and "
-                                  "`ulimit -v`, or take fewer ranks") from error
-        if self.pid == 0:               # never return into the parent's code, nor run its exit handlers
+                raise LaunchError(
+                    f"this process cannot be copied for a rank ({error.strerror}); see `ulimit "
+                    "-u` and `ulimit -v`, or take fewer ranks"
+                ) from error
+        if self.pid == 0:  # never return into the parent's code, nor run its exit handlers
             status = 1
             try:
                 status = body()
@@ -72,10 +75,15 @@ class Forked:
 
 
 class Children:
-    """The ranks started here, by world rank. `patience`: seconds that one may be stopped (SIGSTOP)."""
+    """The ranks started here, by world rank. `patience`: seconds that one may be stopped
+    (SIGSTOP)."""
 
-    def __init__(self, processes: Mapping[int, "subprocess.Popen[bytes] | Forked"],
-                 limits: Limits | None = None, patience: float = PATIENCE) -> None:
+    def __init__(
+        self,
+        processes: Mapping[int, "subprocess.Popen[bytes] | Forked"],
+        limits: Limits | None = None,
+        patience: float = PATIENCE,
+    ) -> None:
         self.processes, self.limits = processes, limits or Limits()
         self._looks = ProcessLooks(patience)
 
@@ -85,7 +93,8 @@ class Children:
         return None if code is None else self.limits.how_it_ended(code)
 
     def code(self, world_rank: int, limit: float) -> int | None:
-        """The exit code of a process that is just ending; None if it still runs after `limit` s, or is not ours."""
+        """The exit code of a process that is just ending; None if it still runs after `limit` s, or
+        is not ours."""
         process = self.processes.get(world_rank)
         deadline = time.monotonic() + limit
         while process is not None:
@@ -96,15 +105,18 @@ class Children:
         return None
 
     def frozen(self, awaited: Collection[int]) -> list[Failure]:
-        """Return those of the ranks that others wait for whose processes are stopped, and end these."""
+        """Return those of the ranks that others wait for whose processes are stopped, and end
+        these."""
         if time.monotonic() < self._looks.next(SHORTEST_LOOK):
             return []
         running = set(self.running()).intersection(awaited)
         ranks = {pid: rank for rank in running for pid in with_wrapped(self.processes[rank].pid)}
         frozen = self._looks.frozen({*ranks})
         self._looks.close()
-        return [Failure(ranks[pid], pid, os.uname().nodename, f"is frozen (stopped) {UNMET}")
-                for pid in sorted(frozen, key=ranks.__getitem__)]
+        return [
+            Failure(ranks[pid], pid, os.uname().nodename, f"is frozen (stopped) {UNMET}")
+            for pid in sorted(frozen, key=ranks.__getitem__)
+        ]
 
     def running(self) -> list[int]:
         """World ranks whose process has not ended."""
@@ -120,9 +132,11 @@ class Children:
         return True
 
     def end(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> None:
-        """Give them `grace` seconds to end by themselves, as long again after SIGTERM, then kill them.
+        """Give them `grace` seconds to end by themselves, as long again after SIGTERM, then kill
+        them.
 
-        One that is stopped is killed at once: it will not hear of anything. So are all of them when there is a hurry.
+        One that is stopped is killed at once: it will not hear of anything. So are all of them when
+        there is a hurry.
         """
         for rank in self.running():
             kill_stopped(self.processes[rank].pid)

@@ -1,11 +1,14 @@
-"""Two ends of a rank that Python tells no exit handler of: os._exit, and a thread that keeps the process alive.
+"""Two ends of a rank that Python tells no exit handler of: os._exit, and a thread that keeps the
+process alive.
 
-    os._exit under mpirun         MPICH's mpirun kills the other ranks at once; after os._exit(0) it often ends with
-                                  status 0 itself. So os._exit first tells the monitor, lets the others say their
-                                  line, and has mpirun end with a status that is not 0. A C library's own _exit(0) is
-                                  not seen: the monitor names the rank, but mpirun ended with 0 in 2 of 2 runs.
-    a thread that never ends      Python waits for every thread that is no daemon before it calls exit handlers, so
-                                  there is no goodbye. A daemon thread waits with it, and ends the rank at the limit.
+os._exit under mpirun         MPICH's mpirun kills the other ranks at once; after os._exit(0) it
+                              often ends with status 0 itself. So os._exit first tells the monitor,
+                              lets the others say their line, and has mpirun end with a status that
+                              is not 0. A C library's own _exit(0) is not seen: the monitor names
+                              the rank, but mpirun ended with 0 in 2 of 2 runs.
+a thread that never ends      Python waits for every thread that is no daemon before it calls exit
+                              handlers, so there is no goodbye. A daemon thread waits with it, and
+                              ends the rank at the limit.
 """
 
 import contextlib
@@ -26,27 +29,37 @@ from minidist.launch.mpi_init import abort_by_mpirun
 if TYPE_CHECKING:
     from minidist.launch.membership import Membership
 
-TELLING = 2.0       # seconds that telling may take, before the process ends all the same
-_SAYING = 0.3       # seconds for the others, or the monitor, to say a line before mpirun ends the job
-_LOOK = 0.25        # seconds between two looks at the threads
+TELLING = 2.0  # seconds that telling may take, before the process ends all the same
+_SAYING = 0.3  # seconds for the others, or the monitor, to say a line before mpirun ends the job
+_LOOK = 0.25  # seconds between two looks at the threads
 C_EXIT_AT_ONCE = os._exit
 
 
 def watch_exits_at_once(membership: "Membership") -> None:
     """Under mpirun: have os._exit of this process told to the job first."""
+
     def _exit(status: int) -> None:
         """End the process at once, without exit handlers."""
         if membership.is_this_process():
-            frames = "".join(f'  File "{frame.filename}", line {frame.lineno} in {frame.name}\n'
-                             for frame in reversed(traceback.extract_stack()[:-1]))
-            with contextlib.suppress(RuntimeError):         # no thread can be started
-                teller = threading.Thread(target=_tell, args=(membership, status, frames), daemon=True)
-                teller.start()          # a thread: the caller may hold a lock of the link, as in a signal handler
+            frames = "".join(
+                f'  File "{frame.filename}", line {frame.lineno} in {frame.name}\n'
+                for frame in reversed(traceback.extract_stack()[:-1])
+            )
+            with contextlib.suppress(RuntimeError):  # no thread can be started
+                teller = threading.Thread(
+                    target=_tell, args=(membership, status, frames), daemon=True
+                )
+                # a thread: the caller may hold a lock of the link, as in a signal handler
+                teller.start()
                 teller.join(TELLING)
         C_EXIT_AT_ONCE(status)
 
     for module in list(sys.modules.values()):
-        names = ModuleType.__getattribute__(module, "__dict__") if isinstance(module, ModuleType) else {}
+        names = (
+            ModuleType.__getattribute__(module, "__dict__")
+            if isinstance(module, ModuleType)
+            else {}
+        )
         if names is not globals():
             names.update({name: _exit for name, value in names.items() if value is C_EXIT_AT_ONCE})
 
@@ -58,18 +71,28 @@ def _tell(membership: "Membership", status: int, frames: str) -> None:
     if link.closed:
         tell_exit(shown, frames)
     else:
-        link.report_failure(Failure.here(membership.launch.world_rank, f"exited with status {shown} without goodbye",
-                                         status=shown or 1))
+        link.report_failure(
+            Failure.here(
+                membership.launch.world_rank,
+                f"exited with status {shown} without goodbye",
+                status=shown or 1,
+            )
+        )
         link.wait_until_released(_SAYING)
     time.sleep(_SAYING)
     abort_by_mpirun(shown or 1)
 
 
-# --- threads that outlive the program --------------------------------------------------------------------------------
+# --- threads that outlive the program
+# --------------------------------------------------------------------------------
+
 
 def watch_threads(membership: "Membership", limit: float) -> None:
-    """When the main thread has ended, end the job if for `limit` s other threads hold the process and make no call."""
-    threading.Thread(target=_wait_for_threads, args=(membership, limit), name="minidist end", daemon=True).start()
+    """When the main thread has ended, end the job if for `limit` s other threads hold the process
+    and make no call."""
+    threading.Thread(
+        target=_wait_for_threads, args=(membership, limit), name="minidist end", daemon=True
+    ).start()
 
 
 def _wait_for_threads(membership: "Membership", limit: float) -> None:
@@ -79,7 +102,7 @@ def _wait_for_threads(membership: "Membership", limit: float) -> None:
         calls = membership.world and membership.world.ledger.flight.entries()[-1:]
         if membership.ending:
             return
-        if calls != seen:                                   # a program may go on in its threads
+        if calls != seen:  # a program may go on in its threads
             seen, since = calls, time.monotonic()
         elif time.monotonic() - since > limit:
             break
@@ -87,8 +110,10 @@ def _wait_for_threads(membership: "Membership", limit: float) -> None:
     else:
         return
     rank = membership.launch.world_rank
-    how = (f"has ended its program, but {limit:g} s later its thread {', '.join(names)} still runs: join it, or make "
-           "it a daemon")
+    how = (
+        f"has ended its program, but {limit:g} s later its thread {', '.join(names)} still runs: "
+        "join it, or make it a daemon"
+    )
     if membership.joined is not None:
         membership.joined.link.report_failure(Failure.here(rank, how))
         membership.joined.link.wait_until_released(_SAYING)
@@ -104,4 +129,6 @@ def _running() -> Iterator[str]:
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.main_thread():
             frame = frames.get(thread.ident or 0)
-            yield f"{thread.name!r}" + (f" ({frame.f_code.co_filename}:{frame.f_lineno})" if frame else "")
+            yield f"{thread.name!r}" + (
+                f" ({frame.f_code.co_filename}:{frame.f_lineno})" if frame else ""
+            )

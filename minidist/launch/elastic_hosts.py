@@ -1,4 +1,5 @@
-"""Other hosts of an elastic job, as its launcher sees them: `minidist train --elastic 4:7 --hosts a:3,b:4`, by ssh.
+"""Other hosts of an elastic job, as its launcher sees them: `minidist train --elastic 4:7 --hosts
+a:3,b:4`, by ssh.
 
     here                                          host b
     the launcher: all connections, the monitors
@@ -6,9 +7,10 @@
     listens  <----------------- a connection ---  the same
              <----------------- a connection ---  each process
 
-ssh starts host_workers.py, gives it its order on stdin, and brings back what the ranks print. All else goes over a
-connection of its own, which the kernels end when a host falls silent (acceptor.set_up): then the host is lost, and all
-its processes with it. A process on another host is used like a Popen here (RemoteProcess).
+ssh starts host_workers.py, gives it its order on stdin, and brings back what the ranks print. All
+else goes over a connection of its own, which the kernels end when a host falls silent
+(acceptor.set_up): then the host is lost, and all its processes with it. A process on another host
+is used like a Popen here (RemoteProcess).
 
 A lost host gets no more processes. A host that loses its launcher ends its processes.
 """
@@ -38,23 +40,23 @@ from minidist.launch.limits import Limits
 from minidist.launch.own_python import module_command
 from minidist.launch.spawning import start_thread
 
-HOST_LIMIT = 30.0       # seconds until a host must have connected
-KILL_LIMIT = 30.0       # seconds from the first SIGKILL until a process must have ended
-END_LIMIT = 10.0        # seconds that host_workers gets to end when the launcher has hung up
-SENT_LIMIT = 1.0        # seconds that a frame may take: a host whose connection is full is silent
-LAST_LINES = 2.0        # seconds until what a host said last has been passed on
+HOST_LIMIT = 30.0  # seconds until a host must have connected
+KILL_LIMIT = 30.0  # seconds from the first SIGKILL until a process must have ended
+END_LIMIT = 10.0  # seconds that host_workers gets to end when the launcher has hung up
+SENT_LIMIT = 1.0  # seconds that a frame may take: a host whose connection is full is silent
+LAST_LINES = 2.0  # seconds until what a host said last has been passed on
 
 
 class RemoteProcess:
     """A process on another host; used like a Popen. `pid`: there, 0 until it has started."""
 
-    stderr = None           # its lines come with its host's
+    stderr = None  # its lines come with its host's
 
     def __init__(self, host: "RemoteHost", number: int) -> None:
         self.host, self.number, self.pid, self.how = host, number, 0, ""
         self.stopped = False
         self._code: int | None = None
-        self._killed = 0.0      # since when it is to end by SIGKILL
+        self._killed = 0.0  # since when it is to end by SIGKILL
         self._ended = threading.Event()
 
     def poll(self) -> int | None:
@@ -68,7 +70,8 @@ class RemoteProcess:
             self._ended.set()
 
     def send_signal(self, number: int) -> None:
-        """As Popen's; nothing, if its host is lost. A host that does not carry out a SIGKILL in time is lost."""
+        """As Popen's; nothing, if its host is lost. A host that does not carry out a SIGKILL in
+        time is lost."""
         if self._code is not None:
             return
         if number == signal.SIGKILL:
@@ -89,13 +92,20 @@ class RemoteProcess:
 class RemoteHost:
     """A host that is reached by ssh, and its processes.
 
-    Args:       ranks: its name, and how many ranks it is for. node: its number in the job. ssh: the command that
-                reaches a host. order: what host_workers.py is told. news(): something has ended there.
+    Args:       ranks: its name, and how many ranks it is for. node: its number in the job. ssh: the
+                command that reaches a host. order: what host_workers.py is told. news(): something
+                has ended there.
     Attributes: lost: why no process can be started there any more; "" while one can.
     """
 
-    def __init__(self, ranks: HostRanks, node: int, ssh: Sequence[str], order: dict[str, Any],
-                 news: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        ranks: HostRanks,
+        node: int,
+        ssh: Sequence[str],
+        order: dict[str, Any],
+        news: Callable[[], None],
+    ) -> None:
         self.name, self.capacity, self.node, self.lost = ranks.name, ranks.ranks, node, ""
         self._order, self._news, self._last = {**order, "node": node}, news, ""
         self._processes: dict[int, RemoteProcess] = {}
@@ -105,14 +115,25 @@ class RemoteHost:
         there = shlex.join(module_command("minidist.launch.host_workers"))
         command = [*self._reach, f"exec {there}"]
         try:
-            self._ssh = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         stderr=subprocess.PIPE, start_new_session=True)
+            self._ssh = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
         except OSError as error:
-            raise LaunchError(f"cannot start {command[0]!r} for host {self.name}: {error.strerror}") from error
+            raise LaunchError(
+                f"cannot start {command[0]!r} for host {self.name}: {error.strerror}"
+            ) from error
         assert self._ssh.stdout is not None and self._ssh.stderr is not None
-        self._readers = [start_thread(self._read, self._ssh.stdout), start_thread(self._read_errors, self._ssh.stderr)]
+        self._readers = [
+            start_thread(self._read, self._ssh.stdout),
+            start_thread(self._read_errors, self._ssh.stderr),
+        ]
 
-    # --- as Starter --------------------------------------------------------------------------------------------------
+    # --- as Starter
+    # --------------------------------------------------------------------------------------------------
 
     def start(self, number: int) -> RemoteProcess:
         """Start the process of this number there. If that fails, the process counts as ended."""
@@ -133,7 +154,8 @@ class RemoteHost:
         """As its host has said."""
         return process.how
 
-    # --- the host itself ---------------------------------------------------------------------------------------------
+    # --- the host itself
+    # ---------------------------------------------------------------------------------------------
 
     def tell(self, kind: str, **content: Any) -> None:
         """Send one frame. An error here means that the host is lost; _hear notices it."""
@@ -142,24 +164,35 @@ class RemoteHost:
                 wire.send_frame(self._sock, {"kind": kind, **content}, SENT_LIMIT)
 
     def wait_until_there(self, deadline: float, told: Callable[[], bool]) -> None:
-        """Wait until it has connected, or until told(). Raises: LaunchError, one line, if it ends or is late."""
+        """Wait until it has connected, or until told(). Raises: LaunchError, one line, if it ends
+        or is late."""
         while not self._come.wait(0.02) and not told():
             if self.lost:
                 raise LaunchError(f"host {self.name}: {self.lost}")
             if (status := self._ssh.poll()) is not None:
                 self._readers[1].join(1.0)
-                advice = f"try `{shlex.join(self._reach)} true`" if status == 255 else \
-                    f"is minidist installed there, at {sys.executable}?"
-                raise LaunchError(f"host {self.name}: ssh ended with {status} ({self._last or 'it said nothing'}); "
-                                  f"{advice}")
+                advice = (
+                    f"try `{shlex.join(self._reach)} true`"
+                    if status == 255
+                    else f"is minidist installed there, at {sys.executable}?"
+                )
+                raise LaunchError(
+                    f"host {self.name}: ssh ended with {status} "
+                    f"({self._last or 'it said nothing'}); {advice}"
+                )
             if time.monotonic() > deadline:
-                raise LaunchError(f"host {self.name} did not connect within {HOST_LIMIT:g} s; does "
-                                  f"`{shlex.join(self._reach)} true` work, and does a firewall let it call this host?")
+                raise LaunchError(
+                    f"host {self.name} did not connect within {HOST_LIMIT:g} s; does "
+                    f"`{shlex.join(self._reach)} true` work, and does a firewall let it call "
+                    "this host?"
+                )
 
     def attach(self, sock: socket.socket) -> None:
         """It has connected."""
         if self._sock is not None:
-            raise HandshakeError(f"{wire.address_of(sock)} was refused: host {self.name} is already there")
+            raise HandshakeError(
+                f"{wire.address_of(sock)} was refused: host {self.name} is already there"
+            )
         set_up(sock)
         wire.send_frame(sock, {"kind": "welcome"}, 1.0)
         self._sock = sock
@@ -228,7 +261,10 @@ class RemoteHost:
                     continue
                 told = news_of(line)
                 if told.get("version", version()) != version():
-                    self.lost = f"it has minidist {told['version']}, this host {version()}; install the same on all"
+                    self.lost = (
+                        f"it has minidist {told['version']}, this host {version()}; "
+                        "install the same on all"
+                    )
                 elif "hello" in told and self._ssh.stdin is not None:
                     with contextlib.suppress(OSError):
                         self._ssh.stdin.write(f"{json.dumps(self._order)}\n".encode())
@@ -237,7 +273,8 @@ class RemoteHost:
                     self.lost = told["problem"]
 
     def _read_errors(self, pipe: IO[bytes]) -> None:
-        """To stderr. Lines before the connection are ssh's and the shell's: the last one says why there is none."""
+        """To stderr. Lines before the connection are ssh's and the shell's: the last one says why
+        there is none."""
         with pipe:
             for raw in pipe:
                 self._last = raw.decode(errors="replace").rstrip("\r\n")
@@ -261,20 +298,43 @@ class OtherHosts:
 
     @property
     def addresses(self) -> list[str]:
-        """Where the others may reach this host. Raises: LaunchError if it has no address that leads out."""
+        """Where the others may reach this host. Raises: LaunchError if it has no address that leads
+        out."""
         if all(host.is_here or is_loopback(host.address) for host in self.hosts):
             return ["127.0.0.1"]
         return own_addresses()
 
-    def start(self, command: Sequence[str], token: bytes, port: int, limits: Limits, *, forks: bool,
-              news: Callable[[], None]) -> Iterator[RemoteHost]:
-        """Yield each other host when its ssh has been started; none has connected yet. Raises: LaunchError."""
+    def start(
+        self,
+        command: Sequence[str],
+        token: bytes,
+        port: int,
+        limits: Limits,
+        *,
+        forks: bool,
+        news: Callable[[], None],
+    ) -> Iterator[RemoteHost]:
+        """Yield each other host when its ssh has been started; none has connected yet. Raises:
+        LaunchError."""
         memory = limits.memory and [limits.memory.nbytes, limits.memory.text]
-        environ = {name: value for name, value in clean_environment(os.environ).items() if name.startswith(PASSED)}
-        order = {"command": list(command), "token": token.decode(), "addresses": self.addresses, "port": port,
-                 "folder": os.getcwd(), "environ": environ, "cores": list(limits.cores), "memory": memory,
-                 "forks": forks, "run": None if limits.folder is None else os.path.realpath(limits.folder),
-                 "flight": None if limits.flight is None else os.path.realpath(limits.flight)}
+        environ = {
+            name: value
+            for name, value in clean_environment(os.environ).items()
+            if name.startswith(PASSED)
+        }
+        order = {
+            "command": list(command),
+            "token": token.decode(),
+            "addresses": self.addresses,
+            "port": port,
+            "folder": os.getcwd(),
+            "environ": environ,
+            "cores": list(limits.cores),
+            "memory": memory,
+            "forks": forks,
+            "run": None if limits.folder is None else os.path.realpath(limits.folder),
+            "flight": None if limits.flight is None else os.path.realpath(limits.flight),
+        }
         for node, host in enumerate(self.hosts):
             if node != self.here:
                 yield RemoteHost(host, node, self.ssh, order, news)

@@ -1,26 +1,33 @@
 """An elastic job: its ranks may die, and the ranks that are left, or others in their place, go on.
 
-    generation 1   ranks 0 1 2 3           monitor 1        rank 2 is killed: monitor 1 tells all, they leave
-    generation 2   ranks 0 1   3 -> 0 1 2  monitor 2        go on with three; the launcher starts another process
-    generation 3   ranks 0 1 2 + new       monitor 3        it has started: all stop after the same step, and go on
+    generation 1   ranks 0 1 2 3           monitor 1        rank 2 is killed: monitor 1 tells all,
+                                                            they leave
+    generation 2   ranks 0 1   3 -> 0 1 2  monitor 2        go on with three; the launcher starts
+                                                            another process
+    generation 3   ranks 0 1 2 + new       monitor 3        it has started: all stop after the same
+                                                            step, and go on
 
-Between two losses a job is a generation: some processes with ranks, and a monitor of their own, as in any other job.
-When a generation breaks, those of its processes that live leave it and say so here (workers.py). Then this launcher
-forms the next one:
+Between two losses a job is a generation: some processes with ranks, and a monitor of their own, as
+in any other job. When a generation breaks, those of its processes that live leave it and say so
+here (workers.py). Then this launcher forms the next one:
 
     as many ranks as the job wants      if so many processes wait, a spare among them
-    it waits                            if others are starting, and less than `wait` seconds have passed
+    it waits                            if others are starting, and less than `wait` seconds have
+                                        passed
     fewer ranks                         of a size that the plan allows
     it gives up                         if fewer than `least` are left and none is starting
 
-Ranks that make steps of their own (asynchronous workers, `Elastic.apart`) end no generation when they are lost. When
-another can take a lost one's place, the launcher tells each rank to leave after the step that it is in.
+Ranks that make steps of their own (asynchronous workers, `Elastic.apart`) end no generation when
+they are lost. When another can take a lost one's place, the launcher tells each rank to leave after
+the step that it is in.
 
-The processes may be on several hosts (elastic_hosts.py). A host that is lost is lost with all its processes.
+The processes may be on several hosts (elastic_hosts.py). A host that is lost is lost with all its
+processes.
 
-A replacement is started by another thread: the ranks that are left go on meanwhile, also when a fork takes long.
-A process that does not leave in time is killed, so no generation has ranks of two. What the state of the training is,
-the launcher does not know: the ranks hold it (survive/elastic.py).
+A replacement is started by another thread: the ranks that are left go on meanwhile, also when a
+fork takes long. A process that does not leave in time is killed, so no generation has ranks of two.
+What the state of the training is, the launcher does not know: the ranks hold it
+(survive/elastic.py).
 """
 
 import signal
@@ -34,59 +41,99 @@ from minidist.comm import wire
 from minidist.comm.health.failure import Failure, say_line
 from minidist.comm.health.process_state import PATIENCE
 from minidist.launch.elastic_hosts import OtherHosts
-from minidist.launch.generation import Elastic, EventLog, Generation, placed, start_monitor, tell_ranks
+from minidist.launch.generation import (
+    Elastic,
+    EventLog,
+    Generation,
+    placed,
+    start_monitor,
+    tell_ranks,
+)
 from minidist.launch.limits import Limits
 from minidist.launch.spawning import GRACE, STOP, noting_signals
 from minidist.launch.template import Template
 from minidist.launch.workers import DONE, MEMBER, STARTING, WAITING, Worker, Workforce
 
-START_LIMIT = 300.0     # seconds that a process may take to start
-AGREE_LIMIT = 20.0      # seconds until all ranks must know the step to stop after
-ENDING = 60.0           # seconds that the others may take to end when the first is done
-USELESS = 3             # failures one after another, no step between them, that end the job
+START_LIMIT = 300.0  # seconds that a process may take to start
+AGREE_LIMIT = 20.0  # seconds until all ranks must know the step to stop after
+ENDING = 60.0  # seconds that the others may take to end when the first is done
+USELESS = 3  # failures one after another, no step between them, that end the job
 
 
-def spawn_elastic(command: Sequence[str], elastic: Elastic, *, record: Path | None = None,
-                  patience: float = PATIENCE, limits: Limits | None = None, forks: bool = False,
-                  template: Template | None = None, others: OtherHosts | None = None) -> int:
+def spawn_elastic(
+    command: Sequence[str],
+    elastic: Elastic,
+    *,
+    record: Path | None = None,
+    patience: float = PATIENCE,
+    limits: Limits | None = None,
+    forks: bool = False,
+    template: Template | None = None,
+    others: OtherHosts | None = None,
+) -> int:
     """Run copies of `command` as ranks of an elastic job, and wait for them.
 
-    Args:    record: a file that gets a line of JSON for each event of a generation. patience, limits: as spawn(),
-             but that all processes share the cores. forks: the command calls template.fork_on_demand() when it has
-             loaded everything. template: one that this process has forked (template.fork_template). others: the hosts
-             of the job, where there are more than this one; they share the folder that this process is in.
+    Args:    record: a file that gets a line of JSON for each event of a generation. patience,
+             limits: as spawn(), but that all processes share the cores. forks: the command calls
+             template.fork_on_demand() when it has loaded everything. template: one that this
+             process has forked (template.fork_template). others: the hosts of the job, where there
+             are more than this one; they share the folder that this process is in.
     Returns: 0, or as spawn() if the job could not go on.
     Raises:  LaunchError if the command cannot be started, or a host cannot be reached.
     """
-    return ElasticJob(command, elastic, record, patience, limits or Limits(), forks=forks, template=template,
-                      others=others).run()
+    return ElasticJob(
+        command,
+        elastic,
+        record,
+        patience,
+        limits or Limits(),
+        forks=forks,
+        template=template,
+        others=others,
+    ).run()
 
 
 class ElasticJob:
     """The launcher's side of an elastic job."""
 
-    def __init__(self, command: Sequence[str], elastic: Elastic, record: Path | None, patience: float,
-                 limits: Limits, *, forks: bool, template: Template | None = None,
-                 others: OtherHosts | None = None) -> None:
-        self.elastic, self.patience, self.log, self.limits = elastic, patience, EventLog(record), limits
+    def __init__(
+        self,
+        command: Sequence[str],
+        elastic: Elastic,
+        record: Path | None,
+        patience: float,
+        limits: Limits,
+        *,
+        forks: bool,
+        template: Template | None = None,
+        others: OtherHosts | None = None,
+    ) -> None:
+        self.elastic, self.patience, self.log, self.limits = (
+            elastic,
+            patience,
+            EventLog(record),
+            limits,
+        )
         self.forks = forks
         self.workforce = Workforce(command, wire.new_token(), limits, others, template)
         self.generation: Generation | None = None
-        self.lost: list[dict[str, Any]] = []        # since the last generation was formed
+        self.lost: list[dict[str, Any]] = []  # since the last generation was formed
         self.restarts, self.useless = elastic.restarts, 0
-        self.begun = False                          # some generation has had a state
-        self.status: int | None = None              # of the job, once it is known
-        self.result, self.passed_on = 0, False      # of processes that were done; SIGTERM, to those that save
+        self.begun = False  # some generation has had a state
+        self.status: int | None = None  # of the job, once it is known
+        # of processes that were done; SIGTERM, to those that save
+        self.result, self.passed_on = 0, False
         self.told: list[int] = []
-        self.start, self.finishing = time.monotonic(), 0.0     # since when
+        self.start, self.finishing = time.monotonic(), 0.0  # since when
 
     def run(self) -> int:
         """Start, serve, clean up; the exit status."""
         with noting_signals(self.told):
             try:
                 self.limits.begin()
-                self.workforce.prepare(forks=self.forks,
-                                       told=lambda: bool(self.told) or self.log.clock() > START_LIMIT)
+                self.workforce.prepare(
+                    forks=self.forks, told=lambda: bool(self.told) or self.log.clock() > START_LIMIT
+                )
                 for _ in range(0 if self.told else self.elastic.sizes[-1] + self.elastic.spares):
                     self.workforce.start()
                 while self.status is None:
@@ -116,7 +163,8 @@ class ElasticJob:
         else:
             self._tend(generation)
 
-    # --- what processes say ------------------------------------------------------------------------------------------
+    # --- what processes say
+    # ------------------------------------------------------------------------------------------
 
     def _take(self, worker: Worker, frame: dict[str, Any]) -> None:
         generation = self.generation
@@ -134,15 +182,28 @@ class ElasticJob:
                     self.log.note("done", generation)
             case "give_up":
                 self._give_up(str(frame["why"]))
-            case kind if generation is not None and worker in generation.members and generation.broken is None:
+            case kind if (
+                generation is not None
+                and worker in generation.members
+                and generation.broken is None
+            ):
                 self._hear(generation, worker, kind, frame)
 
-    def _hear(self, generation: Generation, worker: Worker, kind: str, frame: dict[str, Any]) -> None:
+    def _hear(
+        self, generation: Generation, worker: Worker, kind: str, frame: dict[str, Any]
+    ) -> None:
         match kind:
             case "formed":
                 self.begun = True
-                self.log.note("formed", generation, **{key: frame[key] for key in ("step", "met", "made", "versions")
-                                                       if key in frame})
+                self.log.note(
+                    "formed",
+                    generation,
+                    **{
+                        key: frame[key]
+                        for key in ("step", "met", "made", "versions")
+                        if key in frame
+                    },
+                )
             case "stepped":
                 self.useless = 0
                 self.log.note("stepped", generation, step=int(frame["step"]))
@@ -150,23 +211,36 @@ class ElasticJob:
                 self.log.note("trained", generation, step=int(frame["step"]))
             case "at":
                 generation.reached = max(generation.reached, int(frame["step"]))
-                self.log.write({"event": "at", "seconds": self.log.clock(), "time": time.time(),
-                                "generation": generation.number, "step": int(frame["step"])})
+                self.log.write(
+                    {
+                        "event": "at",
+                        "seconds": self.log.clock(),
+                        "time": time.time(),
+                        "generation": generation.number,
+                        "step": int(frame["step"]),
+                    }
+                )
             case "boundary":
                 generation.stop_after(int(frame["step"]))
             case "agreed":
                 generation.agree(worker)
 
     def _left(self, worker: Worker, why: str, *, tidy: bool) -> None:
-        """A process waits for the next generation: it has just started, or has left its last one."""
+        """A process waits for the next generation: it has just started, or has left its last
+        one."""
         generation, was = self.generation, worker.state
         worker.state = WAITING
-        if was != MEMBER or generation is None or worker not in generation.members or generation.broken is not None:
+        if (
+            was != MEMBER
+            or generation is None
+            or worker not in generation.members
+            or generation.broken is not None
+        ):
             return
         if tidy:
             generation.broken = time.monotonic()
             self.log.note("left", generation, step=generation.boundary)
-        elif generation.monitor.loss is None:               # its rank is alive: a connection broke
+        elif generation.monitor.loss is None:  # its rank is alive: a connection broke
             generation.monitor.lose(Failure(worker.rank, worker.process.pid, worker.host.name, why))
             self._note_spared(generation, worker, why)
 
@@ -175,18 +249,21 @@ class ElasticJob:
         if generation.monitor.loss is None:
             self.log.note("spared", generation, rank=worker.rank, how=how.splitlines()[0])
 
-    # --- a generation ends -------------------------------------------------------------------------------------------
+    # --- a generation ends
+    # -------------------------------------------------------------------------------------------
 
     def _break(self, generation: Generation, loss: Failure) -> None:
         """One of its ranks is lost: the others leave."""
         generation.broken = time.monotonic()
         self.log.note("broken", generation, rank=loss.world_rank, how=loss.how.splitlines()[0])
-        if loss.status == 2:                                # bad input, which its rank has told
+        if loss.status == 2:  # bad input, which its rank has told
             self.status = 2
         elif loss.traceback:
             self.useless += 1
             if self.useless >= USELESS:
-                self._give_up(f"{self.useless} failures without a step between them, the last: {loss}")
+                self._give_up(
+                    f"{self.useless} failures without a step between them, the last: {loss}"
+                )
 
     def _ended(self, worker: Worker, code: int) -> None:
         """A process has ended. It is replaced, if more may be started."""
@@ -198,18 +275,26 @@ class ElasticJob:
         how = worker.how_it_ended(code)
         if generation is not None and worker in generation.members:
             if generation.broken is None:
-                generation.monitor.lose(Failure(worker.rank, worker.process.pid, worker.host.name, how))
+                generation.monitor.lose(
+                    Failure(worker.rank, worker.process.pid, worker.host.name, how)
+                )
                 self._note_spared(generation, worker, how)
             self.lost.append({"process": worker.number, "rank": worker.rank, "how": how})
         where = f" on {worker.host.name}" if len(self.workforce.hosts) > 1 else ""
         say_line(f"minidist: {worker} (process {worker.process.pid}{where}) {how}")
         wanted = self.elastic.sizes[-1] + self.elastic.spares
-        if self.restarts and not self.told and self.workforce.count() < wanted and not self.workforce.of(DONE):
+        if (
+            self.restarts
+            and not self.told
+            and self.workforce.count() < wanted
+            and not self.workforce.of(DONE)
+        ):
             self.restarts -= 1
-            self.workforce.start_beside()                   # the others do not wait for it
+            self.workforce.start_beside()  # the others do not wait for it
 
     def _form_next(self) -> None:
-        """Once all that live have left the last generation: form the next, if that is possible now."""
+        """Once all that live have left the last generation: form the next, if that is possible
+        now."""
         generation, now = self.generation, time.monotonic()
         since = self.start if generation is None or generation.broken is None else generation.broken
         staying = [worker for worker in self.workforce.of(MEMBER)]
@@ -217,23 +302,32 @@ class ElasticJob:
             generation.kill_late(staying, now - since, self.patience)
         if staying:
             return
-        coming = self.workforce.coming          # read first: one that has come meanwhile counts as starting
+        coming = self.workforce.coming  # read first: one that has come meanwhile counts as starting
         ready = self.workforce.of(WAITING)
-        starting = [worker for worker in self.workforce.of(STARTING) if now - worker.since < START_LIMIT]
+        starting = [
+            worker for worker in self.workforce.of(STARTING) if now - worker.since < START_LIMIT
+        ]
         size, wanted = self.elastic.size_of(len(ready)), self.elastic.sizes[-1]
-        patience = 0.0 if self.told else self.elastic.wait if generation is not None else START_LIMIT
+        patience = (
+            0.0 if self.told else self.elastic.wait if generation is not None else START_LIMIT
+        )
         first = [worker for worker in starting if generation is None and worker.number < wanted]
-        if not first and (size == wanted or (size and not ((starting or coming) and now - since < patience))):
+        if not first and (
+            size == wanted or (size and not ((starting or coming) and now - since < patience))
+        ):
             self._form(size, ready)
         elif not (starting or coming):
-            self._give_up(f"{len(ready)} processes are left, and the job needs {self.elastic.sizes[0]}; give more "
-                          f"--max-restarts")
+            self._give_up(
+                f"{len(ready)} processes are left, and the job needs {self.elastic.sizes[0]}; "
+                "give more --max-restarts"
+            )
 
     def _give_up(self, why: str) -> None:
         say_line(f"minidist: {why}; the job ends")
         self.status = 1
 
-    # --- a generation begins -----------------------------------------------------------------------------------------
+    # --- a generation begins
+    # -----------------------------------------------------------------------------------------
 
     def _form(self, size: int, ready: list[Worker]) -> None:
         """Give ranks, and tell each process its own."""
@@ -241,16 +335,31 @@ class ElasticJob:
         token = wire.new_token()
         monitor = start_monitor(members, token, self.workforce.place, self.patience)
         number = 1 if last is None else last.number + 1
-        record = {"generation": number, "size": size, "processes": [worker.number for worker in members],
-                  "pids": [worker.process.pid for worker in members],
-                  "joined": [worker.number for worker in members if not worker.tells], "lost": self.lost,
-                  **({"hosts": [worker.host.name for worker in members]} if len(self.workforce.hosts) > 1 else {})}
+        record = {
+            "generation": number,
+            "size": size,
+            "processes": [worker.number for worker in members],
+            "pids": [worker.process.pid for worker in members],
+            "joined": [worker.number for worker in members if not worker.tells],
+            "lost": self.lost,
+            **(
+                {"hosts": [worker.host.name for worker in members]}
+                if len(self.workforce.hosts) > 1
+                else {}
+            ),
+        }
         self.log.records.append(record)
         for rank, worker in enumerate(members):
             worker.state, worker.rank = MEMBER, rank
             worker.tells = True
-        tell_ranks(self.workforce.hosts, members, number=number, token=token.decode(), port=monitor.address[1],
-                   begun=self.begun)
+        tell_ranks(
+            self.workforce.hosts,
+            members,
+            number=number,
+            token=token.decode(),
+            port=monitor.address[1],
+            begun=self.begun,
+        )
         if last is not None:
             self.log.note("reached", last, step=last.reached)
         self.generation, self.lost = Generation(number, members, monitor, record), []
@@ -260,29 +369,40 @@ class ElasticJob:
             say_line(f"minidist: generation {number} goes on with {size} ranks")
 
     def _tend(self, generation: Generation) -> None:
-        """While it works: all must come to its monitor; and when more can take part, it is to stop after a step."""
+        """While it works: all must come to its monitor; and when more can take part, it is to stop
+        after a step."""
         now, record = time.monotonic(), generation.record
         if "formed" not in record:
             generation.kill_absent(now - generation.begun, self.patience)
         elif generation.asked is not None:
             if now - generation.asked > AGREE_LIMIT:
-                generation.asked = None                     # it makes a long step, or the last one
+                generation.asked = None  # it makes a long step, or the last one
         elif ("stepped" in record or "spared" in record) and not self.told:
             living = self._living(generation)
             if self.elastic.size_of(len(living) + len(self.workforce.of(WAITING))) > len(living):
                 generation.asked = now
                 for worker in living if self.elastic.apart else living[:1]:
-                    worker.send("stop" if self.elastic.apart else "regroup", number=generation.number, step=0)
+                    worker.send(
+                        "stop" if self.elastic.apart else "regroup",
+                        number=generation.number,
+                        step=0,
+                    )
 
     def _living(self, generation: Generation) -> list[Worker]:
-        """The ranks that work. A stopped one without which the others go on is killed, so that another may start."""
+        """The ranks that work. A stopped one without which the others go on is killed, so that
+        another may start."""
         members, spared = self.workforce.of(MEMBER), generation.monitor.spared
         for worker in members if spared else ():
             if worker.rank in spared and worker.stopped:
                 worker.kill()
-        return [worker for worker in generation.members if worker in members and worker.rank not in spared]
+        return [
+            worker
+            for worker in generation.members
+            if worker in members and worker.rank not in spared
+        ]
 
-    # --- the end -----------------------------------------------------------------------------------------------------
+    # --- the end
+    # -----------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
         """A rank is done, so the work is: the others end, too, or are ended."""
@@ -291,7 +411,8 @@ class ElasticJob:
             self.status = self.result
 
     def _pass_on(self) -> bool:
-        """Told to stop by one SIGTERM: whether the ranks, of this generation or the next, save their work and end."""
+        """Told to stop by one SIGTERM: whether the ranks, of this generation or the next, save
+        their work and end."""
         savers = [worker for worker in self.workforce.of(WAITING, MEMBER, DONE) if worker.saves]
         if self.told != [signal.SIGTERM] or not (savers or self.passed_on):
             return False
@@ -301,7 +422,8 @@ class ElasticJob:
         return True
 
     def _stop(self, loss: Failure) -> None:
-        """The launcher was told to stop: the ranks hear of it where they wait for each other, and unwind."""
+        """The launcher was told to stop: the ranks hear of it where they wait for each other, and
+        unwind."""
         if self.generation is not None:
             self.generation.monitor.lose(loss)
         say_line(f"minidist: {loss}; its {len(self.workforce.workers)} processes ended")
@@ -312,6 +434,12 @@ class ElasticJob:
         if self.generation is not None:
             self.generation.monitor.close()
         self.limits.end()
-        if self.log.records:                                # else there was no job, and its folder stays empty
-            self.log.write({"event": "end", "seconds": self.log.clock(), "time": time.time(),
-                            "status": self.status})
+        if self.log.records:  # else there was no job, and its folder stays empty
+            self.log.write(
+                {
+                    "event": "end",
+                    "seconds": self.log.clock(),
+                    "time": time.time(),
+                    "status": self.status,
+                }
+            )

@@ -23,20 +23,27 @@ def exit_in_python(status: Any = None, /) -> NoReturn:
 
 
 def replace_exit() -> None:
-    """Once in a process and in all that it forks: sys.exit is the one above, in every module that has taken its name.
+    """Once in a process and in all that it forks: sys.exit is the one above, in every module that
+    has taken its name.
 
-    Takes 15 ms where minidist is loaded. Before Python 3.12, C_EXIT ends the process without a SystemExit.
+    Takes 15 ms where minidist is loaded. Before Python 3.12, C_EXIT ends the process without a
+    SystemExit.
     """
     if sys.exit is not C_EXIT:
         return
     for module in list(sys.modules.values()):
-        names = ModuleType.__getattribute__(module, "__dict__") if isinstance(module, ModuleType) else {}
-        if names is not globals():                  # read as it is: a lazy module stays unloaded
+        names = (
+            ModuleType.__getattribute__(module, "__dict__")
+            if isinstance(module, ModuleType)
+            else {}
+        )
+        if names is not globals():  # read as it is: a lazy module stays unloaded
             names.update({name: exit_in_python for name, value in names.items() if value is C_EXIT})
 
 
 def watch_exits(membership: "Membership") -> None:
     """Have uncaught exceptions, sys.exit(not 0) and the end of the process told to the job."""
+
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not membership.is_this_process():
             sys.__excepthook__(kind, error, trace)
@@ -44,12 +51,13 @@ def watch_exits(membership: "Membership") -> None:
             return
         membership.say(error, membership.fail(error))
         membership.leave()
-        if membership.status != 1:                          # with which Python itself would end
+        if membership.status != 1:  # with which Python itself would end
             flush_output()
             os._exit(membership.status)
 
     def code(error: SystemExit) -> Any:
-        """SystemExit.code, for which Python itself, with no frame above, asks when it ends by that error."""
+        """SystemExit.code, for which Python itself, with no frame above, asks when it ends by that
+        error."""
         code = slot.__get__(error)
         if sys._getframe().f_back is None and membership.is_this_process():
             membership.exit, membership.status = error, exit_status(code)
@@ -58,7 +66,8 @@ def watch_exits(membership: "Membership") -> None:
 
     atexit.register(membership.leave)
     sys.excepthook = hook
-    slot = vars(SystemExit)["code"]         # SystemExit reaches no hook, and a built-in class takes no assignment
+    # SystemExit reaches no hook, and a built-in class takes no assignment
+    slot = vars(SystemExit)["code"]
     gc.get_referents(vars(SystemExit))[0]["code"] = property(code, slot.__set__)
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
     replace_exit()

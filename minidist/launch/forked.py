@@ -2,7 +2,8 @@
 
     results = run_forked(fn, args, size=4, transport="auto", limit=60)
 
-The parent is the monitor and forks. A rank leaves what comes of it in a file without a name that it shares with the
+The parent is the monitor and forks. A rank leaves what comes of it in a file without a name that it
+shares with the
 parent: packed (comm/wire.py), never pickled.
 """
 
@@ -36,22 +37,33 @@ from minidist.launch import failures, transports
 from minidist.launch.children import Children, Forked, flush_output
 from minidist.launch.membership import limit_blas_threads
 
-GRACE = 2.0                             # seconds the other ranks get to end after one has failed
-_LOOK = 0.005                           # seconds between looks at the monitor
+GRACE = 2.0  # seconds the other ranks get to end after one has failed
+_LOOK = 0.005  # seconds between looks at the monitor
 
 
-def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transport: str, limit: float,
-               nodes: Sequence[int] = (), patience: float = PATIENCE) -> list[Any]:
+def run_forked(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    size: int,
+    transport: str,
+    limit: float,
+    nodes: Sequence[int] = (),
+    patience: float = PATIENCE,
+) -> list[Any]:
     """`fn(world, *args)` on `size` forked ranks.
 
-    Args:    nodes: a number for each rank, equal on those that act as ranks of one node (left out: all are).
-    Returns: what each rank returned, in rank order: numbers, strings, NumPy arrays, and lists, tuples, dicts of them;
+    Args:    nodes: a number for each rank, equal on those that act as ranks of one node (left out:
+             all are).
+    Returns: what each rank returned, in rank order: numbers, strings, NumPy arrays, and lists,
+    tuples, dicts of them;
              None of a rank that was lost and expendable.
-    Raises:  the first failure, as failures.first_failure makes it; TimeoutError naming ranks not ended in `limit` s.
+    Raises:  the first failure, as failures.first_failure makes it; TimeoutError naming ranks not
+             ended in `limit` s.
     """
-    flush_output()                      # or each child would print again what is still buffered here
+    flush_output()  # or each child would print again what is still buffered here
     transports.allow_open_files(size)
-    transports.load(transport)          # once, here, rather than in every child
+    transports.load(transport)  # once, here, rather than in every child
     deadline = time.monotonic() + limit
     try:
         job = ForkedJob(size, transport, limit, nodes or [0] * size, patience)
@@ -65,7 +77,7 @@ def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transp
                 job.processes[rank] = Forked(partial(_run_rank, rank, job, fn, args))
             except LaunchError as error:
                 raise LaunchError(f"rank {rank} of {size}: {error}") from error
-        job.monitor.start()             # now: no thread may run where a process is forked
+        job.monitor.start()  # now: no thread may run where a process is forked
         outcomes = job.collect(deadline)
         if job.monitor.loss is not None:
             raise failures.first_failure(job.monitor.loss, outcomes)
@@ -82,18 +94,20 @@ def run_forked(fn: Callable[..., Any], args: Sequence[Any], *, size: int, transp
 class ForkedJob:
     """The parent's side: the monitor, the children, and the files of their outcomes."""
 
-    def __init__(self, size: int, transport: str, limit: float, nodes: Sequence[int],
-                 patience: float) -> None:
+    def __init__(
+        self, size: int, transport: str, limit: float, nodes: Sequence[int], patience: float
+    ) -> None:
         self.size, self.transport, self.limit, self.nodes = size, transport, limit, nodes
-        self.files: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(size)]   # noqa: SIM115 - see run_forked
+        self.files: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(size)]  # noqa: SIM115 - see run_forked
         self.token = wire.new_token()
-        self.profile = load_profile()           # once, for all ranks; so are the libraries
+        self.profile = load_profile()  # once, for all ranks; so are the libraries
         self.libraries = ThreadpoolController() if size > 1 else None
         self.processes: dict[int, Forked] = {}
         self.children = Children(self.processes, patience=patience)
-        self.monitor = Monitor(size, self.token, how=lambda seat: self.children.how(seat.world_rank),
-                               patience=patience)
-        self.waiting = set(range(size))         # ranks whose end has not been noted
+        self.monitor = Monitor(
+            size, self.token, how=lambda seat: self.children.how(seat.world_rank), patience=patience
+        )
+        self.waiting = set(range(size))  # ranks whose end has not been noted
 
     def collect(self, deadline: float) -> dict[int, dict[str, Any]]:
         """What each rank left; ends early, after GRACE, if one was lost."""
@@ -120,7 +134,7 @@ class ForkedJob:
             outcomes[rank] = wire.unpack(data)
             error = outcomes[rank].get("error")
             if error is None:
-                return                  # else it may have failed before it could reach the monitor
+                return  # else it may have failed before it could reach the monitor
             how, trace = f"failed with {error['name']}: {error['message']}", error["traceback"]
         self.monitor.lose(Failure(rank, process.pid, platform.node(), how, trace))
 
@@ -151,8 +165,12 @@ def _run_rank(rank: int, job: ForkedJob, fn: Callable[..., Any], args: Sequence[
     try:
         if job.size > 1:
             limit_blas_threads(None, job.size, job.libraries)
-        link = MonitorClient(job.monitor.address, job.token, rank, job.size, limit=job.limit, begun=True)
-        transport = transports.build(job.transport, link, job.token, job.limit, node=job.nodes[rank])
+        link = MonitorClient(
+            job.monitor.address, job.token, rank, job.size, limit=job.limit, begun=True
+        )
+        transport = transports.build(
+            job.transport, link, job.token, job.limit, node=job.nodes[rank]
+        )
         link.attach(transport.waits, transport.abort, transport.lose)
         transport.profile = job.profile
         world = Group(transport, Ledger(rank), tuple(range(job.size)), nodes=job.nodes)
@@ -168,9 +186,9 @@ def _run_rank(rank: int, job: ForkedJob, fn: Callable[..., Any], args: Sequence[
             world.ledger.flight.end(*ending(error))
         if isinstance(error, SystemExit | KeyboardInterrupt):
             return 1
-        outcome = wire.pack({"error": failures.encode(error)})      # the parent raises it again
+        outcome = wire.pack({"error": failures.encode(error)})  # the parent raises it again
     if link is not None:
-        link.goodbye()                                      # before the transport, so that no abort meets a closed one
+        link.goodbye()  # before the transport, so that no abort meets a closed one
     if transport is not None:
         transport.close()
     flush_output()

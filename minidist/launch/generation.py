@@ -1,17 +1,21 @@
-"""What an elastic job's launcher keeps: the bounds of the job, its present generation, and a log of all of them.
+"""What an elastic job's launcher keeps: the bounds of the job, its present generation, and a log of
+all of them.
 
-    {"event": "forming", "seconds": 12.1, "time": …, "generation": 2, "processes": [0, 1, 3], "pids": […]}
-                                            with --hosts also "hosts", of each rank
-    {"event": "formed", …, "step": 41}      all ranks have the state after 41 steps; with local steps (chapter 21) also
-                                            "met": meetings held, "made": [41, 40, null]: steps of each rank, null: new
-    {"event": "stepped", …, "step": 42}     the first step of this generation that counts
-    {"event": "at", …, "step": 45}          so many steps are made; a few times a second
-    {"event": "trained", …, "step": 90}     all of them
-    {"event": "spared", …, "rank": 2, "how": "was killed by SIGKILL"}       a rank is lost, and no other stops for it
-    {"event": "broken", …, "rank": 2, "how": "was killed by SIGKILL"}; or "left": all ranks stopped to be joined by more
-    {"event": "reached", …, "step": 43}     the most steps that a rank had made when it left
-    {"event": "done", …}                    the work is
-    {"event": "end", …, "status": 0}        of the job
+{"event": "forming", "seconds": 12.1, "time": …, "generation": 2, "processes": [0, 1, 3], "pids":
+[…]}
+                                        with --hosts also "hosts", of each rank
+{"event": "formed", …, "step": 41}      all ranks have the state after 41 steps; with local steps
+                                        (chapter 21) also "met": meetings held, "made": [41, 40,
+                                        null]: steps of each rank, null: new
+{"event": "stepped", …, "step": 42}     the first step of this generation that counts
+{"event": "at", …, "step": 45}          so many steps are made; a few times a second
+{"event": "trained", …, "step": 90}     all of them
+{"event": "spared", …, "rank": 2, "how": "was killed by SIGKILL"}       a rank is lost, and no other stops for it
+{"event": "broken", …, "rank": 2, "how": "was killed by SIGKILL"}; or "left": all ranks stopped to
+be joined by more
+{"event": "reached", …, "step": 43}     the most steps that a rank had made when it left
+{"event": "done", …}                    the work is
+{"event": "end", …, "status": 0}        of the job
 """
 
 import json
@@ -30,8 +34,9 @@ from minidist.launch.elastic_hosts import RemoteHost
 from minidist.launch.starter import Starter
 from minidist.launch.workers import Worker
 
-LEAVE_LIMIT = 60.0      # seconds that a process gets to leave a broken generation: it may compute in one long call
-COME_LIMIT = 20.0       # seconds until all processes of a generation must be at its monitor
+# seconds that a process gets to leave a broken generation: it may compute in one long call
+LEAVE_LIMIT = 60.0
+COME_LIMIT = 20.0  # seconds until all processes of a generation must be at its monitor
 
 
 @dataclass(frozen=True)
@@ -41,8 +46,10 @@ class Elastic:
     Attributes: sizes     numbers of ranks that the plan allows, the last is what the job wants
                 restarts  processes that may be started in place of others
                 spares    processes that wait, started, beside those that work
-                wait      seconds to wait for a replacement that is starting, before going on with fewer ranks
-                apart     ranks make steps of their own, and some may be lost without ending a generation
+                wait      seconds to wait for a replacement that is starting, before going on with
+                          fewer ranks
+                apart     ranks make steps of their own, and some may be lost without ending a
+                          generation
     """
 
     sizes: tuple[int, ...]
@@ -65,11 +72,11 @@ class Generation:
     monitor: Monitor
     record: dict[str, Any]
     begun: float = field(default_factory=time.monotonic)
-    broken: float | None = None     # when; None while it works
-    asked: float | None = None      # when its rank 0 was asked for a step to stop after
-    boundary: int = 0               # that step
-    reached: int = 0                # the most steps that one of its ranks had made when it left
-    agreed: set[int] = field(default_factory=set)   # numbers of the processes that know that step
+    broken: float | None = None  # when; None while it works
+    asked: float | None = None  # when its rank 0 was asked for a step to stop after
+    boundary: int = 0  # that step
+    reached: int = 0  # the most steps that one of its ranks had made when it left
+    agreed: set[int] = field(default_factory=set)  # numbers of the processes that know that step
 
     def stop_after(self, step: int) -> None:
         """Rank 0 has named the step after which all are to stop."""
@@ -85,7 +92,8 @@ class Generation:
             self.members[0].send("go", number=self.number)
 
     def kill_late(self, staying: Sequence[Worker], seconds: float, patience: float) -> None:
-        """It ended `seconds` ago: kill members that have not left; the lost rank at once, if it is stopped."""
+        """It ended `seconds` ago: kill members that have not left; the lost rank at once, if it is
+        stopped."""
         for worker in staying:
             stopped, loss = worker.stopped, self.monitor.loss
             lost = loss is not None and loss.world_rank == worker.rank
@@ -95,12 +103,15 @@ class Generation:
     def kill_absent(self, seconds: float, patience: float) -> None:
         """It has begun so many seconds ago: kill those that have not come to the monitor."""
         for worker in self.members:
-            if not self.monitor.has_come(worker.rank) and seconds > (patience if worker.stopped else COME_LIMIT):
+            if not self.monitor.has_come(worker.rank) and seconds > (
+                patience if worker.stopped else COME_LIMIT
+            ):
                 worker.kill()
 
 
 def placed(size: int, ready: list[Worker], before: Generation | None) -> list[Worker]:
-    """The processes of the next generation, by rank: each keeps its rank if the size stays; else their order."""
+    """The processes of the next generation, by rank: each keeps its rank if the size stays; else
+    their order."""
     last = [] if before is None else before.members
     known = [worker for worker in last if worker in ready][:size]
     new = [worker for worker in ready if worker not in known]
@@ -111,6 +122,7 @@ def placed(size: int, ready: list[Worker], before: Generation | None) -> list[Wo
 
 def start_monitor(members: Sequence[Worker], token: bytes, place: str, patience: float) -> Monitor:
     """The monitor of these ranks, which listens at `place`."""
+
     def how(seat: Seat) -> str | None:
         """How a rank ended that is just ending; None if it still runs."""
         worker = members[seat.world_rank]
@@ -122,23 +134,46 @@ def start_monitor(members: Sequence[Worker], token: bytes, place: str, patience:
     return monitor
 
 
-def tell_ranks(hosts: Sequence["Starter | RemoteHost"], members: Sequence[Worker], *, number: int, token: str,
-               port: int, begun: bool) -> None:
+def tell_ranks(
+    hosts: Sequence["Starter | RemoteHost"],
+    members: Sequence[Worker],
+    *,
+    number: int,
+    token: str,
+    port: int,
+    begun: bool,
+) -> None:
     """Each host which ranks of this generation it has, and each process its rank."""
-    ranks_of = {host.node: [(rank, worker.number) for rank, worker in enumerate(members) if worker.host is host]
-                for host in hosts}
+    ranks_of = {
+        host.node: [
+            (rank, worker.number) for rank, worker in enumerate(members) if worker.host is host
+        ]
+        for host in hosts
+    }
     for host in hosts:
         if isinstance(host, RemoteHost):
-            host.tell("generation", number=number, port=port, token=token, ranks=ranks_of[host.node])
+            host.tell(
+                "generation", number=number, port=port, token=token, ranks=ranks_of[host.node]
+            )
     for rank, worker in enumerate(members):
         there = ranks_of[worker.host.node]
-        worker.send("generation", number=number, world_rank=rank, world_size=len(members), token=token, port=port,
-                    local_rank=there.index((rank, worker.number)), local_size=len(there), node=worker.host.node,
-                    begun=begun)
+        worker.send(
+            "generation",
+            number=number,
+            world_rank=rank,
+            world_size=len(members),
+            token=token,
+            port=port,
+            local_rank=there.index((rank, worker.number)),
+            local_size=len(there),
+            node=worker.host.node,
+            begun=begun,
+        )
 
 
 class EventLog:
-    """The events of a job, a line of JSON each in a file, and a record of each generation; seconds since it began.
+    """The events of a job, a line of JSON each in a file, and a record of each generation; seconds
+    since it began.
 
     Args: file: None: there is none.
     """
@@ -157,9 +192,19 @@ class EventLog:
         if event == "formed":
             generation.record |= content
         shown = ("processes", "pids", "hosts") if event == "forming" else ()
-        told: dict[str, Any] = {key: generation.record[key] for key in shown if key in generation.record}
-        self.write({"event": event, "seconds": generation.record[event], "time": time.time(),
-                    "generation": generation.number, **told, **content})
+        told: dict[str, Any] = {
+            key: generation.record[key] for key in shown if key in generation.record
+        }
+        self.write(
+            {
+                "event": event,
+                "seconds": generation.record[event],
+                "time": time.time(),
+                "generation": generation.number,
+                **told,
+                **content,
+            }
+        )
 
     def write(self, line: dict[str, Any]) -> None:
         """A line of the file. A full disk does not end the job."""
@@ -167,5 +212,7 @@ class EventLog:
             if self._file is not None:
                 add_line(self._file, json.dumps(line))
         except OSError as error:
-            say_line(f"minidist: {self._file}: {error.strerror}; what follows is not recorded there")
+            say_line(
+                f"minidist: {self._file}: {error.strerror}; what follows is not recorded there"
+            )
             self._file = None

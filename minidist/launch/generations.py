@@ -1,4 +1,5 @@
-"""A process of an elastic job: it gets a rank in one generation after another, and keeps its memory between them.
+"""A process of an elastic job: it gets a rank in one generation after another, and keeps its memory
+between them.
 
     job = Generations.from_environment()        # if is_elastic_process()
     while world := job.next_world(why):         # waits for a generation, joins it
@@ -23,19 +24,27 @@ from minidist.comm import wire
 from minidist.comm.group import Group
 from minidist.comm.health.acceptor import connect_to_monitor
 from minidist.comm.health.failure import words
-from minidist.errors import CommError, LaunchError, LinkLostError, MinidistError, PeerLostError, TimeoutError
+from minidist.errors import (
+    CommError,
+    LaunchError,
+    LinkLostError,
+    MinidistError,
+    PeerLostError,
+    TimeoutError,
+)
 from minidist.launch import transports
 from minidist.launch.exits import replace_exit
 from minidist.launch.joining import address_of, token_from_environment
 from minidist.launch.launchers import detect, number_of
 from minidist.launch.membership import Membership, adopt, limit_blas_threads
 
-REACH_LIMIT = 60.0      # seconds until the launcher must have answered a process that has started
-AGREE_LIMIT = 60.0      # seconds that rank 0 waits until all ranks know the step to stop after
-LEAVE_GRACE = 60.0      # seconds that this process gets to leave a generation that a rank was lost from
-HEARSAY = 0.15          # most seconds until the monitor says which rank was lost, when a connection has failed
-SAY_AGAIN = 0.2         # seconds from one time that rank 0 says how many steps are made to the next
-ANSWER_LIMIT = 10.0     # seconds for the launcher's record
+REACH_LIMIT = 60.0  # seconds until the launcher must have answered a process that has started
+AGREE_LIMIT = 60.0  # seconds that rank 0 waits until all ranks know the step to stop after
+LEAVE_GRACE = 60.0  # seconds that this process gets to leave a generation that a rank was lost from
+# most seconds until the monitor says which rank was lost, when a connection has failed
+HEARSAY = 0.15
+SAY_AGAIN = 0.2  # seconds from one time that rank 0 says how many steps are made to the next
+ANSWER_LIMIT = 10.0  # seconds for the launcher's record
 
 
 def is_elastic_process() -> bool:
@@ -46,7 +55,8 @@ def is_elastic_process() -> bool:
 class Generations:
     """This process as one of an elastic job.
 
-    Args:       address, token: of the launcher. number: of this process in the job. libraries: of warm_up().
+    Args:       address, token: of the launcher. number: of this process in the job. libraries: of
+                warm_up().
     Attributes: number      of the present generation, from 1; 0: none yet
                 begun       whether a generation before this one had a state
                 stop_at     the step after which all ranks leave this generation, if there is one
@@ -54,51 +64,75 @@ class Generations:
                 saves       it says that it saves its work and ends when it is sent SIGTERM
     """
 
-    def __init__(self, address: tuple[str, int], token: bytes, number: int,
-                 libraries: ThreadpoolController | None = None) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        token: bytes,
+        number: int,
+        libraries: ThreadpoolController | None = None,
+    ) -> None:
         self._libraries = libraries
         self.process, self.number, self.begun = number, 0, False
         self._host = address[0]
         self.stop_at: int | None = None
         self.steps, self.saves = 0, False
-        self._said = time.monotonic()                       # when this process, as rank 0, said how many steps are made
-        self._sock = connect_to_monitor(address, token, {"process": number}, f"process {number}", REACH_LIMIT,
-                                        begun=True)
+        self._said = time.monotonic()  # when this process, as rank 0, said how many steps are made
+        self._sock = connect_to_monitor(
+            address, token, {"process": number}, f"process {number}", REACH_LIMIT, begun=True
+        )
         self._membership: Membership | None = None
         self._why, self._tidy = "", True
-        self._heard: dict[str, dict[str, Any]] = {}     # from the launcher, by kind, not yet taken
+        self._heard: dict[str, dict[str, Any]] = {}  # from the launcher, by kind, not yet taken
         self._regroup = self._ended = False
         self._changed, self._sending = threading.Condition(), threading.Lock()
         threading.Thread(target=self._listen, name="minidist elastic", daemon=True).start()
 
     @classmethod
     def from_environment(cls, libraries: ThreadpoolController | None = None) -> "Generations":
-        """The place of a process that the launcher of an elastic job has started. Raises: LaunchError for another."""
+        """The place of a process that the launcher of an elastic job has started. Raises:
+        LaunchError for another."""
         address = address_of("MINIDIST_ELASTIC", os.environ.get("MINIDIST_ELASTIC", ""))
-        number = number_of("MINIDIST_PROCESS", os.environ.get("MINIDIST_PROCESS", ""), "start the job afresh")
+        number = number_of(
+            "MINIDIST_PROCESS", os.environ.get("MINIDIST_PROCESS", ""), "start the job afresh"
+        )
         token = token_from_environment()
         if token is None:
-            raise LaunchError("MINIDIST_ELASTIC is set, and needs MINIDIST_TOKEN beside it; start the job afresh")
+            raise LaunchError(
+                "MINIDIST_ELASTIC is set, and needs MINIDIST_TOKEN beside it; start the job afresh"
+            )
         return cls(address, token, number, libraries)
 
-    # --- from one generation to the next -----------------------------------------------------------------------------
+    # --- from one generation to the next
+    # -----------------------------------------------------------------------------
 
     def next_world(self, transport: str | None, limit: float, threads: int | None) -> Group | None:
         """Wait for the next generation and join it; None if the job is over.
 
         Args:   transport, limit, threads: as of md.init.
-        Raises: PeerLostError, TimeoutError and others if a rank is lost meanwhile: leave, and call again.
+        Raises: PeerLostError, TimeoutError and others if a rank is lost meanwhile: leave, and call
+        again.
         """
         self._tell("waiting", why=self._why, tidy=self._tidy, steps=self.steps, saves=self.saves)
         told = self._wait("generation", None)
         if told is None:
             return None
         rank, size = str(told["world_rank"]), str(told["world_size"])
-        os.environ.update({
-            "MINIDIST_LAUNCH": "1", "MINIDIST_MONITOR": f"{self._host}:{told['port']}",     # the launcher has it
-            "MINIDIST_TOKEN": told["token"], "RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": str(told["local_rank"]),
-            "LOCAL_WORLD_SIZE": str(told["local_size"]), "GROUP_RANK": str(told["node"]),
-            "NODE_RANK": str(told["node"]), "MASTER_ADDR": self._host, "MASTER_PORT": str(told["port"])})
+        os.environ.update(
+            {
+                # the launcher has it
+                "MINIDIST_LAUNCH": "1",
+                "MINIDIST_MONITOR": f"{self._host}:{told['port']}",
+                "MINIDIST_TOKEN": told["token"],
+                "RANK": rank,
+                "WORLD_SIZE": size,
+                "LOCAL_RANK": str(told["local_rank"]),
+                "LOCAL_WORLD_SIZE": str(told["local_size"]),
+                "GROUP_RANK": str(told["node"]),
+                "NODE_RANK": str(told["node"]),
+                "MASTER_ADDR": self._host,
+                "MASTER_PORT": str(told["port"]),
+            }
+        )
         launch = detect()
         if self._membership is None:
             self._membership = adopt(Membership(launch, transport or launch.transport))
@@ -108,31 +142,41 @@ class Generations:
         world = member.world = member.join(transport or launch.transport, limit)
         assert member.joined is not None
         member.joined.link.grace = LEAVE_GRACE
-        world.transport.waits.hearsay = HEARSAY             # the next generation has other links
+        world.transport.waits.hearsay = HEARSAY  # the next generation has other links
         return world
 
     def breaks(self, error: BaseException) -> bool:
-        """Whether `error` comes of a lost rank or connection, so that this process is to leave, and not to fail."""
+        """Whether `error` comes of a lost rank or connection, so that this process is to leave, and
+        not to fail."""
         if isinstance(error, PeerLostError | TimeoutError):
             return True
         joined = None if self._membership is None else self._membership.joined
-        return isinstance(error, MinidistError | OSError) and joined is not None and (
-            joined.link.loss is not None or joined.link.wait_for_loss(HEARSAY) is not None)
+        return (
+            isinstance(error, MinidistError | OSError)
+            and joined is not None
+            and (joined.link.loss is not None or joined.link.wait_for_loss(HEARSAY) is not None)
+        )
 
-    def leave(self, error: BaseException | None = None, release: Callable[[], None] = lambda: None) -> None:
-        """Close the world; the process and what it holds stay. Without an error, all ranks do so after one step.
+    def leave(
+        self, error: BaseException | None = None, release: Callable[[], None] = lambda: None
+    ) -> None:
+        """Close the world; the process and what it holds stay. Without an error, all ranks do so
+        after one step.
 
-        Args:   release: ends what still uses the world in other threads; no call there waits for a lost rank any more.
+        Args:   release: ends what still uses the world in other threads; no call there waits for a
+                lost rank any more.
         """
         member, self._tidy = self._membership, error is None
         self._why = "" if error is None else words(error).splitlines()[0]
         assert member is not None
         link = None if member.joined is None else member.joined.link
-        if error is not None and link is not None and not isinstance(error, LinkLostError):     # that has waited
-            link.wait_for_loss(HEARSAY)                     # a connection may break before the monitor says why
+        # that has waited
+        if error is not None and link is not None and not isinstance(error, LinkLostError):
+            link.wait_for_loss(HEARSAY)  # a connection may break before the monitor says why
         if member.world is not None:
             if isinstance(error, CommError):
-                member.world.transport.abort(error)         # or a started call might wait for ranks that do not come
+                # or a started call might wait for ranks that do not come
+                member.world.transport.abort(error)
             release()
             with contextlib.suppress(MinidistError, OSError):
                 member.world.close()
@@ -146,13 +190,15 @@ class Generations:
 
     @property
     def asked(self) -> bool:
-        """Whether the launcher has asked this rank, rank 0, for a step to stop after, and has no answer yet."""
+        """Whether the launcher has asked this rank, rank 0, for a step to stop after, and has no
+        answer yet."""
         return self._regroup
 
-    # --- inside a generation -----------------------------------------------------------------------------------------
+    # --- inside a generation
+    # -----------------------------------------------------------------------------------------
 
     def tell(self, kind: str, **content: Any) -> None:
-        """"formed", "stepped", "trained" or "give_up", to the launcher."""
+        """ "formed", "stepped", "trained" or "give_up", to the launcher."""
         self._tell(kind, **content)
 
     def done(self) -> None:
@@ -168,11 +214,13 @@ class Generations:
     def stops(self, step: int, boundary: int) -> bool:
         """Whether this rank leaves now, `step` steps being done. Every rank asks between two steps.
 
-        Asked by the launcher, rank 0 names the step `boundary`, which no rank can end before rank 0 has begun it: the
-        step that is about to begin, say. Rank 0 begins it when all others know of it. Ranks that make steps of their
-        own are told by the launcher, and leave when they hear it.
+        Asked by the launcher, rank 0 names the step `boundary`, which no rank can end before rank 0
+        has begun it: the step that is about to begin, say. Rank 0 begins it when all others know of
+        it. Ranks that make steps of their own are told by the launcher, and leave when they hear
+        it.
 
-        Raises: TimeoutError on rank 0 if a rank does not say that it knows. Those that know stop there, so rank 0 may
+        Raises: TimeoutError on rank 0 if a rank does not say that it knows. Those that know stop
+        there, so rank 0 may
                 not go on: it leaves, and the generation breaks.
         """
         assert self._membership is not None
@@ -186,22 +234,28 @@ class Generations:
             if self._wait("go", AGREE_LIMIT) is not None:
                 self.stop_at = boundary
             elif time.monotonic() > deadline:
-                raise TimeoutError(f"not all ranks said in {AGREE_LIMIT:g} s that they stop after step {boundary}")
+                raise TimeoutError(
+                    f"not all ranks said in {AGREE_LIMIT:g} s that they stop after step {boundary}"
+                )
         return self.stop_at is not None and step >= self.stop_at
 
-    # --- the connection ----------------------------------------------------------------------------------------------
+    # --- the connection
+    # ----------------------------------------------------------------------------------------------
 
     def _tell(self, kind: str, **content: Any) -> None:
         with self._sending, contextlib.suppress(CommError, OSError, ValueError):
             wire.send_frame(self._sock, {"kind": kind, **content})
 
     def _wait(self, kind: str, limit: float | None) -> dict[str, Any] | None:
-        """What the launcher says of this kind; None after `limit` seconds, if it is gone, or if a rank is lost."""
+        """What the launcher says of this kind; None after `limit` seconds, if it is gone, or if a
+        rank is lost."""
         deadline = None if limit is None else time.monotonic() + limit
         joined = None if self._membership is None else self._membership.joined
         with self._changed:
             while kind not in self._heard and not self._ended:
-                if (deadline is not None and time.monotonic() > deadline) or (joined and joined.link.loss):
+                if (deadline is not None and time.monotonic() > deadline) or (
+                    joined and joined.link.loss
+                ):
                     return None
                 self._changed.wait(None if limit is None else 0.05)
             return self._heard.pop(kind, None)
@@ -212,7 +266,7 @@ class Generations:
                 frame = wire.recv_frame(self._sock, None)
                 with self._changed:
                     if frame.get("number", self.number) < self.number:
-                        continue                            # of a generation that is over
+                        continue  # of a generation that is over
                     match frame["kind"]:
                         case "regroup":
                             self._regroup = True
@@ -233,8 +287,9 @@ class Generations:
 
 
 def warm_up(transport: str | None) -> ThreadpoolController:
-    """Before the first generation, and before this process forks: load and find what joining needs, and have later
-    collections of garbage pass over modules. Returns: the libraries with threads of their own, for Generations.
+    """Before the first generation, and before this process forks: load and find what joining needs,
+    and have later collections of garbage pass over modules. Returns: the libraries with threads of
+    their own, for Generations.
 
     What is done here, no fork does: to find the libraries takes 9 ms, to replace sys.exit 15.
     """

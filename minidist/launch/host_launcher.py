@@ -1,11 +1,14 @@
 """The launcher of one host's ranks, which `minidist launch --hosts` starts there by ssh (hosts.py).
 
-It takes its order on stdin, so that neither the job's secret nor a quoted command stands on a command line:
+It takes its order on stdin, so that neither the job's secret nor a quoted command stands on a
+command line:
 
     this process -> hosts.py, lines on stdout           hosts.py -> this process, lines on stdin
-    hello    host, version of minidist                  the order, as JSON: what to start, node, token, folder, …
+    hello    host, version of minidist                  the order, as JSON: what to start, node,
+                                                        token, folder, …
     port     node 0's: where the monitor listens        numbers of signals that hosts.py was sent
-    problem  why nothing can be started here            the end: hosts.py is gone, or its ssh; the ranks are ended
+    problem  why nothing can be started here            the end: hosts.py is gone, or its ssh; the
+                                                        ranks are ended
 
 Each of its lines begins with MARK; all other lines are the ranks'.
 """
@@ -23,8 +26,17 @@ from minidist.launch.limits import Limits, MemoryLimit
 from minidist.launch.spawning import Nodes, SpawnedJob, start_thread
 
 MARK = "minidist host: "
-NO_ORDER = (LaunchError, CommError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError,
-            RecursionError)
+NO_ORDER = (
+    LaunchError,
+    CommError,
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    IndexError,
+    AttributeError,
+    RecursionError,
+)
 
 
 def version() -> str:
@@ -57,7 +69,7 @@ def main() -> int:
     """Take the order, start the ranks, wait for them. Returns: as spawn()."""
     orders, line = take_order()
     if not line:
-        return 1                                            # another host is not there
+        return 1  # another host is not there
     try:
         job = _job_of(json.loads(line))
     except NO_ORDER as error:
@@ -74,9 +86,17 @@ def _job_of(order: dict[str, Any]) -> SpawnedJob:
     os.environ.update(order["environ"])
     memory = order["memory"] and MemoryLimit(*order["memory"])
     limits = Limits(order["cores"], memory, flight=order["flight"] and Path(order["flight"]))
-    nodes = Nodes(len(order["sizes"]), order["node"], order["address"], order["port"], tuple(order["sizes"]))
-    return SpawnedJob(order["command"], order["sizes"][order["node"]], nodes, order["token"].encode(),
-                      order["patience"], limits)
+    nodes = Nodes(
+        len(order["sizes"]), order["node"], order["address"], order["port"], tuple(order["sizes"])
+    )
+    return SpawnedJob(
+        order["command"],
+        order["sizes"][order["node"]],
+        nodes,
+        order["token"].encode(),
+        order["patience"],
+        limits,
+    )
 
 
 def _listen(orders: IO[str], told: list[int]) -> None:

@@ -1,14 +1,16 @@
-"""Processes of an elastic job on one of its hosts, started there by ssh for the job's launcher (elastic_hosts.py).
+"""Processes of an elastic job on one of its hosts, started there by ssh for the job's launcher
+(elastic_hosts.py).
 
     launcher -> this process                          this process -> launcher
     start       process: another one                  started   process, pid
-    signal      process, signal: send it              stopped   process, value: whether it is stopped (SIGSTOP)
+    signal      process, signal: send it              stopped   process, value: whether it is
+                                                                stopped (SIGSTOP)
     generation  number, port, token of its monitor,   ended     process, code, how
                 ranks: [rank, process] of this host
 
-The order comes on stdin, as host_launcher.py's; then this process connects to the launcher. For each generation that
-has ranks here it is the monitor's node agent, which knows how they end. When the launcher hangs up, what still runs
-here is ended.
+The order comes on stdin, as host_launcher.py's; then this process connects to the launcher. For
+each generation that has ranks here it is the monitor's node agent, which knows how they end. When
+the launcher hangs up, what still runs here is ended.
 """
 
 import contextlib
@@ -36,13 +38,14 @@ from minidist.launch.spawning import GRACE, start_thread
 from minidist.launch.starter import Starter
 from minidist.launch.template import Orphan
 
-TRY = 3.0               # seconds that one of the launcher's addresses gets to answer
-REAP = 0.005            # seconds between looks at whether a process has ended
+TRY = 3.0  # seconds that one of the launcher's addresses gets to answer
+REAP = 0.005  # seconds between looks at whether a process has ended
 TEMPLATE_LIMIT = 120.0  # seconds that the template may take to load
 
 
 def main() -> int:
-    """Take the order, then serve the launcher until it hangs up. Returns: 0; 2 if the order cannot be followed."""
+    """Take the order, then serve the launcher until it hangs up. Returns: 0; 2 if the order cannot
+    be followed."""
     _, line = take_order()
     if not line:
         return 1
@@ -56,17 +59,22 @@ def main() -> int:
 
 
 class HostWorkers:
-    """The processes of this host. Raises: OSError if the folder is not there; CommError if no address answers."""
+    """The processes of this host. Raises: OSError if the folder is not there; CommError if no
+    address answers."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         os.chdir(order["folder"])
         os.environ.update(order["environ"])
         memory = order["memory"] and MemoryLimit(*order["memory"])
-        self.limits = Limits(order["cores"], memory, folder=order["run"] and Path(order["run"]),
-                             flight=order["flight"] and Path(order["flight"]))
+        self.limits = Limits(
+            order["cores"],
+            memory,
+            folder=order["run"] and Path(order["run"]),
+            flight=order["flight"] and Path(order["flight"]),
+        )
         self.processes: dict[int, subprocess.Popen[bytes] | Orphan] = {}
         self.codes: dict[int, int] = {}
-        self.ranks: dict[int, int] = {}                     # of the present generation: process by rank
+        self.ranks: dict[int, int] = {}  # of the present generation: process by rank
         self.stopped: set[int] = set()
         self.agent: NodeAgent | None = None
         self._sending, self._over = threading.Lock(), False
@@ -87,7 +95,7 @@ class HostWorkers:
                     try:
                         frame = wire.recv_frame(self.sock, None)
                     except (CommError, OSError, ValueError):
-                        break                               # the launcher has hung up
+                        break  # the launcher has hung up
                     self._take(frame)
         finally:
             self._end()
@@ -108,8 +116,11 @@ class HostWorkers:
                 self.ranks = {int(rank): int(number) for rank, number in frame["ranks"]}
                 self.agent = NodeAgent([*self.ranks], self._how) if self.ranks else None
                 if self.agent is not None:
-                    start_thread(self.agent.serve, (self.starter.address[0], int(frame["port"])),
-                                 str(frame["token"]).encode())
+                    start_thread(
+                        self.agent.serve,
+                        (self.starter.address[0], int(frame["port"])),
+                        str(frame["token"]).encode(),
+                    )
 
     def _start(self, number: int) -> None:
         try:
@@ -124,11 +135,17 @@ class HostWorkers:
         self.starter.pass_on_lines(number, process)
 
     def _name(self, number: int) -> str:
-        return next((f"rank {rank}" for rank, process in self.ranks.items() if process == number), f"process {number}")
+        return next(
+            (f"rank {rank}" for rank, process in self.ranks.items() if process == number),
+            f"process {number}",
+        )
 
     def _how(self, rank: int) -> str | None:
         """How a rank ended that is just ending; None if it still runs."""
-        process, deadline = self.processes.get(self.ranks.get(rank, -1)), time.monotonic() + REAP_LIMIT
+        process, deadline = (
+            self.processes.get(self.ranks.get(rank, -1)),
+            time.monotonic() + REAP_LIMIT,
+        )
         while process is not None:
             if (code := process.poll()) is not None:
                 return self.limits.how_it_ended(code)
@@ -141,12 +158,17 @@ class HostWorkers:
         """Tell the launcher which processes end, and which are stopped."""
         looked = 0.0
         while not self._over:
-            living = {number: process for number, process in list(self.processes.items())
-                      if number not in self.codes}
+            living = {
+                number: process
+                for number, process in list(self.processes.items())
+                if number not in self.codes
+            }
             for number, process in living.items():
                 if (code := process.poll()) is not None:
                     self.codes[number] = code
-                    self._say("ended", process=number, code=code, how=self.limits.how_it_ended(code))
+                    self._say(
+                        "ended", process=number, code=code, how=self.limits.how_it_ended(code)
+                    )
             if time.monotonic() - looked > LOOK:
                 looked = time.monotonic()
                 for number, process in living.items():
@@ -160,7 +182,8 @@ class HostWorkers:
             wire.send_frame(self.sock, {"kind": kind, **content}, 1.0)
 
     def _end(self) -> None:
-        """The launcher has hung up, and the processes see that, too: they get GRACE s to end, and again."""
+        """The launcher has hung up, and the processes see that, too: they get GRACE s to end, and
+        again."""
         for number in (0, signal.SIGTERM, signal.SIGKILL):
             deadline = time.monotonic() + GRACE * (number != signal.SIGKILL)
             living = [process for process in self.processes.values() if process.poll() is None]
@@ -174,13 +197,22 @@ class HostWorkers:
         self.limits.end()
 
 
-def _connect(addresses: list[str], port: int, token: bytes, node: int) -> tuple[socket.socket, tuple[str, int]]:
-    """A connection to the launcher, which is at one of these addresses; and which that is. Raises: CommError."""
+def _connect(
+    addresses: list[str], port: int, token: bytes, node: int
+) -> tuple[socket.socket, tuple[str, int]]:
+    """A connection to the launcher, which is at one of these addresses; and which that is. Raises:
+    CommError."""
     problem: CommError | None = None
     for address in addresses:
         try:
-            return connect_to_monitor((address, port), token, {"host_workers": node}, f"host {platform.node()}",
-                                      TRY, begun=True), (address, port)
+            return connect_to_monitor(
+                (address, port),
+                token,
+                {"host_workers": node},
+                f"host {platform.node()}",
+                TRY,
+                begun=True,
+            ), (address, port)
         except CommError as error:
             problem = error
     assert problem is not None
@@ -188,7 +220,8 @@ def _connect(addresses: list[str], port: int, token: bytes, node: int) -> tuple[
 
 
 def _hung_up(sock: socket.socket) -> bool:
-    """Whether the other end has closed the connection; on Linux frames that are not read yet do not hide it."""
+    """Whether the other end has closed the connection; on Linux frames that are not read yet do not
+    hide it."""
     poll = select.poll()
     poll.register(sock, getattr(select, "POLLRDHUP", 0))
     return bool(poll.poll(0))

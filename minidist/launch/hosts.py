@@ -4,12 +4,14 @@
     ssh a ------------>  host_launcher: ranks 0 1 2, the monitor
     ssh b ---------------------------------------------------->    host_launcher: ranks 3 4 5 6
 
-First every host says hello. Then a gets its order and says at which port the monitor listens; then the others get
-theirs. From there on the job is one of `minidist launch --nnodes`: the ranks meet at a's monitor, by a's name. What the
-ranks print comes back through ssh; a line that several hosts say ("minidist: rank 4 … ; the job ends") is shown once.
+First every host says hello. Then a gets its order and says at which port the monitor listens; then
+the others get theirs. From there on the job is one of `minidist launch --nnodes`: the ranks meet at
+a's monitor, by a's name. What the ranks print comes back through ssh; a line that several hosts say
+("minidist: rank 4 … ; the job ends") is shown once.
 
-A host that loses its ssh ends its ranks, because no process could end them later. ssh must ask for nothing (a key, and
-the host known), and minidist and the program lie at the same path on every host.
+A host that loses its ssh ends its ranks, because no process could end them later. ssh must ask for
+nothing (a key, and the host known), and minidist and the program lie at the same path on every
+host.
 """
 
 import contextlib
@@ -40,10 +42,22 @@ from minidist.launch.own_python import module_command
 from minidist.launch.spawning import noting_signals, start_thread
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=1 -o ServerAliveCountMax=5"
-HELLO_LIMIT = 30.0      # seconds until every host must have said hello, and node 0 its port
-ENDING = 10.0           # seconds that other hosts get to end by themselves when one has failed, and again when told
-LAST_LINES = 2.0        # seconds until what hosts said last has been passed on: a grandchild may hold a pipe for ever
-PASSED = ("PYTHON", "OMP_", "OPENBLAS_", "MKL_", "CUDA_", "NCCL_", "XDG_", "MINIDIST_LOG", "LD_LIBRARY_PATH")
+HELLO_LIMIT = 30.0  # seconds until every host must have said hello, and node 0 its port
+# seconds that other hosts get to end by themselves when one has failed, and again when told
+ENDING = 10.0
+# seconds until what hosts said last has been passed on: a grandchild may hold a pipe for ever
+LAST_LINES = 2.0
+PASSED = (
+    "PYTHON",
+    "OMP_",
+    "OPENBLAS_",
+    "MKL_",
+    "CUDA_",
+    "NCCL_",
+    "XDG_",
+    "MINIDIST_LOG",
+    "LD_LIBRARY_PATH",
+)
 """Beginnings of the variables that a rank gets from here; it has all others from its own host."""
 
 
@@ -73,23 +87,35 @@ class HostRanks:
 
 
 def hosts_of(text: str, ranks: int = 1) -> list[HostRanks]:
-    """The hosts that a word names: "a:3,b:4"; "gpu[01-03]:8", as Slurm spells it; "[fd00::1]:8", an IPv6 address;
-    `ranks` where none are given.
+    """The hosts that a word names: "a:3,b:4"; "gpu[01-03]:8", as Slurm spells it; "[fd00::1]:8", an
+    IPv6 address; `ranks` where none are given.
 
     Raises: LaunchError, one line, for what is no host, and for one that is named twice.
     """
     found = []
-    words = [word for part in re.split(r",(?![^\[\]]*\])", text) if part.strip()
-             for word in ([part] if _COLON_IN_BRACKETS.match(part) else expand_hosts(part))]
+    words = [
+        word
+        for part in re.split(r",(?![^\[\]]*\])", text)
+        if part.strip()
+        for word in ([part] if _COLON_IN_BRACKETS.match(part) else expand_hosts(part))
+    ]
     for word in words:
         match = _IPV6.fullmatch(word) or _NAME.fullmatch(word)
         if match is None:
-            raise LaunchError(f"{word!r} is no host and its ranks; write a:3,b:4, each with 1 to 9999 ranks, "
-                              "and an IPv6 address as [fd00::1]:3")
-        found.append(HostRanks((match["user"] or "") + plain_address(match["host"]), int(match["ranks"] or ranks)))
+            raise LaunchError(
+                f"{word!r} is no host and its ranks; write a:3,b:4, each with 1 to 9999 ranks, "
+                "and an IPv6 address as [fd00::1]:3"
+            )
+        found.append(
+            HostRanks(
+                (match["user"] or "") + plain_address(match["host"]), int(match["ranks"] or ranks)
+            )
+        )
     names = Counter(host.name for host in found)
     if twice := sorted(name for name, times in names.items() if times > 1):
-        raise LaunchError(f"host {twice[0]} is named twice; give all its ranks at once, as {twice[0]}:4")
+        raise LaunchError(
+            f"host {twice[0]} is named twice; give all its ranks at once, as {twice[0]}:4"
+        )
     if not found:
         raise LaunchError(f"{text!r} names no host; write a:3,b:4")
     if len(found) > 1 and found[0].name == "localhost":
@@ -99,16 +125,21 @@ def hosts_of(text: str, ranks: int = 1) -> list[HostRanks]:
 
 def own_name(address: str) -> LaunchError:
     """The error of an address by which every host means itself."""
-    return LaunchError(f"{address!r} is another host on each of them; give the name by which the others reach this "
-                       f"one (here {platform.node()})")
+    return LaunchError(
+        f"{address!r} is another host on each of them; give the name by which the others reach "
+        f"this one (here {platform.node()})"
+    )
 
 
 def ssh_words(text: str) -> list[str]:
-    """The words of the command that reaches a host. Raises: LaunchError, one line, if they are none."""
+    """The words of the command that reaches a host. Raises: LaunchError, one line, if they are
+    none."""
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise LaunchError(f"--ssh {text!r:.60}: {str(error).lower()}; write it as a shell takes it") from error
+        raise LaunchError(
+            f"--ssh {text!r:.60}: {str(error).lower()}; write it as a shell takes it"
+        ) from error
     if not words:
         raise LaunchError(f"--ssh {text!r:.60}: names no command; the default is {SSH!r}")
     return words
@@ -117,49 +148,89 @@ def ssh_words(text: str) -> list[str]:
 def news_of(line: bytes) -> dict[str, Any]:
     """What a host says in a line that begins with MARK; what cannot be read is its "problem"."""
     with contextlib.suppress(ValueError, RecursionError):
-        told = json.loads(line[len(MARK):])
+        told = json.loads(line[len(MARK) :])
         kinds = {"hello": str, "version": str, "port": int, "problem": str}
-        if isinstance(told, dict) and {*told} <= {*kinds} and all(
-                type(told[name]) is kind for name, kind in kinds.items() if name in told) and (
-                "hello" not in told or "version" in told) and 0 < told.get("port", 1) <= LAST_PORT:
+        if (
+            isinstance(told, dict)
+            and {*told} <= {*kinds}
+            and all(type(told[name]) is kind for name, kind in kinds.items() if name in told)
+            and ("hello" not in told or "version" in told)
+            and 0 < told.get("port", 1) <= LAST_PORT
+        ):
             return told
-    return {"problem": f"what it answers cannot be understood: {line[len(MARK):].strip()!r:.60}"}
+    return {"problem": f"what it answers cannot be understood: {line[len(MARK) :].strip()!r:.60}"}
 
 
-def spawn_on_hosts(command: Sequence[str], hosts: Sequence[HostRanks], *, ssh: str = SSH, port: int = 0,
-                   address: str = "", token: bytes | None = None, patience: float = PATIENCE,
-                   limits: Limits | None = None) -> int:
+def spawn_on_hosts(
+    command: Sequence[str],
+    hosts: Sequence[HostRanks],
+    *,
+    ssh: str = SSH,
+    port: int = 0,
+    address: str = "",
+    token: bytes | None = None,
+    patience: float = PATIENCE,
+    limits: Limits | None = None,
+) -> int:
     """Run copies of `command` on these hosts as ranks of one job, and wait for them.
 
-    Args:    ssh: the command that reaches a host; its name and one word for the shell there follow. port: of the first
-             host, where the ranks meet; 0: any free one. address: of the first host (default: its name). limits: of
-             each host. token, patience: as spawn().
-    Returns: 0 if every rank ended with 0; else the exit status of a rank that failed, 75 if all have saved their work;
+    Args:    ssh: the command that reaches a host; its name and one word for the shell there follow.
+             port: of the first host, where the ranks meet; 0: any free one. address: of the first
+             host (default: its name). limits: of each host. token, patience: as spawn().
+    Returns: 0 if every rank ended with 0; else the exit status of a rank that failed, 75 if all
+    have saved their work;
              128 + the signal's number if this process gets SIGINT or SIGTERM.
-    Raises:  LaunchError, one line that names the host, if one does not answer, has another minidist, or lacks this
-             folder; nothing runs on any of them then.
+    Raises:  LaunchError, one line that names the host, if one does not answer, has another
+             minidist, or lacks this folder; nothing runs on any of them then.
     """
-    orders = _orders(command, hosts, port, address, token or wire.new_token(), patience, limits or Limits())
+    orders = _orders(
+        command, hosts, port, address, token or wire.new_token(), patience, limits or Limits()
+    )
     return HostsJob(hosts, orders, ssh).run()
 
 
-def _orders(command: Sequence[str], hosts: Sequence[HostRanks], port: int, address: str, token: bytes,
-            patience: float, limits: Limits) -> list[dict[str, Any]]:
+def _orders(
+    command: Sequence[str],
+    hosts: Sequence[HostRanks],
+    port: int,
+    address: str,
+    token: bytes,
+    patience: float,
+    limits: Limits,
+) -> list[dict[str, Any]]:
     """One for each host (host_launcher.py)."""
-    environ = {name: value for name, value in clean_environment(os.environ).items() if name.startswith(PASSED)}
+    environ = {
+        name: value
+        for name, value in clean_environment(os.environ).items()
+        if name.startswith(PASSED)
+    }
     memory = limits.memory and [limits.memory.nbytes, limits.memory.text]
     place = "127.0.0.1" if len(hosts) == 1 else address or hosts[0].address
-    return [{"command": list(command), "sizes": [host.ranks for host in hosts], "node": node, "address": place,
-             "port": port, "token": token.decode(), "folder": os.getcwd(), "environ": environ, "patience": patience,
-             "cores": list(limits.cores), "memory": memory,
-             "flight": None if limits.flight is None else os.path.realpath(limits.flight)}
-            for node in range(len(hosts))]
+    return [
+        {
+            "command": list(command),
+            "sizes": [host.ranks for host in hosts],
+            "node": node,
+            "address": place,
+            "port": port,
+            "token": token.decode(),
+            "folder": os.getcwd(),
+            "environ": environ,
+            "patience": patience,
+            "cores": list(limits.cores),
+            "memory": memory,
+            "flight": None if limits.flight is None else os.path.realpath(limits.flight),
+        }
+        for node in range(len(hosts))
+    ]
 
 
 class HostsJob:
     """The launchers of all hosts, as seen from here."""
 
-    def __init__(self, hosts: Sequence[HostRanks], orders: Sequence[dict[str, Any]], ssh: str) -> None:
+    def __init__(
+        self, hosts: Sequence[HostRanks], orders: Sequence[dict[str, Any]], ssh: str
+    ) -> None:
         self.hosts = hosts
         self.orders = orders
         self.ssh = ssh_words(ssh)
@@ -167,9 +238,9 @@ class HostsJob:
         self.readers: list[threading.Thread] = []
         self.news: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
         self.told: list[int] = []
-        self.said: dict[str, None] = {}                     # lines of minidist's, which several hosts may say
-        self.there: set[int] = set()                        # hosts that have said hello
-        self.last = [""] * len(hosts)                       # what each said last on stderr
+        self.said: dict[str, None] = {}  # lines of minidist's, which several hosts may say
+        self.there: set[int] = set()  # hosts that have said hello
+        self.last = [""] * len(hosts)  # what each said last on stderr
 
     def run(self) -> int:
         """Start, wait, clean up; the exit status."""
@@ -185,13 +256,22 @@ class HostsJob:
         for number, host in enumerate(self.hosts):
             command = ["sh", "-c", there] if host.is_here else [*self.ssh, host.name, there]
             try:
-                process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                           stderr=subprocess.PIPE, start_new_session=True)
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
+                )
             except OSError as error:
-                raise LaunchError(f"cannot start {command[0]!r} for host {host.name}: {error.strerror}") from error
+                raise LaunchError(
+                    f"cannot start {command[0]!r} for host {host.name}: {error.strerror}"
+                ) from error
             self.launchers.append(process)
-            self.readers += [start_thread(self._read, number, process.stdout),
-                             start_thread(self._pass_on_errors, number, process.stderr)]
+            self.readers += [
+                start_thread(self._read, number, process.stdout),
+                start_thread(self._pass_on_errors, number, process.stderr),
+            ]
 
     def _order(self) -> bool:
         """When every host is there, tell the first what to start, and the others where it listens.
@@ -200,8 +280,10 @@ class HostsJob:
         """
         for number, told in self._answers(range(len(self.hosts)), "hello").items():
             if told["version"] != version():
-                raise LaunchError(f"host {self.hosts[number].name} has minidist {told['version']}, this one "
-                                  f"{version()}; install the same on all")
+                raise LaunchError(
+                    f"host {self.hosts[number].name} has minidist {told['version']}, this one "
+                    f"{version()}; install the same on all"
+                )
         if not self.told:
             self._send(0, json.dumps(self.orders[0]))
         place = self._answers([0], "port").get(0)
@@ -212,7 +294,8 @@ class HostsJob:
         return True
 
     def _answers(self, numbers: Sequence[int], kind: str) -> dict[int, dict[str, Any]]:
-        """What each of these hosts says of that kind; perhaps not all, once this process was told to stop.
+        """What each of these hosts says of that kind; perhaps not all, once this process was told
+        to stop.
 
         Raises: LaunchError if one does not say it, with its own words.
         """
@@ -224,8 +307,11 @@ class HostsJob:
             except queue.Empty:
                 if time.monotonic() > deadline:
                     late = [self.hosts[number].name for number in numbers if number not in answers]
-                    raise LaunchError(f"{'hosts' if len(late) > 1 else 'host'} {', '.join(late)} did not answer within "
-                                      f"{HELLO_LIMIT:g} s; try `{shlex.join(self.ssh)} {late[0]} true`") from None
+                    raise LaunchError(
+                        f"{'hosts' if len(late) > 1 else 'host'} {', '.join(late)} did not "
+                        f"answer within {HELLO_LIMIT:g} s; try `{shlex.join(self.ssh)} {late[0]} "
+                        "true`"
+                    ) from None
                 continue
             if kind not in told and ("problem" in told or "end" in told):
                 raise LaunchError(self._problem(number, told))
@@ -238,11 +324,14 @@ class HostsJob:
             return f"host {name}: {told['problem']}"
         self.readers[2 * number + 1].join(1.0)
         status, said = self.launchers[number].wait(), self.last[number] or "it said nothing"
-        return (f"host {name}: ssh ended with {status} ({said}); " + (
-            f"try `{shlex.join(self.ssh)} {name} true`" if status == 255 else
-            f"is minidist installed there, at {sys.executable}?"))
+        return f"host {name}: ssh ended with {status} ({said}); " + (
+            f"try `{shlex.join(self.ssh)} {name} true`"
+            if status == 255
+            else f"is minidist installed there, at {sys.executable}?"
+        )
 
-    # --- what hosts say ----------------------------------------------------------------------------------------------
+    # --- what hosts say
+    # ----------------------------------------------------------------------------------------------
 
     def _read(self, number: int, pipe: IO[bytes]) -> None:
         """The launcher's lines are news, all others go to stdout."""
@@ -257,15 +346,19 @@ class HostsJob:
         self.news.put((number, {"end": True}))
 
     def _pass_on_errors(self, number: int, pipe: IO[bytes]) -> None:
-        """To stderr; of minidist's own lines each one once. Those before the hello are ssh's and the shell's."""
+        """To stderr; of minidist's own lines each one once. Those before the hello are ssh's and
+        the shell's."""
         with pipe:
             for raw in pipe:
                 line = self.last[number] = raw.decode(errors="replace").rstrip("\r\n")
-                if number in self.there and not (line.startswith("minidist: ") and line in self.said):
+                if number in self.there and not (
+                    line.startswith("minidist: ") and line in self.said
+                ):
                     self.said[line] = None
                     say_line(line)
 
-    # --- how it goes on ----------------------------------------------------------------------------------------------
+    # --- how it goes on
+    # ----------------------------------------------------------------------------------------------
 
     def _send(self, number: int, line: str) -> None:
         """A host that is gone is found by its end."""
@@ -297,7 +390,9 @@ class HostsJob:
         """Say which hosts were lost with their ssh."""
         for host, code in zip(self.hosts, codes, strict=True):
             if code == 255 or (code or 0) < 0:
-                say_line(f"minidist: the connection to host {host.name} ended ({self.ssh[0]}: {code})")
+                say_line(
+                    f"minidist: the connection to host {host.name} ended ({self.ssh[0]}: {code})"
+                )
 
     def _end(self) -> None:
         """No host runs ranks of this job when their launchers have heard that we are gone."""

@@ -3,15 +3,17 @@
     started by                 the monitor is                          a rank learns address and token from
     minidist launch, md.run    a thread of the launcher                MINIDIST_MONITOR, MINIDIST_TOKEN
     mpirun                     a child of rank 0, on any free port     a broadcast by MPI
-    torchrun, srun             a child of rank 0, on MASTER_PORT + 1   MASTER_ADDR; MINIDIST_TOKEN, or a private file
+    torchrun, srun             a child of rank 0, on MASTER_PORT + 1   MASTER_ADDR; MINIDIST_TOKEN,
+                               or a private file
                                (MASTER_PORT is torchrun's store)       that rank 0 writes below the user's cache
     by hand, by an operator    a child of rank 0, on MASTER_PORT       the same
     mpirun of another MPI      a child of rank 0, on any free port     the same file, which holds the address too
 
-The token is never on a command line and never printed. Everything listens on loopback unless the job has several hosts.
-Then the monitor listens at every address of its host, unless it was given one: under mpirun rank 0 tells all that it
-has, and a rank takes the first at which the monitor proves to be its job's; a name may mean another address here
-(127.0.1.1) than on other hosts. Ranks beside the monitor are reached where other hosts have reached it (membership.py).
+The token is never on a command line and never printed. Everything listens on loopback unless the
+job has several hosts. Then the monitor listens at every address of its host, unless it was given
+one: under mpirun rank 0 tells all that it has, and a rank takes the first at which the monitor
+proves to be its job's; a name may mean another address here (127.0.1.1) than on other hosts. Ranks
+beside the monitor are reached where other hosts have reached it (membership.py).
 """
 
 import contextlib
@@ -37,9 +39,9 @@ from minidist.launch.launchers import LAST_PORT, Launch, check_host
 from minidist.launch.own_python import module_command
 from minidist.launch.token_file import TokenFile
 
-STAND_IN = 1.5            # seconds that rank 0 tells those that come late that the monitor is gone
-_MESSAGE_BYTES = 4096     # of the MPI broadcast
-_TOKEN_BYTES = 2048       # of a secret, at most
+STAND_IN = 1.5  # seconds that rank 0 tells those that come late that the monitor is gone
+_MESSAGE_BYTES = 4096  # of the MPI broadcast
+_TOKEN_BYTES = 2048  # of a secret, at most
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,10 @@ class MonitorAddress:
 
     def variables(self) -> dict[str, str]:
         """For the environment of a rank that our own launcher starts."""
-        return {"MINIDIST_MONITOR": f"{self.host}:{self.port}", "MINIDIST_TOKEN": self.token.decode()}
+        return {
+            "MINIDIST_MONITOR": f"{self.host}:{self.port}",
+            "MINIDIST_TOKEN": self.token.decode(),
+        }
 
 
 def token_from_environment() -> bytes | None:
@@ -66,9 +71,11 @@ def token_from_environment() -> bytes | None:
 
 
 def checked_token(token: bytes, name: str) -> bytes:
-    """The secret without white space around it. Raises: LaunchError, which names its variable or file, if it is none.
+    """The secret without white space around it. Raises: LaunchError, which names its variable or
+    file, if it is none.
 
-    It travels in lines, in variables and in JSON, so it is text; 2048 bytes leave room in MPI's broadcast.
+    It travels in lines, in variables and in JSON, so it is text; 2048 bytes leave room in MPI's
+    broadcast.
     """
     token = token.strip()
     try:
@@ -77,10 +84,17 @@ def checked_token(token: bytes, name: str) -> bytes:
         printable = False
     if 16 <= len(token) <= _TOKEN_BYTES and printable:
         return token
-    problem = "has fewer than 16 characters" if len(token) < 16 else \
-        f"has more than {_TOKEN_BYTES} bytes" if len(token) > _TOKEN_BYTES else "is not one line of UTF-8 text"
-    raise LaunchError(f"{name} {problem}; make one with `python -c 'import secrets; print(secrets.token_hex())'` and "
-                      "give it to every node")
+    problem = (
+        "has fewer than 16 characters"
+        if len(token) < 16
+        else f"has more than {_TOKEN_BYTES} bytes"
+        if len(token) > _TOKEN_BYTES
+        else "is not one line of UTF-8 text"
+    )
+    raise LaunchError(
+        f"{name} {problem}; make one with `python -c 'import secrets; "
+        "print(secrets.token_hex())'` and give it to every node"
+    )
 
 
 def place_from_environment() -> MonitorAddress | None:
@@ -91,12 +105,15 @@ def place_from_environment() -> MonitorAddress | None:
     host, port = address_of("MINIDIST_MONITOR", address)
     token = token_from_environment()
     if token is None:
-        raise LaunchError("MINIDIST_MONITOR is set, and needs MINIDIST_TOKEN beside it; start the job afresh")
+        raise LaunchError(
+            "MINIDIST_MONITOR is set, and needs MINIDIST_TOKEN beside it; start the job afresh"
+        )
     return MonitorAddress(host, port, token)
 
 
 def address_of(name: str, text: str) -> tuple[str, int]:
-    """The host and the port that a variable of ours holds. Raises: LaunchError, which names it, for anything else."""
+    """The host and the port that a variable of ours holds. Raises: LaunchError, which names it, for
+    anything else."""
     host, _, port = text.rpartition(":")
     if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) <= LAST_PORT:
         raise LaunchError(f"{name}={text!r:.60} needs the form host:port; start the job afresh")
@@ -104,7 +121,9 @@ def address_of(name: str, text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-# --- joining ---------------------------------------------------------------------------------------------------------
+# --- joining
+# ---------------------------------------------------------------------------------------------------------
+
 
 @dataclass
 class Joined:
@@ -117,33 +136,39 @@ class Joined:
 
 
 def find_monitor(launch: Launch, limit: float, patience: float = PATIENCE) -> Joined:
-    """Connect to the monitor of the job that `launch` describes, starting it where that falls to us.
+    """Connect to the monitor of the job that `launch` describes, starting it where that falls to
+    us.
 
     Raises: LaunchError, HandshakeError or TimeoutError, as md.init says.
     """
     place = place_from_environment()
-    if place is not None:                                   # other nodes may be earlier than the launcher of node 0
+    if place is not None:  # other nodes may be earlier than the launcher of node 0
         begun = launch.node_rank == 0 or "MINIDIST_ELASTIC" in os.environ
         return _connect(launch, place, limit, begun=begun)
     by_file = launch.other_mpi and not launch.master_port
-    joined = (_by_mpi if launch.by_mpirun else _by_file if by_file else _by_address)(launch, limit, patience)
+    joined = (_by_mpi if launch.by_mpirun else _by_file if by_file else _by_address)(
+        launch, limit, patience
+    )
     elsewhere = launch.knows_places or not joined.link.beside_monitor
     if launch.local_rank == 0 and launch.world_rank != 0 and not launch.one_host and elsewhere:
-        joined.helpers.append(NodeAgentProcess(joined.link, joined.token))      # for all of this host
+        joined.helpers.append(NodeAgentProcess(joined.link, joined.token))  # for all of this host
     return joined
 
 
 def _connect(launch: Launch, place: MonitorAddress, limit: float, *, begun: bool = False) -> Joined:
-    link = MonitorClient(place.address, place.token, launch.world_rank, launch.world_size, limit=limit, begun=begun)
+    link = MonitorClient(
+        place.address, place.token, launch.world_rank, launch.world_size, limit=limit, begun=begun
+    )
     return Joined(link, place.token)
 
 
 def _connect_to_own(launch: Launch, monitor: "MonitorProcess", limit: float) -> Joined:
-    """Rank 0 joins by the monitor that it has started. Raises: PeerLostError with how that ended, if it has."""
+    """Rank 0 joins by the monitor that it has started. Raises: PeerLostError with how that ended,
+    if it has."""
     try:
         joined = _connect(launch, monitor.place, limit, begun=True)
     except BaseException as error:
-        monitor.close()                                     # it tells those that are yet to come
+        monitor.close()  # it tells those that are yet to come
         if monitor.loss is not None:
             raise monitor.loss.error() from error
         raise
@@ -157,10 +182,17 @@ def _by_mpi(launch: Launch, limit: float, patience: float) -> Joined:
     words = [""]
     if launch.world_rank == 0:
         try:
-            monitor = MonitorProcess(launch.world_size, token_from_environment() or wire.new_token(),
-                                     host="127.0.0.1" if launch.one_host else "", patience=patience)
-            words = [str(monitor.place.port), monitor.place.token.decode(),
-                     *(["127.0.0.1"] if launch.one_host else own_addresses())]
+            monitor = MonitorProcess(
+                launch.world_size,
+                token_from_environment() or wire.new_token(),
+                host="127.0.0.1" if launch.one_host else "",
+                patience=patience,
+            )
+            words = [
+                str(monitor.place.port),
+                monitor.place.token.decode(),
+                *(["127.0.0.1"] if launch.one_host else own_addresses()),
+            ]
         except (LaunchError, OSError) as error:
             words = [str(error)[:500]]
     words = _broadcast(words, limit)
@@ -169,18 +201,26 @@ def _by_mpi(launch: Launch, limit: float, patience: float) -> Joined:
     if monitor is not None:
         return _connect_to_own(launch, monitor, limit)
     port, token, *hosts = words
-    return Joined(connect_to_any(hosts, int(port), token.encode(), launch, limit, begun=True), token.encode())
+    return Joined(
+        connect_to_any(hosts, int(port), token.encode(), launch, limit, begun=True), token.encode()
+    )
 
 
 def _by_address(launch: Launch, limit: float, patience: float) -> Joined:
-    """torchrun and srun: rank 0 hosts the monitor one port above MASTER_PORT; by hand, at MASTER_PORT."""
+    """torchrun and srun: rank 0 hosts the monitor one port above MASTER_PORT; by hand, at
+    MASTER_PORT."""
     host = "127.0.0.1" if launch.one_host else launch.master_addr
     port = launch.monitor_port
     token = token_from_environment()
     file = TokenFile(f"{launch.launcher} {launch.job} {host} {port}") if token is None else None
     if launch.world_rank == 0:
-        monitor = MonitorProcess(launch.world_size, token or wire.new_token(), port=port, patience=patience,
-                                 host=host if launch.one_host else where_to_listen(host))
+        monitor = MonitorProcess(
+            launch.world_size,
+            token or wire.new_token(),
+            port=port,
+            patience=patience,
+            host=host if launch.one_host else where_to_listen(host),
+        )
         if file is not None:
             file.write(monitor.place.token)
         joined = _connect_to_own(launch, monitor, limit)
@@ -194,75 +234,106 @@ def _by_address(launch: Launch, limit: float, patience: float) -> Joined:
 
 
 def _by_file(launch: Launch, limit: float, patience: float) -> Joined:
-    """Open MPI's mpirun, without its MPI: rank 0 hosts the monitor, and writes where beside the token."""
+    """Open MPI's mpirun, without its MPI: rank 0 hosts the monitor, and writes where beside the
+    token."""
     if not launch.job:
-        raise LaunchError(f"{launch.launcher}'s mpirun does not name its job (PMIX_NAMESPACE); start the job with "
-                          "`minidist launch`")
+        raise LaunchError(
+            f"{launch.launcher}'s mpirun does not name its job (PMIX_NAMESPACE); start the job "
+            "with `minidist launch`"
+        )
     file = TokenFile(f"{launch.launcher} {launch.job}")
     if launch.world_rank != 0:
         link, token = connect_by_file(file, None, launch, limit)
         link.limit = limit
         return Joined(link, token)
     hosts = ["127.0.0.1"] if launch.one_host else own_addresses()
-    monitor = MonitorProcess(launch.world_size, token_from_environment() or wire.new_token(),
-                             host="127.0.0.1" if launch.one_host else "", patience=patience)
+    monitor = MonitorProcess(
+        launch.world_size,
+        token_from_environment() or wire.new_token(),
+        host="127.0.0.1" if launch.one_host else "",
+        patience=patience,
+    )
     file.write(f"{','.join(hosts)} {monitor.place.port} ".encode() + monitor.place.token)
     joined = _connect_to_own(launch, monitor, limit)
     joined.file = file
     return joined
 
 
-# --- processes that a rank starts ------------------------------------------------------------------------------------
+# --- processes that a rank starts
+# ------------------------------------------------------------------------------------
+
 
 class HelperProcess:
-    """A child of a rank, minidist.comm.health.MODULE with ARGUMENTS; the token comes in on its stdin.
+    """A child of a rank, minidist.comm.health.MODULE with ARGUMENTS; the token comes in on its
+    stdin.
 
-    A monitor ends when the ranks have, or when its stdin ends because rank 0 is gone. A node agent ends when the
-    monitor hangs up on it. The helper watches the ranks, and its rank watches the helper: one that is frozen is killed,
-    and a killed one ends the job, also one that dies before it is connected.
+    A monitor ends when the ranks have, or when its stdin ends because rank 0 is gone. A node agent
+    ends when the monitor hangs up on it. The helper watches the ranks, and its rank watches the
+    helper: one that is frozen is killed, and a killed one ends the job, also one that dies before
+    it is connected.
 
     Attributes: loss: how it ended, if not well. met: all ranks have met, so none is yet to come.
     """
 
-    world_rank = MONITOR                            # in whose place it stands in a Failure
+    world_rank = MONITOR  # in whose place it stands in a Failure
 
-    def __init__(self, token: bytes, module: str, *arguments: object, fds: Sequence[int] = (),
-                 patience: float = PATIENCE) -> None:
+    def __init__(
+        self,
+        token: bytes,
+        module: str,
+        *arguments: object,
+        fds: Sequence[int] = (),
+        patience: float = PATIENCE,
+    ) -> None:
         command = module_command(f"minidist.comm.health.{module}", *map(str, arguments))
-        self._name, self._ended = module.removesuffix("_process").replace("_", " "), threading.Event()
+        self._name, self._ended = (
+            module.removesuffix("_process").replace("_", " "),
+            threading.Event(),
+        )
         self.loss: Failure | None = None
         self.met = False
         try:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                             start_new_session=True, pass_fds=fds)
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                pass_fds=fds,
+            )
         except OSError as error:
-            raise LaunchError(f"cannot start the job's {self._name} on {platform.node()}: {error.strerror}") from error
+            raise LaunchError(
+                f"cannot start the job's {self._name} on {platform.node()}: {error.strerror}"
+            ) from error
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):          # it has died; _watch says how
+        with contextlib.suppress(BrokenPipeError):  # it has died; _watch says how
             self._process.stdin.write(token + b"\n")
             self._process.stdin.flush()
-        self._watcher = threading.Thread(target=self._watch, args=(patience,), name="helper's watch", daemon=True)
+        self._watcher = threading.Thread(
+            target=self._watch, args=(patience,), name="helper's watch", daemon=True
+        )
         self._watcher.start()
 
     def close(self) -> None:
-        """Wait until every rank has said goodbye, or it has ended: it looks at the processes until they have ended."""
+        """Wait until every rank has said goodbye, or it has ended: it looks at the processes until
+        they have ended."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         with contextlib.suppress(BrokenPipeError):
             stdin.close()
         with stdout:
             if stdout.read():
-                self._process.returncode = 0                    # not awaited: it outlives this process
+                self._process.returncode = 0  # not awaited: it outlives this process
         self._process.wait()
         self._ended.set()
         self._watcher.join()
 
     def _watch(self, patience: float) -> None:
-        """Until it has ended: kill it if it is stopped for `patience` seconds, and say it if it is killed."""
+        """Until it has ended: kill it if it is stopped for `patience` seconds, and say it if it is
+        killed."""
         looks, pid, frozen = ProcessLooks(patience), self._process.pid, False
         while not self._ended.wait(self._until(looks)) and self._process.poll() is None:
             frozen = bool(looks.frozen({pid})) or frozen
-            looks.close()                                       # it is killed at once
+            looks.close()  # it is killed at once
         if status := self._process.poll():
             how = "was frozen (stopped), and is killed" if frozen else how_it_ended(status)
             self.loss = Failure(self.world_rank, pid, platform.node(), how)
@@ -270,7 +341,8 @@ class HelperProcess:
             self.tell()
 
     def _until(self, looks: ProcessLooks) -> float:
-        """Return the seconds until the next look: ranks that come wait for what it finds, those that have met train."""
+        """Return the seconds until the next look: ranks that come wait for what it finds, those
+        that have met train."""
         return max(0.0, looks.next(LOOK if self.met else SHORTEST_LOOK) - time.monotonic())
 
     def tell(self) -> None:
@@ -278,33 +350,51 @@ class HelperProcess:
 
 
 class MonitorProcess(HelperProcess):
-    """The monitor of a job, at `place`; host "": at every address. Raises LaunchError if the port is taken."""
+    """The monitor of a job, at `place`; host "": at every address. Raises LaunchError if the port
+    is taken."""
 
-    def __init__(self, size: int, token: bytes, *, host: str = "127.0.0.1", port: int = 0,
-                 patience: float = PATIENCE) -> None:
+    def __init__(
+        self,
+        size: int,
+        token: bytes,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        patience: float = PATIENCE,
+    ) -> None:
         self._host, self._size = host, size
-        with listen(host, port) as listener:              # the kernel queues ranks until the child is there
+        with listen(host, port) as listener:  # the kernel queues ranks until the child is there
             self.place = MonitorAddress(host or "127.0.0.1", listener.getsockname()[1], token)
-            super().__init__(token, "monitor_process", size, listener.fileno(), patience, fds=[listener.fileno()],
-                             patience=patience)
-
+            super().__init__(
+                token,
+                "monitor_process",
+                size,
+                listener.fileno(),
+                patience,
+                fds=[listener.fileno()],
+                patience=patience,
+            )
 
     def tell(self) -> None:
-        """In its place, tell the ranks that are yet to come; those that are there have lost their connections."""
+        """In its place, tell the ranks that are yet to come; those that are there have lost their
+        connections."""
         if self.met or self.loss is None:
             return
-        with contextlib.suppress(LaunchError, OSError):     # another process has taken the port
+        with contextlib.suppress(LaunchError, OSError):  # another process has taken the port
             monitor = Monitor(self._size, self.place.token, listen(self._host, self.place.port))
             monitor.start()
             monitor.lose(self.loss)
             deadline = time.monotonic() + STAND_IN
-            while not all(map(monitor.has_left, range(1, self._size))) and time.monotonic() < deadline:
+            while (
+                not all(map(monitor.has_left, range(1, self._size))) and time.monotonic() < deadline
+            ):
                 time.sleep(0.01)
             monitor.close()
 
 
 class NodeAgentProcess(HelperProcess):
-    """The node agent of a host, a child of its first rank, whose `link` tells the job if it dies."""
+    """The node agent of a host, a child of its first rank, whose `link` tells the job if it
+    dies."""
 
     def __init__(self, link: MonitorClient, token: bytes) -> None:
         self._link = link
@@ -313,32 +403,45 @@ class NodeAgentProcess(HelperProcess):
     def tell(self) -> None:
         """Without it nobody knows how this host's ranks end: the job ends."""
         if self.loss is not None and not self._link.closed:
-            self._link.lose_with(Failure.here(self._link.world_rank, f"has lost its host's {self._name} (process "
-                                                                     f"{self.loss.pid}), which {self.loss.how}"))
+            self._link.lose_with(
+                Failure.here(
+                    self._link.world_rank,
+                    f"has lost its host's {self._name} (process "
+                    f"{self.loss.pid}), which {self.loss.how}",
+                )
+            )
 
 
-# --- how a rank learns where the monitor is ---------------------------------------------------------------------------
+# --- how a rank learns where the monitor is
+# ---------------------------------------------------------------------------
+
 
 def _broadcast(words: list[str], limit: float) -> list[str]:
-    """Rank 0's words, on every rank of MPI_COMM_WORLD: 4 KiB. A waiting rank sleeps between tests instead of spinning.
+    """Rank 0's words, on every rank of MPI_COMM_WORLD: 4 KiB. A waiting rank sleeps between tests
+    instead of spinning.
 
     Raises: TimeoutError if MPI's ranks do not come together in `limit` s.
     """
     from mpi4py import MPI
 
     message = bytearray(json.dumps(words, ensure_ascii=False).encode().ljust(_MESSAGE_BYTES))
-    request = MPI.COMM_WORLD.Ibcast(message, root=0)                # all but rank 0 receive into theirs
+    request = MPI.COMM_WORLD.Ibcast(message, root=0)  # all but rank 0 receive into theirs
     deadline = time.monotonic() + limit
     while not request.Test():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"rank {MPI.COMM_WORLD.rank} waited {limit:g} s for MPI's rank 0 to name the monitor")
+            raise TimeoutError(
+                f"rank {MPI.COMM_WORLD.rank} waited {limit:g} s for MPI's rank 0 to name the "
+                "monitor"
+            )
         time.sleep(0.0005)
-    return json.loads(message)                                      # type: ignore[no-any-return]
+    return json.loads(message)  # type: ignore[no-any-return]
 
 
-def connect_by_file(file: TokenFile, address: tuple[str, int] | None, launch: Launch,
-                    limit: float) -> tuple[MonitorClient, bytes]:
-    """Connect with the token that rank 0 is about to write; one left by an earlier job is refused and read anew.
+def connect_by_file(
+    file: TokenFile, address: tuple[str, int] | None, launch: Launch, limit: float
+) -> tuple[MonitorClient, bytes]:
+    """Connect with the token that rank 0 is about to write; one left by an earlier job is refused
+    and read anew.
 
     Args:   address: the monitor's; None: the file has it, as "host,host port token".
     Raises: HandshakeError or TimeoutError after `limit` seconds.
@@ -350,12 +453,16 @@ def connect_by_file(file: TokenFile, address: tuple[str, int] | None, launch: La
             try:
                 if address is None:
                     hosts, port, token = token.split(b" ", 2)
-                    return connect_to_any(hosts.decode().split(","), int(port), token, launch, 1.0), token
-                return MonitorClient(address, token, launch.world_rank, launch.world_size, limit=1.0), token
+                    return connect_to_any(
+                        hosts.decode().split(","), int(port), token, launch, 1.0
+                    ), token
+                return MonitorClient(
+                    address, token, launch.world_rank, launch.world_size, limit=1.0
+                ), token
             except (HandshakeError, TimeoutError) as error:
                 problem = error
         time.sleep(0.05)
-    raise problem or TimeoutError(f"rank {launch.world_rank} waited {limit:g} s for rank 0 to write the job's token to "
-                                  f"{file.path}; do the nodes share that folder? else set MINIDIST_TOKEN everywhere")
-
-
+    raise problem or TimeoutError(
+        f"rank {launch.world_rank} waited {limit:g} s for rank 0 to write the job's token to "
+        f"{file.path}; do the nodes share that folder? else set MINIDIST_TOKEN everywhere"
+    )

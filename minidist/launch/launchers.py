@@ -1,7 +1,8 @@
 """Which launcher started this process, and what it says: rank, size, node.        notes: 启动方式, 变量解释 (lesson 01)
 
-Every launcher starts the same program several times and tells each copy its rank by environment variables. They differ
-in the names only, so the table LAUNCHERS holds the names and one function reads them.
+Every launcher starts the same program several times and tells each copy its rank by environment
+variables. They differ in the names only, so the table LAUNCHERS holds the names and one function
+reads them.
 
     variable of torchrun and ours     MPICH             Open MPI                      srun
     RANK           world rank         PMI_RANK          OMPI_COMM_WORLD_RANK          SLURM_PROCID
@@ -11,9 +12,9 @@ in the names only, so the table LAUNCHERS holds the names and one function reads
     GROUP_RANK     node (NODE_RANK)   -                 -                             SLURM_NODEID
     MASTER_ADDR, MASTER_PORT          -                 -                             first of SLURM_JOB_NODELIST
 
-Operators of clusters, and whoever starts ranks by hand, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone, as
-torch's env:// wants them. Then all ranks are here if MASTER_ADDR is loopback; else the ranks' meeting tells which of
-them share a host.
+Operators of clusters, and whoever starts ranks by hand, set RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT alone, as torch's env:// wants them. Then all ranks are here if MASTER_ADDR is loopback;
+else the ranks' meeting tells which of them share a host.
 """
 
 import math
@@ -28,9 +29,9 @@ from typing import Any
 from minidist.comm.health.acceptor import is_loopback, plain_address
 from minidist.errors import LaunchError
 
-MOST_RANKS = 1 << 20        # of a job
-MOST_HOSTS = 1 << 16        # of a list of nodes: as many as Slurm itself expands
-MOST_ID = 1 << 63           # of a job or a step
+MOST_RANKS = 1 << 20  # of a job
+MOST_HOSTS = 1 << 16  # of a list of nodes: as many as Slurm itself expands
+MOST_ID = 1 << 63  # of a job or a step
 LAST_PORT = 65535
 
 
@@ -38,12 +39,13 @@ LAST_PORT = 65535
 class Launcher:
     """The names one launcher uses; an empty name: it has no such variable.
 
-    Every field from `rank` on is the name of an environment variable; `marker` shows that this launcher is at work.
+    Every field from `rank` on is the name of an environment variable; `marker` shows that this
+    launcher is at work.
     """
 
     name: str
     command: str
-    transport: str                      # the default of md.init
+    transport: str  # the default of md.init
     marker: str
     rank: str
     size: str
@@ -52,7 +54,7 @@ class Launcher:
     node_rank: str = ""
     master_addr: str = ""
     master_port: str = ""
-    job: str = ""                       # tells two jobs of one user on one machine apart
+    job: str = ""  # tells two jobs of one user on one machine apart
 
     def variables(self) -> tuple[str, ...]:
         """Every variable this launcher sets that we read."""
@@ -60,23 +62,81 @@ class Launcher:
 
 
 LAUNCHERS = (
-    Launcher("minidist", "minidist launch -n 8 script.py", "auto", "MINIDIST_LAUNCH", "RANK", "WORLD_SIZE",
-             "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    Launcher("torchrun", "torchrun --nproc-per-node 8 script.py", "auto", "RANK", "RANK", "WORLD_SIZE",
-             "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),
-    Launcher("openmpi", "mpirun -n 8 python script.py (Open MPI)", "mpi", "OMPI_COMM_WORLD_RANK",
-             "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-             "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", job="PMIX_NAMESPACE"),
-    Launcher("mpich", "mpirun -n 8 python script.py (MPICH)", "mpi", "PMI_RANK", "PMI_RANK", "PMI_SIZE",
-             "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    Launcher("slurm", "srun -N 2 -n 8 python script.py", "auto", "SLURM_PROCID", "SLURM_PROCID", "SLURM_NTASKS",
-             "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID", "SLURM_JOB_NODELIST", "MASTER_PORT",
-             "SLURM_JOB_ID"),
+    Launcher(
+        "minidist",
+        "minidist launch -n 8 script.py",
+        "auto",
+        "MINIDIST_LAUNCH",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ),
+    Launcher(
+        "torchrun",
+        "torchrun --nproc-per-node 8 script.py",
+        "auto",
+        "RANK",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+    ),
+    Launcher(
+        "openmpi",
+        "mpirun -n 8 python script.py (Open MPI)",
+        "mpi",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        job="PMIX_NAMESPACE",
+    ),
+    Launcher(
+        "mpich",
+        "mpirun -n 8 python script.py (MPICH)",
+        "mpi",
+        "PMI_RANK",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+    ),
+    Launcher(
+        "slurm",
+        "srun -N 2 -n 8 python script.py",
+        "auto",
+        "SLURM_PROCID",
+        "SLURM_PROCID",
+        "SLURM_NTASKS",
+        "SLURM_LOCALID",
+        "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_NODEID",
+        "SLURM_JOB_NODELIST",
+        "MASTER_PORT",
+        "SLURM_JOB_ID",
+    ),
 )
-"""The order in which a process looks for its launcher: mpirun inside a Slurm allocation is mpirun."""
+"""The order in which a process looks for its launcher: mpirun inside a Slurm allocation is
+mpirun."""
 
-BY_HAND = replace(LAUNCHERS[1], name="env://", local_rank="", local_size="", node_rank="", job="",
-                  command="RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python script.py")
+BY_HAND = replace(
+    LAUNCHERS[1],
+    name="env://",
+    local_rank="",
+    local_size="",
+    node_rank="",
+    job="",
+    command="RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python script.py",
+)
 """The four variables alone: torchrun sets more, and has a store at MASTER_PORT."""
 
 
@@ -94,9 +154,9 @@ class Launch:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     job: str = ""
-    other_mpi: bool = False             # mpirun started it, of another MPI than mpi4py's (which_mpi.py)
-    mpi_by_srun: bool = False           # srun started it, and transport mpi was asked for
-    knows_places: bool = True           # the launcher says which ranks share a host
+    other_mpi: bool = False  # mpirun started it, of another MPI than mpi4py's (which_mpi.py)
+    mpi_by_srun: bool = False  # srun started it, and transport mpi was asked for
+    knows_places: bool = True  # the launcher says which ranks share a host
 
     @property
     def alone(self) -> bool:
@@ -119,12 +179,17 @@ class Launch:
         return self.master_port if self.launcher == BY_HAND.name else self.master_port + 1
 
     def placed(self, nodes: Sequence[int]) -> "Launch":
-        """This place, with the ranks on each node as the meeting told them, where the launcher did not."""
+        """This place, with the ranks on each node as the meeting told them, where the launcher did
+        not."""
         if self.knows_places:
             return self
         here = [rank for rank, node in enumerate(nodes) if node == nodes[self.world_rank]]
-        return replace(self, local_rank=here.index(self.world_rank), local_size=len(here),
-                       node_rank=sorted({*nodes}).index(nodes[self.world_rank]))
+        return replace(
+            self,
+            local_rank=here.index(self.world_rank),
+            local_size=len(here),
+            node_rank=sorted({*nodes}).index(nodes[self.world_rank]),
+        )
 
     @property
     def one_host(self) -> bool:
@@ -135,45 +200,63 @@ class Launch:
 def detect(environ: Mapping[str, str] | None = None) -> Launch:
     """Read the launcher's variables.
 
-    Raises: LaunchError, one line, if a variable is missing, is not what its launcher sets, or contradicts another.
+    Raises: LaunchError, one line, if a variable is missing, is not what its launcher sets, or
+    contradicts another.
     """
     variables = os.environ if environ is None else environ
     found = [launcher for launcher in LAUNCHERS if launcher.marker in variables]
-    if found and found[0].name == "minidist":           # its RANK is torchrun's too
+    if found and found[0].name == "minidist":  # its RANK is torchrun's too
         found = [launcher for launcher in found if launcher.name != "torchrun"]
-    if found and found[0].name == "slurm" and variables.get("ENVIRONMENT") == "BATCH" and (
-            "SLURM_STEP_ID" not in variables):          # sbatch's own script: only srun starts tasks
+    if (
+        found
+        and found[0].name == "slurm"
+        and variables.get("ENVIRONMENT") == "BATCH"
+        and ("SLURM_STEP_ID" not in variables)
+    ):  # sbatch's own script: only srun starts tasks
         found = []
-    if found and found[-1].name == "slurm" and "MPI_LOCALRANKID" not in variables:      # srun --mpi=pmi2 is no mpirun
+    # srun --mpi=pmi2 is no mpirun
+    if found and found[-1].name == "slurm" and "MPI_LOCALRANKID" not in variables:
         found = [launcher for launcher in found if launcher.name != "mpich"]
     if not found:
         if "WORLD_SIZE" in variables:
-            raise LaunchError("WORLD_SIZE is set but RANK is not: start with `minidist launch`, mpirun or torchrun")
+            raise LaunchError(
+                "WORLD_SIZE is set but RANK is not: start with `minidist launch`, mpirun or "
+                "torchrun"
+            )
         return Launch()
     first = found[0]
     by_hand = {first.master_addr, first.master_port} & {*variables}
-    if first.name == "torchrun" and by_hand and not {first.local_rank, first.local_size} & {*variables}:
+    if (
+        first.name == "torchrun"
+        and by_hand
+        and not {first.local_rank, first.local_size} & {*variables}
+    ):
         launch = _by_hand(variables)
     else:
         launch = (_slurm if first.name == "slurm" else _read)(first, variables)
     for other in found[1:]:
-        if other.name == "slurm":                       # an allocation's variables do not count the ranks inside it
+        if other.name == "slurm":  # an allocation's variables do not count the ranks inside it
             continue
         rank = _number(other, variables, other.rank)
         size = _number(other, variables, other.size)
         if (rank, size) != (launch.world_rank, launch.world_size):
-            raise LaunchError(f"two launchers contradict each other: {launch.launcher} says rank {launch.world_rank} "
-                              f"of {launch.world_size}, {other.name} says rank {rank} of {size}; use one of them")
+            raise LaunchError(
+                f"two launchers contradict each other: {launch.launcher} says rank "
+                f"{launch.world_rank} of {launch.world_size}, {other.name} says rank {rank} of "
+                f"{size}; use one of them"
+            )
     return launch
 
 
 def nodes_of(told: Sequence[Mapping[str, Any]]) -> list[int]:
     """The node of each rank, as the number of its first rank.
 
-    mpirun does not number nodes. But it says which place on its node a rank has, and of how many. So the k-th rank of a
-    host that has such a place is on the host's k-th node, whether ranks are dealt node by node or in turn.
+    mpirun does not number nodes. But it says which place on its node a rank has, and of how many.
+    So the k-th rank of a host that has such a place is on the host's k-th node, whether ranks are
+    dealt node by node or in turn.
 
-    Args: told: of each rank its "host", its "node" (None: the launcher did not say) and "local": (rank, ranks) on it
+    Args: told: of each rank its "host", its "node" (None: the launcher did not say) and "local":
+    (rank, ranks) on it
           (None: it did not say that either, and a host is one node).
     """
     nodes: list[tuple[Any, ...]] = []
@@ -189,18 +272,37 @@ def nodes_of(told: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def restarts(environ: Mapping[str, str] | None = None) -> int:
-    """How often this job was started again, as Slurm (--requeue) or torchrun (--max-restarts) says; 0 by default."""
+    """How often this job was started again, as Slurm (--requeue) or torchrun (--max-restarts) says;
+    0 by default."""
     variables = os.environ if environ is None else environ
-    told = [variables.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")]
+    told = [
+        variables.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    ]
     return max(int(count) if re.fullmatch("[0-9]{1,9}", count) else 0 for count in told)
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` without any launcher's variables: for processes that a new launcher starts."""
-    ours = {name for launcher in LAUNCHERS for name in launcher.variables()} | {"GROUP_RANK", "PMI_FD", "PMI_PORT"}
-    foreign = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "MINIDIST_", "TORCHELASTIC_", "HYDI_", "MPI_LOCAL")
-    return {name: value for name, value in environ.items()
-            if name not in ours and not name.startswith(foreign)}
+    ours = {name for launcher in LAUNCHERS for name in launcher.variables()} | {
+        "GROUP_RANK",
+        "PMI_FD",
+        "PMI_PORT",
+    }
+    foreign = (
+        "PMI_",
+        "PMIX_",
+        "OMPI_",
+        "PRTE_",
+        "MINIDIST_",
+        "TORCHELASTIC_",
+        "HYDI_",
+        "MPI_LOCAL",
+    )
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in ours and not name.startswith(foreign)
+    }
 
 
 def _read(launcher: Launcher, variables: Mapping[str, str]) -> Launch:
@@ -208,33 +310,60 @@ def _read(launcher: Launcher, variables: Mapping[str, str]) -> Launch:
     size = _number(launcher, variables, launcher.size)
     local_rank = _number(launcher, variables, launcher.local_rank)
     local_size = _number(launcher, variables, launcher.local_size)
-    for low, high, names in ((rank, size, (launcher.rank, launcher.size)),
-                             (local_rank, local_size, (launcher.local_rank, launcher.local_size)),
-                             (local_size - 1, size, (launcher.local_size, launcher.size))):
+    for low, high, names in (
+        (rank, size, (launcher.rank, launcher.size)),
+        (local_rank, local_size, (launcher.local_rank, launcher.local_size)),
+        (local_size - 1, size, (launcher.local_size, launcher.size)),
+    ):
         _check_below(launcher, variables, low, high, names)
-    node_rank = rank // local_size                      # ranks are placed node by node unless mpirun is told otherwise
+    node_rank = rank // local_size  # ranks are placed node by node unless mpirun is told otherwise
     if launcher.node_rank in variables:
         node_rank = _number(launcher, variables, launcher.node_rank)
         _check_below(launcher, variables, node_rank, size, (launcher.node_rank, launcher.size))
-    host, port = _meeting(launcher, variables, LAST_PORT - (launcher.name != "minidist")) \
-        if launcher.master_addr else ("127.0.0.1", 0)
-    return Launch(launcher.name, launcher.transport, rank, size, local_rank, local_size, node_rank, host, port,
-                  job=variables.get(launcher.job, ""))
+    host, port = (
+        _meeting(launcher, variables, LAST_PORT - (launcher.name != "minidist"))
+        if launcher.master_addr
+        else ("127.0.0.1", 0)
+    )
+    return Launch(
+        launcher.name,
+        launcher.transport,
+        rank,
+        size,
+        local_rank,
+        local_size,
+        node_rank,
+        host,
+        port,
+        job=variables.get(launcher.job, ""),
+    )
 
 
 def _by_hand(variables: Mapping[str, str]) -> Launch:
-    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone: until the ranks meet, each takes itself to be alone here."""
+    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone: until the ranks meet, each takes itself
+    to be alone here."""
     rank = _number(BY_HAND, variables, BY_HAND.rank)
     size = _number(BY_HAND, variables, BY_HAND.size)
     _check_below(BY_HAND, variables, rank, size, (BY_HAND.rank, BY_HAND.size))
     host, port = _meeting(BY_HAND, variables, LAST_PORT)
     here = is_loopback(host) or host == "localhost"
-    return Launch(BY_HAND.name, BY_HAND.transport, rank, size, rank if here else 0, size if here else 1,
-                  0 if here else rank, host, port, knows_places=here)
+    return Launch(
+        BY_HAND.name,
+        BY_HAND.transport,
+        rank,
+        size,
+        rank if here else 0,
+        size if here else 1,
+        0 if here else rank,
+        host,
+        port,
+        knows_places=here,
+    )
 
 
 def _slurm(launcher: Launcher, variables: Mapping[str, str]) -> Launch:
-    """srun does not tell MASTER_ADDR, MASTER_PORT or the ranks a node: they follow from its other variables."""
+    """srun does not tell MASTER_ADDR, MASTER_PORT or the ranks a node: they follow from its other
+    variables."""
     node_rank = _number(launcher, variables, launcher.node_rank)
     size = _number(launcher, variables, launcher.size)
     listed = "SLURM_STEP_NODELIST" if variables.get("SLURM_STEP_NODELIST") else launcher.master_addr
@@ -243,7 +372,8 @@ def _slurm(launcher: Launcher, variables: Mapping[str, str]) -> Launch:
     local_size = _tasks_on(node_rank, variables.get(tasks, ""), tasks) or -(-size // len(hosts))
     job = _number(launcher, {launcher.job: "0", **variables}, launcher.job, most=MOST_ID)
     step = _number(launcher, {"SLURM_STEP_ID": "0", **variables}, "SLURM_STEP_ID", most=MOST_ID)
-    port = 20000 + 2 * ((job * 31 + step) % 6000)       # two ports a step, below the ephemeral range: ours is the next
+    # two ports a step, below the ephemeral range: ours is the next
+    port = 20000 + 2 * ((job * 31 + step) % 6000)
     if address := variables.get("MASTER_ADDR", ""):
         check_host("MASTER_ADDR", address)
     completed = {
@@ -257,36 +387,47 @@ def _slurm(launcher: Launcher, variables: Mapping[str, str]) -> Launch:
 
 
 def _tasks_on(node: int, tasks: str, name: str) -> int:
-    """How many tasks a node has by Slurm's shorthand "4(x2),3"; 0 if it does not say. Raises: LaunchError."""
+    """How many tasks a node has by Slurm's shorthand "4(x2),3"; 0 if it does not say. Raises:
+    LaunchError."""
     if not tasks:
         return 0
     first, found = 0, 0
     for part in tasks.split(","):
         match = re.fullmatch(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?", part)
         if match is None:
-            raise LaunchError(f"{name}={tasks!r:.60} is not what Slurm sets, such as 4(x2),3: tasks of each node")
+            raise LaunchError(
+                f"{name}={tasks!r:.60} is not what Slurm sets, such as 4(x2),3: tasks of each node"
+            )
         found = int(match[1]) if first <= node < first + int(match[2] or 1) else found
         first += int(match[2] or 1)
     return found
 
 
 def expand_hosts(nodes: str, name: str = "--hosts") -> list[str]:
-    """The hosts of a list in Slurm's shorthand, one each: 'gpu[01-03,7],login' -> gpu01 gpu02 gpu03 gpu7 login.
+    """The hosts of a list in Slurm's shorthand, one each: 'gpu[01-03,7],login' -> gpu01 gpu02 gpu03
+    gpu7 login.
 
-    A host may have several brackets, and text after each: 'rack[0-1]_blade[0-1]-ib'. The last bracket counts fastest.
+    A host may have several brackets, and text after each: 'rack[0-1]_blade[0-1]-ib'. The last
+    bracket counts fastest.
 
     Args:   name: of the variable or option that holds the list, for messages.
-    Raises: LaunchError, one line, for what is no such list, or names no host or more than MOST_HOSTS.
+    Raises: LaunchError, one line, for what is no such list, or names no host or more than
+    MOST_HOSTS.
     """
     hosts: list[str] = []
     for word in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|[\[\]]", nodes):
-        pieces = re.split(r"\[([^\[\]]*)\]", word)       # text, inside of a bracket, text, …
+        pieces = re.split(r"\[([^\[\]]*)\]", word)  # text, inside of a bracket, text, …
         if word in "[]":
-            raise LaunchError(f"{name}={nodes!r:.60}: a bracket is not closed; write gpu[01-03,7],login")
+            raise LaunchError(
+                f"{name}={nodes!r:.60}: a bracket is not closed; write gpu[01-03,7],login"
+            )
         numbers = [_Numbers(inside, f"{name}={nodes!r:.60}") for inside in pieces[1::2]]
         count = len(hosts) + math.prod(choices.count for choices in numbers)
         if count > MOST_HOSTS:
-            raise LaunchError(f"{name}={nodes!r:.60} names {count} hosts or more; at most {MOST_HOSTS} can be named")
+            raise LaunchError(
+                f"{name}={nodes!r:.60} names {count} hosts or more; at most {MOST_HOSTS} can be "
+                "named"
+            )
         for chosen in product(*numbers):
             hosts.append(pieces[0] + "".join(map("".join, zip(chosen, pieces[2::2], strict=True))))
     if not hosts:
@@ -295,15 +436,21 @@ def expand_hosts(nodes: str, name: str = "--hosts") -> list[str]:
 
 
 class _Numbers:
-    """What stands inside a bracket, '01-03,7': 01 02 03 7. Raises: LaunchError, which begins with `where`."""
+    """What stands inside a bracket, '01-03,7': 01 02 03 7. Raises: LaunchError, which begins with
+    `where`."""
 
     def __init__(self, inside: str, where: str) -> None:
         self._ranges: list[tuple[range, int]] = []
         for part in inside.split(","):
             match = re.fullmatch("([0-9]{1,18})(?:-([0-9]{1,18}))?", part)
             if match is None or int(match[2] or match[1]) < int(match[1]):
-                raise LaunchError(f"{where}: {part!r:.40} is neither a number nor a range of numbers, such as 01-03")
-            self._ranges.append((range(int(match[1]), int(match[2] or match[1]) + 1), len(match[1])))
+                raise LaunchError(
+                    f"{where}: {part!r:.40} is neither a number nor a range of numbers, such as "
+                    "01-03"
+                )
+            self._ranges.append(
+                (range(int(match[1]), int(match[2] or match[1]) + 1), len(match[1]))
+            )
 
     @property
     def count(self) -> int:
@@ -314,8 +461,9 @@ class _Numbers:
         return (f"{number:0{width}d}" for numbers, width in self._ranges for number in numbers)
 
 
-def _check_below(launcher: Launcher, variables: Mapping[str, str], low: int, high: int,
-                 names: tuple[str, str]) -> None:
+def _check_below(
+    launcher: Launcher, variables: Mapping[str, str], low: int, high: int, names: tuple[str, str]
+) -> None:
     if not 0 <= low < high:
         values = " but ".join(f"{name}={variables[name]}" for name in names)
         raise LaunchError(f"{launcher.name} contradicts itself: {values}; start the job afresh")
@@ -329,30 +477,46 @@ def _meeting(launcher: Launcher, variables: Mapping[str, str], last: int) -> tup
 
 
 def check_host(name: str, host: str) -> None:
-    """Raise LaunchError, which names the variable, unless its value can be a host's name or address."""
+    """Raise LaunchError, which names the variable, unless its value can be a host's name or
+    address."""
     try:
         known = re.fullmatch(r"[\w.:%-]{1,253}", host) is not None and bool(host.encode("idna"))
     except UnicodeError:
         known = False
     if not known:
-        raise LaunchError(f"{name}={host!r:.60} is neither a host's name nor its address, such as 10.0.0.1")
+        raise LaunchError(
+            f"{name}={host!r:.60} is neither a host's name nor its address, such as 10.0.0.1"
+        )
 
 
 def _text(launcher: Launcher, variables: Mapping[str, str], name: str) -> str:
     if not variables.get(name):
-        raise LaunchError(f"{launcher.marker} is set, as {launcher.name} does, but {name} is missing; start the job "
-                          f"with `{launcher.command}`, or unset {launcher.marker}")
+        raise LaunchError(
+            f"{launcher.marker} is set, as {launcher.name} does, but {name} is missing; start "
+            f"the job with `{launcher.command}`, or unset {launcher.marker}"
+        )
     return variables[name]
 
 
-def _number(launcher: Launcher, variables: Mapping[str, str], name: str, *, least: int = 0,
-            most: int = MOST_RANKS) -> int:
+def _number(
+    launcher: Launcher,
+    variables: Mapping[str, str],
+    name: str,
+    *,
+    least: int = 0,
+    most: int = MOST_RANKS,
+) -> int:
     text = _text(launcher, variables, name)
-    return number_of(name, text, f"{launcher.name} sets it, so start the job afresh", least=least, most=most)
+    return number_of(
+        name, text, f"{launcher.name} sets it, so start the job afresh", least=least, most=most
+    )
 
 
 def number_of(name: str, text: str, remedy: str, *, least: int = 0, most: int = MOST_RANKS) -> int:
-    """The number that a variable holds. Raises: LaunchError, which names the variable, its value and the bounds."""
+    """The number that a variable holds. Raises: LaunchError, which names the variable, its value
+    and the bounds."""
     if not re.fullmatch("[0-9]{1,20}", text) or not least <= int(text) <= most:
-        raise LaunchError(f"{name}={text!r:.60} is not a whole number from {least} to {most}; {remedy}")
+        raise LaunchError(
+            f"{name}={text!r:.60} is not a whole number from {least} to {most}; {remedy}"
+        )
     return int(text)

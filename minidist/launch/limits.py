@@ -7,11 +7,11 @@ The memory limit is a control group of Linux (cgroup), where this user may make 
         cgroup.procs        each rank is written there right after its start
         memory.events       `oom_kill` counts the processes that the kernel has killed for the limit
 
-Version 1 has memory.limit_in_bytes, memory.memsw.limit_in_bytes and memory.oom_control in their place, inside this
-process's own group; it is taken where version 2 has no memory controller.
+Version 1 has memory.limit_in_bytes, memory.memsw.limit_in_bytes and memory.oom_control in their
+place, inside this process's own group; it is taken where version 2 has no memory controller.
 
-The launcher stays outside, so it lives to say why a rank died. A killed launcher leaves its group behind; the next one
-that makes a group beside it removes it, once its processes have ended.
+The launcher stays outside, so it lives to say why a rank died. A killed launcher leaves its group
+behind; the next one that makes a group beside it removes it, once its processes have ended.
 """
 
 import fcntl
@@ -30,17 +30,18 @@ from minidist.comm.health.failure import how_it_ended, say_line
 from minidist.device import cores
 
 PREFIX = "minidist-"
-RUN_FOLDER = "MINIDIST_RUN_FOLDER"      # the folder that a rank's launcher has locked for its job
-FLIGHT = "MINIDIST_FLIGHT"              # the folder of the flight recorders of all ranks
-EMPTY_LIMIT = 2.0       # seconds that a group's last processes may take to be gone
+RUN_FOLDER = "MINIDIST_RUN_FOLDER"  # the folder that a rank's launcher has locked for its job
+FLIGHT = "MINIDIST_FLIGHT"  # the folder of the flight recorders of all ranks
+EMPTY_LIMIT = 2.0  # seconds that a group's last processes may take to be gone
 
 
 class _Files(NamedTuple):
-    """The files of a group: its limit, that of memory and swap or of swap alone, and what counts `oom_kill`."""
+    """The files of a group: its limit, that of memory and swap or of swap alone, and what counts
+    `oom_kill`."""
 
     limit: str
     swap: str
-    no_swap: str        # "": as `limit`
+    no_swap: str  # "": as `limit`
     events: str
 
 
@@ -51,8 +52,10 @@ _V2 = _Files("memory.max", "memory.swap.max", "0", "memory.events")
 class MemoryLimit:
     """A limit for the memory of all ranks that are started here.
 
-    Args:       text: the limit, as messages say it. own: the folder of this process's group (None: the system's).
-    Attributes: problem: why the limit is not enforced; "" if it is. kills: processes that were killed for it.
+    Args:       text: the limit, as messages say it. own: the folder of this process's group (None:
+                the system's).
+    Attributes: problem: why the limit is not enforced; "" if it is. kills: processes that were
+    killed for it.
     """
 
     def __init__(self, nbytes: int, text: str, own: Path | None = None) -> None:
@@ -62,7 +65,8 @@ class MemoryLimit:
         self._files = _V2
 
     def begin(self) -> None:
-        """Make the group; where that cannot be, say so in one line: the job runs without a limit."""
+        """Make the group; where that cannot be, say so in one line: the job runs without a
+        limit."""
         try:
             if self._own is None and (first := first_version()) is not None:
                 self._open(first, _V1)
@@ -76,13 +80,26 @@ class MemoryLimit:
 
     def _make(self, own: Path) -> None:
         """Raises: OSError, whose strerror says why there is no group."""
-        homes = [home for home in (own.parent, own) if "memory" in _words(home / "cgroup.subtree_control")]
+        homes = [
+            home
+            for home in (own.parent, own)
+            if "memory" in _words(home / "cgroup.subtree_control")
+        ]
         if not homes:
-            raise OSError(0, f"no group beside or below {own} may have the memory controller of cgroup v2")
-        usable = [home for home in homes if os.access(home, os.W_OK) and os.access(home / "cgroup.procs", os.W_OK)]
+            raise OSError(
+                0, f"no group beside or below {own} may have the memory controller of cgroup v2"
+            )
+        usable = [
+            home
+            for home in homes
+            if os.access(home, os.W_OK) and os.access(home / "cgroup.procs", os.W_OK)
+        ]
         if not usable:
-            raise OSError(0, f"this user may make no control group in {homes[0]}; under systemd, start the job with "
-                             "`systemd-run --user --scope`")
+            raise OSError(
+                0,
+                f"this user may make no control group in {homes[0]}; under systemd, start the "
+                "job with `systemd-run --user --scope`",
+            )
         self._open(usable[0], _V2)
 
     def _open(self, home: Path, files: "_Files") -> None:
@@ -91,7 +108,7 @@ class MemoryLimit:
         self._files = files
         self.group, self._lock = _locked_group(home)
         (self.group / files.limit).write_text(str(self.nbytes))
-        with suppress(OSError):                             # a kernel without accounts of swap
+        with suppress(OSError):  # a kernel without accounts of swap
             (self.group / files.swap).write_text(files.no_swap or str(self.nbytes))
 
     def enter(self, pid: int) -> None:
@@ -100,7 +117,7 @@ class MemoryLimit:
             return
         try:
             (self.group / "cgroup.procs").write_text(str(pid))
-        except ProcessLookupError:                          # it has ended
+        except ProcessLookupError:  # it has ended
             pass
         except OSError as error:
             self.problem = f"process {pid} cannot be put into {self.group}: {error.strerror}"
@@ -110,12 +127,15 @@ class MemoryLimit:
         """How many processes the kernel has killed for the limit so far."""
         if self.group is not None:
             with suppress(OSError):
-                found = re.search(r"^oom_kill (\d+)", (self.group / self._files.events).read_text(), re.MULTILINE)
+                found = re.search(
+                    r"^oom_kill (\d+)", (self.group / self._files.events).read_text(), re.MULTILINE
+                )
                 self.kills = max(self.kills, int(found[1]) if found else 0)
         return self.kills
 
     def end(self) -> None:
-        """Remove the group, once its processes have ended; a process that outlives its rank keeps it."""
+        """Remove the group, once its processes have ended; a process that outlives its rank keeps
+        it."""
         if self.group is None:
             return
         self.look()
@@ -127,15 +147,20 @@ class MemoryLimit:
 
     def record(self) -> dict[str, object]:
         """For --json."""
-        return {"bytes": self.nbytes, "enforced": not self.problem, "problem": self.problem or None,
-                "killed_processes": self.kills}
+        return {
+            "bytes": self.nbytes,
+            "enforced": not self.problem,
+            "problem": self.problem or None,
+            "killed_processes": self.kills,
+        }
 
 
 @dataclass(frozen=True)
 class Limits:
     """What the ranks that are started here may use.
 
-    Attributes: cores: all, if none are named. memory: None: any. folder: that this process holds for them alone.
+    Attributes: cores: all, if none are named. memory: None: any. folder: that this process holds
+    for them alone.
                 flight: the folder of their flight recorders, or None.
     """
 
@@ -145,7 +170,8 @@ class Limits:
     flight: Path | None = None
 
     def begin(self) -> None:
-        """Before the first rank starts: this process keeps to the cores, too, and the memory limit has its group."""
+        """Before the first rank starts: this process keeps to the cores, too, and the memory limit
+        has its group."""
         if self.cores:
             cores.keep_to(self.cores)
         if self.memory is not None:
@@ -153,9 +179,11 @@ class Limits:
 
     def variables(self) -> dict[str, str]:
         """For the environment of a rank."""
-        return ({cores.VARIABLE: str(len(self.cores))} if self.cores else {}) | (
-            {RUN_FOLDER: os.path.realpath(self.folder)} if self.folder is not None else {}) | (
-            {FLIGHT: os.path.realpath(self.flight)} if self.flight is not None else {})
+        return (
+            ({cores.VARIABLE: str(len(self.cores))} if self.cores else {})
+            | ({RUN_FOLDER: os.path.realpath(self.folder)} if self.folder is not None else {})
+            | ({FLIGHT: os.path.realpath(self.flight)} if self.flight is not None else {})
+        )
 
     def of_rank(self, local_rank: int, ranks: int) -> list[int]:
         """The cores of one of so many ranks of this host; empty: all."""
@@ -175,7 +203,8 @@ class Limits:
     def record(self) -> dict[str, object]:
         """For --json: the limits that there are."""
         return ({"cores": list(self.cores)} if self.cores else {}) | (
-            {"memory_limit": self.memory.record()} if self.memory is not None else {})
+            {"memory_limit": self.memory.record()} if self.memory is not None else {}
+        )
 
     def end(self) -> None:
         """When all ranks have ended."""
@@ -184,8 +213,12 @@ class Limits:
 
 
 def own_group() -> Path:
-    """The folder of this process's group of version 2. Raises: OSError, whose strerror says why there is none."""
-    path = next((line[3:].rstrip("\n") for line in _lines("/proc/self/cgroup") if line.startswith("0::")), None)
+    """The folder of this process's group of version 2. Raises: OSError, whose strerror says why
+    there is none."""
+    path = next(
+        (line[3:].rstrip("\n") for line in _lines("/proc/self/cgroup") if line.startswith("0::")),
+        None,
+    )
     found = None if path is None else _mounted(path, lambda after: after.startswith("cgroup2 "))
     if found is None:
         raise OSError(0, "this system has no control groups of version 2 (cgroup v2)")
@@ -193,21 +226,33 @@ def own_group() -> Path:
 
 
 def first_version() -> Path | None:
-    """The folder of this process's group of version 1, if that has the memory controller, and this user may use it."""
+    """The folder of this process's group of version 1, if that has the memory controller, and this
+    user may use it."""
     words = [line.rstrip("\n").split(":", 2) for line in _lines("/proc/self/cgroup")]
-    path = next((word[2] for word in words if len(word) == 3 and "memory" in word[1].split(",")), None)
-    found = None if path is None else _mounted(
-        path, lambda after: after.startswith("cgroup ") and "memory" in after.split()[-1].split(","))
+    path = next(
+        (word[2] for word in words if len(word) == 3 and "memory" in word[1].split(",")), None
+    )
+    found = (
+        None
+        if path is None
+        else _mounted(
+            path,
+            lambda after: after.startswith("cgroup ") and "memory" in after.split()[-1].split(","),
+        )
+    )
     return found if found is not None and os.access(found, os.W_OK) else None
 
 
 def _mounted(path: str, fits: Callable[[str], bool]) -> Path | None:
-    """Where the group of this path lies, in the hierarchy whose line of mountinfo fits behind its dash."""
+    """Where the group of this path lies, in the hierarchy whose line of mountinfo fits behind its
+    dash."""
     for line in _lines("/proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
         if fits(after) and "/.." not in path:
-            root, mounted = (re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), word)
-                             for word in before.split()[3:5])
+            root, mounted = (
+                re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), word)
+                for word in before.split()[3:5]
+            )
             return Path(mounted, os.path.relpath(path, root)) if path != root else Path(mounted)
     return None
 
@@ -223,7 +268,8 @@ def limit_here() -> int | None:
 
 
 def _locked_group(home: Path) -> tuple[Path, int]:
-    """A new group and the descriptor that holds its lock; made again if a sweep was faster than the lock."""
+    """A new group and the descriptor that holds its lock; made again if a sweep was faster than the
+    lock."""
     while True:
         group = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=home))
         with suppress(FileNotFoundError):

@@ -1,21 +1,27 @@
-"""This process's place in the job its launcher started: md.init joins, the end of the process leaves.
+"""This process's place in the job its launcher started: md.init joins, the end of the process
+leaves.
 
-A process belongs to one launcher's job, as it belongs to one MPI_COMM_WORLD: the module keeps that one membership, and
-all other groups are passed as arguments. How a rank ends, and what the others see:
+A process belongs to one launcher's job, as it belongs to one MPI_COMM_WORLD: the module keeps that
+one membership, and all other groups are passed as arguments. How a rank ends, and what the others
+see:
 
     returns                       goodbye to the monitor; nothing is said
-    an uncaught exception         its traceback with the rank's name, once; every other rank's wait raises
-                                  PeerLostError, which it says in one line
+    an uncaught exception         its traceback with the rank's name, once; every other rank's wait
+                                  raises PeerLostError, which it says in one line
     ConfigError                   one line in the whole job, exit status 2
-    sys.exit(3), os._exit, kill   the monitor says which rank ended, and how; sys.exit(256), which a system takes for 0,
-                                  is status 1
-    told to stop, work saved      goodbye, and exit status 75 (try again): of a rank that has said saves_when_told
+    sys.exit(3), os._exit, kill   the monitor says which rank ended, and how; sys.exit(256), which a
+                                  system takes for 0, is status 1
+    told to stop, work saved      goodbye, and exit status 75 (try again): of a rank that has said
+                                  saves_when_told
     a started call that fails     as an uncaught exception, also where no rank ever waited for it
     its launcher is told to stop  nothing; the launcher says it
-    a thread that never ends      the monitor names rank and thread, `limit` s after the main thread (early_exits.py)
-    crashes after its goodbye     the launcher says which process; under mpirun the monitor names the rank (crash.py)
+    a thread that never ends      the monitor names rank and thread, `limit` s after the main thread
+                                  (early_exits.py)
+    crashes after its goodbye     the launcher says which process; under mpirun the monitor names
+                                  the rank (crash.py)
 
-Under mpirun a process that fails must not reach MPI_Finalize, which waits for all: it calls MPI_Abort.
+Under mpirun a process that fails must not reach MPI_Finalize, which waits for all: it calls
+MPI_Abort.
 """
 
 import atexit
@@ -33,7 +39,16 @@ from threadpoolctl import ThreadpoolController
 
 from minidist.comm.cost.link_model import Profile, load_profile
 from minidist.comm.group import Group
-from minidist.comm.health.failure import AGAIN, ENDING, LAUNCHER, Failure, ending, say_line, within, words
+from minidist.comm.health.failure import (
+    AGAIN,
+    ENDING,
+    LAUNCHER,
+    Failure,
+    ending,
+    say_line,
+    within,
+    words,
+)
 from minidist.comm.health.process_state import PATIENCE
 from minidist.comm.ledger import Ledger
 from minidist.comm.transports.progress.mailbox import loopback
@@ -51,9 +66,9 @@ from minidist.launch.launchers import Launch, detect, nodes_of
 from minidist.launch.mpi_init import abort_mpi, mpi_world, watched
 from minidist.launch.which_mpi import cannot_meet, find_launch, refusal, remark
 
-FAREWELL = 0.5      # seconds a failed rank waits for the others to have said their line
-_POLL = 0.01        # seconds between looks at MPI of a rank that waits for the others' goodbyes
-REPORT_LIMIT = 30.0 # seconds a rank that fails before md.init tries to say so
+FAREWELL = 0.5  # seconds a failed rank waits for the others to have said their line
+_POLL = 0.01  # seconds between looks at MPI of a rank that waits for the others' goodbyes
+REPORT_LIMIT = 30.0  # seconds a rank that fails before md.init tries to say so
 
 
 class Membership:
@@ -63,12 +78,13 @@ class Membership:
         self.launch, self.transport, self.patience = launch, transport, patience
         self.joined: Joined | None = None
         self.world: Group | None = None
-        self.status = 0             # the exit status, as far as it is known
-        self.exit: SystemExit | None = None     # by which the process is ending
+        self.status = 0  # the exit status, as far as it is known
+        self.exit: SystemExit | None = None  # by which the process is ending
         self.failed = False
-        self.saves = False          # it ends by itself, with AGAIN, when it is told to stop
-        self.quiet = False          # another process prints its failure
-        self.importing = ""         # the script that a rank of run(transport="mpi") is importing for its function
+        self.saves = False  # it ends by itself, with AGAIN, when it is told to stop
+        self.quiet = False  # another process prints its failure
+        # the script that a rank of run(transport="mpi") is importing for its function
+        self.importing = ""
         self._process, self._left = os.getpid(), False
 
     def join(self, name: str, limit: float) -> Group:
@@ -78,34 +94,51 @@ class Membership:
             raise refusal(launch)
         with watched(launch, limit, self.patience) as initialised:
             joined = self.find_monitor(limit, initialised)
-            profile = load_profile() if launch.world_rank == 0 else None    # rank 0's: all must choose alike
+            # rank 0's: all must choose alike
+            profile = load_profile() if launch.world_rank == 0 else None
             try:
-                infos = joined.link.meet({"transport": name, "host": platform.node(),
-                                          "node": launch.node_rank if launch.numbers_nodes else None,
-                                          "local": (launch.local_rank, launch.local_size) if launch.knows_places
-                                          else None,
-                                          "monitor": (joined.link.address[0], joined.link.beside_monitor),
-                                          "profile": profile and profile.as_json()})
+                infos = joined.link.meet(
+                    {
+                        "transport": name,
+                        "host": platform.node(),
+                        "node": launch.node_rank if launch.numbers_nodes else None,
+                        "local": (launch.local_rank, launch.local_size)
+                        if launch.knows_places
+                        else None,
+                        "monitor": (joined.link.address[0], joined.link.beside_monitor),
+                        "profile": profile and profile.as_json(),
+                    }
+                )
             finally:
                 if joined.file is not None:
-                    joined.file.remove()                    # all ranks have met, or never will
+                    joined.file.remove()  # all ranks have met, or never will
             for helper in joined.helpers:
                 helper.met = True
         chosen = sorted({info["transport"] for info in infos})
         if len(chosen) > 1:
-            raise LaunchError(f"the ranks chose different transports: {', '.join(chosen)}; give all the same one")
+            raise LaunchError(
+                f"the ranks chose different transports: {', '.join(chosen)}; give all the same one"
+            )
         if name == "mpi" and not launch.by_mpirun:
-            raise LaunchError(f"transport 'mpi' needs ranks that mpirun started, and {launch.launcher} started these; "
-                              "use auto, or start the program with mpirun")
+            raise LaunchError(
+                f"transport 'mpi' needs ranks that mpirun started, and {launch.launcher} started "
+                "these; use auto, or start the program with mpirun"
+            )
         nodes = nodes_of(infos)
         self.launch = launch.placed(nodes)
-        if joined.link.beside_monitor:                      # ranks of other hosts know where this host is reached
-            joined.link.local_host = next((address for address, beside in (info["monitor"] for info in infos)
-                                           if not beside), joined.link.local_host)
-        transport = transports.build(name, joined.link, joined.token, limit, node=nodes[launch.world_rank])
+        if joined.link.beside_monitor:  # ranks of other hosts know where this host is reached
+            joined.link.local_host = next(
+                (address for address, beside in (info["monitor"] for info in infos) if not beside),
+                joined.link.local_host,
+            )
+        transport = transports.build(
+            name, joined.link, joined.token, limit, node=nodes[launch.world_rank]
+        )
         joined.link.attach(transport.waits, transport.abort, transport.lose)
         transport.profile = infos[0]["profile"] and Profile.from_json(infos[0]["profile"])
-        world = Group(transport, Ledger(launch.world_rank), tuple(range(launch.world_size)), nodes=nodes)
+        world = Group(
+            transport, Ledger(launch.world_rank), tuple(range(launch.world_size)), nodes=nodes
+        )
         begin_flight(world)
         return world
 
@@ -119,13 +152,15 @@ class Membership:
         return self._left or self.failed
 
     def saves_when_told(self) -> None:
-        """From now on a SIGTERM has this rank save its work and end with AGAIN; its launcher passes one on."""
+        """From now on a SIGTERM has this rank save its work and end with AGAIN; its launcher passes
+        one on."""
         self.saves = True
         if self.joined is not None:
             self.joined.link.saves_when_told()
 
     def find_monitor(self, limit: float, initialised: Callable[[], None]) -> Joined:
-        """Connect to the job's monitor; from then on the others hear of our end. Calls `initialised` after MPI_Init."""
+        """Connect to the job's monitor; from then on the others hear of our end. Calls
+        `initialised` after MPI_Init."""
         if self.launch.by_mpirun:
             mpi_world(self.launch)
         initialised()
@@ -133,12 +168,13 @@ class Membership:
         return self.joined
 
     def fail(self, error: BaseException) -> bool:
-        """Tell the job that this process fails with `error`; returns whether it is the first failure."""
+        """Tell the job that this process fails with `error`; returns whether it is the first
+        failure."""
         self.failed, self.status = True, Failure.by_exception(error, self.launch.world_rank).status
         if self.world is not None:
             self.world.ledger.flight.end(*ending(error))
         if self.joined is None:
-            return self.launch.world_rank == 0              # not met yet: every rank sees the same mistake
+            return self.launch.world_rank == 0  # not met yet: every rank sees the same mistake
         first = self.joined.link.report(error)
         if not first and (loss := self.joined.link.wait_for_loss(FAREWELL)) is not None:
             self.status = loss.status
@@ -152,32 +188,44 @@ class Membership:
         if first and isinstance(error, ConfigError):
             text = f"minidist: {error}"
         elif first:
-            text = (f"minidist: rank {rank} of {size} (process {os.getpid()} on {platform.node()}) failed:\n"
-                    + "".join(traceback.format_exception(error)).rstrip())
-        elif self.status == 2:                              # bad input is one line, said by the first
+            text = (
+                f"minidist: rank {rank} of {size} (process {os.getpid()} on {platform.node()}) "
+                "failed:\n" + "".join(traceback.format_exception(error)).rstrip()
+            )
+        elif self.status == 2:  # bad input is one line, said by the first
             return
         else:
             cause = self.joined.link.loss if self.joined is not None else None
             if cause is not None and cause.world_rank == LAUNCHER:
                 return
-            said = f"PeerLostError: {within(cause, error)}" if cause else f"{type(error).__name__}: {words(error)}"
+            said = (
+                f"PeerLostError: {within(cause, error)}"
+                if cause
+                else f"{type(error).__name__}: {words(error)}"
+            )
             text = f"minidist: rank {rank} stops: {said.splitlines()[0]}"
         say_line(text)
 
     def leave(self) -> None:
-        """At the end of the process, not of its children: release everything; say goodbye, or end a failed job."""
+        """At the end of the process, not of its children: release everything; say goodbye, or end a
+        failed job."""
         if not self.is_this_process() and self.launch.by_mpirun:
             flush_output()
-            os._exit(self.status)                           # MPI_Finalize would be called in the rank's name
+            os._exit(self.status)  # MPI_Finalize would be called in the rank's name
         if self._left or not self.is_this_process():
             return
         self._left, victim, late = True, False, False
-        if self.exit is not None and self.status and not self.failed and not (self.saves and self.status == AGAIN):
+        if (
+            self.exit is not None
+            and self.status
+            and not self.failed
+            and not (self.saves and self.status == AGAIN)
+        ):
             self.fail(self.exit)
         if self.world is not None and not self.failed:
             try:
                 self.world.close()
-            except BaseException as error:                  # of a started call; Python would ignore it here
+            except BaseException as error:  # of a started call; Python would ignore it here
                 self.say(error, self.fail(error))
                 late = True
         if self.joined is not None:
@@ -186,26 +234,26 @@ class Membership:
             if not self.failed and not victim:
                 link.goodbye(together=self.launch.by_mpirun)
             elif not victim:
-                link.wait_until_released(FAREWELL)          # let the others speak before we end them
+                link.wait_until_released(FAREWELL)  # let the others speak before we end them
         if self.world is not None:
-            self.world.transport.close()                    # after the goodbye, so that no abort meets a closed one
+            self.world.transport.close()  # after the goodbye, so that no abort meets a closed one
         if self.joined is not None:
             together = self.launch.by_mpirun and not (self.failed or victim)
             if together:
-                while not link.wait_for_all(_POLL):         # where MPI_Finalize would wait, deaf
+                while not link.wait_for_all(_POLL):  # where MPI_Finalize would wait, deaf
                     transports.progress_mpi()
                 victim = link.loss is not None
             link.close(crashes=together and not victim)
         if (self.failed or victim) and self.launch.by_mpirun:
             if victim:
-                time.sleep(4 * FAREWELL)                    # the rank that is the cause prints, then ends all
+                time.sleep(4 * FAREWELL)  # the rank that is the cause prints, then ends all
             abort_mpi(self.status or 1)
         for helper in self.joined.helpers if self.joined is not None else ():
             helper.close()
         if late:
             flush_output()
             os._exit(self.status)
-        if self.joined is not None:                         # other exit handlers, and MPI_Finalize, come now
+        if self.joined is not None:  # other exit handlers, and MPI_Finalize, come now
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(ENDING)
 
@@ -221,24 +269,36 @@ def as_rank(world: Group, fn: Callable[..., Any], *args: Any) -> Any:
     return fn(world, *args)
 
 
-def init(*, transport: str | None = None, limit: float = 120.0, threads: int | None = None,
-         patience: float = PATIENCE) -> Group:
-    """Join the job that mpirun, srun, torchrun, `minidist launch` or an operator (env://) started; alone: of size 1.
+def init(
+    *,
+    transport: str | None = None,
+    limit: float = 120.0,
+    threads: int | None = None,
+    patience: float = PATIENCE,
+) -> Group:
+    """Join the job that mpirun, srun, torchrun, `minidist launch` or an operator (env://) started;
+    alone: of size 1.
 
     Args:
-        transport: "auto" (shared memory inside a host, TCP between hosts), "tcp", "shm", "mpi" or "nccl"; left out:
-            "mpi" under mpirun, else "auto", also under Open MPI's mpirun where mpi4py has another MPI (which_mpi.py).
-            The group's transport.name says what that gave: "shm", "shm+tcp", ….
+        transport: "auto" (shared memory inside a host, TCP between hosts), "tcp", "shm", "mpi" or
+        "nccl"; left out:
+            "mpi" under mpirun, else "auto", also under Open MPI's mpirun where mpi4py has another
+            MPI (which_mpi.py). The group's transport.name says what that gave: "shm", "shm+tcp", ….
         limit: seconds that joining, and later any wait, may last.
-        threads: BLAS threads of this rank; left out: cores // ranks on this host if there are several ranks.
-        patience: seconds that a rank's process may be stopped (SIGSTOP) before it is lost, where rank 0 starts the
-            monitor: under mpirun, torchrun and srun. `minidist launch` and md.run have an option of their own.
-    Returns: the Group of all ranks; the same one when called again, and in a function that md.run runs.
+        threads: BLAS threads of this rank; left out: cores // ranks on this host if there are
+        several ranks.
+        patience: seconds that a rank's process may be stopped (SIGSTOP) before it is lost, where
+        rank 0 starts the
+            monitor: under mpirun, torchrun and srun. `minidist launch` and md.run have an option of
+            their own.
+    Returns: the Group of all ranks; the same one when called again, and in a function that md.run
+    runs.
     Raises:
-        LaunchError if the launcher's variables or the ranks' choices contradict each other, if mpirun is another MPI's,
-        or if the job's port is taken; ConfigError if rank 0's communication profile cannot be read; HandshakeError,
-        TimeoutError (naming the missing ranks) if joining fails. Under mpirun a rank that ends before md.init, or does
-        not come within `limit`, ends the whole job, with one line that names it: MPI_Init cannot be left.
+        LaunchError if the launcher's variables or the ranks' choices contradict each other, if
+        mpirun is another MPI's, or if the job's port is taken; ConfigError if rank 0's
+        communication profile cannot be read; HandshakeError, TimeoutError (naming the missing
+        ranks) if joining fails. Under mpirun a rank that ends before md.init, or does not come
+        within `limit`, ends the whole job, with one line that names it: MPI_Init cannot be left.
     """
     global _membership
     limit = check_seconds("init", "limit", limit)
@@ -249,11 +309,15 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
         transport = check_word("init", "transport", transport)
     if (running := _running.get()) is not None:
         if transport not in (None, "auto", running.transport.name):
-            raise LaunchError(f"init(transport={transport!r}): this is a rank of md.run, which joined over "
-                              f"{running.transport.name!r}")
+            raise LaunchError(
+                f"init(transport={transport!r}): this is a rank of md.run, which joined over "
+                f"{running.transport.name!r}"
+            )
         return running
     if transport is not None:
-        transport = transports.current_name(transport, speaks=_membership is None and detect().world_rank == 0)
+        transport = transports.current_name(
+            transport, speaks=_membership is None and detect().world_rank == 0
+        )
         if _membership is not None:
             transports.check_name(transport, transports.PROCESSES + transports.THREADS)
     if _membership is None:
@@ -262,7 +326,9 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
         launch = replace(launch, mpi_by_srun=launch.launcher == "slurm" and name == "mpi")
         if launch.other_mpi and transport is None and launch.world_rank == 0:
             say_line(remark(launch))
-        transports.check_name(name, transports.PROCESSES + (transports.THREADS if launch.alone else ()))
+        transports.check_name(
+            name, transports.PROCESSES + (transports.THREADS if launch.alone else ())
+        )
         _membership = Membership(launch, name, patience)
         if launch.alone:
             _membership.world = Group(loopback(0, limit), Ledger(0), (0,))
@@ -281,14 +347,20 @@ def init(*, transport: str | None = None, limit: float = 120.0, threads: int | N
                 limit_blas_threads(threads, _membership.launch.local_size)
     world = _membership.world
     if world is None:
-        raise LaunchError("this process could not join its job before and cannot try again; start the job afresh")
+        raise LaunchError(
+            "this process could not join its job before and cannot try again; start the job afresh"
+        )
     if transport not in (None, _membership.transport, world.transport.name) and world.size > 1:
-        raise LaunchError(f"init(transport={transport!r}): this process joined its job over {_membership.transport!r}")
+        raise LaunchError(
+            f"init(transport={transport!r}): this process joined its job over "
+            f"{_membership.transport!r}"
+        )
     return world
 
 
 def adopt(membership: Membership) -> Membership:
-    """Make this the process's membership; its launch, its monitor and its world may change (generations.py)."""
+    """Make this the process's membership; its launch, its monitor and its world may change
+    (generations.py)."""
     global _membership
     watch_exits(membership)
     _membership = membership
@@ -303,8 +375,9 @@ def current() -> Membership | None:
 def speaks_first(error: BaseException, *, everywhere: bool = False) -> bool:
     """Report `error` as the end of this rank; whether it is this rank that should print it.
 
-    The monitor decides: the first rank to report speaks. A rank that fails before md.init joins to report, because the
-    others would wait for it (MPI_Init for ever). An error that happens `everywhere` is rank 0's to print.
+    The monitor decides: the first rank to report speaks. A rank that fails before md.init joins to
+    report, because the others would wait for it (MPI_Init for ever). An error that happens
+    `everywhere` is rank 0's to print.
     """
     global _membership
     try:
@@ -318,7 +391,11 @@ def speaks_first(error: BaseException, *, everywhere: bool = False) -> bool:
                 _membership.find_monitor(REPORT_LIMIT, initialised)
     except (LaunchError, CommError):
         return _membership is None or _membership.launch.world_rank == 0
-    return _membership.fail(error) and not _membership.quiet and not _said_by_launcher(error, _membership.launch)
+    return (
+        _membership.fail(error)
+        and not _membership.quiet
+        and not _said_by_launcher(error, _membership.launch)
+    )
 
 
 def _said_by_launcher(error: BaseException, launch: Launch) -> bool:
@@ -327,16 +404,20 @@ def _said_by_launcher(error: BaseException, launch: Launch) -> bool:
 
 
 def _let_interrupts_in() -> None:
-    """Our launcher starts ranks with SIGINT blocked: a program whose imports Ctrl-C breaks off says up to 70 lines."""
+    """Our launcher starts ranks with SIGINT blocked: a program whose imports Ctrl-C breaks off says
+    up to 70 lines."""
     if signal.SIGINT in signal.sigpending():
-        raise SystemExit(130)                               # the launcher has said it
+        raise SystemExit(130)  # the launcher has said it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def limit_blas_threads(threads: int | None, local_size: int, libraries: ThreadpoolController | None = None) -> int:
+def limit_blas_threads(
+    threads: int | None, local_size: int, libraries: ThreadpoolController | None = None
+) -> int:
     """Give each rank its share of the cores; returns the threads this rank may use.
 
-    Args: libraries: those of this process, which take milliseconds to find; looked for where left out.
+    Args: libraries: those of this process, which take milliseconds to find; looked for where left
+    out.
     """
     count = threads or max(1, of_all_ranks() // local_size)
     (libraries or ThreadpoolController()).limit(limits=count, user_api="blas")

@@ -1,19 +1,23 @@
-"""MPI_Init waits for every rank of the job, also for one that has ended: here it gets a limit, and names the missing.
+"""MPI_Init waits for every rank of the job, also for one that has ended: here it gets a limit, and
+names the missing.
 
-MPI_Init holds the interpreter, so no thread of a rank can watch it. A forked child of each rank does, and goes on until
-all ranks have met at the monitor, which hears of every end from then on, also where mpirun does not (lesson 01).
-mpirun's agent on a host (MPICH's hydra_pmi_proxy) is the parent of all ranks there, and the kernel says the rest:
+MPI_Init holds the interpreter, so no thread of a rank can watch it. A forked child of each rank
+does, and goes on until all ranks have met at the monitor, which hears of every end from then on,
+also where mpirun does not (lesson 01). mpirun's agent on a host (MPICH's hydra_pmi_proxy) is the
+parent of all ranks there, and the kernel says the rest:
 
     a rank that                              is known by
     has ended (an exception, sys.exit, …)    the agent has fewer children than ranks
     is stopped (SIGSTOP)                     its process has been so for the patience
-    sleeps, computes                         at the limit it has not mapped MPICH's shared memory, as MPI_Init does
-    waits in MPI_Finalize for the others     it has mapped it, and Python has taken back its handler of SIGINT
+    sleeps, computes                         at the limit it has not mapped MPICH's shared memory,
+                                             as MPI_Init does
+    waits in MPI_Finalize for the others     it has mapped it, and Python has taken back its handler
+                                             of SIGINT
     is on another host, or of another MPI    at the limit no rank of this host is missing
 
-One rank of the host says it in one line, and ends the job through mpirun. A rank in MPI_Finalize is only named, because
-a program may give up that handler too; the limit ends the job. MPICH's shared memory has a name in /dev/shm until then;
-the child also removes it if the rank is killed meanwhile.
+One rank of the host says it in one line, and ends the job through mpirun. A rank in MPI_Finalize is
+only named, because a program may give up that handler too; the limit ends the job. MPICH's shared
+memory has a name in /dev/shm until then; the child also removes it if the rank is killed meanwhile.
 """
 
 import contextlib
@@ -48,21 +52,31 @@ from minidist.launch.children import Forked, flush_output
 from minidist.launch.launchers import Launch, detect
 
 SHM = "/dev/shm"
-MPICH_BYTES = 1_061_440     # of /dev/shm that MPICH takes for each rank of a host
-UCX_BYTES = 4_333_568       # that UCX, on which it stands, takes for each rank, where UCX_FREE bytes are free
+MPICH_BYTES = 1_061_440  # of /dev/shm that MPICH takes for each rank of a host
+# that UCX, on which it stands, takes for each rank, where UCX_FREE bytes are free
+UCX_BYTES = 4_333_568
 UCX_FREE = 16 << 20
-_LOOK = 0.02        # seconds between two looks
-_STOPS = 0.2        # seconds between two looks for ranks that are stopped
-_SETTLE = 0.2       # seconds for others to end, or to come after all
-_GRACE = 1.0        # seconds that mpirun gets to read a line, and to end the job; between looks for MPI_Finalize
-_STATES = {"R": "running", "S": "sleeping", "D": "waiting for a disk", "T": "stopped", "t": "held by a debugger"}
+_LOOK = 0.02  # seconds between two looks
+_STOPS = 0.2  # seconds between two looks for ranks that are stopped
+_SETTLE = 0.2  # seconds for others to end, or to come after all
+# seconds that mpirun gets to read a line, and to end the job; between looks for MPI_Finalize
+_GRACE = 1.0
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "waiting for a disk",
+    "T": "stopped",
+    "t": "held by a debugger",
+}
 
 
 def mpi_world(launch: Launch) -> Any:
     """MPI_COMM_WORLD, if it is the world that mpirun started.
 
-    Raises: LaunchError if mpi4py belongs to another MPI than mpirun, or srun did not say by --mpi how its tasks meet:
-            then each process is a world of its own; or if MPICH would be killed by its first look at what it needs.
+    Raises: LaunchError if mpi4py belongs to another MPI than mpirun, or srun did not say by --mpi
+    how its tasks meet:
+            then each process is a world of its own; or if MPICH would be killed by its first look
+            at what it needs.
     """
     if launch.launcher != "openmpi" and not _is_initialized():
         check_pmi()
@@ -70,17 +84,22 @@ def mpi_world(launch: Launch) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "suspicious MPI execution environment", RuntimeWarning)
         from mpi4py import MPI
-        if not MPI.Is_initialized():                        # imported by which_mpi.py
+
+        if not MPI.Is_initialized():  # imported by which_mpi.py
             MPI.Init_thread()
     if MPI.COMM_WORLD.size != launch.world_size:
         library = MPI.Get_library_version().splitlines()[0].strip().rstrip("\x00")
         if launch.mpi_by_srun:
-            raise LaunchError(f"srun started {launch.world_size} tasks, but mpi4py ({library}) sees "
-                              f"{MPI.COMM_WORLD.size}: give srun --mpi=pmi2 for MPICH, --mpi=pmix for Open MPI, or "
-                              "take transport auto")
-        raise LaunchError(f"mpirun started {launch.world_size} ranks, but mpi4py ({library}) sees "
-                          f"{MPI.COMM_WORLD.size}: that mpirun belongs to another MPI; use the one beside this Python "
-                          "(`pip install mpich`), or `minidist launch`")
+            raise LaunchError(
+                f"srun started {launch.world_size} tasks, but mpi4py ({library}) sees "
+                f"{MPI.COMM_WORLD.size}: give srun --mpi=pmi2 for MPICH, --mpi=pmix for Open "
+                "MPI, or take transport auto"
+            )
+        raise LaunchError(
+            f"mpirun started {launch.world_size} ranks, but mpi4py ({library}) sees "
+            f"{MPI.COMM_WORLD.size}: that mpirun belongs to another MPI; use the one beside this "
+            "Python (`pip install mpich`), or `minidist launch`"
+        )
     return MPI.COMM_WORLD
 
 
@@ -91,25 +110,35 @@ def _is_initialized() -> bool:
 
 
 def check_pmi() -> None:
-    """Raise LaunchError if PMI_FD or PMI_PORT cannot be what mpirun set: MPI_Init would end the process."""
+    """Raise LaunchError if PMI_FD or PMI_PORT cannot be what mpirun set: MPI_Init would end the
+    process."""
     file, port = os.environ.get("PMI_FD"), os.environ.get("PMI_PORT")
     if file is not None and not _is_socket(file):
-        raise LaunchError(f"PMI_FD={file!r:.60} is not the number of an open socket; mpirun sets it, for the ranks "
-                          "that it starts and not for what they start, so start the job afresh")
+        raise LaunchError(
+            f"PMI_FD={file!r:.60} is not the number of an open socket; mpirun sets it, for the "
+            "ranks that it starts and not for what they start, so start the job afresh"
+        )
     if file is None and port is not None and not re.fullmatch(r"[\w.:%-]{1,253}:[0-9]{1,5}", port):
-        raise LaunchError(f"PMI_PORT={port!r:.60} needs the form host:port; mpirun sets it, so start the job afresh")
+        raise LaunchError(
+            f"PMI_PORT={port!r:.60} needs the form host:port; mpirun sets it, so start the job "
+            "afresh"
+        )
 
 
 def _is_socket(number: str) -> bool:
     with contextlib.suppress(OSError, OverflowError):
-        return re.fullmatch("[0-9]{1,9}", number) is not None and stat.S_ISSOCK(os.fstat(int(number)).st_mode)
+        return re.fullmatch("[0-9]{1,9}", number) is not None and stat.S_ISSOCK(
+            os.fstat(int(number)).st_mode
+        )
     return False
 
 
 def make_room(ranks: int) -> None:
-    """Before MPI_Init: keep UCX off /dev/shm where it is small; MPICH can do without UCX's part of it.
+    """Before MPI_Init: keep UCX off /dev/shm where it is small; MPICH can do without UCX's part of
+    it.
 
-    UCX takes its part wherever it finds UCX_FREE bytes free, and dies if another rank was faster to take them.
+    UCX takes its part wherever it finds UCX_FREE bytes free, and dies if another rank was faster to
+    take them.
     Raises: LaunchError if there is no room for MPICH's own part.
     """
     if problem := shortage(ranks):
@@ -119,13 +148,17 @@ def make_room(ranks: int) -> None:
 
 
 def shortage(ranks: int) -> str:
-    """What is missing, if MPICH would die of a full /dev/shm with so many ranks on this host; else ""."""
+    """What is missing, if MPICH would die of a full /dev/shm with so many ranks on this host; else
+    ""."""
     needed, free = ranks * MPICH_BYTES, _free_bytes()
-    if free >= needed or any(Path(SHM).glob("mpich_shm_*")):        # of this job, it may be: then it has its room
+    # of this job, it may be: then it has its room
+    if free >= needed or any(Path(SHM).glob("mpich_shm_*")):
         return ""
-    return (f"MPICH needs {needed / 2**20:.1f} MiB of {SHM} for {ranks} ranks on {platform.node()}, and "
-            f"{free / 2**20:.1f} MiB are free; make it larger (in Docker: --shm-size 1g), or start the job with "
-            "`minidist launch`, which does without")
+    return (
+        f"MPICH needs {needed / 2**20:.1f} MiB of {SHM} for {ranks} ranks on {platform.node()}, "
+        f"and {free / 2**20:.1f} MiB are free; make it larger (in Docker: --shm-size 1g), or "
+        "start the job with `minidist launch`, which does without"
+    )
 
 
 def _free_bytes() -> float:
@@ -138,9 +171,14 @@ def _free_bytes() -> float:
 
 
 def shared_memory(pid: int) -> set[str]:
-    """The files of MPICH's shared memory that a process has mapped; none where the system does not say."""
+    """The files of MPICH's shared memory that a process has mapped; none where the system does not
+    say."""
     with contextlib.suppress(OSError):
-        return set(re.findall(r"/dev/shm/mpich_shm_\w+", Path(f"/proc/{pid}/maps").read_text(errors="replace")))
+        return set(
+            re.findall(
+                r"/dev/shm/mpich_shm_\w+", Path(f"/proc/{pid}/maps").read_text(errors="replace")
+            )
+        )
     return set()
 
 
@@ -152,11 +190,14 @@ def unlink(names: set[str]) -> None:
 
 
 @contextlib.contextmanager
-def watched(launch: Launch, limit: float, patience: float = PATIENCE) -> Iterator[Callable[[], None]]:
-    """Inside, MPI_Init happens, what is given is called when it is over, and all ranks meet. For mpirun's ranks only.
+def watched(
+    launch: Launch, limit: float, patience: float = PATIENCE
+) -> Iterator[Callable[[], None]]:
+    """Inside, MPI_Init happens, what is given is called when it is over, and all ranks meet. For
+    mpirun's ranks only.
 
-    A rank that has not come to MPI_Init within `limit` seconds, or ends before the ranks have met, or is
-    stopped (SIGSTOP) for `patience` seconds, ends the job: no exception is raised.
+    A rank that has not come to MPI_Init within `limit` seconds, or ends before the ranks have met,
+    or is stopped (SIGSTOP) for `patience` seconds, ends the job: no exception is raised.
     """
     if not launch.by_mpirun:
         yield lambda: None
@@ -165,7 +206,7 @@ def watched(launch: Launch, limit: float, patience: float = PATIENCE) -> Iterato
     rank = os.getpid()
 
     def watch() -> int:
-        os.setsid()                                         # what mpirun or the terminal sends is for the rank
+        os.setsid()  # what mpirun or the terminal sends is for the rank
         os.close(end)
         InitWatch(launch, limit, rank, over, patience).run()
         return 0
@@ -177,80 +218,92 @@ def watched(launch: Launch, limit: float, patience: float = PATIENCE) -> Iterato
         _write(end, b".")
     finally:
         os.close(end)
-        unlink(shared_memory(os.getpid()))                  # every rank has mapped it
-        with contextlib.suppress(ChildProcessError):        # the program's own handler of SIGCHLD was quicker
+        unlink(shared_memory(os.getpid()))  # every rank has mapped it
+        # the program's own handler of SIGCHLD was quicker
+        with contextlib.suppress(ChildProcessError):
             os.waitpid(child.pid, 0)
 
 
 def _write(file: int, word: bytes) -> None:
-    with contextlib.suppress(OSError):                      # the child has gone
+    with contextlib.suppress(OSError):  # the child has gone
         os.write(file, word)
 
 
 class InitWatch:
-    """In the child: watches until `over` says that process `rank` has met the others, or that it is gone."""
+    """In the child: watches until `over` says that process `rank` has met the others, or that it is
+    gone."""
 
-    def __init__(self, launch: Launch, limit: float, rank: int, over: int,
-                 patience: float = PATIENCE) -> None:
+    def __init__(
+        self, launch: Launch, limit: float, rank: int, over: int, patience: float = PATIENCE
+    ) -> None:
         self._launch, self._limit, self._rank, self._over = launch, limit, rank, over
         self._deadline = time.monotonic() + limit
-        self._agent = parent_of(os.getsid(rank))            # mpirun begins a session with each rank
+        self._agent = parent_of(os.getsid(rank))  # mpirun begins a session with each rank
         self._names: set[str] = set()
         self._first: bool | None = None
-        self._leaving: set[int] | None = set()              # ranks seen in MPI_Finalize; None: that is said
+        self._leaving: set[int] | None = set()  # ranks seen in MPI_Finalize; None: that is said
         self._looked = 0.0
         self._stops = ProcessLooks(patience)
-        self._frozen: dict[int, int] = {}                   # the ranks found so, and their processes
+        self._frozen: dict[int, int] = {}  # the ranks found so, and their processes
 
     def run(self) -> None:
         heard = None
         while heard is None:
             heard = self._hear(_LOOK)
             self._names = self._names or shared_memory(self._rank)
-            started = bool(self._names)             # mpirun's agent has started all ranks before it serves one of them
+            # mpirun's agent has started all ranks before it serves one of them
+            started = bool(self._names)
             missing = started and (self._ended() or self._look_for_stops())
             if heard is None and (missing or time.monotonic() > self._deadline):
                 heard = self._end_job()
-            elif heard is None and self._deadline == math.inf and time.monotonic() - self._looked > _GRACE:
+            elif (
+                heard is None
+                and self._deadline == math.inf
+                and time.monotonic() - self._looked > _GRACE
+            ):
                 self._look_at_finalize()
         if not heard:
             unlink(self._names)
 
     def _hear(self, limit: float) -> bytes | None:
-        """What comes within `limit` s: b"." when all have met, b"" when the rank is gone or fails; None if nothing."""
+        """What comes within `limit` s: b"." when all have met, b"" when the rank is gone or fails;
+        None if nothing."""
         poll = select.poll()
         poll.register(self._over, select.POLLIN)
         heard = os.read(self._over, 1) if poll.poll(1000 * limit) else None
-        if heard == b"i":                                   # MPI_Init is over; what comes now has limits of its own
+        if heard == b"i":  # MPI_Init is over; what comes now has limits of its own
             self._deadline, self._looked, heard = math.inf, time.monotonic(), None
         return heard
 
     def _end_job(self) -> bytes:
         """Say which ranks are missing, and have mpirun end every rank."""
         heard = self._hear(_SETTLE)
-        if heard is not None:                               # they have come; or mpirun ends the job, and says why
+        if heard is not None:  # they have come; or mpirun ends the job, and says why
             return heard
         line, here = self._missing()
-        if not here and (heard := self._hear(_GRACE)) is not None:      # the host of the missing rank says more
+        # the host of the missing rank says more
+        if not here and (heard := self._hear(_GRACE)) is not None:
             return heard
         if self._is_first():
             self._say(f"minidist: {line}; the job ends\n")
             abort_by_mpirun()
         if self._hear(_GRACE) is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self._rank, signal.SIGKILL)         # mpirun ends the others
+                os.kill(self._rank, signal.SIGKILL)  # mpirun ends the others
         return b""
 
     def _say(self, line: str) -> None:
         """To stderr, until mpirun has read it: what is in the pipe when it ends the job is lost."""
-        with contextlib.suppress(OSError):                  # not by sys.stderr: a thread may have held it at the fork
+        # not by sys.stderr: a thread may have held it at the fork
+        with contextlib.suppress(OSError):
             os.write(2, line.encode())
             deadline = time.monotonic() + _GRACE
             while any(fcntl.ioctl(2, termios.FIONREAD, bytes(4))) and time.monotonic() < deadline:
                 time.sleep(_LOOK)
 
     def _is_first(self) -> bool:
-        """Whether this is the first rank of the host to ask; it holds a lock on the shared memory from then on."""
+        """Whether this is the first rank of the host to ask; it holds a lock on the shared memory
+        from then on."""
         if self._first is None:
             self._first = True
             with contextlib.suppress(FileNotFoundError):
@@ -265,23 +318,35 @@ class InitWatch:
         """Whether a rank of this host has been stopped for the patience."""
         if time.monotonic() >= self._stops.next(_STOPS):
             first, here = self._launch.world_rank - self._launch.local_rank, self._here()
-            pids = {pid: first + local for local, above in here.items() for pid in (above, *children_of(above))}
+            pids = {
+                pid: first + local
+                for local, above in here.items()
+                for pid in (above, *children_of(above))
+            }
             self._frozen = {pids[pid]: pid for pid in self._stops.frozen({*pids})}
         return bool(self._frozen)
 
     def _look_at_finalize(self) -> None:
-        """While this rank waits behind MPI_Init: name those that look twice as if they waited in MPI_Finalize."""
+        """While this rank waits behind MPI_Init: name those that look twice as if they waited in
+        MPI_Finalize."""
         before, self._looked = self._leaving, time.monotonic()
         if before is None:
             return
         first = self._launch.world_rank - self._launch.local_rank
         processes = {first + local: self._in_mpi(pid) for local, pid in self._here().items()}
-        self._leaving = {rank for rank, pids in processes.items() if pids and not any(map(hears_interrupts, pids))}
+        self._leaving = {
+            rank
+            for rank, pids in processes.items()
+            if pids and not any(map(hears_interrupts, pids))
+        }
         if (found := sorted(self._leaving & before)) and hears_interrupts(self._rank):
             self._leaving = None
             if self._is_first():
-                self._say(f"minidist: {listed(found)} of {self._launch.world_size} on {platform.node()} seems to end in"
-                          " MPI_Finalize without md.init, where the others wait: see its output\n")
+                self._say(
+                    f"minidist: {listed(found)} of {self._launch.world_size} on "
+                    f"{platform.node()} seems to end in"
+                    " MPI_Finalize without md.init, where the others wait: see its output\n"
+                )
 
     def _ended(self) -> list[int]:
         """The ranks of this host that have ended; or have not been started yet."""
@@ -292,54 +357,85 @@ class InitWatch:
         return [first + local for local in range(size) if local not in here] if here else []
 
     def _processes(self) -> list[int]:
-        """What mpirun has started here and has not ended; mpirun may be long in clearing away what has."""
+        """What mpirun has started here and has not ended; mpirun may be long in clearing away what
+        has."""
         return [pid for pid in children_of(self._agent) if not has_ended(pid)]
 
     def _here(self) -> dict[int, int]:
-        """The process that mpirun has started for each rank of this host that has not ended, by local rank.
+        """The process that mpirun has started for each rank of this host that has not ended, by
+        local rank.
 
-        It is the rank itself, or a shell that has started it. Empty if mpirun's processes are not related in this way.
+        It is the rank itself, or a shell that has started it. Empty if mpirun's processes are not
+        related in this way.
         """
         found = {}
         for pid in self._processes():
             with contextlib.suppress(OSError, LaunchError):
                 variables = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
-                found[detect(dict(line.split("=", 1) for line in variables if "=" in line)).local_rank] = pid
+                found[
+                    detect(dict(line.split("=", 1) for line in variables if "=" in line)).local_rank
+                ] = pid
         return found if self._launch.local_rank in found else {}
 
     def _missing(self) -> tuple[str, bool]:
-        """Which ranks are missing, and why; whether ranks of this host are among them, as far as can be seen."""
-        size, first, host = self._launch.world_size, self._launch.world_rank - self._launch.local_rank, platform.node()
+        """Which ranks are missing, and why; whether ranks of this host are among them, as far as
+        can be seen."""
+        size, first, host = (
+            self._launch.world_size,
+            self._launch.world_rank - self._launch.local_rank,
+            platform.node(),
+        )
         if ended := self._ended():
-            when = "in md.init, before all had met" if self._deadline == math.inf else \
-                "before md.init, where the others wait"
+            when = (
+                "in md.init, before all had met"
+                if self._deadline == math.inf
+                else "before md.init, where the others wait"
+            )
             return f"{listed(ended)} of {size} ended on {host} {when}: see its output", True
         if self._frozen:
             what = ", ".join(f"process {pid}" for pid in self._frozen.values())
-            return (f"{listed(sorted(self._frozen))} of {size} ({what} stopped on {host}) did not come to md.init, "
-                    "where the others wait", True)
+            return (
+                f"{listed(sorted(self._frozen))} of {size} ({what} stopped on {host}) did not "
+                "come to md.init, where the others wait",
+                True,
+            )
         here = self._here()
-        late = {first + local: pid for local, pid in sorted(here.items()) if self._names and not self._came(pid)}
+        late = {
+            first + local: pid
+            for local, pid in sorted(here.items())
+            if self._names and not self._came(pid)
+        }
         if late:
-            what = ", ".join(f"process {pid} {_STATES.get(state_of(pid), 'ending')}" for pid in late.values())
-            return (f"{listed(list(late))} of {size} ({what} on {host}) did not come to md.init within "
-                    f"{self._limit:g} s", True)
+            what = ", ".join(
+                f"process {pid} {_STATES.get(state_of(pid), 'ending')}" for pid in late.values()
+            )
+            return (
+                f"{listed(list(late))} of {size} ({what} on {host}) did not come to md.init within "
+                f"{self._limit:g} s",
+                True,
+            )
         known = here and (self._names or self._launch.local_size == 1)
-        return (f"rank {self._launch.world_rank} of {size} waited {self._limit:g} s in MPI_Init, which waits for every "
-                f"rank; {f'none on {host} is missing' if known else 'which one is missing cannot be seen here'}", False)
+        return (
+            f"rank {self._launch.world_rank} of {size} waited {self._limit:g} s in MPI_Init, "
+            "which waits for every rank; "
+            f"{f'none on {host} is missing' if known else 'which one is missing cannot be seen here'}",
+            False,
+        )
 
     def _came(self, pid: int) -> bool:
         """Whether a process, or one that it has started, is in MPI_Init."""
         return bool(self._in_mpi(pid))
 
     def _in_mpi(self, pid: int) -> list[int]:
-        """Those of a process and the processes that it has started which have mapped MPICH's shared memory."""
+        """Those of a process and the processes that it has started which have mapped MPICH's shared
+        memory."""
         own = [pid] if shared_memory(pid) & self._names else []
         return own + [other for child in children_of(pid) for other in self._in_mpi(child)]
 
 
 def abort_by_mpirun(status: int = 1) -> None:
-    """End every rank, and mpirun with that status, as MPI_Abort does: by the socket of MPI_Init (MPICH's PMI 1)."""
+    """End every rank, and mpirun with that status, as MPI_Abort does: by the socket of MPI_Init
+    (MPICH's PMI 1)."""
     with contextlib.suppress(KeyError, OSError):
         file = os.environ["PMI_FD"]
         if _is_socket(file):
@@ -347,7 +443,8 @@ def abort_by_mpirun(status: int = 1) -> None:
 
 
 def abort_mpi(status: int) -> NoReturn:
-    """End every rank of MPI_COMM_WORLD, and this process, without MPI's own message: ours has been said."""
+    """End every rank of MPI_COMM_WORLD, and this process, without MPI's own message: ours has been
+    said."""
     flush_output()
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():

@@ -1,7 +1,7 @@
 """Run a function on ranks that a new mpirun starts, each this module with the name of a FOLDER.
 
-The caller is the monitor, so it learns at once which rank was lost. The function travels by name, its arguments and
-results through files in a private folder, packed (comm/wire.py), never pickled.
+The caller is the monitor, so it learns at once which rank was lost. The function travels by name,
+its arguments and results through files in a private folder, packed (comm/wire.py), never pickled.
 """
 
 import importlib
@@ -27,7 +27,7 @@ from minidist.launch.joining import MonitorAddress
 from minidist.launch.launchers import clean_environment
 from minidist.launch.own_python import module_command
 
-GRACE = 2.0             # seconds mpirun gets to end after a rank was lost
+GRACE = 2.0  # seconds mpirun gets to end after a rank was lost
 INSTALL = "`pip install mpich` brings one that needs no set-up"
 
 
@@ -36,26 +36,35 @@ class Mpirun:
     """The mpirun that a job here would use."""
 
     path: str
-    flavour: str        # "mpich" | "openmpi" | "unknown"
+    flavour: str  # "mpich" | "openmpi" | "unknown"
     version: str
 
     def command(self, size: int, *, patient: bool = False) -> list[str]:
         """Start `size` ranks here, also where that is more than cores.
 
-        `patient`: the caller ends the job. Else MPICH's mpirun kills every rank moments after one has ended without
-        MPI_Finalize, before the others can report it; after a signal it does so in any case (5.0).
+        `patient`: the caller ends the job. Else MPICH's mpirun kills every rank moments after one
+        has ended without MPI_Finalize, before the others can report it; after a signal it does so
+        in any case (5.0).
         """
-        options = {"openmpi": ["--oversubscribe"], "mpich": ["-disable-auto-cleanup"] if patient else []}
+        options = {
+            "openmpi": ["--oversubscribe"],
+            "mpich": ["-disable-auto-cleanup"] if patient else [],
+        }
         return [self.path, *options.get(self.flavour, []), "-n", str(size)]
 
     def environment(self) -> dict[str, str]:
         """This process's, without its own launcher's variables."""
-        names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM") if self.flavour == "openmpi" else ()
+        names = (
+            ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+            if self.flavour == "openmpi"
+            else ()
+        )
         return {**clean_environment(os.environ), **dict.fromkeys(names, "1")}
 
 
 def find_mpirun() -> Mpirun:
-    """The mpirun beside this Python, else the first on the path. Raises LaunchError if there is none."""
+    """The mpirun beside this Python, else the first on the path. Raises LaunchError if there is
+    none."""
     beside = Path(sys.executable).parent / "mpirun"
     path = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
     if path is None:
@@ -66,38 +75,72 @@ def find_mpirun() -> Mpirun:
 def mpirun_at(path: str) -> Mpirun:
     """The mpirun in this file. Raises LaunchError, which says why, if it does not run."""
     try:
-        asked = subprocess.run([path, "--version"], capture_output=True, text=True, errors="replace", timeout=20)
+        asked = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, errors="replace", timeout=20
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{path} does not run ({error}); {INSTALL}") from error
     text = asked.stdout
     if asked.returncode or not text.strip():
-        said = asked.stderr.strip().splitlines() or [f"it said nothing and ended with {asked.returncode}"]
+        said = asked.stderr.strip().splitlines() or [
+            f"it said nothing and ended with {asked.returncode}"
+        ]
         raise LaunchError(f"{path} does not run ({said[-1][:200]}); {INSTALL}")
     words = text.split()
     if "HYDRA" in text:
-        return Mpirun(path, "mpich", words[words.index("Version:") + 1] if "Version:" in words else "")
+        return Mpirun(
+            path, "mpich", words[words.index("Version:") + 1] if "Version:" in words else ""
+        )
     if "Open MPI" in text:
-        return Mpirun(path, "openmpi", words[-1 if "Report" not in words else words.index("Report") - 1])
+        return Mpirun(
+            path, "openmpi", words[-1 if "Report" not in words else words.index("Report") - 1]
+        )
     return Mpirun(path, "unknown", text.splitlines()[0] if text else "")
 
 
-def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: float,
-            transport: str = "mpi", patience: float = PATIENCE) -> list[Any]:
-    """`fn(world, *args)` on the ranks of a new mpirun, over mpi or another transport; results in rank order.
+def run_mpi(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    size: int,
+    limit: float,
+    transport: str = "mpi",
+    patience: float = PATIENCE,
+) -> list[Any]:
+    """`fn(world, *args)` on the ranks of a new mpirun, over mpi or another transport; results in
+    rank order.
 
-    Raises: what md.run says; LaunchError if there is no mpirun, or `fn` cannot be found by name from another process.
+    Raises: what md.run says; LaunchError if there is no mpirun, or `fn` cannot be found by name
+    from another process.
     """
     mpirun, where = find_mpirun(), _name_of(fn, transport)
     token = wire.new_token()
     monitor = Monitor(size, token, how=lambda seat: exit_of(seat.pid), patience=patience)
     with scratch(prefix="minidist-run-") as folder, open(Path(folder, "stderr"), "w+b") as said:
-        Path(folder, "task").write_bytes(wire.pack({**where, "args": list(args), "path": sys.path, "limit": limit,
-                                                     "transport": transport}))
+        Path(folder, "task").write_bytes(
+            wire.pack(
+                {
+                    **where,
+                    "args": list(args),
+                    "path": sys.path,
+                    "limit": limit,
+                    "transport": transport,
+                }
+            )
+        )
         monitor.start()
-        command = [*mpirun.command(size, patient=True), *module_command("minidist.launch.mpirun", str(folder))]
-        environment = {**mpirun.environment(), **MonitorAddress(*monitor.address, token).variables()}
+        command = [
+            *mpirun.command(size, patient=True),
+            *module_command("minidist.launch.mpirun", str(folder)),
+        ]
+        environment = {
+            **mpirun.environment(),
+            **MonitorAddress(*monitor.address, token).variables(),
+        }
         try:
-            process = subprocess.Popen(command, stderr=said, stdin=subprocess.DEVNULL, env=environment)
+            process = subprocess.Popen(
+                command, stderr=said, stdin=subprocess.DEVNULL, env=environment
+            )
         except OSError as error:
             monitor.close()
             raise LaunchError(f"{mpirun.path} cannot be started: {error.strerror}") from error
@@ -106,8 +149,11 @@ def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: fl
             in_time = starter.wait(limit, hurry=lambda: monitor.loss is not None)
             if monitor.loss is not None:
                 starter.wait(GRACE)
-            outcomes = {rank: wire.unpack(path.read_bytes()) for rank in range(size)
-                        if (path := Path(folder, f"outcome-{rank}")).exists()}
+            outcomes = {
+                rank: wire.unpack(path.read_bytes())
+                for rank in range(size)
+                if (path := Path(folder, f"outcome-{rank}")).exists()
+            }
             if monitor.loss is not None:
                 raise failures.first_failure(monitor.loss, outcomes)
             late = sorted(set(range(size)) - set(outcomes))
@@ -115,14 +161,14 @@ def run_mpi(fn: Callable[..., Any], args: Sequence[Any], *, size: int, limit: fl
                 raise failures.late(late, size, limit, monitor.table())
             said.seek(0)
             text = said.read().decode(errors="replace").strip()
-            if late or process.returncode:                  # it may fail when every rank has said goodbye, too
+            if late or process.returncode:  # it may fail when every rank has said goodbye, too
                 what = f"rank {late[0]} without result" if late else "after every rank's result"
                 raise LaunchError(f"mpirun ended with {process.returncode}, {what}: {text}")
             if text:
                 print(text, file=sys.stderr)
             return [outcomes[rank]["result"] for rank in range(size)]
         finally:
-            process.terminate()                             # unless it has ended; it passes SIGTERM on to its ranks
+            process.terminate()  # unless it has ended; it passes SIGTERM on to its ranks
             starter.end(GRACE)
             monitor.close()
 
@@ -132,15 +178,21 @@ def _name_of(fn: Callable[..., Any], transport: str) -> dict[str, str]:
     module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "")
     code = getattr(fn, "__code__", None)
     if module is None or code is None or "<" in name or not os.path.isfile(code.co_filename):
-        raise LaunchError(f"run(transport={transport!r}): {fn!r} cannot be found by name from another process; give a "
-                          "function defined at the top of a module or script, not in a notebook or python -c")
+        raise LaunchError(
+            f"run(transport={transport!r}): {fn!r} cannot be found by name from another process; "
+            "give a function defined at the top of a module or script, not in a notebook or "
+            "python -c"
+        )
     return {"module": module, "name": name, "file": os.path.abspath(code.co_filename)}
 
 
-# --- a rank ----------------------------------------------------------------------------------------------------------
+# --- a rank
+# ----------------------------------------------------------------------------------------------------------
+
 
 def _load(module: str, name: str, file: str) -> Callable[..., Any]:
-    """The function by its module's name, or, where that is a script's or a test's, from its file."""
+    """The function by its module's name, or, where that is a script's or a test's, from its
+    file."""
     try:
         if module == "__main__":
             raise ImportError("a script has no module name")
@@ -153,11 +205,12 @@ def _load(module: str, name: str, file: str) -> Callable[..., Any]:
         home = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = home
         spec.loader.exec_module(home)
-    return attrgetter(name)(home)       # type: ignore[no-any-return]
+    return attrgetter(name)(home)  # type: ignore[no-any-return]
 
 
 def _rank_main(folder: Path) -> None:
-    """Join, call the function, leave the outcome in a file; exceptions are raised again so that the job ends."""
+    """Join, call the function, leave the outcome in a file; exceptions are raised again so that the
+    job ends."""
     from minidist.launch import membership
 
     task = wire.unpack((folder / "task").read_bytes())
@@ -165,7 +218,7 @@ def _rank_main(folder: Path) -> None:
     world = membership.init(transport=task["transport"], limit=task["limit"])
     member = membership.current()
     assert member is not None
-    member.quiet = True                                     # the caller raises our errors
+    member.quiet = True  # the caller raises our errors
     packed, draft = b"", folder / f"draft-{world.rank}"
     try:
         member.importing = task["file"]
@@ -176,12 +229,12 @@ def _rank_main(folder: Path) -> None:
         packed = wire.pack({"result": result})
     except BaseException as error:
         if isinstance(error, SystemExit):
-            member.fail(error)                              # it reaches no hook, and its status may be 0
+            member.fail(error)  # it reaches no hook, and its status may be 0
         elif not isinstance(error, KeyboardInterrupt):
             packed = wire.pack({"error": failures.encode(error)})
         raise
     finally:
-        if packed:                                          # else the program was told to exit
+        if packed:  # else the program was told to exit
             draft.write_bytes(packed)
             draft.replace(folder / f"outcome-{world.rank}")
 

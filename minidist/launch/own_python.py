@@ -1,15 +1,20 @@
 """The commands of our own processes: Python with the current folder off its import path.
 
-`python -m MODULE` and `python -c CODE` put the current folder first on that path, so a user's random.py or copy.py
-there is run in place of Python's own. `-P` prevents this from Python 3.11 on; the first words of the code do so in
-every Python, also in an older one of another host. A user's script is started as Python itself starts it.
+`python -m MODULE` and `python -c CODE` put the current folder first on that path, so a user's
+random.py or copy.py there is run in place of Python's own. `-P` prevents this from Python 3.11 on;
+the first words of the code do so in every Python, also in an older one of another host. A user's
+script is started as Python itself starts it.
 """
 
 import sys
 
-_WITHOUT_FOLDER = "import sys; sys.path[0] or sys.path.pop(0); "        # "" is the current folder
-_MODULE = 'from runpy import run_module; __name__ = "minidist"; run_module("{}", run_name="__main__", alter_sys=True)'
-"""The name tells call_site.in_program that this frame is no user's, and `import minidist` that the process is ours."""
+_WITHOUT_FOLDER = "import sys; sys.path[0] or sys.path.pop(0); "  # "" is the current folder
+_MODULE = (
+    'from runpy import run_module; __name__ = "minidist"; run_module("{}", '
+    'run_name="__main__", alter_sys=True)'
+)
+"""The name tells call_site.in_program that this frame is no user's, and `import minidist` that the
+process is ours."""
 
 
 def code_command(code: str, *words: str, options: tuple[str, ...] = ()) -> list[str]:
@@ -21,7 +26,8 @@ def code_command(code: str, *words: str, options: tuple[str, ...] = ()) -> list[
 
 
 def module_command(module: str, *words: str) -> list[str]:
-    """Return the command that runs a module of minidist with these words, as `python -m module words` would."""
+    """Return the command that runs a module of minidist with these words, as `python -m module
+    words` would."""
     return code_command(_MODULE.format(module), *words)
 
 

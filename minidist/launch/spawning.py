@@ -1,11 +1,12 @@
 """Start copies of a program as the ranks of one job: `minidist launch`, `minidist train -n 4`.
 
-Each copy finds torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, NODE_RANK,
-MASTER_ADDR, MASTER_PORT) and where our monitor is. What the ranks print to stdout, and rank 0 to stderr, goes straight
-to the terminal; stderr of the other ranks comes line by line as `[rank 2] …`.
+Each copy finds torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK,
+NODE_RANK, MASTER_ADDR, MASTER_PORT) and where our monitor is. What the ranks print to stdout, and
+rank 0 to stderr, goes straight to the terminal; stderr of the other ranks comes line by line as
+`[rank 2] …`.
 
-A copy starts with SIGINT blocked: Ctrl-C, which a terminal sends to all of them, reaches a program from md.init on. One
-that has not come so far, or never calls it, is ended by the launcher.
+A copy starts with SIGINT blocked: Ctrl-C, which a terminal sends to all of them, reaches a program
+from md.init on. One that has not come so far, or never calls it, is ended by the launcher.
 """
 
 import os
@@ -33,17 +34,19 @@ from minidist.launch.launchers import clean_environment
 from minidist.launch.limits import Limits
 from minidist.launch.token_file import TokenFile
 
-GRACE = 5.0         # seconds the other ranks get to end after one has failed, and again after SIGTERM
-STOP = 1.0          # the same when the launcher is told to stop
-MEET_LIMIT = 60.0   # seconds that a node waits for node 0 of its machine
-LAST_LINES = 5.0    # seconds until what ranks printed last has been passed on: a grandchild may hold a pipe for ever
+GRACE = 5.0  # seconds the other ranks get to end after one has failed, and again after SIGTERM
+STOP = 1.0  # the same when the launcher is told to stop
+MEET_LIMIT = 60.0  # seconds that a node waits for node 0 of its machine
+# seconds until what ranks printed last has been passed on: a grandchild may hold a pipe for ever
+LAST_LINES = 5.0
 
 
 @dataclass(frozen=True)
 class Nodes:
     """The machines of a job: how many, which one this is, and where node 0 listens.
 
-    `sizes`: how many ranks each has; left out: as many as this one. `master_port` 0: any free one, on node 0 only.
+    `sizes`: how many ranks each has; left out: as many as this one. `master_port` 0: any free one,
+    on node 0 only.
     """
 
     count: int = 1
@@ -54,7 +57,7 @@ class Nodes:
 
     def ranks(self, size: int) -> range:
         """The world ranks of this node, which has `size`."""
-        first = sum(self.sizes[:self.rank]) if self.sizes else self.rank * size
+        first = sum(self.sizes[: self.rank]) if self.sizes else self.rank * size
         return range(first, first + size)
 
     def world_size(self, size: int) -> int:
@@ -62,30 +65,47 @@ class Nodes:
         return sum(self.sizes) if self.sizes else size * self.count
 
 
-def spawn(command: Sequence[str], size: int, *, nodes: Nodes | None = None, token: bytes | None = None,
-          patience: float = PATIENCE, limits: Limits | None = None) -> int:
-    """Run `size` copies of `command` here (on each of `nodes`) as ranks of one job, and wait for them.
+def spawn(
+    command: Sequence[str],
+    size: int,
+    *,
+    nodes: Nodes | None = None,
+    token: bytes | None = None,
+    patience: float = PATIENCE,
+    limits: Limits | None = None,
+) -> int:
+    """Run `size` copies of `command` here (on each of `nodes`) as ranks of one job, and wait for
+    them.
 
-    Args:    patience: seconds that a rank's process may be stopped (SIGSTOP) before it is lost; node 0's counts.
-             limits: the cores and the memory of the ranks here; this process keeps to the cores, too.
-    Returns: 0 if every rank here ended with 0; else the exit status of the first that failed (128 + the signal's number
-             if it was killed). The others are told at once, then SIGTERM, then SIGKILL. 128 + the signal's number, too,
-             if this process gets SIGINT (Ctrl-C) or SIGTERM, which end the ranks on all nodes, within 2 s; a second
-             one kills those here at once. Ranks that save their work when they are told to stop (`minidist train
-             --save-every`) get the SIGTERM and their time; they end with 75 (try again), and so does this.
+    Args:    patience: seconds that a rank's process may be stopped (SIGSTOP) before it is lost;
+             node 0's counts.
+             limits: the cores and the memory of the ranks here; this process keeps to the cores,
+             too.
+    Returns: 0 if every rank here ended with 0; else the exit status of the first that failed (128 +
+    the signal's number
+             if it was killed). The others are told at once, then SIGTERM, then SIGKILL. 128 + the
+             signal's number, too, if this process gets SIGINT (Ctrl-C) or SIGTERM, which end the
+             ranks on all nodes, within 2 s; a second one kills those here at once. Ranks that save
+             their work when they are told to stop (`minidist train --save-every`) get the SIGTERM
+             and their time; they end with 75 (try again), and so does this.
     Raises:  LaunchError if the port is taken, or several nodes lack MASTER_PORT or a token.
     """
     nodes = nodes or Nodes()
     token = token or token_from_environment()
     if nodes.count > 1 and (token is None or nodes.master_port == 0):
-        raise LaunchError("a job on several nodes needs --master-addr, --master-port and one secret for all nodes: set "
-                          "MINIDIST_TOKEN, or give --token-file, on each of them")
-    return SpawnedJob(list(command), size, nodes, token or wire.new_token(), patience, limits or Limits()).run()
+        raise LaunchError(
+            "a job on several nodes needs --master-addr, --master-port and one secret for all "
+            "nodes: set MINIDIST_TOKEN, or give --token-file, on each of them"
+        )
+    return SpawnedJob(
+        list(command), size, nodes, token or wire.new_token(), patience, limits or Limits()
+    ).run()
 
 
 @contextmanager
 def token_on_this_machine(nodes: Nodes) -> Iterator[bytes | None]:
-    """The secret of a job whose nodes are all launchers of this machine: node 0's, in a private file; else None.
+    """The secret of a job whose nodes are all launchers of this machine: node 0's, in a private
+    file; else None.
 
     Raises: LaunchError if node 0 has not written it within MEET_LIMIT s.
     """
@@ -104,8 +124,10 @@ def token_on_this_machine(nodes: Nodes) -> Iterator[bytes | None]:
     deadline = time.monotonic() + MEET_LIMIT
     while (found := file.read()) is None or not file.is_held():
         if time.monotonic() > deadline:
-            raise LaunchError(f"node 0 of the job at {nodes.master_addr}:{nodes.master_port} was not there within "
-                              f"{MEET_LIMIT:g} s; start it with --node-rank 0 and the same --master-port")
+            raise LaunchError(
+                f"node 0 of the job at {nodes.master_addr}:{nodes.master_port} was not there "
+                f"within {MEET_LIMIT:g} s; start it with --node-rank 0 and the same --master-port"
+            )
         time.sleep(0.05)
     yield found
 
@@ -113,22 +135,34 @@ def token_on_this_machine(nodes: Nodes) -> Iterator[bytes | None]:
 class SpawnedJob:
     """The ranks of one node, and on node 0 the job's monitor; on others the node's agent."""
 
-    def __init__(self, command: list[str], size: int, nodes: Nodes, token: bytes, patience: float,
-                 limits: Limits) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        size: int,
+        nodes: Nodes,
+        token: bytes,
+        patience: float,
+        limits: Limits,
+    ) -> None:
         self.command, self.size, self.nodes, self.limits = command, size, nodes, limits
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.children = Children(self.processes, limits, patience)
         self.helpers: list[threading.Thread] = []
-        self.told: list[int] = []                           # signals by which we were told to stop
-        self.ended: set[int] = set()                        # ranks whose end has been noted
-        self.passed_on = 0                                  # signals that the ranks were told, and end by themselves
-        self.again = False                                  # they have saved their work
+        self.told: list[int] = []  # signals by which we were told to stop
+        self.ended: set[int] = set()  # ranks whose end has been noted
+        self.passed_on = 0  # signals that the ranks were told, and end by themselves
+        self.again = False  # they have saved their work
         host, port, self.ranks = nodes.master_addr, nodes.master_port, nodes.ranks(size)
         self.watch: Monitor | NodeAgent = NodeAgent(self.ranks, self.children.how)
         if nodes.rank == 0:
             place = where_to_listen(host) if nodes.count > 1 else host
-            self.watch = Monitor(nodes.world_size(size), token, listen(place, port),
-                                 how=lambda seat: self.children.how(seat.world_rank), patience=patience)
+            self.watch = Monitor(
+                nodes.world_size(size),
+                token,
+                listen(place, port),
+                how=lambda seat: self.children.how(seat.world_rank),
+                patience=patience,
+            )
             port = self.watch.address[1]
         self.place = MonitorAddress(host, port, token)
 
@@ -146,39 +180,61 @@ class SpawnedJob:
         if isinstance(self.watch, Monitor):
             self.watch.start()
         else:
-            self.helpers.append(start_thread(self.watch.serve, self.place.address, self.place.token))
+            self.helpers.append(
+                start_thread(self.watch.serve, self.place.address, self.place.token)
+            )
         for local_rank, rank in enumerate(self.ranks):
             if self.told:
                 return
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})      # the copy inherits it
+            # the copy inherits it
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 with starting_on(self.limits.of_rank(local_rank, self.size)):
-                    process = subprocess.Popen(self.command, env=self._environment(rank, local_rank),
-                                               stdin=None if rank == 0 else subprocess.DEVNULL,
-                                               stderr=None if rank == 0 else subprocess.PIPE)
+                    process = subprocess.Popen(
+                        self.command,
+                        env=self._environment(rank, local_rank),
+                        stdin=None if rank == 0 else subprocess.DEVNULL,
+                        stderr=None if rank == 0 else subprocess.PIPE,
+                    )
             except OSError as error:
-                raise LaunchError(f"cannot start {self.command[0]!r}: {shortage(error, self.size)}") from error
+                raise LaunchError(
+                    f"cannot start {self.command[0]!r}: {shortage(error, self.size)}"
+                ) from error
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self.processes[rank] = process
             self.limits.started(process.pid)
             if process.stderr is not None:
                 try:
-                    self.helpers.append(start_thread(copy_lines, process.stderr, f"rank {rank}".__str__))
+                    self.helpers.append(
+                        start_thread(copy_lines, process.stderr, f"rank {rank}".__str__)
+                    )
                 except RuntimeError as error:
                     process.stderr.close()
-                    raise LaunchError(f"cannot hear rank {rank}, which has just been started: {error}") from error
+                    raise LaunchError(
+                        f"cannot hear rank {rank}, which has just been started: {error}"
+                    ) from error
 
     def _environment(self, rank: int, local_rank: int) -> dict[str, str]:
         nodes, place = self.nodes, self.place
-        return {**clean_environment(os.environ), **place.variables(), **self.limits.variables(), "MINIDIST_LAUNCH": "1",
-                "RANK": str(rank), "WORLD_SIZE": str(nodes.world_size(self.size)),
-                "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(self.size),
-                "GROUP_RANK": str(nodes.rank), "NODE_RANK": str(nodes.rank),
-                "MASTER_ADDR": place.host, "MASTER_PORT": str(place.port)}
+        return {
+            **clean_environment(os.environ),
+            **place.variables(),
+            **self.limits.variables(),
+            "MINIDIST_LAUNCH": "1",
+            "RANK": str(rank),
+            "WORLD_SIZE": str(nodes.world_size(self.size)),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(self.size),
+            "GROUP_RANK": str(nodes.rank),
+            "NODE_RANK": str(nodes.rank),
+            "MASTER_ADDR": place.host,
+            "MASTER_PORT": str(place.port),
+        }
 
     def _wait(self) -> int:
-        """Until every rank here has ended well, and on node 0 every rank anywhere; or until one has not."""
+        """Until every rank here has ended well, and on node 0 every rank anywhere; or until one has
+        not."""
         while not self.told or self._pass_on():
             running = self.children.running()
             for rank, process in self.processes.items():
@@ -197,7 +253,8 @@ class SpawnedJob:
         return self._stop(Failure.by_signal(self.told[0]))
 
     def _pass_on(self) -> bool:
-        """Told to stop by one SIGTERM: whether the ranks that run here save their work and end by themselves."""
+        """Told to stop by one SIGTERM: whether the ranks that run here save their work and end by
+        themselves."""
         if self.told != [signal.SIGTERM] or not set(self.children.running()) <= self.watch.savers:
             return False
         if not self.passed_on:
@@ -215,7 +272,8 @@ class SpawnedJob:
         return loss.status
 
     def _note(self, rank: int, code: int) -> None:
-        """A rank here ended with `code`, perhaps because another failed first, and perhaps it was expendable.
+        """A rank here ended with `code`, perhaps because another failed first, and perhaps it was
+        expendable.
 
         After a goodbye 0 is no failure, nor where no rank needs this one.
         """
@@ -227,19 +285,21 @@ class SpawnedJob:
         self.watch.lose(loss)
         if self.watch.loss is None and rank in self.watch.spared:
             say_line(f"minidist: {self.watch.spared[rank]}; the job goes on without it")
-        elif self.watch.loss is None:                       # the monitor does not answer
+        elif self.watch.loss is None:  # the monitor does not answer
             self.watch.loss = loss
 
     def _lost(self, loss: Failure) -> int:
-        if not loss.traceback:                              # it could not speak for itself
+        if not loss.traceback:  # it could not speak for itself
             say_line(f"minidist: {loss}; the job ends")
         code = self.children.code(loss.world_rank, GRACE)
         return loss.status if not code else code if code > 0 else 128 - code
 
     def _end(self) -> None:
         loss = self.watch.loss
-        told_to_stop = loss is not None and loss.world_rank == LAUNCHER     # perhaps another node's
-        self.children.end(STOP if told_to_stop else GRACE, hurry=lambda: len(self.told) > self.passed_on)
+        told_to_stop = loss is not None and loss.world_rank == LAUNCHER  # perhaps another node's
+        self.children.end(
+            STOP if told_to_stop else GRACE, hurry=lambda: len(self.told) > self.passed_on
+        )
         self.watch.close()
         self.limits.end()
         deadline = time.monotonic() + LAST_LINES
@@ -255,7 +315,8 @@ def start_thread(target: Callable[..., None], *args: Any) -> threading.Thread:
 
 
 def copy_lines(pipe: IO[bytes], name: Callable[[], str]) -> None:
-    """Every line that comes through the pipe, with its sender's name in front; a progress bar's `\\r` ends one too."""
+    """Every line that comes through the pipe, with its sender's name in front; a progress bar's
+    `\\r` ends one too."""
     with pipe:
         for line in pipe:
             text = line.decode(errors="replace").rstrip("\r\n")
@@ -266,12 +327,16 @@ def copy_lines(pipe: IO[bytes], name: Callable[[], str]) -> None:
 
 @contextmanager
 def noting_signals(told: list[int]) -> Iterator[None]:
-    """In the block SIGINT and SIGTERM break off nothing; it looks at `told`. In the main thread, which alone may."""
+    """In the block SIGINT and SIGTERM break off nothing; it looks at `told`. In the main thread,
+    which alone may."""
+
     def note(number: int, frame: FrameType | None) -> None:
         told.append(number)
 
     here = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM) if here}
+    before = {
+        number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM) if here
+    }
     try:
         yield
     finally:

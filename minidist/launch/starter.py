@@ -1,4 +1,5 @@
-"""How processes of an elastic job are started on this host: a fork of the template, else the command anew."""
+"""How processes of an elastic job are started on this host: a fork of the template, else the
+command anew."""
 
 import contextlib
 import os
@@ -17,26 +18,44 @@ from minidist.launch.template import Orphan, Template, start_template
 class Starter:
     """Processes of this host.
 
-    Args:       address: of the job's launcher. name: of this host; node: its number; capacity: ranks it is for.
-                who(number): the name in front of the lines that a process writes to stderr. template: one that this
-                process has forked.
-    Attributes: lost: always "": a process can be started here (see RemoteHost). ending: no more may be started.
+    Args:       address: of the job's launcher. name: of this host; node: its number; capacity:
+                ranks it is for. who(number): the name in front of the lines that a process writes
+                to stderr. template: one that this process has forked.
+    Attributes: lost: always "": a process can be started here (see RemoteHost). ending: no more may
+    be started.
     """
 
     lost = ""
 
-    def __init__(self, command: Sequence[str], token: bytes, limits: Limits, address: tuple[str, int],
-                 who: Callable[[int], str], *, name: str = "", node: int = 0, capacity: int = 0,
-                 template: Template | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        token: bytes,
+        limits: Limits,
+        address: tuple[str, int],
+        who: Callable[[int], str],
+        *,
+        name: str = "",
+        node: int = 0,
+        capacity: int = 0,
+        template: Template | None = None,
+    ) -> None:
         self.command, self.token, self.limits, self.address = list(command), token, limits, address
-        self.name, self.node, self.capacity, self._who = name or os.uname().nodename, node, capacity, who
+        self.name, self.node, self.capacity, self._who = (
+            name or os.uname().nodename,
+            node,
+            capacity,
+            who,
+        )
         self._template = template
         self.ending = False
 
     def start_template(self, give_up: Callable[[], bool]) -> None:
-        """Start the template, if there is none: a process that has loaded everything, of which later ones are forked.
+        """Start the template, if there is none: a process that has loaded everything, of which
+        later ones are forked.
 
-        Waits until it is ready, or until give_up() is true. Where there can be none, processes are started without it.
+        Waits until it is ready, or until give_up() is true. Where there can be none, processes are
+        started without it.
         """
         with contextlib.suppress(OSError):
             if self._template is None:
@@ -44,25 +63,31 @@ class Starter:
                 self.limits.started(self._template.pid)
             looks = ProcessLooks(PATIENCE)
             while not self._template.wait(0.05) and not give_up():
-                looks.frozen({self._template.pid})          # one that is stopped for too long is killed
+                looks.frozen({self._template.pid})  # one that is stopped for too long is killed
             if not (self._template.ready or give_up()):
-                say_line(f"minidist: the job's template (process {self._template.pid}) has ended at its start; "
-                         "processes are started without it")
+                say_line(
+                    f"minidist: the job's template (process {self._template.pid}) has ended at "
+                    "its start; processes are started without it"
+                )
 
     def start(self, number: int) -> "subprocess.Popen[bytes] | Orphan | None":
         """Start the process of this number; None if none is to be started any more.
 
         Raises: LaunchError if the command cannot be started.
         """
-        process: subprocess.Popen[bytes] | Orphan | None = None if self._template is None else \
-            self._template.fork(number, self._variables(number))
-        if process is None and self.ending:                 # the fork has taken so long
+        process: subprocess.Popen[bytes] | Orphan | None = (
+            None if self._template is None else self._template.fork(number, self._variables(number))
+        )
+        if process is None and self.ending:  # the fork has taken so long
             return None
         if process is None:
             try:
-                process = subprocess.Popen(self.command, env=self._environment(number),
-                                           stdin=None if number == 0 else subprocess.DEVNULL,
-                                           stderr=None if number == 0 else subprocess.PIPE)
+                process = subprocess.Popen(
+                    self.command,
+                    env=self._environment(number),
+                    stdin=None if number == 0 else subprocess.DEVNULL,
+                    stderr=None if number == 0 else subprocess.PIPE,
+                )
             except OSError as error:
                 raise LaunchError(f"cannot start {self.command[0]!r}: {error.strerror}") from error
         self.limits.started(process.pid)
@@ -90,5 +115,9 @@ class Starter:
         return {**clean_environment(os.environ), **self._variables(number)}
 
     def _variables(self, number: int) -> dict[str, str]:
-        return {"MINIDIST_ELASTIC": f"{self.address[0]}:{self.address[1]}", "MINIDIST_PROCESS": str(number),
-                "MINIDIST_TOKEN": self.token.decode(), **self.limits.variables()}
+        return {
+            "MINIDIST_ELASTIC": f"{self.address[0]}:{self.address[1]}",
+            "MINIDIST_PROCESS": str(number),
+            "MINIDIST_TOKEN": self.token.decode(),
+            **self.limits.variables(),
+        }

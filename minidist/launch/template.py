@@ -1,18 +1,22 @@
-"""A process that has loaded what a rank needs, and forks: a replacement is there in milliseconds, not in a second.
+"""A process that has loaded what a rank needs, and forks: a replacement is there in milliseconds,
+not in a second.
 
     launcher                               template                        process 5
     starts the template .................. loads minidist and the data,
                                            makes one tiny step
-    number 5, a pipe for its stderr -----> forks twice ..................> connects to the launcher, as any process does
+    number 5, a pipe for its stderr -----> forks twice ..................> connects to the launcher,
+    as any process does
                      its process id <----- the parent of process 5 ends,
                                            so the launcher becomes it (Linux: prctl)
 
-Loading takes 0.3 to 1 s of a core, which the ranks that work would miss. A fork copies no memory until it is written.
-The template has one thread, holds no state of the training and ends with the launcher. If it is lost, processes are
-started in the usual way. Not for ranks on a GPU: a driver that is in use does not survive a fork.
+Loading takes 0.3 to 1 s of a core, which the ranks that work would miss. A fork copies no memory
+until it is written. The template has one thread, holds no state of the training and ends with the
+launcher. If it is lost, processes are started in the usual way. Not for ranks on a GPU: a driver
+that is in use does not survive a fork.
 
-A launcher that has loaded the same modules itself forks its template (`fork_template`), before it starts a thread or
-opens a file: then they are loaded once for all ranks. A launcher that has not starts the ranks' command once more.
+A launcher that has loaded the same modules itself forks its template (`fork_template`), before it
+starts a thread or opens a file: then they are loaded once for all ranks. A launcher that has not
+starts the ranks' command once more.
 """
 
 import contextlib
@@ -33,17 +37,19 @@ from typing import IO
 from minidist.launch.children import flush_output
 from minidist.launch.launchers import clean_environment
 
-VARIABLE = "MINIDIST_TEMPLATE"      # of the template's environment: the number of its socket's file
-FORK_LIMIT = 10.0                   # seconds that a fork may take
-END_LIMIT = 1.0                     # seconds that the template gets to end
+VARIABLE = "MINIDIST_TEMPLATE"  # of the template's environment: the number of its socket's file
+FORK_LIMIT = 10.0  # seconds that a fork may take
+END_LIMIT = 1.0  # seconds that the template gets to end
 _READY = b"!"
-_ORDER = struct.Struct("<qq")       # the number of a process, and how many bytes its variables have, which follow
+# the number of a process, and how many bytes its variables have, which follow
+_ORDER = struct.Struct("<qq")
 _NUMBER = struct.Struct("<q")
-_SET_CHILD_SUBREAPER = 36           # prctl
+_SET_CHILD_SUBREAPER = 36  # prctl
 
 
 class Orphan:
-    """A process whose parent has ended, so that this process became it, or a copy of this one; used like a Popen.
+    """A process whose parent has ended, so that this process became it, or a copy of this one; used
+    like a Popen.
 
     Attributes: stderr: what it writes there, or None.
     """
@@ -59,7 +65,7 @@ class Orphan:
             if self._code is None:
                 try:
                     pid, status = os.waitpid(self.pid, os.WNOHANG)
-                except ChildProcessError:                   # it was waited for elsewhere
+                except ChildProcessError:  # it was waited for elsewhere
                     pid, status = self.pid, 1 << 8
                 if pid:
                     self._code = os.waitstatus_to_exitcode(status)
@@ -68,7 +74,7 @@ class Orphan:
     def send_signal(self, number: int) -> None:
         """As Popen's: nothing, if it has ended."""
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):   # another thread has just reaped it
+            with contextlib.suppress(ProcessLookupError):  # another thread has just reaped it
                 os.kill(self.pid, number)
 
     def wait(self, timeout: float) -> int:
@@ -98,7 +104,8 @@ class Template:
         return self.ready or self._process.poll() is not None
 
     def fork(self, number: int, variables: Mapping[str, str] | None = None) -> Orphan | None:
-        """A new process of this number, with these variables in its environment; None if the template is lost."""
+        """A new process of this number, with these variables in its environment; None if the
+        template is lost."""
         if not self.ready:
             return None
         told, words = b"", json.dumps(dict(variables or {})).encode()
@@ -114,7 +121,7 @@ class Template:
         if ours is not None:
             os.close(ours)
         self.ready = False
-        self._process.send_signal(signal.SIGKILL)           # one that is late would fork after all
+        self._process.send_signal(signal.SIGKILL)  # one that is late would fork after all
         return None
 
     def close(self) -> None:
@@ -135,23 +142,27 @@ def start_template(command: Sequence[str], environment: Mapping[str, str]) -> Te
     """
     sock, theirs = _socket_pair()
     with theirs:
-        process = subprocess.Popen(command, env={**environment, VARIABLE: str(theirs.fileno())},
-                                   pass_fds=[theirs.fileno()])
+        process = subprocess.Popen(
+            command, env={**environment, VARIABLE: str(theirs.fileno())}, pass_fds=[theirs.fileno()]
+        )
     return Template(process, sock)
 
 
 def fork_template() -> Template | None:
-    """A template that has loaded what this process has: a copy of it. None in that copy, which calls fork_on_demand().
+    """A template that has loaded what this process has: a copy of it. None in that copy, which
+    calls fork_on_demand().
 
-    A thread of this process would be missing in the copy, perhaps with a lock that it held; so this one has no other
-    (the BLAS library's prepare themselves for a fork). Files that are open are open there, too, and in all ranks.
+    A thread of this process would be missing in the copy, perhaps with a lock that it held; so this
+    one has no other (the BLAS library's prepare themselves for a fork). Files that are open are
+    open there, too, and in all ranks.
     Raises: OSError if this system has no such thing.
     """
     if threading.active_count() > 1:
         raise OSError("another thread of this process runs")
     sock, theirs = _socket_pair()
     flush_output()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})       # the launcher gets it, too: see fork_on_demand
+    # the launcher gets it, too: see fork_on_demand
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     pid = _fork()
     if pid == 0:
         sock.close()
@@ -165,35 +176,39 @@ def fork_template() -> Template | None:
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Of a launcher and its template. Raises: OSError if this system does not make orphans the launcher's children."""
+    """Of a launcher and its template. Raises: OSError if this system does not make orphans the
+    launcher's children."""
     if not _take_orphans(True):
         raise OSError("this process cannot become the parent of orphans")
     return socket.socketpair()
 
 
 def _take_orphans(yes: bool) -> bool:
-    """Have orphans below this process become its children, or no longer; whether this system can do that."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)       # Linux alone
+    """Have orphans below this process become its children, or no longer; whether this system can do
+    that."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux alone
     return prctl is not None and bool(prctl(_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0) == 0)
 
 
 def fork_on_demand() -> None:
-    """Where the launcher asked for a template: become it. Returns in every process that it forks, not in itself.
+    """Where the launcher asked for a template: become it. Returns in every process that it forks,
+    not in itself.
 
     In a process that is no template it returns at once.
     """
     fileno = os.environ.pop(VARIABLE, None)
     if fileno is None:
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)      # the launcher gets it, too
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})     # one that came meanwhile is ignored, too
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher gets it, too
+    # one that came meanwhile is ignored, too
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         number, variables, stderr = _serve(int(fileno))
-    except OSError:                                         # the launcher has gone, or nothing more can be forked here
+    except OSError:  # the launcher has gone, or nothing more can be forked here
         os._exit(0)
     signal.signal(signal.SIGINT, before)
     os.environ.update(variables | {"MINIDIST_PROCESS": str(number)})
-    if number:                                              # process 0 speaks and listens as the launcher does
+    if number:  # process 0 speaks and listens as the launcher does
         os.dup2(stderr, 2)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
@@ -202,7 +217,8 @@ def fork_on_demand() -> None:
 
 
 def _serve(fileno: int) -> tuple[int, dict[str, str], int]:
-    """Fork when the launcher asks. Returns in a process that was forked: its number, its variables, its stderr's file.
+    """Fork when the launcher asks. Returns in a process that was forked: its number, its variables,
+    its stderr's file.
 
     Raises: OSError, in the template.
     """
@@ -243,7 +259,8 @@ def _fork_an_orphan() -> int:
 
 
 def _fork() -> int:
-    """os.fork, without the warning of Python 3.12 for threads, which are the BLAS library's (children.py)."""
+    """os.fork, without the warning of Python 3.12 for threads, which are the BLAS library's
+    (children.py)."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
         return os.fork()

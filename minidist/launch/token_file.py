@@ -1,4 +1,5 @@
-"""The job's token in a private file, for ranks whose launcher carries no secret of ours (joining.py)."""
+"""The job's token in a private file, for ranks whose launcher carries no secret of ours
+(joining.py)."""
 
 import contextlib
 import fcntl
@@ -8,14 +9,16 @@ import os
 from minidist.errors import LaunchError
 from minidist.files import open_regular, scratch, sweep, user_folder
 
-STALE = 600.0             # seconds until a token without a lock may go: other hosts may not see the lock
+STALE = 600.0  # seconds until a token without a lock may go: other hosts may not see the lock
 
 
 class TokenFile:
-    """The job's token in a file that only this user can read, under torchrun and srun, which carry no secret of ours.
+    """The job's token in a file that only this user can read, under torchrun and srun, which carry
+    no secret of ours.
 
-    Nodes find it through a shared home; where there is none, the user sets MINIDIST_TOKEN. Rank 0 holds a lock on it
-    until it is removed, so that a file without one is seen to be a killed job's, and goes when the next one is written.
+    Nodes find it through a shared home; where there is none, the user sets MINIDIST_TOKEN. Rank 0
+    holds a lock on it until it is removed, so that a file without one is seen to be a killed job's,
+    and goes when the next one is written.
     """
 
     def __init__(self, job: str) -> None:
@@ -31,31 +34,41 @@ class TokenFile:
             with scratch(self.path.parent) as folder:
                 draft = folder / "token"
                 self._lock = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-                with contextlib.suppress(OSError):      # a file system without locks
+                with contextlib.suppress(OSError):  # a file system without locks
                     fcntl.flock(self._lock, fcntl.LOCK_EX)
                 os.write(self._lock, token)
                 draft.replace(self.path)
         except OSError as error:
-            raise LaunchError(f"cannot write the job's token below {self.path.parent} ({error.strerror}); set "
-                              "MINIDIST_TOKEN for every rank instead") from error
+            raise LaunchError(
+                f"cannot write the job's token below {self.path.parent} ({error.strerror}); set "
+                "MINIDIST_TOKEN for every rank instead"
+            ) from error
 
     def read(self) -> bytes | None:
-        """The token, or None while there is none. Raises LaunchError if another user could have written or read it."""
+        """The token, or None while there is none. Raises LaunchError if another user could have
+        written or read it."""
         try:
             with open(open_regular(self.path, member=True), "rb") as file:
                 state = os.fstat(file.fileno())
                 if state.st_uid != os.geteuid() or state.st_mode & 0o077:
-                    raise LaunchError(f"{self.path} is not private to this user; remove it and start the job again")
+                    raise LaunchError(
+                        f"{self.path} is not private to this user; remove it and start the job "
+                        "again"
+                    )
                 return file.read()
         except OSError:
             return None
 
     def is_held(self) -> bool:
-        """Whether the process that wrote the token still holds it; else a killed job left it there."""
-        with contextlib.suppress(OSError), open(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        """Whether the process that wrote the token still holds it; else a killed job left it
+        there."""
+        with (
+            contextlib.suppress(OSError),
+            open(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file,
+        ):
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
-        return self.path.exists()                       # locked, or a file system without locks
+        return self.path.exists()  # locked, or a file system without locks
 
     def remove(self) -> None:
         """Forget the token: every rank has it."""

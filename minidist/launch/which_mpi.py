@@ -1,14 +1,18 @@
 """Whether mpi4py's MPI is the one whose mpirun started this process, found out before MPI_Init.
 
-MPICH's library under Open MPI's mpirun ends the process inside MPI_Init, with lines of its own ("unsupported PMI
-version PMIx"). So under Open MPI, which OMPI_ variables show, the library is asked for its name before MPI_Init.
+MPICH's library under Open MPI's mpirun ends the process inside MPI_Init, with lines of its own
+("unsupported PMI version PMIx"). So under Open MPI, which OMPI_ variables show, the library is
+asked for its name before MPI_Init.
 
     mpirun of    library of     the ranks are
-    MPICH        any            those of an MPI_COMM_WORLD; worlds of one rank are refused (mpi_init.py)
+    MPICH        any            those of an MPI_COMM_WORLD; worlds of one rank are refused
+                                (mpi_init.py)
     Open MPI     Open MPI       those of an MPI_COMM_WORLD
-    Open MPI     MPICH, none    no MPI's: they meet at rank 0, over shared memory and TCP (joining.py)
+    Open MPI     MPICH, none    no MPI's: they meet at rank 0, over shared memory and TCP
+                                (joining.py)
 
-srun says by --mpi how MPI's ranks meet. With pmix MPICH's library would end the process in the same way.
+srun says by --mpi how MPI's ranks meet. With pmix MPICH's library would end the process in the same
+way.
 """
 
 import atexit
@@ -39,19 +43,21 @@ def find_launch() -> Launch:
 
 
 def library() -> str:
-    """The name and version of mpi4py's MPI, "" if there is none. MPI_Init is not called: mpi_init.py does that."""
+    """The name and version of mpi4py's MPI, "" if there is none. MPI_Init is not called:
+    mpi_init.py does that."""
     known = "mpi4py.MPI" in sys.modules
     try:
         import mpi4py
+
         before, mpi4py.rc.initialize = mpi4py.rc.initialize, False
         try:
             from mpi4py import MPI
         finally:
             mpi4py.rc.initialize = before
         if not known:
-            atexit.register(_finalize)                      # before membership registers its end, so it comes after it
+            atexit.register(_finalize)  # before membership registers its end, so it comes after it
         return " ".join(MPI.Get_library_version().splitlines()[0].rstrip("\x00").split())
-    except (ImportError, RuntimeError, OSError):            # not installed; no library that it could load
+    except (ImportError, RuntimeError, OSError):  # not installed; no library that it could load
         return ""
 
 
@@ -64,20 +70,30 @@ def _finalize() -> None:
 
 def cannot_meet(launch: Launch) -> bool:
     """Whether MPI_Init would end these ranks, which are to use MPI."""
-    return launch.other_mpi or (launch.mpi_by_srun and "PMIX_NAMESPACE" in os.environ and "Open MPI" not in library())
+    return launch.other_mpi or (
+        launch.mpi_by_srun and "PMIX_NAMESPACE" in os.environ and "Open MPI" not in library()
+    )
 
 
 def refusal(launch: Launch) -> LaunchError:
     """The error of ranks that are to use MPI and `cannot_meet`."""
     if launch.mpi_by_srun:
-        return LaunchError(f"srun --mpi=pmix started {launch.world_size} tasks, but mpi4py has "
-                           f"{library() or 'no MPI library'}: give srun --mpi=pmi2 for MPICH, or take transport auto")
-    return LaunchError(f"transport 'mpi': Open MPI's mpirun started these {launch.world_size} ranks, but mpi4py has "
-                       f"{library() or 'no MPI library'}; take auto, tcp or shm, or start with the mpirun that belongs "
-                       "to mpi4py (`minidist doctor` names it)")
+        return LaunchError(
+            f"srun --mpi=pmix started {launch.world_size} tasks, but mpi4py has "
+            f"{library() or 'no MPI library'}: give srun --mpi=pmi2 for MPICH, or take transport "
+            "auto"
+        )
+    return LaunchError(
+        f"transport 'mpi': Open MPI's mpirun started these {launch.world_size} ranks, but mpi4py "
+        f"has {library() or 'no MPI library'}; take auto, tcp or shm, or start with the mpirun "
+        "that belongs to mpi4py (`minidist doctor` names it)"
+    )
 
 
 def remark(launch: Launch) -> str:
     """What is said once where the transport was not chosen: MPI was to be expected under mpirun."""
-    return (f"minidist: Open MPI's mpirun started these {launch.world_size} ranks, but mpi4py has "
-            f"{library() or 'no MPI library'}; taking transport auto (shared memory, TCP) instead of mpi")
+    return (
+        f"minidist: Open MPI's mpirun started these {launch.world_size} ranks, but mpi4py has "
+        f"{library() or 'no MPI library'}; taking transport auto (shared memory, TCP) instead of "
+        "mpi"
+    )

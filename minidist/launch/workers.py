@@ -1,7 +1,9 @@
-"""The processes of an elastic job, and the launcher's connection to each: they outlive the generations of the job.
+"""The processes of an elastic job, and the launcher's connection to each: they outlive the
+generations of the job.
 
     process -> launcher                                       launcher -> process
-    waiting   why it left its generation; tidy: it lost       generation   rank, size, where the monitor is; whether
+    waiting   why it left its generation; tidy: it lost       generation   rank, size, where the
+              monitor is; whether
               nothing; steps that it has made; saves: at                   the job has begun
               SIGTERM it saves its work and ends
     formed    step: the state is whole; rank 0's              regroup      to rank 0: find the step to stop after
@@ -38,7 +40,7 @@ from minidist.launch.spawning import start_thread
 from minidist.launch.starter import Starter
 from minidist.launch.template import FORK_LIMIT, Template
 
-KILLED_LIMIT = 10.0     # seconds that all killed processes together get to end
+KILLED_LIMIT = 10.0  # seconds that all killed processes together get to end
 
 STARTING, WAITING, MEMBER, DONE = "starting", "waiting", "member", "done"
 
@@ -46,7 +48,8 @@ Event = tuple["Worker", dict[str, Any]]
 
 
 class Worker:
-    """A process. `number` counts from 0 and is never used again; `rank` is that of its last generation.
+    """A process. `number` counts from 0 and is never used again; `rank` is that of its last
+    generation.
 
     Args:       host: where it was started.
     Attributes: state    STARTING, WAITING (for a generation), MEMBER (of the present one) or DONE
@@ -58,8 +61,8 @@ class Worker:
         self.number, self.process, self.host, self.since = number, process, host, time.monotonic()
         self.sock: socket.socket | None = None
         self.state, self.rank, self.tells, self.saves, self.told = STARTING, -1, False, False, False
-        self.frozen = False                         # it was stopped (SIGSTOP) for too long, and is killed
-        self._stopped: float | None = None          # since when it was seen stopped
+        self.frozen = False  # it was stopped (SIGSTOP) for too long, and is killed
+        self._stopped: float | None = None  # since when it was seen stopped
 
     def __str__(self) -> str:
         return f"rank {self.rank}" if self.state == MEMBER else f"process {self.number}"
@@ -115,29 +118,56 @@ class Worker:
 class Workforce:
     """All processes that were started and have not ended, by number; what they say is in `events`.
 
-    Args:       others: further hosts, by ssh; None: all processes are on this one. template: of this host, if there is
-                one already.
-    Attributes: coming: how many more are being started. hosts: where, by node; one that is lost stays in the list.
+    Args:       others: further hosts, by ssh; None: all processes are on this one. template: of
+                this host, if there is one already.
+    Attributes: coming: how many more are being started. hosts: where, by node; one that is lost
+    stays in the list.
     """
 
-    def __init__(self, command: Sequence[str], token: bytes, limits: Limits, others: OtherHosts | None = None,
-                 template: Template | None = None) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        token: bytes,
+        limits: Limits,
+        others: OtherHosts | None = None,
+        template: Template | None = None,
+    ) -> None:
         self.command, self.token, self.started, self.limits = list(command), token, 0, limits
-        self.workers: dict[int, Worker] = {}        # replaced as a whole: another thread may be walking through it
+        # replaced as a whole: another thread may be walking through it
+        self.workers: dict[int, Worker] = {}
         self.coming = 0
         self.events: queue.SimpleQueue[Event | LaunchError | None] = queue.SimpleQueue()
         self.others = others
         alone = others is None or others.addresses == ["127.0.0.1"]
-        self.place = "127.0.0.1" if alone else ""   # where this host listens for processes, and for ranks
+        # where this host listens for processes, and for ranks
+        self.place = "127.0.0.1" if alone else ""
         self._listener = listen(self.place, 0)
         self.port: int = self._listener.getsockname()[1]
-        self._acceptor = Acceptor(self._listener, token, self._enter, 1, _run, "minidist launcher",
-                                  fail=self._cannot_accept)
+        self._acceptor = Acceptor(
+            self._listener,
+            token,
+            self._enter,
+            1,
+            _run,
+            "minidist launcher",
+            fail=self._cannot_accept,
+        )
         self._closed = False
         node = 0 if others is None else others.here
-        self.starter = None if node is None else Starter(
-            command, token, limits, ("127.0.0.1", self.port), self._name, node=node,
-            capacity=0 if others is None else others.hosts[node].ranks, template=template)
+        self.starter = (
+            None
+            if node is None
+            else Starter(
+                command,
+                token,
+                limits,
+                ("127.0.0.1", self.port),
+                self._name,
+                node=node,
+                capacity=0 if others is None else others.hosts[node].ranks,
+                template=template,
+            )
+        )
         self.hosts: list[Starter | RemoteHost] = [] if self.starter is None else [self.starter]
         self._starting, self._counting = threading.Lock(), threading.Lock()
         self._starters: list[threading.Thread] = []
@@ -146,13 +176,20 @@ class Workforce:
     def prepare(self, *, forks: bool, told: Callable[[], bool]) -> None:
         """Before the first start: reach the other hosts, and load a template on each.
 
-        Args:   forks: the command calls template.fork_on_demand(). told(): whether to wait no longer.
+        Args:   forks: the command calls template.fork_on_demand(). told(): whether to wait no
+                longer.
         Raises: LaunchError, one line that names the host, if one cannot be reached.
         """
         if self.others is not None:
-            with self._starting:                            # none is looked for before all are in the list
-                for other in self.others.start(self.command, self.token, self.port, self.limits, forks=forks,
-                                               news=lambda: self.events.put(None)):
+            with self._starting:  # none is looked for before all are in the list
+                for other in self.others.start(
+                    self.command,
+                    self.token,
+                    self.port,
+                    self.limits,
+                    forks=forks,
+                    news=lambda: self.events.put(None),
+                ):
                     self.hosts = sorted([*self.hosts, other], key=lambda host: host.node)
         if forks and self.starter is not None:
             self.starter.start_template(told)
@@ -167,12 +204,18 @@ class Workforce:
         return f"process {number}" if worker is None else str(worker)
 
     def _next_host(self) -> "Starter | RemoteHost":
-        """The first host that has room, else the one that is least crowded. Raises: LaunchError if all are lost."""
-        counts = {host.node: host.capacity - sum(worker.host is host for worker in self.workers.values())
-                  for host in self.hosts if not host.lost}
+        """The first host that has room, else the one that is least crowded. Raises: LaunchError if
+        all are lost."""
+        counts = {
+            host.node: host.capacity - sum(worker.host is host for worker in self.workers.values())
+            for host in self.hosts
+            if not host.lost
+        }
         if not counts:
             raise LaunchError("all hosts of the job are lost")
-        node = next((node for node, free in counts.items() if free > 0), max(counts, key=counts.__getitem__))
+        node = next(
+            (node for node, free in counts.items() if free > 0), max(counts, key=counts.__getitem__)
+        )
         return next(host for host in self.hosts if host.node == node)
 
     def start(self) -> None:
@@ -180,7 +223,8 @@ class Workforce:
         self._start(self._next_number())
 
     def start_beside(self) -> None:
-        """As `start`, in another thread: a fork may take long, and the launcher serves the ranks meanwhile.
+        """As `start`, in another thread: a fork may take long, and the launcher serves the ranks
+        meanwhile.
 
         An error is raised by `next_event`.
         """
@@ -203,16 +247,18 @@ class Workforce:
             self._start(number)
         except LaunchError as error:
             self.events.put(error)
-        except (OSError, RuntimeError) as error:            # no file, no memory, no thread
+        except (OSError, RuntimeError) as error:  # no file, no memory, no thread
             self.events.put(LaunchError(f"cannot start process {number}: {error}"))
 
     def _cannot_accept(self, error: OSError) -> None:
         """Processes call, and this one has nothing left to take them with."""
         size = max(1, len(self.workers))
-        self.events.put(LaunchError(f"cannot take the connection of another process: {shortage(error, size)}"))
+        self.events.put(
+            LaunchError(f"cannot take the connection of another process: {shortage(error, size)}")
+        )
 
     def _start(self, number: int) -> None:
-        with self._starting:                                # one that is forked may come before start() returns
+        with self._starting:  # one that is forked may come before start() returns
             if self._closed:
                 return
             host = self._next_host()
@@ -222,7 +268,7 @@ class Workforce:
             worker = Worker(number, process, host)
             with self._counting:
                 self.workers, self.coming = {**self.workers, number: worker}, self.coming - 1
-        host.pass_on_lines(number, process)                 # type: ignore[arg-type]
+        host.pass_on_lines(number, process)  # type: ignore[arg-type]
 
     def of(self, *states: str) -> list[Worker]:
         """Those in one of these states, by number."""
@@ -243,18 +289,24 @@ class Workforce:
 
     def reap(self) -> list[tuple[Worker, int]]:
         """Those that have ended since the last call, with their exit codes."""
-        gone = [(worker, code) for worker in self.of(STARTING, WAITING, MEMBER, DONE)
-                if (code := worker.process.poll()) is not None]
+        gone = [
+            (worker, code)
+            for worker in self.of(STARTING, WAITING, MEMBER, DONE)
+            if (code := worker.process.poll()) is not None
+        ]
         for worker, _ in gone:
-            if worker.sock is not None:                     # its host may be lost, so it says no goodbye
+            if worker.sock is not None:  # its host may be lost, so it says no goodbye
                 end_connection(worker.sock)
         ended = {worker.number for worker, _ in gone}
         with self._counting:
-            self.workers = {number: worker for number, worker in self.workers.items() if number not in ended}
+            self.workers = {
+                number: worker for number, worker in self.workers.items() if number not in ended
+            }
         return gone
 
     def end(self, grace: float, hurry: Callable[[], bool]) -> None:
-        """Hang up, which ends those that wait or will; SIGTERM after `grace` s, and SIGKILL after as long again.
+        """Hang up, which ends those that wait or will; SIGTERM after `grace` s, and SIGKILL after
+        as long again.
 
         A process that has not connected yet gets SIGTERM at once.
         """
@@ -266,7 +318,11 @@ class Workforce:
             if worker.sock is not None:
                 end_connection(worker.sock)
         deadline = time.monotonic() + FORK_LIMIT
-        while any(thread.is_alive() for thread in self._starters) and time.monotonic() < deadline and not hurry():
+        while (
+            any(thread.is_alive() for thread in self._starters)
+            and time.monotonic() < deadline
+            and not hurry()
+        ):
             time.sleep(0.005)
         for worker in self.workers.values():
             if worker.sock is None:
@@ -295,18 +351,25 @@ class Workforce:
         """A process has come: hear it, in a thread of its own. Or one of the other hosts."""
         if "host_workers" in hello:
             with self._starting:
-                found = [host for host in self.hosts
-                         if isinstance(host, RemoteHost) and host.node == hello["host_workers"]]
+                found = [
+                    host
+                    for host in self.hosts
+                    if isinstance(host, RemoteHost) and host.node == hello["host_workers"]
+                ]
             if not found:
-                raise HandshakeError(f"{wire.address_of(sock)} was refused: the job has no host "
-                                     f"{hello['host_workers']!r}")
+                raise HandshakeError(
+                    f"{wire.address_of(sock)} was refused: the job has no host "
+                    f"{hello['host_workers']!r}"
+                )
             found[0].attach(sock)
             return
         with self._starting:
             worker = self.workers.get(hello.get("process", -1))
         if worker is None or worker.sock is not None:
-            raise HandshakeError(f"{wire.address_of(sock)} was refused: no process of this job is awaited that is "
-                                 f"{hello.get('process')!r}")
+            raise HandshakeError(
+                f"{wire.address_of(sock)} was refused: no process of this job is awaited that is "
+                f"{hello.get('process')!r}"
+            )
         set_up(sock)
         wire.send_frame(sock, {"kind": "welcome"}, 1.0)
         worker.sock = sock
@@ -317,7 +380,7 @@ class Workforce:
             while True:
                 self.events.put((worker, wire.recv_frame(sock, None)))
         worker.ended()
-        self.events.put(None)                                # so that the launcher looks
+        self.events.put(None)  # so that the launcher looks
 
 
 def _run(target: Callable[..., None], *args: Any) -> None:

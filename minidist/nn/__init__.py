@@ -9,7 +9,24 @@ from minidist.nn.module import Module
 from minidist.nn.moe import Mixture, mixture
 from minidist.nn.weights import Init, Weight
 
-__all__ = ["GPT", "MLP", "Block", "CausalSelfAttention", "Dropout", "DropoutKey", "Embedding", "GPTConfig",
-           "HookHandle", "Init", "LayerNorm", "Linear", "Mixture", "MixtureConfig", "Module", "RMSNorm", "Weight",
-           "divisors",
-           "mixture"]
+__all__ = [
+    "GPT",
+    "MLP",
+    "Block",
+    "CausalSelfAttention",
+    "Dropout",
+    "DropoutKey",
+    "Embedding",
+    "GPTConfig",
+    "HookHandle",
+    "Init",
+    "LayerNorm",
+    "Linear",
+    "Mixture",
+    "MixtureConfig",
+    "Module",
+    "RMSNorm",
+    "Weight",
+    "divisors",
+    "mixture",
+]

@@ -1,4 +1,5 @@
-"""Causal self-attention: each token attends to itself and to the tokens before it, or to those that a pattern shows."""
+"""Causal self-attention: each token attends to itself and to the tokens before it, or to those that
+a pattern shows."""
 
 from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
@@ -10,17 +11,24 @@ from minidist.nn.module import Module
 
 
 class CausalSelfAttention(Module):
-    """(B, T, width) -> (B, T, width): one linear computes queries, keys and values; a second mixes the heads' results.
+    """(B, T, width) -> (B, T, width): one linear computes queries, keys and values; a second mixes
+    the heads' results.
 
-    The last dim of qkv's output holds the queries of all heads, then the keys, then the values. With fewer key heads,
-    neighbouring query heads share one. Args: out_std: standard deviation of the second linear's initial weight.
+    The last dim of qkv's output holds the queries of all heads, then the keys, then the values.
+    With fewer key heads, neighbouring query heads share one. Args: out_std: standard deviation of
+    the second linear's initial weight.
     """
 
-    keeps_scores = True         # or backward computes them again (parallel/memory/activations.py)
-    takes_packed = True         # whether q, k and v may stay in one array; False: `attend` is always called
+    keeps_scores = True  # or backward computes them again (parallel/memory/activations.py)
+    # whether q, k and v may stay in one array; False: `attend` is always called
+    takes_packed = True
 
     def __init__(self, config: GPTConfig, *, out_std: float) -> None:
-        self.heads, self.key_heads, self.head_width = config.heads, config.key_heads, config.head_width
+        self.heads, self.key_heads, self.head_width = (
+            config.heads,
+            config.key_heads,
+            config.head_width,
+        )
         self.rotary, self.pattern = config.positions == "rotary", config.attention_pattern
         outputs = (self.heads + 2 * self.key_heads) * self.head_width
         self.qkv = Linear(config.width, outputs, std=0.02, dtype=config.dtype)
@@ -28,11 +36,19 @@ class CausalSelfAttention(Module):
 
     def forward(self, x: Tensor, positions: Array) -> Tensor:
         qkv = self.qkv(x)
-        if self.takes_packed and self.key_heads == self.heads and not self.rotary and self.pattern is None:
-            return self.out(ops.causal_attention_packed(qkv, heads=self.heads, keep=self.keeps_scores))
+        if (
+            self.takes_packed
+            and self.key_heads == self.heads
+            and not self.rotary
+            and self.pattern is None
+        ):
+            return self.out(
+                ops.causal_attention_packed(qkv, heads=self.heads, keep=self.keeps_scores)
+            )
         queries, keys = self.heads * self.head_width, self.key_heads * self.head_width
         q, k, v = ops.split(qkv, [queries, keys, keys], dim=-1)
-        y = self.attend(self._by_head(q), self._by_head(k), self._by_head(v), positions)       # (B, H, T, D)
+        # (B, H, T, D)
+        y = self.attend(self._by_head(q), self._by_head(k), self._by_head(v), positions)
         return self.out(y.transpose(0, 2, 1, 3).reshape(*qkv.shape[:-1], queries))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Array) -> Tensor:
@@ -42,7 +58,8 @@ class CausalSelfAttention(Module):
         return self.see(q, k, v)
 
     def see(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of whole sequences, to all keys up to a query or to those that the pattern shows; as attend."""
+        """Attention of whole sequences, to all keys up to a query or to those that the pattern
+        shows; as attend."""
         if self.pattern is None:
             return ops.causal_attention(q, k, v, keep=self.keeps_scores)
         return ops.sparse_attention(q, k, v, blocks=pattern_blocks(self.pattern, q.shape[2]))

@@ -1,16 +1,20 @@
 """Attention patterns: which blocks of keys a block of queries sees. A block is SIDE = 64 tokens.
 
-With i the number of a query's block, j that of a key's, and N a multiple of 64, a pattern shows block j to block i:
+With i the number of a query's block, j that of a key's, and N a multiple of 64, a pattern shows
+block j to block i:
 
-    local:N      if i - N/64 < j <= i       the last N/64 blocks, the query's own among them: a window of N tokens
+    local:N      if i - N/64 < j <= i       the last N/64 blocks, the query's own among them: a
+                                            window of N tokens
     global:G     if j < G and j <= i        the first G blocks of the sequence
-    strided:N    if (i - j) % (N/64) == 0   its own block, and the ones that lie N, 2N, 3N, … tokens before it
-    rows:R/R/…   if bit j of row i is set   any pattern: a hexadecimal number for each block of queries
+    strided:N    if (i - j) % (N/64) == 0   its own block, and the ones that lie N, 2N, 3N, … tokens
+                                            before it
+    rows:R/R/…   if bit j of row i is set   any pattern: a hexadecimal number for each block of
+                                            queries
     A+B          if A or B shows it
 
-Within a block that is shown, a query sees the keys up to its own token. So a pattern is a causal mask in steps of 64
-tokens, the same for all heads and layers. On the command line `block:FILE` becomes `rows:…` (read_pattern), so that a
-checkpoint does not depend on a file.
+Within a block that is shown, a query sees the keys up to its own token. So a pattern is a causal
+mask in steps of 64 tokens, the same for all heads and layers. On the command line `block:FILE`
+becomes `rows:…` (read_pattern), so that a checkpoint does not depend on a file.
 
     local:128     block 0 1 2 3 4      local:64+global:1  0 1 2 3 4      strided:128  0 1 2 3 4
     queries 0           #                                 #                           #
@@ -20,8 +24,8 @@ checkpoint does not depend on a file.
             4                 # #                         #       #                   #   #   #
 
 notes:   N3 §3.2 (N3:52)
-Source:  Child et al. 2019, "Generating Long Sequences with Sparse Transformers" (local and strided); Beltagy et al.
-         2020, "Longformer" (local and global).
+Source:  Child et al. 2019, "Generating Long Sequences with Sparse Transformers" (local and
+         strided); Beltagy et al. 2020, "Longformer" (local and global).
 """
 
 from functools import lru_cache
@@ -32,9 +36,9 @@ from minidist.autograd.ops.block_sparse import SIDE
 from minidist.errors import ConfigError, ShapeError
 from minidist.files import read_regular
 
-MOST_BYTES = 64 << 20       # of a file of a pattern
+MOST_BYTES = 64 << 20  # of a file of a pattern
 NAMES = ("local", "strided", "global")
-DIGITS = 16         # a number of as many is none
+DIGITS = 16  # a number of as many is none
 SPELLINGS = "local:N, strided:N, global:G, rows:R/R/… or several of them joined by +"
 
 
@@ -49,40 +53,58 @@ def check_pattern(pattern: str, context: int) -> None:
             _check_rows(value, _count(context))
             continue
         if name not in NAMES:
-            raise ConfigError(f"attention pattern {pattern!r}: {term!r} is no pattern; write {SPELLINGS}")
+            raise ConfigError(
+                f"attention pattern {pattern!r}: {term!r} is no pattern; write {SPELLINGS}"
+            )
         number = int(value) if value.isascii() and value.isdigit() and len(value) < DIGITS else 0
         if name == "global" and number < 1:
-            raise ConfigError(f"attention pattern {pattern!r}: {term!r} needs a number of blocks from 1, as global:2")
+            raise ConfigError(
+                f"attention pattern {pattern!r}: {term!r} needs a number of blocks from 1, as "
+                "global:2"
+            )
         if name != "global" and (number < SIDE or number % SIDE):
             near = max(1, round(number / SIDE)) * SIDE
-            raise ConfigError(f"attention pattern {pattern!r}: {term!r} needs a number of tokens that is a multiple of "
-                              f"{SIDE}; write {name}:{near}")
+            raise ConfigError(
+                f"attention pattern {pattern!r}: {term!r} needs a number of tokens that is a "
+                f"multiple of {SIDE}; write {name}:{near}"
+            )
     blind = np.flatnonzero(~pattern_blocks(pattern, context).any(axis=1))
     if len(blind):
-        raise ConfigError(f"attention pattern {pattern!r}: block {blind[0]} of the queries sees no block of keys up to "
-                          f"its own; show it at least one")
+        raise ConfigError(
+            f"attention pattern {pattern!r}: block {blind[0]} of the queries sees no block of "
+            "keys up to its own; show it at least one"
+        )
 
 
 def _check_rows(value: str, count: int) -> None:
-    """Raise ConfigError unless these are `count` hexadecimal numbers, none of them with a bit after its own."""
+    """Raise ConfigError unless these are `count` hexadecimal numbers, none of them with a bit after
+    its own."""
     rows = value.split("/")
     for number, row in enumerate(rows):
         if not row or set(row) - set("0123456789abcdef"):
-            raise ConfigError(f"attention pattern rows: row {number} is {row!r}; it is a hexadecimal number in lower "
-                              f"case, as 1f")
+            raise ConfigError(
+                f"attention pattern rows: row {number} is {row!r}; it is a hexadecimal number in "
+                "lower case, as 1f"
+            )
         if int(row, 16) >> (number + 1):
-            raise ConfigError(f"attention pattern rows: row {number} shows a block after block {number}; attention is "
-                              f"causal, so leave these bits 0")
+            raise ConfigError(
+                f"attention pattern rows: row {number} shows a block after block {number}; "
+                "attention is causal, so leave these bits 0"
+            )
     if len(rows) < count:
-        raise ConfigError(f"attention pattern rows: {len(rows)} rows; the context has {count} blocks of {SIDE} tokens, "
-                          f"and needs as many rows")
+        raise ConfigError(
+            f"attention pattern rows: {len(rows)} rows; the context has {count} blocks of {SIDE} "
+            "tokens, and needs as many rows"
+        )
 
 
 @lru_cache(maxsize=32)
 def pattern_blocks(pattern: str, tokens: int) -> np.ndarray:
-    """Which block of queries sees which block of keys in a sequence: (n, n) bool, n = ceil(tokens / 64), read-only.
+    """Which block of queries sees which block of keys in a sequence: (n, n) bool, n = ceil(tokens /
+    64), read-only.
 
-    Args:    pattern: checked (check_pattern). tokens: a shorter sequence sees the top left part of the same mask.
+    Args:    pattern: checked (check_pattern). tokens: a shorter sequence sees the top left part of
+             the same mask.
     Cost:    n² bytes, kept for the last 32 patterns and lengths.
     Raises:  ShapeError if the sequence is longer than the rows of `rows`.
     """
@@ -108,16 +130,23 @@ def _rows(value: str, count: int) -> np.ndarray:
     """The first `count` rows and columns of a mask in hexadecimal: (count, count) bool."""
     rows = value.split("/")
     if len(rows) < count:
-        raise ShapeError(f"attention pattern rows: a sequence of {count} blocks of {SIDE} tokens is longer than the "
-                         f"{len(rows)} rows of the pattern; cut it, or give a pattern with more rows")
+        raise ShapeError(
+            f"attention pattern rows: a sequence of {count} blocks of {SIDE} tokens is longer "
+            f"than the {len(rows)} rows of the pattern; cut it, or give a pattern with more rows"
+        )
     nbytes = -(-count // 8)
-    words = b"".join((int(row, 16) & ((1 << count) - 1)).to_bytes(nbytes, "little") for row in rows[:count])
-    bits = np.unpackbits(np.frombuffer(words, np.uint8).reshape(count, nbytes), axis=1, bitorder="little")
+    words = b"".join(
+        (int(row, 16) & ((1 << count) - 1)).to_bytes(nbytes, "little") for row in rows[:count]
+    )
+    bits = np.unpackbits(
+        np.frombuffer(words, np.uint8).reshape(count, nbytes), axis=1, bitorder="little"
+    )
     return bits[:, :count].astype(bool)
 
 
 def scores_computed(pattern: str, tokens: int) -> int:
-    """Scores that a head computes in a sequence, tiles of 64 × 64 cut at its end: the keys after a query count too."""
+    """Scores that a head computes in a sequence, tiles of 64 × 64 cut at its end: the keys after a
+    query count too."""
     blocks = pattern_blocks(pattern, tokens)
     sizes = np.full(len(blocks), SIDE)
     sizes[-1:] -= len(blocks) * SIDE - tokens
@@ -126,19 +155,24 @@ def scores_computed(pattern: str, tokens: int) -> int:
 
 def shown_pattern(pattern: str) -> str:
     """A pattern for people: rows are counted, not listed: "rows (512)+global:2"."""
-    return "+".join(f"rows ({term.count('/') + 1})" if term.startswith("rows:") else term
-                    for term in pattern.split("+"))
+    return "+".join(
+        f"rows ({term.count('/') + 1})" if term.startswith("rows:") else term
+        for term in pattern.split("+")
+    )
 
 
 def read_pattern(text: str) -> str:
     """The pattern that the command line names: `block:FILE` becomes `rows:…`, all else stays.
 
-    A line of the file is a block of queries, from the first on; its k-th character is 1 if these queries see block k
-    of the keys, else 0. Characters after the block's own, above the diagonal, are 0 or left out. Blanks do not count.
+    A line of the file is a block of queries, from the first on; its k-th character is 1 if these
+    queries see block k of the keys, else 0. Characters after the block's own, above the diagonal,
+    are 0 or left out. Blanks do not count.
     Raises:  ConfigError if the file cannot be read, or holds something else.
     """
-    terms = [_from_file(term.removeprefix("block:")) if term.startswith("block:") else term
-             for term in text.split("+")]
+    terms = [
+        _from_file(term.removeprefix("block:")) if term.startswith("block:") else term
+        for term in text.split("+")
+    ]
     return "+".join(terms)
 
 
@@ -146,15 +180,22 @@ def _from_file(name: str) -> str:
     try:
         lines = read_regular(name, most=MOST_BYTES).decode("ascii").split("\n")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"attention pattern block:{name}: {getattr(error, 'strerror', None) or 'no text'}; give a "
-                          f"file of 0 and 1, a line for each {SIDE} queries") from error
+        raise ConfigError(
+            f"attention pattern block:{name}: {getattr(error, 'strerror', None) or 'no text'}; "
+            f"give a file of 0 and 1, a line for each {SIDE} queries"
+        ) from error
     rows = ["".join(line.split()) for line in lines if line.strip()]
     for number, row in enumerate(rows):
         if set(row) - {"0", "1"}:
-            raise ConfigError(f"attention pattern block:{name}: line {number + 1} is {row[:20]!r}; it is made of 0 "
-                              f"and 1, a character for each {SIDE} keys")
+            raise ConfigError(
+                f"attention pattern block:{name}: line {number + 1} is {row[:20]!r}; it is made "
+                f"of 0 and 1, a character for each {SIDE} keys"
+            )
     if not rows:
-        raise ConfigError(f"attention pattern block:{name}: the file is empty; write a line for each {SIDE} queries")
+        raise ConfigError(
+            f"attention pattern block:{name}: the file is empty; write a line for each {SIDE} "
+            "queries"
+        )
     return "rows:" + "/".join(f"{int(row[::-1], 2):x}" for row in rows)
 
 

@@ -1,8 +1,9 @@
 """The balance losses of a model's mixtures (moe.py), in its loss and its gradient.
 
-A block may be on a pipeline stage without the model's loss, or be computed again after the loss. So a balance loss is
-not passed through the model: its value is added at the end, and its gradient starts when the gradient of the layer's
-output arrives. An array of no elements connects the two on the tape.
+A block may be on a pipeline stage without the model's loss, or be computed again after the loss. So
+a balance loss is not passed through the model: its value is added at the end, and its gradient
+starts when the gradient of the layer's output arrives. An array of no elements connects the two on
+the tape.
 """
 
 from collections.abc import Sequence
@@ -17,16 +18,22 @@ if TYPE_CHECKING:
 
 
 @op
-def begin_balance(chances: Array, factor: Array, *, layer: "Mixture", dtype: Any) -> tuple[Array, Saved]:
-    """An array of no elements. When its gradient arrives, that of Σ chances · factor starts, times `balance_scale`."""
+def begin_balance(
+    chances: Array, factor: Array, *, layer: "Mixture", dtype: Any
+) -> tuple[Array, Saved]:
+    """An array of no elements. When its gradient arrives, that of Σ chances · factor starts, times
+    `balance_scale`."""
     return array_module(chances).zeros(0, dtype), saved(factor=factor)
 
 
 @begin_balance.gradient("chances")
 def _(node: Node, dy: Array) -> Array:
     xp, factor = array_module(dy), node.factor
-    return xp.array(xp.broadcast_to(factor * factor.dtype.type(node.options["layer"].balance_scale),
-                                    node.shapes["chances"]))
+    return xp.array(
+        xp.broadcast_to(
+            factor * factor.dtype.type(node.options["layer"].balance_scale), node.shapes["chances"]
+        )
+    )
 
 
 @op
@@ -43,11 +50,18 @@ def _(node: Node, dy: Array) -> Array:
 
 
 def add_balance(loss: Tensor, layers: Sequence["Mixture"], divisor: float) -> Tensor:
-    """loss + the balance losses of the newest forward / divisor; its gradient sets `balance_scale` of the layers."""
+    """loss + the balance losses of the newest forward / divisor; its gradient sets `balance_scale`
+    of the layers."""
     layers = [layer for layer in layers if layer.training and layer.balance is not None]
     return _add_balance(loss, layers=layers, share=1.0 / divisor) if layers else loss
 
 
 def of_stage(layers: Sequence[Any], divisor: float) -> float:
-    """For a pipeline stage: the sum of the balance losses of its mixtures' newest forward, divided by `divisor`."""
-    return sum(float(layer.balance) for layer in layers if layer.training and layer.balance is not None) / divisor
+    """For a pipeline stage: the sum of the balance losses of its mixtures' newest forward, divided
+    by `divisor`."""
+    return (
+        sum(
+            float(layer.balance) for layer in layers if layer.training and layer.balance is not None
+        )
+        / divisor
+    )

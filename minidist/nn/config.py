@@ -17,10 +17,15 @@ from minidist.reading import converted
 STD = 0.02
 """The standard deviation of initial weights (gpt.py)."""
 
-_CHOICES = {"positions": ("learned", "rotary"), "norm": ("layer", "rms"), "activation": ("gelu", "silu")}
+_CHOICES = {
+    "positions": ("learned", "rotary"),
+    "norm": ("layer", "rms"),
+    "activation": ("gelu", "silu"),
+}
 BALANCES = ("loss", "bias", "none")
 
-# Bounds of a config that comes from a file: `GPTConfig.of` refuses others before anything is as large.
+# Bounds of a config that comes from a file: `GPTConfig.of` refuses others before anything is as
+# large.
 Size = Annotated[int, Meta(ge=1, le=2**40)]
 Few = Annotated[int, Meta(ge=1, le=2**20)]
 
@@ -30,19 +35,22 @@ class MixtureConfig:
     """How tokens are routed to experts. Raises: as GPTConfig."""
 
     experts: Few
-    top_k: int = 2                  # experts a token
-    capacity: float | None = None   # places of an expert, a multiple of the even share of a sequence; None: no limit
-    noise: float = 0.0              # standard deviation of the noise on the gate's scores in training
-    balance: str = "loss"           # the method that keeps expert loads even: "loss", "bias" or "none"
-    balance_weight: float = 0.01    # of the balance loss
-    bias_rate: float = 0.001        # change of a bias in a step
-    shared: Annotated[int, Meta(le=2**20)] = 0                 # additional experts that get every token
-    hidden: Size | None = None      # width inside an expert; None: that of the MLP it replaces
-    node_limit: int | None = None   # most nodes on which the experts of a token lie; None: any number
-    nodes: Few | tuple[Few, ...] | None = None  # on how many nodes experts lie, in equal parts, or how many on each;
-    #                                             None: as the ranks lie that divide them; undivided: all on one
-    placement: tuple[tuple[int, ...], ...] | None = None    # of each layer, the experts in the order in which they lie
-    #                                                         on ranks and nodes; None: by number
+    top_k: int = 2  # experts a token
+    # places of an expert, a multiple of the even share of a sequence; None: no limit
+    capacity: float | None = None
+    noise: float = 0.0  # standard deviation of the noise on the gate's scores in training
+    balance: str = "loss"  # the method that keeps expert loads even: "loss", "bias" or "none"
+    balance_weight: float = 0.01  # of the balance loss
+    bias_rate: float = 0.001  # change of a bias in a step
+    shared: Annotated[int, Meta(le=2**20)] = 0  # additional experts that get every token
+    hidden: Size | None = None  # width inside an expert; None: that of the MLP it replaces
+    # most nodes on which the experts of a token lie; None: any number
+    node_limit: int | None = None
+    # on how many nodes experts lie, in equal parts, or how many on each; None: as the ranks lie
+    # that divide them; undivided: all on one
+    nodes: Few | tuple[Few, ...] | None = None
+    # of each layer, the experts in the order in which they lie on ranks and nodes; None: by number
+    placement: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.nodes, int | None):
@@ -50,34 +58,62 @@ class MixtureConfig:
         if self.placement is not None:
             object.__setattr__(self, "placement", tuple(tuple(layer) for layer in self.placement))
         if self.experts < 1 or not 1 <= self.top_k <= self.experts or self.shared < 0:
-            raise ConfigError(f"mixture: {self.experts} experts, top_k={self.top_k}, {self.shared} shared; needs 1 "
-                              f"expert or more, top_k from 1 to their number, and no fewer than 0 shared")
+            raise ConfigError(
+                f"mixture: {self.experts} experts, top_k={self.top_k}, {self.shared} shared; "
+                "needs 1 expert or more, top_k from 1 to their number, and no fewer than 0 "
+                "shared"
+            )
         if self.capacity is not None and not self.capacity > 0.0:
-            raise ConfigError(f"mixture: capacity is {self.capacity!r}; it is above 0, or None to drop nothing")
+            raise ConfigError(
+                f"mixture: capacity is {self.capacity!r}; it is above 0, or None to drop nothing"
+            )
         if self.balance not in BALANCES:
-            raise ConfigError(f"mixture: balance is {self.balance!r}; choose one of {', '.join(BALANCES)}")
-        if min(self.noise, self.balance_weight, self.bias_rate) < 0.0 or self.hidden is not None and self.hidden < 1:
-            raise ConfigError(f"mixture: noise {self.noise!r}, balance_weight {self.balance_weight!r} and bias_rate "
-                              f"{self.bias_rate!r} are 0 or more, hidden {self.hidden!r} is 1 or more or None")
+            raise ConfigError(
+                f"mixture: balance is {self.balance!r}; choose one of {', '.join(BALANCES)}"
+            )
+        if (
+            min(self.noise, self.balance_weight, self.bias_rate) < 0.0
+            or self.hidden is not None
+            and self.hidden < 1
+        ):
+            raise ConfigError(
+                f"mixture: noise {self.noise!r}, balance_weight {self.balance_weight!r} and "
+                f"bias_rate {self.bias_rate!r} are 0 or more, hidden {self.hidden!r} is 1 or "
+                "more or None"
+            )
         self._check_nodes()
 
     def _check_nodes(self) -> None:
         """Raise ConfigError unless nodes, limit and placement fit the experts."""
-        if isinstance(self.nodes, tuple) and (min(self.nodes, default=0) < 1 or sum(self.nodes) != self.experts):
-            raise ConfigError(f"mixture: nodes hold {self.nodes} experts; give each node 1 or more of the "
-                              f"{self.experts}, or a number of nodes")
+        if isinstance(self.nodes, tuple) and (
+            min(self.nodes, default=0) < 1 or sum(self.nodes) != self.experts
+        ):
+            raise ConfigError(
+                f"mixture: nodes hold {self.nodes} experts; give each node 1 or more of the "
+                f"{self.experts}, or a number of nodes"
+            )
         if isinstance(self.nodes, int) and not 1 <= self.nodes <= self.experts:
-            raise ConfigError(f"mixture: {self.experts} experts on {self.nodes} nodes; choose from 1 to {self.experts}")
+            raise ConfigError(
+                f"mixture: {self.experts} experts on {self.nodes} nodes; choose from 1 to "
+                f"{self.experts}"
+            )
         if self.node_limit is not None and self.node_limit < 1:
-            raise ConfigError(f"mixture: node_limit is {self.node_limit}; a token's experts lie on 1 node or more")
-        few = sum(sorted(self.node_counts)[:self.node_limit])
+            raise ConfigError(
+                f"mixture: node_limit is {self.node_limit}; a token's experts lie on 1 node or more"
+            )
+        few = sum(sorted(self.node_counts)[: self.node_limit])
         if self.node_limit is not None and few < self.top_k:
-            raise ConfigError(f"mixture: node_limit={self.node_limit} with {self.node_counts} experts on the nodes can "
-                              f"leave a token {few}, and top_k is {self.top_k}; allow more nodes, or a smaller top_k")
+            raise ConfigError(
+                f"mixture: node_limit={self.node_limit} with {self.node_counts} experts on the "
+                f"nodes can leave a token {few}, and top_k is {self.top_k}; allow more nodes, or "
+                "a smaller top_k"
+            )
         for layer in self.placement or ():
             if sorted(layer) != list(range(self.experts)):
-                raise ConfigError(f"mixture: a placement is {layer}; it names each of {self.experts} experts once, by "
-                                  f"number from 0")
+                raise ConfigError(
+                    f"mixture: a placement is {layer}; it names each of {self.experts} experts "
+                    "once, by number from 0"
+                )
 
     @property
     def node_counts(self) -> tuple[int, ...]:
@@ -100,66 +136,88 @@ class MixtureConfig:
 
     def places(self, tokens: int) -> int:
         """The most tokens of a sequence of `tokens` that an expert takes."""
-        return tokens if self.capacity is None else math.ceil(self.capacity * self.top_k * tokens / self.experts)
+        return (
+            tokens
+            if self.capacity is None
+            else math.ceil(self.capacity * self.top_k * tokens / self.experts)
+        )
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes and choices of a GPT, checked when made. `GPTConfig(**config.as_dict())` makes an equal one.
+    """Sizes and choices of a GPT, checked when made. `GPTConfig(**config.as_dict())` makes an equal
+    one.
 
     Raises:  ConfigError, one line: the value that does not work, and values that would.
     """
 
-    vocabulary: Size             # number of token ids
-    context: Size                # most tokens in a sequence
+    vocabulary: Size  # number of token ids
+    context: Size  # most tokens in a sequence
     layers: Few
-    width: Size                  # numbers per token on the residual stream
-    heads: Few                   # of queries
-    kv_heads: Few | None = None  # of keys and values; None: as many as heads. Fewer is grouped-query attention
-    positions: str = "learned"   # or "rotary"
-    tied: bool = False           # the output layer uses the token embedding's table
-    norm: str = "layer"          # or "rms"
-    activation: str = "gelu"     # or "silu", gated (SwiGLU)
+    width: Size  # numbers per token on the residual stream
+    heads: Few  # of queries
+    # of keys and values; None: as many as heads. Fewer is grouped-query attention
+    kv_heads: Few | None = None
+    positions: str = "learned"  # or "rotary"
+    tied: bool = False  # the output layer uses the token embedding's table
+    norm: str = "layer"  # or "rms"
+    activation: str = "gelu"  # or "silu", gated (SwiGLU)
     dropout: float = 0.0
     dtype: str = "float32"
-    mixture: MixtureConfig | None = None    # experts in place of each block's MLP
-    mlp_width: Size | None = None    # width inside an MLP; None: see `hidden`
-    attention_pattern: str | None = None    # which keys a query sees (attention_pattern.py); None: all up to itself
+    mixture: MixtureConfig | None = None  # experts in place of each block's MLP
+    mlp_width: Size | None = None  # width inside an MLP; None: see `hidden`
+    # which keys a query sees (attention_pattern.py); None: all up to itself
+    attention_pattern: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.mixture, dict):
             object.__setattr__(self, "mixture", MixtureConfig(**self.mixture))
         for name in ("vocabulary", "context", "layers", "width", "heads", "kv_heads", "mlp_width"):
             value = getattr(self, name)
-            if not (type(value) is int and value >= 1) and not (name in ("kv_heads", "mlp_width") and value is None):
+            if not (type(value) is int and value >= 1) and not (
+                name in ("kv_heads", "mlp_width") and value is None
+            ):
                 raise ConfigError(f"GPT: {name} is {value!r}; it must be a whole number from 1")
         placement = self.mixture and self.mixture.placement
         if placement and len(placement) != self.layers:
-            raise ConfigError(f"GPT: experts are placed in {len(placement)} layers, the model has {self.layers}; give "
-                              f"one order of the experts for each layer")
+            raise ConfigError(
+                f"GPT: experts are placed in {len(placement)} layers, the model has "
+                f"{self.layers}; give one order of the experts for each layer"
+            )
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ConfigError(f"GPT: {name} is {getattr(self, name)!r}; choose {' or '.join(choices)}")
+                raise ConfigError(
+                    f"GPT: {name} is {getattr(self, name)!r}; choose {' or '.join(choices)}"
+                )
         if self.width % self.heads:
-            raise ConfigError(f"GPT: width {self.width} is not divisible by {self.heads} heads; use width "
-                              f"{-(-self.width // self.heads) * self.heads} or heads in {divisors(self.width)}")
+            raise ConfigError(
+                f"GPT: width {self.width} is not divisible by {self.heads} heads; use width "
+                f"{-(-self.width // self.heads) * self.heads} or heads in {divisors(self.width)}"
+            )
         if self.heads % self.key_heads:
-            raise ConfigError(f"GPT: {self.heads} heads do not divide among {self.key_heads} key and value heads; "
-                              f"use kv_heads in {divisors(self.heads)}")
+            raise ConfigError(
+                f"GPT: {self.heads} heads do not divide among {self.key_heads} key and value "
+                f"heads; use kv_heads in {divisors(self.heads)}"
+            )
         if self.positions == "rotary" and self.head_width % 2:
-            raise ConfigError(f"GPT: rotary positions turn pairs, but heads are {self.head_width} wide (width "
-                              f"{self.width} / {self.heads} heads); make that even, or use learned positions")
+            raise ConfigError(
+                f"GPT: rotary positions turn pairs, but heads are {self.head_width} wide (width "
+                f"{self.width} / {self.heads} heads); make that even, or use learned positions"
+            )
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"GPT: dropout is {self.dropout!r}; it must be in [0, 1)")
         if backend.dtype(self.dtype) not in backend.FLOATS:
-            raise ConfigError(f"GPT: weights of dtype {self.dtype} cannot learn; "
-                              f"use float64, float32, bfloat16 or float16")
+            raise ConfigError(
+                f"GPT: weights of dtype {self.dtype} cannot learn; "
+                f"use float64, float32, bfloat16 or float16"
+            )
         if self.attention_pattern is not None:
             check_pattern(self.attention_pattern, self.context)
 
     @classmethod
     def of(cls, value: Any) -> "GPTConfig":
-        """Return the config of a JSON object, as as_dict gives it. Raises: ConfigError if a size or type is wrong."""
+        """Return the config of a JSON object, as as_dict gives it. Raises: ConfigError if a size or
+        type is wrong."""
         config: GPTConfig = converted(value, cls)
         return config
 
@@ -175,7 +233,8 @@ class GPTConfig:
 
     @property
     def hidden(self) -> int:
-        """Width inside the MLP: 4 × width; gated, 8/3 × width (as many parameters), rounded up to a multiple of 8."""
+        """Width inside the MLP: 4 × width; gated, 8/3 × width (as many parameters), rounded up to a
+        multiple of 8."""
         if self.mlp_width is not None:
             return self.mlp_width
         return 4 * self.width if self.activation == "gelu" else -(-self.width // 3) * 8
@@ -193,7 +252,11 @@ class GPTConfig:
         mlps = 1 if self.mixture is None else self.mixture.shared
         gate = 0 if self.mixture is None else self.width * self.mixture.experts
         tables = self.vocabulary * (2 - self.tied) + self.context * (self.positions == "learned")
-        return self.width * tables + self.layers * (attention + mlps * self._mlp_numbers + gate) + self.expert_numbers
+        return (
+            self.width * tables
+            + self.layers * (attention + mlps * self._mlp_numbers + gate)
+            + self.expert_numbers
+        )
 
     @property
     def _mlp_numbers(self) -> int:

@@ -4,14 +4,17 @@
     ...
     handle.remove()
 
-Forward hooks run around `forward`. For backward hooks each call of the module is between two nodes on the tape:
+Forward hooks run around `forward`. For backward hooks each call of the module is between two nodes
+on the tape:
 
-    enter ── nodes of the module ── leave            the tape walks newest first: leave, nodes, enter
+    enter ── nodes of the module ── leave            the tape walks newest first: leave, nodes,
+                                                     enter
       └───────── marker ──────────────┘
 
-When backward reaches `leave`, a gradient has arrived and no node inside has run: the backward_pre hooks run. `enter`
-is older than all nodes inside. When backward reaches it, all of them have run: the backward hooks run. The marker, an
-empty array, connects the two, so that backward reaches `enter` also in a module of ids, which have no gradient.
+When backward reaches `leave`, a gradient has arrived and no node inside has run: the backward_pre
+hooks run. `enter` is older than all nodes inside. When backward reaches it, all of them have run:
+the backward hooks run. The marker, an empty array, connects the two, so that backward reaches
+`enter` also in a module of ids, which have no gradient.
 """
 
 from collections import defaultdict
@@ -26,7 +29,8 @@ from minidist.autograd.tape import Node, Saved, op, saved
 from minidist.autograd.tensor import Tensor, is_grad_enabled
 from minidist.device.backend import Array, array_module
 
-Hooks: TypeAlias = defaultdict[str, list[Callable[..., Any]]]       # by kind, in the order of registration
+# by kind, in the order of registration
+Hooks: TypeAlias = defaultdict[str, list[Callable[..., Any]]]
 
 
 @dataclass(eq=False)
@@ -44,7 +48,8 @@ class HookHandle:
 
 @op
 def take_along(y: Array, marker: Array) -> tuple[Array, Saved]:
-    """y itself. When its gradient arrives, `marker`, an array of no elements of y's dtype, gets one too."""
+    """y itself. When its gradient arrives, `marker`, an array of no elements of y's dtype, gets one
+    too."""
     return y, saved()
 
 
@@ -60,16 +65,21 @@ class _Passage:
         self.module, self.hooks = module, hooks
         self.arrived = False
         leaf = Tensor(np.zeros(0, np.float32), requires_grad=True)
-        self.marker = leaf.reshape(0)               # makes the node `enter`
+        self.marker = leaf.reshape(0)  # makes the node `enter`
         self.marker.register_hook(lambda dy: self._run("backward"))
 
     def leave(self, result: Any) -> Any:
-        """The module's result; every Tensor in it that requires a gradient goes through a leave node."""
+        """The module's result; every Tensor in it that requires a gradient goes through a leave
+        node."""
         if isinstance(result, (tuple, list)):
             return type(result)(self.leave(part) for part in result)
         if not isinstance(result, Tensor) or not result.requires_grad:
             return result
-        same_kind = self.marker if result.dtype == self.marker.dtype else ops.cast(self.marker, result.dtype)
+        same_kind = (
+            self.marker
+            if result.dtype == self.marker.dtype
+            else ops.cast(self.marker, result.dtype)
+        )
         left = take_along(result, same_kind)
         left.register_hook(self._arrive)
         return left
@@ -80,7 +90,7 @@ class _Passage:
             self._run("backward_pre")
 
     def _run(self, kind: str) -> None:
-        for hook in list(self.hooks[kind]):         # a hook may remove itself
+        for hook in list(self.hooks[kind]):  # a hook may remove itself
             hook(self.module)
 
 

@@ -1,14 +1,16 @@
 """Module: a function with parameters, made of smaller modules.
 
-    class Twice(Module):
-        def __init__(self, width):
-            self.inner = Linear(width, width)          # any attribute that is a Module, a Parameter, or a list or dict
+class Twice(Module):
+    def __init__(self, width):
+        self.inner = Linear(width, width)          # any attribute that is a Module, a Parameter, or
+                                                   a list or dict
 
-        def forward(self, x):                          # of Modules belongs to it, in the order of assignment
-            return self.inner(self.inner(x))
+    def forward(self, x):                          # of Modules belongs to it, in the order of
+                                                   assignment
+        return self.inner(self.inner(x))
 
-    model = Twice(8)
-    model.initialize(seed=0)                           # parameters have shapes before, values after
+model = Twice(8)
+model.initialize(seed=0)                           # parameters have shapes before, values after
 """
 
 from abc import ABC, abstractmethod
@@ -35,10 +37,13 @@ class Module(ABC):
     """Base of all modules. A subclass assigns its parts in `__init__` and computes in `forward`."""
 
     training = True
-    path = ""                       # dotted path in the whole model, set by assign_names or initialize
-    recomputed = False              # whether backward computes the inside again (parallel/memory/activations.py)
-    keeper: "Callable[[str, tuple[Any, ...], Array], Kept] | None" = None   # keeps its input until then
-    _hooks: Hooks | None = None     # made for the first hook, so that a module without hooks has no overhead
+    path = ""  # dotted path in the whole model, set by assign_names or initialize
+    # whether backward computes the inside again (parallel/memory/activations.py)
+    recomputed = False
+    # keeps its input until then
+    keeper: "Callable[[str, tuple[Any, ...], Array], Kept] | None" = None
+    # made for the first hook, so that a module without hooks has no overhead
+    _hooks: Hooks | None = None
 
     @abstractmethod
     def forward(self, *args: Any, **options: Any) -> Any:
@@ -46,8 +51,11 @@ class Module(ABC):
 
     def __call__(self, *args: Any, **options: Any) -> Tensor:
         """The result of forward, with the hooks run around it."""
-        result: Tensor = (self.run(*args, **options) if self._hooks is None else
-                          hooks.call(self, self._hooks, args, options))
+        result: Tensor = (
+            self.run(*args, **options)
+            if self._hooks is None
+            else hooks.call(self, self._hooks, args, options)
+        )
         return result
 
     def run(self, *args: Any, **options: Any) -> Any:
@@ -57,29 +65,35 @@ class Module(ABC):
         keep = None if self.keeper is None else partial(self.keeper, self.path, args[1:])
         return recompute(self.forward, *args, keep=keep, **options)
 
-    # ------------------------------------------------------------------------------------------------- its parts
+    # ------------------------------------------------------------------------------------ its parts
 
     def children(self) -> Iterator[tuple[str, "Module"]]:
         """(name, module) of the direct parts: "norm", "blocks.0", …; in order of assignment."""
         return ((name, part) for name, part in self._parts() if not isinstance(part, Parameter))
 
-    def named_modules(self, prefix: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, "Module"]]:
-        """(dotted path, module) of this module (its path is the prefix) and of all below, each once."""
+    def named_modules(
+        self, prefix: str = "", seen: set[int] | None = None
+    ) -> Iterator[tuple[str, "Module"]]:
+        """(dotted path, module) of this module (its path is the prefix) and of all below, each
+        once."""
         seen = set() if seen is None else seen
-        ahead: list[tuple[str, Module]] = [(prefix, self)]      # the next one last
+        ahead: list[tuple[str, Module]] = [(prefix, self)]  # the next one last
         while ahead:
             path, module = ahead.pop()
             if id(module) not in seen:
                 seen.add(id(module))
                 yield path, module
-                ahead.extend(reversed([(_join(path, name), child) for name, child in module.children()]))
+                ahead.extend(
+                    reversed([(_join(path, name), child) for name, child in module.children()])
+                )
 
     def modules(self) -> Iterator["Module"]:
         """This module and all below, each once."""
         return (module for _, module in self.named_modules())
 
     def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
-        """(dotted path, parameter), each parameter once, under its first path: tied weights appear once."""
+        """(dotted path, parameter), each parameter once, under its first path: tied weights appear
+        once."""
         seen: set[int] = set()
         for path, module in self.named_modules(prefix):
             for name, part in module._parts():
@@ -88,11 +102,13 @@ class Module(ABC):
                     yield _join(path, name), part
 
     def parameters(self) -> Iterator[Parameter]:
-        """Each parameter once, in the order of named_parameters, which is the same on every rank."""
+        """Each parameter once, in the order of named_parameters, which is the same on every
+        rank."""
         return (parameter for _, parameter in self.named_parameters())
 
     def _parts(self) -> list[tuple[str, Any]]:
-        """(name, Module or Parameter) of the direct parts, also those in lists, tuples and dicts."""
+        """(name, Module or Parameter) of the direct parts, also those in lists, tuples and
+        dicts."""
         parts: list[tuple[str, Any]] = []
         for name, value in vars(self).items():
             if _is_part(type(value)):
@@ -102,10 +118,11 @@ class Module(ABC):
                 parts += [(f"{name}.{key}", part) for key, part in items if _is_part(type(part))]
         return parts
 
-    # -------------------------------------------------------------------------------------------------- its state
+    # ------------------------------------------------------------------------------------ its state
 
     def assign_names(self, prefix: str = "") -> None:
-        """Set the dotted paths of modules and the names of parameters in the whole model; all begin with `prefix`."""
+        """Set the dotted paths of modules and the names of parameters in the whole model; all begin
+        with `prefix`."""
         for path, module in self.named_modules(prefix):
             module.path = path
         for name, parameter in self.named_parameters(prefix):
@@ -114,7 +131,8 @@ class Module(ABC):
     def initialize(self, seed: int, *, device: str = "cpu", prefix: str = "") -> None:
         """Draw all declared weights on "cpu" or "cuda", by name and seed alone.
 
-        Args:    prefix: the path of this module in the whole model; a part then draws the same values as in the whole.
+        Args:    prefix: the path of this module in the whole model; a part then draws the same
+                 values as in the whole.
         Raises:  DeviceError, ConfigError for a device that is not there.
         """
         self.assign_names(prefix)
@@ -124,10 +142,13 @@ class Module(ABC):
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all parameters on the host, by dotted path."""
-        return {name: np.array(to_host(parameter.data)) for name, parameter in self.named_parameters()}
+        return {
+            name: np.array(to_host(parameter.data)) for name, parameter in self.named_parameters()
+        }
 
     def load_state_dict(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Copy arrays, by dotted path, into the parameters, in place if they have values. On error nothing changes.
+        """Copy arrays, by dotted path, into the parameters, in place if they have values. On error
+        nothing changes.
 
         Raises:  DataError if a name is missing or unknown, or a shape or dtype differs;
                  ConfigError if a strategy keeps the numbers elsewhere (Parameter.kept_by).
@@ -135,14 +156,19 @@ class Module(ABC):
         mine, model = dict(self.named_parameters()), type(self).__name__
         missing, unknown = sorted(mine.keys() - arrays.keys()), sorted(arrays.keys() - mine.keys())
         if missing or unknown:
-            raise DataError(f"{model}: the saved weights do not fit this model: missing {_some(missing)}, unknown "
-                            f"{_some(unknown)}; load them into the model they were saved from")
+            raise DataError(
+                f"{model}: the saved weights do not fit this model: missing {_some(missing)}, "
+                f"unknown {_some(unknown)}; load them into the model they were saved from"
+            )
         for name, parameter in mine.items():
             parameter.check_assignable()
             array = arrays[name]
             if array.shape != parameter.shape or array.dtype != parameter.dtype:
-                raise DataError(f"{model}: saved {name} is {array.dtype} {array.shape}, the model needs "
-                                f"{parameter.dtype} {parameter.shape}; cast or build the model they were saved from")
+                raise DataError(
+                    f"{model}: saved {name} is {array.dtype} {array.shape}, the model needs "
+                    f"{parameter.dtype} {parameter.shape}; cast or build the model they were "
+                    "saved from"
+                )
         for name, parameter in mine.items():
             parameter.name = parameter.name or name
             if isinstance(parameter, Weight) and not parameter.drawn:
@@ -176,27 +202,37 @@ class Module(ABC):
         for parameter in self.parameters():
             parameter.zero_grad()
 
-    # -------------------------------------------------------------------------------------------------- its hooks
+    # ------------------------------------------------------------------------------------ its hooks
 
-    def register_forward_pre_hook(self, hook: Callable[["Module", tuple[Any, ...]], Any]) -> HookHandle:
-        """Call `hook(module, args)` before forward. A result other than None replaces the positional arguments."""
+    def register_forward_pre_hook(
+        self, hook: Callable[["Module", tuple[Any, ...]], Any]
+    ) -> HookHandle:
+        """Call `hook(module, args)` before forward. A result other than None replaces the
+        positional arguments."""
         return self._add_hook("forward_pre", hook)
 
-    def register_forward_hook(self, hook: Callable[["Module", tuple[Any, ...], Any], Any]) -> HookHandle:
-        """Call `hook(module, args, result)` after forward. A result other than None replaces that of forward."""
+    def register_forward_hook(
+        self, hook: Callable[["Module", tuple[Any, ...], Any], Any]
+    ) -> HookHandle:
+        """Call `hook(module, args, result)` after forward. A result other than None replaces that
+        of forward."""
         return self._add_hook("forward", hook)
 
     def register_backward_pre_hook(self, hook: Callable[["Module"], None]) -> HookHandle:
-        """Call `hook(module)` in backward before any node of the module runs; an outer module's before an inner's.
+        """Call `hook(module)` in backward before any node of the module runs; an outer module's
+        before an inner's.
 
-        Register backward hooks before the forward. They run once for each call of the module that backward reaches.
+        Register backward hooks before the forward. They run once for each call of the module that
+        backward reaches.
         """
         return self._add_hook("backward_pre", hook)
 
     def register_backward_hook(self, hook: Callable[["Module"], None]) -> HookHandle:
-        """Call `hook(module)` in backward when all nodes of this call of the module have run; inner modules' first.
+        """Call `hook(module)` in backward when all nodes of this call of the module have run; inner
+        modules' first.
 
-        Deferred gradients of weights come later. A weight used elsewhere too may wait for more; see Parameter.hooks.
+        Deferred gradients of weights come later. A weight used elsewhere too may wait for more; see
+        Parameter.hooks.
         """
         return self._add_hook("backward", hook)
 
@@ -211,7 +247,8 @@ _PARTS = frozenset((Module, Parameter))
 
 
 def _is_part(kind: type) -> bool:
-    """Whether a class is of modules or parameters; issubclass asks an abstract class, which answers in Python."""
+    """Whether a class is of modules or parameters; issubclass asks an abstract class, which answers
+    in Python."""
     return not _PARTS.isdisjoint(kind.__mro__)
 
 
@@ -221,5 +258,9 @@ def _join(path: str, name: str) -> str:
 
 
 def _some(names: list[str]) -> str:
-    """"none", or the first three names and the number of the others."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if names else "none"
+    """ "none", or the first three names and the number of the others."""
+    return (
+        ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        if names
+        else "none"
+    )

@@ -3,17 +3,20 @@
     model = GPT(GPTConfig(…, mixture=MixtureConfig(experts=8, top_k=2)))
     model = mixture(GPT(config), MixtureConfig(experts=8, top_k=2))         # the same
 
-A gate scores the experts for each token. The k best compute, and their results are added, weighted by the gate's
-probabilities. So a model has many weights and uses few of them for a token.
+A gate scores the experts for each token. The k best compute, and their results are added, weighted
+by the gate's probabilities. So a model has many weights and uses few of them for a token.
 
-    x (B, T, h) ── gate ── + noise ── softmax ── p (B, T, E) ── top k of p + bias ── capacity ── rows by expert
+    x (B, T, h) ── gate ── + noise ── softmax ── p (B, T, E) ── top k of p + bias ── capacity ──
+    rows by expert
                                                                  (on few nodes: expert_nodes.py)
     y = Σ over the token's kept experts e of  p[e] · expert_e(x)  +  Σ of shared experts(x)
 
-The result does not depend on how the batch is cut into parts: capacity, dropping and balance loss are per sequence,
-noise is keyed by (layer, seed, step, global token), and loads are summed over the whole step before biases move.
-Source:  Shazeer et al. 2017 (1701.06538), noisy top-k; Fedus et al. 2021 (2101.03961), capacity and balance loss;
-         Dai et al. 2024 (2401.06066), shared experts; Wang et al. 2024 (2408.15664), balance by bias alone.
+The result does not depend on how the batch is cut into parts: capacity, dropping and balance loss
+are per sequence, noise is keyed by (layer, seed, step, global token), and loads are summed over the
+whole step before biases move.
+Source:  Shazeer et al. 2017 (1701.06538), noisy top-k; Fedus et al. 2021 (2101.03961), capacity and
+         balance loss; Dai et al. 2024 (2401.06066), shared experts; Wang et al. 2024 (2408.15664),
+         balance by bias alone.
 """
 
 from collections.abc import Sequence
@@ -40,24 +43,28 @@ from minidist.nn.weights import ZEROS, Init, Weight
 if TYPE_CHECKING:
     from minidist.nn.gpt import GPT
 
+
 @dataclass(frozen=True)
 class Routing:
     """The experts of a layer's tokens."""
 
-    chosen: Array       # (B, T, k) integers: the experts of each token, best first
-    kept: Array         # (B, T, k) bool: False for a dropped choice
-    sequences: Array    # (B, whole T, k): the choices of the whole sequences if they are needed, else `chosen`
+    chosen: Array  # (B, T, k) integers: the experts of each token, best first
+    kept: Array  # (B, T, k) bool: False for a dropped choice
+    # (B, whole T, k): the choices of the whole sequences if they are needed, else `chosen`
+    sequences: Array
 
 
 class Sequences:
-    """The tokens of a mixture as whole sequences; a strategy that cuts sequences replaces this object."""
+    """The tokens of a mixture as whole sequences; a strategy that cuts sequences replaces this
+    object."""
 
     def joined(self, chosen: Array) -> Array:
         """The choices of the whole sequences, in token order: (B, own, k) -> (B, T, k)."""
         return chosen
 
     def parted(self, kept: Array) -> Array:
-        """The part that belongs to the tokens here, the reverse of `joined`: (B, T, k) -> (B, own, k)."""
+        """The part that belongs to the tokens here, the reverse of `joined`: (B, T, k) -> (B, own,
+        k)."""
         return kept
 
     def keys(self, tokens: Array) -> Array:
@@ -70,9 +77,12 @@ class Sequences:
 
 
 class Experts(Module):
-    """`count` MLPs without biases; their weights are stacked along the first dim. Args: as MLP's."""
+    """`count` MLPs without biases; their weights are stacked along the first dim. Args: as
+    MLP's."""
 
-    def __init__(self, count: int, width: int, hidden: int, *, activation: str, out_std: float, dtype: Any) -> None:
+    def __init__(
+        self, count: int, width: int, hidden: int, *, activation: str, out_std: float, dtype: Any
+    ) -> None:
         self.count = count
         into, out = (count, width, hidden), (count, hidden, width)
         self.gate = Weight(into, Init("normal", STD), dtype=dtype) if activation == "silu" else None
@@ -82,13 +92,16 @@ class Experts(Module):
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Rows sorted by expert (R, width), and the number of each expert's rows -> (R, width)."""
         up = ops.grouped_linear(rows, self.up, counts=counts)
-        inner = ops.gelu(up) if self.gate is None else ops.swiglu(
-            ops.grouped_linear(rows, self.gate, counts=counts), up)
+        inner = (
+            ops.gelu(up)
+            if self.gate is None
+            else ops.swiglu(ops.grouped_linear(rows, self.gate, counts=counts), up)
+        )
         return ops.grouped_linear(inner, self.down, counts=counts)
 
     def mixed(self, x: Tensor, weights: Tensor, chosen: Array, kept: Array) -> Tensor:
-        """The sum of the results of each token's kept experts, weighted: x (T, width), all else (T, k) -> (T, width).
-        """
+        """The sum of the results of each token's kept experts, weighted: x (T, width), all else (T,
+        k) -> (T, width)."""
         placement = place_rows(self.places(chosen), kept, experts=self.count)
         rows = ops.to_experts(x, placement)
         results = self(rows, to_host(placement.counts).tolist())
@@ -96,19 +109,24 @@ class Experts(Module):
         return ops.from_experts(results, of_rows, placement)
 
     def places(self, chosen: Array) -> Array:
-        """The numbers by which the rows of these experts are sorted: the experts' own, unless they are divided."""
+        """The numbers by which the rows of these experts are sorted: the experts' own, unless they
+        are divided."""
         return chosen
 
 
 class Mixture(Module):
     """Experts in place of a block's MLP: (B, T, width) -> (B, T, width).
 
-    Args:    of_model: the sizes and choices of the model; config: those of the mixture; layer: its number.
+    Args:    of_model: the sizes and choices of the model; config: those of the mixture; layer: its
+             number.
     Attributes: routing         of the newest forward
-                load            (2, experts) integers: tokens that chose each expert, and tokens that it took, in
-                                training since the last `clear`; a block computed again counts once
-                newest          the choices of the newest tokens (expert_nodes.py); None, the default, keeps none
-                balance         the balance loss of the newest forward, a sum over tokens, one number; or None
+                load            (2, experts) integers: tokens that chose each expert, and tokens
+                                that it took, in training since the last `clear`; a block computed
+                                again counts once
+                newest          the choices of the newest tokens (expert_nodes.py); None, the
+                                default, keeps none
+                balance         the balance loss of the newest forward, a sum over tokens, one
+                                number; or None
                 balance_scale   the gradient of that loss; set before backward arrives here
     """
 
@@ -117,15 +135,30 @@ class Mixture(Module):
         hidden = config.hidden or of_model.hidden
         dtype, out_std = of_model.dtype, STD * (2 * of_model.layers) ** -0.5
         self.scores = Linear(of_model.width, config.experts, bias=False, std=STD, dtype=dtype)
-        self.experts = Experts(config.experts, of_model.width, hidden, activation=of_model.activation,
-                               out_std=out_std, dtype=dtype)
-        self.shared = [MLP(of_model.width, hidden, activation=of_model.activation, std=STD, out_std=out_std,
-                           dtype=dtype) for _ in range(config.shared)]
+        self.experts = Experts(
+            config.experts,
+            of_model.width,
+            hidden,
+            activation=of_model.activation,
+            out_std=out_std,
+            dtype=dtype,
+        )
+        self.shared = [
+            MLP(
+                of_model.width,
+                hidden,
+                activation=of_model.activation,
+                std=STD,
+                out_std=out_std,
+                dtype=dtype,
+            )
+            for _ in range(config.shared)
+        ]
         self.bias: Weight | None = None
         if config.balance == "bias":
             low = backend.dtype(dtype) in LOW_PRECISION
             self.bias = Weight((config.experts,), ZEROS, dtype="float32" if low else dtype)
-            self.bias.requires_grad, self.bias.stays_whole = False, True        # `rebalance` moves it
+            self.bias.requires_grad, self.bias.stays_whole = False, True  # `rebalance` moves it
         self.sequences = Sequences()
         self.routing: Routing | None = None
         self.newest: NewestChoices | None = None
@@ -148,14 +181,16 @@ class Mixture(Module):
         return self._balanced(y, chances) if self.training and self.config.balance == "loss" else y
 
     def enter(self, x: Tensor) -> Tensor:
-        """The experts' input, made from the gate's; a strategy that cuts experts' matrices overrides it."""
+        """The experts' input, made from the gate's; a strategy that cuts experts' matrices
+        overrides it."""
         return x
 
     def leave(self, y: Tensor) -> Tensor:
-        """The mixture's output, made from the experts' results; overridden together with `enter`."""
+        """The mixture's output, made from the experts' results; overridden together with
+        `enter`."""
         return y
 
-    # --------------------------------------------------------------------------------------------------- the gate
+    # ------------------------------------------------------------------------------------- the gate
 
     def _scores(self, x: Tensor, key: DropoutKey | None) -> Tensor:
         """(B, T, width) -> (B, T, experts), in float32 at least, with noise in training."""
@@ -165,8 +200,10 @@ class Mixture(Module):
         if not self.training or self.config.noise == 0.0:
             return scores
         if key is None:
-            raise ConfigError(f"mixture {self.path!r} with noise {self.config.noise} trains without a key; "
-                              f"pass key=DropoutKey(seed, step, tokens) to the model, or call model.eval()")
+            raise ConfigError(
+                f"mixture {self.path!r} with noise {self.config.noise} trains without a key; "
+                f"pass key=DropoutKey(seed, step, tokens) to the model, or call model.eval()"
+            )
         xp = array_module(scores.data)
         tokens = xp.asarray(self.sequences.keys(key.tokens), dtype="int64")
         places = tokens[..., None] * self.config.experts + xp.arange(self.config.experts)
@@ -175,15 +212,18 @@ class Mixture(Module):
         return noisy
 
     def route(self, chances: Array) -> Routing:
-        """Route each token to its k likeliest experts, after adding biases; `chances`: (B, T, experts), the gate's.
+        """Route each token to its k likeliest experts, after adding biases; `chances`: (B, T,
+        experts), the gate's.
 
-        In training an expert takes the first tokens of each sequence, up to its capacity. So no later token decides
-        whether a token is dropped, as a causal model requires.
+        In training an expert takes the first tokens of each sequence, up to its capacity. So no
+        later token decides whether a token is dropped, as a causal model requires.
         """
         config = self.config
         scores = chances if self.bias is None else chances + self.bias.data
         if config.node_limit is not None:
-            scores = limit_to_nodes(scores, config.node_of(self.layer), config.node_limit, config.top_k)
+            scores = limit_to_nodes(
+                scores, config.node_of(self.layer), config.node_limit, config.top_k
+            )
         chosen = top_positions(scores, config.top_k)
         xp = array_module(chosen)
         kept, whole = xp.ones(chosen.shape, bool), chosen
@@ -207,20 +247,22 @@ class Mixture(Module):
     def _balanced(self, y: Tensor, chances: Tensor) -> Tensor:
         """y, connected to the gradient of the balance loss; sets `balance` to the loss itself.
 
-        The loss is the sum over tokens of weight · E · Σ_e f_e p_e, where f_e is the share of the choices in the
-        token's sequence that fell on e: weight · T for a sequence if all are equal. No gradient passes through f.
+        The loss is the sum over tokens of weight · E · Σ_e f_e p_e, where f_e is the share of the
+        choices in the token's sequence that fell on e: weight · T for a sequence if all are equal.
+        No gradient passes through f.
         """
         assert self.routing is not None
         chosen, experts = self.routing.sequences, self.config.experts
         counts = array_module(chosen).bincount(self._runs(chosen), minlength=len(chosen) * experts)
         factor = counts.reshape(-1, 1, experts) * (
-            self.config.balance_weight * experts / (self.config.top_k * chosen.shape[1]))
+            self.config.balance_weight * experts / (self.config.top_k * chosen.shape[1])
+        )
         factor = factor.astype(chances.dtype)
         if not computed_again():
             self.balance = self.sequences.total((chances.data * factor).sum())
         return take_along(y, begin_balance(chances, factor, layer=self, dtype=y.dtype))
 
-    # ------------------------------------------------------------------------------------------------- the experts
+    # ---------------------------------------------------------------------------------- the experts
 
     def _apply(self, x: Tensor, chances: Tensor, routing: Routing) -> Tensor:
         """The sum of the experts' results for each token, weighted by `chances`."""
@@ -229,14 +271,18 @@ class Mixture(Module):
         tokens = array_module(chosen).arange(len(chosen), dtype="int64")[:, None]
         weights = ops.take(chances.reshape(chances.size), (tokens * experts + chosen).reshape(-1))
         weights = ops.cast(weights, x.dtype) if weights.dtype != x.dtype else weights
-        y = self.experts.mixed(x.reshape(x.size // width, width), weights.reshape(len(chosen), top_k), chosen, kept)
+        y = self.experts.mixed(
+            x.reshape(x.size // width, width), weights.reshape(len(chosen), top_k), chosen, kept
+        )
         return y.reshape(x.shape)
 
 
-# ---------------------------------------------------------------------------------------------------------- in a model
+# --------------------------------------------------------------------------------------- in a model
+
 
 def mixture(model: "GPT", config: MixtureConfig) -> "GPT":
-    """Replace the MLP of every block by a mixture, in place; afterwards `model.initialize(seed)` draws the weights.
+    """Replace the MLP of every block by a mixture, in place; afterwards `model.initialize(seed)`
+    draws the weights.
 
     Returns: the model.
     Raises:  ConfigError if the weights are drawn already.
@@ -256,16 +302,18 @@ def mixtures(model: Module) -> list[Mixture]:
 
 
 def loads(model: Module) -> np.ndarray:
-    """The loads of all mixtures (see Mixture.load), in this process since `clear`: (layers, 2, experts) integers."""
+    """The loads of all mixtures (see Mixture.load), in this process since `clear`: (layers, 2,
+    experts) integers."""
     layers = mixtures(model)
     return np.stack([layer.load for layer in layers]) if layers else np.zeros((0, 2, 0), np.int64)
 
 
 def rebalance(model: Module, counted: np.ndarray) -> None:
-    """Move biases against the loads of a whole step, and clear the loads. Call it once a step, after the update.
+    """Move biases against the loads of a whole step, and clear the loads. Call it once a step,
+    after the update.
 
-    The bias of an expert chosen more often than the mean falls by bias_rate, that of the others rises; biases do not
-    enter the weights of the results.
+    The bias of an expert chosen more often than the mean falls by bias_rate, that of the others
+    rises; biases do not enter the weights of the results.
     Args:    counted: `loads` of the step, summed over all ranks that share the batch.
     """
     for layer, (chosen, _) in zip(mixtures(model), counted, strict=True):

@@ -1,7 +1,8 @@
 """Weights that are declared first and drawn later, whole or in slices.
 
-A model is built without values. A strategy may then cut it, and each rank draws only the slices that it keeps. Every
-element is a hash of (name, seed, position in the whole tensor), so any split starts with the same bits as the whole.
+A model is built without values. A strategy may then cut it, and each rank draws only the slices
+that it keeps. Every element is a hash of (name, seed, position in the whole tensor), so any split
+starts with the same bits as the whole.
 """
 
 import math
@@ -13,34 +14,49 @@ import numpy as np
 
 from minidist.autograd.tensor import Parameter
 from minidist.device import account, backend
-from minidist.device.backend import LOW_PRECISION, Array, array_module, device_of, module_for, random_normal
+from minidist.device.backend import (
+    LOW_PRECISION,
+    Array,
+    array_module,
+    device_of,
+    module_for,
+    random_normal,
+)
 from minidist.errors import ConfigError, ShapeError
 
-Part = range | Sequence[Any]  # positions in the flattened tensor, or a slice or integer array for each leading dim
+# positions in the flattened tensor, or a slice or integer array for each leading dim
+Part = range | Sequence[Any]
 
 
 @dataclass(frozen=True)
 class Init:
-    """The initial values of a tensor: normal with mean 0 and standard deviation `std`, or all zero or one."""
+    """The initial values of a tensor: normal with mean 0 and standard deviation `std`, or all zero
+    or one."""
 
     law: Literal["normal", "zeros", "ones"]
     std: float = 1.0
 
-    def draw(self, name: str, seed: int, positions: Any, dtype: Any, *, device: str = "cpu") -> Array:
-        """The elements of the tensor `name` at integer `positions` (a range or an array of any shape).
+    def draw(
+        self, name: str, seed: int, positions: Any, dtype: Any, *, device: str = "cpu"
+    ) -> Array:
+        """The elements of the tensor `name` at integer `positions` (a range or an array of any
+        shape).
 
         In low precision they are the rounded float32 values.
         Raises:  ConfigError for an empty name; as backend.module_for, backend.dtype.
         """
         if not name:
-            raise ConfigError("a parameter has no name yet, and its values depend on it; draw through "
-                              "model.initialize(seed), or call model.assign_names() first")
+            raise ConfigError(
+                "a parameter has no name yet, and its values depend on it; draw through "
+                "model.initialize(seed), or call model.assign_names() first"
+            )
         xp, kind = module_for(device), backend.dtype(dtype)
         if self.law != "normal":
             shape = (len(positions),) if isinstance(positions, range) else positions.shape
             return xp.full(shape, 1.0 if self.law == "ones" else 0.0, kind)
         index = positions
-        if xp is not np and isinstance(positions, range):       # asarray of an empty range would be of floats
+        # asarray of an empty range would be of floats
+        if xp is not np and isinstance(positions, range):
             index = xp.arange(positions.start, positions.stop, positions.step, dtype="int64")
         elif xp is not np:
             index = xp.asarray(positions)
@@ -53,17 +69,21 @@ ZEROS, ONES = Init("zeros"), Init("ones")
 
 
 class Weight(Parameter):
-    """A Parameter with a shape, a dtype and an Init, which has no values until they are drawn or loaded."""
+    """A Parameter with a shape, a dtype and an Init, which has no values until they are drawn or
+    loaded."""
 
     __slots__ = ("init", "drawn", "seed")
 
-    def __init__(self, shape: Sequence[int], init: Init, *, dtype: Any = "float32", name: str = "") -> None:
+    def __init__(
+        self, shape: Sequence[int], init: Init, *, dtype: Any = "float32", name: str = ""
+    ) -> None:
         xp = module_for("cpu")
-        nothing = xp.broadcast_to(xp.zeros((), backend.dtype(dtype)), tuple(shape))     # has a shape and one element
+        # has a shape and one element
+        nothing = xp.broadcast_to(xp.zeros((), backend.dtype(dtype)), tuple(shape))
         super().__init__(nothing, name=name)
         self.init = init
         self.drawn = False
-        self.seed: int | None = None        # of its first values, if they were drawn
+        self.seed: int | None = None  # of its first values, if they were drawn
 
     @property
     def data(self) -> Array:
@@ -71,8 +91,10 @@ class Weight(Parameter):
         if self.arrival is not None:
             self.arrival()
         if not self.drawn:
-            raise ConfigError(f"parameter {self.name or '(unnamed)'} of shape {self.shape} has no values yet; "
-                              f"call model.initialize(seed) or model.load_state_dict(...) first")
+            raise ConfigError(
+                f"parameter {self.name or '(unnamed)'} of shape {self.shape} has no values yet; "
+                f"call model.initialize(seed) or model.load_state_dict(...) first"
+            )
         return self._data
 
     @data.setter
@@ -81,7 +103,8 @@ class Weight(Parameter):
 
     def place(self, array: Array) -> None:
         """As Parameter.place; the weight is drawn now."""
-        holds = array.size <= 1 or any(array.strides)   # strides of 0, as above: one number, not worth counting
+        # strides of 0, as above: one number, not worth counting
+        holds = array.size <= 1 or any(array.strides)
         self._data = account.current().hold(array, "parameters") if holds else array
         self.drawn = True
 
@@ -100,7 +123,9 @@ class Weight(Parameter):
         if backend.is_simulated():
             return module_for(device).empty(shape_of(self.shape, part), backend.dtype(kind))
         if isinstance(part, tuple) and not part:
-            return self.init.draw(self.name, seed, range(self.size), kind, device=device).reshape(self.shape)
+            return self.init.draw(self.name, seed, range(self.size), kind, device=device).reshape(
+                self.shape
+            )
         return self.init.draw(self.name, seed, positions_of(self.shape, part), kind, device=device)
 
 
@@ -108,15 +133,24 @@ def shape_of(shape: Sequence[int], part: Part) -> tuple[int, ...]:
     """The shape of `part` of a tensor of this shape, without its positions."""
     if isinstance(part, range):
         return (len(part),)
-    chosen = [len(np.arange(size)[part[dim]]) if dim < len(part) else size for dim, size in enumerate(shape)]
+    chosen = [
+        len(np.arange(size)[part[dim]]) if dim < len(part) else size
+        for dim, size in enumerate(shape)
+    ]
     return tuple(chosen)
 
 
 def positions_of(shape: Sequence[int], part: Part) -> Any:
-    """The positions of `part` in a flattened tensor: a range, or int64 of the part's shape. Raises: ShapeError."""
+    """The positions of `part` in a flattened tensor: a range, or int64 of the part's shape. Raises:
+    ShapeError."""
     if isinstance(part, range):
-        if len(part) and not (min(part[0], part[-1]) >= 0 and max(part[0], part[-1]) < math.prod(shape)):
-            raise ShapeError(f"positions {part} outside a tensor of shape {tuple(shape)}, {math.prod(shape)} elements")
+        if len(part) and not (
+            min(part[0], part[-1]) >= 0 and max(part[0], part[-1]) < math.prod(shape)
+        ):
+            raise ShapeError(
+                f"positions {part} outside a tensor of shape {tuple(shape)}, {math.prod(shape)} "
+                "elements"
+            )
         return part
     if len(part) > len(shape):
         raise ShapeError(f"{len(part)} indices for a tensor of shape {tuple(shape)}")
@@ -125,7 +159,9 @@ def positions_of(shape: Sequence[int], part: Part) -> Any:
         try:
             chosen = np.arange(size)[part[dim] if dim < len(part) else slice(None)]
         except IndexError as error:
-            raise ShapeError(f"index {part[dim]!r} does not fit dim {dim} of shape {tuple(shape)}: {error}") from error
+            raise ShapeError(
+                f"index {part[dim]!r} does not fit dim {dim} of shape {tuple(shape)}: {error}"
+            ) from error
         result = result[..., None] * size + chosen
     return result
 
@@ -136,7 +172,13 @@ def unround(master: Array, weights: Array, spans: Iterable[tuple[Parameter, Any,
     Args:    spans: (parameter, its place in the arrays, which of its elements lie there).
     """
     for parameter, place, positions in spans:
-        if weights.dtype in LOW_PRECISION and isinstance(parameter, Weight) and parameter.seed is not None:
-            drawn = parameter.draw(parameter.seed, positions, device=device_of(weights), dtype="float32")
+        if (
+            weights.dtype in LOW_PRECISION
+            and isinstance(parameter, Weight)
+            and parameter.seed is not None
+        ):
+            drawn = parameter.draw(
+                parameter.seed, positions, device=device_of(weights), dtype="float32"
+            )
             still = drawn.astype(weights.dtype) == weights[place]
             master[place] = array_module(weights).where(still, drawn, master[place])

@@ -1,7 +1,8 @@
 """Chapter 25 · The energy of a run: joules a step, a token and by rank.
 
     meter = Meter("cpu")                            # on every rank, before the first step
-    meter.read()                                    # at the end of each step: cheap, and no wrap-around is missed
+    meter.read()                                    # at the end of each step: cheap, and no
+                                                    wrap-around is missed
     records = gather_records(world, meter.record())
     energy = energy_of_run(records, steps=500, tokens=500 * 2048)       # on rank 0
 
@@ -10,9 +11,10 @@
     rapl                counters of packages and memory modules     this host, all programs on it
     estimate            busy seconds × watts                        this rank; no counter was read
 
-Ranks that read the same counter share its joules: the counter is counted once, and each rank is given the part that it
-has of their busy seconds. Busy seconds are processor time of all threads of the rank's process; of a rank that is a
-thread, of that thread. The estimate of a rank on a GPU takes all seconds as busy. Its watts are those of one busy core,
+Ranks that read the same counter share its joules: the counter is counted once, and each rank is
+given the part that it has of their busy seconds. Busy seconds are processor time of all threads of
+the rank's process; of a rank that is a thread, of that thread. The estimate of a rank on a GPU
+takes all seconds as busy. Its watts are those of one busy core,
 or of the GPU, and without --watts they are assumed.          notes: N2 §12.3
 """
 
@@ -25,27 +27,45 @@ from typing import Any
 from minidist.observe.energy_counters import POWERCAP, open_counters
 
 ASSUMED_WATTS = {"cpu": 10.0, "cuda": 400.0}
-"""Of one busy core with its part of the package, and of one busy GPU. An order of magnitude, not a measurement: a Xeon
-Platinum 8280 is specified at 205 W for 28 cores, GPUs of simulate/clusters.toml at 300 to 1000 W."""
+"""Of one busy core with its part of the package, and of one busy GPU. An order of magnitude, not a
+measurement: a Xeon Platinum 8280 is specified at 205 W for 28 cores, GPUs of simulate/clusters.toml
+at 300 to 1000 W."""
 
-HOW = {"rapl": "counters of packages and memory count all programs on a host",
-       "nvml": "a GPU's counter counts all programs on it",
-       "estimate": "busy seconds × watts; no energy counter was read"}
+HOW = {
+    "rapl": "counters of packages and memory count all programs on a host",
+    "nvml": "a GPU's counter counts all programs on it",
+    "estimate": "busy seconds × watts; no energy counter was read",
+}
 SHARED = "ranks that share a counter share its joules by busy seconds"
 
 
 class Meter:
     """The energy of one rank since the meter was made.
 
-    Args:    device: "cpu" or "cuda"; gpu: its bus id; watts: for the estimate (None: ASSUMED_WATTS);
+    Args:    device: "cpu" or "cuda"; gpu: its bus id; watts: for the estimate (None:
+             ASSUMED_WATTS);
              is_thread: the rank is a thread among others of its process, and makes all calls;
              powercap: the tree of RAPL's zones.
-    Attributes: problem: why counters that are there cannot be read, one line; None if they can, or there are none.
+    Attributes: problem: why counters that are there cannot be read, one line; None if they can, or
+    there are none.
     """
 
-    def __init__(self, device: str = "cpu", *, gpu: str | None = None, watts: float | None = None,
-                 is_thread: bool = False, powercap: Path = POWERCAP) -> None:
-        self._clock = (time.perf_counter if device == "cuda" else time.thread_time if is_thread else time.process_time)
+    def __init__(
+        self,
+        device: str = "cpu",
+        *,
+        gpu: str | None = None,
+        watts: float | None = None,
+        is_thread: bool = False,
+        powercap: Path = POWERCAP,
+    ) -> None:
+        self._clock = (
+            time.perf_counter
+            if device == "cuda"
+            else time.thread_time
+            if is_thread
+            else time.process_time
+        )
         self._counters = open_counters(device, gpu=gpu, powercap=powercap)
         self.source, self.problem = self._counters.source, self._counters.problem
         self.watts, self.assumed = watts or ASSUMED_WATTS[device], watts is None
@@ -70,17 +90,23 @@ class Meter:
     def record(self) -> dict[str, Any]:
         """What energy_of_run needs of this rank."""
         self.read()
-        return {"source": self.source, "busy_seconds": self._busy, "microjoules": self._read,
-                "watts": None if self._read else self.watts, "assumed": self.assumed}
+        return {
+            "source": self.source,
+            "busy_seconds": self._busy,
+            "microjoules": self._read,
+            "watts": None if self._read else self.watts,
+            "assumed": self.assumed,
+        }
 
 
 def energy_of_run(records: Sequence[dict[str, Any]], *, steps: int, tokens: int) -> dict[str, Any]:
     """The energy of all ranks: "energy" of metrics.json.
 
     Args:    records: of every rank, in rank order; tokens: of all steps.
-    Returns: source, joules, joules_a_step and joules_a_token (None without a step), by_rank, busy_seconds by rank,
-             counters {name: {joules, ranks}}, estimate: whether any rank's joules are one, watts and watts_assumed of
-             the estimate, how: one line that says what the numbers are.
+    Returns: source, joules, joules_a_step and joules_a_token (None without a step), by_rank,
+    busy_seconds by rank,
+             counters {name: {joules, ranks}}, estimate: whether any rank's joules are one, watts
+             and watts_assumed of the estimate, how: one line that says what the numbers are.
     """
     readers: defaultdict[str, list[int]] = defaultdict(list)
     by_rank, busy = [0.0] * len(records), [record["busy_seconds"] for record in records]
@@ -100,11 +126,19 @@ def energy_of_run(records: Sequence[dict[str, Any]], *, steps: int, tokens: int)
     sources = sorted({source for record in records for source in record["source"].split(" + ")})
     watts = [record["watts"] for record in records if record["watts"] is not None]
     shared = [SHARED] if any(len(ranks) > 1 for ranks in readers.values()) else []
-    return {"source": " + ".join(sources), "joules": joules, "joules_a_step": joules / steps if steps else None,
-            "joules_a_token": joules / tokens if tokens else None, "by_rank": by_rank, "busy_seconds": busy,
-            "counters": counters, "estimate": bool(watts), "watts": watts[0] if watts else None,
-            "watts_assumed": bool(watts) and any(record["assumed"] for record in records),
-            "how": "; ".join([*(HOW[source] for source in sources), *shared])}
+    return {
+        "source": " + ".join(sources),
+        "joules": joules,
+        "joules_a_step": joules / steps if steps else None,
+        "joules_a_token": joules / tokens if tokens else None,
+        "by_rank": by_rank,
+        "busy_seconds": busy,
+        "counters": counters,
+        "estimate": bool(watts),
+        "watts": watts[0] if watts else None,
+        "watts_assumed": bool(watts) and any(record["assumed"] for record in records),
+        "how": "; ".join([*(HOW[source] for source in sources), *shared]),
+    }
 
 
 def energy_in_words(energy: dict[str, Any]) -> str:
@@ -112,13 +146,19 @@ def energy_in_words(energy: dict[str, Any]) -> str:
     title = "energy, an estimate" if energy["estimate"] else "energy"
     parts = [f"{_short(energy['joules'])} J in all"]
     if energy["joules_a_step"] is not None:
-        parts = [f"{_short(energy['joules_a_step'])} J a step", f"{_short(energy['joules_a_token'])} J a token", *parts]
+        parts = [
+            f"{_short(energy['joules_a_step'])} J a step",
+            f"{_short(energy['joules_a_token'])} J a token",
+            *parts,
+        ]
     ranks = [_short(joules) for joules in energy["by_rank"]]
     if len(ranks) > 1:
         parts.append(f"by rank {', '.join(ranks[:8])}{', …' if len(ranks) > 8 else ''}")
     how = energy["how"]
     if energy["estimate"]:
-        how += f"; {energy['watts']:g} W" + (", assumed: --watts W gives yours" if energy["watts_assumed"] else "")
+        how += f"; {energy['watts']:g} W" + (
+            ", assumed: --watts W gives yours" if energy["watts_assumed"] else ""
+        )
     return f"{title}: {', '.join(parts)} ({how})"
 
 

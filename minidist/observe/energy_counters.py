@@ -1,7 +1,8 @@
 """Energy counters of the hardware: RAPL's of processors, by the powercap tree, and NVML's of GPUs.
 
     counters = open_counters("cuda", gpu=bus_id)
-    counters.read()                     # {"GPU-8f3c…": 1200000, "5c1e…/package-0": 640000}, microjoules since opened
+    counters.read()                     # {"GPU-8f3c…": 1200000, "5c1e…/package-0": 640000},
+                                        microjoules since opened
 
 /sys/class/powercap holds a folder a zone, here of a host with two sockets:
 
@@ -12,10 +13,12 @@
     intel-rapl:2        psys        the whole board, packages included                  not counted again
     intel-rapl-mmio:0   package-0   the same counter by another register                not counted again
 
-The counter of a zone is `energy_uj`. It runs up to `max_energy_range_uj` and begins again at 0, after minutes at full
-power (65 kJ and 500 W: 131 s). A rank reads it at the end of each step, so a step must not last longer than that.
+The counter of a zone is `energy_uj`. It runs up to `max_energy_range_uj` and begins again at 0,
+after minutes at full power (65 kJ and 500 W: 131 s). A rank reads it at the end of each step, so a
+step must not last longer than that.
 
-Source: Khan et al. 2018, RAPL in Action (what each zone holds); Linux, Documentation/power/powercap/powercap.rst.
+Source: Khan et al. 2018, RAPL in Action (what each zone holds); Linux,
+Documentation/power/powercap/powercap.rst.
 """
 
 import os
@@ -29,7 +32,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class EnergyCounter(Protocol):
-    """One counter. name: the same on every rank that reads this counter, and of no other; source: "rapl" or "nvml"."""
+    """One counter. name: the same on every rank that reads this counter, and of no other; source:
+    "rapl" or "nvml"."""
 
     name: str
     source: str
@@ -62,7 +66,8 @@ class RaplZone:
             raise
 
     def read(self) -> int:
-        """Microjoules since this object was made. A zone that can no longer be read stays where it was."""
+        """Microjoules since this object was made. A zone that can no longer be read stays where it
+        was."""
         with suppress(OSError, ValueError):
             now = self._now()
             self._total += now - self._last + (self._range if now < self._last else 0)
@@ -73,14 +78,15 @@ class RaplZone:
         os.close(self._file)
 
     def _now(self) -> int:
-        return int(os.pread(self._file, 32, 0))     # at offset 0 the kernel reads the counter anew
+        return int(os.pread(self._file, 32, 0))  # at offset 0 the kernel reads the counter anew
 
 
 class NvmlGpu:
     """One GPU. Its driver counts millijoules since it was loaded, in 64 bits (Volta and later).
 
     Args:    bus_id: of the GPU on the PCI bus, as CUDA gives it.
-    Raises:  ImportError without pynvml; pynvml.NVMLError if the driver or the GPU has no such counter.
+    Raises:  ImportError without pynvml; pynvml.NVMLError if the driver or the GPU has no such
+             counter.
     """
 
     source = "nvml"
@@ -95,7 +101,8 @@ class NvmlGpu:
         self._start = self._total = self._now()
 
     def read(self) -> int:
-        """Microjoules since this object was made. A GPU that can no longer be read stays where it was."""
+        """Microjoules since this object was made. A GPU that can no longer be read stays where it
+        was."""
         with suppress(self._nvml.NVMLError):
             self._total = self._now()
         return 1000 * (self._total - self._start)
@@ -111,7 +118,8 @@ class NvmlGpu:
 class EnergyCounters:
     """The counters that one rank reads.
 
-    Attributes: counters: empty if nothing can be read; problem: the reason, where the host has counters that this
+    Attributes: counters: empty if nothing can be read; problem: the reason, where the host has
+    counters that this
                 process cannot read, as one line.
     """
 
@@ -120,7 +128,7 @@ class EnergyCounters:
 
     @property
     def source(self) -> str:
-        """"rapl", "nvml", "nvml + rapl"; "estimate" without counters."""
+        """ "rapl", "nvml", "nvml + rapl"; "estimate" without counters."""
         return " + ".join(sorted({counter.source for counter in self.counters})) or "estimate"
 
     def read(self) -> dict[str, int]:
@@ -134,10 +142,13 @@ class EnergyCounters:
         self.counters = []
 
 
-def open_counters(device: str = "cpu", *, gpu: str | None = None, powercap: Path = POWERCAP) -> EnergyCounters:
+def open_counters(
+    device: str = "cpu", *, gpu: str | None = None, powercap: Path = POWERCAP
+) -> EnergyCounters:
     """The counters of this host's packages, and with device "cuda" of one GPU.
 
-    Without the GPU's counter a rank on a GPU has none: packages alone would leave out the larger part.
+    Without the GPU's counter a rank on a GPU has none: packages alone would leave out the larger
+    part.
 
     Args:    gpu: the GPU's bus id; powercap: the tree of RAPL's zones.
     """
@@ -146,8 +157,10 @@ def open_counters(device: str = "cpu", *, gpu: str | None = None, powercap: Path
         try:
             gpus.append(NvmlGpu(gpu or ""))
         except ImportError:
-            return EnergyCounters([], "the GPU's energy counter is read by pynvml; pip install nvidia-ml-py")
-        except Exception as error:          # pynvml.NVMLError, of a module that need not be there
+            return EnergyCounters(
+                [], "the GPU's energy counter is read by pynvml; pip install nvidia-ml-py"
+            )
+        except Exception as error:  # pynvml.NVMLError, of a module that need not be there
             return EnergyCounters([], f"the GPU's energy counter cannot be read ({error})")
     zones: list[EnergyCounter] = []
     try:
@@ -157,8 +170,11 @@ def open_counters(device: str = "cpu", *, gpu: str | None = None, powercap: Path
         for zone in zones:
             zone.close()
         reason = error.strerror if isinstance(error, OSError) else error
-        return EnergyCounters(gpus, f"the processors' energy counters in {powercap} cannot be read ({reason}); since "
-                                    f"2020 only root may, unless root allows it: chmod a+r {powercap}/*/energy_uj")
+        return EnergyCounters(
+            gpus,
+            f"the processors' energy counters in {powercap} cannot be read ({reason}); since "
+            f"2020 only root may, unless root allows it: chmod a+r {powercap}/*/energy_uj",
+        )
     return EnergyCounters(gpus + zones)
 
 

@@ -1,7 +1,7 @@
 """Chapter 24 · The events of a rank: what it does in a step, in its own order, without times.
 
-A rank's trace is a list of these. Chapter 24 records it from the modules themselves, without data; chapter 23 from a
-captured run. `minidist.observe.replay` puts all ranks' traces on one clock.
+A rank's trace is a list of these. Chapter 24 records it from the modules themselves, without data;
+chapter 23 from a captured run. `minidist.observe.replay` puts all ranks' traces on one clock.
 
     Busy(7, "forward", 0)  Start(0, GroupCall("tp", "all_reduce", "ring", 1 << 20))  Await(0)  …
 """
@@ -11,27 +11,29 @@ from typing import NamedTuple, TypeAlias
 
 
 class Busy(NamedTuple):
-    """The rank's own stream works; `work` says what it does, and the replay says how long that takes."""
+    """The rank's own stream works; `work` says what it does, and the replay says how long that
+    takes."""
 
     work: Hashable
-    name: str                   # "forward", "backward", "update", …
-    micro: int | None = None    # microbatch
+    name: str  # "forward", "backward", "update", …
+    micro: int | None = None  # microbatch
 
 
 class GroupCall(NamedTuple):
-    """A collective, or a message to or from one peer. The axis and the rank together name the group.
+    """A collective, or a message to or from one peer. The axis and the rank together name the
+    group.
 
-    The n-th collective of a group on one rank meets the n-th on the others. Messages of a pair meet in order. An
-    exchange is two calls: a send and a recv.
+    The n-th collective of a group on one rank meets the n-th on the others. Messages of a pair meet
+    in order. An exchange is two calls: a send and a recv.
     """
 
-    axis: str                       # "dp", "tp", "dp,cp", "world"
-    verb: str                       # "all_reduce", …, "send", "recv"
-    algorithm: str                  # never "auto"
-    nbytes: int                     # of the rank's array: n of the volume formulas
-    blocks: tuple[int, ...] = ()    # bytes of each rank where they differ; all_to_all: to each rank
-    peer: int = -1                  # of a message: rank in the group
-    name: str = ""                  # bucket or layer, for pictures
+    axis: str  # "dp", "tp", "dp,cp", "world"
+    verb: str  # "all_reduce", …, "send", "recv"
+    algorithm: str  # never "auto"
+    nbytes: int  # of the rank's array: n of the volume formulas
+    blocks: tuple[int, ...] = ()  # bytes of each rank where they differ; all_to_all: to each rank
+    peer: int = -1  # of a message: rank in the group
+    name: str = ""  # bucket or layer, for pictures
     itemsize: int = 1
     dims: int = 1
 
@@ -39,7 +41,7 @@ class GroupCall(NamedTuple):
 class Start(NamedTuple):
     """A call begins in the background; the calls of one group run one after another."""
 
-    id: int                         # unique in the rank's trace
+    id: int  # unique in the rank's trace
     call: GroupCall
 
 
@@ -50,7 +52,7 @@ class Await(NamedTuple):
     """
 
     id: int
-    sooner: float = 0.0         # seconds before the end of the call at which this rank continues
+    sooner: float = 0.0  # seconds before the end of the call at which this rank continues
 
 
 class Memory(NamedTuple):

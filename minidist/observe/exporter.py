@@ -1,15 +1,18 @@
-"""Chapter 25 · --metrics-port: the newest step as Prometheus text, over HTTP on this host's loopback.
+"""Chapter 25 · --metrics-port: the newest step as Prometheus text, over HTTP on this host's
+loopback.
 
     exporter = Exporter(9400)
-    exporter.show(state)            # after a step: one assignment, so that a scrape never makes a step wait
+    exporter.show(state)            # after a step: one assignment, so that a scrape never makes a
+                                    step wait
     exporter.close()                # the port is free again
 
     $ curl -s http://127.0.0.1:9400/metrics
     minidist_step 120.0
     minidist_sent_bytes_total{axis="dp",rank="0",verb="all_reduce"} 3.1e+08
 
-prometheus_client serves the requests, each on a thread of its own, and writes the text. The values are rank 0's; a
-Prometheus server adds them up over runs, and computes rates (`rate(minidist_energy_joules_total[1m])` is watts).
+prometheus_client serves the requests, each on a thread of its own, and writes the text. The values
+are rank 0's; a Prometheus server adds them up over runs, and computes rates
+(`rate(minidist_energy_joules_total[1m])` is watts).
 """
 
 from collections.abc import Iterator
@@ -24,7 +27,8 @@ LOOPBACK = "127.0.0.1"
 
 
 class Exporter:
-    """Serves one run. Args: port: of the loopback address. Raises: ConfigError if the port cannot be had."""
+    """Serves one run. Args: port: of the loopback address. Raises: ConfigError if the port cannot
+    be had."""
 
     def __init__(self, port: int) -> None:
         self._state: StepState | None = None
@@ -33,31 +37,47 @@ class Exporter:
         try:
             self._server, self._thread = start_http_server(port, addr=LOOPBACK, registry=registry)
         except OSError as error:
-            raise ConfigError(f"--metrics-port {port}: {error.strerror}; choose another port, or leave it "
-                              "out") from error
+            raise ConfigError(
+                f"--metrics-port {port}: {error.strerror}; choose another port, or leave it out"
+            ) from error
 
     def show(self, state: StepState) -> None:
         """From now on a scrape sees this state."""
         self._state = state
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics of the newest step; only the step, 0, before the first. prometheus_client calls it."""
+        """The metrics of the newest step; only the step, 0, before the first. prometheus_client
+        calls it."""
         state = self._state
-        yield GaugeMetricFamily("minidist_step", "Steps made.", value=0 if state is None else state.step)
+        yield GaugeMetricFamily(
+            "minidist_step", "Steps made.", value=0 if state is None else state.step
+        )
         if state is None:
             return
         yield GaugeMetricFamily("minidist_steps", "Steps of the whole run.", value=state.steps)
-        yield GaugeMetricFamily("minidist_loss", "Training loss of the newest step, nats a token.", value=state.loss)
-        yield GaugeMetricFamily("minidist_step_seconds", "Seconds of the newest step.", value=state.seconds)
-        yield GaugeMetricFamily("minidist_tokens_per_second", "Tokens a second of all ranks in the newest step.",
-                                value=state.tokens_per_second)
-        sent = CounterMetricFamily("minidist_sent_bytes", "Payload bytes sent in training steps.",
-                                   labels=["rank", "axis", "verb"])
+        yield GaugeMetricFamily(
+            "minidist_loss", "Training loss of the newest step, nats a token.", value=state.loss
+        )
+        yield GaugeMetricFamily(
+            "minidist_step_seconds", "Seconds of the newest step.", value=state.seconds
+        )
+        yield GaugeMetricFamily(
+            "minidist_tokens_per_second",
+            "Tokens a second of all ranks in the newest step.",
+            value=state.tokens_per_second,
+        )
+        sent = CounterMetricFamily(
+            "minidist_sent_bytes",
+            "Payload bytes sent in training steps.",
+            labels=["rank", "axis", "verb"],
+        )
         for axis, verbs in state.sent_bytes.items():
             for verb, nbytes in verbs.items():
                 sent.add_metric(["0", axis, verb], nbytes)
         yield sent
-        memory = GaugeMetricFamily("minidist_memory_bytes", "Bytes of live arrays.", labels=["rank", "category"])
+        memory = GaugeMetricFamily(
+            "minidist_memory_bytes", "Bytes of live arrays.", labels=["rank", "category"]
+        )
         for category, nbytes in state.memory.items():
             memory.add_metric(["0", category], nbytes)
         yield memory
@@ -65,10 +85,16 @@ class Exporter:
 
     def _energy(self, state: StepState) -> Iterator[Metric]:
         """An estimate is called one in the text, and has a source of that name."""
-        told = ("An estimate: the rank's busy seconds times watts." if state.energy_source == "estimate" else
-                "Of the counters that the rank reads; they count all programs.")
-        joules = CounterMetricFamily("minidist_energy_joules", f"Joules since the first step. {told}",
-                                     labels=["rank", "source"])
+        told = (
+            "An estimate: the rank's busy seconds times watts."
+            if state.energy_source == "estimate"
+            else "Of the counters that the rank reads; they count all programs."
+        )
+        joules = CounterMetricFamily(
+            "minidist_energy_joules",
+            f"Joules since the first step. {told}",
+            labels=["rank", "source"],
+        )
         joules.add_metric(["0", state.energy_source], state.joules)
         yield joules
 

@@ -1,13 +1,16 @@
-"""Chapter 25 · The first number that is not finite: in which layer, by which op, in forward or backward.
+"""Chapter 25 · The first number that is not finite: in which layer, by which op, in forward or
+backward.
 
-    watch = FiniteWatch(model, recorder.not_finite)     # from now on each block's output and its gradient are looked at
+    watch = FiniteWatch(model, recorder.not_finite)     # from now on each block's output and its
+                                                        gradient are looked at
 
-A sum over a block's output is finite if all its numbers are (unless they are near the dtype's largest). Only where
-it is not, the tape behind the output tells the op: the oldest node that saved a number that is not finite got it from
-the node before it, or from a weight, which is then named. In backward the tape is gone, and the layer alone is named.
+A sum over a block's output is finite if all its numbers are (unless they are near the dtype's
+largest). Only where it is not, the tape behind the output tells the op: the oldest node that saved
+a number that is not finite got it from the node before it, or from a weight, which is then named.
+In backward the tape is gone, and the layer alone is named.
 
-Cost: reads the output of each block once in forward and its gradient once in backward. On a GPU it looks at nothing,
-because the host must not wait for the device there.
+Cost: reads the output of each block once in forward and its gradient once in backward. On a GPU it
+looks at nothing, because the host must not wait for the device there.
 """
 
 from collections.abc import Callable
@@ -26,13 +29,18 @@ Tell = Callable[[str, str, str, str], None]
 
 
 class FiniteWatch:
-    """Watches the blocks of a model, of those that run on this rank; tells of the first number that is not finite."""
+    """Watches the blocks of a model, of those that run on this rank; tells of the first number that
+    is not finite."""
 
     def __init__(self, model: Module, tell: Tell) -> None:
         self._tell = tell
-        self._blocks = [(path, module) for path, module in model.named_modules() if isinstance(module, Block)]
-        self._after = {path: following for (path, _), (following, _) in
-                       zip(self._blocks, self._blocks[1:], strict=False)}
+        self._blocks = [
+            (path, module) for path, module in model.named_modules() if isinstance(module, Block)
+        ]
+        self._after = {
+            path: following
+            for (path, _), (following, _) in zip(self._blocks, self._blocks[1:], strict=False)
+        }
         self._handles = [module.register_forward_hook(self._forward) for _, module in self._blocks]
         self._told = False
 
@@ -51,11 +59,21 @@ class FiniteWatch:
 
     def _backward(self, module: Module, dy: Array) -> None:
         if not self._told and not _finite(dy):
-            self._found(self._after.get(module.path, "the layers behind the last block"), "backward", "backward", dy)
+            self._found(
+                self._after.get(module.path, "the layers behind the last block"),
+                "backward",
+                "backward",
+                dy,
+            )
 
     def _found(self, layer: str, op: str, where: str, array: Array) -> None:
         self._told = True
-        self._tell(layer, op, where, "nan" if np.isnan(array.astype(np.float32, copy=False)).any() else "inf")
+        self._tell(
+            layer,
+            op,
+            where,
+            "nan" if np.isnan(array.astype(np.float32, copy=False)).any() else "inf",
+        )
 
 
 def _finite(array: Array) -> bool:
@@ -66,19 +84,29 @@ def _finite(array: Array) -> bool:
 
 
 def origin(result: Tensor) -> str:
-    """What made the first number that is not finite behind a result: an op's name, or "weight NAME"."""
+    """What made the first number that is not finite behind a result: an op's name, or "weight
+    NAME"."""
     if result.node is None:
         return "unknown"
     nodes, _ = behind(result.node)
-    for node in nodes:                                          # oldest first
+    for node in nodes:  # oldest first
         for name, value in node._saved.items():
             bad = next((array for array in _arrays(value) if not _finite(array)), None)
             if bad is None:
                 continue
             if isinstance(value, Parameter):
                 return f"weight {value.name}"
-            wanted = name if name in node.op.arguments else node.op.arguments[0] if _rows_of(bad) else ""
-            source = next((edge.source for edge in node.edges if node.op.argument_name(edge.argument) == wanted), None)
+            wanted = (
+                name if name in node.op.arguments else node.op.arguments[0] if _rows_of(bad) else ""
+            )
+            source = next(
+                (
+                    edge.source
+                    for edge in node.edges
+                    if node.op.argument_name(edge.argument) == wanted
+                ),
+                None,
+            )
             if isinstance(source, Parameter):
                 return f"weight {source.name}"
             return _maker(source if isinstance(source, Node) else node)
@@ -86,8 +114,8 @@ def origin(result: Tensor) -> str:
 
 
 def _maker(node: Node) -> str:
-    """The op that made what this node gives; one that saves nothing (a sum, a view) is taken to pass on the bad number
-    of its youngest source."""
+    """The op that made what this node gives; one that saves nothing (a sum, a view) is taken to
+    pass on the bad number of its youngest source."""
     while not node._saved:
         sources = [edge.source for edge in node.edges if isinstance(edge.source, Node)]
         if not sources:
@@ -97,11 +125,23 @@ def _maker(node: Node) -> str:
 
 
 def _rows_of(bad: np.ndarray) -> bool:
-    """Whether whole rows of what an op made inside are bad: then its input was, as a norm spreads one number so."""
+    """Whether whole rows of what an op made inside are bad: then its input was, as a norm spreads
+    one number so."""
     return bad.ndim > 0 and bool((~np.isfinite(bad)).all(axis=-1).any())
 
 
 def _arrays(value: Any) -> list[np.ndarray]:
-    arrays = [value.data] if isinstance(value, Parameter) else value if isinstance(value, (list, tuple)) else [value]
-    return [array for array in arrays if isinstance(array, np.ndarray) and array.dtype.kind == "f" and
-            (array.size <= 1 or any(array.strides))]
+    arrays = (
+        [value.data]
+        if isinstance(value, Parameter)
+        else value
+        if isinstance(value, (list, tuple))
+        else [value]
+    )
+    return [
+        array
+        for array in arrays
+        if isinstance(array, np.ndarray)
+        and array.dtype.kind == "f"
+        and (array.size <= 1 or any(array.strides))
+    ]

@@ -1,12 +1,15 @@
 """Chapter 24 · Folding: ranks that nothing tells apart share one clock.
 
-Of 16,384 ranks most do the same at the same time: all replicas along dp, and inside a node the tensor ranks. Two ranks
-are alike if their tracks, their seconds and their stations are alike; two stations if their members, costs and links
-are; two links if the stations that load them are. Colours find that (the refinement of Weisfeiler and Leman, 1968): all
-begin with the colour of what is their own, and take in the colours of their neighbours, until no colour splits. Then
-the replay of one rank, one station and one link of each colour is the replay of all, because equals stay equal.
+Of 16,384 ranks most do the same at the same time: all replicas along dp, and inside a node the
+tensor ranks. Two ranks are alike if their tracks, their seconds and their stations are alike; two
+stations if their members, costs and links are; two links if the stations that load them are.
+Colours find that (the refinement of Weisfeiler and Leman, 1968): all begin with the colour of what
+is their own, and take in the colours of their neighbours, until no colour splits. Then the replay
+of one rank, one station and one link of each colour is the replay of all, because equals stay
+equal.
 
-A straggler or a slow link has a colour of its own, and so has everything as far as its effect differs.
+A straggler or a slow link has a colour of its own, and so has everything as far as its effect
+differs.
 """
 
 from collections import defaultdict
@@ -38,15 +41,21 @@ def unfolded(own: list[list[Station]], links: Collection[Any]) -> Folded:
     """A clock for each rank. `links`: those on which calls can get in each other's way."""
     stations = dict.fromkeys(station for mine in own for station in mine)
     loads = {station: _shares(station, links) for station in stations}
-    return Folded(list(range(len(own))), list(range(len(own))), own,
-                  {station: shares for station, shares in loads.items() if any(shares.values())},
-                  {station: len(station.comers) for station in stations})
+    return Folded(
+        list(range(len(own))),
+        list(range(len(own))),
+        own,
+        {station: shares for station, shares in loads.items() if any(shares.values())},
+        {station: len(station.comers) for station in stations},
+    )
 
 
 def _shares(station: Station, links: Collection[Any]) -> JobLoads:
     """What each job asks of these links; jobs that load links alike share one list."""
-    made = {id(loads): [(link, share) for link, share in loads.items() if link in links]
-            for loads in station.each_load()}
+    made = {
+        id(loads): [(link, share) for link, share in loads.items() if link in links]
+        for loads in station.each_load()
+    }
     return {job: made[id(cost.loads)] for job, cost in station.costs.items()}
 
 
@@ -73,27 +82,59 @@ def fold(own: list[list[Station]], links: Collection[Any], alike: Sequence[Hasha
     places = _numbered([_itself(station) for station in stations])
     wires, count = [0] * len(of_link), 0
     while count < (count := len(set(ranks)) + len(set(places)) + len(set(wires))):
-        places = _numbered([(places[at], tuple(ranks[one] for one in station.group),
-                             tuple(sorted((load.job, wires[load.link], load.share) for load in of_station[at])))
-                            for at, station in enumerate(stations)])
-        ranks = _numbered([(colour, *(places[at] for at in mine))
-                           for colour, mine in zip(ranks, slots, strict=True)])
-        wires = _numbered([(wires[link], tuple(sorted((places[load.station], load.job, load.share)
-                                                      for load in of_link[link]))) for link in range(len(wires))])
+        places = _numbered(
+            [
+                (
+                    places[at],
+                    tuple(ranks[one] for one in station.group),
+                    tuple(
+                        sorted((load.job, wires[load.link], load.share) for load in of_station[at])
+                    ),
+                )
+                for at, station in enumerate(stations)
+            ]
+        )
+        ranks = _numbered(
+            [
+                (colour, *(places[at] for at in mine))
+                for colour, mine in zip(ranks, slots, strict=True)
+            ]
+        )
+        wires = _numbered(
+            [
+                (
+                    wires[link],
+                    tuple(
+                        sorted(
+                            (places[load.station], load.job, load.share) for load in of_link[link]
+                        )
+                    ),
+                )
+                for link in range(len(wires))
+            ]
+        )
     return _quotient(stations, slots, ranks, places, wires, of_station, of_link, jobs)
 
 
 def _loads(stations: list[Station], links: Collection[Any]) -> tuple[list[_Load], list[Job]]:
     """All loads on the given links, and the jobs by number."""
     jobs, places = dict[Job, int](), {link: place for place, link in enumerate(links)}
-    return [_Load(at, jobs.setdefault(job, len(jobs)), places[link], float(f"{share:.9e}"))
-            for at, station in enumerate(stations) for job in station.first_jobs().values()
-            for link, share in station.costs[job].loads.items() if link in links], list(jobs)
+    return [
+        _Load(at, jobs.setdefault(job, len(jobs)), places[link], float(f"{share:.9e}"))
+        for at, station in enumerate(stations)
+        for job in station.first_jobs().values()
+        for link, share in station.costs[job].loads.items()
+        if link in links
+    ], list(jobs)
 
 
 def _itself(station: Station) -> Hashable:
     """What a station is without its neighbours."""
-    return station.slot, id(station.jobs), tuple(f"{cost.seconds:.9e}" for cost in station.costs.values())
+    return (
+        station.slot,
+        id(station.jobs),
+        tuple(f"{cost.seconds:.9e}" for cost in station.costs.values()),
+    )
 
 
 def _numbered(colours: Sequence[Hashable]) -> list[int]:
@@ -102,9 +143,18 @@ def _numbered(colours: Sequence[Hashable]) -> list[int]:
     return [numbers.setdefault(colour, len(numbers)) for colour in colours]
 
 
-def _quotient(stations: list[Station], slots: list[list[int]], ranks: list[int], places: list[int], wires: list[int],
-              of_station: dict[int, list[_Load]], of_link: dict[int, list[_Load]], jobs: list[Job]) -> Folded:
-    """One rank, station and link of each colour, with the sum of what all alike stations ask of the link."""
+def _quotient(
+    stations: list[Station],
+    slots: list[list[int]],
+    ranks: list[int],
+    places: list[int],
+    wires: list[int],
+    of_station: dict[int, list[_Load]],
+    of_link: dict[int, list[_Load]],
+    jobs: list[Job],
+) -> Folded:
+    """One rank, station and link of each colour, with the sum of what all alike stations ask of the
+    link."""
     first_rank = {colour: rank for rank, colour in reversed(list(enumerate(ranks)))}
     first_place = {colour: place for place, colour in reversed(list(enumerate(places)))}
     first_link = {colour: link for link, colour in reversed(list(enumerate(wires)))}
@@ -114,12 +164,21 @@ def _quotient(stations: list[Station], slots: list[list[int]], ranks: list[int],
         first = {id(loads): list[tuple[Any, float]]() for loads in stations[place].each_load()}
         mine = {job: first[id(cost.loads)] for job, cost in stations[place].costs.items()}
         for job, wire in dict.fromkeys((load.job, wires[load.link]) for load in of_station[place]):
-            share = fsum(load.share for load in of_link[first_link[wire]]
-                         if load.job == job and places[load.station] == colour)
+            share = fsum(
+                load.share
+                for load in of_link[first_link[wire]]
+                if load.job == job and places[load.station] == colour
+            )
             mine[jobs[job]].append((wire, share))
         if any(mine.values()):
             asked[stations[place]] = mine
-    return Folded(ranks, [first_rank[clock] for clock in range(len(first_rank))],
-                  [[one_of[at] for at in slots[first_rank[clock]]] for clock in range(len(first_rank))], asked,
-                  {stations[place]: len({ranks[one] for one in stations[place].comers})
-                   for place in first_place.values()})
+    return Folded(
+        ranks,
+        [first_rank[clock] for clock in range(len(first_rank))],
+        [[one_of[at] for at in slots[first_rank[clock]]] for clock in range(len(first_rank))],
+        asked,
+        {
+            stations[place]: len({ranks[one] for one in stations[place].comers})
+            for place in first_place.values()
+        },
+    )

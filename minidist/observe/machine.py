@@ -16,11 +16,25 @@ __all__ = ["machine", "processor"]
 
 
 def machine() -> dict[str, Any]:
-    """Date, cores, processor, system, versions and command line, by name; of MKL only where large products use it."""
+    """Date, cores, processor, system, versions and command line, by name; of MKL only where large
+    products use it."""
     versions = {}
-    for name in ("minidist", "numpy", *(["mkl"] if blas.find() else []), "mpi4py", "mpich", "torch"):
+    for name in (
+        "minidist",
+        "numpy",
+        *(["mkl"] if blas.find() else []),
+        "mpi4py",
+        "mpich",
+        "torch",
+    ):
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    return {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "cores": psutil.cpu_count(),
-            "processor": processor(), "system": platform.system(), "python": platform.python_version(),
-            "versions": versions, "command": " ".join(["minidist", *sys.argv[1:]])}
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "cores": psutil.cpu_count(),
+        "processor": processor(),
+        "system": platform.system(),
+        "python": platform.python_version(),
+        "versions": versions,
+        "command": " ".join(["minidist", *sys.argv[1:]]),
+    }

@@ -1,8 +1,11 @@
-"""What this machine is made of: sockets, cores, caches, memory, GPUs; read from Linux's /sys, or as far as it is known.
+"""What this machine is made of: sockets, cores, caches, memory, GPUs; read from Linux's /sys, or as
+far as it is known.
 
-    parts = machine_parts()
-    parts.sockets[0].cores[0].caches        # (("L1d", 49152), ("L1i", 32768), ("L2", 2097152)): those of one core
-    parts.sockets[0].shared                 # (("L3", 34603008, 1),): of several cores, and how many there are
+parts = machine_parts()
+parts.sockets[0].cores[0].caches        # (("L1d", 49152), ("L1i", 32768), ("L2", 2097152)): those
+                                        of one core
+parts.sockets[0].shared                 # (("L3", 34603008, 1),): of several cores, and how many
+                                        there are
 """
 
 import os
@@ -24,7 +27,8 @@ UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 @dataclass(frozen=True)
 class ProcessorCore:
-    """One core. threads: its processors, as the system numbers them; caches: (name, bytes) that it alone has."""
+    """One core. threads: its processors, as the system numbers them; caches: (name, bytes) that it
+    alone has."""
 
     threads: tuple[int, ...]
     caches: tuple[tuple[str, int], ...]
@@ -32,7 +36,8 @@ class ProcessorCore:
 
 @dataclass(frozen=True)
 class ProcessorSocket:
-    """One processor. shared: caches of several cores: (name, bytes, how many); memory: bytes beside it, 0: unknown."""
+    """One processor. shared: caches of several cores: (name, bytes, how many); memory: bytes beside
+    it, 0: unknown."""
 
     number: int
     cores: tuple[ProcessorCore, ...]
@@ -66,8 +71,15 @@ def machine_parts(system: Path = SYSTEM) -> MachineParts:
     memory, sockets = psutil.virtual_memory(), _sockets(system)
     usable = cores.usable()
     threads = [thread for socket in sockets for core in socket.cores for thread in core.threads]
-    return MachineParts(platform.node(), processor(), sockets, memory.total, memory.available,
-                        tuple(sorted(threads if usable is None else usable)), _gpus())
+    return MachineParts(
+        platform.node(),
+        processor(),
+        sockets,
+        memory.total,
+        memory.available,
+        tuple(sorted(threads if usable is None else usable)),
+        _gpus(),
+    )
 
 
 def _sockets(system: Path) -> tuple[ProcessorSocket, ...]:
@@ -76,13 +88,18 @@ def _sockets(system: Path) -> tuple[ProcessorSocket, ...]:
         names = os.listdir(system / "cpu")
     except OSError:
         names = []
-    threads = sorted(int(name[3:]) for name in names
-                     if re.fullmatch("cpu[0-9]+", name) and (system / "cpu" / name / "topology").is_dir())
+    threads = sorted(
+        int(name[3:])
+        for name in names
+        if re.fullmatch("cpu[0-9]+", name) and (system / "cpu" / name / "topology").is_dir()
+    )
     if not threads:
         counted = tuple(ProcessorCore((thread,), ()) for thread in range(os.cpu_count() or 1))
         return (ProcessorSocket(0, counted, (), 0),)
-    places = {thread: (_number(system, thread, "physical_package_id"), _number(system, thread, "core_id"))
-              for thread in threads}
+    places = {
+        thread: (_number(system, thread, "physical_package_id"), _number(system, thread, "core_id"))
+        for thread in threads
+    }
     beside = _memory_beside(system)
     found = []
     for number in sorted({socket for socket, _ in places.values()}):
@@ -91,10 +108,15 @@ def _sockets(system: Path) -> tuple[ProcessorSocket, ...]:
     return tuple(found)
 
 
-def _socket(system: Path, number: int, core_of: dict[int, int],
-            beside: dict[int, tuple[int, list[int]]]) -> ProcessorSocket:
+def _socket(
+    system: Path, number: int, core_of: dict[int, int], beside: dict[int, tuple[int, list[int]]]
+) -> ProcessorSocket:
     """Args: core_of: {thread: its core's number}; beside: as _memory_beside."""
-    caches = {(name, tuple(sharing)): nbytes for thread in core_of for name, nbytes, sharing in _caches(system, thread)}
+    caches = {
+        (name, tuple(sharing)): nbytes
+        for thread in core_of
+        for name, nbytes, sharing in _caches(system, thread)
+    }
     found, own = [], set[tuple[str, tuple[int, ...]]]()
     for core in sorted(set(core_of.values())):
         threads = tuple(thread for thread, of in core_of.items() if of == core)
@@ -102,7 +124,9 @@ def _socket(system: Path, number: int, core_of: dict[int, int],
         own |= mine
         sizes = Counter({name: caches[name, sharing] for name, sharing in mine})
         found.append(ProcessorCore(threads, tuple(sorted(sizes.items()))))
-    shared = Counter((name, nbytes) for (name, sharing), nbytes in caches.items() if (name, sharing) not in own)
+    shared = Counter(
+        (name, nbytes) for (name, sharing), nbytes in caches.items() if (name, sharing) not in own
+    )
     memory = sum(nbytes for nbytes, threads in beside.values() if set(threads) & set(core_of))
     counted = tuple((*cache, count) for cache, count in sorted(shared.items()))
     return ProcessorSocket(number, tuple(found), counted, memory)
@@ -119,7 +143,9 @@ def _caches(system: Path, thread: int) -> list[tuple[str, int, list[int]]]:
     found = []
     for folder in sorted((system / f"cpu/cpu{thread}/cache").glob("index*")):
         with suppress(OSError, ValueError, KeyError):
-            level, kind, size = ((folder / name).read_text().strip() for name in ("level", "type", "size"))
+            level, kind, size = (
+                (folder / name).read_text().strip() for name in ("level", "type", "size")
+            )
             name = f"L{level}" + {"Data": "d", "Instruction": "i"}.get(kind, "")
             nbytes = int(size[:-1]) * UNITS[size[-1]] if size[-1:] in UNITS else int(size)
             found.append((name, nbytes, threads_in((folder / "shared_cpu_list").read_text())))
@@ -131,8 +157,13 @@ def _memory_beside(system: Path) -> dict[int, tuple[int, list[int]]]:
     found = {}
     for folder in (system / "node").glob("node[0-9]*"):
         with suppress(OSError, ValueError, StopIteration):
-            line = next(line for line in (folder / "meminfo").read_text().splitlines() if "MemTotal" in line)
-            found[int(folder.name[4:])] = (int(line.split()[-2]) << 10, threads_in((folder / "cpulist").read_text()))
+            line = next(
+                line for line in (folder / "meminfo").read_text().splitlines() if "MemTotal" in line
+            )
+            found[int(folder.name[4:])] = (
+                int(line.split()[-2]) << 10,
+                threads_in((folder / "cpulist").read_text()),
+            )
     return found
 
 

@@ -4,9 +4,10 @@
     ---------------------------------------------------------------------------------------
                             seconds between the two looks
 
-Threads that share one matrix product wait for each other. If another program takes the core of one of them, all of them
-wait: two threads of BLAS on two busy cores took 4.7 times as long as one thread, and 3.6 times the processor time
-(`minidist train --steps 30` on 2 cores, load average 9).
+Threads that share one matrix product wait for each other. If another program takes the core of one
+of them, all of them
+wait: two threads of BLAS on two busy cores took 4.7 times as long as one thread, and 3.6 times the
+processor time (`minidist train --steps 30` on 2 cores, load average 9).
 """
 
 import time
@@ -27,7 +28,9 @@ class OtherLoad:
     def _look(self) -> tuple[float, float, float]:
         """Seconds: of the clock, busy ones of the cores, this process's own."""
         each = psutil.cpu_times(percpu=True)
-        chosen = [times for core, times in enumerate(each) if core in (cores.usable() or range(len(each)))] or each
+        chosen = [
+            times for core, times in enumerate(each) if core in (cores.usable() or range(len(each)))
+        ] or each
         busy = sum(getattr(times, name, 0.0) for times in chosen for name in BUSY)
         return time.perf_counter(), busy, time.process_time()
 
@@ -36,16 +39,22 @@ class OtherLoad:
         return time.perf_counter() - self._before[0]
 
     def cores(self) -> float:
-        """The cores that others kept busy since the first look: a mean, 0.0 where the system does not say."""
-        passed, busy, own = (now - before for now, before in zip(self._look(), self._before, strict=True))
+        """The cores that others kept busy since the first look: a mean, 0.0 where the system does
+        not say."""
+        passed, busy, own = (
+            now - before for now, before in zip(self._look(), self._before, strict=True)
+        )
         return max(0.0, busy - own) / passed if busy else 0.0
 
 
 def advice(threads: int, others: float) -> str | None:
-    """A line for a process whose BLAS has so many threads beside `others` busy cores; None if they have room."""
+    """A line for a process whose BLAS has so many threads beside `others` busy cores; None if they
+    have room."""
     there = cores.of_all_ranks()
     if threads < 2 or others < there - threads + 0.5:
         return None
     fewer = max(1, min(threads - 1, int(there - others)))
-    return (f"other programs keep {others:.1f} of {there} cores busy, so BLAS's {threads} threads wait for each other; "
-            f"--threads {fewer} may be several times as fast")
+    return (
+        f"other programs keep {others:.1f} of {there} cores busy, so BLAS's {threads} threads "
+        f"wait for each other; --threads {fewer} may be several times as fast"
+    )

@@ -4,9 +4,9 @@
     compute         | forward      |wait| backward        |wait|
     hidden              |==========|        |=============|            the share: ==== of all communication
 
-Computation is forward, backward and optimizer of a step without the waits inside them. Communication is every
-collective from start to end, on any thread; collectives of the axis `control` (scalars) do not count. A collective that
-waits for a slower rank counts as running.
+Computation is forward, backward and optimizer of a step without the waits inside them.
+Communication is every collective from start to end, on any thread; collectives of the axis
+`control` (scalars) do not count. A collective that waits for a slower rank counts as running.
 
     timelines = timeline.collect(world)                 # rank 0
     measure(timelines[0]).share                         # 0.93: 93 % of communication is hidden
@@ -24,7 +24,8 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Overlap:
-    """Seconds of one rank: a collective is running; computing; both at once; waiting for a collective."""
+    """Seconds of one rank: a collective is running; computing; both at once; waiting for a
+    collective."""
 
     communication: float
     computation: float
@@ -37,19 +38,32 @@ class Overlap:
         return self.hidden / self.communication if self.communication else 1.0
 
 
-def measure(timeline: Timeline, *, steps: Iterable[int] | None = None,
-            of: Callable[[Timeline], list[Span]] | None = None) -> Overlap:
+def measure(
+    timeline: Timeline,
+    *,
+    steps: Iterable[int] | None = None,
+    of: Callable[[Timeline], list[Span]] | None = None,
+) -> Overlap:
     """The overlap on one rank's timeline.
 
-    Args:    steps: from the start of the first of them to the end of the last (default: all spans). A collective that
-             crosses an edge counts by its part inside.
-             of: gives the spans to be hidden: `collectives` (default), or `moves` for a strategy that offloads.
+    Args:    steps: from the start of the first of them to the end of the last (default: all spans).
+             A collective that crosses an edge counts by its part inside.
+             of: gives the spans to be hidden: `collectives` (default), or `moves` for a strategy
+             that offloads.
     """
     window = [(-float("inf"), float("inf"))]
     if steps is not None:
         chosen = set(steps)
-        inside = [span for span in timeline.spans if span.name == "step" and span.details.get("step") in chosen]
-        window = [(min(span.start for span in inside), max(span.stop for span in inside))] if inside else []
+        inside = [
+            span
+            for span in timeline.spans
+            if span.name == "step" and span.details.get("step") in chosen
+        ]
+        window = (
+            [(min(span.start for span in inside), max(span.stop for span in inside))]
+            if inside
+            else []
+        )
 
     def of_window(spans: Iterable[Span]) -> list[Interval]:
         return intersect(union((span.start, span.stop) for span in spans), window)
@@ -57,21 +71,34 @@ def measure(timeline: Timeline, *, steps: Iterable[int] | None = None,
     waits = of_window(waiting(timeline))
     computing = subtract(of_window(working(timeline)), waits)
     communicating = of_window((of or collectives)(timeline))
-    return Overlap(length(communicating), length(computing), length(intersect(communicating, computing)),
-                   length(waits))
+    return Overlap(
+        length(communicating),
+        length(computing),
+        length(intersect(communicating, computing)),
+        length(waits),
+    )
 
 
 def together(parts: Sequence[Overlap]) -> Overlap:
     """The sums over ranks: the share of the sum is that of the whole job."""
-    return Overlap(*(sum(getattr(part, name) for part in parts) for name in Overlap.__dataclass_fields__))
+    return Overlap(
+        *(sum(getattr(part, name) for part in parts) for name in Overlap.__dataclass_fields__)
+    )
 
 
-# ------------------------------------------------------------------------------------------------ kinds of spans
+# ----------------------------------------------------------------------------------- kinds of spans
+
 
 def collectives(timeline: Timeline) -> list[Span]:
     """Collectives that moved arrays: neither barriers nor scalars."""
-    return [span for span in timeline.spans if span.row == "communication" and "verb" in span.details
-            and span.details.get("axis") != "control" and span.details["verb"] != "barrier"]
+    return [
+        span
+        for span in timeline.spans
+        if span.row == "communication"
+        and "verb" in span.details
+        and span.details.get("axis") != "control"
+        and span.details["verb"] != "barrier"
+    ]
 
 
 def moves(timeline: Timeline) -> list[Span]:
@@ -81,16 +108,23 @@ def moves(timeline: Timeline) -> list[Span]:
 
 def waiting(timeline: Timeline) -> list[Span]:
     """Spans in which the rank waited for a collective; strategies name them "wait for …"."""
-    return [span for span in timeline.spans if span.row == "compute" and span.name.startswith("wait")]
+    return [
+        span for span in timeline.spans if span.row == "compute" and span.name.startswith("wait")
+    ]
 
 
 def working(timeline: Timeline) -> list[Span]:
-    """Forward, backward, optimizer and other work, including the waits inside them; "step" only contains these."""
-    return [span for span in timeline.spans
-            if span.row == "compute" and span.name != "step" and not span.name.startswith("wait")]
+    """Forward, backward, optimizer and other work, including the waits inside them; "step" only
+    contains these."""
+    return [
+        span
+        for span in timeline.spans
+        if span.row == "compute" and span.name != "step" and not span.name.startswith("wait")
+    ]
 
 
-# ----------------------------------------------------------------------------------------------------- intervals
+# ---------------------------------------------------------------------------------------- intervals
+
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """The same points as sorted intervals that do not touch; empty ones go."""

@@ -1,4 +1,5 @@
-"""Pictures of a run, drawn from its recorded numbers. matplotlib is loaded when the first one is drawn."""
+"""Pictures of a run, drawn from its recorded numbers. matplotlib is loaded when the first one is
+drawn."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,21 +10,33 @@ import numpy as np
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MEMORY = {"parameters": "#3b6fb6", "gradients": "#e08e3c", "optimizer": "#5b9a68", "activations": "#c44e52",
-          "communication": "#8172b3", "workspace": "#9aa5b1"}
+MEMORY = {
+    "parameters": "#3b6fb6",
+    "gradients": "#e08e3c",
+    "optimizer": "#5b9a68",
+    "activations": "#c44e52",
+    "communication": "#8172b3",
+    "workspace": "#9aa5b1",
+}
 """The colour of each category of memory, in every picture."""
 
 INK, SOFT, GRID, PAPER = "#1f2933", "#616e7c", "#e4e7eb", "#ffffff"
 RANKS = ("#3b6fb6", "#e08e3c", "#5b9a68", "#c44e52", "#8172b3", "#937860", "#d77fb3", "#4fa8a8")
 """Colours that a colour-blind reader, too, tells apart."""
 
-WITHOUT = {".png": {"Software": None}, ".svg": {"Date": None, "Creator": None},
-           ".pdf": {"CreationDate": None, "Creator": None, "Producer": None}}
+WITHOUT = {
+    ".png": {"Software": None},
+    ".svg": {"Date": None, "Creator": None},
+    ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
 """What matplotlib writes into a file of a format that depends on the day or the version."""
 
 
-def draw_loss(path: str | Path, losses: Sequence[float], *, validation: float | None = None, title: str = "") -> None:
-    """Write the training loss over the steps, with its running mean, and the validation loss as a line, as a picture.
+def draw_loss(
+    path: str | Path, losses: Sequence[float], *, validation: float | None = None, title: str = ""
+) -> None:
+    """Write the training loss over the steps, with its running mean, and the validation loss as a
+    line, as a picture.
 
     Args:    path: the file; its ending chooses the format (png, svg, pdf).
              losses: one a step, in nats a token. validation: in nats a token, or None.
@@ -38,9 +51,21 @@ def draw_loss(path: str | Path, losses: Sequence[float], *, validation: float | 
     window = max(1, len(losses) // 20)
     if window > 1:
         mean = np.convolve(losses, np.ones(window) / window, mode="valid")
-        axes.plot(steps[window - 1:], mean, color="#1f4e79", linewidth=1.6, label=f"training, mean of {window} steps")
+        axes.plot(
+            steps[window - 1 :],
+            mean,
+            color="#1f4e79",
+            linewidth=1.6,
+            label=f"training, mean of {window} steps",
+        )
     if validation is not None:
-        axes.axhline(validation, color="#c0504d", linewidth=1.2, linestyle="--", label=f"validation {validation:.3f}")
+        axes.axhline(
+            validation,
+            color="#c0504d",
+            linewidth=1.2,
+            linestyle="--",
+            label=f"validation {validation:.3f}",
+        )
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats a token")
     axes.set_title(title)
@@ -51,7 +76,8 @@ def draw_loss(path: str | Path, losses: Sequence[float], *, validation: float | 
 
 
 def save_picture(figure: "Figure", path: str | Path, *, dpi: int, **options: Any) -> None:
-    """Write a picture without date, version or random names, so that equal pictures are equal files.
+    """Write a picture without date, version or random names, so that equal pictures are equal
+    files.
 
     Args:    path: its ending chooses the format (png, svg, pdf); without one it is png.
              options: further ones of Figure.savefig.

@@ -4,10 +4,12 @@
     seconds of a step                       work / f + rest                 rest: communication, which f does not change
     joules of a step                        static (work / f + rest) + dynamic f² work
 
-Voltage falls with frequency, so the power of switching falls with f³, and the energy of an operation with f². What is
-static (leakage, memory, fans) is paid for as long as the step lasts: too low a frequency wastes it.
+Voltage falls with frequency, so the power of switching falls with f³, and the energy of an
+operation with f². What is static (leakage, memory, fans) is paid for as long as the step lasts: too
+low a frequency wastes it.
 
-notes: N2 §10.7    Source: the classic CMOS power model, as in Mudge 2001, "Power: A First-Class Architectural Design
+notes: N2 §10.7    Source: the classic CMOS power model, as in Mudge 2001, "Power: A First-Class
+                   Architectural Design
 Constraint".
 """
 
@@ -20,7 +22,10 @@ def frequency_under(cap: float, *, static: float, dynamic: float) -> float:
     Raises:  ConfigError for a cap that the static power alone exceeds.
     """
     if cap <= static:
-        raise ConfigError(f"a cap of {cap:g} W: the processor takes {static:g} W even at rest; choose a larger cap")
+        raise ConfigError(
+            f"a cap of {cap:g} W: the processor takes {static:g} W even at rest; choose a larger "
+            "cap"
+        )
     return min(1.0, float(((cap - static) / dynamic) ** (1 / 3)))
 
 
@@ -29,11 +34,14 @@ def step_seconds(frequency: float, *, work: float, rest: float) -> float:
     return work / frequency + rest
 
 
-def step_joules(frequency: float, *, work: float, rest: float, static: float, dynamic: float) -> float:
+def step_joules(
+    frequency: float, *, work: float, rest: float, static: float, dynamic: float
+) -> float:
     """Joules of a step of one processor."""
-    return static * step_seconds(frequency, work=work, rest=rest) + dynamic * frequency ** 2 * work
+    return static * step_seconds(frequency, work=work, rest=rest) + dynamic * frequency**2 * work
 
 
 def best_frequency(*, static: float, dynamic: float) -> float:
-    """The frequency of the least energy, at most 1: where a lower one wastes as much static energy as it saves."""
+    """The frequency of the least energy, at most 1: where a lower one wastes as much static energy
+    as it saves."""
     return min(1.0, float((static / (2 * dynamic)) ** (1 / 3)))

@@ -1,8 +1,8 @@
 """Chapter 23 · A rank's events as a line of work, along which calls and waits can be moved.
 
-    trace    Busy 3 | Start a | Busy 2 | Await a | Busy 1
-    work     0 ......... 3 ......... 5 ......... 6              seconds of work, without waits
-    marks                Start a     Await a
+trace    Busy 3 | Start a | Busy 2 | Await a | Busy 1
+work     0 ......... 3 ......... 5 ......... 6              seconds of work, without waits
+marks                Start a     Await a
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,8 @@ from minidist.observe.step_record import StepCall, StepRecord, group_call, only_
 
 
 class RankLine:
-    """One rank's work, and its marks (Start and Await) by how much work lies before them, in order."""
+    """One rank's work, and its marks (Start and Await) by how much work lies before them, in
+    order."""
 
     def __init__(self, trace: Iterable[Event]) -> None:
         self.work: list[Busy] = []
@@ -30,7 +31,11 @@ class RankLine:
 
     def trace(self) -> list[Event]:
         """The events again; marks of one place keep their order."""
-        events, now, todo = list[Event](), 0.0, [(cast(float, busy.work), busy.name) for busy in reversed(self.work)]
+        events, now, todo = (
+            list[Event](),
+            0.0,
+            [(cast(float, busy.work), busy.name) for busy in reversed(self.work)],
+        )
         for place, mark in sorted(self.marks, key=lambda each: each[0]):
             while todo and now < place:
                 seconds, name = todo.pop()
@@ -50,9 +55,14 @@ class RankLine:
         return found
 
     def scaled(self, factors: dict[str, float]) -> "RankLine":
-        """The line with each piece of work times the factor of its name; marks stay between the same pieces."""
-        return RankLine(event._replace(work=cast(float, event.work) * factors.get(event.name, 1.0))
-                        if isinstance(event, Busy) else event for event in self.trace())
+        """The line with each piece of work times the factor of its name; marks stay between the
+        same pieces."""
+        return RankLine(
+            event._replace(work=cast(float, event.work) * factors.get(event.name, 1.0))
+            if isinstance(event, Busy)
+            else event
+            for event in self.trace()
+        )
 
     def begin_of(self, name: str) -> float:
         """Work before the first piece of this name; all of it if there is none."""
@@ -92,8 +102,18 @@ class StepLines:
     def add(self, like: StepCall, name: str, nbytes: int, seconds: float) -> int:
         """A new call, like one of the step. Returns: its id."""
         number = max(self.calls) + 1
-        self.calls[number] = StepCall(like.group, number, name, like.axis, like.verb, like.algorithm, like.where,
-                                      nbytes, like.messages, dict(like.ranks))
+        self.calls[number] = StepCall(
+            like.group,
+            number,
+            name,
+            like.axis,
+            like.verb,
+            like.algorithm,
+            like.where,
+            nbytes,
+            like.messages,
+            dict(like.ranks),
+        )
         self.seconds[number] = seconds
         return number
 
@@ -111,25 +131,35 @@ class StepLines:
 
     def in_background(self, verb: str) -> list[int]:
         """The calls of a verb, by group and number, that ran in the background."""
-        return [number for number, call in self.calls.items() if call.verb == verb and call.in_background]
+        return [
+            number
+            for number, call in self.calls.items()
+            if call.verb == verb and call.in_background
+        ]
 
 
 def without_straggler(job: StepLines, rank: int) -> None:
-    """Let each kind of work of a rank take the median of what it takes on the other ranks, where that is less.
+    """Let each kind of work of a rank take the median of what it takes on the other ranks, where
+    that is less.
 
     Raises:  ConfigError if there is no such rank, or no other.
     """
     others = [line.totals() for number, line in enumerate(job.lines) if number != rank]
     if not 0 <= rank < len(job.lines) or not others:
-        raise ConfigError(f"without rank {rank}: the step has ranks 0 to {len(job.lines) - 1}; name one of several")
+        raise ConfigError(
+            f"without rank {rank}: the step has ranks 0 to {len(job.lines) - 1}; name one of "
+            "several"
+        )
     mine = job.lines[rank].totals()
     usual = {name: median(total.get(name, 0.0) for total in others) for name in mine}
-    job.lines[rank] = job.lines[rank].scaled({name: min(1.0, usual[name] / seconds)
-                                              for name, seconds in mine.items() if seconds > 0})
+    job.lines[rank] = job.lines[rank].scaled(
+        {name: min(1.0, usual[name] / seconds) for name, seconds in mine.items() if seconds > 0}
+    )
 
 
 def prefetch(job: StepLines, ahead: int) -> None:
-    """Let each gather of a unit set out `ahead` units before its turn, in forward and in backward, as ZeRO-3 does.
+    """Let each gather of a unit set out `ahead` units before its turn, in forward and in backward,
+    as ZeRO-3 does.
 
     The room counts, not the number: with the unit at work, 1 + ahead of the largest (zero3.py).
     """
@@ -137,27 +167,42 @@ def prefetch(job: StepLines, ahead: int) -> None:
     largest = max((job.calls[number].nbytes for number in gathers), default=0)
     for line in job.lines:
         backward = line.begin_of("backward")
-        order = [(place, mark.id) for place, mark in line.marks if isinstance(mark, Await) and mark.id in gathers]
-        before: dict[int, list[int]] = {}       # gather -> those that set out before the wait for it
-        for phase in ([number for place, number in order if place < backward],
-                      [number for place, number in order if place >= backward]):
-            before.update(_sets_out(phase, {number: job.calls[number].nbytes for number in phase}, largest, ahead))
+        order = [
+            (place, mark.id)
+            for place, mark in line.marks
+            if isinstance(mark, Await) and mark.id in gathers
+        ]
+        before: dict[int, list[int]] = {}  # gather -> those that set out before the wait for it
+        for phase in (
+            [number for place, number in order if place < backward],
+            [number for place, number in order if place >= backward],
+        ):
+            before.update(
+                _sets_out(
+                    phase, {number: job.calls[number].nbytes for number in phase}, largest, ahead
+                )
+            )
         moved = {number for group in before.values() for number in group}
         marks = list[tuple[float, Start | Await]]()
         for place, mark in line.marks:
             if isinstance(mark, Await):
-                marks += [(place, Start(number, job.event(number))) for number in before.pop(mark.id, [])]
+                marks += [
+                    (place, Start(number, job.event(number))) for number in before.pop(mark.id, [])
+                ]
             if isinstance(mark, Await) or mark.id not in moved:
                 marks.append((place, mark))
         line.marks = marks
 
 
-def _sets_out(phase: Sequence[int], nbytes: dict[int, int], largest: int, ahead: int) -> dict[int, list[int]]:
-    """For each gather, in the order of the waits: the gathers that set out just before the wait for it."""
+def _sets_out(
+    phase: Sequence[int], nbytes: dict[int, int], largest: int, ahead: int
+) -> dict[int, list[int]]:
+    """For each gather, in the order of the waits: the gathers that set out just before the wait for
+    it."""
     begun, before = set[int](), {}
     for place, number in enumerate(phase):
         group, room = [number], (1 + ahead) * largest - nbytes[number]
-        for other in phase[place + 1:]:
+        for other in phase[place + 1 :]:
             room -= nbytes[other]
             if room < 0 or not ahead:
                 break

@@ -1,10 +1,11 @@
-"""Chapter 25 · A Trainer's steps, recorded by each rank: rank_steps.py, with what only a Trainer knows.
+"""Chapter 25 · A Trainer's steps, recorded by each rank: rank_steps.py, with what only a Trainer
+knows.
 
-    records = RankRecords(trainer, run, context=128)            # on every rank, before its first step
-    with records.input(): batch = next(batches)
-    trainer.step(batch)
-    records.step_done(number)                                   # from 1
-    records.close()
+records = RankRecords(trainer, run, context=128)            # on every rank, before its first step
+with records.input(): batch = next(batches)
+trainer.step(batch)
+records.step_done(number)                                   # from 1
+records.close()
 """
 
 from contextlib import AbstractContextManager
@@ -27,12 +28,24 @@ class RankRecords:
              digest_every: steps between two digests of the weights; 0: none.
     """
 
-    def __init__(self, trainer: Trainer, run: str | Path, *, batch: int, context: int,
-                 digest_every: int = DIGEST_EVERY) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        run: str | Path,
+        *,
+        batch: int,
+        context: int,
+        digest_every: int = DIGEST_EVERY,
+    ) -> None:
         self.trainer, self.every = trainer, digest_every
         self.tokens, self.context = batch * context, context
-        self.recorder = StepRecorder(trainer.world, run, goes_on=trainer.steps_done > 0,
-                                     first_step=trainer.steps_done, alike=f"pp{trainer.mesh.coordinates['pp']}")
+        self.recorder = StepRecorder(
+            trainer.world,
+            run,
+            goes_on=trainer.steps_done > 0,
+            first_step=trainer.steps_done,
+            alike=f"pp{trainer.mesh.coordinates['pp']}",
+        )
         self.watch = FiniteWatch(trainer.model, self.recorder.not_finite)
 
     def input(self) -> AbstractContextManager[None]:
@@ -52,8 +65,12 @@ class RankRecords:
             return {}
         rows, share = timeline.take_own()
         tokens = rows * self.context // self.trainer.mesh.shape["cp"]
-        return {"tokens": tokens or None,
-                "loss": round(share * self.tokens / tokens, 6) if share is not None and tokens else None}
+        return {
+            "tokens": tokens or None,
+            "loss": round(share * self.tokens / tokens, 6)
+            if share is not None and tokens
+            else None,
+        }
 
     def close(self) -> None:
         """Record no more; a second time does nothing."""

@@ -1,13 +1,16 @@
-"""Chapter 25 · RUN/steps/00003.jsonl: a line of JSON a step from every rank, from which diagnosis names the culprit.
+"""Chapter 25 · RUN/steps/00003.jsonl: a line of JSON a step from every rank, from which diagnosis
+names the culprit.
 
     recorder = StepRecorder(world, run, first_step=0)     # on every rank, before the first step
     with recorder.input(): batch = next(batches)            # the wait for data
     trainer.step(batch)
     recorder.step_done(tokens=batch_tokens_of_this_rank)
-    read_rank_steps(run)                                    # {rank: RankSteps}, while the run goes on or after it
+    read_rank_steps(run)                                    # {rank: RankSteps}, while the run goes
+                                                            on or after it
 
-The first line tells about the rank: time, rank, size, host, pid, alike (below), and clock, what to add to its times for
-the time of day. Then a line of at most MOST_BYTES a step; what is left out is not known.
+The first line tells about the rank: time, rank, size, host, pid, alike (below), and clock, what to
+add to its times for the time of day. Then a line of at most MOST_BYTES a step; what is left out is
+not known.
 
     step        from 0, as the flight recorder counts
     time        the time of day when the step ended
@@ -15,12 +18,15 @@ the time of day. Then a line of at most MOST_BYTES a step; what is left out is n
     cpu         processor seconds of the program's thread outside of calls: its own computation
     others      processor seconds of all other threads of the process; not of ranks that are threads
     input       seconds in which the program waited for its data
-    calls       seconds in which the program was in calls, or waited for calls (wait_state.spent_in_calls)
+    calls       seconds in which the program was in calls, or waited for calls
+                (wait_state.spent_in_calls)
     rss         bytes of memory that the process holds; not of ranks that are threads
     tokens      targets that this rank worked on; loss: their mean loss
     digest      {group: digest of the weights that its ranks hold alike}, every few steps
-    bad         the first number of this rank that is not finite: [layer, op, pass, "nan" or "inf", time of day]
-    busy        where another Python thread of the program was, "file:line", if the others used more time than this one
+    bad         the first number of this rank that is not finite: [layer, op, pass, "nan" or "inf",
+                time of day]
+    busy        where another Python thread of the program was, "file:line", if the others used more
+                time than this one
     out, in     one message of each link: comm/flight/message_times.py
 
 Cost: about 30 µs a step, and 2 µs for each message; a digest reads all weights once.
@@ -53,7 +59,8 @@ from minidist.reading import Count, Finite, Rank, Seconds, parse_line
 
 FOLDER = "steps"
 MOST_BYTES = 1000
-MUCH = 0.02         # of a step: other threads that are busy for longer, and longer than this one, are looked at
+# of a step: other threads that are busy for longer, and longer than this one, are looked at
+MUCH = 0.02
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -95,28 +102,52 @@ class StepRecorder:
     """Writes the steps of one rank; made and used by the thread that trains.
 
     Args:    run: the folder in which FOLDER is made; goes_on: append to the lines that are there.
-             alike: the same word on ranks that do the same kind of work, as stages of a pipeline do not.
+             alike: the same word on ranks that do the same kind of work, as stages of a pipeline do
+             not.
     """
 
-    def __init__(self, world: Group, run: str | Path, *, goes_on: bool = False, first_step: int = 0,
-                 alike: str = "") -> None:
-        self._alone = world.transport.name not in THREADS       # the process is this rank's
+    def __init__(
+        self,
+        world: Group,
+        run: str | Path,
+        *,
+        goes_on: bool = False,
+        first_step: int = 0,
+        alike: str = "",
+    ) -> None:
+        self._alone = world.transport.name not in THREADS  # the process is this rank's
         file = steps_file(run, world.world_rank)
-        with suppress(OSError):                 # then the first write tells it
+        with suppress(OSError):  # then the first write tells it
             make_member_folder(file.parent)
         self._log = StepLog(file, goes_on=goes_on)
         self.step = first_step
-        self._times = world.ledger.times = MessageTimes(world.world_rank, world.transport.world_size)
-        self._log.write(_packed({
-            "time": round(time.time(), 3), "rank": world.world_rank, "size": world.transport.world_size,
-            "pid": os.getpid(), "alike": alike, "host": platform.node(), "clock": time.time() - time.perf_counter()}))
+        self._times = world.ledger.times = MessageTimes(
+            world.world_rank, world.transport.world_size
+        )
+        self._log.write(
+            _packed(
+                {
+                    "time": round(time.time(), 3),
+                    "rank": world.world_rank,
+                    "size": world.transport.world_size,
+                    "pid": os.getpid(),
+                    "alike": alike,
+                    "host": platform.node(),
+                    "clock": time.time() - time.perf_counter(),
+                }
+            )
+        )
         self._rss = _ResidentBytes() if self._alone else None
         self._bad: list[str | float] | None = None
         self._input = 0.0
         self._begin()
 
     def _begin(self) -> None:
-        self._start, self._cpu, self._all = time.perf_counter(), time.thread_time(), time.process_time()
+        self._start, self._cpu, self._all = (
+            time.perf_counter(),
+            time.thread_time(),
+            time.process_time(),
+        )
         self._calls, self._worked = spent_in_calls()
 
     @contextmanager
@@ -132,17 +163,30 @@ class StepRecorder:
         """A number is not finite; the first of the run counts."""
         self._bad = self._bad or [layer, op, where, kind, round(time.time(), 6)]
 
-    def step_done(self, *, tokens: int | None = None, loss: float | None = None,
-                  digest: dict[str, str] | None = None) -> None:
-        """The step has ended: write its line. A step that is not told of, or told twice, is no error."""
+    def step_done(
+        self,
+        *,
+        tokens: int | None = None,
+        loss: float | None = None,
+        digest: dict[str, str] | None = None,
+    ) -> None:
+        """The step has ended: write its line. A step that is not told of, or told twice, is no
+        error."""
         now, cpu, whole = time.perf_counter(), time.thread_time(), time.process_time()
         calls, worked = spent_in_calls()
         seconds, others = now - self._start, whole - self._all - (cpu - self._cpu)
         values: dict[str, Any] = {
-            "step": self.step, "time": round(time.time(), 3), "seconds": round(seconds, 6),
-            "cpu": round(max(0.0, cpu - self._cpu - (worked - self._worked)), 6), "input": round(self._input, 6),
-            "calls": round(calls - self._calls, 6), "tokens": tokens, "loss": loss, "digest": digest,
-            "bad": self._bad}
+            "step": self.step,
+            "time": round(time.time(), 3),
+            "seconds": round(seconds, 6),
+            "cpu": round(max(0.0, cpu - self._cpu - (worked - self._worked)), 6),
+            "input": round(self._input, 6),
+            "calls": round(calls - self._calls, 6),
+            "tokens": tokens,
+            "loss": loss,
+            "digest": digest,
+            "bad": self._bad,
+        }
         if self._rss is not None:
             values |= {"others": round(max(0.0, others), 6), "rss": self._rss.read()}
             if others > max(values["cpu"], MUCH * seconds):
@@ -166,7 +210,11 @@ def _line(values: dict[str, Any], messages: dict[str, list[list[int]]]) -> bytes
     while len(line) > MOST_BYTES and any(messages.values()):
         messages = {name: rows[:-1] for name, rows in messages.items()}
         line = _packed(values | {name: rows for name, rows in messages.items() if rows})
-    return line if len(line) <= MOST_BYTES else _packed({name: values[name] for name in ("step", "time", "seconds")})
+    return (
+        line
+        if len(line) <= MOST_BYTES
+        else _packed({name: values[name] for name in ("step", "time", "seconds")})
+    )
 
 
 def _packed(values: dict[str, Any]) -> bytes:
@@ -174,11 +222,13 @@ def _packed(values: dict[str, Any]) -> bytes:
 
 
 def _other_thread() -> str | None:
-    """Where the program is in the first thread, other than this one, that has a line of the program's own."""
+    """Where the program is in the first thread, other than this one, that has a line of the
+    program's own."""
     here = threading.get_ident()
     for ident, innermost in frames().items():
         frame: FrameType | None = innermost if ident != here else None
-        with suppress(AttributeError):      # CPython 3.11.7 gives a cell as the next frame of a thread that returns
+        # CPython 3.11.7 gives a cell as the next frame of a thread that returns
+        with suppress(AttributeError):
             while frame is not None and not in_program(frame):
                 frame = frame.f_back
             if frame is not None:
@@ -217,7 +267,8 @@ class RankSteps:
 
 
 def read_rank_steps(run: str | Path) -> dict[int, RankSteps]:
-    """The steps of all ranks of a run; empty if it has none. A torn line is left out; of a step the later line holds.
+    """The steps of all ranks of a run; empty if it has none. A torn line is left out; of a step the
+    later line holds.
 
     Args:    run: the run folder, or FOLDER in it.
     """
@@ -238,8 +289,11 @@ def _content(path: Path) -> bytes:
         raise ConfigError(f"{path}: {error.strerror}; remove it, or name another run") from error
 
 
-def take_lines(lines: Iterable[bytes], about: dict[str, Any], steps: dict[int, dict[str, Any]]) -> None:
-    """Read further lines of a rank's file into what is known of it: its newest first line, and its steps by number.
+def take_lines(
+    lines: Iterable[bytes], about: dict[str, Any], steps: dict[int, dict[str, Any]]
+) -> None:
+    """Read further lines of a rank's file into what is known of it: its newest first line, and its
+    steps by number.
 
     A step that is made again, after a resumption, replaces the earlier one and those after it.
     """
@@ -257,10 +311,23 @@ def take_lines(lines: Iterable[bytes], about: dict[str, Any], steps: dict[int, d
             about.update(values)
 
 
-def of_newest_job(found: Iterable[tuple[dict[str, Any], dict[int, dict[str, Any]]]]) -> dict[int, RankSteps]:
-    """{rank: its steps in order}, of what take_lines has read; of an elastic job the ranks of its newest size."""
-    ranks = {about["rank"]: RankSteps(about["rank"], about["size"], about["host"], about["clock"], about["time"],
-                                      about["alike"], [steps[step] for step in sorted(steps)])
-             for about, steps in found if about}
+def of_newest_job(
+    found: Iterable[tuple[dict[str, Any], dict[int, dict[str, Any]]]],
+) -> dict[int, RankSteps]:
+    """{rank: its steps in order}, of what take_lines has read; of an elastic job the ranks of its
+    newest size."""
+    ranks = {
+        about["rank"]: RankSteps(
+            about["rank"],
+            about["size"],
+            about["host"],
+            about["clock"],
+            about["time"],
+            about["alike"],
+            [steps[step] for step in sorted(steps)],
+        )
+        for about, steps in found
+        if about
+    }
     size = max(ranks.values(), key=lambda rank: rank.since).size if ranks else 0
     return {rank: each for rank, each in ranks.items() if rank < size}

@@ -1,4 +1,5 @@
-"""Chapter 25 · trace.json read again: the timelines that `timeline.write_perfetto` wrote, with times from its begin."""
+"""Chapter 25 · trace.json read again: the timelines that `timeline.write_perfetto` wrote, with
+times from its begin."""
 
 from pathlib import Path
 from typing import Any
@@ -46,18 +47,21 @@ class _MemoryEvent(msgspec.Struct):
 
 
 class _TraceFile(msgspec.Struct):
-    traceEvents: list[dict[str, Any]]       # noqa: N815 - the name that Perfetto wants
+    traceEvents: list[dict[str, Any]]  # noqa: N815 - the name that Perfetto wants
 
 
 def read_trace(file: str | Path) -> list[Timeline]:
     """The timelines of a trace, by rank.
 
-    Raises:  OSError if the file cannot be read; ConfigError, one line, if it is not a trace of minidist.
+    Raises:  OSError if the file cannot be read; ConfigError, one line, if it is not a trace of
+             minidist.
     """
     try:
         events = read_json(file, _TraceFile, member=True)["traceEvents"]
         spans = [event for event in events if event.get("ph") == "X"]
-        memory = [event for event in events if event.get("ph") == "C" and event.get("name") == "memory"]
+        memory = [
+            event for event in events if event.get("ph") == "C" and event.get("name") == "memory"
+        ]
         require(spans, list[_SpanEvent])
         require(memory, list[_MemoryEvent])
         timelines: dict[int, Timeline] = {}
@@ -75,6 +79,8 @@ def _add(timeline: Timeline, event: dict[str, Any]) -> None:
     """Put a span, or a moment of the memory, to its rank's timeline."""
     if event["ph"] == "X" and event["cat"] in ROWS:
         start = event["ts"] / 1e6
-        timeline.add(Span(event["name"], event["cat"], start, start + event["dur"] / 1e6, event["args"]))
+        timeline.add(
+            Span(event["name"], event["cat"], start, start + event["dur"] / 1e6, event["args"])
+        )
     elif event["ph"] == "C":
         timeline.memory.append((event["ts"] / 1e6, event["args"]))

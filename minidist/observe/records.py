@@ -1,4 +1,5 @@
-"""Small records (spans, ledgers, memory accounts) between ranks: to rank 0, to all, and from rank 0.
+"""Small records (spans, ledgers, memory accounts) between ranks: to rank 0, to all, and from rank
+0.
 
 What every rank must be given alike is compared: a digest tells, for eight bytes a rank.
 """
@@ -31,7 +32,8 @@ A_DAY = 86400.0
 
 @contextmanager
 def unhurried(group: Group) -> Iterator[None]:
-    """In the block a wait of this rank may last a day, because what it waits for is one rank's work, not a message.
+    """In the block a wait of this rank may last a day, because what it waits for is one rank's
+    work, not a message.
 
     A rank that is lost ends the wait as ever.
     """
@@ -50,7 +52,8 @@ def gather_records(group: Group, record: Any) -> list[Any] | None:
     The bytes are outside every memory account, so a limit of device memory does not stop them.
 
     Args:    record: anything that `wire.pack` takes: dicts, lists, numbers, texts, bytes, arrays.
-    Cost:    two gathers, counted under `control`: the lengths (8 bytes a rank), then the packed bytes.
+    Cost:    two gathers, counted under `control`: the lengths (8 bytes a rank), then the packed
+             bytes.
     Raises:  CommError if a rank is lost or does not call this.
     """
     packed = np.frombuffer(pack(record), dtype=np.uint8)
@@ -69,7 +72,9 @@ def share_records(group: Group, record: Any) -> list[Any]:
     """
     packed = np.frombuffer(pack(record), dtype=np.uint8)
     with group.ledger.control(), account.use(account.MemoryAccount()):
-        return _unpacked(group.all_gather(np.array([packed.size], dtype=np.int64)), group.all_gather(packed))
+        return _unpacked(
+            group.all_gather(np.array([packed.size], dtype=np.int64)), group.all_gather(packed)
+        )
 
 
 def hand_out_record(group: Group, record: Any) -> Any:
@@ -84,10 +89,14 @@ def hand_out_record(group: Group, record: Any) -> Any:
 
 def _unpacked(lengths: np.ndarray, joined: np.ndarray) -> list[Any]:
     ends = np.cumsum(lengths)
-    return [unpack(joined[end - length:end].tobytes()) for length, end in zip(lengths, ends, strict=True)]
+    return [
+        unpack(joined[end - length : end].tobytes())
+        for length, end in zip(lengths, ends, strict=True)
+    ]
 
 
 # ----------------------------------------------------------------- what all ranks must have alike
+
 
 def check_alike(
     group: Group, parts: Mapping[str, Any], *, advice: str = "give every rank the same"

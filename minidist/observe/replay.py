@@ -1,16 +1,17 @@
 """Chapter 24 · The replay: traces of all ranks, on one clock.
 
-Each rank runs its trace in its own order. It stands still only where it waits for a call; a call begins when all its
-ranks have come to it and the one before it in its group has ended. From that every time follows:
+Each rank runs its trace in its own order. It stands still only where it waits for a call; a call
+begins when all its ranks have come to it and the one before it in its group has ended. From that
+every time follows:
 
     rank 0   forward ····· | all_reduce starts | backward ·············· | waits ··| update
     rank 1   forward ··········· | all_reduce starts | backward ······ | waits ····| update
     group                        |all_reduce ······························|
 
 `plain_replay` is the whole idea. What `replay` adds: calls that share links slow each other down
-(shared_links.py), ranks that nothing tells apart share one clock (fold.py), traces of one role are read once
-(tracks.py), a rank may continue before a call has ended on all ranks (`Await.sooner`), and the
-times of all events are kept, 8 bytes each, for the critical path (replay_path.py).
+(shared_links.py), ranks that nothing tells apart share one clock (fold.py), traces of one role are
+read once (tracks.py), a rank may continue before a call has ended on all ranks (`Await.sooner`),
+and the times of all events are kept, 8 bytes each, for the critical path (replay_path.py).
 """
 
 from array import array
@@ -34,20 +35,36 @@ from minidist.observe.shared_links import Running, SharedLinks, busy_links
 from minidist.observe.stations import UNKNOWN, Loads, Pricing, Station, make_stations
 from minidist.observe.tracks import BUSY, CALL, START, WAIT, Track, track_of
 
-__all__ = ["Await", "Busy", "Event", "GroupCall", "Memory", "Replayed", "Start", "Transfer", "plain_replay", "replay"]
+__all__ = [
+    "Await",
+    "Busy",
+    "Event",
+    "GroupCall",
+    "Memory",
+    "Replayed",
+    "Start",
+    "Transfer",
+    "plain_replay",
+    "replay",
+]
 
 
-# ------------------------------------------------------------------------------------------------- the plain version
+# -------------------------------------------------------------------------------- the plain version
 
-def plain_replay(traces: Sequence[Sequence[Event]], members: Callable[[str, int], Sequence[int]],
-                 busy_seconds: Callable[[int, Hashable], float],
-                 call_seconds: Callable[[GroupCall, tuple[int, ...]], float]) -> list[float]:
+
+def plain_replay(
+    traces: Sequence[Sequence[Event]],
+    members: Callable[[str, int], Sequence[int]],
+    busy_seconds: Callable[[int, Hashable], float],
+    call_seconds: Callable[[GroupCall, tuple[int, ...]], float],
+) -> list[float]:
     """When each rank ends, in seconds, if links are never shared. No moves.
 
     Args:    traces: one a rank. members: (axis, rank) -> ranks of its group.
     Raises:  DeadlockError if ranks wait for calls that never begin.
     """
-    came: dict[Any, dict[int, float]] = defaultdict(dict)       # (group or pair, number) -> {rank: when it came}
+    # (group or pair, number) -> {rank: when it came}
+    came: dict[Any, dict[int, float]] = defaultdict(dict)
     ended: dict[Any, float] = {}
 
     def start(rank: int, call: GroupCall, now: float, count: Counter[Any]) -> Any:
@@ -78,33 +95,48 @@ def plain_replay(traces: Sequence[Sequence[Event]], members: Callable[[str, int]
                 now = max(now, ended[started[event.id]])
         ends[rank] = now
 
-    ends, playing, before = dict[int, float](), [play(rank) for rank in range(len(traces))], (-1, -1)
+    ends, playing, before = (
+        dict[int, float](),
+        [play(rank) for rank in range(len(traces))],
+        (-1, -1),
+    )
     while len(ends) < len(traces):
         if before == (before := (len(ended), len(ends))):
-            raise DeadlockError(f"ranks {[rank for rank in range(len(traces)) if rank not in ends]} wait for ever")
+            raise DeadlockError(
+                f"ranks {[rank for rank in range(len(traces)) if rank not in ends]} wait for ever"
+            )
         for one in playing:
             next(one, None)
     return [ends[rank] for rank in range(len(traces))]
 
 
-# --------------------------------------------------------------------------------------------------- the real replay
+# ---------------------------------------------------------------------------------- the real replay
+
 
 class Replayed:
     """The times of all events, in seconds from the common begin.
 
     Attributes: seconds: until all ranks and calls have ended. tracks: one a role.
-                clock_of: rank -> its clock; ranks that share one are alike. ranks: clock -> the first rank with it.
+                clock_of: rank -> its clock; ranks that share one are alike. ranks: clock -> the
+                first rank with it.
                 stops: clock -> when each op of its track ended, with 0.0 before the first.
                 stations: clock -> station of each slot, with begins and ends of its jobs.
     """
 
-    def __init__(self, tracks: Sequence[Track], role_of: Sequence[int], folded: Folded,
-                 stops: list["array[float]"]) -> None:
+    def __init__(
+        self,
+        tracks: Sequence[Track],
+        role_of: Sequence[int],
+        folded: Folded,
+        stops: list["array[float]"],
+    ) -> None:
         self.tracks, self.role_of = tracks, role_of
         self.clock_of, self.ranks, self.stations = folded.clock_of, folded.ranks, folded.stations
         self.stops = stops
         self._comings: dict[int, dict[tuple[int, int], int]] = {}
-        self.seconds = max([stop[-1] for stop in stops] + [station.ends[-1] for station in folded.comers])
+        self.seconds = max(
+            [stop[-1] for stop in stops] + [station.ends[-1] for station in folded.comers]
+        )
 
     def track(self, rank: int) -> Track:
         """The track of a rank."""
@@ -121,32 +153,46 @@ class Replayed:
     def comings(self, clock: int) -> dict[tuple[int, int], int]:
         """(slot, number) -> the op with which a clock comes to this job."""
         if clock not in self._comings:
-            self._comings[clock] = {(slot, number): place for place, (kind, slot, number)
-                                    in enumerate(self.track(self.ranks[clock]).ops) if kind in (START, CALL)}
+            self._comings[clock] = {
+                (slot, number): place
+                for place, (kind, slot, number) in enumerate(self.track(self.ranks[clock]).ops)
+                if kind in (START, CALL)
+            }
         return self._comings[clock]
 
 
-def replay(traces: Sequence[Sequence[Event]], role_of: Sequence[int], members: Callable[[str, int], Sequence[int]],
-           busy_seconds: Callable[[int, Hashable], float],
-           call_cost: Callable[[GroupCall, tuple[int, ...]], tuple[float, Loads]], *,
-           move_seconds: Callable[[int, Transfer], float] = lambda rank, move: 0.0, folded: bool = True,
-           core_share: Callable[[int, Hashable], float] | None = None) -> Replayed:
+def replay(
+    traces: Sequence[Sequence[Event]],
+    role_of: Sequence[int],
+    members: Callable[[str, int], Sequence[int]],
+    busy_seconds: Callable[[int, Hashable], float],
+    call_cost: Callable[[GroupCall, tuple[int, ...]], tuple[float, Loads]],
+    *,
+    move_seconds: Callable[[int, Transfer], float] = lambda rank, move: 0.0,
+    folded: bool = True,
+    core_share: Callable[[int, Hashable], float] | None = None,
+) -> Replayed:
     """Put the traces of all ranks on one clock.
 
-    Args:    traces: one a role. role_of: rank -> role. members: (axis, rank) -> ranks of its group, in group order.
+    Args:    traces: one a role. role_of: rank -> role. members: (axis, rank) -> ranks of its group,
+             in group order.
              busy_seconds: (rank, work) -> seconds.
-             call_cost: (call, its group) -> seconds alone, {link: share of its capacity used meanwhile}. The group of a
-             message is (sender, receiver), and the call is the sender's.
+             call_cost: (call, its group) -> seconds alone, {link: share of its capacity used
+             meanwhile}. The group of a message is (sender, receiver), and the call is the sender's.
              folded: ranks that nothing tells apart share a clock; the times are the same.
-             core_share: (rank, work) -> the share of the machine that the work asks for, where ranks share cores; while
-             all shares together are more than 1, all slow down by that sum. None: each rank has its own.
-    Raises:  DeadlockError: waits that never end, with ranks and calls. MismatchError: calls that do not fit together.
+             core_share: (rank, work) -> the share of the machine that the work asks for, where
+             ranks share cores; while all shares together are more than 1, all slow down by that
+             sum. None: each rank has its own.
+    Raises:  DeadlockError: waits that never end, with ranks and calls. MismatchError: calls that do
+             not fit together.
     Cost:    about 1 µs an event and clock.
     """
     tracks = [track_of(trace) for trace in traces]
     own = make_stations(tracks, role_of, Pricing(members, call_cost, move_seconds))
-    seconds = [tuple(busy_seconds(rank, busy.work) for busy in tracks[role].works)
-               for rank, role in enumerate(role_of)]
+    seconds = [
+        tuple(busy_seconds(rank, busy.work) for busy in tracks[role].works)
+        for rank, role in enumerate(role_of)
+    ]
     links = busy_links(dict.fromkeys(station for mine in own for station in mine))
     alike = list(zip(role_of, seconds, strict=True))
     job = fold(own, links, alike) if folded and not core_share else unfolded(own, links)
@@ -159,7 +205,9 @@ def replay(traces: Sequence[Sequence[Event]], role_of: Sequence[int], members: C
     return Replayed(tracks, role_of, job, stops)
 
 
-def _play(job: Folded, tracks: list[Track], seconds: list[tuple[float, ...]]) -> list["array[float]"]:
+def _play(
+    job: Folded, tracks: list[Track], seconds: list[tuple[float, ...]]
+) -> list["array[float]"]:
     """Run all clocks to their ends; returns when each op ended."""
     stops = [array("d", (0.0,)) for _ in tracks]
     todo = [iter(track.ops) for track in tracks]
@@ -176,8 +224,16 @@ def _play(job: Folded, tracks: list[Track], seconds: list[tuple[float, ...]]) ->
         while ready:
             clock = ready.pop()
             sooner = tracks[clock].sooner
-            _run(clock, todo[clock], sooner, stops[clock], seconds[clock], job.stations[clock],
-                 sharing, ended)
+            _run(
+                clock,
+                todo[clock],
+                sooner,
+                stops[clock],
+                seconds[clock],
+                job.stations[clock],
+                sharing,
+                ended,
+            )
         found = sharing.next_end()
         if found is None:
             break
@@ -188,9 +244,16 @@ def _play(job: Folded, tracks: list[Track], seconds: list[tuple[float, ...]]) ->
     return stops
 
 
-def _run(clock: int, todo: Iterator[tuple[int, int, int]], sooner: dict[int, float],
-         stops: "array[float]", seconds: tuple[float, ...], stations: list[Station],
-         sharing: SharedLinks, ended: Callable[[Station, int, float], None]) -> None:
+def _run(
+    clock: int,
+    todo: Iterator[tuple[int, int, int]],
+    sooner: dict[int, float],
+    stops: "array[float]",
+    seconds: tuple[float, ...],
+    stations: list[Station],
+    sharing: SharedLinks,
+    ended: Callable[[Station, int, float], None],
+) -> None:
     """Run one clock until it waits for a job whose end is not known yet, or to its end."""
     now = stops[-1]
     for kind, place, number in todo:
@@ -227,23 +290,35 @@ def _run(clock: int, todo: Iterator[tuple[int, int, int]], sooner: dict[int, flo
 
 def _deadlock(job: Folded, tracks: list[Track], stops: list["array[float]"]) -> str:
     """Text: the ring of ranks that wait for each other."""
-    at = {clock: (station, number) for station in job.comers for number, clocks in station.waiting.items()
-          for clock in clocks}
+    at = {
+        clock: (station, number)
+        for station in job.comers
+        for number, clocks in station.waiting.items()
+        for clock in clocks
+    }
 
     def came(clock: int, station: Station, number: int) -> bool:
         """Whether a clock has come to a job."""
         slots = job.stations[clock]
-        return any(kind in (START, CALL) and slots[place] is station and which == number
-                   for kind, place, which in tracks[clock].ops[:len(stops[clock])])
+        return any(
+            kind in (START, CALL) and slots[place] is station and which == number
+            for kind, place, which in tracks[clock].ops[: len(stops[clock])]
+        )
 
     path, clock = list[int](), min(at)
     told = []
     while clock not in path:
         path.append(clock)
         station, number = at[clock]
-        late = [one for one in (job.clock_of[rank] for rank in station.comers) if not came(one, station, number)]
+        late = [
+            one
+            for one in (job.clock_of[rank] for rank in station.comers)
+            if not came(one, station, number)
+        ]
         verb = station.jobs[number]
-        told.append(f"rank {job.ranks[clock]} in {verb.verb if isinstance(verb, GroupCall) else 'move'} {number} of "
-                    f"{station} for rank {job.ranks[late[0]] if late else job.ranks[clock]}")
+        told.append(
+            f"rank {job.ranks[clock]} in {verb.verb if isinstance(verb, GroupCall) else 'move'} "
+            f"{number} of {station} for rank {job.ranks[late[0]] if late else job.ranks[clock]}"
+        )
         clock = late[0] if late else clock
-    return f"deadlock: these ranks wait for each other: {'; '.join(told[path.index(clock):])}"
+    return f"deadlock: these ranks wait for each other: {'; '.join(told[path.index(clock) :])}"

@@ -1,10 +1,12 @@
 """Chapter 24 · Where the time of a replay goes: of each rank, and along the critical path.
 
-    time_of(replayed, rank)     what the rank did all the time: computed, stood still for bytes, stood still for others
+    time_of(replayed, rank)     what the rank did all the time: computed, stood still for bytes,
+                                stood still for others
     critical_path(replayed)     the chain of events that determined the end
 
-A rank that waits is exposed to communication while bytes of the group move, and idle before that: then it waits for
-other ranks. Waiting never counts as computing. Both accounts add up to the whole time.
+A rank that waits is exposed to communication while bytes of the group move, and idle before that:
+then it waits for other ranks. Waiting never counts as computing. Both accounts add up to the whole
+time.
 """
 
 from collections import defaultdict
@@ -28,7 +30,8 @@ class RankTime:
     """Seconds of a rank between two moments; they add up.
 
     Attributes: busy: by the name of the work. exposed: waited while bytes moved, by axis (or lane).
-                idle: waited for other ranks, by the axis along which it waited; "end": after its last event.
+                idle: waited for other ranks, by the axis along which it waited; "end": after its
+                last event.
     """
 
     busy: Seconds = field(default_factory=_none)
@@ -36,7 +39,9 @@ class RankTime:
     idle: Seconds = field(default_factory=_none)
 
 
-def time_of(replayed: Replayed, rank: int, begin: float = 0.0, end: float | None = None) -> RankTime:
+def time_of(
+    replayed: Replayed, rank: int, begin: float = 0.0, end: float | None = None
+) -> RankTime:
     """What a rank did between two moments (default: all the time)."""
     end = replayed.seconds if end is None else end
     found, stations, times = RankTime(), replayed.stations_of(rank), replayed.times(rank)
@@ -72,25 +77,32 @@ def _moving(station: Station, number: int, start: float, stop: float) -> float:
     return seconds
 
 
-# ---------------------------------------------------------------------------------------------------- the critical path
+# -------------------------------------------------------------------------------- the critical path
+
 
 class PathPiece(NamedTuple):
     """A piece of the critical path; `rank`: where it ran, of a call one of its ranks."""
 
-    kind: str       # "busy", "call" (as long as it takes alone), "shared links" (what sharing added) or "move"
-    name: str       # of the work; the axis of a call; the lane of a move
+    # "busy", "call" (as long as it takes alone), "shared links" (what sharing added) or "move"
+    kind: str
+    name: str  # of the work; the axis of a call; the lane of a move
     rank: int
     start: float
     stop: float
 
 
 def critical_path(replayed: Replayed, begin: float = 0.0, *, calls: bool = True) -> list[PathPiece]:
-    """The pieces that determined the end, from `begin` on, each beginning when the one before it stops.
+    """The pieces that determined the end, from `begin` on, each beginning when the one before it
+    stops.
 
-    Args:    calls: the end is that of all ranks and calls; else that of the last rank, whatever is still on its way.
+    Args:    calls: the end is that of all ranks and calls; else that of the last rank, whatever is
+             still on its way.
     """
-    pieces = [piece._replace(start=max(piece.start, begin)) for piece in _backwards(replayed, begin, calls)
-              if piece.stop > max(piece.start, begin)]
+    pieces = [
+        piece._replace(start=max(piece.start, begin))
+        for piece in _backwards(replayed, begin, calls)
+        if piece.stop > max(piece.start, begin)
+    ]
     return pieces[::-1]
 
 
@@ -98,15 +110,20 @@ def _backwards(replayed: Replayed, begin: float, calls: bool) -> Iterator[PathPi
     """The path, from its end."""
     clock = max(range(len(replayed.stops)), key=lambda clock: replayed.stops[clock][-1])
     place = len(replayed.stops[clock]) - 2
-    if calls and replayed.seconds > replayed.stops[clock][-1]:        # a call that no rank waited for ends last
-        station = next(station for mine in replayed.stations for station in mine
-                       if station.ends[-1] == replayed.seconds)
+    # a call that no rank waited for ends last
+    if calls and replayed.seconds > replayed.stops[clock][-1]:
+        station = next(
+            station
+            for mine in replayed.stations
+            for station in mine
+            if station.ends[-1] == replayed.seconds
+        )
         pieces, clock, place = _through(replayed, station, len(station.ends) - 1, replayed.seconds)
         yield from pieces
     while place >= 0 and replayed.stops[clock][place + 1] > begin:
         rank = replayed.ranks[clock]
         kind, slot, number = replayed.track(rank).ops[place]
-        start, stop = replayed.stops[clock][place:place + 2]
+        start, stop = replayed.stops[clock][place : place + 2]
         if kind == BUSY:
             yield PathPiece("busy", replayed.track(rank).works[slot].name, rank, start, stop)
         elif stop > start:
@@ -116,8 +133,9 @@ def _backwards(replayed: Replayed, begin: float, calls: bool) -> Iterator[PathPi
         place -= 1
 
 
-def _through(replayed: Replayed, station: Station, number: int,
-             stop: float) -> tuple[list[PathPiece], int, int]:
+def _through(
+    replayed: Replayed, station: Station, number: int, stop: float
+) -> tuple[list[PathPiece], int, int]:
     """Return the pieces of a job and of those before it in its station that held it up.
 
     Args:    stop: when the rank continued that waited for the job.
@@ -129,13 +147,17 @@ def _through(replayed: Replayed, station: Station, number: int,
         end = min(station.ends[number], stop)
         middle = min(end, begin + station.alone[number])
         kind = "move" if station.slot.kind == "move" else "call"
-        pieces += [PathPiece("shared links", station.slot.axis, station.group[0], middle, end),
-                   PathPiece(kind, station.slot.axis, station.group[0], begin, middle)]
+        pieces += [
+            PathPiece("shared links", station.slot.axis, station.group[0], middle, end),
+            PathPiece(kind, station.slot.axis, station.group[0], begin, middle),
+        ]
         if number == 0 or station.late[number] >= begin:
             break
         number -= 1
-    places = ((clock, _coming(replayed, clock, station, number))
-              for clock in dict.fromkeys(replayed.clock_of[rank] for rank in station.comers))
+    places = (
+        (clock, _coming(replayed, clock, station, number))
+        for clock in dict.fromkeys(replayed.clock_of[rank] for rank in station.comers)
+    )
     clock, place = max(places, key=lambda found: replayed.stops[found[0]][found[1]])
     return pieces, clock, place - 1
 
@@ -143,7 +165,9 @@ def _through(replayed: Replayed, station: Station, number: int,
 def _coming(replayed: Replayed, clock: int, station: Station, number: int) -> int:
     """The op with which a clock comes to a job."""
     track = replayed.track(replayed.ranks[clock])
-    slot = next(place for place, one in enumerate(replayed.stations[clock])
-                if one is station and track.slots[place].kind != "recv")
+    slot = next(
+        place
+        for place, one in enumerate(replayed.stations[clock])
+        if one is station and track.slots[place].kind != "recv"
+    )
     return replayed.comings(clock)[slot, number]
-

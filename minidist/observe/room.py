@@ -1,6 +1,8 @@
-"""The least memory that training takes, by formula, before anything of it is made (console.require_memory).
+"""The least memory that training takes, by formula, before anything of it is made
+(console.require_memory).
 
-A job that is refused by it cannot run here. One that is not may still be too large: most activations are left out.
+A job that is refused by it cannot run here. One that is not may still be too large: most
+activations are left out.
 """
 
 from minidist.device import backend
@@ -8,22 +10,29 @@ from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.zero.memory_formula import Each, state_bytes
 
-BLOCK_BYTES = 8 << 10       # of the objects of a block, without its numbers
-TOKEN_BYTES = 16            # of a token of the global batch, which every rank draws: its place, input and target
+BLOCK_BYTES = 8 << 10  # of the objects of a block, without its numbers
+# of a token of the global batch, which every rank draws: its place, input and target
+TOKEN_BYTES = 16
 
 
 def training_bytes(config: GPTConfig, plan: Plan, sequences: int, *, moments: int = 2) -> int:
-    """The least bytes that all ranks together hold: weights, gradients, the optimizer's state, logits and batches.
+    """The least bytes that all ranks together hold: weights, gradients, the optimizer's state,
+    logits and batches.
 
-    Args:    sequences: of a step of the whole job; moments: arrays like the weights that the optimizer keeps.
+    Args:    sequences: of a step of the whole job; moments: arrays like the weights that the
+             optimizer keeps.
     """
     itemsize = backend.dtype(config.dtype if plan.precision == "fp32" else "float16").itemsize
-    each, tokens = Each.of(itemsize, moments=moments, masters=plan.precision != "fp32"), sequences * config.context
-    if plan.offload == "all":               # on disk, until the end of the run: then every rank has the weights whole
+    each, tokens = (
+        Each.of(itemsize, moments=moments, masters=plan.precision != "fp32"),
+        sequences * config.context,
+    )
+    # on disk, until the end of the run: then every rank has the weights whole
+    if plan.offload == "all":
         each = Each(itemsize, 0, 0)
-    elif plan.local_steps is not None:      # its own and the common weights
+    elif plan.local_steps is not None:  # its own and the common weights
         each = each._replace(parameters=2 * itemsize)
-    elif plan.strategy != "ddp":            # servers divide the optimizer's state
+    elif plan.strategy != "ddp":  # servers divide the optimizer's state
         each = each._replace(optimizer=0)
     zero = 0 if plan.offload == "all" else plan.zero
     experts, state = config.expert_numbers, 0.0
@@ -32,4 +41,9 @@ def training_bytes(config: GPTConfig, plan: Plan, sequences: int, *, moments: in
         state += copies * state_bytes(numbers, each, zero=zero, ranks=copies, shard=shard)["total"]
     at_once = tokens // (plan.accumulate * plan.pieces)
     kept = at_once * itemsize * (config.vocabulary + config.layers * config.width)
-    return int(state * plan.replicas + kept + plan.size * tokens * TOKEN_BYTES + config.layers * BLOCK_BYTES)
+    return int(
+        state * plan.replicas
+        + kept
+        + plan.size * tokens * TOKEN_BYTES
+        + config.layers * BLOCK_BYTES
+    )

@@ -1,8 +1,8 @@
 """Memory over time: the bytes that a memory account held at each moment.
 
-    with account.use(SampledAccount()) as memory:
-        strategy.step(batch, optimizer)
-    memory.samples()                    # [(seconds, {"parameters": bytes, …, "total": bytes}), …]
+with account.use(SampledAccount()) as memory:
+    strategy.step(batch, optimizer)
+memory.samples()                    # [(seconds, {"parameters": bytes, …, "total": bytes}), …]
 """
 
 import time
@@ -18,7 +18,7 @@ class SampledAccount(MemoryAccount):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._events: list[tuple[float, str, int]] = []     # (seconds, category, bytes more)
+        self._events: list[tuple[float, str, int]] = []  # (seconds, category, bytes more)
 
     def samples(self) -> list[Sample]:
         """(seconds of `time.perf_counter()`, bytes by category) after each change, in order."""
@@ -38,7 +38,9 @@ class SampledAccount(MemoryAccount):
         self._events.append((time.perf_counter(), category, nbytes))
 
 
-def stairs(samples: list[Sample], category: str, *, start: float, stop: float) -> tuple[list[float], list[int]]:
+def stairs(
+    samples: list[Sample], category: str, *, start: float, stop: float
+) -> tuple[list[float], list[int]]:
     """One category between two moments, to be drawn as steps.
 
     Args:    start, stop: seconds of `time.perf_counter()`.

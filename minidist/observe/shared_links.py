@@ -1,8 +1,9 @@
 """Chapter 24 · Links that several calls use at the same time.
 
-A call alone takes its seconds and uses of each link a share of its capacity. While the shares on a link add up to more
-than 1, each call on it slows down by that sum; a call on several links by the largest. So speeds change only when a
-call begins or ends, and between two such moments each call goes on evenly:
+A call alone takes its seconds and uses of each link a share of its capacity. While the shares on a
+link add up to more than 1, each call on it slows down by that sum; a call on several links by the
+largest. So speeds change only when a call begins or ends, and between two such moments each call
+goes on evenly:
 
     call    alone    its link    0      1      2      3      4      5 s
     a       2 s      all of it   |a a a a|a a a|                        1 s alone, then at half speed: ends at 3 s
@@ -18,7 +19,7 @@ from typing import Any
 from minidist.observe.stations import UNKNOWN, Station
 from minidist.observe.tracks import Job
 
-FULL = 1.0 + 1e-9       # sums of shares are not exact
+FULL = 1.0 + 1e-9  # sums of shares are not exact
 
 JobLoads = Mapping[Job, Sequence[tuple[Any, float]]]
 
@@ -43,9 +44,10 @@ def busy_links(stations: Iterable[Station]) -> dict[Any, None]:
 class Running:
     """The job that a station runs on shared links; a station has one of these.
 
-    Attributes: loads: of each of its jobs. number: of the job that runs. left: seconds alone of what is not yet done
-                at time `since`. slowness: how many times longer it takes now. turn: of its end in the heap; others are
-                old.
+    Attributes: loads: of each of its jobs. number: of the job that runs. left: seconds alone of
+    what is not yet done
+                at time `since`. slowness: how many times longer it takes now. turn: of its end in
+                the heap; others are old.
     """
 
     __slots__ = ("left", "loads", "number", "since", "slowness", "station", "turn")
@@ -66,16 +68,20 @@ class SharedLinks:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, bool, Running]] = []
         self._turns = count()
-        self._asked: dict[Any, float] = defaultdict(float)              # link -> sum of shares
+        self._asked: dict[Any, float] = defaultdict(float)  # link -> sum of shares
         self._users: dict[Any, dict[Running, None]] = defaultdict(dict)
-        self._changed: dict[Running, None] = {}     # calls whose speed is to be found anew before time goes on
+        # calls whose speed is to be found anew before time goes on
+        self._changed: dict[Running, None] = {}
         self._now = 0.0
 
     def complete(self, station: Station, number: int) -> None:
         """All comers are there for a job of a station. It begins when the one before has ended."""
         before = station.ends[number - 1] if number else 0.0
         if before != UNKNOWN:
-            heapq.heappush(self._heap, (max(before, station.late[number]), next(self._turns), True, station.sharing))
+            heapq.heappush(
+                self._heap,
+                (max(before, station.late[number]), next(self._turns), True, station.sharing),
+            )
 
     def next_end(self) -> tuple[Station, int] | None:
         """Let time go on to the next end of a job; None if nothing runs."""
@@ -94,7 +100,11 @@ class SharedLinks:
     def _begin(self, running: Running) -> None:
         station = running.station
         running.number += 1
-        running.left, running.since, running.slowness = station.alone[running.number], self._now, 0.0
+        running.left, running.since, running.slowness = (
+            station.alone[running.number],
+            self._now,
+            0.0,
+        )
         station.begins[running.number] = self._now
         self._changed[running] = None
         for link, share in running.links:
@@ -119,14 +129,19 @@ class SharedLinks:
         return station, number
 
     def _settle(self) -> None:
-        """Find the speed of every call whose links have changed, and with it the time of its end."""
+        """Find the speed of every call whose links have changed, and with it the time of its
+        end."""
         for running in self._changed:
             slowness = max((self._asked[link] for link, _ in running.links), default=1.0)
             slowness = slowness if slowness > FULL else 1.0
             if slowness != running.slowness:
                 if running.slowness:
                     running.left -= (self._now - running.since) / running.slowness
-                running.since, running.slowness, running.turn = self._now, slowness, next(self._turns)
+                running.since, running.slowness, running.turn = (
+                    self._now,
+                    slowness,
+                    next(self._turns),
+                )
                 end = self._now + max(0.0, running.left) * slowness
                 heapq.heappush(self._heap, (end, running.turn, False, running))
         self._changed.clear()

@@ -1,10 +1,11 @@
 """Chapter 24 · Stations: where the ranks of a replay meet.
 
-A station is a group, a pair with its direction, or a lane of moves. It runs its jobs one after another: the n-th begins
-when all ranks that take part have come to it and the one before has ended.
+A station is a group, a pair with its direction, or a lane of moves. It runs its jobs one after
+another: the n-th begins when all ranks that take part have come to it and the one before has ended.
 
     collective   the group's ranks          begins when the last of them starts it
-    message      sender -> receiver         begins when the sender starts it; the receiver only waits for its end
+    message      sender -> receiver         begins when the sender starts it; the receiver only
+                                            waits for its end
     move         one rank                   begins when the rank starts it
 """
 
@@ -16,9 +17,10 @@ from minidist.errors import MismatchError
 from minidist.observe.events import GroupCall, Transfer
 from minidist.observe.tracks import Job, Meeting, Track
 
-UNKNOWN = -1.0          # a time that is not yet known
+UNKNOWN = -1.0  # a time that is not yet known
 
-Loads: TypeAlias = Mapping[Any, float]      # link -> share of its capacity that a call alone uses, from 0 to 1
+# link -> share of its capacity that a call alone uses, from 0 to 1
+Loads: TypeAlias = Mapping[Any, float]
 
 
 class Cost(NamedTuple):
@@ -31,16 +33,34 @@ class Cost(NamedTuple):
 class Station:
     """One station; the lists have a place for each of its jobs.
 
-    Attributes: slot: as the first of the group sees it. group: its ranks; of a message the sender and the receiver.
-                comers: those that begin its jobs: of a message the sender, else the group. alone: seconds of each job.
-                left: comers that have yet to come. late: when the last one came. begins, ends: of each job, or UNKNOWN.
-                waiting: {number of a job: ranks that wait for its end}. sharing: see shared_links.py.
+    Attributes: slot: as the first of the group sees it. group: its ranks; of a message the sender
+    and the receiver.
+                comers: those that begin its jobs: of a message the sender, else the group. alone:
+                seconds of each job.
+                left: comers that have yet to come. late: when the last one came. begins, ends: of
+                each job, or UNKNOWN.
+                waiting: {number of a job: ranks that wait for its end}. sharing: see
+                shared_links.py.
     """
 
-    __slots__ = ("alone", "begins", "comers", "costs", "ends", "group", "jobs", "late", "left", "sharing", "slot",
-                 "waiting")
+    __slots__ = (
+        "alone",
+        "begins",
+        "comers",
+        "costs",
+        "ends",
+        "group",
+        "jobs",
+        "late",
+        "left",
+        "sharing",
+        "slot",
+        "waiting",
+    )
 
-    def __init__(self, slot: Meeting, group: tuple[int, ...], jobs: tuple[Job, ...], costs: dict[Job, Cost]) -> None:
+    def __init__(
+        self, slot: Meeting, group: tuple[int, ...], jobs: tuple[Job, ...], costs: dict[Job, Cost]
+    ) -> None:
         self.slot, self.group, self.jobs, self.costs = slot, group, jobs, costs
         self.comers = group[:1] if slot.kind == "send" else group
         self.sharing: Any = None
@@ -70,13 +90,15 @@ class Station:
 
 
 def _some(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]}, … {ranks[-1]}"
+    return (
+        ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]}, … {ranks[-1]}"
+    )
 
 
 class Pricing(NamedTuple):
     """The functions that say how long jobs take, and which ranks form a group."""
 
-    members: Callable[[str, int], Sequence[int]]                    # (axis, rank) -> ranks of its group
+    members: Callable[[str, int], Sequence[int]]  # (axis, rank) -> ranks of its group
     call_cost: Callable[[GroupCall, tuple[int, ...]], tuple[float, Loads]]
     move_seconds: Callable[[int, Transfer], float]
 
@@ -87,10 +109,14 @@ class Pricing(NamedTuple):
         return Cost(*self.call_cost(job._replace(peer=1) if slot.kind == "send" else job, group))
 
 
-def make_stations(tracks: Sequence[Track], role_of: Sequence[int], pricing: Pricing) -> list[list[Station]]:
-    """For each rank the station of each slot of its track. Stations that several ranks come to are one object.
+def make_stations(
+    tracks: Sequence[Track], role_of: Sequence[int], pricing: Pricing
+) -> list[list[Station]]:
+    """For each rank the station of each slot of its track. Stations that several ranks come to are
+    one object.
 
-    Raises:  MismatchError if members of a group call different things, or a message is received that is not sent.
+    Raises:  MismatchError if members of a group call different things, or a message is received
+             that is not sent.
     """
     made: dict[Any, Station] = {}
     places = [{slot: number for number, slot in enumerate(track.slots)} for track in tracks]
@@ -103,10 +129,15 @@ def make_stations(tracks: Sequence[Track], role_of: Sequence[int], pricing: Pric
             slot, group = Meeting("send", slot.axis, group.index(rank)), (group[slot.peer], rank)
         elif slot.kind == "send":
             group = rank, group[slot.peer]
-        key = slot, id(group) if slot.kind == "collective" else group      # a group is one object, and may be long
+        # a group is one object, and may be long
+        key = slot, id(group) if slot.kind == "collective" else group
         if key not in made:
-            lists = [tracks[role_of[one]].jobs[place] if (place := places[role_of[one]].get(slot)) is not None else ()
-                     for one in (group[:1] if slot.kind == "send" else group)]
+            lists = [
+                tracks[role_of[one]].jobs[place]
+                if (place := places[role_of[one]].get(slot)) is not None
+                else ()
+                for one in (group[:1] if slot.kind == "send" else group)
+            ]
             if (roles := (slot, tuple(map(id, lists)))) not in agreed:
                 _check_agree(slot, group, lists)
                 agreed.add(roles)
@@ -117,12 +148,19 @@ def make_stations(tracks: Sequence[Track], role_of: Sequence[int], pricing: Pric
     def checked(slot: Meeting, rank: int, jobs: tuple[Job, ...]) -> Station:
         found = station(slot, rank)
         if slot.kind == "recv" and len(jobs) > len(found.jobs):
-            raise MismatchError(f"rank {rank} receives {len(jobs)} messages of {found}, but only {len(found.jobs)} are "
-                                f"sent")
+            raise MismatchError(
+                f"rank {rank} receives {len(jobs)} messages of {found}, but only "
+                f"{len(found.jobs)} are sent"
+            )
         return found
 
-    return [[checked(slot, rank, jobs) for slot, jobs in zip(tracks[role].slots, tracks[role].jobs, strict=True)]
-            for rank, role in enumerate(role_of)]
+    return [
+        [
+            checked(slot, rank, jobs)
+            for slot, jobs in zip(tracks[role].slots, tracks[role].jobs, strict=True)
+        ]
+        for rank, role in enumerate(role_of)
+    ]
 
 
 def _groups(pricing: Pricing) -> Callable[[str, int], tuple[int, ...]]:
@@ -142,8 +180,12 @@ def _check_agree(slot: Meeting, group: tuple[int, ...], lists: Sequence[tuple[Jo
     """All members call the same verbs by the same algorithms. Raises: MismatchError."""
     for rank, jobs in zip(group, lists, strict=False):
         for number, (first, other) in enumerate(zip_longest(lists[0], jobs)):
-            told = [f"an {job.verb} ({job.algorithm})" if isinstance(job, GroupCall) else "nothing more"
-                    for job in (first, other)]
+            told = [
+                f"an {job.verb} ({job.algorithm})" if isinstance(job, GroupCall) else "nothing more"
+                for job in (first, other)
+            ]
             if told[0] != told[1] and slot.kind == "collective":
-                raise MismatchError(f"call {number} along {slot.axis}: rank {group[0]} calls {told[0]}, rank {rank} "
-                                    f"{told[1]}")
+                raise MismatchError(
+                    f"call {number} along {slot.axis}: rank {group[0]} calls {told[0]}, rank "
+                    f"{rank} {told[1]}"
+                )

@@ -1,16 +1,18 @@
 """Chapter 23 · How short a recorded step could be, and what made it as long as it was.
 
-The critical path is the chain of work and transfers that ends with the step, each waiting for the one before it:
-plain_critical_path walks it back over the record.
+The critical path is the chain of work and transfers that ends with the step, each waiting for the
+one before it: plain_critical_path walks it back over the record.
 
-The lower bound takes the work and the transfers as they were recorded, and lets nothing stand in the way that need not:
-a call holds no other up, and weights set out as soon as they are there. Two things are left:
+The lower bound takes the work and the transfers as they were recorded, and lets nothing stand in
+the way that need not: a call holds no other up, and weights set out as soon as they are there. Two
+things are left:
 
     the longest chain    work | transfer of the last bucket | work
-    the busiest link     work before its first call | all its calls, one after the other | work after its last call
+    the busiest link     work before its first call | all its calls, one after the other | work
+                         after its last call
 
-No order, priority or prefetch of the same calls comes below the longer one. Other buckets, another link or a faster
-rank may: what_if.py.
+No order, priority or prefetch of the same calls comes below the longer one. Other buckets, another
+link or a faster rank may: what_if.py.
 """
 
 from collections import defaultdict
@@ -24,7 +26,8 @@ from minidist.observe.step_record import StepRecord, only_work
 
 
 class PathPart(NamedTuple):
-    """A part of the path, start and stop in the record's seconds; `rank`: of work, None for a transfer."""
+    """A part of the path, start and stop in the record's seconds; `rank`: of work, None for a
+    transfer."""
 
     name: str
     rank: int | None
@@ -33,41 +36,55 @@ class PathPart(NamedTuple):
 
 
 def plain_critical_path(record: StepRecord) -> list[PathPart]:
-    """The chain of work and transfers that made a step as long as it was, from its begin to its end without a gap."""
-    rank = max(range(len(record.windows)), key=lambda one: record.windows[one][1])      # the last rank to end
+    """The chain of work and transfers that made a step as long as it was, from its begin to its end
+    without a gap."""
+    # the last rank to end
+    rank = max(range(len(record.windows)), key=lambda one: record.windows[one][1])
     now, path = record.windows[rank][1], list[PathPart]()
     while now > record.begin:
-        held = [(min(wait.call.end, wait.stop), wait.call) for wait in record.waits[rank]
-                if wait.call is not None and wait.start < min(wait.call.end, wait.stop) <= now]
+        held = [
+            (min(wait.call.end, wait.stop), wait.call)
+            for wait in record.waits[rank]
+            if wait.call is not None and wait.start < min(wait.call.end, wait.stop) <= now
+        ]
         if not held:
             return [PathPart("work", rank, record.begin, now), *path]
-        ended, call = held[-1]                              # the last call that this rank stood still for
+        ended, call = held[-1]  # the last call that this rank stood still for
         path.insert(0, PathPart("work", rank, ended, now))
         path.insert(0, PathPart(call.name, None, call.begin, ended))
         while (before := record.before(call)) is not None:  # the call before it held the link
             call = before
             path.insert(0, PathPart(call.name, None, call.begin, call.end))
-        rank, now = call.last_rank, call.begin              # the first call of the chain waited for its last rank
+        # the first call of the chain waited for its last rank
+        rank, now = call.last_rank, call.begin
     return path
 
 
-# path_of below finds the same chain in the replayed step, which names each piece of work; it also takes several groups
-# at once, and a step that what_if.py has changed. lower_bound asks how short the chain could be.
+# path_of below finds the same chain in the replayed step, which names each piece of work; it also
+# takes several groups at once, and a step that what_if.py has changed. lower_bound asks how short
+# the chain could be.
 
 
 def lower_bound(record: StepRecord) -> float:
-    """Seconds below which no order of the recorded calls can bring the step; at most those that it took."""
-    moves = {number for number, call in enumerate(record.calls) if call.verb == "all_gather" and call.in_background}
+    """Seconds below which no order of the recorded calls can bring the step; at most those that it
+    took."""
+    moves = {
+        number
+        for number, call in enumerate(record.calls)
+        if call.verb == "all_gather" and call.in_background
+    }
     traces = [weights_first(only_work(trace), moves) for trace in record.traces()]
     alone = record.replay([[_apart(event) for event in trace] for trace in traces])
     chain = max(stops[-1] for stops in alone.stops)
     groups = dict.fromkeys(call.group for call in record.calls)
     links = [_link_seconds(record, traces, group) for group in groups]
-    return min(record.seconds, max([chain, *links]))        # a call does not end on all ranks at the same moment
+    # a call does not end on all ranks at the same moment
+    return min(record.seconds, max([chain, *links]))
 
 
 def weights_first(trace: Sequence[Event], gathers: Container[int]) -> list[Event]:
-    """The trace with these gathers begun as soon as their weights are there: after the last update before them."""
+    """The trace with these gathers begun as soon as their weights are there: after the last update
+    before them."""
     moved = list[Event]()
     updated, early = 0, 0
     for event in trace:
@@ -89,10 +106,14 @@ def _apart(event: Event) -> Event:
 
 
 def _link_seconds(record: StepRecord, traces: Sequence[Sequence[Event]], group: str) -> float:
-    """The least work before a call of the group, its calls that are waited for, the least work after one of them."""
+    """The least work before a call of the group, its calls that are waited for, the least work
+    after one of them."""
     head, tail = dict[int, float](), dict[int, float]()
     for trace in traces:
-        work, total = 0.0, sum(cast(float, event.work) for event in trace if isinstance(event, Busy))
+        work, total = (
+            0.0,
+            sum(cast(float, event.work) for event in trace if isinstance(event, Busy)),
+        )
         for event in trace:
             if isinstance(event, Busy):
                 work += cast(float, event.work)
@@ -102,12 +123,16 @@ def _link_seconds(record: StepRecord, traces: Sequence[Sequence[Event]], group: 
                 tail[event.id] = max(tail.get(event.id, 0.0), total - work - event.sooner)
     if not tail:
         return 0.0
-    return (min(head[call] for call in tail) + sum(record.calls[call].alone for call in tail)
-            + min(tail.values()))
+    return (
+        min(head[call] for call in tail)
+        + sum(record.calls[call].alone for call in tail)
+        + min(tail.values())
+    )
 
 
 def path_of(record: StepRecord, replayed: Replayed) -> list[dict[str, Any]]:
-    """The critical path of the replayed step: its pieces, neighbours of one name joined, seconds from the begin."""
+    """The critical path of the replayed step: its pieces, neighbours of one name joined, seconds
+    from the begin."""
     begins: dict[str, list[tuple[float, Any]]] = defaultdict(list)
     for station in dict.fromkeys(station for mine in replayed.stations for station in mine):
         begins[station.slot.axis] += list(zip(station.begins, station.jobs, strict=True))
@@ -115,10 +140,23 @@ def path_of(record: StepRecord, replayed: Replayed) -> list[dict[str, Any]]:
     for piece in critical_path(replayed, calls=False):
         name = piece.name
         if piece.kind != "busy":
-            name = next(job.name for begin, job in begins[piece.name] if begin == piece.start).rpartition(" #")[0]
-        if path and (path[-1]["name"], path[-1]["rank"], path[-1]["kind"]) == (name, piece.rank, piece.kind):
+            name = next(
+                job.name for begin, job in begins[piece.name] if begin == piece.start
+            ).rpartition(" #")[0]
+        if path and (path[-1]["name"], path[-1]["rank"], path[-1]["kind"]) == (
+            name,
+            piece.rank,
+            piece.kind,
+        ):
             path[-1]["stop"] = piece.stop
         else:
-            path.append({"kind": piece.kind, "name": name, "rank": piece.rank, "start": piece.start,
-                         "stop": piece.stop})
+            path.append(
+                {
+                    "kind": piece.kind,
+                    "name": name,
+                    "rank": piece.rank,
+                    "start": piece.start,
+                    "stop": piece.stop,
+                }
+            )
     return path

@@ -4,8 +4,8 @@
     log.write(StepState(step=1, …))             # one write() of less than MOST_BYTES
     read_step_log(run / "metrics.jsonl")        # while the run writes it, or after it was killed
 
-A killed run leaves whole lines; only the last may be torn, and a reader leaves it out. A run that goes on from a
-checkpoint appends: it makes some steps again, and the later line of a step holds.
+A killed run leaves whole lines; only the last may be torn, and a reader leaves it out. A run that
+goes on from a checkpoint appends: it makes some steps again, and the later line of a step holds.
 """
 
 import json
@@ -45,9 +45,10 @@ class _LogLine(msgspec.Struct):
 class StepState:
     """What one rank knows after a step.
 
-    Attributes: step: from 1; steps: of the run; seconds: of this step; sent_bytes: of this rank so far, by axis and
-                verb; memory: bytes that it holds now, by category, with "total"; joules: so far, from `energy_source`:
-                of its counters, or its estimate.
+    Attributes: step: from 1; steps: of the run; seconds: of this step; sent_bytes: of this rank so
+    far, by axis and
+                verb; memory: bytes that it holds now, by category, with "total"; joules: so far,
+                from `energy_source`: of its counters, or its estimate.
     """
 
     step: int
@@ -63,28 +64,41 @@ class StepState:
     def line(self, moment: float) -> bytes:
         """The state as a line of at most MOST_BYTES.
 
-        Where many axes and verbs would not fit, `sent_bytes` has the sum of an axis in place of its verbs. A loss that
-        is not finite becomes null, because JSON has no NaN.
+        Where many axes and verbs would not fit, `sent_bytes` has the sum of an axis in place of its
+        verbs. A loss that is not finite becomes null, because JSON has no NaN.
 
         Args:    moment: seconds since 1970.
         """
         values: dict[str, Any] = {
-            "step": self.step, "steps": self.steps, "time": round(moment, 3),
-            "loss": self.loss if math.isfinite(self.loss) else None, "seconds": round(self.seconds, 6),
-            "tokens_per_second": round(self.tokens_per_second, 1), "joules": round(self.joules, 6),
+            "step": self.step,
+            "steps": self.steps,
+            "time": round(moment, 3),
+            "loss": self.loss if math.isfinite(self.loss) else None,
+            "seconds": round(self.seconds, 6),
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "joules": round(self.joules, 6),
             "energy_source": self.energy_source,
-            "memory": {name: nbytes for name, nbytes in self.memory.items() if nbytes}, "sent_bytes": self.sent_bytes}
+            "memory": {name: nbytes for name, nbytes in self.memory.items() if nbytes},
+            "sent_bytes": self.sent_bytes,
+        }
         line = _packed(values)
         if len(line) > MOST_BYTES:
-            line = _packed(values | {"sent_bytes": {axis: sum(verbs.values())
-                                                    for axis, verbs in self.sent_bytes.items()}})
+            line = _packed(
+                values
+                | {
+                    "sent_bytes": {
+                        axis: sum(verbs.values()) for axis, verbs in self.sent_bytes.items()
+                    }
+                }
+            )
         return line
 
 
 class StepLog:
     """Writes the lines of one run. A disk that takes no more is told once, and the run goes on.
 
-    Args:    file: made with its first line; goes_on: append to the lines that are there, else begin anew.
+    Args:    file: made with its first line; goes_on: append to the lines that are there, else begin
+             anew.
     """
 
     def __init__(self, file: Path, *, goes_on: bool) -> None:
@@ -101,7 +115,9 @@ class StepLog:
             os.write(self._open, line)
         except OSError as error:
             self.close()
-            say_line(f"minidist train: {self.file}: {error.strerror}; later steps are not written there")
+            say_line(
+                f"minidist train: {self.file}: {error.strerror}; later steps are not written there"
+            )
 
     def close(self) -> None:
         """Write no more; a second time does nothing."""
@@ -113,7 +129,9 @@ class StepLog:
     def _begin(self) -> int:
         """Open the file; end the line that a killed run left torn."""
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-        opened = open_regular(self.file, member=True, flags=flags) if self._goes_on else begin(self.file)
+        opened = (
+            open_regular(self.file, member=True, flags=flags) if self._goes_on else begin(self.file)
+        )
         size = os.fstat(opened).st_size
         if size and os.pread(opened, 1, size - 1) != b"\n":
             os.write(opened, b"\n")
@@ -134,7 +152,8 @@ class LogFollower:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        self._begin, self._read = b"", 0        # the file's first bytes, which tell when it was begun; bytes read
+        # the file's first bytes, which tell when it was begun; bytes read
+        self._begin, self._read = b"", 0
         self._found: dict[int, dict[str, Any]] = {}
 
     def poll(self) -> list[dict[str, Any]]:
@@ -142,13 +161,13 @@ class LogFollower:
         try:
             with open(open_regular(self.file, member=True), "rb") as stream:
                 begin = stream.read(128)
-                if not self._begin or not begin.startswith(self._begin):                # a new log
+                if not self._begin or not begin.startswith(self._begin):  # a new log
                     self._begin, self._read, self._found = begin, 0, {}
                 stream.seek(self._read)
                 new = read_rest(stream, MOST_OF_A_LOG)
         except OSError:
             return []
-        whole = new[:new.rfind(b"\n") + 1]
+        whole = new[: new.rfind(b"\n") + 1]
         self._read += len(whole)
         self._found.update(_steps_of(whole))
         return [self._found[step] for step in sorted(self._found)]

@@ -1,16 +1,18 @@
-"""Chapter 23 · A recorded step: the collectives and the waits of all ranks, and the events that the replay plays.
+"""Chapter 23 · A recorded step: the collectives and the waits of all ranks, and the events that the
+replay plays.
 
     compute          forward | backward: layer 2 | layer 1 | wait for a | wait for b | optimizer
     asked for                                    a         b
     communication                                | a ................ | b ........ |
 
-A call is asked for by each rank, and comes with the last of them. It begins when the call before it in its group has
-ended, too; it ends with the last rank, and another rank may continue before that. A rank waits for
-a call from when its program stands still to when it continues. All else is work. Replayed with
-nothing changed, each rank ends when it ended.
+A call is asked for by each rank, and comes with the last of them. It begins when the call before it
+in its group has ended, too; it ends with the last rank, and another rank may continue before that.
+A rank waits for a call from when its program stands still to when it continues. All else is work.
+Replayed with nothing changed, each rank ends when it ended.
 
     record = record_step(timelines, step)       # of timelines that followed waits
-    replayed = record.replay()                  # the same step from its events: what_if.py changes them first
+    replayed = record.replay()                  # the same step from its events: what_if.py changes
+                                                them first
 
 notes: N2 §11.1
 """
@@ -40,7 +42,7 @@ class Asked(NamedTuple):
     asked: float
     start: float
     stop: float
-    blocking: bool          # the program stood still all the time
+    blocking: bool  # the program stood still all the time
 
 
 @dataclass(eq=False)
@@ -51,7 +53,8 @@ class StepCall:
                 nbytes         sent by the rank that sends most; messages: of that rank
                 where          the line of the program that asked for it
                 ranks          rank -> its view
-                begin, end     when all ranks had come and the link of the group was free; when the last rank ended
+                begin, end     when all ranks had come and the link of the group was free; when the
+                               last rank ended
     """
 
     group: str
@@ -139,7 +142,11 @@ class StepRecord:
         """The call before it in its group, if that held it up."""
         place = self.calls.index(call)
         other = self.calls[place - 1] if place else None
-        return other if other is not None and other.group == call.group and call.begin > call.came else None
+        return (
+            other
+            if other is not None and other.group == call.group and call.begin > call.came
+            else None
+        )
 
     def members(self, axis: str, rank: int) -> list[int]:
         """The ranks of a group; each call has a group's id before its number, if it has one."""
@@ -147,7 +154,8 @@ class StepRecord:
         return sorted({one for call in self.calls if call.group == group for one in call.ranks})
 
     def traces(self) -> list[list[Event]]:
-        """The events of each rank; the work of a Busy is its seconds, the id of a call its place in `calls`."""
+        """The events of each rank; the work of a Busy is its seconds, the id of a call its place in
+        `calls`."""
         return [self._trace(rank) for rank in range(len(self.windows))]
 
     def _trace(self, rank: int) -> list[Event]:
@@ -182,10 +190,11 @@ class StepRecord:
         moments = sorted(starts.values())
         places = {call: place for place, call in enumerate(self.calls)}
         points: list[tuple[float, Start | Await, StepWait | None]] = [
-            (asked, Start(places[call], group_call(call)), None) for call, asked in starts.items()]
+            (asked, Start(places[call], group_call(call)), None) for call, asked in starts.items()
+        ]
         for wait in self.waits[rank]:
             if wait.call is not None and wait.call in starts:
-                inside = moments[:bisect_left(moments, wait.stop)][-1:]
+                inside = moments[: bisect_left(moments, wait.stop)][-1:]
                 at = max(wait.start, starts[wait.call], *inside)
                 points.append((at, Await(places[wait.call]), wait))
         return sorted(points, key=lambda point: (point[0], isinstance(point[1], Await)))
@@ -200,24 +209,36 @@ class StepRecord:
 
     def _pieces(self, rank: int) -> list[tuple[str, float, float]]:
         """Return a rank's named pieces of work and its waits for calls, by their begins."""
-        waits = [(IN_A_WAIT, wait.start, wait.stop) for wait in self.waits[rank]
-                 if wait.call is not None]
+        waits = [
+            (IN_A_WAIT, wait.start, wait.stop) for wait in self.waits[rank] if wait.call is not None
+        ]
         before = ("before the step", -float("inf"), self.windows[rank][0])
         return sorted([before, *self.work[rank], *waits], key=lambda piece: piece[1])
 
-    def replay(self, traces: Sequence[Sequence[Event]] | None = None,
-               seconds: dict[str, float] | None = None) -> Replayed:
+    def replay(
+        self,
+        traces: Sequence[Sequence[Event]] | None = None,
+        seconds: dict[str, float] | None = None,
+    ) -> Replayed:
         """The step again, from its events or from changed ones.
 
-        Args:    traces: one a rank; seconds: of calls by their name in the events (default: as recorded).
+        Args:    traces: one a rank; seconds: of calls by their name in the events (default: as
+                 recorded).
         """
         chosen = {call.key: call.alone for call in self.calls} if seconds is None else seconds
-        return replay(self.traces() if traces is None else traces, range(len(self.windows)), self.members,
-                      lambda rank, work: cast(float, work), lambda call, group: (chosen[call.name], {}), folded=False)
+        return replay(
+            self.traces() if traces is None else traces,
+            range(len(self.windows)),
+            self.members,
+            lambda rank, work: cast(float, work),
+            lambda call, group: (chosen[call.name], {}),
+            folded=False,
+        )
 
 
-def _busy_between(pieces: Sequence[tuple[str, float, float]], start: float,
-                  stop: float) -> Iterator[Busy]:
+def _busy_between(
+    pieces: Sequence[tuple[str, float, float]], start: float, stop: float
+) -> Iterator[Busy]:
     """Yield the pieces between two moments without overlap; "other" is the time between them."""
     now = start
     for name, begin, end in pieces:
@@ -246,24 +267,34 @@ def group_call(call: StepCall) -> GroupCall:
     return GroupCall(call.group, call.verb, call.algorithm, call.nbytes, name=call.key)
 
 
-# -------------------------------------------------------------------------------------------------- from the timelines
+# ------------------------------------------------------------------------------- from the timelines
+
 
 def record_step(timelines: Sequence[Timeline], step: int) -> StepRecord:
     """The record of one step.
 
-    Args:    timelines: of all ranks, on one clock; they followed waits (`Timeline.follow(ledger, waits=True)`).
+    Args:    timelines: of all ranks, on one clock; they followed waits (`Timeline.follow(ledger,
+             waits=True)`).
     Raises:  ConfigError if a rank's timeline lacks the step.
     """
     windows = []
     for rank, timeline in enumerate(timelines):
-        found = [span for span in timeline.spans if span.name == "step" and span.details.get("step") == step]
+        found = [
+            span
+            for span in timeline.spans
+            if span.name == "step" and span.details.get("step") == step
+        ]
         if not found:
-            raise ConfigError(f"step {step} is not in the timeline of rank {rank}, which has {len(timeline.spans)} "
-                              f"spans; choose another step, or record more")
+            raise ConfigError(
+                f"step {step} is not in the timeline of rank {rank}, which has "
+                f"{len(timeline.spans)} spans; choose another step, or record more"
+            )
         windows.append((found[-1].start, found[-1].stop))
     calls = _calls(timelines, windows)
     known = {(call.group, call.number): call for call in calls}
-    waits = [_waits(timeline, rank, windows[rank], known) for rank, timeline in enumerate(timelines)]
+    waits = [
+        _waits(timeline, rank, windows[rank], known) for rank, timeline in enumerate(timelines)
+    ]
     work = [_work(timeline, windows[rank], waits[rank]) for rank, timeline in enumerate(timelines)]
     return StepRecord(windows, calls, waits, work)
 
@@ -276,10 +307,15 @@ def _calls(timelines: Sequence[Timeline], windows: Sequence[Interval]) -> list[S
             if span.row == "communication" and "group" in span.details:
                 _add(found, rank, span)
     begin = min(start for start, _ in windows)
-    calls = [call for _, call in sorted(found.items())
-             if any(windows[rank][0] < one.stop and one.asked < windows[rank][1]
-                    for rank, one in call.ranks.items())]
-    held = dict[str, float]()       # group -> until when its last call holds the link
+    calls = [
+        call
+        for _, call in sorted(found.items())
+        if any(
+            windows[rank][0] < one.stop and one.asked < windows[rank][1]
+            for rank, one in call.ranks.items()
+        )
+    ]
+    held = dict[str, float]()  # group -> until when its last call holds the link
     for call in calls:
         free = held.get(call.group, begin)
         came = max(min(one.asked, windows[rank][1]) for rank, one in call.ranks.items())
@@ -293,18 +329,33 @@ def _add(found: dict[tuple[str, int], StepCall], rank: int, span: Span) -> None:
     about = span.details
     key = about["group"], about["sequence"]
     name = f"{span.name} of scalars" if about["axis"] == "control" else span.name
-    call = found.setdefault(key, StepCall(*key, name, about["axis"], about["verb"], about["algorithm"],
-                                          about["where"], 0, 0))
-    call.nbytes, call.messages = max((call.nbytes, call.messages), (about["nbytes"], about["messages"]))
+    call = found.setdefault(
+        key,
+        StepCall(
+            *key, name, about["axis"], about["verb"], about["algorithm"], about["where"], 0, 0
+        ),
+    )
+    call.nbytes, call.messages = max(
+        (call.nbytes, call.messages), (about["nbytes"], about["messages"])
+    )
     call.ranks[rank] = Asked(span.start - about["queued"], span.start, span.stop, about["blocking"])
 
 
-def _waits(timeline: Timeline, rank: int, window: Interval, known: dict[tuple[str, int], StepCall]) -> list[StepWait]:
-    """What a rank waited for in its step: calls, and under their own name the waits for all else."""
-    found = [(span.start, span.stop, known.get((span.details["group"], span.details["sequence"])))
-             for span in timeline.spans if span.row == "waits"]
-    found += [(one.asked, one.stop, call) for call in known.values()
-              if (one := call.ranks.get(rank)) is not None and one.blocking]
+def _waits(
+    timeline: Timeline, rank: int, window: Interval, known: dict[tuple[str, int], StepCall]
+) -> list[StepWait]:
+    """What a rank waited for in its step: calls, and under their own name the waits for all
+    else."""
+    found = [
+        (span.start, span.stop, known.get((span.details["group"], span.details["sequence"])))
+        for span in timeline.spans
+        if span.row == "waits"
+    ]
+    found += [
+        (one.asked, one.stop, call)
+        for call in known.values()
+        if (one := call.ranks.get(rank)) is not None and one.blocking
+    ]
     waits, now = [], window[0]
     for start, stop, call in sorted(found, key=lambda wait: wait[:2]):
         if start < window[1] and stop > window[0] and call is not None:
@@ -312,7 +363,7 @@ def _waits(timeline: Timeline, rank: int, window: Interval, known: dict[tuple[st
             now = max(min(stop, window[1]), since)
             if now >= call.begin:
                 waits.append(StepWait(call.name, since, now, call))
-            elif now > since:       # the rank waited for no other rank
+            elif now > since:  # the rank waited for no other rank
                 waits.append(StepWait(call.name, since, now, None))
     of_calls = union((wait.start, wait.stop) for wait in waits)
     for span in waiting(timeline):
@@ -323,8 +374,11 @@ def _waits(timeline: Timeline, rank: int, window: Interval, known: dict[tuple[st
     return sorted(waits, key=lambda wait: wait[1:3])
 
 
-def _work(timeline: Timeline, window: Interval, waits: Sequence[StepWait]) -> list[tuple[str, float, float]]:
-    """Named pieces of work without the waits in them; of spans inside each other the innermost names a piece."""
+def _work(
+    timeline: Timeline, window: Interval, waits: Sequence[StepWait]
+) -> list[tuple[str, float, float]]:
+    """Named pieces of work without the waits in them; of spans inside each other the innermost
+    names a piece."""
     free = subtract([window], union((wait.start, wait.stop) for wait in waits))
     spans = [span for span in working(timeline) if span.stop > window[0] and span.start < window[1]]
     edges = sorted({edge for span in spans for edge in (span.start, span.stop)})

@@ -1,18 +1,22 @@
 """The timeline of a run: spans of every rank, gathered on rank 0 and written for Perfetto.
 
     timeline = Timeline(world.rank)
-    timeline.follow(world.ledger)                      # collectives and messages, from the ledger's events
+    timeline.follow(world.ledger)                      # collectives and messages, from the ledger's
+                                                       events
     with timeline.span("forward", step=3): ...         # work, from the code that does it
-    timelines = timeline.collect(world)                # on rank 0: every rank's spans on rank 0's clock
+    timelines = timeline.collect(world)                # on rank 0: every rank's spans on rank 0's
+                                                       clock
     write_perfetto("trace.json", timelines)            # open it at https://ui.perfetto.dev
 
-A process of the trace is a rank. Its rows: `compute` (forward, backward, optimizer), `communication` (each collective,
-on any thread), `messages` (each that the rank sent), `moves` (copies between device, host and disk), `waits` (for each
-collective by itself) and `receives` (each message that the rank received, from when it was ready for it); the last two
-if the timeline was asked to follow them. Overlap is visible: the all-reduce of a bucket on
+A process of the trace is a rank. Its rows: `compute` (forward, backward, optimizer),
+`communication` (each collective, on any thread), `messages` (each that the rank sent), `moves`
+(copies between device, host and disk), `waits` (for each collective by itself) and `receives` (each
+message that the rank received, from when it was ready for it); the last two if the timeline was
+asked to follow them. Overlap is visible: the all-reduce of a bucket on
 the second row starts before `backward` on the first row ends.
 
-Times are seconds of `time.perf_counter()`, one clock for all processes of a host. `clock_offset` aligns hosts.
+Times are seconds of `time.perf_counter()`, one clock for all processes of a host. `clock_offset`
+aligns hosts.
 """
 
 import json
@@ -35,12 +39,14 @@ from minidist.observe.trace_marks import arrows, counters
 
 ROWS = ("compute", "communication", "messages", "moves", "waits", "receives")
 MEMORY_SAMPLES, MEMORY_EVERY = 1000, 1e-3
-"""The most moments of a rank's memory that a timeline keeps, the highest of each millisecond: of the first steps."""
+"""The most moments of a rank's memory that a timeline keeps, the highest of each millisecond: of
+the first steps."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A named interval of one rank's time, in seconds of `time.perf_counter()`; `row` is one of ROWS."""
+    """A named interval of one rank's time, in seconds of `time.perf_counter()`; `row` is one of
+    ROWS."""
 
     name: str
     row: str
@@ -53,8 +59,10 @@ class Timeline:
     """The spans of one rank, in the order in which they ended.
 
     Args:    rank: this rank in the job, the process number of the trace.
-             limit: the most spans to keep: the first half of them and the last half (a step of DDP has about 100).
-    Attributes: spans: those that are kept. gaps: {place in `spans`: how many are left out before it}.
+             limit: the most spans to keep: the first half of them and the last half (a step of DDP
+             has about 100).
+    Attributes: spans: those that are kept. gaps: {place in `spans`: how many are left out before
+    it}.
     """
 
     def __init__(self, rank: int, *, limit: int = 100_000) -> None:
@@ -63,16 +71,18 @@ class Timeline:
         self.spans: list[Span] = []
         self.gaps: dict[int, int] = {}
         self.step: int | None = None
-        self.memory: list[tuple[float, dict[str, int]]] = []    # (seconds, live bytes by category)
-        self.always: dict[str, Any] = {}            # details of every span from now on
-        self._before = 0                            # spans of earlier worlds, which stay
-        self._names: dict[str, deque[str]] = {}     # axis -> names of its collectives that have not ended yet
-        self._program = ""                          # the thread that follows a ledger
-        self._rows, self._share = 0, None           # type: int, float | None
+        self.memory: list[tuple[float, dict[str, int]]] = []  # (seconds, live bytes by category)
+        self.always: dict[str, Any] = {}  # details of every span from now on
+        self._before = 0  # spans of earlier worlds, which stay
+        # axis -> names of its collectives that have not ended yet
+        self._names: dict[str, deque[str]] = {}
+        self._program = ""  # the thread that follows a ledger
+        self._rows, self._share = 0, None  # type: int, float | None
 
     @contextmanager
     def span(self, name: str, category: str = "compute", **details: Any) -> Iterator[None]:
-        """Record the time of the block; a `step` among the details also marks the collectives that run meanwhile."""
+        """Record the time of the block; a `step` among the details also marks the collectives that
+        run meanwhile."""
         if "step" in details:
             self.step = details["step"]
         self._rows += details.get("rows", 0)
@@ -81,17 +91,23 @@ class Timeline:
         try:
             yield
         finally:
-            self.add(Span(name, category, start, time.perf_counter(), {"step": self.step, **details}))
+            self.add(
+                Span(name, category, start, time.perf_counter(), {"step": self.step, **details})
+            )
 
     def take_own(self) -> tuple[int, float | None]:
-        """Rows that this rank worked on, and its share of the loss if the strategy tells it, since the last call."""
+        """Rows that this rank worked on, and its share of the loss if the strategy tells it, since
+        the last call."""
         own = self._rows, self._share
         self._rows, self._share = 0, None
         return own
 
     def add(self, span: Span) -> None:
-        """Keep `span`; if `limit` spans are kept already, the oldest behind the first half goes and is counted."""
-        self.spans.append(replace(span, details={**self.always, **span.details}) if self.always else span)
+        """Keep `span`; if `limit` spans are kept already, the oldest behind the first half goes and
+        is counted."""
+        self.spans.append(
+            replace(span, details={**self.always, **span.details}) if self.always else span
+        )
         if len(self.spans) > self.limit:
             place = self._before + (self.limit - self._before) // 2
             del self.spans[place]
@@ -104,31 +120,35 @@ class Timeline:
 
     def cut_steps(self) -> set[int]:
         """The steps beside a gap, which may lack spans."""
-        beside = [span for place in self.gaps for span in self.spans[max(0, place - 1):place + 1]]
+        beside = [span for place in self.gaps for span in self.spans[max(0, place - 1) : place + 1]]
         return {span.details["step"] for span in beside if span.details.get("step") is not None}
 
     def go_on(self, rank: int, ledger: Ledger, *, limit: int, **always: Any) -> None:
-        """In a new world, as this rank: follow its ledger. All spans from now on have the rank and these details."""
+        """In a new world, as this rank: follow its ledger. All spans from now on have the rank and
+        these details."""
         self.rank, self.limit, self.step, self.always = rank, limit, None, {"rank": rank, **always}
         self._names, self._before = {}, len(self.spans)
         self.follow(ledger)
 
     def announce(self, axis: str, name: str) -> None:
-        """Name the next collective along `axis`: a group runs its calls in the order in which they are started."""
+        """Name the next collective along `axis`: a group runs its calls in the order in which they
+        are started."""
         self._names.setdefault(axis, deque()).append(name)
 
     def follow(self, ledger: Ledger, *, waits: bool = False, receives: bool = False) -> None:
         """From now on, record every collective and every message that `ledger` reports.
 
-        Args:    waits: each wait for a collective too, and of each collective whether it ran in the calling thread
-                 (`blocking`), which is the program's. `minidist train --why` needs both.
+        Args:    waits: each wait for a collective too, and of each collective whether it ran in the
+                 calling thread (`blocking`), which is the program's. `minidist train --why` needs
+                 both.
                  receives: each message received too; trace.json then has an arrow from its send.
         """
         self._program = threading.current_thread().name
         ledger.subscribe(self._on_event, waits=waits, receives=receives)
 
     def follow_memory(self, account: MemoryAccount, *, limit: int = MEMORY_SAMPLES) -> None:
-        """From now on, record the live bytes of `account` whenever an array is made, up to `limit` moments.
+        """From now on, record the live bytes of `account` whenever an array is made, up to `limit`
+        moments.
 
         Of the moments of MEMORY_EVERY seconds only the highest is kept, and that exactly.
         """
@@ -150,7 +170,9 @@ class Timeline:
 
     def _on_event(self, event: Event) -> None:
         if event.kind == "wait":
-            self.add(Span("wait", "waits", event.start, event.stop, {"step": self.step, **event.details}))
+            self.add(
+                Span("wait", "waits", event.start, event.stop, {"step": self.step, **event.details})
+            )
             return
         row = {"message": "messages", "receive": "receives"}.get(event.kind, "communication")
         name = event.name
@@ -167,16 +189,21 @@ class Timeline:
         self.add(Span(name, row, event.start, event.stop, {"step": self.step, **details}))
 
     def collect(self, group: Group) -> list["Timeline"] | None:
-        """Gather every rank's timeline on rank 0, in rank order and on rank 0's clock; None on the others. All ranks
-        call it.
+        """Gather every rank's timeline on rank 0, in rank order and on rank 0's clock; None on the
+        others. All ranks call it.
 
         Cost:    counted under `control`: `clock_offset`, then one gather of the packed spans.
         """
         offset = clock_offset(group)
-        spans = [asdict(Span(s.name, s.row, s.start + offset, s.stop + offset, s.details)) for s in self.spans]
+        spans = [
+            asdict(Span(s.name, s.row, s.start + offset, s.stop + offset, s.details))
+            for s in self.spans
+        ]
         memory = [[moment + offset, now] for moment, now in self.memory]
-        gathered = gather_records(group, {"rank": self.rank, "gaps": [*self.gaps.items()], "spans": spans,
-                                          "memory": memory})
+        gathered = gather_records(
+            group,
+            {"rank": self.rank, "gaps": [*self.gaps.items()], "spans": spans, "memory": memory},
+        )
         if gathered is None:
             return None
         timelines = [Timeline(record["rank"]) for record in gathered]
@@ -190,8 +217,9 @@ class Timeline:
 def clock_offset(group: Group, *, rounds: int = 5) -> float:
     """Seconds to add to this rank's clock to get rank 0's.
 
-    Rank 0 asks each rank for its time and takes the middle of the round trip as the moment of the answer. The error is
-    at most half a round trip, so a smaller offset counts as 0.0; on one host, which has one clock, it always is.
+    Rank 0 asks each rank for its time and takes the middle of the round trip as the moment of the
+    answer. The error is at most half a round trip, so a smaller offset counts as 0.0; on one host,
+    which has one clock, it always is.
 
     Cost:    on rank 0, 2 * rounds + 1 messages of 8 bytes a peer, counted under `control`.
     """
@@ -202,7 +230,7 @@ def clock_offset(group: Group, *, rounds: int = 5) -> float:
                 group.send(np.array([time.perf_counter()]), dst=0)
             return float(group.recv(src=0)[0])
         for peer in range(1, group.size):
-            trips = []      # (seconds there and back, offset), of which the quickest counts
+            trips = []  # (seconds there and back, offset), of which the quickest counts
             for _ in range(rounds):
                 asked = time.perf_counter()
                 group.send(np.zeros(1), dst=peer)
@@ -217,8 +245,9 @@ def clock_offset(group: Group, *, rounds: int = 5) -> float:
 def write_perfetto(path: str | Path, timelines: Sequence[Timeline]) -> None:
     """Write the Chrome trace format: `ph: X` events, `ts` and `dur` in µs from the earliest start.
 
-    Where a timeline has left spans out, an instant event of the rank says how many, and for how long.
-    Beside them arrows between messages and counters, of what the timelines have of these (trace_marks.py).
+    Where a timeline has left spans out, an instant event of the rank says how many, and for how
+    long. Beside them arrows between messages and counters, of what the timelines have of these
+    (trace_marks.py).
 
     Raises:  OSError if `path` cannot be written.
     """
@@ -226,10 +255,19 @@ def write_perfetto(path: str | Path, timelines: Sequence[Timeline]) -> None:
     events: list[dict[str, Any]] = []
     for timeline in timelines:
         events += _names(timeline)
-        events += [{"ph": "X", "name": span.name, "cat": span.row, "pid": timeline.rank, "tid": ROWS.index(span.row),
-                    "ts": round((span.start - origin) * 1e6, 3), "dur": round((span.stop - span.start) * 1e6, 3),
-                    "args": {key: value for key, value in span.details.items() if value is not None}}
-                   for span in timeline.spans]
+        events += [
+            {
+                "ph": "X",
+                "name": span.name,
+                "cat": span.row,
+                "pid": timeline.rank,
+                "tid": ROWS.index(span.row),
+                "ts": round((span.start - origin) * 1e6, 3),
+                "dur": round((span.stop - span.start) * 1e6, 3),
+                "args": {key: value for key, value in span.details.items() if value is not None},
+            }
+            for span in timeline.spans
+        ]
         events += _left_out(timeline, origin)
     events += [*arrows(timelines, ROWS, origin), *counters(timelines, origin)]
     with open(path, "w", encoding="utf-8") as file:
@@ -241,12 +279,20 @@ def _left_out(timeline: Timeline, origin: float) -> Iterator[dict[str, Any]]:
     for place, count in timeline.gaps.items():
         start = timeline.spans[place - 1].stop if place else origin
         until = timeline.spans[place].start if place < len(timeline.spans) else start
-        yield {"ph": "i", "s": "p", "name": f"{count:,} spans are left out here", "pid": timeline.rank, "tid": 0,
-               "ts": round((start - origin) * 1e6, 3), "args": {"spans": count, "seconds": max(0.0, until - start)}}
+        yield {
+            "ph": "i",
+            "s": "p",
+            "name": f"{count:,} spans are left out here",
+            "pid": timeline.rank,
+            "tid": 0,
+            "ts": round((start - origin) * 1e6, 3),
+            "args": {"spans": count, "seconds": max(0.0, until - start)},
+        }
 
 
 def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """Metadata events: names and order of a rank's process and rows."""
+
     def about(what: str, row: int, **args: Any) -> dict[str, Any]:
         return {"ph": "M", "name": what, "pid": timeline.rank, "tid": row, "args": args}
 

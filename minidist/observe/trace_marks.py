@@ -1,10 +1,12 @@
 """Chapter 25 · What trace.json shows beside spans: arrows from a send to its receive, and counters.
 
-    ph s, f     an arrow: from the start of a message's span on the sender to the end of the receiver's
+    ph s, f     an arrow: from the start of a message's span on the sender to the end of the
+                receiver's
     ph C        memory: the live bytes of a rank by category, whenever an array is made
                 sent bytes: what a rank sent in a step by axis, at the end of the step
 
-A message has both ends or no arrow: the span of one end may be among those that a timeline did not keep.
+A message has both ends or no arrow: the span of one end may be among those that a timeline did not
+keep.
 """
 
 from collections import Counter, defaultdict
@@ -31,9 +33,17 @@ def arrows(timelines: "Sequence[Timeline]", rows: Sequence[str], origin: float) 
         sender, sent = starts[key]
         common = {"name": "message", "cat": "message", "id": number}
         begin = _microseconds(sent.start - origin)
-        end = max(begin, _microseconds(received.stop - origin) - 0.001)     # a slice ends before its last moment
+        # a slice ends before its last moment
+        end = max(begin, _microseconds(received.stop - origin) - 0.001)
         yield {"ph": "s", **common, "pid": sender, "tid": rows.index("messages"), "ts": begin}
-        yield {"ph": "f", "bp": "e", **common, "pid": receiver, "tid": rows.index("receives"), "ts": round(end, 3)}
+        yield {
+            "ph": "f",
+            "bp": "e",
+            **common,
+            "pid": receiver,
+            "tid": rows.index("receives"),
+            "ts": round(end, 3),
+        }
 
 
 def _ends(timelines: "Sequence[Timeline]", row: str) -> "Iterator[tuple[Key, tuple[int, Span]]]":
@@ -45,19 +55,36 @@ def _ends(timelines: "Sequence[Timeline]", row: str) -> "Iterator[tuple[Key, tup
 
 
 def counters(timelines: "Sequence[Timeline]", origin: float) -> Iterator[Event]:
-    """Memory, and bytes sent in a step. Categories and axes that stay zero are left out. Args: as in arrows."""
+    """Memory, and bytes sent in a step. Categories and axes that stay zero are left out. Args: as
+    in arrows."""
     for timeline in timelines:
-        used = sorted({name for _, now in timeline.memory for name, nbytes in now.items()
-                       if nbytes and name != "total"})
+        used = sorted(
+            {
+                name
+                for _, now in timeline.memory
+                for name, nbytes in now.items()
+                if nbytes and name != "total"
+            }
+        )
         for moment, now in timeline.memory:
-            yield {"ph": "C", "name": "memory", "pid": timeline.rank, "ts": _microseconds(moment - origin),
-                   "args": {name: now[name] for name in used}}
+            yield {
+                "ph": "C",
+                "name": "memory",
+                "pid": timeline.rank,
+                "ts": _microseconds(moment - origin),
+                "args": {name: now[name] for name in used},
+            }
         sent = sent_in_steps(timeline)
         axes = sorted({axis for each in sent.values() for axis in each})
         for span in timeline.spans:
             if span.name == "step" and axes:
-                yield {"ph": "C", "name": "sent bytes", "pid": timeline.rank, "ts": _microseconds(span.stop - origin),
-                       "args": {axis: sent[span.details["step"]][axis] for axis in axes}}
+                yield {
+                    "ph": "C",
+                    "name": "sent bytes",
+                    "pid": timeline.rank,
+                    "ts": _microseconds(span.stop - origin),
+                    "args": {axis: sent[span.details["step"]][axis] for axis in axes},
+                }
 
 
 def sent_in_steps(timeline: "Timeline") -> dict[int, Counter[str]]:
@@ -66,9 +93,17 @@ def sent_in_steps(timeline: "Timeline") -> dict[int, Counter[str]]:
     ends = {span.details["step"]: span.stop for span in timeline.spans if span.name == "step"}
     for span in timeline.spans:
         about, step = span.details, span.details.get("step")
-        counts = span.row == "communication" or (span.row == "messages" and about.get("algorithm") == "direct"
-                                                 and about.get("verb") in ("send", "exchange"))
-        if isinstance(step, int) and span.start < ends.get(step, 0.0) and counts and "nbytes" in about:
+        counts = span.row == "communication" or (
+            span.row == "messages"
+            and about.get("algorithm") == "direct"
+            and about.get("verb") in ("send", "exchange")
+        )
+        if (
+            isinstance(step, int)
+            and span.start < ends.get(step, 0.0)
+            and counts
+            and "nbytes" in about
+        ):
             sent[step][about["axis"]] += about["nbytes"]
     return sent
 

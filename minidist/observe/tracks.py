@@ -1,7 +1,9 @@
-"""Chapter 24 · Tracks: a rank's trace in the form in which the replay plays it, made once for all ranks of a role.
+"""Chapter 24 · Tracks: a rank's trace in the form in which the replay plays it, made once for all
+ranks of a role.
 
-Memory events are left out, because they take no time. Each call knows its place beforehand: it is the n-th of its slot.
-A slot is where the rank meets others: its group along an axis, the messages to or from one peer, or a lane of moves.
+Memory events are left out, because they take no time. Each call knows its place beforehand: it is
+the n-th of its slot. A slot is where the rank meets others: its group along an axis, the messages
+to or from one peer, or a lane of moves.
 """
 
 from collections.abc import Sequence
@@ -17,9 +19,9 @@ BUSY, START, WAIT, CALL = range(4)
 class Meeting(NamedTuple):
     """Where a rank meets others. Calls of one slot run one after another."""
 
-    kind: str           # "collective", "send", "recv" or "move"
-    axis: str           # or the lane of moves
-    peer: int = -1      # of messages: rank in the group
+    kind: str  # "collective", "send", "recv" or "move"
+    axis: str  # or the lane of moves
+    peer: int = -1  # of messages: rank in the group
 
 
 Job: TypeAlias = GroupCall | Transfer
@@ -29,8 +31,10 @@ Job: TypeAlias = GroupCall | Transfer
 class Track(NamedTuple):
     """A trace, ready to be played.
 
-    Attributes: ops: (BUSY, place in `works`, 0) or (START, WAIT or CALL, slot, number of the call in its slot).
-                at: for each op the place of its event in the trace; jobs: what each slot runs, in order.
+    Attributes: ops: (BUSY, place in `works`, 0) or (START, WAIT or CALL, slot, number of the call
+    in its slot).
+                at: for each op the place of its event in the trace; jobs: what each slot runs, in
+                order.
                 sooner: place of a WAIT or CALL in `ops` -> Await.sooner, where that is not 0.
     """
 
@@ -58,13 +62,15 @@ def track_of(trace: Sequence[Event]) -> Track:
                 jobs.append([])
             begun[event.id] = slot, len(jobs[slot])
             jobs[slot].append(known.setdefault(job, job))
-            if _slot(job).kind == "recv":       # the rank does nothing for it but wait
+            if _slot(job).kind == "recv":  # the rank does nothing for it but wait
                 continue
             op = (START, *begun[event.id])
         elif isinstance(event, Await):
             if event.id not in begun:
-                raise MismatchError(f"event {place} of a trace waits for call {event.id}, which no event before it "
-                                    f"starts; start it, or leave the wait out")
+                raise MismatchError(
+                    f"event {place} of a trace waits for call {event.id}, which no event before it "
+                    f"starts; start it, or leave the wait out"
+                )
             is_call = bool(ops) and ops[-1] == (START, *begun[event.id])
             if event.sooner:
                 sooner[len(ops) - is_call] = event.sooner

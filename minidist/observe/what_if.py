@@ -1,23 +1,30 @@
-"""Chapter 23 · What if: a recorded step with another link, other buckets, another order; predicted by the replay.
+"""Chapter 23 · What if: a recorded step with another link, other buckets, another order; predicted
+by the replay.
 
     predict(record, Change(bandwidth=250e6, bucket=1 << 20))       # seconds
 
-The work stays as it was recorded. What changes is when calls are asked for, how many there are, how long each takes:
+The work stays as it was recorded. What changes is when calls are asked for, how many there are, how
+long each takes:
 
-    alpha, bandwidth    a call takes as long as recorded + messages x (new alpha - old) + bytes x (new beta - old);
-                        the old ones are fitted to the step's own calls
-    bucket              gradients become final evenly between two recorded buckets (what_if_buckets.py)
-    ahead               of ZeRO-3: the gather of a unit sets out so many units before its turn (rank_line.py)
+    alpha, bandwidth    a call takes as long as recorded + messages x (new alpha - old) + bytes x
+                        (new beta - old); the old ones are fitted to the step's own calls
+    bucket              gradients become final evenly between two recorded buckets
+                        (what_if_buckets.py)
+    ahead               of ZeRO-3: the gather of a unit sets out so many units before its turn
+                        (rank_line.py)
     order=forward       buckets of gradients travel first layer first
     priority=on         of the calls in a queue that one goes first that is waited for first
-    without             each kind of work of this rank takes as long as the median of the others': no straggler
+    without             each kind of work of this rank takes as long as the median of the others':
+                        no straggler
 
-The work of a call itself (packing, the tape's hooks) is not predicted, and neither is another number of ranks.
-Where no core was free after a wait (NO_CORE), a prediction lets the rank continue at once.
-A transfer that other programs held up while it was hidden stays as long as it was recorded, and counts where it is no
-longer hidden: record a quiet step.
+The work of a call itself (packing, the tape's hooks) is not predicted, and neither is another
+number of ranks. Where no core was free after a wait (NO_CORE), a prediction lets the rank continue
+at once.
+A transfer that other programs held up while it was hidden stays as long as it was recorded, and
+counts where it is no longer hidden: record a quiet step.
 
-notes: N2 §10, §11.1    Source: Peng et al. 2019, "A Generic Communication Scheduler" (ByteScheduler), for priority.
+notes: N2 §10, §11.1    Source: Peng et al. 2019, "A Generic Communication Scheduler"
+                        (ByteScheduler), for priority.
 """
 
 from collections.abc import Mapping
@@ -38,7 +45,8 @@ TURNS = 4
 
 @dataclass(frozen=True)
 class Change:
-    """What is to be another; what is None stays. bucket: bytes; alpha: seconds; bandwidth: bytes/s; without: a rank."""
+    """What is to be another; what is None stays. bucket: bytes; alpha: seconds; bandwidth: bytes/s;
+    without: a rank."""
 
     bucket: int | None = None
     alpha: float | None = None
@@ -52,7 +60,8 @@ class Change:
 def predict(record: StepRecord, change: Change, link: LinkCost | None = None) -> float:
     """Seconds of the step under a change.
 
-    Args:    link: what the recorded step's link costs, where it is known (default: fitted to the step's calls).
+    Args:    link: what the recorded step's link costs, where it is known (default: fitted to the
+             step's calls).
     """
     job, cost = StepLines(record), link or fitted_link(record)
     alpha = cost.alpha if change.alpha is None else change.alpha
@@ -79,9 +88,16 @@ def predict(record: StepRecord, change: Change, link: LinkCost | None = None) ->
 
 def fitted_link(record: StepRecord) -> LinkCost:
     """alpha and beta of the link, from the calls of the step; without any they cost nothing."""
-    samples = [Sample(LinkWork(call.messages, call.messages, call.nbytes, 0.0), call.alone)
-               for call in record.calls if call.alone > 0 and call.messages]
-    return fit("recorded", len(record.windows), samples) if samples else LinkCost("recorded", 0, *[0.0] * 5)
+    samples = [
+        Sample(LinkWork(call.messages, call.messages, call.nbytes, 0.0), call.alone)
+        for call in record.calls
+        if call.alone > 0 and call.messages
+    ]
+    return (
+        fit("recorded", len(record.windows), samples)
+        if samples
+        else LinkCost("recorded", 0, *[0.0] * 5)
+    )
 
 
 def _replay(job: StepLines) -> Replayed:
@@ -93,16 +109,22 @@ def _end(replayed: Replayed) -> float:
 
 
 def _most_urgent_first(job: StepLines, replayed: Replayed) -> None:
-    """Give each group's calls the order in which they are waited for, as far as they stand in its queue together."""
+    """Give each group's calls the order in which they are waited for, as far as they stand in its
+    queue together."""
     needed, came = _moments(replayed)
     for group in dict.fromkeys(call.group for call in job.calls.values()):
-        left = {number: job.event(number).name for number, call in job.calls.items()
-                if call.group == group and job.event(number).name in came}
+        left = {
+            number: job.event(number).name
+            for number, call in job.calls.items()
+            if call.group == group and job.event(number).name in came
+        }
         order, now = list[int](), 0.0
         while left:
             now = max(now, min(came[name] for name in left.values()))
-            number = min((one for one, name in left.items() if came[name] <= now),
-                         key=lambda one: (needed.get(left[one], float("inf")), came[left[one]]))
+            number = min(
+                (one for one, name in left.items() if came[name] <= now),
+                key=lambda one: (needed.get(left[one], float("inf")), came[left[one]]),
+            )
             now += job.seconds[number]
             order.append(number)
             del left[number]
@@ -110,11 +132,14 @@ def _most_urgent_first(job: StepLines, replayed: Replayed) -> None:
 
 
 def _moments(replayed: Replayed) -> tuple[dict[str, float], dict[str, float]]:
-    """By the names of calls: when the first rank waits for it, and when all ranks have come to it."""
+    """By the names of calls: when the first rank waits for it, and when all ranks have come to
+    it."""
     needed, came = dict[str, float](), dict[str, float]()
     for rank in range(len(replayed.role_of)):
         stations, times = replayed.stations_of(rank), replayed.times(rank)
-        names = [[job.name for job in station.jobs if isinstance(job, GroupCall)] for station in stations]
+        names = [
+            [job.name for job in station.jobs if isinstance(job, GroupCall)] for station in stations
+        ]
         for place, (kind, slot, number) in enumerate(replayed.track(rank).ops):
             if kind in (WAIT, CALL):
                 name = names[slot][number]
@@ -125,7 +150,8 @@ def _moments(replayed: Replayed) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def _reorder(job: StepLines, order: list[int]) -> None:
-    """Let the calls of a group start in this order on all ranks: none before one that goes first."""
+    """Let the calls of a group start in this order on all ranks: none before one that goes
+    first."""
     turn: Mapping[int, int] = {number: place for place, number in enumerate(order)}
     for line in job.lines:
         starts = line.starts()
@@ -133,7 +159,19 @@ def _reorder(job: StepLines, order: list[int]) -> None:
         for number in order:
             latest = max(latest, starts.get(number, latest))
             begun[number] = latest
-        mine = sorted(((begun[number], turn[number], Start(number, job.event(number))) for number in order
-                       if number in starts), key=lambda each: each[:2])
-        rest = [(place, mark) for place, mark in line.marks if not (isinstance(mark, Start) and mark.id in turn)]
-        line.marks = sorted([*((place, start) for place, _, start in mine), *rest], key=lambda each: each[0])
+        mine = sorted(
+            (
+                (begun[number], turn[number], Start(number, job.event(number)))
+                for number in order
+                if number in starts
+            ),
+            key=lambda each: each[:2],
+        )
+        rest = [
+            (place, mark)
+            for place, mark in line.marks
+            if not (isinstance(mark, Start) and mark.id in turn)
+        ]
+        line.marks = sorted(
+            [*((place, start) for place, _, start in mine), *rest], key=lambda each: each[0]
+        )

@@ -1,16 +1,18 @@
-"""Chapter 23 · Why a rank stood still: each exposed millisecond of a recorded step, its call, line and cause.
+"""Chapter 23 · Why a rank stood still: each exposed millisecond of a recorded step, its call, line
+and cause.
 
-A rank waits for call c. Before c, a chain of calls may have held the link without a pause; the first of the chain began
-when the last rank had come to it:
+A rank waits for call c. Before c, a chain of calls may have held the link without a pause; the
+first of the chain began when the last rank had come to it:
 
     link     | d (first) .......... | e ............ | c .......... |
              last rank comes to d                                   |
     rank     work .......................... | waits for c ........ | work
 
-Each cause has an amount, the seconds that it adds where it acts: what a transfer takes longer than expected, by how
-much later another rank asks, how long the call stands in the queue. They are asked in this order, and each gets what
-is left of the wait, but all waits together never get more than its amount. Without a cause the wait may be shorter by
-less than it gets: another one may take its place.
+Each cause has an amount, the seconds that it adds where it acts: what a transfer takes longer than
+expected, by how much later another rank asks, how long the call stands in the queue. They are asked
+in this order, and each gets what is left of the wait, but all waits together never get more than
+its amount. Without a cause the wait may be shorter by less than it gets: another one may take its
+place.
 
     no core           c had ended, and no core was free to go on with the program
     slow transfer     a call of the chain took longer than calls of its bytes take
@@ -36,8 +38,17 @@ from minidist.observe.step_bound import lower_bound, path_of
 from minidist.observe.step_record import NO_CORE, StepCall, StepRecord, StepWait
 from minidist.observe.timeline import Timeline
 
-CAUSES = (NO_CORE, "slow transfer", "slower rank", "order", "link busy", "no prefetch", "late bucket", "needed at once",
-          "no collective")
+CAUSES = (
+    NO_CORE,
+    "slow transfer",
+    "slower rank",
+    "order",
+    "link busy",
+    "no prefetch",
+    "late bucket",
+    "needed at once",
+    "no collective",
+)
 SLOW, SLOW_SECONDS = 1.25, 1e-3
 """A transfer is slow from so many times its expected seconds on, and so many seconds more."""
 
@@ -46,8 +57,10 @@ SLOW, SLOW_SECONDS = 1.25, 1e-3
 class Exposed:
     """Seconds in which a rank stood still, for one cause.
 
-    Attributes: call    what is to blame: the late, slow or out-of-turn call; where: the line that asked for it
-                waited  the call that the rank stood still for, from `start` on (seconds from the step's begin)
+    Attributes: call    what is to blame: the late, slow or out-of-turn call; where: the line that
+                        asked for it
+                waited  the call that the rank stood still for, from `start` on (seconds from the
+                        step's begin)
                 by      the rank to blame, of "slower rank"
     """
 
@@ -63,20 +76,30 @@ class Exposed:
 
 
 def exposed_of(record: StepRecord) -> list[Exposed]:
-    """Every exposed second of every rank, with its cause; a rank's add up to `record.exposed(rank)`."""
+    """Every exposed second of every rank, with its cause; a rank's add up to
+    `record.exposed(rank)`."""
     expected = expected_seconds(record.calls)
-    return [row for rank in range(len(record.windows)) for row in _RankCauses(record, rank, expected).rows()]
+    return [
+        row
+        for rank in range(len(record.windows))
+        for row in _RankCauses(record, rank, expected).rows()
+    ]
 
 
 def expected_seconds(calls: Sequence[StepCall]) -> dict[StepCall, float]:
-    """What a transfer of its bytes takes: the middle line through the calls of its verb in its group (Theil-Sen)."""
+    """What a transfer of its bytes takes: the middle line through the calls of its verb in its
+    group (Theil-Sen)."""
     kinds: dict[tuple[str, str, str], list[StepCall]] = defaultdict(list)
     for call in calls:
         kinds[call.group, call.verb, call.axis].append(call)
     expected = {}
     for alike in kinds.values():
-        slopes = [(one.alone - other.alone) / (one.nbytes - other.nbytes) for place, one in enumerate(alike)
-                  for other in alike[:place] if one.nbytes != other.nbytes]
+        slopes = [
+            (one.alone - other.alone) / (one.nbytes - other.nbytes)
+            for place, one in enumerate(alike)
+            for other in alike[:place]
+            if one.nbytes != other.nbytes
+        ]
         slope = max(0.0, median(slopes)) if slopes else 0.0
         level = median(call.alone - slope * call.nbytes for call in alike)
         expected.update({call: level + slope * call.nbytes for call in alike})
@@ -88,19 +111,38 @@ class _RankCauses:
 
     def __init__(self, record: StepRecord, rank: int, expected: dict[StepCall, float]) -> None:
         self.record, self.rank, self.waits = record, rank, record.waits[rank]
-        slow = {call: call.alone - seconds for call, seconds in expected.items()
-                if call.alone > max(SLOW * seconds, seconds + SLOW_SECONDS)}
+        slow = {
+            call: call.alone - seconds
+            for call, seconds in expected.items()
+            if call.alone > max(SLOW * seconds, seconds + SLOW_SECONDS)
+        }
         self._slow = defaultdict(float, slow)
         self._moved = {call: call.alone - slow.get(call, 0.0) for call in record.calls}
-        self._blamed: list[tuple[float, str, float]] = []       # (begin of the wait, cause, seconds)
+        self._blamed: list[tuple[float, str, float]] = []  # (begin of the wait, cause, seconds)
         self._needed = {wait.call: wait.start for wait in reversed(self.waits)}
 
     def rows(self) -> list[Exposed]:
         """Of all waits, in order."""
-        return [row for wait in self.waits for row in
-                ([Exposed(self.rank, wait.name, "", "", "no collective", wait.stop - wait.start, wait.name,
-                          wait.start - self.record.begin)]
-                 if wait.call is None else self._of(wait, wait.call))]
+        return [
+            row
+            for wait in self.waits
+            for row in (
+                [
+                    Exposed(
+                        self.rank,
+                        wait.name,
+                        "",
+                        "",
+                        "no collective",
+                        wait.stop - wait.start,
+                        wait.name,
+                        wait.start - self.record.begin,
+                    )
+                ]
+                if wait.call is None
+                else self._of(wait, wait.call)
+            )
+        ]
 
     def _of(self, wait: StepWait, call: StepCall) -> list[Exposed]:
         """Of the wait for a call."""
@@ -113,8 +155,19 @@ class _RankCauses:
                 return 0.0
             left -= seconds
             self._blamed.append((wait.start, cause, seconds))
-            rows.append(Exposed(self.rank, one.name, one.verb, one.where, cause, seconds, wait.name,
-                                wait.start - self.record.begin, one.last_rank if cause == "slower rank" else None))
+            rows.append(
+                Exposed(
+                    self.rank,
+                    one.name,
+                    one.verb,
+                    one.where,
+                    cause,
+                    seconds,
+                    wait.name,
+                    wait.start - self.record.begin,
+                    one.last_rank if cause == "slower rank" else None,
+                )
+            )
             return seconds
 
         blame(call, NO_CORE, wait.stop - max(wait.start, call.end))
@@ -131,13 +184,18 @@ class _RankCauses:
         return rows
 
     def _queue(self, call: StepCall) -> float:
-        """Seconds that a call stood in the queue of its link, without those that others are blamed for."""
-        return call.begin - call.came - self._since(call.came, "slow transfer", "order", "link busy")
+        """Seconds that a call stood in the queue of its link, without those that others are blamed
+        for."""
+        return (
+            call.begin - call.came - self._since(call.came, "slow transfer", "order", "link busy")
+        )
 
     def _since(self, moment: float, *causes: str) -> float:
-        """Seconds that these causes account for in waits since a moment: without them all after it were so much sooner.
-        """
-        return sum(seconds for start, cause, seconds in self._blamed if start >= moment and cause in causes)
+        """Seconds that these causes account for in waits since a moment: without them all after it
+        were so much sooner."""
+        return sum(
+            seconds for start, cause, seconds in self._blamed if start >= moment and cause in causes
+        )
 
     def _chain(self, call: StepCall) -> list[StepCall]:
         """The calls that held the link up to the end of `call`, without a pause."""
@@ -151,27 +209,45 @@ class _RankCauses:
         mine = call.ranks[self.rank]
         if mine.blocking or call.axis == "control":
             return "needed at once"
-        return "no prefetch" if call.verb == "all_gather" and self._could_leave(mine.asked) else "late bucket"
+        return (
+            "no prefetch"
+            if call.verb == "all_gather" and self._could_leave(mine.asked)
+            else "late bucket"
+        )
 
     def _could_leave(self, asked: float) -> bool:
-        """Whether weights asked for at this moment were there before: the rank has computed since its update."""
-        since = [(name, max(start, self.record.windows[self.rank][0]), min(stop, asked))
-                 for name, start, stop in self.record.work[self.rank] if start < asked]
+        """Whether weights asked for at this moment were there before: the rank has computed since
+        its update."""
+        since = [
+            (name, max(start, self.record.windows[self.rank][0]), min(stop, asked))
+            for name, start, stop in self.record.work[self.rank]
+            if start < asked
+        ]
         updates = [stop for name, _, stop in since if name == "optimizer"]
-        seconds = sum(stop - start for name, start, stop in since if start >= max(updates, default=0.0))
+        seconds = sum(
+            stop - start for name, start, stop in since if start >= max(updates, default=0.0)
+        )
         return seconds > SLOW_SECONDS / 10
 
 
 def typical_step(timelines: Sequence[Timeline]) -> int:
-    """The step of the middle length among those that all ranks have recorded whole, but for the first.
+    """The step of the middle length among those that all ranks have recorded whole, but for the
+    first.
 
     Raises:  ConfigError if there is none.
     """
     longest: dict[int, float] = {}
     for timeline in timelines:
-        found = {span.details["step"]: span.stop - span.start for span in timeline.spans if span.name == "step"}
-        longest = {step: max(seconds, longest.get(step, 0.0)) for step, seconds in found.items()
-                   if timeline is timelines[0] or step in longest}
+        found = {
+            span.details["step"]: span.stop - span.start
+            for span in timeline.spans
+            if span.name == "step"
+        }
+        longest = {
+            step: max(seconds, longest.get(step, 0.0))
+            for step, seconds in found.items()
+            if timeline is timelines[0] or step in longest
+        }
     for step in set[int]().union(*(timeline.cut_steps() for timeline in timelines)):
         longest.pop(step, None)
     steps = sorted(longest)[1:] or sorted(longest)
@@ -181,22 +257,40 @@ def typical_step(timelines: Sequence[Timeline]) -> int:
 
 
 def why(record: StepRecord) -> dict[str, Any]:
-    """The report, as metrics.json has it: seconds of the step, its bound, where ranks stood still, the critical path.
+    """The report, as metrics.json has it: seconds of the step, its bound, where ranks stood still,
+    the critical path.
 
-    Returns: {"seconds", "bound", "replayed", "computing", "exposed": one a rank, "causes", "rows", "path", and for
-             the picture "work": one list a rank, "calls"}. All times are seconds, moments from the step's begin.
+    Returns: {"seconds", "bound", "replayed", "computing", "exposed": one a rank, "causes", "rows",
+    "path", and for
+             the picture "work": one list a rank, "calls"}. All times are seconds, moments from the
+             step's begin.
     """
     rows = exposed_of(record)
     replayed = record.replay()
-    computing = [stop - start - record.exposed(rank) for rank, (start, stop) in enumerate(record.windows)]
+    computing = [
+        stop - start - record.exposed(rank) for rank, (start, stop) in enumerate(record.windows)
+    ]
     causes = {cause: sum(row.seconds for row in rows if row.cause == cause) for cause in CAUSES}
-    return {"seconds": record.seconds, "bound": lower_bound(record),
-            "replayed": max(stops[-1] for stops in replayed.stops), "computing": computing,
-            "exposed": [record.exposed(rank) for rank in range(len(record.windows))],
-            "causes": {cause: seconds for cause, seconds in causes.items() if seconds},
-            "rows": [asdict(row) for row in sorted(rows, key=lambda row: -row.seconds)],
-            "path": path_of(record, replayed),
-            "work": [[[name, start - record.begin, stop - record.begin] for name, start, stop in pieces]
-                     for pieces in record.work],
-            "calls": [{"name": call.name, "verb": call.verb, "begin": call.begin - record.begin,
-                       "end": call.end - record.begin} for call in record.calls]}
+    return {
+        "seconds": record.seconds,
+        "bound": lower_bound(record),
+        "replayed": max(stops[-1] for stops in replayed.stops),
+        "computing": computing,
+        "exposed": [record.exposed(rank) for rank in range(len(record.windows))],
+        "causes": {cause: seconds for cause, seconds in causes.items() if seconds},
+        "rows": [asdict(row) for row in sorted(rows, key=lambda row: -row.seconds)],
+        "path": path_of(record, replayed),
+        "work": [
+            [[name, start - record.begin, stop - record.begin] for name, start, stop in pieces]
+            for pieces in record.work
+        ],
+        "calls": [
+            {
+                "name": call.name,
+                "verb": call.verb,
+                "begin": call.begin - record.begin,
+                "end": call.end - record.begin,
+            }
+            for call in record.calls
+        ],
+    }

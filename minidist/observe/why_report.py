@@ -1,4 +1,5 @@
-"""Chapter 23 · The report of why.py in the terminal, and as a picture: the critical path in colour."""
+"""Chapter 23 · The report of why.py in the terminal, and as a picture: the critical path in
+colour."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -17,24 +18,33 @@ Report = dict[str, Any]
 ROWS = 12
 """The most rows of the table; the others are added up in one."""
 
-COLOURS = {"forward": "#7fb0de", "backward": "#2f5d9b", "optimizer": "#5b9a68", "all_reduce": "#c44e52",
-           "reduce_scatter": "#c44e52", "all_gather": "#e08e3c", "no core": "#4a4a4a"}
+COLOURS = {
+    "forward": "#7fb0de",
+    "backward": "#2f5d9b",
+    "optimizer": "#5b9a68",
+    "all_reduce": "#c44e52",
+    "reduce_scatter": "#c44e52",
+    "all_gather": "#e08e3c",
+    "no core": "#4a4a4a",
+}
 OTHER, WAIT = "#9aa5b1", "#f3d3a8"
 PALE = 0.28
 
 
 def place(where: str) -> str:
     """The line of a call, short: from the package on, of other files their name."""
-    return where[where.rfind("minidist/"):] if "minidist/" in where else where.rpartition("/")[2]
+    return where[where.rfind("minidist/") :] if "minidist/" in where else where.rpartition("/")[2]
 
 
 def headline(report: Report) -> str:
     """The step, its bound, and what its ranks did, in one line."""
     ranks = len(report["exposed"])
     computing, exposed = (1e3 * sum(report[kind]) / ranks for kind in ("computing", "exposed"))
-    return (f"the step took {1e3 * report['seconds']:.1f} ms; its own work and transfers need at least "
-            f"{1e3 * report['bound']:.1f} ms (× {report['seconds'] / report['bound']:.2f}); a rank computed "
-            f"{computing:.1f} ms and stood still {exposed:.1f} ms")
+    return (
+        f"the step took {1e3 * report['seconds']:.1f} ms; its own work and transfers need at "
+        f"least {1e3 * report['bound']:.1f} ms (× {report['seconds'] / report['bound']:.2f}); a "
+        f"rank computed {computing:.1f} ms and stood still {exposed:.1f} ms"
+    )
 
 
 def why_table(report: Report, title: str = "where ranks stood still") -> Table:
@@ -43,13 +53,27 @@ def why_table(report: Report, title: str = "where ranks stood still") -> Table:
     for row in report["rows"]:
         cause = row["cause"] if row["by"] is None else f"{row['cause']} ({row['by']})"
         sums[row["rank"], row["call"], cause, place(row["where"])] += row["seconds"]
-    table = Table(Column("ms", justify="right"), Column("rank", justify="right"), "call", "cause", "asked for at",
-                  title=title, title_justify="left", header_style="bold")
+    table = Table(
+        Column("ms", justify="right"),
+        Column("rank", justify="right"),
+        "call",
+        "cause",
+        "asked for at",
+        title=title,
+        title_justify="left",
+        header_style="bold",
+    )
     rows = sorted(sums.items(), key=lambda item: -item[1])
     for (rank, call, cause, where), seconds in rows[:ROWS]:
         table.add_row(f"{1e3 * seconds:.2f}", str(rank), call, cause, where)
     if len(rows) > ROWS:
-        table.add_row(f"{1e3 * sum(seconds for _, seconds in rows[ROWS:]):.2f}", "", f"{len(rows) - ROWS} more", "", "")
+        table.add_row(
+            f"{1e3 * sum(seconds for _, seconds in rows[ROWS:]):.2f}",
+            "",
+            f"{len(rows) - ROWS} more",
+            "",
+            "",
+        )
     if rows:
         table.rows[-1].end_section = True
     table.add_row(f"{1e3 * sum(sums.values()):.2f}", "all", "", "", "")
@@ -59,20 +83,29 @@ def why_table(report: Report, title: str = "where ranks stood still") -> Table:
 def causes_line(report: Report) -> str:
     """All ranks' milliseconds by cause, in one line."""
     return "by cause, all ranks: " + ", ".join(
-        f"{cause} {1e3 * seconds:.1f} ms" for cause, seconds in sorted(report["causes"].items(), key=lambda it: -it[1]))
+        f"{cause} {1e3 * seconds:.1f} ms"
+        for cause, seconds in sorted(report["causes"].items(), key=lambda it: -it[1])
+    )
 
 
 def foresight_line(found: dict[str, Any]) -> str:
-    """What the step before tells of this one, and what knowing all of it would save, in one line."""
-    known = ("no step before it was recorded" if found["known"] is None else
-             f"{found['known']} of its {found['calls']} calls are those of the step before, in the same order")
+    """What the step before tells of this one, and what knowing all of it would save, in one
+    line."""
+    known = (
+        "no step before it was recorded"
+        if found["known"] is None
+        else f"{found['known']} of its {found['calls']} calls are those of the step before, in "
+        "the same order"
+    )
     return f"{known}; the most urgent call first would save {1e3 * found['gain']:.1f} ms"
 
 
-# ------------------------------------------------------------------------------------------------------- the picture
+# -------------------------------------------------------------------------------------- the picture
+
 
 def draw_why(path: str | Path, report: Report, title: str = "") -> None:
-    """Write the step as a picture: a row a rank, a row of calls; what is not on the critical path is pale.
+    """Write the step as a picture: a row a rank, a row of calls; what is not on the critical path
+    is pale.
 
     Raises:  OSError if `path` cannot be written.
     """
@@ -101,7 +134,9 @@ def draw_path(axes: "Axes", report: Report) -> None:
     ranks = len(report["work"])
 
     def bar(row: int, start: float, stop: float, colour: str, shade: float) -> None:
-        axes.barh(row, 1e3 * (stop - start), 0.68, 1e3 * start, color=colour, alpha=shade, linewidth=0)
+        axes.barh(
+            row, 1e3 * (stop - start), 0.68, 1e3 * start, color=colour, alpha=shade, linewidth=0
+        )
 
     for rank, pieces in enumerate(report["work"]):
         for name, start, stop in pieces:
@@ -110,14 +145,33 @@ def draw_path(axes: "Axes", report: Report) -> None:
         bar(rank, start, stop, WAIT, 1.0)
     for call in report["calls"]:
         if call["end"] > 0:
-            bar(ranks, max(0.0, call["begin"]), min(call["end"], report["seconds"]), _colour(call["verb"]), PALE)
+            bar(
+                ranks,
+                max(0.0, call["begin"]),
+                min(call["end"], report["seconds"]),
+                _colour(call["verb"]),
+                PALE,
+            )
     verbs = {call["name"]: call["verb"] for call in report["calls"]}
     for piece in report["path"]:
         busy = piece["kind"] == "busy"
-        bar(piece["rank"] if busy else ranks, piece["start"], piece["stop"],
-            _colour(piece["name"] if busy else verbs[piece["name"]]), 1.0)
+        bar(
+            piece["rank"] if busy else ranks,
+            piece["start"],
+            piece["stop"],
+            _colour(piece["name"] if busy else verbs[piece["name"]]),
+            1.0,
+        )
     axes.axvline(1e3 * report["bound"], color=INK, linestyle="--", linewidth=1.0)
-    axes.text(1e3 * report["bound"], -0.62, "lower bound ", ha="right", va="center", fontsize=8.5, color=SOFT)
+    axes.text(
+        1e3 * report["bound"],
+        -0.62,
+        "lower bound ",
+        ha="right",
+        va="center",
+        fontsize=8.5,
+        color=SOFT,
+    )
     axes.set_yticks(range(ranks + 1), [*(f"rank {rank}" for rank in range(ranks)), "calls"])
     axes.set_ylim(ranks + 0.5, -0.85)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -140,8 +194,23 @@ def legend(figure: Any) -> None:
     """Explain the colours, below the figure."""
     from matplotlib.patches import Patch
 
-    names = {"forward": "forward", "backward": "backward", "optimizer": "optimizer", "all_gather": "all-gather",
-             "all_reduce": "all-reduce, reduce-scatter", "no core": "no core"}
-    patches = [Patch(facecolor=COLOURS[name]) for name in names] + [Patch(facecolor=OTHER), Patch(facecolor=WAIT)]
-    figure.legend(patches, [*names.values(), "other work", "stands still"], loc="outside lower center",
-                  ncols=len(patches), frameon=False, fontsize=8.5)
+    names = {
+        "forward": "forward",
+        "backward": "backward",
+        "optimizer": "optimizer",
+        "all_gather": "all-gather",
+        "all_reduce": "all-reduce, reduce-scatter",
+        "no core": "no core",
+    }
+    patches = [Patch(facecolor=COLOURS[name]) for name in names] + [
+        Patch(facecolor=OTHER),
+        Patch(facecolor=WAIT),
+    ]
+    figure.legend(
+        patches,
+        [*names.values(), "other work", "stands still"],
+        loc="outside lower center",
+        ncols=len(patches),
+        frameon=False,
+        fontsize=8.5,
+    )

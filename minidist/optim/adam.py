@@ -1,6 +1,8 @@
-"""RMSProp, Adam and AdamW: steps, in Adam with momentum, divided by the recent size of the gradients.
+"""RMSProp, Adam and AdamW: steps, in Adam with momentum, divided by the recent size of the
+gradients.
 
-On a GPU one launch updates Adam's tensors (fused_adam.py) and rounds masters to the weights that the next step uses.
+On a GPU one launch updates Adam's tensors (fused_adam.py) and rounds masters to the weights that
+the next step uses.
 """
 
 import math
@@ -24,7 +26,8 @@ from minidist.optim.optimizer import (
 class RMSProp(Optimizer):
     """v = alpha v + (1 - alpha) g²;  p -= lr g / (sqrt(v) + eps).
 
-    Weight decay adds weight_decay p to g. Memory: one array. Source: Tieleman & Hinton 2012; formula as in PyTorch.
+    Weight decay adds weight_decay p to g. Memory: one array. Source: Tieleman & Hinton 2012;
+    formula as in PyTorch.
     Args:    as Optimizer's; alpha: in [0, 1); eps: from 0.
     """
 
@@ -34,12 +37,22 @@ class RMSProp(Optimizer):
     alpha = Option(0.0, 1.0)
     eps = Option(0.0)
 
-    def __init__(self, parameters: Iterable[Optimizable], lr: float, *, alpha: float = 0.99, eps: float = 1e-8,
-                 weight_decay: float = 0.0, decay: Rule = at_least_two_dims) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[Optimizable],
+        lr: float,
+        *,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        decay: Rule = at_least_two_dims,
+    ) -> None:
         self.alpha, self.eps = alpha, eps
         super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
 
-    def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
+    def update(
+        self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step
+    ) -> None:
         xp, (v,), (s, t) = step.xp, state, scratch
         step.scaled(g, s)
         add_decay(s, p, t, step)
@@ -57,8 +70,9 @@ class RMSProp(Optimizer):
 class Adam(Optimizer):
     """m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g²;  p -= lr m̂ / (sqrt(v̂) + eps).
 
-    m̂ = m / (1 - b1^t) and v̂ = v / (1 - b2^t) correct the start from zero at step t. Weight decay adds weight_decay p to
-    g. Memory: two arrays, 8 bytes a parameter in float32. Source: Kingma & Ba 2015; formula as in PyTorch.
+    m̂ = m / (1 - b1^t) and v̂ = v / (1 - b2^t) correct the start from zero at step t. Weight decay
+    adds weight_decay p to g. Memory: two arrays, 8 bytes a parameter in float32. Source: Kingma &
+    Ba 2015; formula as in PyTorch.
 
     Args:    as Optimizer's; betas: b1 and b2, in [0, 1); eps: from 0.
     """
@@ -66,12 +80,20 @@ class Adam(Optimizer):
     state_names = ("m", "v")
     options = ("lr", "weight_decay", "betas", "eps")
     eps = Option(0.0)
-    apart = False               # whether weight decay is apart from the gradient
-    variance_steps: int | None = None   # after so many updates v stays as it is (None: never; compress/one_bit_adam.py)
+    apart = False  # whether weight decay is apart from the gradient
+    # after so many updates v stays as it is (None: never; compress/one_bit_adam.py)
+    variance_steps: int | None = None
 
-    def __init__(self, parameters: Iterable[Optimizable], lr: float, *, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-8, weight_decay: float = 0.0,
-                 decay: Rule = at_least_two_dims) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[Optimizable],
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        decay: Rule = at_least_two_dims,
+    ) -> None:
         self.betas, self.eps = betas, eps
         super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
         self._fused = FusedAdam(apart=self.apart)
@@ -84,16 +106,23 @@ class Adam(Optimizer):
     @betas.setter
     def betas(self, betas: tuple[float, float]) -> None:
         first, second = betas
-        self._betas = (in_range(self, "betas[0]", first, 0.0, 1.0),
-                       in_range(self, "betas[1]", second, 0.0, 1.0))
+        self._betas = (
+            in_range(self, "betas[0]", first, 0.0, 1.0),
+            in_range(self, "betas[1]", second, 0.0, 1.0),
+        )
 
     @property
     def scratch_blocks(self) -> int:  # type: ignore[override]
         """As Optimizer's; the term of weight decay takes two more."""
         return 3 if self.weight_decay and not self.apart else 1
 
-    def step(self, lr: float | Array | None = None, scale: float | Array = 1.0, *,
-             roundings: Iterable[tuple[Array, Array]] = ()) -> None:
+    def step(
+        self,
+        lr: float | Array | None = None,
+        scale: float | Array = 1.0,
+        *,
+        roundings: Iterable[tuple[Array, Array]] = (),
+    ) -> None:
         """As Optimizer.step; on a GPU in one launch, if the kernel takes all tensors.
 
         Args:    lr: then also float64 (1,) on the GPU, read when the update runs.
@@ -103,19 +132,30 @@ class Adam(Optimizer):
         kernel_takes_it = self._store is None and self.variance_steps is None
         rate = self.lr if lr is None else lr
         if not kernel_takes_it or not self._fused.step(
-                self.slots, rate, scale, betas=self.betas, eps=self.eps,
-                weight_decay=self.weight_decay, roundings=roundings):
+            self.slots,
+            rate,
+            scale,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            roundings=roundings,
+        ):
             if is_array(lr):
-                raise ConfigError(f"{type(self).__name__}: only the kernel reads its rate on a GPU, and it takes "
-                                  f"float32 weights there, each with a gradient; pass the rate as a number")
+                raise ConfigError(
+                    f"{type(self).__name__}: only the kernel reads its rate on a GPU, and it takes "
+                    f"float32 weights there, each with a gradient; pass the rate as a number"
+                )
             super().step(lr, scale, roundings=roundings)
 
     def again(self) -> None:
         """Count an update that a captured graph runs again (cuda_graph.py)."""
         self._fused.again(self.slots)
 
-    def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
-        """In 12 passes, as lr sqrt(1 - b2^t) / (1 - b1^t)  m / (sqrt(v) + eps sqrt(1 - b2^t)) corrects both moments."""
+    def update(
+        self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step
+    ) -> None:
+        """In 12 passes, as lr sqrt(1 - b2^t) / (1 - b1^t)  m / (sqrt(v) + eps sqrt(1 - b2^t))
+        corrects both moments."""
         xp, (m, v), (b1, b2), (s, *more) = step.xp, state, self.betas, scratch
         if step.decay and not self.apart:
             decayed, spare = more
@@ -134,23 +174,34 @@ class Adam(Optimizer):
             s *= (1.0 - b2) / (1.0 - b1) ** 2
             v *= b2
             v += s
-        correction = math.sqrt(1.0 - b2 ** last)
+        correction = math.sqrt(1.0 - b2**last)
         xp.sqrt(v, out=s)
         s += self.eps * correction
         xp.divide(m, s, out=s)
-        s *= step.lr * correction / (1.0 - b1 ** step.count)
+        s *= step.lr * correction / (1.0 - b1**step.count)
         p -= s
 
 
 class AdamW(Adam):
-    """Adam with weight decay on the weights themselves, p *= 1 - lr weight_decay, which does not enter m and v.
+    """Adam with weight decay on the weights themselves, p *= 1 - lr weight_decay, which does not
+    enter m and v.
 
-    Args:    as Adam's; decay: which tensors shrink; default: matrices and tables. Source: Loshchilov & Hutter 2019.
+    Args:    as Adam's; decay: which tensors shrink; default: matrices and tables. Source:
+             Loshchilov & Hutter 2019.
     """
 
     apart = True
 
-    def __init__(self, parameters: Iterable[Optimizable], lr: float, *, betas: tuple[float, float] = (0.9, 0.999),
-                 eps: float = 1e-8, weight_decay: float = 0.01,
-                 decay: Rule = at_least_two_dims) -> None:
-        super().__init__(parameters, lr, betas=betas, eps=eps, weight_decay=weight_decay, decay=decay)
+    def __init__(
+        self,
+        parameters: Iterable[Optimizable],
+        lr: float,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        decay: Rule = at_least_two_dims,
+    ) -> None:
+        super().__init__(
+            parameters, lr, betas=betas, eps=eps, weight_decay=weight_decay, decay=decay
+        )

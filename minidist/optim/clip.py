@@ -1,9 +1,10 @@
 """The global norm of a gradient, and clipping by it.
 
-Squares are summed in float64, block by block through a small scratch. The blocks of a tensor do not depend on its place
-in memory, and their sums are added exactly. So the norm has the same bits for any order of tensors and any buckets.
-On a GPU one launch takes all tensors (kernels/global_norm.cu); its bits depend on their order. The results of
-`squares_of`, `norm_of` and `clip_scale` stay on the GPU, where the optimizer reads them, so the host does not wait.
+Squares are summed in float64, block by block through a small scratch. The blocks of a tensor do not
+depend on its place in memory, and their sums are added exactly. So the norm has the same bits for
+any order of tensors and any buckets. On a GPU one launch takes all tensors
+(kernels/global_norm.cu); its bits depend on their order. The results of `squares_of`, `norm_of` and
+`clip_scale` stay on the GPU, where the optimizer reads them, so the host does not wait.
 """
 
 import math
@@ -15,20 +16,27 @@ import numpy as np
 from minidist.device.backend import Array, array_module, is_array, on_host
 from minidist.device.dispatch import kernel
 
-_BLOCK = 8192           # float64 numbers; OpenBLAS splits a dot product of more than 10,000 among its threads
+# float64 numbers; OpenBLAS splits a dot product of more than 10,000 among its threads
+_BLOCK = 8192
 _DEVICE_BLOCK = 1 << 24
 
 
 def sum_of_squares(gradients: Iterable[Array | None]) -> float:
-    """The sum of the squares of all elements, in float64; None counts as zero. The host waits for a GPU."""
+    """The sum of the squares of all elements, in float64; None counts as zero. The host waits for a
+    GPU."""
     return float(squares_of(gradients))
 
 
 def squares_of(gradients: Iterable[Array | None]) -> float | Array:
-    """As sum_of_squares; for gradients on a GPU a float64 array without dims there, and the host does not wait."""
+    """As sum_of_squares; for gradients on a GPU a float64 array without dims there, and the host
+    does not wait."""
     present = [gradient for gradient in gradients if gradient is not None]
     xp = array_module(*present)
-    fast = kernel("sum_of_squares", *present) if len({gradient.dtype for gradient in present}) == 1 else None
+    fast = (
+        kernel("sum_of_squares", *present)
+        if len({gradient.dtype for gradient in present}) == 1
+        else None
+    )
     if fast is not None:
         return fast(present)
     sums = [block for gradient in present for block in block_sums(gradient)]
@@ -47,8 +55,8 @@ def block_sums(gradient: Array) -> Iterator[Array]:
     flat, size = gradient.reshape(-1), _BLOCK if on_host(gradient) else _DEVICE_BLOCK
     scratch = xp.empty(min(size, flat.size), np.float64)
     for start in range(0, flat.size, size):
-        piece = flat[start:start + size]
-        wide = scratch[:piece.size]
+        piece = flat[start : start + size]
+        wide = scratch[: piece.size]
         wide[...] = piece
         yield xp.dot(wide, wide)
 
@@ -56,7 +64,8 @@ def block_sums(gradient: Array) -> Iterator[Array]:
 def global_norm(gradients: Iterable[Array | None], *, group: Any = None) -> float:
     """The square root of the sum of squares over all tensors: one number for the whole model.
 
-    Args:    group: ranks that hold different parts of the gradient (ZeRO, tensor parallel), or None.
+    Args:    group: ranks that hold different parts of the gradient (ZeRO, tensor parallel), or
+             None.
     Returns: the same bits on every rank; inf or nan if an element is.
     Cost:    with a group one all-reduce of 8 bytes, counted as control.
     """
@@ -73,19 +82,25 @@ def norm_of(squares: float | Array) -> float | Array:
 
 
 def clip_scale(norm: float | Array, limit: float) -> float | Array:
-    """The factor, for `optimizer.step(scale=)`, that brings gradients of this norm to `limit`, as PyTorch's.
+    """The factor, for `optimizer.step(scale=)`, that brings gradients of this norm to `limit`, as
+    PyTorch's.
 
     Returns: 1 within the limit; not finite if the norm is not; on the device of the norm.
     """
     if is_array(norm):
-        return array_module(norm).minimum(limit / (norm + 1e-6), 1.0) + (norm - norm)   # inf - inf is NaN
+        # inf - inf is NaN
+        return array_module(norm).minimum(limit / (norm + 1e-6), 1.0) + (norm - norm)
     return min(1.0, limit / (norm + 1e-6)) if math.isfinite(norm) else math.nan
 
 
-def clip_by_global_norm(gradients: Iterable[Array | None], limit: float, *, group: Any = None) -> float:
-    """Scale all gradients in place so that their global norm is at most `limit`. Args, Cost: as `global_norm`.
+def clip_by_global_norm(
+    gradients: Iterable[Array | None], limit: float, *, group: Any = None
+) -> float:
+    """Scale all gradients in place so that their global norm is at most `limit`. Args, Cost: as
+    `global_norm`.
 
-    Returns: the norm before. `step(scale=clip_scale(global_norm(gradients), limit))` of an optimizer saves this pass.
+    Returns: the norm before. `step(scale=clip_scale(global_norm(gradients), limit))` of an
+    optimizer saves this pass.
     """
     present = [gradient for gradient in gradients if gradient is not None]
     norm = global_norm(present, group=group)

@@ -1,8 +1,8 @@
 """Adam's update of all tensors in one launch on a GPU: the passes of adam.py, by kernels/adam.cu.
 
-A model has hundreds of tensors, and the passes are a dozen launches for each. The kernel gets all tensors through
-tables of pointers, which are made again only if an address has changed. The device counts the updates too, so the host
-decides nothing in a step.
+A model has hundreds of tensors, and the passes are a dozen launches for each. The kernel gets all
+tensors through tables of pointers, which are made again only if an address has changed. The device
+counts the updates too, so the host decides nothing in a step.
 """
 
 import math
@@ -22,16 +22,24 @@ class FusedAdam:
     """The tables of one optimizer. Args: apart: whether weight decay is AdamW's."""
 
     apart: bool
-    _arrays: list[Array] = field(default_factory=list)      # the tables point to these
+    _arrays: list[Array] = field(default_factory=list)  # the tables point to these
     _tensors: Any = None
     _chunks: Any = None
-    _places: Any = None                                     # addresses of the last step's gradients
-    _weight_decay: float = math.nan                         # in the tables
-    _count: int = -1                                        # updates counted on the device
+    _places: Any = None  # addresses of the last step's gradients
+    _weight_decay: float = math.nan  # in the tables
+    _count: int = -1  # updates counted on the device
 
-    def step(self, slots: Sequence[Slot], lr: float | Array, scale: float | Array, *,
-             betas: tuple[float, float], eps: float, weight_decay: float,
-             roundings: Sequence[tuple[Array, Array]]) -> bool:
+    def step(
+        self,
+        slots: Sequence[Slot],
+        lr: float | Array,
+        scale: float | Array,
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        roundings: Sequence[tuple[Array, Array]],
+    ) -> bool:
         """Run the update and the roundings. Args: as Adam.step's; betas, eps, weight_decay: Adam's.
 
         Returns: False, and nothing has changed, unless all weights are float32 on a GPU and learn,
@@ -39,10 +47,17 @@ class FusedAdam:
         """
         gradients = [slot.weights.grad if learns(slot.weights) else None for slot in slots]
         data = [slot.weights.data for slot in slots]
-        if any(g is None or g.shape != p.shape or p.dtype != np.float32 for g, p in zip(gradients, data, strict=True)):
+        if any(
+            g is None or g.shape != p.shape or p.dtype != np.float32
+            for g, p in zip(gradients, data, strict=True)
+        ):
             return False
         moments = [[slot.state[name] for slot in slots] for name in ("m", "v")]
-        alike = len({slot.steps for slot in slots}) == 1 == len({g.dtype for g in gradients if g is not None})
+        alike = (
+            len({slot.steps for slot in slots})
+            == 1
+            == len({g.dtype for g in gradients if g is not None})
+        )
         fast = kernel("adam", *data, *moments[0], *moments[1], *gradients) if alike else None
         if fast is None:
             return False
@@ -51,8 +66,16 @@ class FusedAdam:
         found = launcher("gradients")(gradients, self._chunks, self._places)
         self._chunks, self._places = found.chunks, found.table.places
         factor = scale.astype(np.float32).reshape(1) if is_array(scale) else None
-        fast(self._tensors, found, lr=lr, betas=betas, eps=eps, apart=self.apart, factor=factor,
-             scale=1.0 if is_array(scale) else scale)
+        fast(
+            self._tensors,
+            found,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            apart=self.apart,
+            factor=factor,
+            scale=1.0 if is_array(scale) else scale,
+        )
         self.count(slots)
         written = {id(copy) for copy in copies or ()}
         for master, weights in roundings:
@@ -70,13 +93,21 @@ class FusedAdam:
             slot.steps += 1
         self._count += 1
 
-    def _place(self, slots: Sequence[Slot], data: list[Array], moments: list[list[Array]], copies: list[Array] | None,
-               weight_decay: float) -> None:
+    def _place(
+        self,
+        slots: Sequence[Slot],
+        data: list[Array],
+        moments: list[list[Array]],
+        copies: list[Array] | None,
+        weight_decay: float,
+    ) -> None:
         arrays = [*data, *moments[0], *moments[1], *(copies or ())]
         kept = len(arrays) == len(self._arrays) and weight_decay == self._weight_decay
         if not kept or any(a is not b for a, b in zip(arrays, self._arrays, strict=True)):
             decays = [weight_decay if slot.decays else 0.0 for slot in slots]
-            self._tensors = launcher("adam_tensors")(data, decays=decays, copies=copies, moments=moments)
+            self._tensors = launcher("adam_tensors")(
+                data, decays=decays, copies=copies, moments=moments
+            )
             self._arrays, self._chunks, self._count = arrays, None, -1
             self._weight_decay = weight_decay
         self._tell_count(slots)
@@ -88,9 +119,14 @@ class FusedAdam:
             self._tensors.count[...] = self._count
 
 
-def _copies(data: list[Array], roundings: Sequence[tuple[Array, Array]], gradient: Array) -> list[Array] | None:
+def _copies(
+    data: list[Array], roundings: Sequence[tuple[Array, Array]], gradient: Array
+) -> list[Array] | None:
     """For each master its weights, if all have the gradients' dtype; else None."""
     found = {id(master): weights for master, weights in roundings}
     copies = [found.get(id(p)) for p in data]
-    fits = all(copy is not None and copy.dtype == gradient.dtype and copy.flags.c_contiguous for copy in copies)
+    fits = all(
+        copy is not None and copy.dtype == gradient.dtype and copy.flags.c_contiguous
+        for copy in copies
+    )
     return copies if fits else None

@@ -1,4 +1,5 @@
-"""Learning rates as plain functions of the step: `optimizer.step(lr=warmup_cosine(step, peak=3e-4, ...))`.
+"""Learning rates as plain functions of the step: `optimizer.step(lr=warmup_cosine(step, peak=3e-4,
+...))`.
 
 Each rises linearly to `peak` in `warmup` steps. What follows, with T steps in all:
 
@@ -6,13 +7,15 @@ Each rises linearly to `peak` in `warmup` steps. What follows, with T steps in a
     warmup_cosine         half a cosine down to `floor` at T
     linear                a line down to `floor` at T
     inverse_square_root   peak · √(warmup / step), counted from 1; it needs no T
-    stable_decay          peak, and in the last `decay` steps a line down to `floor` (warm-up-stable-decay, WSD)
+    stable_decay          peak, and in the last `decay` steps a line down to `floor`
+                          (warm-up-stable-decay, WSD)
     step_decay            peak · factor after `every` steps, peak · factor² after twice as many, …
 
-`LearningRate` is one of them by name, as `Trainer(lr_schedule=…)` and `minidist train --lr-schedule` take it.
+`LearningRate` is one of them by name, as `Trainer(lr_schedule=…)` and `minidist train
+--lr-schedule` take it.
 
-Source:  Goyal et al. 2017 (warm-up); Loshchilov & Hutter 2017 (cosine); Vaswani et al. 2017 (inverse square root);
-         Hu et al. 2024, "MiniCPM" (warm-up-stable-decay).
+Source:  Goyal et al. 2017 (warm-up); Loshchilov & Hutter 2017 (cosine); Vaswani et al. 2017
+         (inverse square root); Hu et al. 2024, "MiniCPM" (warm-up-stable-decay).
 """
 
 import math
@@ -32,7 +35,8 @@ def constant(step: int, *, peak: float, warmup: int = 0) -> float:
 
 
 def warmup_cosine(step: int, *, peak: float, warmup: int, total: int, floor: float = 0.0) -> float:
-    """A learning rate that rises linearly to `peak` over `warmup` steps, then falls along half a cosine to `floor`.
+    """A learning rate that rises linearly to `peak` over `warmup` steps, then falls along half a
+    cosine to `floor`.
 
     Args:    as constant's; total: the number of steps; later ones have the rate `floor`.
     Raises:  ConfigError if the warm-up is longer than the run.
@@ -47,34 +51,53 @@ def warmup_cosine(step: int, *, peak: float, warmup: int, total: int, floor: flo
 
 def linear(step: int, *, peak: float, warmup: int, total: int, floor: float = 0.0) -> float:
     """As warmup_cosine, but it falls along a line."""
-    return stable_decay(step, peak=peak, warmup=warmup, total=total, decay=total - _checked(warmup, total), floor=floor)
+    return stable_decay(
+        step,
+        peak=peak,
+        warmup=warmup,
+        total=total,
+        decay=total - _checked(warmup, total),
+        floor=floor,
+    )
 
 
 def inverse_square_root(step: int, *, peak: float, warmup: int) -> float:
-    """A learning rate that rises linearly to `peak` over `warmup` steps, then falls as 1 / √(step + 1).
+    """A learning rate that rises linearly to `peak` over `warmup` steps, then falls as 1 / √(step +
+    1).
 
     Args:    as constant's; without a warm-up step 0 has `peak`.
     """
-    return constant(step, peak=peak, warmup=warmup) * min(1.0, math.sqrt(max(1, warmup) / (step + 1)))
+    return constant(step, peak=peak, warmup=warmup) * min(
+        1.0, math.sqrt(max(1, warmup) / (step + 1))
+    )
 
 
-def stable_decay(step: int, *, peak: float, warmup: int, total: int, decay: int, floor: float = 0.0) -> float:
-    """A learning rate that rises linearly to `peak`, stays, and falls along a line in the last `decay` steps.
+def stable_decay(
+    step: int, *, peak: float, warmup: int, total: int, decay: int, floor: float = 0.0
+) -> float:
+    """A learning rate that rises linearly to `peak`, stays, and falls along a line in the last
+    `decay` steps.
 
-    Args:    as warmup_cosine's; step total - decay is the last with `peak`, step `total` has `floor`.
+    Args:    as warmup_cosine's; step total - decay is the last with `peak`, step `total` has
+             `floor`.
     Raises:  ConfigError if warm-up and decay together are longer than the run.
     """
     _checked(warmup, total)
     if not 0 <= decay <= total - warmup:
-        raise ConfigError(f"learning rate: a decay of {decay} steps does not fit a run of {total} with a warm-up of "
-                          f"{warmup}; choose between 0 and {total - warmup}")
+        raise ConfigError(
+            f"learning rate: a decay of {decay} steps does not fit a run of {total} with a "
+            f"warm-up of {warmup}; choose between 0 and {total - warmup}"
+        )
     if step <= total - decay and step < total:
         return constant(step, peak=peak, warmup=warmup)
     return floor if step >= total else floor + (peak - floor) * (total - step) / decay
 
 
-def step_decay(step: int, *, peak: float, every: int, factor: float = 0.1, warmup: int = 0) -> float:
-    """A learning rate that rises linearly to `peak`, and is multiplied by `factor` each `every` steps after that.
+def step_decay(
+    step: int, *, peak: float, every: int, factor: float = 0.1, warmup: int = 0
+) -> float:
+    """A learning rate that rises linearly to `peak`, and is multiplied by `factor` each `every`
+    steps after that.
 
     Args:    as constant's.
     """
@@ -86,16 +109,20 @@ def step_decay(step: int, *, peak: float, every: int, factor: float = 0.1, warmu
 def _checked(warmup: int, total: int) -> int:
     """The warm-up. Raises: ConfigError if it is longer than the run."""
     if not 0 <= warmup <= total:
-        raise ConfigError(f"learning rate: a warm-up of {warmup} steps does not fit a run of {total}; "
-                          f"choose between 0 and {total}")
+        raise ConfigError(
+            f"learning rate: a warm-up of {warmup} steps does not fit a run of {total}; "
+            f"choose between 0 and {total}"
+        )
     return warmup
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRate:
-    """The rate of each step, by the name of its schedule: `LearningRate(name="linear", peak=1e-3, total=100)(step)`.
+    """The rate of each step, by the name of its schedule: `LearningRate(name="linear", peak=1e-3,
+    total=100)(step)`.
 
-    Attributes: name: one of LR_SCHEDULES; peak, warmup: as above; total: steps of the run, needed by those of ENDING.
+    Attributes: name: one of LR_SCHEDULES; peak, warmup: as above; total: steps of the run, needed
+    by those of ENDING.
                 floor: the rate at the end, as a share of the peak, for those of ENDING.
                 decay: of wsd: how many of the last steps (None: a fifth of all).
                 every, factor: of step: after how many steps (None: a third of all), and by what.
@@ -114,11 +141,22 @@ class LearningRate:
     def __post_init__(self) -> None:
         if self.name not in LR_SCHEDULES:
             raise ConfigError(f"lr_schedule {self.name!r}: choose one of {', '.join(LR_SCHEDULES)}")
-        if self.total is None and (self.name in ENDING or (self.name == "step" and self.every is None)):
-            raise ConfigError(f"lr_schedule {self.name!r}: it depends on the number of steps; give steps=")
-        if not 0.0 <= self.floor <= 1.0 or not 0.0 < self.factor <= 1.0 or (self.every is not None and self.every < 1):
-            raise ConfigError(f"lr_schedule {self.name!r}: floor={self.floor}, factor={self.factor}, "
-                              f"every={self.every}: choose a floor from 0 to 1, a factor above 0 up to 1, every from 1")
+        if self.total is None and (
+            self.name in ENDING or (self.name == "step" and self.every is None)
+        ):
+            raise ConfigError(
+                f"lr_schedule {self.name!r}: it depends on the number of steps; give steps="
+            )
+        if (
+            not 0.0 <= self.floor <= 1.0
+            or not 0.0 < self.factor <= 1.0
+            or (self.every is not None and self.every < 1)
+        ):
+            raise ConfigError(
+                f"lr_schedule {self.name!r}: floor={self.floor}, factor={self.factor}, "
+                f"every={self.every}: choose a floor from 0 to 1, a factor above 0 up to 1, "
+                "every from 1"
+            )
         self(0)
 
     def __call__(self, step: int) -> float:
@@ -128,9 +166,10 @@ class LearningRate:
     def extended(self, total: int) -> "LearningRate":
         """Return the rate of the same training with another number of steps: only the end moves.
 
-        What followed from the number of steps stays as it was: the warm-up, the last steps of wsd, the steps that a
-        rate of `step` lasts. So no step warms up a second time. Cosine and linear fall more slowly to the same floor,
-        so the rate of a step that comes after the warm-up is another: `minidist train --resume` tells the jump.
+        What followed from the number of steps stays as it was: the warm-up, the last steps of wsd,
+        the steps that a rate of `step` lasts. So no step warms up a second time. Cosine and linear
+        fall more slowly to the same floor, so the rate of a step that comes after the warm-up is
+        another: `minidist train --resume` tells the jump.
 
         Args:    total: steps of the whole run, not fewer than before.
         """
@@ -144,13 +183,20 @@ class LearningRate:
     @property
     def ending(self) -> dict[str, Any]:
         """The arguments of the schedules that end at a known step."""
-        return {"peak": self.peak, "warmup": self.warmup, "total": self.total or 0, "floor": self.floor * self.peak}
+        return {
+            "peak": self.peak,
+            "warmup": self.warmup,
+            "total": self.total or 0,
+            "floor": self.floor * self.peak,
+        }
 
     @property
     def last_steps(self) -> int:
         """How many steps of wsd decay."""
         total = self.total or 0
-        return min(-(-total // 5), max(0, total - self.warmup)) if self.decay is None else self.decay
+        return (
+            min(-(-total // 5), max(0, total - self.warmup)) if self.decay is None else self.decay
+        )
 
     @property
     def steps_a_rate(self) -> int:
@@ -162,10 +208,14 @@ LR_SCHEDULES: dict[str, Callable[[LearningRate, int], float]] = {
     "constant": lambda rate, step: constant(step, peak=rate.peak),
     "cosine": lambda rate, step: warmup_cosine(step, **rate.ending),
     "linear": lambda rate, step: linear(step, **rate.ending),
-    "inverse-sqrt": lambda rate, step: inverse_square_root(step, peak=rate.peak, warmup=rate.warmup),
+    "inverse-sqrt": lambda rate, step: inverse_square_root(
+        step, peak=rate.peak, warmup=rate.warmup
+    ),
     "wsd": lambda rate, step: stable_decay(step, decay=rate.last_steps, **rate.ending),
-    "step": lambda rate, step: step_decay(step, peak=rate.peak, warmup=rate.warmup, factor=rate.factor,
-                                          every=rate.steps_a_rate)}
+    "step": lambda rate, step: step_decay(
+        step, peak=rate.peak, warmup=rate.warmup, factor=rate.factor, every=rate.steps_a_rate
+    ),
+}
 """The schedules by name; constant has no warm-up."""
 
 ENDING = ("cosine", "linear", "wsd")

@@ -18,18 +18,30 @@ from minidist.optim.optimizer import (
 class SGD(Optimizer):
     """p -= lr u  with  u = momentum u + g;  without momentum u = g;  nesterov: p -= lr (g + momentum u).
 
-    The first step sets u = g. Weight decay adds weight_decay p to g. Memory: one array, none without momentum.
-    Args:    as Optimizer's; momentum: in [0, 1); nesterov: look ahead along u, which needs momentum.
+    The first step sets u = g. Weight decay adds weight_decay p to g. Memory: one array, none
+    without momentum.
+    Args:    as Optimizer's; momentum: in [0, 1); nesterov: look ahead along u, which needs
+             momentum.
     Source:  Polyak 1964; Nesterov 1983, Sutskever et al. 2013; formulas as in PyTorch.
     """
 
     options = ("lr", "weight_decay", "momentum", "nesterov")
     scratch_blocks = 2
 
-    def __init__(self, parameters: Iterable[Optimizable], lr: float, *, momentum: float = 0.0, nesterov: bool = False,
-                 weight_decay: float = 0.0, decay: Rule = at_least_two_dims) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[Optimizable],
+        lr: float,
+        *,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        weight_decay: float = 0.0,
+        decay: Rule = at_least_two_dims,
+    ) -> None:
         if nesterov and not momentum:
-            raise ConfigError("SGD: nesterov looks ahead along the momentum, which is 0; give momentum=0.9, say")
+            raise ConfigError(
+                "SGD: nesterov looks ahead along the momentum, which is 0; give momentum=0.9, say"
+            )
         self.state_names = ("momentum",) if momentum else ()
         self.momentum, self.nesterov = momentum, nesterov
         super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
@@ -43,17 +55,21 @@ class SGD(Optimizer):
     def momentum(self, momentum: float) -> None:
         self._momentum = in_range(self, "momentum", momentum, 0.0, 1.0)
         if self._momentum and not self.state_names:
-            raise ConfigError(f"SGD: momentum is set to {momentum!r}, but it was 0 when the "
-                              f"optimizer was made, so there is no array for it; make it with "
-                              f"a momentum")
+            raise ConfigError(
+                f"SGD: momentum is set to {momentum!r}, but it was 0 when the "
+                f"optimizer was made, so there is no array for it; make it with "
+                f"a momentum"
+            )
 
-    def update(self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step) -> None:
+    def update(
+        self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step
+    ) -> None:
         s, spare = scratch
         step.scaled(g, s)
         add_decay(s, p, spare, step)
         u = s
         if state and self.momentum:
-            u = state[0]                     # zeros before the first step, which so sets u = g
+            u = state[0]  # zeros before the first step, which so sets u = g
             u *= self.momentum
             u += s
             if self.nesterov:

@@ -1,4 +1,5 @@
-"""Chapter 24 · Columns of seconds: what calls and kernels take in each candidate's cells, where its groups lie.
+"""Chapter 24 · Columns of seconds: what calls and kernels take in each candidate's cells, where its
+groups lie.
 
 Many candidates share a cell and a layout, so each pair of the two is asked for once.
 """
@@ -22,29 +23,45 @@ ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
 class CallColumns:
     """For a set of candidates."""
 
-    def __init__(self, found: Candidates, cells: Cells, layouts: Layouts, config: GPTConfig) -> None:
+    def __init__(
+        self, found: Candidates, cells: Cells, layouts: Layouts, config: GPTConfig
+    ) -> None:
         self.found, self.cells, self.layouts, self.config = found, cells, layouts, config
 
     def _groups(self) -> tuple[list[dict[str, Groups]], np.ndarray]:
         rows, where = np.unique(self.found.rows(*AXES, "order"), axis=0, return_inverse=True)
-        return [self.layouts.groups(dict(zip(AXES, map(int, row[:-1]), strict=True)),
-                                          self.found.orders[row[-1]]) for row in rows], where.reshape(-1)
+        return [
+            self.layouts.groups(
+                dict(zip(AXES, map(int, row[:-1]), strict=True)), self.found.orders[row[-1]]
+            )
+            for row in rows
+        ], where.reshape(-1)
 
     def inner(self) -> dict[str, np.ndarray]:
         """Seconds of a layer and of the ends: kernels, and what stands still for tp, cp and ep."""
         groups, layout = self._groups()
         known: dict[Groups, int] = {}
-        inside = [known.setdefault((*group["tp"], *group["cp"], *group["ep"]), len(known)) for group in groups]
-        keys = np.column_stack([self.found.rows("tp", "cp", "ep", "sequence", "rows"), np.array(inside)[layout]])
+        inside = [
+            known.setdefault((*group["tp"], *group["cp"], *group["ep"]), len(known))
+            for group in groups
+        ]
+        keys = np.column_stack(
+            [self.found.rows("tp", "cp", "ep", "sequence", "rows"), np.array(inside)[layout]]
+        )
         rows, first, where = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-        made = [self._one_cell(Cut(*map(int, row[:-1])), groups[layout[at]])
-                for row, at in zip(rows, first, strict=True)]
+        made = [
+            self._one_cell(Cut(*map(int, row[:-1])), groups[layout[at]])
+            for row, at in zip(rows, first, strict=True)
+        ]
         return {name: np.array([one[name] for one in made])[where.reshape(-1)] for name in made[0]}
 
     def _one_cell(self, cut: Cut, groups: Mapping[str, Groups]) -> dict[str, float]:
         price = self.layouts.price
         layer, ends = self.cells.cell(cut).seconds(
-            lambda call: price(groups[call.axis], call.verb, call.algorithm, call.nbytes, call.blocks))
+            lambda call: price(
+                groups[call.axis], call.verb, call.algorithm, call.nbytes, call.blocks
+            )
+        )
         found = {phase: layer[phase].compute for phase in PHASES}
         found["ends"] = fsum(ends[phase].compute for phase in PHASES)
         for axis in ("tp", "cp", "ep"):
@@ -55,7 +72,8 @@ class CallColumns:
     def data(self) -> dict[str, np.ndarray]:
         """Seconds of the data axis's calls of a layer and of the ends.
 
-        Reductions; gathers (ZeRO-3: of one pass); sums of the copies of the state (hybrid sharding).
+        Reductions; gathers (ZeRO-3: of one pass); sums of the copies of the state (hybrid
+        sharding).
         """
         groups, layout = self._groups()
         known: dict[Groups, int] = {}
@@ -63,7 +81,10 @@ class CallColumns:
         keys = np.column_stack([self.found.rows("tp", "zero", "shard"), data])
         rows, where = np.unique(keys, axis=0, return_inverse=True)
         by_number = list(known)
-        made = [dict(self._calls(tp, zero, shard, by_number[number])) for tp, zero, shard, number in rows.tolist()]
+        made = [
+            dict(self._calls(tp, zero, shard, by_number[number]))
+            for tp, zero, shard, number in rows.tolist()
+        ]
         return {name: np.array([one[name] for one in made])[where.reshape(-1)] for name in made[0]}
 
     def _calls(self, tp: int, zero: int, shard: int, groups: Groups) -> Iterator[tuple[str, float]]:
@@ -78,23 +99,33 @@ class CallColumns:
                 else:
                     reduce += spent
                     if replicas:
-                        copies += times * self.layouts.price(replicas, "all_reduce", call.algorithm,
-                                                             -(-call.nbytes // shard), ())
+                        copies += times * self.layouts.price(
+                            replicas, "all_reduce", call.algorithm, -(-call.nbytes // shard), ()
+                        )
             yield f"{part}gather", gather
             yield f"{part}reduce", reduce
             yield f"{part}copies", copies
 
     def _price_of(self, call: GroupCall, groups: Groups, size: int) -> float:
-        """A call of two ranks, as so many would do it: a gathered block is a smaller part of the whole."""
+        """A call of two ranks, as so many would do it: a gathered block is a smaller part of the
+        whole."""
         nbytes = -(-2 * call.nbytes // size) if call.verb == "all_gather" else call.nbytes
         return self.layouts.price(groups, call.verb, call.algorithm, nbytes, ())
 
     def hop(self) -> np.ndarray:
         """Seconds of a message between stages."""
         groups, layout = self._groups()
-        carried = np.where(self.found.column("sequence") == 1, self.found.column("tp"), 1) * self.found.column("cp")
+        carried = np.where(
+            self.found.column("sequence") == 1, self.found.column("tp"), 1
+        ) * self.found.column("cp")
         config = self.config
-        nbytes = self.found.column("rows") * (config.context * config.width * ITEMSIZE[self.found.precision]) // carried
+        nbytes = (
+            self.found.column("rows")
+            * (config.context * config.width * ITEMSIZE[self.found.precision])
+            // carried
+        )
         rows, where = np.unique(np.column_stack([layout, nbytes]), axis=0, return_inverse=True)
-        made = [self.layouts.price(groups[at]["pp"], "send", "direct", int(n), ()) for at, n in rows]
+        made = [
+            self.layouts.price(groups[at]["pp"], "send", "direct", int(n), ()) for at, n in rows
+        ]
         return np.array(made)[where.reshape(-1)]

@@ -1,16 +1,19 @@
 """Chapter 24 · Candidates: every plan that could run a model on a cluster, as columns of numbers.
 
     found = candidates(config, cluster, batch=1536)
-    len(found), found.plan(0), found.order(0)           # a row is a plan, and an order of its axes on the cluster
+    len(found), found.plan(0), found.order(0)           # a row is a plan, and an order of its axes
+                                                        on the cluster
 
-Enumerated are  dp × pp × ep × cp × tp  whose product is the cluster's devices, the ZeRO stage, sequences a microbatch,
-the pipeline's schedule, what is computed again, offload of the optimizer or of all, which axis lies inside nodes, and
-for ZeRO-3 a copy of the state in each node (hybrid sharding). Left out from the beginning: what Plan refuses
-(plan_checks.py), and divisions that leave ranks unequal parts, because such a plan is seldom the best one. Not
-enumerated: parameter servers, pipedream (another training), dualpipe-v (the time of zb-v with more memory), zb-v with
-recomputation (a deferred backward keeps what was computed again), other hybrid sharding or any with offload, compressed
-gradients, tensor parallelism wider than a node, recomputation of scores alone, context parallelism with under
-LEAST_TOKENS a rank.
+Enumerated are  dp × pp × ep × cp × tp  whose product is the cluster's devices, the ZeRO stage,
+                                        sequences a microbatch,
+the pipeline's schedule, what is computed again, offload of the optimizer or of all, which axis lies
+inside nodes, and for ZeRO-3 a copy of the state in each node (hybrid sharding). Left out from the
+beginning: what Plan refuses (plan_checks.py), and divisions that leave ranks unequal parts, because
+such a plan is seldom the best one. Not
+enumerated: parameter servers, pipedream (another training), dualpipe-v (the time of zb-v with more
+memory), zb-v with recomputation (a deferred backward keeps what was computed again), other hybrid
+sharding or any with offload, compressed gradients, tensor parallelism wider than a node,
+recomputation of scores alone, context parallelism with under LEAST_TOKENS a rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,12 +33,23 @@ from minidist.simulate.cluster import Cluster
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v")
 RECOMPUTED = ("none", "all")
 OFFLOADS = ("none", "optimizer", "all")
-ROWS = (1, 2, 4, 8)                 # sequences of a microbatch: beyond, products hardly become faster
-LEAST_TOKENS = 2048                 # of a rank of an axis cp: with fewer, keys go round longer than attention takes
-COLUMNS = (*AXES, "zero", "rows", "pieces", "schedule", "recomputed", "offload", "sequence", "order",
-           "shard")
-"""`rows`: sequences of a microbatch; `pieces`: microbatches of a data rank; `order`: a number of `orders`;
-`shard`: ranks that share a copy of the state, 0: all."""
+ROWS = (1, 2, 4, 8)  # sequences of a microbatch: beyond, products hardly become faster
+# of a rank of an axis cp: with fewer, keys go round longer than attention takes
+LEAST_TOKENS = 2048
+COLUMNS = (
+    *AXES,
+    "zero",
+    "rows",
+    "pieces",
+    "schedule",
+    "recomputed",
+    "offload",
+    "sequence",
+    "order",
+    "shard",
+)
+"""`rows`: sequences of a microbatch; `pieces`: microbatches of a data rank; `order`: a number of
+`orders`; `shard`: ranks that share a copy of the state, 0: all."""
 
 
 @dataclass(frozen=True)
@@ -65,38 +79,62 @@ class Candidates:
         """One of them, as Trainer takes it. Raises: PlanError if it is none after all."""
         row = dict(zip(COLUMNS, self.table[number].tolist(), strict=True))
         piped = row["pp"] > 1
-        return Plan(**{axis: row[axis] for axis in AXES}, zero=row["zero"], precision=self.precision,
-                    schedule=SCHEDULES[row["schedule"]], microbatches=row["pieces"] if piped else None,
-                    accumulate=1 if piped else row["pieces"], checkpoint_blocks=RECOMPUTED[row["recomputed"]],
-                    offload=OFFLOADS[row["offload"]], sequence_parallel=bool(row["sequence"]),
-                    shard=row["shard"] or None)
+        return Plan(
+            **{axis: row[axis] for axis in AXES},
+            zero=row["zero"],
+            precision=self.precision,
+            schedule=SCHEDULES[row["schedule"]],
+            microbatches=row["pieces"] if piped else None,
+            accumulate=1 if piped else row["pieces"],
+            checkpoint_blocks=RECOMPUTED[row["recomputed"]],
+            offload=OFFLOADS[row["offload"]],
+            sequence_parallel=bool(row["sequence"]),
+            shard=row["shard"] or None,
+        )
 
     def order(self, number: int) -> tuple[str, ...]:
         """In which its axes lie on the cluster."""
         return self.orders[self.table[number, COLUMNS.index("order")]]
 
 
-def candidates(config: GPTConfig, cluster: Cluster, *, batch: int, precision: str = "bf16",
-               offload: bool = True, devices: int | None = None) -> Candidates:
+def candidates(
+    config: GPTConfig,
+    cluster: Cluster,
+    *,
+    batch: int,
+    precision: str = "bf16",
+    offload: bool = True,
+    devices: int | None = None,
+) -> Candidates:
     """All of them.
 
-    Args:    devices: how many of the cluster's are used (default: all); offload: whether plans may offload.
+    Args:    devices: how many of the cluster's are used (default: all); offload: whether plans may
+             offload.
     Raises:  ConfigError if the batch divides in no way: the nearest that does.
     """
     size = devices or cluster.size
     orders = _orders()
-    found = [row for axes in _axes(config, size, cluster.per_node)
-             for row in _rows(config, axes, batch, cluster, orders, offload)]
+    found = [
+        row
+        for axes in _axes(config, size, cluster.per_node)
+        for row in _rows(config, axes, batch, cluster, orders, offload)
+    ]
     if not found:
-        raise ConfigError(f"a batch of {batch} sequences on {size} devices: no plan gives each rank an equal part; "
-                          f"choose a batch of {-(-batch // size) * size}")
+        raise ConfigError(
+            f"a batch of {batch} sequences on {size} devices: no plan gives each rank an equal "
+            f"part; choose a batch of {-(-batch // size) * size}"
+        )
     return Candidates(np.array(found, np.int32), orders, precision)
 
 
 def _orders() -> tuple[tuple[str, ...], ...]:
-    """The mesh's own order first; then pp outermost; then each axis innermost, the others as in the mesh."""
-    return (AXES, ("pp", *(axis for axis in AXES if axis != "pp")),
-            *((*(other for other in AXES if other != axis), axis) for axis in AXES[:-1]))
+    """The mesh's own order first; then pp outermost; then each axis innermost, the others as in the
+    mesh."""
+    return (
+        AXES,
+        ("pp", *(axis for axis in AXES if axis != "pp")),
+        *((*(other for other in AXES if other != axis), axis) for axis in AXES[:-1]),
+    )
 
 
 def _axes(config: GPTConfig, size: int, per_node: int) -> Iterator[tuple[int, ...]]:
@@ -117,8 +155,14 @@ def _axes(config: GPTConfig, size: int, per_node: int) -> Iterator[tuple[int, ..
                         yield size // tp // cp // ep // pp, pp, ep, cp, tp
 
 
-def _rows(config: GPTConfig, axes: tuple[int, ...], batch: int, cluster: Cluster,
-          orders: Sequence[tuple[str, ...]], offload: bool) -> Iterator[tuple[int, ...]]:
+def _rows(
+    config: GPTConfig,
+    axes: tuple[int, ...],
+    batch: int,
+    cluster: Cluster,
+    orders: Sequence[tuple[str, ...]],
+    offload: bool,
+) -> Iterator[tuple[int, ...]]:
     """All plans with these axes."""
     dp, pp, ep, cp, tp = axes
     if batch % (dp * ep):
@@ -130,12 +174,21 @@ def _rows(config: GPTConfig, axes: tuple[int, ...], batch: int, cluster: Cluster
         pieces = part // rows
         if part % rows or pp > 1 and pieces < pp:
             continue
-        schedules = [number for number, name in enumerate(SCHEDULES)
-                     if pp > 1 and (name not in ("interleaved", "zb-v") or 2 * pp <= config.layers)
-                     and (name != "interleaved" or pieces % pp == 0) and (name != "zb-v" or pieces >= 2 * pp)]
+        schedules = [
+            number
+            for number, name in enumerate(SCHEDULES)
+            if pp > 1
+            and (name not in ("interleaved", "zb-v") or 2 * pp <= config.layers)
+            and (name != "interleaved" or pieces % pp == 0)
+            and (name != "zb-v" or pieces >= 2 * pp)
+        ]
         for zero, schedule, recomputed, sequence, order in product(
-                stages, schedules or [0], range(len(RECOMPUTED)), (0, 1) if tp > 1 else (0,),
-                _distinct(axes, cluster, orders)):
+            stages,
+            schedules or [0],
+            range(len(RECOMPUTED)),
+            (0, 1) if tp > 1 else (0,),
+            _distinct(axes, cluster, orders),
+        ):
             if recomputed and SCHEDULES[schedule] == "zb-v":
                 continue
             yield (*axes, zero, rows, pieces, schedule, recomputed, 0, sequence, order, 0)
@@ -143,16 +196,30 @@ def _rows(config: GPTConfig, axes: tuple[int, ...], batch: int, cluster: Cluster
                 yield (*axes, zero, rows, pieces, schedule, recomputed, 0, sequence, order, shard)
             for away, tier, stage in ((1, "host", zero), (2, "disk", 3)):
                 if offload and tier in cluster.tiers and (copies == 1 or zero and stage == zero):
-                    yield (*axes, stage, rows, pieces, schedule, recomputed, away, sequence, order, 0)
+                    yield (
+                        *axes,
+                        stage,
+                        rows,
+                        pieces,
+                        schedule,
+                        recomputed,
+                        away,
+                        sequence,
+                        order,
+                        0,
+                    )
 
 
 def _in_node(copies: int, tp: int, cluster: Cluster) -> int:
-    """How many ranks of the data axes a node has, if that makes several copies of the state; else 0."""
+    """How many ranks of the data axes a node has, if that makes several copies of the state; else
+    0."""
     inside = cluster.per_node // tp
     return inside if cluster.nodes > 1 and 1 < inside < copies and copies % inside == 0 else 0
 
 
-def _distinct(axes: tuple[int, ...], cluster: Cluster, orders: Sequence[tuple[str, ...]]) -> list[int]:
+def _distinct(
+    axes: tuple[int, ...], cluster: Cluster, orders: Sequence[tuple[str, ...]]
+) -> list[int]:
     """Orders that differ: axes of one rank do not count, and inside one node no order does."""
     sizes = dict(zip(AXES, axes, strict=True))
     found: dict[tuple[str, ...], int] = {}

@@ -1,19 +1,26 @@
-"""Chapter 24 · The fast path: memory and seconds of a hundred thousand plans at once, by the chapters' formulas.
+"""Chapter 24 · The fast path: memory and seconds of a hundred thousand plans at once, by the
+chapters' formulas.
 
-A step of a rank of the slowest stage, with L layers, m microbatches, p stages (times of cells.py and layouts.py):
+A step of a rank of the slowest stage, with L layers, m microbatches, p stages (times of cells.py
+and layouts.py):
 
     compute    m · (L · layer + ends)           its own kernels               recompute  m · L · a layer's forward
     tp cp ep   m · L · what a layer stands still for the axis                 update     the optimizer's pass
-    bubble     chapter 11's, by schedule        pp    hops: 2 (p-1), and in 1F1B 2 (p-1)/p a microbatch
+    bubble     chapter 11's, by schedule        pp    hops: 2 (p-1), and in 1F1B 2 (p-1)/p a
+                                                      microbatch
     dp         what of gradients and weights does not hide behind compute:
-                 ZeRO-0, 1   all-reduce or reduce-scatter beside the last backward; in a pipeline after it
+                 ZeRO-0, 1   all-reduce or reduce-scatter beside the last backward; in a pipeline
+                             after it
                  ZeRO-1, 2   the weights' all-gather beside the next step's first forward
-                 ZeRO-2, 3   a reduction a layer beside each backward; ZeRO-3: gathers beside both passes
+                 ZeRO-2, 3   a reduction a layer beside each backward; ZeRO-3: gathers beside both
+                             passes
 
-    memory     weights, gradients, optimizer: parallel/zero/memory_formula.py;  activations: those that the schedule
-               holds (chapter 11) · L · what a layer keeps (chapter 19: all, or its input), and the loss
+    memory     weights, gradients, optimizer: parallel/zero/memory_formula.py;  activations: those
+               that the schedule holds (chapter 11) · L · what a layer keeps (chapter 19: all, or
+               its input), and the loss
 
-The replay (md.simulate) has no such formulas: it confirms the best plans, and a test holds the two together.
+The replay (md.simulate) has no such formulas: it confirms the best plans, and a test holds the two
+together.
 """
 
 from collections.abc import Mapping
@@ -33,12 +40,14 @@ from minidist.simulate.cluster import Cluster
 from minidist.simulate.rates import Rates
 
 TERMS = ("compute", "recompute", "update", "bubble", "tp", "cp", "ep", "pp", "dp", "offload")
-MEMORY_SHARE = 0.95     # of the device that an estimate may fill: it is up to 9 % too low, and the replay's is exact
+# of the device that an estimate may fill: it is up to 9 % too low, and the replay's is exact
+MEMORY_SHARE = 0.95
 
 
 @dataclass(frozen=True)
 class Estimates:
-    """Of all candidates, a column each. Attributes: seconds: by TERMS; memory: bytes by category, at most."""
+    """Of all candidates, a column each. Attributes: seconds: by TERMS; memory: bytes by category,
+    at most."""
 
     candidates: Candidates
     cluster: Cluster
@@ -80,14 +89,23 @@ class Estimates:
         idle = device.watts if device.idle_watts is None else device.idle_watts
         busy = self.seconds["compute"] + self.seconds["recompute"] + self.seconds["update"]
         host = (self.cluster.host_watts or 0.0) * self.step_seconds
-        return np.asarray(self.size * (device.watts * busy + idle * (self.step_seconds - busy) + host))
+        return np.asarray(
+            self.size * (device.watts * busy + idle * (self.step_seconds - busy) + host)
+        )
 
 
 class Estimator:
     """The fast path for one model on one cluster. Args: as plan_for's."""
 
-    def __init__(self, config: GPTConfig, cluster: Cluster, *, rates: Rates | None = None, precision: str = "bf16",
-                 optimizer: str = "adamw") -> None:
+    def __init__(
+        self,
+        config: GPTConfig,
+        cluster: Cluster,
+        *,
+        rates: Rates | None = None,
+        precision: str = "bf16",
+        optimizer: str = "adamw",
+    ) -> None:
         self.config, self.cluster, self.precision = config, cluster, precision
         self.cells = Cells(config, cluster, rates or Rates.of(cluster.device), precision, optimizer)
         self.layouts = Layouts(cluster)
@@ -109,7 +127,8 @@ class Estimator:
         return Estimates(found, self.cluster, work.seconds(), memory)
 
     def may_fit(self, found: Candidates) -> np.ndarray:
-        """Which candidates have weights, gradients and optimizer that fit: asked before cells are made."""
+        """Which candidates have weights, gradients and optimizer that fit: asked before cells are
+        made."""
         numbers = self.config.numbers / (found.column("pp") * found.column("tp"))
         experts = self.config.expert_numbers / (found.column("pp") * found.column("tp"))
         numbers = numbers - experts + experts / found.column("ep")
@@ -130,7 +149,10 @@ def _state(numbers: np.ndarray, each: Each, found: Candidates) -> dict[str, np.n
     """Bytes that last, by category: memory_formula.state_bytes for columns."""
     parts, zero = _parts(found), found.column("zero")
     divided = {"parameters": zero >= 3, "gradients": zero >= 2, "optimizer": zero >= 1}
-    held = {name: numbers * getattr(each, name) / np.where(where, parts, 1) for name, where in divided.items()}
+    held = {
+        name: numbers * getattr(each, name) / np.where(where, parts, 1)
+        for name, where in divided.items()
+    }
     away = found.column("offload")
     held["optimizer"] = np.where(away > 0, 0.0, held["optimizer"])
     held["gradients"] = np.where((away == 2) | (away == 1) & (zero != 1), 0.0, held["gradients"])
@@ -143,43 +165,67 @@ class Columns:
 
     def __init__(self, found: Candidates, model: Estimator) -> None:
         self.found, self.model = found, model
-        self.pp, self.pieces, self.zero = found.column("pp"), found.column("pieces"), found.column("zero")
+        self.pp, self.pieces, self.zero = (
+            found.column("pp"),
+            found.column("pieces"),
+            found.column("zero"),
+        )
         self.copies = found.rows("dp", "ep", "cp").prod(axis=1)
         schedule = found.column("schedule")
         self.v_shaped = (schedule == SCHEDULES.index("zb-v")) & (self.pp > 1)
-        self.chunks = np.where((schedule == SCHEDULES.index("interleaved")) | self.v_shaped, 2, 1)  # stages of a rank
-        self.end = np.where((self.pp == 1) | self.v_shaped, 1.0, 0.5)       # of embedding and output, on a rank of one
+        # stages of a rank
+        self.chunks = np.where((schedule == SCHEDULES.index("interleaved")) | self.v_shaped, 2, 1)
+        # of embedding and output, on a rank of one
+        self.end = np.where((self.pp == 1) | self.v_shaped, 1.0, 0.5)
         self.layers = np.ceil(model.config.layers / (self.pp * self.chunks)) * self.chunks
         self.again = found.column("recomputed") == 1
         self.deferred = schedule == SCHEDULES.index("zb-h1")
         self.calls = CallColumns(found, model.cells, model.layouts, model.config)
         self.per_layer, self.per_ends = self._cells()
 
-    # ------------------------------------------------------------------------------------------------------- memory
+    # --------------------------------------------------------------------------------------- memory
 
     def _cells(self) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
         """Weights and activations of a layer and of the ends, of each candidate's cell."""
-        cuts, where = np.unique(self.found.rows("tp", "cp", "ep", "sequence", "rows"), axis=0, return_inverse=True)
+        cuts, where = np.unique(
+            self.found.rows("tp", "cp", "ep", "sequence", "rows"), axis=0, return_inverse=True
+        )
         cells = [self.model.cells.cell(Cut(*map(int, cut))) for cut in cuts]
         where = where.reshape(-1)
-        layer = {"numbers": [cell.layer_numbers for cell in cells], "held": [cell.layer_held for cell in cells],
-                 "kept": [cell.layer_kept for cell in cells]}
-        ends = {"numbers": [cell.ends_numbers for cell in cells], "held": [cell.ends_held for cell in cells],
-                "kept": [cell.ends_kept for cell in cells]}
-        return ({name: np.array(values, float)[where] for name, values in layer.items()},
-                {name: np.array(values, float)[where] for name, values in ends.items()})
+        layer = {
+            "numbers": [cell.layer_numbers for cell in cells],
+            "held": [cell.layer_held for cell in cells],
+            "kept": [cell.layer_kept for cell in cells],
+        }
+        ends = {
+            "numbers": [cell.ends_numbers for cell in cells],
+            "held": [cell.ends_held for cell in cells],
+            "kept": [cell.ends_kept for cell in cells],
+        }
+        return (
+            {name: np.array(values, float)[where] for name, values in layer.items()},
+            {name: np.array(values, float)[where] for name, values in ends.items()},
+        )
 
     def _held_microbatches(self, *, last: bool) -> np.ndarray:
         """Of the first stage or the last, at most, all its layers: the table of schedules.py."""
         pp, pieces = self.pp, self.pieces
-        each = {"1f1b": np.ones_like(pp) if last else np.minimum(pieces, pp), "gpipe": pieces,
-                "zb-h1": np.minimum(pieces, pp), "zb-v": np.minimum(pieces, pp),
-                "interleaved": np.minimum(pp + 1 if last else 3 * pp - 1, 2 * pieces) / 2}
-        return np.where(pp == 1, 1, np.choose(self.found.column("schedule"), [each[name] for name in SCHEDULES]))
+        each = {
+            "1f1b": np.ones_like(pp) if last else np.minimum(pieces, pp),
+            "gpipe": pieces,
+            "zb-h1": np.minimum(pieces, pp),
+            "zb-v": np.minimum(pieces, pp),
+            "interleaved": np.minimum(pp + 1 if last else 3 * pp - 1, 2 * pieces) / 2,
+        }
+        return np.where(
+            pp == 1, 1, np.choose(self.found.column("schedule"), [each[name] for name in SCHEDULES])
+        )
 
     def memory(self) -> dict[str, np.ndarray]:
         """Bytes by category, of the first stage or of the last, whichever holds more."""
-        first, last = (self._stage(self._held_microbatches(last=ends), ends=ends) for ends in (False, True))
+        first, last = (
+            self._stage(self._held_microbatches(last=ends), ends=ends) for ends in (False, True)
+        )
         more = sum(first.values()) > sum(last.values())
         return {name: np.where(more, first[name], last[name]) for name in first}
 
@@ -187,43 +233,64 @@ class Columns:
         """Of one stage; the embedding and the output are half of the ends' weights each."""
         itemsize = ITEMSIZE[self.found.precision]
         share = np.where(self.pp == 1, 1.0, 1.0 if self.model.config.tied else self.end)
-        found = _state(self.layers * self.per_layer["numbers"] + share * self.per_ends["numbers"], self.model.each,
-                       self.found)
+        found = _state(
+            self.layers * self.per_layer["numbers"] + share * self.per_ends["numbers"],
+            self.model.each,
+            self.found,
+        )
         unit = self.per_layer["numbers"] * itemsize
         largest = np.maximum(unit, share * self.per_ends["numbers"] * itemsize / 2)
         found["parameters"] = found["parameters"] + np.where(self.zero == 3, unit + largest, 0.0)
-        # When most is kept, at the end of a forward pass, only the output's gradients are there. A layer that is
-        # computed again is whole later, beside the gradients of two units: one fills, one is on its way.
-        on_disk, first = self.found.column("offload") == 2, share * self.per_ends["numbers"] * itemsize
+        # When most is kept, at the end of a forward pass, only the output's gradients are there. A
+        # layer that is computed again is whole later, beside the gradients of two units: one fills,
+        # one is on its way.
+        on_disk, first = (
+            self.found.column("offload") == 2,
+            share * self.per_ends["numbers"] * itemsize,
+        )
         two = unit + largest
         filling = np.where(self.again, two, np.where(on_disk, first, largest))
-        found["gradients"] = found["gradients"] + np.select([self.zero == 3, self.zero == 2], [filling, largest], 0.0)
+        found["gradients"] = found["gradients"] + np.select(
+            [self.zero == 3, self.zero == 2], [filling, largest], 0.0
+        )
         kept = np.where(self.again, self.per_layer["kept"], self.per_layer["held"])
         again = np.where(self.again, self.per_layer["held"], 0.0)
-        output = self.per_ends["held"] * np.where(self.found.column("schedule") == SCHEDULES.index("gpipe"), held, 1.0)
+        output = self.per_ends["held"] * np.where(
+            self.found.column("schedule") == SCHEDULES.index("gpipe"), held, 1.0
+        )
         output = np.where(self.again, np.maximum(output, self.per_ends["kept"]), output)
         working = np.where((self.pp == 1) | ends, output, again)
         activations = held * self.layers * kept + working
-        activations = np.where(on_disk & ~self.again, np.maximum(activations, two - first), activations)    # and later
+        # and later
+        activations = np.where(
+            on_disk & ~self.again, np.maximum(activations, two - first), activations
+        )
         if ends:
             activations = np.where(self.deferred & (self.pp > 1), self._late(held), activations)
         # one microbatch on one copy: gradients come as activations go
-        found["activations"] = np.where((self.pieces == 1) & (self.copies == 1),
-                                        np.maximum(0.0, activations - found["gradients"]), activations)
+        found["activations"] = np.where(
+            (self.pieces == 1) & (self.copies == 1),
+            np.maximum(0.0, activations - found["gradients"]),
+            activations,
+        )
         return found
 
     def _late(self, held: np.ndarray) -> np.ndarray:
-        """Of the last stage: all its microbatches but one wait for their backward for the weights (zb-h1)."""
+        """Of the last stage: all its microbatches but one wait for their backward for the weights
+        (zb-h1)."""
         found = np.zeros(len(self.found))
         cuts = self.found.rows("tp", "sequence")
         sequences = self.found.column("rows") / self.found.column("cp")
         for tp, sequence in np.unique(cuts[self.deferred], axis=0).tolist():
-            late, here = self.model.cells.late(tp, sequence), self.deferred & (cuts == (tp, sequence)).all(axis=1)
+            late, here = (
+                self.model.cells.late(tp, sequence),
+                self.deferred & (cuts == (tp, sequence)).all(axis=1),
+            )
             each = [layer * self.layers + ends for layer, ends in late]
             found[here] = (sequences * (each[0] + (held - 2) * each[1]))[here]
         return found
 
-    # --------------------------------------------------------------------------------------------------------- time
+    # ----------------------------------------------------------------------------------------- time
 
     def seconds(self) -> dict[str, np.ndarray]:
         """By TERMS."""
@@ -231,30 +298,46 @@ class Columns:
         layers, pieces, pp = self.layers, self.pieces, self.pp
         forward = inner["forward"] + sum(inner[f"forward {axis}"] for axis in ("tp", "cp", "ep"))
         again = np.where(self.again, forward, 0.0)
-        backward = inner["backward"] + sum(inner[f"backward {axis}"] for axis in ("tp", "cp", "ep")) + again
+        backward = (
+            inner["backward"]
+            + sum(inner[f"backward {axis}"] for axis in ("tp", "cp", "ep"))
+            + again
+        )
         ends = inner["ends"] + sum(inner[f"ends {axis}"] for axis in ("tp", "cp", "ep"))
         behind = self._behind(dp, layers * forward, layers * backward)
         middle = layers * (forward + backward) + behind
-        found = {"compute": pieces * (layers * (inner["forward"] + inner["backward"]) + inner["ends"]),
-                 "recompute": pieces * layers * np.where(self.again, inner["forward"], 0.0),
-                 "bubble": self._bubble(middle, ends)}
+        found = {
+            "compute": pieces * (layers * (inner["forward"] + inner["backward"]) + inner["ends"]),
+            "recompute": pieces * layers * np.where(self.again, inner["forward"], 0.0),
+            "bubble": self._bubble(middle, ends),
+        }
         for axis in ("tp", "cp", "ep"):
             again_axis = np.where(self.again, inner[f"forward {axis}"], 0.0)
-            found[axis] = pieces * (layers * (inner[f"forward {axis}"] + inner[f"backward {axis}"] + again_axis)
-                                    + inner[f"ends {axis}"])
+            found[axis] = pieces * (
+                layers * (inner[f"forward {axis}"] + inner[f"backward {axis}"] + again_axis)
+                + inner[f"ends {axis}"]
+            )
         one_f = self.found.column("schedule") == SCHEDULES.index("1f1b")
-        found["pp"] = hop * (2 * (pp - 1) * self.chunks + np.where(one_f, (pieces - 1) * 2 * (pp - 1) / pp, 0.0))
+        found["pp"] = hop * (
+            2 * (pp - 1) * self.chunks + np.where(one_f, (pieces - 1) * 2 * (pp - 1) / pp, 0.0)
+        )
         found["dp"] = pieces * behind + self._once(dp, layers * backward, layers * forward)
         numbers = layers * self.per_layer["numbers"] + self.per_ends["numbers"] * self.end
         own = numbers / np.where(self.zero >= 1, _parts(self.found), 1)
-        found["update"] = np.where(self.found.column("offload") == 1, 0.0, own * self.model.update_seconds)
+        found["update"] = np.where(
+            self.found.column("offload") == 1, 0.0, own * self.model.update_seconds
+        )
         found["offload"] = self._offload(own, found["compute"] / 3)
         return found
 
-    def _behind(self, dp: Mapping[str, np.ndarray], forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
-        """What each microbatch adds for the data axis: ZeRO-2 reduces in each, ZeRO-3 gathers twice and reduces.
+    def _behind(
+        self, dp: Mapping[str, np.ndarray], forward: np.ndarray, backward: np.ndarray
+    ) -> np.ndarray:
+        """What each microbatch adds for the data axis: ZeRO-2 reduces in each, ZeRO-3 gathers twice
+        and reduces.
 
-        ZeRO-3 cannot hide the first unit's gather and the last one's reduction; nor more than it computes meanwhile.
+        ZeRO-3 cannot hide the first unit's gather and the last one's reduction; nor more than it
+        computes meanwhile.
         """
         half = self.end
         ends = half * dp["ends reduce"]
@@ -262,40 +345,58 @@ class Columns:
         ends = ends + half * dp["ends gather"]
         calls = self.layers * (2 * dp["gather"] + dp["reduce"]) + ends
         third = np.maximum(dp["gather"] + dp["reduce"] + ends, calls - forward - backward)
-        return np.where(self.copies == 1, 0.0, np.where(self.zero == 2, second, np.where(self.zero == 3, third, 0.0)))
+        return np.where(
+            self.copies == 1,
+            0.0,
+            np.where(self.zero == 2, second, np.where(self.zero == 3, third, 0.0)),
+        )
 
     def _bubble(self, middle: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """A step is the slowest stage's microbatches, which has the output too, and the others' ramp."""
+        """A step is the slowest stage's microbatches, which has the output too, and the others'
+        ramp."""
         parts = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 0.5, "zb-h1": 1 / 3, "zb-v": 1 / 6}
-        share = np.choose(self.found.column("schedule"), [np.full(len(self.found), parts[name]) for name in SCHEDULES])
+        share = np.choose(
+            self.found.column("schedule"),
+            [np.full(len(self.found), parts[name]) for name in SCHEDULES],
+        )
         return np.asarray((self.pp - 1) * middle * share)
 
-    def _once(self, dp: Mapping[str, np.ndarray], backward: np.ndarray, forward: np.ndarray) -> np.ndarray:
-        """What does not hide of the data axis's calls once a step: ZeRO-0 and 1 reduce, ZeRO-1 and 2 gather, and copies
-        of the state are summed: the last layer's when nothing is left to compute."""
+    def _once(
+        self, dp: Mapping[str, np.ndarray], backward: np.ndarray, forward: np.ndarray
+    ) -> np.ndarray:
+        """What does not hide of the data axis's calls once a step: ZeRO-0 and 1 reduce, ZeRO-1 and
+        2 gather, and copies of the state are summed: the last layer's when nothing is left to
+        compute."""
         layers, piped = self.layers, self.pp > 1
         half = self.end
         reduced = layers * dp["reduce"] + half * dp["ends reduce"]
         hidden = np.where(piped, 0.0, backward)
         once = np.where(self.zero <= 1, np.maximum(dp["ends reduce"] / 2, reduced - hidden), 0.0)
         gathers = layers * dp["gather"] + half * dp["ends gather"]
-        late = np.where((self.zero == 1) | (self.zero == 2), np.maximum(dp["ends gather"] / 2, gathers - forward), 0.0)
-        copies = np.maximum(dp["copies"] + half * dp["ends copies"],
-                            layers * dp["copies"] + half * dp["ends copies"] - hidden)
+        late = np.where(
+            (self.zero == 1) | (self.zero == 2),
+            np.maximum(dp["ends gather"] / 2, gathers - forward),
+            0.0,
+        )
+        copies = np.maximum(
+            dp["copies"] + half * dp["ends copies"],
+            layers * dp["copies"] + half * dp["ends copies"] - hidden,
+        )
         return np.where(self.copies > 1, once + late + copies, 0.0)
 
     def _offload(self, numbers: np.ndarray, forward: np.ndarray) -> np.ndarray:
-        """What `numbers` of a rank take to and from where they lie, beyond what hides behind the seconds `forward`.
+        """What `numbers` of a rank take to and from where they lie, beyond what hides behind the
+        seconds `forward`.
 
-        The optimizer on the host: gradients go down behind backward, weights up behind the host's passes over its
-        state. All on disk: reads and writes share few buffers, so that only forward passes hide some; then the update
-        reads run by run, and writes the last.
+        The optimizer on the host: gradients go down behind backward, weights up behind the host's
+        passes over its state. All on disk: reads and writes share few buffers, so that only forward
+        passes hide some; then the update reads run by run, and writes the last.
         """
         away, itemsize = self.found.column("offload"), ITEMSIZE[self.found.precision]
         found = np.zeros(len(numbers))
         if (away == 1).any():
             a_byte = self.model.cluster.move_seconds("host", 1 << 30) / (1 << 30)
-            passes = np.where(self.zero == 1, 1, self.pieces)       # ZeRO-1 sends gradients down once
+            passes = np.where(self.zero == 1, 1, self.pieces)  # ZeRO-1 sends gradients down once
             late = np.maximum(0.0, numbers * a_byte * itemsize * passes - 2 * forward)
             found = np.where(away == 1, numbers * self.model.host_update_seconds + late, found)
         if (away == 2).any():
@@ -305,7 +406,8 @@ class Columns:
         return found
 
     def _update_bytes(self) -> np.ndarray:
-        """Bytes a number that an update on disk waits for: gradients, masters and states, and the last run's writes."""
+        """Bytes a number that an update on disk waits for: gradients, masters and states, and the
+        last run's writes."""
         itemsize, state = ITEMSIZE[self.found.precision], self.model.each.optimizer
         read = itemsize * (2 if self.found.precision == "fp32" else 1) + state
         return np.asarray(read + (itemsize + state) / (self.layers + 1))

@@ -1,9 +1,10 @@
 """Chapter 24 · Why a plan wins, what binds it, and what more hardware would give.
 
-    told = explain(ranking)
-    told.why            # which terms of the step win against the runner-up, seconds
-    told.binds          # the largest term beside computing, or memory
-    told.twice          # {"network": 0.93, "node links": …}: the best step with one thing doubled, over today's
+told = explain(ranking)
+told.why            # which terms of the step win against the runner-up, seconds
+told.binds          # the largest term beside computing, or memory
+told.twice          # {"network": 0.93, "node links": …}: the best step with one thing doubled, over
+                    today's
 """
 
 from dataclasses import dataclass, replace
@@ -15,17 +16,26 @@ from minidist.plan.ranking import Choice, Ranking, plan_for
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.device import Device
 
-TITLES = {"compute": "computing", "recompute": "computing again", "update": "the optimizer", "bubble": "the bubble",
-          "tp": "tensor-parallel calls", "cp": "context-parallel calls", "ep": "expert-parallel calls",
-          "pp": "hops between stages", "dp": "gradients and weights on the data axis", "offload": "offload"}
-NEARLY = 0.93           # of the memory: a peak above this share binds
+TITLES = {
+    "compute": "computing",
+    "recompute": "computing again",
+    "update": "the optimizer",
+    "bubble": "the bubble",
+    "tp": "tensor-parallel calls",
+    "cp": "context-parallel calls",
+    "ep": "expert-parallel calls",
+    "pp": "hops between stages",
+    "dp": "gradients and weights on the data axis",
+    "offload": "offload",
+}
+NEARLY = 0.93  # of the memory: a peak above this share binds
 
 
 @dataclass(frozen=True)
 class Explanation:
     """Attributes: why: (term, seconds that the winner saves; negative: spends), the largest first
-                   binds: what limits the plan; twice: the best step with something doubled, over the best step
-                   more: with one more node: the batch, a sequence's seconds over today's, and what is ideal
+    binds: what limits the plan; twice: the best step with something doubled, over the best step
+    more: with one more node: the batch, a sequence's seconds over today's, and what is ideal
     """
 
     winner: Choice
@@ -39,23 +49,35 @@ class Explanation:
 def explain(ranking: Ranking) -> Explanation:
     """Compare, and rank again on each cluster with something more. Cost: that of six rankings."""
     winner, other = ranking.best, ranking.runner_up
-    why = [] if other is None else [(term, other.seconds[term] - winner.seconds[term]) for term in TERMS]
+    why = (
+        []
+        if other is None
+        else [(term, other.seconds[term] - winner.seconds[term]) for term in TERMS]
+    )
     why.sort(key=lambda part: -abs(part[1]))
     today = ranking.best.step_seconds
-    twice = {name: _best(ranking, cluster) / today for name, cluster in _doubled(ranking.cluster).items()}
+    twice = {
+        name: _best(ranking, cluster) / today for name, cluster in _doubled(ranking.cluster).items()
+    }
     bigger = replace(ranking.cluster, nodes=ranking.cluster.nodes + 1)
-    return Explanation(winner, other, why, binding(ranking, winner), twice, _one_more(ranking, bigger, today))
+    return Explanation(
+        winner, other, why, binding(ranking, winner), twice, _one_more(ranking, bigger, today)
+    )
 
 
 def binding(ranking: Ranking, choice: Choice) -> str:
     """What limits the plan: memory if what would be faster does not fit, or the largest term."""
     estimates = ranking.estimates
     faster = (~estimates.fits & (estimates.step_seconds < choice.step_seconds)).sum()
-    longest = max((term for term in TERMS if term != "compute"), key=lambda term: choice.seconds[term])
+    longest = max(
+        (term for term in TERMS if term != "compute"), key=lambda term: choice.seconds[term]
+    )
     spent = choice.seconds[longest] / choice.step_seconds
     if faster:
-        return (f"memory: {faster:,} plans would be faster and do not fit; then {TITLES[longest]}, "
-                f"{spent:.1%} of the step")
+        return (
+            f"memory: {faster:,} plans would be faster and do not fit; then {TITLES[longest]}, "
+            f"{spent:.1%} of the step"
+        )
     if choice.seconds["compute"] > (1 - spent) * choice.step_seconds * NEARLY:
         return f"computing, {choice.seconds['compute'] / choice.step_seconds:.1%} of the step"
     return f"{TITLES[longest]}, {spent:.1%} of the step"
@@ -63,16 +85,25 @@ def binding(ranking: Ranking, choice: Choice) -> str:
 
 def _best(ranking: Ranking, cluster: Cluster) -> float:
     found = ranking.choice(0).plan
-    return plan_for(ranking.config, cluster, batch=ranking.batch, objective=ranking.objective,
-                    precision=found.precision).best.step_seconds
+    return plan_for(
+        ranking.config,
+        cluster,
+        batch=ranking.batch,
+        objective=ranking.objective,
+        precision=found.precision,
+    ).best.step_seconds
 
 
 def _doubled(cluster: Cluster) -> dict[str, Cluster]:
     """The cluster with one thing twice as much."""
     device, topology = cluster.device, cluster.topology
-    found = {"memory": replace(cluster, device=replace(device, memory_bytes=2 * device.memory_bytes)),
-             "FLOP/s": replace(cluster, device=_faster(device)),
-             "links in a node": cluster.rewired({topology.inside.name: {"bandwidth": 2 * topology.inside.bandwidth}})}
+    found = {
+        "memory": replace(cluster, device=replace(device, memory_bytes=2 * device.memory_bytes)),
+        "FLOP/s": replace(cluster, device=_faster(device)),
+        "links in a node": cluster.rewired(
+            {topology.inside.name: {"bandwidth": 2 * topology.inside.bandwidth}}
+        ),
+    }
     between = topology.between
     if between is not None and cluster.nodes > 1:
         found["network"] = cluster.rewired({between.name: {"bandwidth": 2 * between.bandwidth}})
@@ -80,34 +111,45 @@ def _doubled(cluster: Cluster) -> dict[str, Cluster]:
 
 
 def _faster(device: Device) -> Device:
-    return replace(device, peaks={name: 2 * peak for name, peak in device.peaks.items()},
-                   memory_bandwidth=2 * device.memory_bandwidth)
+    return replace(
+        device,
+        peaks={name: 2 * peak for name, peak in device.peaks.items()},
+        memory_bandwidth=2 * device.memory_bandwidth,
+    )
 
 
 def _one_more(ranking: Ranking, bigger: Cluster, today: float) -> dict[str, float]:
-    """A sequence's seconds with one more node, over today's: with this batch, or the next that divides among all."""
+    """A sequence's seconds with one more node, over today's: with this batch, or the next that
+    divides among all."""
     found = {}
     for batch in {ranking.batch, _next_batch(ranking.batch, bigger.size)}:
         try:
-            found[batch] = _best(replace(ranking, batch=batch), bigger) / batch * ranking.batch / today
+            found[batch] = (
+                _best(replace(ranking, batch=batch), bigger) / batch * ranking.batch / today
+            )
         except ConfigError:
             continue
     if not found:
         return {}
     best = min(found, key=lambda batch: found[batch])
-    return {"batch": float(best), "seconds of a sequence": found[best], "ideal": ranking.cluster.nodes / bigger.nodes}
+    return {
+        "batch": float(best),
+        "seconds of a sequence": found[best],
+        "ideal": ranking.cluster.nodes / bigger.nodes,
+    }
 
 
 def _next_batch(batch: int, size: int) -> int:
     return -(-batch // size) * size
 
 
-# ---------------------------------------------------------------------------------------------- the notes' own advice
+# ---------------------------------------------------------------------------- the notes' own advice
+
 
 @dataclass(frozen=True)
 class Advice:
-    """What the notes say for this case. Attributes: chart: boxes passed (N2:35); row: of the table (N2 §12.1); differs:
-    where the calculation says something else, and why.
+    """What the notes say for this case. Attributes: chart: boxes passed (N2:35); row: of the table
+    (N2 §12.1); differs: where the calculation says something else, and why.
     """
 
     chart: list[str]
@@ -115,32 +157,40 @@ class Advice:
     differs: list[str]
 
 
-TABLE = ((10e9, "< 10B", "data parallelism with ZeRO-2, one node"),
-         (100e9, "10B-100B", "3D parallelism with a good schedule, several nodes"),
-         (1e12, "100B-1T", "3D parallelism with experts, a large cluster"),
-         (float("inf"), "> 1T", "heterogeneous memory and automatic parallelism, a supercomputer"))
+TABLE = (
+    (10e9, "< 10B", "data parallelism with ZeRO-2, one node"),
+    (100e9, "10B-100B", "3D parallelism with a good schedule, several nodes"),
+    (1e12, "100B-1T", "3D parallelism with experts, a large cluster"),
+    (float("inf"), "> 1T", "heterogeneous memory and automatic parallelism, a supercomputer"),
+)
 """The table by model size: up to how many weights, its row, its advice."""
-LONG_SEQUENCE = 16384   # tokens from which a sequence counts as too long; the notes give no number
+LONG_SEQUENCE = 16384  # tokens from which a sequence counts as too long; the notes give no number
 
 
 def advice(ranking: Ranking) -> Advice:
-    """The path through the chart of bottlenecks, and the row of the table; beside them the winner."""
+    """The path through the chart of bottlenecks, and the row of the table; beside them the
+    winner."""
     config, plan, cluster = ranking.config, ranking.best.plan, ranking.cluster
     chart = chart_path(config, cluster)
     _, row, text = next(line for line in TABLE if config.numbers < line[0])
     differs = _differences(ranking, chart)
     if row == "< 10B" and (plan.size > plan.dp or plan.zero != 2):
-        differs.append(f"the table says ZeRO-2 alone; the winner has {ranking.best.text}: ZeRO-2 reduces gradients in "
-                       f"each pass, ZeRO-1 once a step")
+        differs.append(
+            f"the table says ZeRO-2 alone; the winner has {ranking.best.text}: ZeRO-2 reduces "
+            "gradients in each pass, ZeRO-1 once a step"
+        )
     if row in ("10B-100B", "100B-1T") and 1 in (plan.pp, plan.tp, plan.dp):
         alone = [axis for axis in ("dp", "pp", "tp") if plan.axes[axis] == 1]
-        differs.append(f"the table says 3D; the winner does without {' and '.join(alone)}: on {cluster.spec} memory "
-                       f"suffices, and the axis would add its calls or a bubble")
+        differs.append(
+            f"the table says 3D; the winner does without {' and '.join(alone)}: on "
+            f"{cluster.spec} memory suffices, and the axis would add its calls or a bubble"
+        )
     return Advice(chart, f"{row}: {text}", differs)
 
 
 def chart_path(config: GPTConfig, cluster: Cluster) -> list[str]:
-    """The boxes of the notes' chart that apply: its questions have no numbers, so each gets the device's memory."""
+    """The boxes of the notes' chart that apply: its questions have no numbers, so each gets the
+    device's memory."""
     memory, state = cluster.device.memory_bytes, 16 * config.numbers
     layer = state / config.layers
     found = []
@@ -155,13 +205,24 @@ def chart_path(config: GPTConfig, cluster: Cluster) -> list[str]:
 
 def _differences(ranking: Ranking, chart: list[str]) -> list[str]:
     plan, found = ranking.best.plan, []
-    advised = {name: any(name in box for box in chart) for name in ("tensor", "pipeline", "sequence")}
-    used = {"tensor": plan.tp > 1, "pipeline": plan.pp > 1, "sequence": plan.cp > 1 or plan.sequence_parallel}
+    advised = {
+        name: any(name in box for box in chart) for name in ("tensor", "pipeline", "sequence")
+    }
+    used = {
+        "tensor": plan.tp > 1,
+        "pipeline": plan.pp > 1,
+        "sequence": plan.cp > 1 or plan.sequence_parallel,
+    }
     for name, wanted in advised.items():
         if wanted and not used[name]:
-            found.append(f"the chart says {name} parallelism; the winner divides the memory by "
-                         f"{f'ZeRO-{plan.zero}' if plan.zero else 'other axes'}, whose calls hide behind computing")
+            found.append(
+                f"the chart says {name} parallelism; the winner divides the memory by "
+                f"{f'ZeRO-{plan.zero}' if plan.zero else 'other axes'}, whose calls hide behind "
+                "computing"
+            )
         elif used[name] and not wanted and name != "sequence":
-            found.append(f"the chart does not ask for {name} parallelism; the winner has it because it leaves fewer "
-                         f"copies, so shorter calls on the data axis and more passes to fill")
+            found.append(
+                f"the chart does not ask for {name} parallelism; the winner has it because it "
+                "leaves fewer copies, so shorter calls on the data axis and more passes to fill"
+            )
     return found

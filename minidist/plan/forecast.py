@@ -1,11 +1,14 @@
-"""Chapter 24 · What a number of tokens takes: days, joules, money; own machines, cloud, and spot with interruptions.
+"""Chapter 24 · What a number of tokens takes: days, joules, money; own machines, cloud, and spot
+with interruptions.
 
     found = forecast(choice, ranking, tokens=300e9, interruptions_a_day=6)
     found.days, found.own.dollars, found.cloud.dollars, found.spot.dollars, found.spot.days
-    found.premises                      # every number that this rests on, with its source, or as an assumption
+    found.premises                      # every number that this rests on, with its source, or as an
+                                        assumption
 
 A spot machine costs a part of the price and may be taken away. The job saves every √(2 δ M) seconds
-(survive/interval.py): a save of δ seconds, an interruption every M on average; goodput is what is left of the time.
+(survive/interval.py): a save of δ seconds, an interruption every M on average; goodput is what is
+left of the time.
 
 notes: N2 §12.4.
 """
@@ -19,9 +22,9 @@ from minidist.plan.ranking import Choice, Ranking
 from minidist.survive.interval import best_interval, goodput
 
 DAY, HOUR, KWH = 86400.0, 3600.0, 3.6e6
-SAVED_BYTES = 12        # a weight in a checkpoint: master, m and v in float32 (lesson 26)
+SAVED_BYTES = 12  # a weight in a checkpoint: master, m and v in float32 (lesson 26)
 ASSUMED = "assumed"
-SPOT_INTERRUPTIONS = 4.0        # a day, of a job on spot machines: assumed
+SPOT_INTERRUPTIONS = 4.0  # a day, of a job on spot machines: assumed
 
 
 class Premise(NamedTuple):
@@ -35,13 +38,16 @@ class Premise(NamedTuple):
 
 @dataclass(frozen=True)
 class Prices:
-    """What machines cost, and how they fail. Each default has a source, or is an assumption that the report names.
+    """What machines cost, and how they fail. Each default has a source, or is an assumption that
+    the report names.
 
     Attributes: spot       part of the cloud's price
-                own        part of the cloud's price for a machine of one's own, written off at full use
+                own        part of the cloud's price for a machine of one's own, written off at full
+                           use
                 kwh        dollars a kilowatt-hour, of own machines
-                save       seconds in which training stands still for a checkpoint; None: the state's bytes, of which
-                           each node writes its part to a disk of its own (tier.disk of clusters.toml)
+                save       seconds in which training stands still for a checkpoint; None: the
+                           state's bytes, of which each node writes its part to a disk of its own
+                           (tier.disk of clusters.toml)
                 restart    seconds from an interruption until work goes on
                 failures   interruptions a day of a thousand devices that are not spot
     """
@@ -55,37 +61,51 @@ class Prices:
 
     @classmethod
     def given(cls, words: list[str]) -> "Prices":
-        """From ["spot=0.3", "restart=600"]. Raises: ConfigError for another name, or a number that is not above 0."""
+        """From ["spot=0.3", "restart=600"]. Raises: ConfigError for another name, or a number that
+        is not above 0."""
         known, found = [field.name for field in fields(cls)], {}
         for word in words:
             name, _, text = word.partition("=")
             if name not in known:
-                raise ConfigError(f"--assume {word}: there is no {name!r}{meant(name, known)}; write one of "
-                                  f"{', '.join(known)}, as spot=0.3")
+                raise ConfigError(
+                    f"--assume {word}: there is no {name!r}{meant(name, known)}; write one of "
+                    f"{', '.join(known)}, as spot=0.3"
+                )
             try:
                 found[name] = float(text)
             except ValueError:
                 found[name] = 0.0
             if not 0 < found[name] < float("inf"):
-                raise ConfigError(f"--assume {word}: {text!r} is not a number above 0; write {name}=0.3")
+                raise ConfigError(
+                    f"--assume {word}: {text!r} is not a number above 0; write {name}=0.3"
+                )
         return cls(**found)
 
 
-UNITS = {"spot": "of the cloud's price", "own": "of the cloud's price", "kwh": "dollars a kWh",
-         "save": "s that training stands still for a save", "restart": "s until work goes on",
-         "failures": "interruptions a day of 1,000 devices"}
-SOURCES = {"spot": "Google Cloud documentation, 2024, Spot VMs: 60 to 91 % less; here the least",
-           "kwh": "EIA, Electric Power Annual 2023: commercial customers in Virginia",
-           "failures": "Llama team 2024, section 3.3.4: 419 in 54 days on 16,384 GPUs"}
+UNITS = {
+    "spot": "of the cloud's price",
+    "own": "of the cloud's price",
+    "kwh": "dollars a kWh",
+    "save": "s that training stands still for a save",
+    "restart": "s until work goes on",
+    "failures": "interruptions a day of 1,000 devices",
+}
+SOURCES = {
+    "spot": "Google Cloud documentation, 2024, Spot VMs: 60 to 91 % less; here the least",
+    "kwh": "EIA, Electric Power Annual 2023: commercial customers in Virginia",
+    "failures": "Llama team 2024, section 3.3.4: 419 in 54 days on 16,384 GPUs",
+}
 """Where the defaults are from. A default that is not here is assumed."""
-SAVE_SOURCE = "12 bytes a weight, written by all nodes at the bandwidth of clusters.toml's tier.disk"
-SAVE_WITHOUT_DISK = 30.0        # of a cluster without a stated disk (`here`): assumed
+SAVE_SOURCE = (
+    "12 bytes a weight, written by all nodes at the bandwidth of clusters.toml's tier.disk"
+)
+SAVE_WITHOUT_DISK = 30.0  # of a cluster without a stated disk (`here`): assumed
 
 
 @dataclass(frozen=True)
 class Offer:
-    """One way to get the machines. Attributes: interval: seconds between checkpoints; goodput: part of the time that is
-    kept work; dollars: None where no source states the price.
+    """One way to get the machines. Attributes: interval: seconds between checkpoints; goodput: part
+    of the time that is kept work; dollars: None where no source states the price.
     """
 
     name: str
@@ -113,13 +133,21 @@ class TokenForecast:
         return {**asdict(self), "premises": [premise._asdict() for premise in self.premises]}
 
 
-def forecast(choice: Choice, ranking: Ranking, *, tokens: float, interruptions_a_day: float = SPOT_INTERRUPTIONS,
-             prices: Prices | None = None) -> TokenForecast:
+def forecast(
+    choice: Choice,
+    ranking: Ranking,
+    *,
+    tokens: float,
+    interruptions_a_day: float = SPOT_INTERRUPTIONS,
+    prices: Prices | None = None,
+) -> TokenForecast:
     """Args:    tokens: of the whole run; interruptions_a_day: of the spot job as a whole.
     Raises:  ConfigError for rates that are not above 0.
     """
     asked = prices or Prices()
-    prices = asked if asked.save else replace(asked, save=save_seconds(ranking) or SAVE_WITHOUT_DISK)
+    prices = (
+        asked if asked.save else replace(asked, save=save_seconds(ranking) or SAVE_WITHOUT_DISK)
+    )
     size = choice.plan.size
     spent = choice.confirmed.step_seconds if choice.confirmed else choice.step_seconds
     steps = tokens / (ranking.batch * ranking.config.context)
@@ -134,26 +162,44 @@ def forecast(choice: Choice, ranking: Ranking, *, tokens: float, interruptions_a
         return Offer(name, taken, money, kept, interval)
 
     power = 0.0 if joules is None else joules / KWH * prices.kwh
-    return TokenForecast(tokens, steps, days, joules, offer("own", prices.own, failures, power),
-                         offer("cloud", 1.0, failures), offer("spot", prices.spot, interruptions_a_day + failures),
-                         _premises(asked, prices, ranking, interruptions_a_day))
+    return TokenForecast(
+        tokens,
+        steps,
+        days,
+        joules,
+        offer("own", prices.own, failures, power),
+        offer("cloud", 1.0, failures),
+        offer("spot", prices.spot, interruptions_a_day + failures),
+        _premises(asked, prices, ranking, interruptions_a_day),
+    )
 
 
 def save_seconds(ranking: Ranking) -> float | None:
-    """Of a checkpoint that all nodes write at once, each to a disk of its own; None where no disk is stated."""
+    """Of a checkpoint that all nodes write at once, each to a disk of its own; None where no disk
+    is stated."""
     disk = ranking.cluster.tiers.get("disk")
     if disk is None:
         return None
-    return disk.alpha + SAVED_BYTES * ranking.config.numbers / ranking.cluster.nodes / disk.bandwidth
+    return (
+        disk.alpha + SAVED_BYTES * ranking.config.numbers / ranking.cluster.nodes / disk.bandwidth
+    )
 
 
-def _premises(asked: Prices, prices: Prices, ranking: Ranking, interruptions_a_day: float) -> tuple[Premise, ...]:
+def _premises(
+    asked: Prices, prices: Prices, ranking: Ranking, interruptions_a_day: float
+) -> tuple[Premise, ...]:
     """Every number of the forecast that neither the plan nor the replay knows."""
     cluster, usual = ranking.cluster, Prices()
     found = []
     if cluster.device.price_an_hour is not None:
-        found.append(Premise("price", cluster.device.price_an_hour, "dollars a device and hour in the cloud",
-                             cluster.sources.get("price_an_hour", "the cluster's file")))
+        found.append(
+            Premise(
+                "price",
+                cluster.device.price_an_hour,
+                "dollars a device and hour in the cloud",
+                cluster.sources.get("price_an_hour", "the cluster's file"),
+            )
+        )
     for name, unit in UNITS.items():
         source = SOURCES.get(name, ASSUMED)
         if name == "save" and asked.save is None and "disk" in cluster.tiers:
@@ -162,7 +208,10 @@ def _premises(asked: Prices, prices: Prices, ranking: Ranking, interruptions_a_d
             source = "given"
         found.append(Premise(name, getattr(prices, name), unit, source))
     source = ASSUMED if interruptions_a_day == SPOT_INTERRUPTIONS else "given"
-    return (*found, Premise("interruptions", interruptions_a_day, "a day of the job on spot machines", source))
+    return (
+        *found,
+        Premise("interruptions", interruptions_a_day, "a day of the job on spot machines", source),
+    )
 
 
 def _kept(a_day: float, prices: Prices) -> tuple[float, float]:

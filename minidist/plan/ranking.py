@@ -1,4 +1,5 @@
-"""Chapter 24 · The plan that fits best: enumerate, estimate, rank, and let the replay confirm the best few.
+"""Chapter 24 · The plan that fits best: enumerate, estimate, rank, and let the replay confirm the
+best few.
 
     found = plan_for(config, "a100-80g:64x8", batch=1536)
     found.best.plan, found.best.order, found.best.step_seconds
@@ -29,13 +30,14 @@ from minidist.simulate.results import Simulation
 from minidist.simulate.simulate import simulate
 
 OBJECTIVES = ("time", "cost", "energy", "memory")
-MOST_TRIED = 3          # plans that the replay runs for each that it is to confirm
-MOST_DOUBLED = 8        # how often the nodes are doubled in search of a cluster that is large enough
+MOST_TRIED = 3  # plans that the replay runs for each that it is to confirm
+MOST_DOUBLED = 8  # how often the nodes are doubled in search of a cluster that is large enough
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One plan of the ranking. Attributes: seconds: of a step by TERMS; memory: bytes by category, of the fullest rank;
+    """One plan of the ranking. Attributes: seconds: of a step by TERMS; memory: bytes by category,
+    of the fullest rank;
     confirmed: the replay, if it ran this plan.
     """
 
@@ -64,22 +66,34 @@ class Choice:
         told = [words(plan.axes)] + [f"ZeRO-{plan.zero}"] * (plan.zero > 0)
         told += [f"a copy on {plan.shard} ranks"] * (plan.shard is not None)
         told += [f"{plan.schedule}, {plan.pieces} microbatches"] * (plan.pp > 1)
-        told += [f"{plan.accumulate} passes"] * (plan.accumulate > 1) + ["sequence parallel"] * plan.sequence_parallel
-        told += ["recompute"] * (plan.checkpoint_blocks == "all") + ["offload"] * (plan.offload != "none")
+        told += [f"{plan.accumulate} passes"] * (plan.accumulate > 1) + [
+            "sequence parallel"
+        ] * plan.sequence_parallel
+        told += ["recompute"] * (plan.checkpoint_blocks == "all") + ["offload"] * (
+            plan.offload != "none"
+        )
         inner = [axis for axis in self.order if plan.axes[axis] > 1]
         usual = [axis for axis in AXES if plan.axes[axis] > 1]
         return ", ".join(told + [f"order {','.join(inner)}"] * (inner != usual))
 
     def as_json(self) -> dict[str, Any]:
         """All figures."""
-        return {"plan": self.plan.as_dict(), "order": list(self.order), "step_seconds": self.step_seconds,
-                "seconds": self.seconds, "memory": self.memory, "dollars": self.dollars, "joules": self.joules,
-                "confirmed_seconds": self.confirmed and self.confirmed.step_seconds}
+        return {
+            "plan": self.plan.as_dict(),
+            "order": list(self.order),
+            "step_seconds": self.step_seconds,
+            "seconds": self.seconds,
+            "memory": self.memory,
+            "dollars": self.dollars,
+            "joules": self.joules,
+            "confirmed_seconds": self.confirmed and self.confirmed.step_seconds,
+        }
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """All plans that fit, the best first. Attributes: order: numbers of candidates; enumerated: before pruning."""
+    """All plans that fit, the best first. Attributes: order: numbers of candidates; enumerated:
+    before pruning."""
 
     config: GPTConfig
     cluster: Cluster
@@ -97,17 +111,23 @@ class Ranking:
         """The plan at a place of the ranking, from 0."""
         number = int(self.order[place])
         found = self.estimates
-        return Choice(found.candidates.plan(number), found.candidates.order(number),
-                      {term: float(found.seconds[term][number]) for term in TERMS},
-                      {name: float(held[number]) for name, held in found.memory.items()},
-                      None if found.dollars is None else float(found.dollars[number]),
-                      None if found.joules is None else float(found.joules[number]))
+        return Choice(
+            found.candidates.plan(number),
+            found.candidates.order(number),
+            {term: float(found.seconds[term][number]) for term in TERMS},
+            {name: float(held[number]) for name, held in found.memory.items()},
+            None if found.dollars is None else float(found.dollars[number]),
+            None if found.joules is None else float(found.joules[number]),
+        )
 
     def top(self, count: int) -> list[Choice]:
         """The best, those that the replay ran first."""
         ran = {(choice.plan, choice.order) for choice in self.confirmed}
-        others = [choice for choice in map(self.choice, range(min(count + len(ran), len(self))))
-                  if (choice.plan, choice.order) not in ran]
+        others = [
+            choice
+            for choice in map(self.choice, range(min(count + len(ran), len(self))))
+            if (choice.plan, choice.order) not in ran
+        ]
         return [*self.confirmed, *others][:count]
 
     @cached_property
@@ -132,19 +152,28 @@ class Ranking:
         return tokens * flops_a_token(self.config) / (choice.step_seconds * choice.plan.size * peak)
 
 
-def plan_for(config: GPTConfig, cluster: Cluster | str, *, batch: int, objective: str = "time",
-             precision: str = "bf16", optimizer: str = "adamw", rates: Rates | None = None,
-             confirm: int = 0) -> Ranking:
+def plan_for(
+    config: GPTConfig,
+    cluster: Cluster | str,
+    *,
+    batch: int,
+    objective: str = "time",
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    rates: Rates | None = None,
+    confirm: int = 0,
+) -> Ranking:
     """Rank all plans of a model on a cluster.
 
-    Args:    config: the model. cluster: as its text, "h100:128x8", or made. batch: sequences a step of the whole job,
-             each of config.context tokens. objective: what is least, one of OBJECTIVES.
+    Args:    config: the model. cluster: as its text, "h100:128x8", or made. batch: sequences a step
+             of the whole job, each of config.context tokens. objective: what is least, one of
+             OBJECTIVES.
              precision: of all plans, as Plan's. optimizer: as Trainer's.
-             rates: seconds of kernels (default: of the cluster's device). confirm: so many of the best are run by the
-             replay too (md.simulate), and ranked by it.
+             rates: seconds of kernels (default: of the cluster's device). confirm: so many of the
+             best are run by the replay too (md.simulate), and ranked by it.
     Returns: a Ranking of the plans that fit into memory.
-    Raises:  ConfigError, one line: an unknown cluster, a batch that does not divide, or a model that fits nowhere, with
-             the nearest that works.
+    Raises:  ConfigError, one line: an unknown cluster, a batch that does not divide, or a model
+             that fits nowhere, with the nearest that works.
     """
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if objective not in OBJECTIVES:
@@ -160,17 +189,28 @@ def plan_for(config: GPTConfig, cluster: Cluster | str, *, batch: int, objective
 
 
 def _wanted(found: Estimates, objective: str) -> np.ndarray:
-    columns = {"time": found.step_seconds, "memory": found.total, "cost": found.dollars, "energy": found.joules}
+    columns = {
+        "time": found.step_seconds,
+        "memory": found.total,
+        "cost": found.dollars,
+        "energy": found.joules,
+    }
     column = columns[objective]
     if column is None:
-        raise ConfigError(f"objective={objective}: no {'price' if objective == 'cost' else 'watts'} of "
-                          f"{found.cluster.device.name} stands in the cluster's file; add it, or take time")
+        raise ConfigError(
+            f"objective={objective}: no {'price' if objective == 'cost' else 'watts'} of "
+            f"{found.cluster.device.name} stands in the cluster's file; add it, or take time"
+        )
     return column
 
 
 def _nowhere(config: GPTConfig, cluster: Cluster, batch: int, options: dict[str, Any]) -> str:
-    """One line: the cluster with the fewest nodes, doubled again and again, in which some plan fits."""
-    told = f"the model ({config.numbers / 1e9:,.3g} billion weights) fits into {cluster.spec} with no plan"
+    """One line: the cluster with the fewest nodes, doubled again and again, in which some plan
+    fits."""
+    told = (
+        f"the model ({config.numbers / 1e9:,.3g} billion weights) fits into "
+        f"{cluster.spec} with no plan"
+    )
     if cluster.topology.torus or cluster.topology.between is None:
         return f"{told}; choose fewer layers, or a larger cluster"
     for nodes in (cluster.nodes << doubled for doubled in range(1, MOST_DOUBLED + 1)):
@@ -181,11 +221,17 @@ def _nowhere(config: GPTConfig, cluster: Cluster, batch: int, options: dict[str,
             except ConfigError:
                 continue
             if fits:
-                return f"{told}; choose {larger.spec}{f' with a batch of {rows}' * (rows != batch)}, or fewer layers"
+                return (
+                    f"{told}; choose "
+                    f"{larger.spec}{f' with a batch of {rows}' * (rows != batch)}, or "
+                    "fewer layers"
+                )
     return f"{told}, nor into {cluster.nodes << MOST_DOUBLED} nodes; choose fewer layers"
 
 
-def _estimated(config: GPTConfig, cluster: Cluster, batch: int, options: dict[str, Any]) -> tuple[int, Estimates]:
+def _estimated(
+    config: GPTConfig, cluster: Cluster, batch: int, options: dict[str, Any]
+) -> tuple[int, Estimates]:
     """How many plans there are, and the estimates of those whose state fits."""
     model = Estimator(config, cluster, **options)
     found = candidates(config, cluster, batch=batch, precision=options["precision"])
@@ -193,7 +239,8 @@ def _estimated(config: GPTConfig, cluster: Cluster, batch: int, options: dict[st
 
 
 def _confirmed(ranking: Ranking, count: int, rates: Rates | None, optimizer: str) -> Ranking:
-    """The ranking with its best few by the replay; plans that it finds too large, or cannot run, are taken out."""
+    """The ranking with its best few by the replay; plans that it finds too large, or cannot run,
+    are taken out."""
     ran: list[Choice] = []
     refused: list[int] = []
     for place in range(min(MOST_TRIED * count, len(ranking))):
@@ -201,8 +248,15 @@ def _confirmed(ranking: Ranking, count: int, rates: Rates | None, optimizer: str
             break
         choice = ranking.choice(place)
         try:
-            found = simulate(choice.plan, ranking.config, ranking.cluster, batch=ranking.batch, order=choice.order,
-                             rates=rates, optimizer=optimizer)
+            found = simulate(
+                choice.plan,
+                ranking.config,
+                ranking.cluster,
+                batch=ranking.batch,
+                order=choice.order,
+                rates=rates,
+                optimizer=optimizer,
+            )
         except (PlanError, ConfigError):
             found = None
         if found is not None and found.fits:
@@ -216,21 +270,37 @@ def _confirmed(ranking: Ranking, count: int, rates: Rates | None, optimizer: str
 def _figure(choice: Choice, objective: str) -> float:
     found = choice.confirmed
     assert found is not None
-    values: dict[str, float | None] = {"time": found.step_seconds, "cost": found.dollars, "energy": found.joules,
-                                       "memory": float(found.peak(found.fullest)["total"])}
+    values: dict[str, float | None] = {
+        "time": found.step_seconds,
+        "cost": found.dollars,
+        "energy": found.joules,
+        "memory": float(found.peak(found.fullest)["total"]),
+    }
     return values[objective] or 0.0
 
 
 def command(choice: Choice, model: Sequence[str], ranking: Ranking) -> str:
-    """The command line that runs the plan: on `here` by `minidist train`, elsewhere by `minidist simulate`, whose
-    options after --batch are those of train.
+    """The command line that runs the plan: on `here` by `minidist train`, elsewhere by `minidist
+    simulate`, whose options after --batch are those of train.
 
     Args:    model: the options that name it, as ["--model", "gpt3-175b"].
     """
-    plan = [*plan_words(choice.plan), *(["--order", ",".join(choice.order)] if choice.order != AXES else [])]
+    plan = [
+        *plan_words(choice.plan),
+        *(["--order", ",".join(choice.order)] if choice.order != AXES else []),
+    ]
     if ranking.cluster.name == "here":
         return " ".join(["minidist train -n", str(choice.plan.size), *model_words(ranking), *plan])
-    return " ".join(["minidist simulate --cluster", ranking.cluster.spec, *model, "--batch", str(ranking.batch), *plan])
+    return " ".join(
+        [
+            "minidist simulate --cluster",
+            ranking.cluster.spec,
+            *model,
+            "--batch",
+            str(ranking.batch),
+            *plan,
+        ]
+    )
 
 
 def plan_words(plan: Plan) -> list[str]:
@@ -246,23 +316,50 @@ def plan_words(plan: Plan) -> list[str]:
     return found + ["--sequence-parallel"] * plan.sequence_parallel
 
 
-MIXTURE_WORDS = {"top_k": "--top-k", "capacity": "--capacity", "noise": "--gate-noise", "balance": "--balance",
-                 "balance_weight": "--balance-weight", "bias_rate": "--bias-rate", "shared": "--shared-experts",
-                 "hidden": "--expert-width"}
-"""Fields of a MixtureConfig as options of `minidist train`; where experts lie is no matter of one machine."""
+MIXTURE_WORDS = {
+    "top_k": "--top-k",
+    "capacity": "--capacity",
+    "noise": "--gate-noise",
+    "balance": "--balance",
+    "balance_weight": "--balance-weight",
+    "bias_rate": "--bias-rate",
+    "shared": "--shared-experts",
+    "hidden": "--expert-width",
+}
+"""Fields of a MixtureConfig as options of `minidist train`; where experts lie is no matter of one
+machine."""
 
 
 def model_words(ranking: Ranking) -> list[str]:
     """Model and batch as options of `minidist train`."""
     config = ranking.config
-    return ["--layers", str(config.layers), "--width", str(config.width), "--heads", str(config.heads), "--vocab",
-            str(config.vocabulary), "--context", str(config.context), "--positions", config.positions, "--batch",
-            str(ranking.batch), *pattern_words(config), *mixture_words(config)]
+    return [
+        "--layers",
+        str(config.layers),
+        "--width",
+        str(config.width),
+        "--heads",
+        str(config.heads),
+        "--vocab",
+        str(config.vocabulary),
+        "--context",
+        str(config.context),
+        "--positions",
+        config.positions,
+        "--batch",
+        str(ranking.batch),
+        *pattern_words(config),
+        *mixture_words(config),
+    ]
 
 
 def pattern_words(config: GPTConfig) -> list[str]:
     """The attention pattern as an option of `minidist train`."""
-    return [] if config.attention_pattern is None else ["--attention-pattern", config.attention_pattern]
+    return (
+        []
+        if config.attention_pattern is None
+        else ["--attention-pattern", config.attention_pattern]
+    )
 
 
 def mixture_words(config: GPTConfig) -> list[str]:
@@ -271,7 +368,13 @@ def mixture_words(config: GPTConfig) -> list[str]:
     if mixture is None:
         return []
     usual = MixtureConfig(mixture.experts)
-    found = {option: getattr(mixture, name) for name, option in MIXTURE_WORDS.items()
-             if getattr(mixture, name) != getattr(usual, name)}
-    return ["--experts", str(mixture.experts), *(word for option, value in found.items()
-                                                for word in (option, str(value)))]
+    found = {
+        option: getattr(mixture, name)
+        for name, option in MIXTURE_WORDS.items()
+        if getattr(mixture, name) != getattr(usual, name)
+    }
+    return [
+        "--experts",
+        str(mixture.experts),
+        *(word for option, value in found.items() for word in (option, str(value))),
+    ]

@@ -1,10 +1,11 @@
-"""Chapter 24 · Scaling curves: the best plan on more and more nodes, and how near to linear that is.
+"""Chapter 24 · Scaling curves: the best plan on more and more nodes, and how near to linear that
+is.
 
     strong(config, "h100:8x8", batch=512)           # the same batch on more devices
     weak(config, "h100:8x8", a_device=8)            # a batch that grows with them
 
-The notes say "near-linear" of data parallelism (N2:86), of DDP (N0:430) and of small scales (N1:100). The efficiency of
-each point says how near.
+The notes say "near-linear" of data parallelism (N2:86), of DDP (N0:430) and of small scales
+(N1:100). The efficiency of each point says how near.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from minidist.nn import GPTConfig
 from minidist.plan.ranking import Ranking, plan_for
 from minidist.simulate.cluster import Cluster
 
-NEAR_LINEAR = 0.9       # an efficiency that one may call near-linear: assumed, the notes give no number
+NEAR_LINEAR = 0.9  # an efficiency that one may call near-linear: assumed, the notes give no number
 
 
 @dataclass(frozen=True)
@@ -35,34 +36,61 @@ class ScalingPoint:
         return self.efficiency >= NEAR_LINEAR
 
 
-def strong(config: GPTConfig, cluster: Cluster | str, *, batch: int, nodes: Sequence[int] = (),
-           precision: str = "bf16") -> list[ScalingPoint]:
+def strong(
+    config: GPTConfig,
+    cluster: Cluster | str,
+    *,
+    batch: int,
+    nodes: Sequence[int] = (),
+    precision: str = "bf16",
+) -> list[ScalingPoint]:
     """The same batch on more nodes."""
     return _curve(config, cluster, nodes, lambda devices: batch, precision)
 
 
-def weak(config: GPTConfig, cluster: Cluster | str, *, a_device: int, nodes: Sequence[int] = (),
-         precision: str = "bf16") -> list[ScalingPoint]:
+def weak(
+    config: GPTConfig,
+    cluster: Cluster | str,
+    *,
+    a_device: int,
+    nodes: Sequence[int] = (),
+    precision: str = "bf16",
+) -> list[ScalingPoint]:
     """So many sequences a device."""
     return _curve(config, cluster, nodes, lambda devices: a_device * devices, precision)
 
 
 def scaling_curves(ranking: Ranking) -> dict[str, list[ScalingPoint]]:
-    """Strong and weak scaling up to the ranking's own cluster and batch: both curves end there, if the batch divides.
+    """Strong and weak scaling up to the ranking's own cluster and batch: both curves end there, if
+    the batch divides.
 
     Raises: ConfigError as weak and strong do.
     """
     cluster, precision = ranking.cluster, ranking.best.plan.precision
-    return {"strong": strong(ranking.config, cluster, batch=ranking.batch, precision=precision),
-            "weak": weak(ranking.config, cluster, a_device=max(1, ranking.batch // cluster.size), precision=precision)}
+    return {
+        "strong": strong(ranking.config, cluster, batch=ranking.batch, precision=precision),
+        "weak": weak(
+            ranking.config,
+            cluster,
+            a_device=max(1, ranking.batch // cluster.size),
+            precision=precision,
+        ),
+    }
 
 
-def _curve(config: GPTConfig, cluster: Cluster | str, nodes: Sequence[int], batch_of: Callable[[int], int],
-           precision: str) -> list[ScalingPoint]:
+def _curve(
+    config: GPTConfig,
+    cluster: Cluster | str,
+    nodes: Sequence[int],
+    batch_of: Callable[[int], int],
+    precision: str,
+) -> list[ScalingPoint]:
     """Points where the model fits and the batch divides. Raises: ConfigError if there is none."""
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     if cluster.topology.torus:
-        raise ConfigError(f"{cluster.spec} is a torus; curves are drawn over nodes: choose a cluster of nodes")
+        raise ConfigError(
+            f"{cluster.spec} is a torus; curves are drawn over nodes: choose a cluster of nodes"
+        )
     found: list[ScalingPoint] = []
     first, refused = 0.0, ""
     for count in nodes or _powers(cluster.nodes):
@@ -75,7 +103,9 @@ def _curve(config: GPTConfig, cluster: Cluster | str, nodes: Sequence[int], batc
             continue
         speed = batch / best.step_seconds / part.size
         first = first or speed
-        found.append(ScalingPoint(count, part.size, batch, best.text, best.step_seconds, speed / first))
+        found.append(
+            ScalingPoint(count, part.size, batch, best.text, best.step_seconds, speed / first)
+        )
     if not found:
         raise ConfigError(refused)
     return found

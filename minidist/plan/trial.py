@@ -1,7 +1,7 @@
 """Chapter 24 · The best plans trained on this machine, in turn, beside what was predicted.
 
-Each round starts every plan once, with `minidist train`; a plan's time is the median of its rounds. The last
-plan is a random one, so that a prediction that is the same for all would be seen.
+Each round starts every plan once, with `minidist train`; a plan's time is the median of its rounds.
+The last plan is a random one, so that a prediction that is the same for all would be seen.
 """
 
 import json
@@ -22,13 +22,13 @@ from minidist.simulate.rates import Rates
 from minidist.simulate.simulate import simulate
 
 ROUNDS, STEPS = 4, 12
-TIMEOUT = 600.0         # seconds of one run
+TIMEOUT = 600.0  # seconds of one run
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Attributes: predicted: seconds of a step by the replay; measured: by the runs; spread: by which two halves of the
-    rounds differ.
+    """Attributes: predicted: seconds of a step by the replay; measured: by the runs; spread: by
+    which two halves of the rounds differ.
     """
 
     choice: Choice
@@ -39,15 +39,29 @@ class Trial:
 
     def as_json(self) -> dict[str, Any]:
         """All figures."""
-        return {"plan": self.choice.plan.as_dict(), "random": self.random, "predicted": self.predicted,
-                "measured": self.measured, "spread": self.spread}
+        return {
+            "plan": self.choice.plan.as_dict(),
+            "random": self.random,
+            "predicted": self.predicted,
+            "measured": self.measured,
+            "spread": self.spread,
+        }
 
 
-def try_plans(ranking: Ranking, count: int, *, optimizer: str = "adamw", rounds: int = ROUNDS, steps: int = STEPS,
-              rates: Rates | None = None, show: Progress = SILENT) -> list[Trial]:
+def try_plans(
+    ranking: Ranking,
+    count: int,
+    *,
+    optimizer: str = "adamw",
+    rounds: int = ROUNDS,
+    steps: int = STEPS,
+    rates: Rates | None = None,
+    show: Progress = SILENT,
+) -> list[Trial]:
     """Train with the best `count` plans and a random one, in turn.
 
-    Args:    rates: seconds of kernels, for plans that the ranking did not confirm (default: of the cluster's device).
+    Args:    rates: seconds of kernels, for plans that the ranking did not confirm (default: of the
+             cluster's device).
     Raises:  ConfigError if a run fails: its words.
     """
     best = ranking.top(count)
@@ -55,18 +69,36 @@ def try_plans(ranking: Ranking, count: int, *, optimizer: str = "adamw", rounds:
     seen: list[list[float]] = [[] for _ in choices]
     for number in range(rounds):
         for place, (choice, found) in enumerate(zip(choices, seen, strict=True)):
-            show.at(number * len(choices) + place, rounds * len(choices), f"round {number + 1}: training under "
-                                                                          f"{' '.join(plan_words(choice.plan))}")
+            show.at(
+                number * len(choices) + place,
+                rounds * len(choices),
+                f"round {number + 1}: training under {' '.join(plan_words(choice.plan))}",
+            )
             found.append(run_once(ranking, choice, optimizer, steps))
-    return [Trial(choice, place >= len(best), _replayed(ranking, choice, optimizer, rates), median(found),
-                  abs(median(found[::2]) / median(found[1::2] or found) - 1))
-            for place, (choice, found) in enumerate(zip(choices, seen, strict=True))]
+    return [
+        Trial(
+            choice,
+            place >= len(best),
+            _replayed(ranking, choice, optimizer, rates),
+            median(found),
+            abs(median(found[::2]) / median(found[1::2] or found) - 1),
+        )
+        for place, (choice, found) in enumerate(zip(choices, seen, strict=True))
+    ]
 
 
 def _replayed(ranking: Ranking, choice: Choice, optimizer: str, rates: Rates | None) -> float:
-    """Seconds of a step by the replay; where ranks share cores, the fast path that ranks plans is too short."""
-    found = choice.confirmed or simulate(choice.plan, ranking.config, ranking.cluster, batch=ranking.batch,
-                                         order=choice.order, rates=rates, optimizer=optimizer)
+    """Seconds of a step by the replay; where ranks share cores, the fast path that ranks plans is
+    too short."""
+    found = choice.confirmed or simulate(
+        choice.plan,
+        ranking.config,
+        ranking.cluster,
+        batch=ranking.batch,
+        order=choice.order,
+        rates=rates,
+        optimizer=optimizer,
+    )
     return found.step_seconds
 
 
@@ -79,13 +111,32 @@ def run_once(ranking: Ranking, choice: Choice, optimizer: str, steps: int) -> fl
     """Seconds of a step of one run, as its metrics have them."""
     with tempfile.TemporaryDirectory(prefix="minidist-plan-") as folder:
         found = Path(folder, "metrics.json")
-        words = ["train", "-n", str(choice.plan.size), *model_words(ranking), *plan_words(choice.plan), "--optimizer",
-                 optimizer, "--steps", str(steps), "--quiet", "--out", str(Path(folder, "run")), "--json", str(found)]
+        words = [
+            "train",
+            "-n",
+            str(choice.plan.size),
+            *model_words(ranking),
+            *plan_words(choice.plan),
+            "--optimizer",
+            optimizer,
+            "--steps",
+            str(steps),
+            "--quiet",
+            "--out",
+            str(Path(folder, "run")),
+            "--json",
+            str(found),
+        ]
         told = f"minidist {' '.join(words)}"
         try:
-            done = subprocess.run(module_command("minidist", *words), capture_output=True, text=True,
-                                  errors="replace", timeout=TIMEOUT,
-                                  check=False)
+            done = subprocess.run(
+                module_command("minidist", *words),
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=TIMEOUT,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             raise ConfigError(f"{told}: not done after {TIMEOUT:g} s; take fewer layers") from None
         if done.returncode:

@@ -4,15 +4,17 @@
     fitted = fit(runs, Predictor(), "a100-80g")
     fitted.profile.save("profile.json")             # for simulate and plan: --profile profile.json
 
-Each constant begins at its default and is moved, by factors, to where the predicted step times come closest to the
-measured ones: Gauss-Newton steps on the sum of
+Each constant begins at its default and is moved, by factors, to where the predicted step times come
+closest to the measured ones: Gauss-Newton steps on the sum of
 
-    (log predicted - log measured)² / 0.05²         over the runs: 5 % is what a step time is known to
-    (log constant - log default)²  / 0.5²           over the constants: a factor of 1.6 is not unusual
+    (log predicted - log measured)² / 0.05²         over the runs: 5 % is what a step time is known
+                                                    to
+    (log constant - log default)²  / 0.5²           over the constants: a factor of 1.6 is not
+                                                    unusual
 
-so that a constant on which no run depends keeps its default. How well it fits is told by leaving out each run in turn:
-the error of a run that the constants were not fitted to (from the last step's derivatives, which is exact for a model
-that is linear between the two fits).
+so that a constant on which no run depends keeps its default. How well it fits is told by leaving
+out each run in turn: the error of a run that the constants were not fitted to (from the last step's
+derivatives, which is exact for a model that is linear between the two fits).
 
 Source: Gauss-Newton and leave-one-out as in Björck 1996, Allen 1974 (PRESS).
 """
@@ -39,33 +41,49 @@ from minidist.simulate.rates import CostProfile, Rates
 from minidist.simulate.simulate import simulate
 from minidist.simulate.trace import RankTrace
 
-MOST_BYTES = 64 << 20           # of a file of runs
-MOST_LAYERS = 10_000            # of a run's model
-KNOWN_TO = 0.05                 # relative standard deviation of a measured step time
-USUAL = 0.5                     # standard deviation of the log of a constant
-STEPS = 6                       # of Gauss and Newton, at most
-ENOUGH = 1e-3                   # change of every log at which no more steps are made
-NUDGE = 0.05                    # change of a log by which derivatives are taken
+MOST_BYTES = 64 << 20  # of a file of runs
+MOST_LAYERS = 10_000  # of a run's model
+KNOWN_TO = 0.05  # relative standard deviation of a measured step time
+USUAL = 0.5  # standard deviation of the log of a constant
+STEPS = 6  # of Gauss and Newton, at most
+ENOUGH = 1e-3  # change of every log at which no more steps are made
+NUDGE = 0.05  # change of a log by which derivatives are taken
 MOST = {"matmul_share": 1.0, "attention_share": 1.0, "memory_share": 1.0}
 
 RATES = ("matmul_share", "half", "attention_share", "memory_share", "launch")
 WIRES = ("inside.alpha", "inside.bandwidth", "between.alpha", "between.bandwidth")
 CONSTANTS = (*RATES, *WIRES)
-"""What is fitted: rates of the device (simulate/device.py), and the wires inside nodes and between them."""
+"""What is fitted: rates of the device (simulate/device.py), and the wires inside nodes and between
+them."""
 
 COLUMNS = {
-    "seconds": "of a step, measured", "devices": "nodes x devices, such as 8x8; or devices",
-    "batch": "sequences of a step of the whole job", "model": "a name that simulate knows; or the next five",
-    "layers": "blocks", "width": "model width", "heads": "attention heads", "sequence": "tokens of a sequence",
-    "vocab": "embedding rows", "plan": "such as dp=8,tp=8 (dp over all devices)", "zero": "0 to 3 (0)",
-    "schedule": "of a pipeline (1f1b)", "microbatches": "of a pipeline, each data rank",
-    "accumulate": "backward passes of a step (1)", "precision": "fp32, bf16, fp16 (bf16)",
+    "seconds": "of a step, measured",
+    "devices": "nodes x devices, such as 8x8; or devices",
+    "batch": "sequences of a step of the whole job",
+    "model": "a name that simulate knows; or the next five",
+    "layers": "blocks",
+    "width": "model width",
+    "heads": "attention heads",
+    "sequence": "tokens of a sequence",
+    "vocab": "embedding rows",
+    "plan": "such as dp=8,tp=8 (dp over all devices)",
+    "zero": "0 to 3 (0)",
+    "schedule": "of a pipeline (1f1b)",
+    "microbatches": "of a pipeline, each data rank",
+    "accumulate": "backward passes of a step (1)",
+    "precision": "fp32, bf16, fp16 (bf16)",
     "checkpoint": "what is computed again: none, scores, all (none)",
 }
 """The columns of a file of runs. seconds, devices, batch, and a model or its sizes are needed."""
 PUBLISHED = Path(__file__).resolve().with_name("published")
 """Step times of papers and repositories as such files; each says its source."""
-_SIZES = {"layers": "layers", "width": "width", "heads": "heads", "sequence": "context", "vocab": "vocabulary"}
+_SIZES = {
+    "layers": "layers",
+    "width": "width",
+    "heads": "heads",
+    "sequence": "context",
+    "vocab": "vocabulary",
+}
 
 
 class Run(NamedTuple):
@@ -89,24 +107,40 @@ class CostFit(NamedTuple):
     profile: CostProfile
     predicted: list[float]
     errors: list[float]
-    left_out: list[float]       # of each run by constants that were fitted without it
-    default: list[float]        # by the default constants
+    left_out: list[float]  # of each run by constants that were fitted without it
+    default: list[float]  # by the default constants
 
     def summary(self) -> dict[str, float]:
         """Mean and worst absolute errors."""
-        return {f"{name}_{kind}": float(reduce(np.abs(errors)))
-                for name, errors in (("fitted", self.errors), ("left_out", self.left_out), ("default", self.default))
-                for kind, reduce in (("mean", np.mean), ("worst", np.max))}
+        return {
+            f"{name}_{kind}": float(reduce(np.abs(errors)))
+            for name, errors in (
+                ("fitted", self.errors),
+                ("left_out", self.left_out),
+                ("default", self.default),
+            )
+            for kind, reduce in (("mean", np.mean), ("worst", np.max))
+        }
 
 
-def fit(runs: Sequence[Run], predict: Predict, cluster: str, names: Sequence[str] = CONSTANTS,
-        progress: Callable[[str], None] = lambda text: None) -> CostFit:
-    """Fit the constants `names`. Raises: ConfigError for fewer than two runs, or a constant that there is not."""
+def fit(
+    runs: Sequence[Run],
+    predict: Predict,
+    cluster: str,
+    names: Sequence[str] = CONSTANTS,
+    progress: Callable[[str], None] = lambda text: None,
+) -> CostFit:
+    """Fit the constants `names`. Raises: ConfigError for fewer than two runs, or a constant that
+    there is not."""
     for name in names:
         if name not in CONSTANTS:
-            raise ConfigError(f"no constant {name!r}{meant(name, CONSTANTS)}; there are {', '.join(CONSTANTS)}")
+            raise ConfigError(
+                f"no constant {name!r}{meant(name, CONSTANTS)}; there are {', '.join(CONSTANTS)}"
+            )
     if len(runs) < 2:
-        raise ConfigError(f"{len(runs)} measured steps cannot be fitted and tried; give two or more, better ten")
+        raise ConfigError(
+            f"{len(runs)} measured steps cannot be fitted and tried; give two or more, better ten"
+        )
     start, measured = _start(runs, names), np.log([run.seconds for run in runs])
     logs = np.log(start)
 
@@ -117,32 +151,52 @@ def fit(runs: Sequence[Run], predict: Predict, cluster: str, names: Sequence[str
 
     now = first = predicted(logs, "with the defaults")
     for step in range(1, STEPS + 1):
-        slopes = np.stack([(predicted(logs + NUDGE * unit, f"step {step}: {name}") - now) / NUDGE
-                           for name, unit in zip(names, np.eye(len(names)), strict=True)], axis=1)
-        inner = slopes.T @ slopes / KNOWN_TO ** 2 + np.eye(len(names)) / USUAL ** 2
-        pull = slopes.T @ (measured - now) / KNOWN_TO ** 2 - (logs - np.log(start)) / USUAL ** 2
+        slopes = np.stack(
+            [
+                (predicted(logs + NUDGE * unit, f"step {step}: {name}") - now) / NUDGE
+                for name, unit in zip(names, np.eye(len(names)), strict=True)
+            ],
+            axis=1,
+        )
+        inner = slopes.T @ slopes / KNOWN_TO**2 + np.eye(len(names)) / USUAL**2
+        pull = slopes.T @ (measured - now) / KNOWN_TO**2 - (logs - np.log(start)) / USUAL**2
         change = np.clip(np.linalg.solve(inner, pull), -1, 1)
         most = np.log([MOST.get(name, np.inf) for name in names])
         change = np.minimum(logs + change, most) - logs
         logs, now = logs + change, predicted(logs + change, f"step {step}")
         if np.abs(change).max() < ENOUGH:
             break
-    leverage = np.einsum("ij,ji->i", slopes, np.linalg.solve(inner, slopes.T)) / KNOWN_TO ** 2
+    leverage = np.einsum("ij,ji->i", slopes, np.linalg.solve(inner, slopes.T)) / KNOWN_TO**2
     left_out = np.expm1((now - measured) / np.maximum(1 - leverage, 1e-3))
-    fitted = CostFit(_profile(cluster, runs[0].cluster, names, np.exp(logs)), np.exp(now).tolist(),
-                    np.expm1(now - measured).tolist(), left_out.tolist(), np.expm1(first - measured).tolist())
-    return fitted._replace(profile=replace(fitted.profile, fit={"runs": len(runs), **fitted.summary()}))
+    fitted = CostFit(
+        _profile(cluster, runs[0].cluster, names, np.exp(logs)),
+        np.exp(now).tolist(),
+        np.expm1(now - measured).tolist(),
+        left_out.tolist(),
+        np.expm1(first - measured).tolist(),
+    )
+    return fitted._replace(
+        profile=replace(fitted.profile, fit={"runs": len(runs), **fitted.summary()})
+    )
 
 
 def _start(runs: Sequence[Run], names: Sequence[str]) -> np.ndarray:
     """The constants' defaults."""
     topology = runs[0].cluster.topology
     wires = {"inside": topology.inside, "between": topology.between or topology.inside}
-    return np.array([float(getattr(DEFAULT, name)) if name in RATES else
-                     float(getattr(wires[name.split(".")[0]], name.split(".")[1])) for name in names])
+    return np.array(
+        [
+            float(getattr(DEFAULT, name))
+            if name in RATES
+            else float(getattr(wires[name.split(".")[0]], name.split(".")[1]))
+            for name in names
+        ]
+    )
 
 
-def _profile(cluster: str, of: Cluster, names: Sequence[str], values: Sequence[float]) -> CostProfile:
+def _profile(
+    cluster: str, of: Cluster, names: Sequence[str], values: Sequence[float]
+) -> CostProfile:
     """The profile of these constants."""
     topology = of.topology
     titles = {"inside": topology.inside.name, "between": (topology.between or topology.inside).name}
@@ -159,20 +213,31 @@ def _profile(cluster: str, of: Cluster, names: Sequence[str], values: Sequence[f
 # ---------------------------------------------------------------- the file of runs
 
 
-def read_runs(path: str | Path, cluster: str, model: Callable[[str], GPTConfig] = model) -> list[Run]:
+def read_runs(
+    path: str | Path, cluster: str, model: Callable[[str], GPTConfig] = model
+) -> list[Run]:
     """The runs of a CSV file with the columns COLUMNS; lines that begin with # are left out.
 
-    Args:    cluster: "h100", or "FILE:NAME"; each run says how many devices. model: gives the config of a name.
+    Args:    cluster: "h100", or "FILE:NAME"; each run says how many devices. model: gives the
+             config of a name.
     Raises:  ConfigError with the line and what is wrong there.
     """
     if re.search(r":\d+(x\d+)*$", cluster):
-        raise ConfigError(f"cluster {cluster}: each run says how many devices it had; write the name alone, "
-                          f"{cluster.rpartition(':')[0]}")
+        raise ConfigError(
+            f"cluster {cluster}: each run says how many devices it had; write the name alone, "
+            f"{cluster.rpartition(':')[0]}"
+        )
     try:
         text = read_text(path, most=MOST_BYTES).splitlines()
     except (OSError, ConfigError) as error:
-        raise ConfigError(f"runs {path}: {error.strerror if isinstance(error, OSError) else error}") from error
-    lines = [(number, line) for number, line in enumerate(text, 1) if line.strip() and line.lstrip()[0] != "#"]
+        raise ConfigError(
+            f"runs {path}: {error.strerror if isinstance(error, OSError) else error}"
+        ) from error
+    lines = [
+        (number, line)
+        for number, line in enumerate(text, 1)
+        if line.strip() and line.lstrip()[0] != "#"
+    ]
     try:
         table = csv.DictReader(line for _, line in lines)
         rows = list(table)
@@ -180,11 +245,17 @@ def read_runs(path: str | Path, cluster: str, model: Callable[[str], GPTConfig] 
         raise ConfigError(f"runs {path}: {error}") from error
     unknown = [name for name in table.fieldnames or () if name not in COLUMNS]
     if unknown:
-        raise ConfigError(f"runs {path}: no column {unknown[0]!r:.60}{meant(unknown[0], COLUMNS)}; columns are "
-                          f"{', '.join(COLUMNS)}")
+        raise ConfigError(
+            f"runs {path}: no column {unknown[0]!r:.60}{meant(unknown[0], COLUMNS)}; columns are "
+            f"{', '.join(COLUMNS)}"
+        )
     runs = []
     for (number, _), row in zip(lines[1:], rows, strict=False):
-        said = {name: text.strip() for name, text in row.items() if name in COLUMNS and text and text.strip()}
+        said = {
+            name: text.strip()
+            for name, text in row.items()
+            if name in COLUMNS and text and text.strip()
+        }
         try:
             runs.append(_run(said, cluster, model))
         except (ConfigError, ValueError) as error:
@@ -196,25 +267,40 @@ def _run(row: Mapping[str, str], cluster: str, model: Callable[[str], GPTConfig]
     sizes = () if "model" in row else tuple(_SIZES)
     lacking = [name for name in ("seconds", "devices", "batch", *sizes) if name not in row]
     if lacking:
-        raise ConfigError(f"it lacks {', '.join(lacking)}{'' if 'layers' in row or not sizes else ', or a model'}")
+        raise ConfigError(
+            f"it lacks {', '.join(lacking)}{'' if 'layers' in row or not sizes else ', or a model'}"
+        )
     machine = Cluster.parse(f"{cluster}:{row['devices']}")
     plan = Plan.parse(row["plan"]) if "plan" in row else Plan(dp=machine.size)
-    options: dict[str, Any] = {name: _whole(row, name) for name in ("zero", "microbatches", "accumulate")
-                               if name in row}
+    options: dict[str, Any] = {
+        name: _whole(row, name) for name in ("zero", "microbatches", "accumulate") if name in row
+    }
     options |= {name: row[name] for name in ("schedule",) if name in row}
-    plan = replace(plan, precision=row.get("precision", "bf16"), checkpoint_blocks=row.get("checkpoint", "none"),
-                   **options)
+    plan = replace(
+        plan,
+        precision=row.get("precision", "bf16"),
+        checkpoint_blocks=row.get("checkpoint", "none"),
+        **options,
+    )
     seconds = float(row["seconds"])
     if not 0 < seconds < float("inf"):
         raise ConfigError(f"seconds={row['seconds']}: a step takes more than 0")
     given: dict[str, Any] = {_SIZES[name]: _whole(row, name) for name in _SIZES if name in row}
     config = replace(model(row["model"]), **given) if "model" in row else GPTConfig(**given)
     title = row.get("model", f"{config.layers} x {config.width}")
-    return Run(f"{title} {row.get('plan', f'dp={machine.size}')}", plan, config, _whole(row, "batch"), machine, seconds)
+    return Run(
+        f"{title} {row.get('plan', f'dp={machine.size}')}",
+        plan,
+        config,
+        _whole(row, "batch"),
+        machine,
+        seconds,
+    )
 
 
 def _whole(row: Mapping[str, str], name: str) -> int:
-    """Return a whole number of a run. Raises: ConfigError for another text, and for more than is simulated."""
+    """Return a whole number of a run. Raises: ConfigError for another text, and for more than is
+    simulated."""
     most = MOST_LAYERS if name == "layers" else 2**31
     text = row[name]
     if not re.fullmatch("[0-9]{1,10}", text) or int(text) > most:
@@ -226,15 +312,22 @@ def _whole(row: Mapping[str, str], name: str) -> int:
 
 
 class Predictor:
-    """Seconds of runs by the simulator. The ranks of a run are run once; then only the clock is turned again."""
+    """Seconds of runs by the simulator. The ranks of a run are run once; then only the clock is
+    turned again."""
 
     def __init__(self) -> None:
         self._ran: dict[tuple[Any, ...], RankTrace] = {}
 
     def __call__(self, run: Run, profile: CostProfile) -> float:
         cluster = profile.applied(run.cluster)
-        return simulate(run.plan, run.config, cluster, batch=run.batch, rates=Rates.of(cluster.device, profile),
-                        traces=self._trace).step_seconds
+        return simulate(
+            run.plan,
+            run.config,
+            cluster,
+            batch=run.batch,
+            rates=Rates.of(cluster.device, profile),
+            traces=self._trace,
+        ).step_seconds
 
     def _trace(self, plan: Plan, config: GPTConfig, rank: int, **options: Any) -> RankTrace:
         key = (plan, config, rank, *sorted(options.items()))

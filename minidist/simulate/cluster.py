@@ -1,10 +1,13 @@
 """Chapter 24 · Clusters: devices, nodes and wires as data (clusters.toml, or a file of yours).
 
-    cluster = Cluster.parse("h100:128x8")           # 128 nodes of 8; "h100:1024" is the same, "tpu-v4:8x8x8" a torus
+    cluster = Cluster.parse("h100:128x8")           # 128 nodes of 8; "h100:1024" is the same,
+                                                    "tpu-v4:8x8x8" a torus
     cluster.device.peak("bfloat16")                 # 989.4e12 FLOP/s
-    cluster.route(0, 9)                             # numbers of links; cluster.links[number] is a Link
+    cluster.route(0, 9)                             # numbers of links; cluster.links[number] is a
+                                                    Link
 
-Places are numbered node by node. `here` is this machine as `minidist bench calibrate` measured it (simulate/here.py).
+Places are numbered node by node. `here` is this machine as `minidist bench calibrate` measured it
+(simulate/here.py).
 
 notes: N2 §10.6, N4 §1, §3.
 """
@@ -31,7 +34,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-MOST_BYTES = 16 << 20       # of a file of clusters
+MOST_BYTES = 16 << 20  # of a file of clusters
 Places = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 
 
@@ -49,7 +52,8 @@ class _TierEntry(msgspec.Struct):
 
 
 class _ClusterEntry(msgspec.Struct):
-    """A cluster, whose missing keys `Cluster.parse` names; Topology and Device say what they mean."""
+    """A cluster, whose missing keys `Cluster.parse` names; Topology and Device say what they
+    mean."""
 
     device: str = ""
     peak: dict[str, Positive] = {}
@@ -96,10 +100,13 @@ class Cluster:
                 nodes, per_node, size
                 tiers       memory beyond the device, by name: host, disk, cxl2
                 host_watts  of a node without its devices, a device; None where no source states it
-                overlaps    whether calls run beside computation; not where the ranks themselves fill all cores
-                call, pair  seconds of each call of all ranks, and of two, beside those of its messages; 0 but on `here`
-                alone       the device while no other rank computes, where they share cores, caches or memory (`here`):
-                            `device` is as fast as while all compute. None: the others do not matter
+                overlaps    whether calls run beside computation; not where the ranks themselves
+                            fill all cores
+                call, pair  seconds of each call of all ranks, and of two, beside those of its
+                            messages; 0 but on `here`
+                alone       the device while no other rank computes, where they share cores, caches
+                            or memory (`here`): `device` is as fast as while all compute. None: the
+                            others do not matter
     """
 
     name: str
@@ -118,13 +125,15 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str, file: str | Path | None = None) -> "Cluster":
-        """The cluster that a text names: NAME:NODESxDEVICES, NAME:DEVICES, or FILE:NAME:…; a torus: NAME:AxBxC.
+        """The cluster that a text names: NAME:NODESxDEVICES, NAME:DEVICES, or FILE:NAME:…; a torus:
+        NAME:AxBxC.
 
         Upper and lower case are alike in NAME.
         Raises: ConfigError with the nearest name that there is, or the nearest count that fits.
         """
         if text.split(":")[0].lower() == "here":
             from minidist.simulate.here import from_text
+
             return from_text(text)
         path, name, shape = _parts(text)
         tables = _tables(path or file)
@@ -132,13 +141,17 @@ class Cluster:
         found = known_name(name, known)
         if found is None:
             near = suggestion(name, known)
-            raise ConfigError(f"no cluster {name!r}{near}; choose from {', '.join(known)}, or give "
-                              f"a file of yours")
+            raise ConfigError(
+                f"no cluster {name!r}{near}; choose from {', '.join(known)}, or give "
+                f"a file of yours"
+            )
         spec = ":".join([*([path] if path else []), found, shape])
         try:
             return _build(found, spec, tables["cluster"][found], tables, shape)
         except KeyError as error:
-            raise ConfigError(f"cluster {name} lacks {error.args[0]!r}; {OWN_FILE.name} shows what one needs") from None
+            raise ConfigError(
+                f"cluster {name} lacks {error.args[0]!r}; {OWN_FILE.name} shows what one needs"
+            ) from None
 
     @property
     def size(self) -> int:
@@ -152,7 +165,11 @@ class Cluster:
 
     def call_seconds(self, size: int) -> float:
         """Of a call of so many ranks, beside its messages: between those of two and of all."""
-        return self.pair + (self.call - self.pair) * (size - 2) / (self.size - 2) if self.size > 2 else self.call
+        return (
+            self.pair + (self.call - self.pair) * (size - 2) / (self.size - 2)
+            if self.size > 2
+            else self.call
+        )
 
     def node_of(self, place: int) -> int:
         """The node that a place is in."""
@@ -163,26 +180,43 @@ class Cluster:
         return self.topology.route(src, dst)
 
     def slowed(self, links: Mapping[str, float]) -> "Cluster":
-        """The same cluster, in which a byte takes longer on some links: {"node3.nic0-out": 4.0, "leaf0.*": 2.0}."""
+        """The same cluster, in which a byte takes longer on some links: {"node3.nic0-out": 4.0,
+        "leaf0.*": 2.0}."""
         return replace(self, topology=replace(self.topology, slow={**self.topology.slow, **links}))
 
     def rewired(self, wires: Mapping[str, Mapping[str, float]]) -> "Cluster":
-        """The same cluster with other numbers of a wire (a profile's): {"nvlink4": {"alpha": 1e-6}}."""
+        """The same cluster with other numbers of a wire (a profile's): {"nvlink4": {"alpha":
+        1e-6}}."""
+
         def changed(wire: Wire) -> Wire:
             numbers = wires.get(wire.name, {})
-            return wire._replace(alpha=numbers.get("alpha", wire.alpha),
-                                 bandwidth=numbers.get("bandwidth", wire.bandwidth))
+            return wire._replace(
+                alpha=numbers.get("alpha", wire.alpha),
+                bandwidth=numbers.get("bandwidth", wire.bandwidth),
+            )
 
         between = self.topology.between
-        return replace(self, topology=replace(self.topology, inside=changed(self.topology.inside),
-                                              between=None if between is None else changed(between)))
+        return replace(
+            self,
+            topology=replace(
+                self.topology,
+                inside=changed(self.topology.inside),
+                between=None if between is None else changed(between),
+            ),
+        )
 
     def move_seconds(self, lane: str, nbytes: int) -> float:
-        """Seconds of a copy between device and host, or between host and the disk or CXL memory that `lane` names."""
-        tier = next((tier for name, tier in self.tiers.items() if name != "host" and name in lane), None)
+        """Seconds of a copy between device and host, or between host and the disk or CXL memory
+        that `lane` names."""
+        tier = next(
+            (tier for name, tier in self.tiers.items() if name != "host" and name in lane), None
+        )
         tier = tier or self.tiers.get("host")
         if tier is None:
-            raise ConfigError(f"cluster {self.name} has no memory beyond the device; add `host`, or do not offload")
+            raise ConfigError(
+                f"cluster {self.name} has no memory beyond the device; add `host`, or do not "
+                "offload"
+            )
         return tier.alpha + nbytes / tier.bandwidth
 
 
@@ -195,7 +229,9 @@ def _parts(text: str) -> tuple[str | None, str, str]:
     """FILE, NAME and the shape of "FILE:NAME:16x8"."""
     *path, name, shape = ["", *text.split(":")] if ":" in text else ["", text, ""]
     if not name or not shape:
-        raise ConfigError(f"cluster {text!r}: write NAME:NODESxDEVICES, such as {text.strip(':') or 'h100'}:16x8")
+        raise ConfigError(
+            f"cluster {text!r}: write NAME:NODESxDEVICES, such as {text.strip(':') or 'h100'}:16x8"
+        )
     return ":".join(path).lstrip(":") or None, name, shape
 
 
@@ -214,7 +250,9 @@ def _tables(file: str | Path | None) -> dict[str, dict[str, Any]]:
     return tables
 
 
-def _build(name: str, spec: str, entry: Mapping[str, Any], tables: Mapping[str, Any], shape: str) -> Cluster:
+def _build(
+    name: str, spec: str, entry: Mapping[str, Any], tables: Mapping[str, Any], shape: str
+) -> Cluster:
     per_node = int(entry["per_node"])
     numbers = _numbers(spec, shape)
     torus = _torus(entry, numbers)
@@ -226,22 +264,55 @@ def _build(name: str, spec: str, entry: Mapping[str, Any], tables: Mapping[str, 
     inside = _wire(entry["inside"], tables)
     between = _wire(entry["network"], tables) if "network" in entry else None
     if nodes > 1 and between is None and not torus:
-        raise ConfigError(f"cluster {name} has no network between nodes; choose {name}:1x{per_node}")
-    options = {key: entry[key] for key in ("nics", "rails", "nodes_per_leaf", "spines", "oversubscription", "routing",
-                                           "per_switch") if key in entry}
+        raise ConfigError(
+            f"cluster {name} has no network between nodes; choose {name}:1x{per_node}"
+        )
+    options = {
+        key: entry[key]
+        for key in (
+            "nics",
+            "rails",
+            "nodes_per_leaf",
+            "spines",
+            "oversubscription",
+            "routing",
+            "per_switch",
+        )
+        if key in entry
+    }
     topology = Topology(per_node, inside, entry.get("kind", ""), between, torus=torus, **options)
     node_watts, watts = entry.get("node_watts"), entry.get("watts")
-    device = Device(entry["device"], entry["peak"], int(entry["memory_bytes"]), float(entry["memory_bandwidth"]),
-                    entry.get("memory_kind", ""), watts, entry.get("idle_watts"), entry.get("price_an_hour"),
-                    host_bandwidth=entry["host_bandwidth"] / entry["per_node"] if "host_bandwidth" in entry else None)
-    tiers = {key: Tier(key, tier["bandwidth"], tier["alpha"], tier.get("bytes"))
-             for key, tier in tables["tier"].items()}
+    device = Device(
+        entry["device"],
+        entry["peak"],
+        int(entry["memory_bytes"]),
+        float(entry["memory_bandwidth"]),
+        entry.get("memory_kind", ""),
+        watts,
+        entry.get("idle_watts"),
+        entry.get("price_an_hour"),
+        host_bandwidth=entry["host_bandwidth"] / entry["per_node"]
+        if "host_bandwidth" in entry
+        else None,
+    )
+    tiers = {
+        key: Tier(key, tier["bandwidth"], tier["alpha"], tier.get("bytes"))
+        for key, tier in tables["tier"].items()
+    }
     if "host" in entry:
         host = _wire(entry["host"], tables)
         tiers["host"] = Tier("host", host.bandwidth, host.alpha, entry.get("host_bytes"))
-    return Cluster(name, spec, device, nodes, per_node, topology, tiers,
-                   None if node_watts is None or watts is None else node_watts / entry["per_node"] - watts,
-                   entry.get("source", {}))
+    return Cluster(
+        name,
+        spec,
+        device,
+        nodes,
+        per_node,
+        topology,
+        tiers,
+        None if node_watts is None or watts is None else node_watts / entry["per_node"] - watts,
+        entry.get("source", {}),
+    )
 
 
 def _numbers(spec: str, shape: str) -> tuple[int, ...]:
@@ -249,7 +320,10 @@ def _numbers(spec: str, shape: str) -> tuple[int, ...]:
     known = all(re.fullmatch("[0-9]{1,12}", part) for part in parts)
     numbers = tuple(map(int, parts)) if known else ()
     if not numbers or min(numbers) < 1:
-        raise ConfigError(f"cluster {spec!r}: {shape!r} is no shape; write nodes x devices, such as 16x8, or devices")
+        raise ConfigError(
+            f"cluster {spec!r}: {shape!r} is no shape; write nodes x devices, such as 16x8, or "
+            "devices"
+        )
     return numbers
 
 
@@ -259,10 +333,14 @@ def _torus(entry: Mapping[str, Any], numbers: tuple[int, ...]) -> tuple[int, ...
     if not dims:
         return ()
     if len(numbers) not in (1, dims):
-        raise ConfigError(f"a torus here has {dims} dims; write {'x'.join('4' * dims)}, or the number of devices")
+        raise ConfigError(
+            f"a torus here has {dims} dims; write {'x'.join('4' * dims)}, or the number of devices"
+        )
     most = entry.get("most")
     if most and prod(numbers) > most:
-        raise ConfigError(f"{prod(numbers)} devices are more than the {most} of one torus; choose {most} or fewer")
+        raise ConfigError(
+            f"{prod(numbers)} devices are more than the {most} of one torus; choose {most} or fewer"
+        )
     return numbers if len(numbers) == dims else most_even(numbers[0], dims)
 
 
@@ -271,17 +349,27 @@ def _nodes(spec: str, numbers: tuple[int, ...], usual: int) -> tuple[int, int]:
     if len(numbers) == 2:
         return numbers[0], numbers[1]
     if len(numbers) > 2:
-        raise ConfigError(f"cluster {spec!r}: write nodes x devices, such as {numbers[0]}x{numbers[1]}")
-    devices, = numbers
+        raise ConfigError(
+            f"cluster {spec!r}: write nodes x devices, such as {numbers[0]}x{numbers[1]}"
+        )
+    (devices,) = numbers
     if devices > usual and devices % usual:
-        raise ConfigError(f"{devices} devices do not fill nodes of {usual}; choose {devices // usual * usual} or "
-                          f"{-(-devices // usual) * usual}, or write nodes x devices")
+        raise ConfigError(
+            f"{devices} devices do not fill nodes of {usual}; choose {devices // usual * usual} or "
+            f"{-(-devices // usual) * usual}, or write nodes x devices"
+        )
     return max(1, devices // usual), min(devices, usual)
 
 
 def _wire(name: str, tables: Mapping[str, Any]) -> Wire:
     entry = tables["wire"].get(name)
     if entry is None:
-        raise ConfigError(f"no wire {name!r}{meant(name, tables['wire'])}; there are {', '.join(tables['wire'])}")
-    return Wire(name, float(entry["alpha"]), float(entry["bandwidth"]) * float(entry.get("share", 1.0)),
-                in_switch=float(entry.get("in_switch", 0.0)))
+        raise ConfigError(
+            f"no wire {name!r}{meant(name, tables['wire'])}; there are {', '.join(tables['wire'])}"
+        )
+    return Wire(
+        name,
+        float(entry["alpha"]),
+        float(entry["bandwidth"]) * float(entry.get("share", 1.0)),
+        in_switch=float(entry.get("in_switch", 0.0)),
+    )

@@ -14,19 +14,27 @@ _SHORT = {"float8_e4m3fn": "float8", "float8_e5m2": "float8", "float8_e4m3": "fl
 class Efficiency:
     """How much of its peaks a device reaches, and what every kernel costs."""
 
-    matmul_share: float = 0.78      # of the peak, by an endless product; with half: 0.57, 0.71, 0.75 at sides of 1,024,
-    half: float = 128.0             # 4,096, 8,192 (NVIDIA CUTLASS 3.5.1 on an H100: 0.58, 0.70, 0.75)
-    attention_share: float = 0.5    # of the peak: FlashAttention-2 reaches 0.50 to 0.73 on an A100 (Dao 2023)
-    memory_share: float = 0.85      # of the bandwidth: assumed; STREAM reaches about 0.9 of it (Deakin et al. 2018)
-    launch: float = 0.9e-6          # seconds between two kernels, and of the shortest kernel on a V100: NVIDIA, Getting
-    shortest: float = 2.9e-6        # Started with CUDA Graphs, 2019
-    cache_bytes: float = 0.0        # kernels of no more bytes than this find them in the cache,
-    cache_factor: float = 1.0       # which is so much faster than the memory
-    small_bytes: float = 0.0        # products of matrices of no more bytes together lose nothing by their size
-    python: float = 0.0             # seconds of Python for one result of an op; a GPU's host runs ahead of it
-    loop: float = 0.0               # seconds until NumPy's innermost loop has started; a view with gaps takes many
-    cold: float = 0.0               # seconds a byte that a step's products find outside the cache, beside the product
-    matrix: float = 0.0             # seconds of each matrix of a stack, beside its product; a GPU runs them at once
+    # of the peak, by an endless product; with half: 0.57, 0.71, 0.75 at sides of 1,024,
+    matmul_share: float = 0.78
+    half: float = 128.0  # 4,096, 8,192 (NVIDIA CUTLASS 3.5.1 on an H100: 0.58, 0.70, 0.75)
+    # of the peak: FlashAttention-2 reaches 0.50 to 0.73 on an A100 (Dao 2023)
+    attention_share: float = 0.5
+    # of the bandwidth: assumed; STREAM reaches about 0.9 of it (Deakin et al. 2018)
+    memory_share: float = 0.85
+    # seconds between two kernels, and of the shortest kernel on a V100: NVIDIA, Getting
+    launch: float = 0.9e-6
+    shortest: float = 2.9e-6  # Started with CUDA Graphs, 2019
+    cache_bytes: float = 0.0  # kernels of no more bytes than this find them in the cache,
+    cache_factor: float = 1.0  # which is so much faster than the memory
+    # products of matrices of no more bytes together lose nothing by their size
+    small_bytes: float = 0.0
+    python: float = 0.0  # seconds of Python for one result of an op; a GPU's host runs ahead of it
+    # seconds until NumPy's innermost loop has started; a view with gaps takes many
+    loop: float = 0.0
+    # seconds a byte that a step's products find outside the cache, beside the product
+    cold: float = 0.0
+    # seconds of each matrix of a stack, beside its product; a GPU runs them at once
+    matrix: float = 0.0
 
 
 DEFAULT = Efficiency()
@@ -37,23 +45,26 @@ class Device:
     """One GPU, TPU or processor. What no source states is None."""
 
     name: str
-    peaks: Mapping[str, float]          # FLOP/s of matrix products, dense, by dtype ("tf32" among them)
+    peaks: Mapping[str, float]  # FLOP/s of matrix products, dense, by dtype ("tf32" among them)
     memory_bytes: int
-    memory_bandwidth: float             # bytes a second
+    memory_bandwidth: float  # bytes a second
     memory_kind: str = ""
-    watts: float | None = None          # at full load
+    watts: float | None = None  # at full load
     idle_watts: float | None = None
     price_an_hour: float | None = None  # dollars
-    kind: str = "gpu"                   # or cpu
-    host_bandwidth: float | None = None     # bytes a second of its share of the host's memory
+    kind: str = "gpu"  # or cpu
+    host_bandwidth: float | None = None  # bytes a second of its share of the host's memory
     efficiency: Efficiency = DEFAULT
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of matrix products. Raises: ConfigError if the device has no rate for the dtype."""
+        """FLOP/s of matrix products. Raises: ConfigError if the device has no rate for the
+        dtype."""
         name = _SHORT.get(dtype, dtype)
         if name not in self.peaks:
             known = [word for word, dtype in PRODUCT_DTYPES.items() if dtype in self.peaks]
-            raise ConfigError(f"{self.name} has no rate for {name}; take --precision {' or '.join(known)}")
+            raise ConfigError(
+                f"{self.name} has no rate for {name}; take --precision {' or '.join(known)}"
+            )
         return self.peaks[name]
 
 
@@ -61,6 +72,6 @@ class Tier(NamedTuple):
     """Memory beyond the device: the host's, CXL, a disk."""
 
     name: str
-    bandwidth: float                    # bytes a second between it and one device, in one direction
-    alpha: float                        # seconds until a copy begins
-    nbytes: int | None = None           # of a node; None: not stated
+    bandwidth: float  # bytes a second between it and one device, in one direction
+    alpha: float  # seconds until a copy begins
+    nbytes: int | None = None  # of a node; None: not stated

@@ -3,8 +3,9 @@
     for stall in stalls(found, rank=3, after=0.4):          # seconds into the step
         print(stall.rank, stall.seconds, stall.waits_for)   # 2  0.41  "all_reduce of the tp group of ranks 0, 1, 2, 3"
 
-The rank stops at its first event after that moment. A group misses it first, then the groups of that group's ranks: the
-standstill spreads as far as anybody waits. (A real job does not stand there: its monitor names the rank and ends it.)
+The rank stops at its first event after that moment. A group misses it first, then the groups of
+that group's ranks: the standstill spreads as far as anybody waits. (A real job does not stand
+there: its monitor names the rank and ends it.)
 """
 
 from bisect import bisect_right
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from minidist.simulate.results import Simulation
 
 FAILED = "failed"
-NEVER = 1e15        # seconds
+NEVER = 1e15  # seconds
 
 
 class Stall(NamedTuple):
@@ -39,15 +40,24 @@ def stalls(found: "Simulation", rank: int, after: float) -> list[Stall]:
     Raises:  ConfigError for a rank or a moment that is not there.
     """
     if not 0 <= rank < len(found.role_of) or not 0 <= after < found.step_seconds:
-        raise ConfigError(f"rank {rank} fails after {after:g} s: choose a rank below {len(found.role_of)}, and less "
-                          f"than {found.step_seconds:.4g} s")
+        raise ConfigError(
+            f"rank {rank} fails after {after:g} s: choose a rank below {len(found.role_of)}, and "
+            f"less than {found.step_seconds:.4g} s"
+        )
     ops, times = found.replayed.track(rank).at, found.replayed.times(rank)
     place = min(bisect_right(times, found.begin + after) - 1, len(ops) - 1)
     trace = found.traces[found.role_of[rank]]
-    broken = replace(trace, events=[*trace.events[:ops[place]], Busy(FAILED, FAILED), *trace.events[ops[place]:]])
+    broken = replace(
+        trace,
+        events=[*trace.events[: ops[place]], Busy(FAILED, FAILED), *trace.events[ops[place] :]],
+    )
     roles = [len(found.traces) if one == rank else role for one, role in enumerate(found.role_of)]
     again = found.again([*found.traces, broken], roles)
-    stopped = [_stall(again, one, found.begin) for one in range(len(roles)) if again.times(one)[-1] >= NEVER]
+    stopped = [
+        _stall(again, one, found.begin)
+        for one in range(len(roles))
+        if again.times(one)[-1] >= NEVER
+    ]
     return sorted(stopped, key=lambda stall: (stall.seconds, stall.rank))
 
 
@@ -60,15 +70,25 @@ def _stall(replayed: Replayed, rank: int, begin: float) -> Stall:
         return Stall(rank, times[place] - begin, "nothing: it failed")
     station = replayed.stations_of(rank)[slot]
     job = station.jobs[number]
-    return Stall(rank, times[place] - begin, f"{job.verb if isinstance(job, GroupCall) else 'move'} of {station}")
+    return Stall(
+        rank,
+        times[place] - begin,
+        f"{job.verb if isinstance(job, GroupCall) else 'move'} of {station}",
+    )
 
 
 def told(found: "Simulation", spread: Sequence[Stall]) -> str:
     """One line: the first rank that waits, how many ranks wait in the end, and since when."""
     failed, *others = sorted(spread, key=lambda stall: not stall.waits_for.startswith("nothing"))
     if not others:
-        return f"rank {failed.rank} fails {failed.seconds:.4g} s into the step; no other rank waits for it in this step"
+        return (
+            f"rank {failed.rank} fails {failed.seconds:.4g} s into the step; no other "
+            "rank waits for it in this step"
+        )
     last = others[-1]
-    return (f"rank {failed.rank} fails {failed.seconds:.4g} s into the step: rank {others[0].rank} is the first to "
-            f"stand still, at {others[0].seconds:.4g} s in {others[0].waits_for}; {len(others):,} of "
-            f"{len(found.role_of) - 1:,} others do, the last at {last.seconds:.4g} s")
+    return (
+        f"rank {failed.rank} fails {failed.seconds:.4g} s into the step: rank {others[0].rank} "
+        f"is the first to stand still, at {others[0].seconds:.4g} s in {others[0].waits_for}; "
+        f"{len(others):,} of {len(found.role_of) - 1:,} others do, the last at "
+        f"{last.seconds:.4g} s"
+    )

@@ -1,11 +1,11 @@
 """Chapter 24 · The groups of a plan by name: which world ranks a rank meets in each.
 
-    "tp", "dp,cp"       along axes of the mesh: ranks that agree in every other coordinate
-    "dp.shard"          hybrid sharding: neighbours that share a copy of the state
-    "dp.replicas"       those that hold the same shard of other copies
-    "pp.ends"           the first and the last stage, if both have the tied token table
-    "tp.sharers"        ranks that hold the same key head
-    "dp.peers"          the servers, or the workers, of a parameter server
+"tp", "dp,cp"       along axes of the mesh: ranks that agree in every other coordinate
+"dp.shard"          hybrid sharding: neighbours that share a copy of the state
+"dp.replicas"       those that hold the same shard of other copies
+"pp.ends"           the first and the last stage, if both have the tied token table
+"tp.sharers"        ranks that hold the same key head
+"dp.peers"          the servers, or the workers, of a parameter server
 """
 
 from functools import lru_cache
@@ -30,9 +30,9 @@ def group_ranks(plan: Plan, config: GPTConfig, name: str, rank: int) -> tuple[in
         return along
     here, size = along.index(rank), plan.shard or len(along)
     if kind == "shard":
-        return along[here - here % size:here - here % size + size]
+        return along[here - here % size : here - here % size + size]
     if kind == "replicas":
-        return along[here % size::size]
+        return along[here % size :: size]
     if kind == "ends":
         return along[0], along[-1]
     if kind == "sharers":
@@ -45,7 +45,8 @@ def group_ranks(plan: Plan, config: GPTConfig, name: str, rank: int) -> tuple[in
 
 
 def _along(plan: Plan, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
-    """Ranks that differ from `rank` in the coordinates of `axes` alone; the last axis is innermost."""
+    """Ranks that differ from `rank` in the coordinates of `axes` alone; the last axis is
+    innermost."""
     steps, step = {}, 1
     for axis in reversed(plan.axes):
         steps[axis] = step
@@ -55,5 +56,7 @@ def _along(plan: Plan, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
     found = [rank - sum(rank // steps[axis] % plan.axes[axis] * steps[axis] for axis in axes)]
     for axis in plan.axes:
         if axis in axes:
-            found = [first + place * steps[axis] for first in found for place in range(plan.axes[axis])]
+            found = [
+                first + place * steps[axis] for first in found for place in range(plan.axes[axis])
+            ]
     return tuple(found)

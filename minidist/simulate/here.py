@@ -3,16 +3,20 @@
     minidist bench calibrate -n 2,4             once: links, and computation
     Cluster.parse("here:4")                     four ranks as processes of this machine
 
-    link            between ranks             α, o, β, γ, κ of the link class, of as many ranks or the next fewer
-    call, pair      in a training step        what a call of all, or of two, takes beside its messages, of the same
-    device          one rank's processor      rates measured with as many at once; slower in training
+    link            between ranks             α, o, β, γ, κ of the link class, of as many ranks or
+                                              the next fewer
+    call, pair      in a training step        what a call of all, or of two, takes beside its
+                                              messages, of the same
+    device          one rank's processor      rates measured with as many at once; slower in
+                                              training
 
-More ranks than cores take turns: while all compute, each has a core for cores/ranks of the time, so every rate is
-divided by ranks/cores. While some wait, which they do asleep, the others are faster, up to the rates of a rank alone
-(shared_cores.py). So it is where each has a core, but they share caches, memory, or two threads of one core.
+More ranks than cores take turns: while all compute, each has a core for cores/ranks of the time, so
+every rate is divided by ranks/cores. While some wait, which they do asleep, the others are faster,
+up to the rates of a rank alone (shared_cores.py). So it is where each has a core, but they share
+caches, memory, or two threads of one core.
 
-Where ranks fill the cores, a call in the background takes its time from computation, so that nothing is gained by it:
-it counts as if its rank waited for it (`without_overlap`).
+Where ranks fill the cores, a call in the background takes its time from computation, so that
+nothing is gained by it: it counts as if its rank waited for it (`without_overlap`).
 Ranks of `here` are on one host.
 """
 
@@ -21,7 +25,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from minidist.comm.cost.link_model import ComputationCost, LinkCost, Profile, load_profile, profile_path
+from minidist.comm.cost.link_model import (
+    ComputationCost,
+    LinkCost,
+    Profile,
+    load_profile,
+    profile_path,
+)
 from minidist.console import meant, memory_bytes
 from minidist.errors import ConfigError
 from minidist.observe.events import Await, Event, Start
@@ -34,7 +44,9 @@ TRANSPORTS = ("shm", "tcp", "mpi", "threads")
 """Link classes, the one that `auto` takes between ranks of a host first."""
 
 
-def here(ranks: int, transport: str = "shm", profile: Profile | None = None, cores: int | None = None) -> Cluster:
+def here(
+    ranks: int, transport: str = "shm", profile: Profile | None = None, cores: int | None = None
+) -> Cluster:
     """This machine for so many ranks.
 
     Args:    transport: the link class; profile, cores: of the machine (its own).
@@ -42,50 +54,97 @@ def here(ranks: int, transport: str = "shm", profile: Profile | None = None, cor
     """
     profile = profile or load_profile()
     if profile is None or not profile.computation:
-        raise ConfigError(f"this machine was not measured for `here` ({profile_path()}); run `minidist bench "
-                          f"calibrate` first, which takes some minutes")
+        raise ConfigError(
+            f"this machine was not measured for `here` ({profile_path()}); run `minidist bench "
+            f"calibrate` first, which takes some minutes"
+        )
     if ranks < 1:
         raise ConfigError(f"here:{ranks}: choose one rank or more")
     link = profile.link(transport, [0] * ranks)
     if link is None and ranks > 1:
         known = ", ".join(sorted({cost.link for cost in profile.links})) or "none"
-        raise ConfigError(f"links of {transport} were not measured (only {known}); run `minidist bench calibrate "
-                          f"--only {transport},computation -n {ranks}`")
+        raise ConfigError(
+            f"links of {transport} were not measured (only {known}); run `minidist bench calibrate "
+            f"--only {transport},computation -n {ranks}`"
+        )
     cores = cores or cores_here()
     slowdown = 1.0 if link is None else link.slowdown
     device = device_of(profile.computation, ranks, cores, profile.machine, slowdown)
     alone = device_of(profile.computation, 1, cores, profile.machine, min(1.0, slowdown))
     topology = Topology(ranks, _wire(transport, link))
-    return Cluster("here", f"here:{ranks}", device, 1, ranks, topology, overlaps=ranks < cores,
-                   call=0.0 if link is None else link.call, pair=0.0 if link is None else link.pair,
-                   alone=alone if ranks > 1 else None)
+    return Cluster(
+        "here",
+        f"here:{ranks}",
+        device,
+        1,
+        ranks,
+        topology,
+        overlaps=ranks < cores,
+        call=0.0 if link is None else link.call,
+        pair=0.0 if link is None else link.pair,
+        alone=alone if ranks > 1 else None,
+    )
 
 
-def device_of(measured: Sequence[ComputationCost], ranks: int, cores: int, machine: Mapping[str, Any],
-              slowdown: float = 1.0) -> Device:
-    """One rank's processor, where `ranks` compute at once, and train that much slower than they compute."""
+def device_of(
+    measured: Sequence[ComputationCost],
+    ranks: int,
+    cores: int,
+    machine: Mapping[str, Any],
+    slowdown: float = 1.0,
+) -> Device:
+    """One rank's processor, where `ranks` compute at once, and train that much slower than they
+    compute."""
     at_once = min(ranks, cores)
     fewer = [cost for cost in measured if cost.ranks <= at_once]
-    cost = max(fewer, key=lambda cost: cost.ranks) if fewer else min(measured, key=lambda cost: cost.ranks)
+    cost = (
+        max(fewer, key=lambda cost: cost.ranks)
+        if fewer
+        else min(measured, key=lambda cost: cost.ranks)
+    )
     turns = slowdown * max(1.0, ranks / cores)
-    efficiency = Efficiency(matmul_share=1.0, half=cost.half, attention_share=1.0, memory_share=1.0,
-                            launch=cost.launch * turns, shortest=0.0, cache_bytes=cost.cache_bytes,
-                            cache_factor=cost.cache_factor, small_bytes=cost.small_bytes,
-                            python=cost.python * turns, loop=cost.loop * turns, matrix=cost.matrix * turns,
-                            cold=cost.cold * turns)
+    efficiency = Efficiency(
+        matmul_share=1.0,
+        half=cost.half,
+        attention_share=1.0,
+        memory_share=1.0,
+        launch=cost.launch * turns,
+        shortest=0.0,
+        cache_bytes=cost.cache_bytes,
+        cache_factor=cost.cache_factor,
+        small_bytes=cost.small_bytes,
+        python=cost.python * turns,
+        loop=cost.loop * turns,
+        matrix=cost.matrix * turns,
+        cold=cost.cold * turns,
+    )
     peaks = {name: peak / turns for name, peak in cost.peaks.items()}
-    return Device(str(machine.get("processor", "this processor")), peaks, memory_bytes() // ranks,
-                  cost.bandwidth / turns, kind="cpu", efficiency=efficiency)
+    return Device(
+        str(machine.get("processor", "this processor")),
+        peaks,
+        memory_bytes() // ranks,
+        cost.bandwidth / turns,
+        kind="cpu",
+        efficiency=efficiency,
+    )
 
 
 def _wire(name: str, cost: LinkCost | None) -> Wire:
     if cost is None:
-        return Wire(name, 0.0, 1e9)     # of one rank: nothing crosses it
-    return Wire(name, cost.alpha, 1 / max(cost.beta, 1e-15), min(cost.overhead, cost.alpha), cost.gamma, cost.crowd)
+        return Wire(name, 0.0, 1e9)  # of one rank: nothing crosses it
+    return Wire(
+        name,
+        cost.alpha,
+        1 / max(cost.beta, 1e-15),
+        min(cost.overhead, cost.alpha),
+        cost.gamma,
+        cost.crowd,
+    )
 
 
 def without_overlap(trace: RankTrace) -> RankTrace:
-    """The trace with a wait behind the start of every collective; messages (send, recv) stay as they are."""
+    """The trace with a wait behind the start of every collective; messages (send, recv) stay as
+    they are."""
     events: list[Event] = []
     places = []
     for event in trace.events:
@@ -97,16 +156,21 @@ def without_overlap(trace: RankTrace) -> RankTrace:
 
 
 def from_text(text: str) -> Cluster:
-    """The cluster of "here" (as many ranks as cores), "here:4" or "here:tcp:4". Raises: ConfigError."""
+    """The cluster of "here" (as many ranks as cores), "here:4" or "here:tcp:4". Raises:
+    ConfigError."""
     _, *words = text.split(":")
     transport = words.pop(0) if len(words) == 2 else TRANSPORTS[0]
     if transport not in TRANSPORTS:
-        raise ConfigError(f"{text!r}: no link class {transport!r}{meant(transport, TRANSPORTS)}; choose from "
-                          f"{', '.join(TRANSPORTS)}")
+        raise ConfigError(
+            f"{text!r}: no link class {transport!r}{meant(transport, TRANSPORTS)}; choose from "
+            f"{', '.join(TRANSPORTS)}"
+        )
     try:
         ranks = int(*words) if words else cores_here()
     except ValueError:
-        raise ConfigError(f"{text!r}: write here:RANKS, such as here:4; this machine has one node") from None
+        raise ConfigError(
+            f"{text!r}: write here:RANKS, such as here:4; this machine has one node"
+        ) from None
     return here(ranks, transport)
 
 

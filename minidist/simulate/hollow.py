@@ -1,4 +1,5 @@
-"""Chapter 24 · Arrays, places and reductions without values: all that an algorithm needs to send its messages."""
+"""Chapter 24 · Arrays, places and reductions without values: all that an algorithm needs to send
+its messages."""
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -11,7 +12,8 @@ BYTE = np.dtype(np.uint8)
 
 
 def hollow(length: int, dtype: np.dtype = BYTE) -> np.ndarray:
-    """An array whose elements all lie in one place: its slices know their lengths, and it takes no memory."""
+    """An array whose elements all lie in one place: its slices know their lengths, and it takes no
+    memory."""
     return np.lib.stride_tricks.as_strided(np.zeros(1, dtype), (length,), (0,), writeable=True)
 
 
@@ -34,11 +36,11 @@ class HollowRows:
 
     def place(self, rank: int, count: int = 1) -> Known:
         """Of the blocks of `count` ranks from `rank` on."""
-        return Known(self._whole[self._edges[rank]:self._edges[rank + count]])
+        return Known(self._whole[self._edges[rank] : self._edges[rank + count]])
 
     def merge(self, rank: int, blocks: list[np.ndarray]) -> np.ndarray:
         """One stretch of the result."""
-        return self._whole[:sum(map(len, blocks))]
+        return self._whole[: sum(map(len, blocks))]
 
     def place_whole(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """All blocks."""

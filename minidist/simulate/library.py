@@ -1,31 +1,41 @@
-"""Chapter 24 · The library's own collectives, algorithm `native`: NCCL on GPUs, XLA's on a TPU's torus.
+"""Chapter 24 · The library's own collectives, algorithm `native`: NCCL on GPUs, XLA's on a TPU's
+torus.
 
-No code of ours sends their messages, so they are modelled, as NCCL's own tuner models them (Source):
+No code of ours sends their messages, so they are modelled, as NCCL's own tuner models them
+(Source):
 
-    ring   as many rings at once as a node has members. In a node ring c visits the members in the zigzag
-           c, c+1, c-1, c+2, …: each ring ends at another device, so each leaves by another NIC, and of a full mesh
-           every link is used once. Then the rings go on to the next node. A ring carries an equal share of the array:
+    ring   as many rings at once as a node has members. In a node ring c visits the members in the
+           zigzag c, c+1, c-1, c+2, …: each ring ends at another device, so each leaves by another
+           NIC, and of a full mesh every link is used once. Then the rings go on to the next node. A
+           ring carries an equal share of the array:
 
-           seconds = base + sum of the latencies of its hops + bytes on the busiest link / its bandwidth
+           seconds = base + sum of the latencies of its hops + bytes on the busiest link / its
+           bandwidth
 
-    tree   all_reduce of short arrays between nodes: a chain in each node, a double binary tree of the nodes. A node
-           sends and receives the array twice.     hops: 2 (members of a node - 1) inside, 2 log2(nodes) between
+    tree   all_reduce of short arrays between nodes: a chain in each node, a double binary tree of
+           the nodes. A node
+           sends and receives the array twice.     hops: 2 (members of a node - 1) inside, 2
+                                                   log2(nodes) between
 
-    switch all_reduce in one node whose switches add (NVLink 4 and 5; NCCL's NVLS): every device sends its array to
+    switch all_reduce in one node whose switches add (NVLink 4 and 5; NCCL's NVLS): every device
+    sends its array to
            the switch once, and gets the sum once.
 
     pairs  all_to_all: every rank to every other at once.
 
-Each of ring and tree has NCCL's three protocols: LL (the shortest latency, a quarter of the bandwidth), LL128 and
-Simple. The fastest of all is taken, as NCCL does. Latencies are those of LL, the α of the wires, times NCCL's own
-ratios. Not modelled: switches that add between nodes (NVLS with trees, SHARP), and PXN.
+Each of ring and tree has NCCL's three protocols: LL (the shortest latency, a quarter of the
+bandwidth), LL128 and Simple. The fastest of all is taken, as NCCL does. Latencies are those of LL,
+the α of the wires, times NCCL's own ratios. Not modelled: switches that add between nodes (NVLS
+with trees, SHARP), and PXN.
 
-A node whose devices are linked pair by pair, and no others: every device sends each other its share at once.
+A node whose devices are linked pair by pair, and no others: every device sends each other its share
+at once.
 
-On a torus a group that fills a box of it sends a share of the array both ways along every dim, dims in turn: all its
-links are busy. Other groups are rings through their members in order.
+On a torus a group that fills a box of it sends a share of the array both ways along every dim, dims
+in turn: all its links are busy. Other groups are rings through their members in order.
 
-Source: NVIDIA NCCL, src/graph/tuning.cc, 2016-2022; Walecki 1890 (the zigzags, in Lucas 1892); Jouppi et al. 2023.
+Source: NVIDIA NCCL, src/graph/tuning.cc, 2016-2022; Walecki 1890 (the zigzags, in Lucas 1892);
+Jouppi et al. 2023.
 """
 
 from collections import Counter, defaultdict
@@ -43,10 +53,10 @@ class LibraryProtocol(NamedTuple):
     """How a library moves bytes. Latencies are multiples of the wires' α."""
 
     name: str
-    base: float                 # seconds before the first hop
-    inside: float               # latency of a hop inside a node
-    between: float              # and between nodes
-    share: float                # of the bandwidth
+    base: float  # seconds before the first hop
+    inside: float  # latency of a hop inside a node
+    between: float  # and between nodes
+    share: float  # of the bandwidth
     tree_inside: float
     tree_between: float
     tree_base: float
@@ -58,8 +68,8 @@ PROTOCOLS = (
     LibraryProtocol("Simple", 8.4e-6, 3.4 / 0.6, 14.0 / 2.7, 1.0, 28 / 0.6, 28 / 2.7, 0.0),
 )
 """NCCL's baseLat, hwLat (NVLink and network) and its shares of the bandwidth."""
-TREE_SHARE = 0.9                # of the bandwidth that a tree reaches (tuning.cc)
-SWITCH_BASE = 25e-6             # seconds before a switch has the first sum (tuning.cc)
+TREE_SHARE = 0.9  # of the bandwidth that a tree reaches (tuning.cc)
+SWITCH_BASE = 25e-6  # seconds before a switch has the first sum (tuning.cc)
 ROUNDS = {"all_reduce": 2, "reduce_scatter": 1, "all_gather": 1}
 """How often the array goes round a ring; other verbs send it once along a chain."""
 
@@ -71,13 +81,14 @@ class Load(NamedTuple):
     """Bytes that an algorithm sends over each link, divided by the bytes of the array."""
 
     per_byte: dict[int, float]  # bytes on each link, by its number
-    seconds: float              # on the busiest link
-    inside: float               # α of all hops inside nodes, and between
+    seconds: float  # on the busiest link
+    inside: float  # α of all hops inside nodes, and between
     between: float
 
 
 class LibraryWay(NamedTuple):
-    """How a call is carried out. Attributes: nbytes: of the array, as often as it goes round; seconds: of the call."""
+    """How a call is carried out. Attributes: nbytes: of the array, as often as it goes round;
+    seconds: of the call."""
 
     name: str
     load: Load
@@ -102,15 +113,28 @@ class Library:
             return self._all_to_all(operands)
         way = self.fastest(verb, operands)
         total = self._total(verb, operands)
-        sent = total if verb in ("broadcast", "scatter", "gather", "all_gather") else total * self.size
-        return way.seconds, {number: round(share * way.nbytes) for number, share in way.load.per_byte.items()}, sent
+        sent = (
+            total if verb in ("broadcast", "scatter", "gather", "all_gather") else total * self.size
+        )
+        return (
+            way.seconds,
+            {number: round(share * way.nbytes) for number, share in way.load.per_byte.items()},
+            sent,
+        )
 
     def fastest(self, verb: str, operands: "Operands") -> "LibraryWay":
         """The way that the library takes, of any verb but all_to_all."""
         total = self._total(verb, operands)
-        return min((LibraryWay(name, load, times * total, self._seconds(name, load, times, total, protocol))
-                    for name, load, times in self._ways(verb)
-                    for protocol in (PROTOCOLS if name != "switch" else PROTOCOLS[-1:])), key=lambda way: way.seconds)
+        return min(
+            (
+                LibraryWay(
+                    name, load, times * total, self._seconds(name, load, times, total, protocol)
+                )
+                for name, load, times in self._ways(verb)
+                for protocol in (PROTOCOLS if name != "switch" else PROTOCOLS[-1:])
+            ),
+            key=lambda way: way.seconds,
+        )
 
     def load(self, verb: str, way: str) -> Load:
         """What a way puts on links; where these members have no such way, the rings."""
@@ -130,37 +154,53 @@ class Library:
         kind = "around" if verb in ROUNDS else "chain"
         if kind not in self._loads:
             around = kind == "around"
-            self._loads[kind] = around and (self._on_torus() or self._on_mesh()) or self._rings(around)
+            self._loads[kind] = (
+                around and (self._on_torus() or self._on_mesh()) or self._rings(around)
+            )
         ways = [("ring", self._loads[kind], ROUNDS.get(verb, 1))]
         if verb == "all_reduce" and len(self.nodes) > 1 and not self.cluster.topology.torus:
             if "tree" not in self._loads:
                 self._loads["tree"] = self._tree()
             ways.append(("tree", self._loads["tree"], 1))
-        if verb == "all_reduce" and len(self.nodes) == 1 and self.size > 2 and self.cluster.topology.inside.in_switch:
+        if (
+            verb == "all_reduce"
+            and len(self.nodes) == 1
+            and self.size > 2
+            and self.cluster.topology.inside.in_switch
+        ):
             if "switch" not in self._loads:
                 self._loads["switch"] = self._in_switch()
             ways.append(("switch", self._loads["switch"], 1))
         return ways
 
-    def _seconds(self, name: str, load: Load, times: int, nbytes: int, protocol: LibraryProtocol) -> float:
+    def _seconds(
+        self, name: str, load: Load, times: int, nbytes: int, protocol: LibraryProtocol
+    ) -> float:
         if name == "switch":
             return SWITCH_BASE + nbytes * load.seconds
         if name == "tree":
-            return (protocol.tree_base + load.inside * protocol.tree_inside + load.between * protocol.tree_between
-                    + nbytes * load.seconds / (TREE_SHARE * protocol.share))
-        return protocol.base + times * (load.inside * protocol.inside + load.between * protocol.between
-                                        + nbytes * load.seconds / protocol.share)
+            return (
+                protocol.tree_base
+                + load.inside * protocol.tree_inside
+                + load.between * protocol.tree_between
+                + nbytes * load.seconds / (TREE_SHARE * protocol.share)
+            )
+        return protocol.base + times * (
+            load.inside * protocol.inside
+            + load.between * protocol.between
+            + nbytes * load.seconds / protocol.share
+        )
 
-    # ------------------------------------------------------------------------------------------------- what is sent
+    # --------------------------------------------------------------------------------- what is sent
 
     def _rings(self, around: bool) -> Load:
         """All rings at once, once around; or along each but for its last hop, which is a chain."""
         channels = min(map(len, self.nodes)) if len(self.nodes) > 1 else self.size
-        share = (self.size - 1) / self.size if around else 1.0      # of the array, on each hop
+        share = (self.size - 1) / self.size if around else 1.0  # of the array, on each hop
         per_byte, alphas = _PerByte(float), (0.0, 0.0)
         for number in range(channels):
             ring = [place for node in self.nodes for place in zigzag(node, number)]
-            hops = [*pairwise(ring), (ring[-1], ring[0])][:None if around else -1]
+            hops = [*pairwise(ring), (ring[-1], ring[0])][: None if around else -1]
             for src, dst in hops:
                 for link in self.cluster.route(src, dst):
                     per_byte[link] += share / channels
@@ -169,17 +209,30 @@ class Library:
         return self._load(per_byte, share * alphas[0], share * alphas[1])
 
     def _on_mesh(self) -> Load | None:
-        """A node whose devices are linked pair by pair: every device sends each other its share, over its own link."""
+        """A node whose devices are linked pair by pair: every device sends each other its share,
+        over its own link."""
         if self.cluster.topology.kind != "mesh" or len(self.nodes) > 1:
             return None
-        per_byte = _PerByte(float, {number: 1 / self.size for src in self.members for dst in self.members
-                                    for number in self.cluster.route(src, dst)})
+        per_byte = _PerByte(
+            float,
+            {
+                number: 1 / self.size
+                for src in self.members
+                for dst in self.members
+                for number in self.cluster.route(src, dst)
+            },
+        )
         return self._load(per_byte, self.cluster.topology.inside.alpha, 0.0)
 
     def _in_switch(self) -> Load:
         """Every device's array once to the switch, and the sum once from it."""
-        wire, around = self.cluster.topology.inside, [*pairwise(self.members), (self.members[-1], self.members[0])]
-        per_byte = dict.fromkeys({link for src, dst in around for link in self.cluster.route(src, dst)}, 1.0)
+        wire, around = (
+            self.cluster.topology.inside,
+            [*pairwise(self.members), (self.members[-1], self.members[0])],
+        )
+        per_byte = dict.fromkeys(
+            {link for src, dst in around for link in self.cluster.route(src, dst)}, 1.0
+        )
         busiest = max(1 / self.cluster.links[link].bandwidth for link in per_byte)
         return Load(per_byte, busiest / wire.in_switch, 0.0, 0.0)
 
@@ -190,7 +243,8 @@ class Library:
         for number in range(width):
             heads = [node[number] for node in self.nodes]
             for src, dst in pairwise([*heads, heads[0]]):
-                for link in self.cluster.route(src, dst):       # each node sends to two others, and hears from two
+                # each node sends to two others, and hears from two
+                for link in self.cluster.route(src, dst):
                     per_byte[link] += 2.0 / width
         for node in self.nodes:
             for number in range(width):
@@ -216,15 +270,21 @@ class Library:
                 left /= box[dim]
                 for place in self.members:
                     for step in (1, -1):
-                        per_byte[topology.torus_link(topology.coordinates(place), dim, step)] += share
+                        per_byte[topology.torus_link(topology.coordinates(place), dim, step)] += (
+                            share
+                        )
         return self._load(per_byte, topology.inside.alpha * sum(box[dim] - 1 for dim in dims), 0.0)
 
     def _box(self) -> tuple[int, ...] | None:
-        """The sides of the box that the members fill, whole rings of the torus each; None if they fill none."""
+        """The sides of the box that the members fill, whole rings of the torus each; None if they
+        fill none."""
         torus = self.cluster.topology.torus
         if not torus:
             return None
-        seen = [{at[dim] for at in map(self.cluster.topology.coordinates, self.members)} for dim in range(len(torus))]
+        seen = [
+            {at[dim] for at in map(self.cluster.topology.coordinates, self.members)}
+            for dim in range(len(torus))
+        ]
         sides = tuple(map(len, seen))
         whole = all(side in (1, length) for side, length in zip(sides, torus, strict=True))
         return sides if whole and prod(sides) == self.size else None
@@ -240,8 +300,12 @@ class Library:
                 sent += nbytes
                 for number in self.cluster.route(src, self.members[to]):
                     loads[number] += nbytes
-        busiest = max(nbytes / self.cluster.links[number].bandwidth for number, nbytes in loads.items())
-        alpha = max(self.cluster.topology.alpha(self.members[0], place) for place in self.members[1:])
+        busiest = max(
+            nbytes / self.cluster.links[number].bandwidth for number, nbytes in loads.items()
+        )
+        alpha = max(
+            self.cluster.topology.alpha(self.members[0], place) for place in self.members[1:]
+        )
         simple = PROTOCOLS[-1]
         far = simple.between if len(self.nodes) > 1 else simple.inside
         return simple.base + far * alpha + busiest, dict(loads), sent
@@ -251,7 +315,10 @@ class Library:
         inside = between = 0.0
         for src, dst in edges:
             alpha = self.cluster.topology.alpha(src, dst)
-            if self.cluster.node_of(src) == self.cluster.node_of(dst) or self.cluster.topology.torus:
+            if (
+                self.cluster.node_of(src) == self.cluster.node_of(dst)
+                or self.cluster.topology.torus
+            ):
                 inside += alpha
             else:
                 between += alpha
@@ -259,11 +326,20 @@ class Library:
 
     def _load(self, per_byte: _PerByte, inside: float, between: float) -> Load:
         links = self.cluster.links
-        return Load(dict(per_byte), max((share / links[number].bandwidth for number, share in per_byte.items()),
-                                        default=0.0), inside, between)
+        return Load(
+            dict(per_byte),
+            max(
+                (share / links[number].bandwidth for number, share in per_byte.items()), default=0.0
+            ),
+            inside,
+            between,
+        )
 
 
 def zigzag(node: Sequence[int], start: int) -> list[int]:
-    """c, c+1, c-1, c+2, …: over all starts c, an even number of devices uses each pair once in each direction."""
+    """c, c+1, c-1, c+2, …: over all starts c, an even number of devices uses each pair once in each
+    direction."""
     size = len(node)
-    return [node[(start + (step + 1) // 2 * (1 if step % 2 else -1)) % size] for step in range(size)]
+    return [
+        node[(start + (step + 1) // 2 * (1 if step % 2 else -1)) % size] for step in range(size)
+    ]

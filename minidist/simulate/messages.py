@@ -1,14 +1,17 @@
-"""Chapter 24 · What each rank does in a collective: the algorithm's own code, run once a rank without data.
+"""Chapter 24 · What each rank does in a collective: the algorithm's own code, run once a rank
+without data.
 
     program = record("all_reduce", "ring", Arrays(nbytes=4096), size=4)
     program.src, program.dst, program.nbytes        # every message
     program.kind, program.arg                       # every rank's operations, in its order
 
-A RecordingCall stands in for the Call that algorithms know. Its arrays have lengths but no memory of their own, and
-its reductions add nothing. An algorithm's control flow does not depend on values, so each rank runs alone, to its end.
+A RecordingCall stands in for the Call that algorithms know. Its arrays have lengths but no memory
+of their own, and its reductions add nothing. An algorithm's control flow does not depend on values,
+so each rank runs alone, to its end.
 
-Where an algorithm learns a length from a message (gather along a tree, say), the receiver needs the sender's array: a
-rank that asks for a message that is not sent yet is put back, and run again when the others have run.
+Where an algorithm learns a length from a message (gather along a tree, say), the receiver needs the
+sender's array: a rank that asks for a message that is not sent yet is put back, and run again when
+the others have run.
 """
 
 from collections import defaultdict
@@ -48,8 +51,10 @@ REDUCES = ("reduce", "all_reduce", "reduce_scatter")
 class Operands(NamedTuple):
     """The arrays of a call, as comm/cost/volume.py's Case has them.
 
-    Attributes: nbytes   of each rank's array, or the root's; of each block or part where all are alike
-                blocks   of a gather: bytes of each rank; of an all_to_all: bytes to each rank, from any
+    Attributes: nbytes   of each rank's array, or the root's; of each block or part where all are
+                         alike
+                blocks   of a gather: bytes of each rank; of an all_to_all: bytes to each rank, from
+                         any
     """
 
     nbytes: int = 0
@@ -62,10 +67,13 @@ class Operands(NamedTuple):
         return self.blocks[rank] if self.blocks else self.nbytes
 
 
-def record(verb: str, algorithm: str, operands: Operands, size: int, nodes: Sequence[int] = ()) -> Program:
+def record(
+    verb: str, algorithm: str, operands: Operands, size: int, nodes: Sequence[int] = ()
+) -> Program:
     """Run the algorithm on every rank; the root is rank 0.
 
-    Raises: ConfigError for an algorithm that the verb does not have, or that is no code of ours (native).
+    Raises: ConfigError for an algorithm that the verb does not have, or that is no code of ours
+    (native).
     """
     _check(verb, algorithm)
     mail = _Mail(size, algorithm)
@@ -81,16 +89,21 @@ def record(verb: str, algorithm: str, operands: Operands, size: int, nodes: Sequ
                 left.append(rank)
             ranks[rank] = RankProgram(*call.arrays())
         done = sum(len(recorded.kinds) for recorded in ranks.values())
-        assert not left or done > before, f"{verb} by {algorithm}: ranks {left} wait for messages that no rank sends"
+        assert not left or done > before, (
+            f"{verb} by {algorithm}: ranks {left} wait for messages that no rank sends"
+        )
         waiting, before = left, done
     return program_of(verb, [ranks[rank] for rank in range(size)])
 
 
-def record_turned(verb: str, algorithm: str, operands: Operands, size: int,
-                  nodes: Sequence[int] = ()) -> TurnedProgram | None:
-    """Run the algorithm on a few ranks: if they do the same, with peers as far away, then all do; else None.
+def record_turned(
+    verb: str, algorithm: str, operands: Operands, size: int, nodes: Sequence[int] = ()
+) -> TurnedProgram | None:
+    """Run the algorithm on a few ranks: if they do the same, with peers as far away, then all do;
+    else None.
 
-    Among them are those of which an algorithm may ask for something else: the first, the last, powers of two.
+    Among them are those of which an algorithm may ask for something else: the first, the last,
+    powers of two.
     Raises: as record.
     """
     _check(verb, algorithm)
@@ -109,8 +122,10 @@ def record_turned(verb: str, algorithm: str, operands: Operands, size: int,
 
 def _check(verb: str, algorithm: str) -> None:
     if algorithm not in ALGORITHMS[verb] or algorithm == "native":
-        raise ConfigError(f"{verb} has no algorithm {algorithm!r} whose messages can be followed; choose "
-                          f"{', '.join(name for name in ALGORITHMS[verb] if name != 'native')}")
+        raise ConfigError(
+            f"{verb} has no algorithm {algorithm!r} whose messages can be followed; choose "
+            f"{', '.join(name for name in ALGORITHMS[verb] if name != 'native')}"
+        )
 
 
 def _run(verb: str, algorithm: str, operands: Operands, call: "RecordingCall") -> None:
@@ -125,11 +140,14 @@ class _NotYetSent(Exception):
 
 
 class _Mail:
-    """What all ranks sent and showed so far, in order; `read`: whether receivers look into it (labels of shapes)."""
+    """What all ranks sent and showed so far, in order; `read`: whether receivers look into it
+    (labels of shapes)."""
 
     def __init__(self, size: int, algorithm: str) -> None:
         self.read = algorithm in ("bruck", "shared")
-        self.sent: list[defaultdict[int, list[np.ndarray]]] = [defaultdict(list) for _ in range(size)]
+        self.sent: list[defaultdict[int, list[np.ndarray]]] = [
+            defaultdict(list) for _ in range(size)
+        ]
         self.shown: list[list[tuple[Any, np.ndarray]]] = [[] for _ in range(size)]
 
 
@@ -149,16 +167,23 @@ class _Waiting(Handle):
 class RecordingCall(Call):
     """One rank's call, which notes operations in place of carrying them out.
 
-    Attributes: kinds, args   the operations; the arg of a transfer is its number among this rank's sends or posts
-                sends, posts  of each send peer, bytes, and whether it meets; of each post peer, and whether it adds
+    Attributes: kinds, args   the operations; the arg of a transfer is its number among this rank's
+                              sends or posts
+                sends, posts  of each send peer, bytes, and whether it meets; of each post peer, and
+                              whether it adds
     """
 
     def __init__(self, rank: int, size: int, nodes: Sequence[int], mail: _Mail) -> None:
-        self.rank, self.size, self.nodes, self.world_ranks = rank, size, tuple(nodes), tuple(range(size))
+        self.rank, self.size, self.nodes, self.world_ranks = (
+            rank,
+            size,
+            tuple(nodes),
+            tuple(range(size)),
+        )
         self.next_rank, self.prev_rank = (rank + 1) % size, (rank - 1) % size
         self.device = self.origin = "cpu"
         self.side, self.board = None, None
-        self.signature = None                           # type: ignore[assignment]  # SubsetCall hands it on, unread
+        self.signature = None  # type: ignore[assignment]  # SubsetCall hands it on, unread
         self.kinds: list[int] = []
         self.args: list[int] = []
         self.sends: list[int] = []
@@ -172,8 +197,15 @@ class RecordingCall(Call):
         self.kinds.append(kind)
         self.args.append(arg)
 
-    def start_send(self, dst: int, array: np.ndarray, *, block: bool = False, step: int | None = None,
-                   chunk: int | None = None) -> Handle:
+    def start_send(
+        self,
+        dst: int,
+        array: np.ndarray,
+        *,
+        block: bool = False,
+        step: int | None = None,
+        chunk: int | None = None,
+    ) -> Handle:
         number = len(self.sends) // 3
         self.note(SEND, number)
         self.sends += (dst, array.nbytes, 0)
@@ -206,19 +238,33 @@ class RecordingCall(Call):
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         """What is noted; of a thousand ranks it would be millions of Python's numbers."""
-        return (np.array(self.kinds, np.int8), np.array(self.args, np.int32),
-                np.array(self.sends, np.int64).reshape(-1, 3), np.array(self.posts, np.int32).reshape(-1, 2))
+        return (
+            np.array(self.kinds, np.int8),
+            np.array(self.args, np.int32),
+            np.array(self.sends, np.int64).reshape(-1, 3),
+            np.array(self.posts, np.int32).reshape(-1, 2),
+        )
 
     def waited(self, kind: int, number: int) -> None:
-        """A wait; a send meets its receiver if the rank does nothing else meanwhile, but for an exchange's receive."""
+        """A wait; a send meets its receiver if the rank does nothing else meanwhile, but for an
+        exchange's receive."""
         alone = kind == SENT and self.args[-1] == number
         exchange = kind == ARRIVED and self.kinds[-2:] == [POST, SEND] and self.args[-2] == number
         if self.kinds[-1] == SEND and (alone or exchange):
             self.sends[-1] = 1
         self.note(kind, number)
 
-    def exchange(self, dst: int, outgoing: np.ndarray, src: int, into: np.ndarray, reduce: Reduce | None = None, *,
-                 step: int | None = None, chunk: int | None = None) -> None:
+    def exchange(
+        self,
+        dst: int,
+        outgoing: np.ndarray,
+        src: int,
+        into: np.ndarray,
+        reduce: Reduce | None = None,
+        *,
+        step: int | None = None,
+        chunk: int | None = None,
+    ) -> None:
         """As Call.exchange, at once: rings make thousands of them."""
         sends, posts = len(self.sends) // 3, len(self.posts) // 2
         self.posts += (src, reduce is not None)
@@ -226,9 +272,18 @@ class RecordingCall(Call):
         self.kinds += (POST, SEND, ARRIVED, SENT)
         self.args += (posts, sends, posts, sends)
 
-    def exchange_blocks(self, dst: int, outgoing: np.ndarray, src: int, place: Place, *, step: int | None = None,
-                        chunk: int | None = None) -> np.ndarray:
-        """As Call.exchange_blocks; the peer may look at what is sent before this rank knows what it receives."""
+    def exchange_blocks(
+        self,
+        dst: int,
+        outgoing: np.ndarray,
+        src: int,
+        place: Place,
+        *,
+        step: int | None = None,
+        chunk: int | None = None,
+    ) -> np.ndarray:
+        """As Call.exchange_blocks; the peer may look at what is sent before this rank knows what it
+        receives."""
         self._mail.sent[self.rank][dst].append(outgoing)
         received, (array,) = self.start_recv_block(src, place)
         self.wait([received, self.start_send(dst, outgoing)])
@@ -243,9 +298,12 @@ class RecordingCall(Call):
     def show(self, *arrays: np.ndarray, lent: Shown = ()) -> list[np.ndarray]:
         return [shown for _, shown in self._show_all(None, arrays)]
 
-    def show_block(self, block: np.ndarray | None, *arrays: np.ndarray,
-                   lent: Shown = ()) -> list[tuple[BlockHeader | None, np.ndarray]]:
-        return self._show_all(None if block is None else BlockHeader(block.dtype, block.shape, "cpu"), arrays)
+    def show_block(
+        self, block: np.ndarray | None, *arrays: np.ndarray, lent: Shown = ()
+    ) -> list[tuple[BlockHeader | None, np.ndarray]]:
+        return self._show_all(
+            None if block is None else BlockHeader(block.dtype, block.shape, "cpu"), arrays
+        )
 
     def _show_all(self, header: BlockHeader | None, arrays: Shown) -> list[tuple[Any, np.ndarray]]:
         number, shown = self._shows, self._mail.shown
@@ -266,18 +324,33 @@ def _arguments(verb: str, operands: Operands, call: RecordingCall) -> dict[str, 
     if verb in REDUCES:
         item = np.dtype(f"V{operands.itemsize}")
         length = operands.nbytes // operands.itemsize
-        kept = bounds(length, size)[rank:rank + 2] if verb == "reduce_scatter" else (0, length)
+        kept = bounds(length, size)[rank : rank + 2] if verb == "reduce_scatter" else (0, length)
         out = hollow(kept[1] - kept[0], item) if at_root or verb != "reduce" else None
-        return {"x": hollow(length, item), "out": out, "op": HollowReduction(item, partial(call.note, ADD)), **root}
+        return {
+            "x": hollow(length, item),
+            "out": out,
+            "op": HollowReduction(item, partial(call.note, ADD)),
+            **root,
+        }
     if verb in ("broadcast", "scatter"):
         item = np.dtype(f"V{operands.itemsize}") if verb == "scatter" else BYTE
         length = operands.nbytes // item.itemsize
-        kept = bounds(length, size)[rank:rank + 2] if verb == "scatter" else (0, length)
-        return {"x": hollow(length, item) if at_root else None, "place": Known(hollow(kept[1] - kept[0], item)), **root}
+        kept = bounds(length, size)[rank : rank + 2] if verb == "scatter" else (0, length)
+        return {
+            "x": hollow(length, item) if at_root else None,
+            "place": Known(hollow(kept[1] - kept[0], item)),
+            **root,
+        }
     if verb == "all_to_all":
         shape = (*(1,) * (operands.dims - 1), -1)
         own = hollow(operands.block(rank)).reshape(shape)
-        return {"parts": [hollow(operands.block(dst)).reshape(shape) for dst in range(size)],
-                "place": lambda src: Known(own)}
+        return {
+            "parts": [hollow(operands.block(dst)).reshape(shape) for dst in range(size)],
+            "place": lambda src: Known(own),
+        }
     rows = HollowRows([operands.block(other) for other in range(size)])
-    return {"own": hollow(operands.block(rank)), "rows": rows if at_root or not root else None, **root}
+    return {
+        "own": hollow(operands.block(rank)),
+        "rows": rows if at_root or not root else None,
+        **root,
+    }

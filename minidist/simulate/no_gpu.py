@@ -1,13 +1,16 @@
-"""What modules ask of a GPU beside arithmetic, as CuPy has it: events and streams that are always ready."""
+"""What modules ask of a GPU beside arithmetic, as CuPy has it: events and streams that are always
+ready."""
 
 from typing import Any
 
 
 class NoGpu:
-    """`xp.cuda`, an event, a stream and a device in one. attributes: of a device, as CuPy's, for kernels to choose."""
+    """`xp.cuda`, an event, a stream and a device in one. attributes: of a device, as CuPy's, for
+    kernels to choose."""
 
     id, done = 0, True
-    attributes = {"MaxSharedMemoryPerBlockOptin": 227 << 10}        # bytes; sm_90 and sm_100: CUDA C++ guide, table 27
+    # bytes; sm_90 and sm_100: CUDA C++ guide, table 27
+    attributes = {"MaxSharedMemoryPerBlockOptin": 227 << 10}
 
     def Event(self, **_: Any) -> "NoGpu":  # noqa: N802 - as CuPy's
         """An event that has happened."""

@@ -1,10 +1,12 @@
-"""Chapter 24 · One rank of a plan, run alone to its end: the Trainer and its modules, on arrays without data.
+"""Chapter 24 · One rank of a plan, run alone to its end: the Trainer and its modules, on arrays
+without data.
 
     trace = run_rank(Plan(dp=16, pp=8, tp=8, zero=1), config, rank=3, rows=1024)
     trace.events, trace.peak["total"], trace.ledger
 
-What a rank does depends on its plan and on shapes, not on numbers. So each rank can run by itself: no threads, no
-processes, no messages. What it would learn from the others is declared (sim_rank.py).
+What a rank does depends on its plan and on shapes, not on numbers. So each rank can run by itself:
+no threads, no processes, no messages. What it would learn from the others is declared
+(sim_rank.py).
 """
 
 from collections.abc import Sequence
@@ -26,20 +28,35 @@ from minidist.simulate.sim_rank import SimRank
 from minidist.simulate.trace import RankTrace
 
 DEVICES = {"gpu": "cuda", "cpu": "cpu"}
-KEYS = ("phase", "axis", "verb", "algorithm")       # of a row of the ledger
+KEYS = ("phase", "axis", "verb", "algorithm")  # of a row of the ledger
 
 
-def run_rank(plan: Plan, config: GPTConfig, rank: int = 0, *, rows: int, tokens: int | None = None, steps: int = 2,
-             seed: int = 0, optimizer: str = "adamw", device_kind: str = "gpu", batch: Any = None,
-             load: Sequence[float] | None = None, first_rows: int | None = None, **options: Any) -> RankTrace:
+def run_rank(
+    plan: Plan,
+    config: GPTConfig,
+    rank: int = 0,
+    *,
+    rows: int,
+    tokens: int | None = None,
+    steps: int = 2,
+    seed: int = 0,
+    optimizer: str = "adamw",
+    device_kind: str = "gpu",
+    batch: Any = None,
+    load: Sequence[float] | None = None,
+    first_rows: int | None = None,
+    **options: Any,
+) -> RankTrace:
     """Run `steps` steps of one rank, and return what it did.
 
     Args:    rows: sequences of the global batch, each of `tokens` (default: the model's context).
-             device_kind: "gpu": as on a GPU, with the kernels of kernels/; "cpu": as with NumPy, pass by pass.
+             device_kind: "gpu": as on a GPU, with the kernels of kernels/; "cpu": as with NumPy,
+             pass by pass.
              batch: (inputs, targets) of integers, in place of rows of equal ones.
              load: in which proportion tokens choose the experts of a mixture (default: evenly).
-             first_rows: sequences of all steps but the last (default: rows). The first step is there for the state that
-             it makes: with one sequence a data rank it takes a fraction of the time.
+             first_rows: sequences of all steps but the last (default: rows). The first step is
+             there for the state that it makes: with one sequence a data rank it takes a fraction of
+             the time.
              options: further ones of Trainer.
     Raises:  PlanError for what cannot run, or what cannot be known of a rank alone.
     """
@@ -53,14 +70,26 @@ def run_rank(plan: Plan, config: GPTConfig, rank: int = 0, *, rows: int, tokens:
     memory, trace = RecordedAccount(sim.tape), RankTrace(rank)
     if batch is None:
         ids = index_range(length) * config.vocabulary // length
-        batch = np.broadcast_to(ids, (rows, length)), np.broadcast_to(np.roll(ids, -1), (rows, length))
+        batch = (
+            np.broadcast_to(ids, (rows, length)),
+            np.broadcast_to(np.roll(ids, -1), (rows, length)),
+        )
     if plan.updates_each_microbatch:
         options = {"clip": None, **options}
     modules = {device: module(device) for device in ("cpu", "cuda")}
     with simulated(modules), drawn_load(load), account.use(memory), recording.begun(sim.tape):
-        with recording.pause():         # what is computed before the first step is no part of any, and on the host
-            trainer = Trainer(plan, config, SimGroup.world_of(sim), seed=seed, optimizer=optimizer,
-                              device=DEVICES[device_kind], recorder=sim.tape, **options)
+        # what is computed before the first step is no part of any, and on the host
+        with recording.pause():
+            trainer = Trainer(
+                plan,
+                config,
+                SimGroup.world_of(sim),
+                seed=seed,
+                optimizer=optimizer,
+                device=DEVICES[device_kind],
+                recorder=sim.tape,
+                **options,
+            )
         for step in range(steps):
             sim.tape.flush()
             trace.steps.append(len(sim.tape.events))
@@ -69,7 +98,11 @@ def run_rank(plan: Plan, config: GPTConfig, rank: int = 0, *, rows: int, tokens:
             trainer.step(batch if last else (batch[0][:first_rows], batch[1][:first_rows]))
         sim.tape.flush()
         trace.last_step = _behind(before, sim.ledger.rows())
-        trace.events, trace.segments, trace.ledger = sim.tape.events, sim.tape.segments, sim.ledger.rows()
+        trace.events, trace.segments, trace.ledger = (
+            sim.tape.events,
+            sim.tape.segments,
+            sim.ledger.rows(),
+        )
         trace.peak, trace.now, trace.host_peak = memory.peak, memory.now, trainer.store.host.peak
         trace.lanes = dict(trainer.store.traffic.step)
         trace.parameters = sum(parameter.size for parameter in trainer.model.parameters())
@@ -89,24 +122,42 @@ def _behind(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dic
 
 
 def _require(plan: Plan, config: GPTConfig) -> None:
-    """Raises: PlanError for a plan whose ranks do what depends on when the others come, or on measured times."""
+    """Raises: PlanError for a plan whose ranks do what depends on when the others come, or on
+    measured times."""
     if config.mixture is not None and config.mixture.node_limit is not None:
-        raise PlanError(f"simulate: node_limit={config.mixture.node_limit}: a simulated token goes to each of its "
-                        f"experts by itself, on whatever node; leave the limit out")
+        raise PlanError(
+            f"simulate: node_limit={config.mixture.node_limit}: a simulated token goes to each "
+            "of its experts by itself, on whatever node; leave the limit out"
+        )
     if plan.attention == "all-to-all" and plan.cp > 1 and config.heads % (plan.tp * plan.cp):
-        raise PlanError(f"simulate: attention=all-to-all with {config.heads} heads over tp={plan.tp} × cp={plan.cp} "
-                        f"gives ranks different numbers of heads; choose tp × cp that divides {config.heads}, or ring")
+        raise PlanError(
+            f"simulate: attention=all-to-all with {config.heads} heads over tp={plan.tp} × "
+            f"cp={plan.cp} gives ranks different numbers of heads; choose tp × cp that divides "
+            f"{config.heads}, or ring"
+        )
     if plan.strategy == "data-parallel":
-        raise PlanError("simulate: strategy=data-parallel drives several devices from one process; simulate the same "
-                        "as ranks: strategy=ddp with dp=")
+        raise PlanError(
+            "simulate: strategy=data-parallel drives several devices from one process; simulate "
+            "the same as ranks: strategy=ddp with dp="
+        )
     if plan.local_steps is not None:
-        raise PlanError(f"simulate: with local_steps={plan.local_steps} steps differ, and one in so many has all the "
-                        f"traffic; simulate the step of ddp without, and add a {plan.local_steps}th of an all-reduce")
+        raise PlanError(
+            f"simulate: with local_steps={plan.local_steps} steps differ, and one in so many has "
+            f"all the traffic; simulate the step of ddp without, and add a {plan.local_steps}th "
+            "of an all-reduce"
+        )
     if plan.asynchronous:
-        raise PlanError("simulate: an asynchronous server does what depends on which worker comes first; simulate it "
-                        "synchronous")
+        raise PlanError(
+            "simulate: an asynchronous server does what depends on which worker comes first; "
+            "simulate it synchronous"
+        )
     if plan.server_device != "same":
-        raise PlanError(f"simulate: server_device={plan.server_device}: a cluster's devices are alike; simulate it "
-                        f"with server_device=same")
+        raise PlanError(
+            f"simulate: server_device={plan.server_device}: a cluster's devices are alike; "
+            "simulate it with server_device=same"
+        )
     if plan.stage_layers == "measured":
-        raise PlanError("simulate: stage_layers=measured times the layers on a machine; name the numbers, or take even")
+        raise PlanError(
+            "simulate: stage_layers=measured times the layers on a machine; name the numbers, "
+            "or take even"
+        )

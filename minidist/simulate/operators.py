@@ -1,15 +1,32 @@
-"""The operators and reductions of an array, handed to its array module: `a + b` is module.elementwise(np.add, …)."""
+"""The operators and reductions of an array, handed to its array module: `a + b` is
+module.elementwise(np.add, …)."""
 
 from typing import Any
 
 import numpy as np
 
 _BINARY: dict[str, np.ufunc] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.true_divide, "floordiv": np.floor_divide,
-    "mod": np.remainder, "pow": np.power, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-    "rshift": np.right_shift, "lshift": np.left_shift}
-_COMPARED: dict[str, np.ufunc] = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal,
-                                  "gt": np.greater, "ge": np.greater_equal}
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "truediv": np.true_divide,
+    "floordiv": np.floor_divide,
+    "mod": np.remainder,
+    "pow": np.power,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "rshift": np.right_shift,
+    "lshift": np.left_shift,
+}
+_COMPARED: dict[str, np.ufunc] = {
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
 _UNARY: dict[str, np.ufunc] = {"neg": np.negative, "abs": np.absolute, "invert": np.invert}
 _NAMED = ("sum", "max", "min", "mean", "any", "all", "argsort", "repeat", "take")
 

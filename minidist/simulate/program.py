@@ -1,4 +1,5 @@
-"""Chapter 24 · The program of a collective: all messages, and every rank's operations, as arrays."""
+"""Chapter 24 · The program of a collective: all messages, and every rank's operations, as
+arrays."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 SEND, POST, SENT, ARRIVED, ADD, SHOW, END = range(7)
-"""Operations: begin to send, be ready to receive, wait for either, add arrays, show (and all wait), nothing more."""
+"""Operations: begin to send, be ready to receive, wait for either, add arrays, show (and all wait),
+nothing more."""
 
 
 @dataclass
@@ -17,10 +19,11 @@ class Program:
     Attributes: verb, size
                 src, dst, nbytes   of each message
                 adds       whether it is added to an array as it arrives
-                meets      whether its sender does nothing else meanwhile (send, exchange): then it leaves when its
-                           receiver is ready
+                meets      whether its sender does nothing else meanwhile (send, exchange): then it
+                           leaves when its receiver is ready
                 crowded    whether every rank sends to all others at once
-                kind, arg  (size, steps): each rank's operations, END behind the last; a message's number, or bytes
+                kind, arg  (size, steps): each rank's operations, END behind the last; a message's
+                           number, or bytes
     """
 
     verb: str
@@ -48,26 +51,30 @@ class Program:
 class RankProgram(NamedTuple):
     """What one rank does, as arrays.
 
-    Attributes: kinds, args   its operations; the arg of a transfer is its number among this rank's sends or posts
-                sends, posts  of each send peer, bytes, whether it meets; of each post peer, whether it adds
+    Attributes: kinds, args   its operations; the arg of a transfer is its number among this rank's
+                              sends or posts
+                sends, posts  of each send peer, bytes, whether it meets; of each post peer, whether
+                              it adds
     """
 
     kinds: np.ndarray
     args: np.ndarray
-    sends: np.ndarray           # (messages, 3)
-    posts: np.ndarray           # (messages, 2)
+    sends: np.ndarray  # (messages, 3)
+    posts: np.ndarray  # (messages, 2)
 
     def tells_all(self, size: int) -> bool:
         """Whether the rank has sends to all others under way before it waits for any."""
         waits = np.flatnonzero(np.isin(self.kinds, (SENT, ARRIVED)))
-        before = int((self.kinds[:waits[0]] == SEND).sum()) if len(waits) else 0
+        before = int((self.kinds[: waits[0]] == SEND).sum()) if len(waits) else 0
         return len(set(self.sends[:before, 0].tolist())) == size - 1
 
 
 class TurnedProgram(NamedTuple):
-    """What every rank of a call does where all do the same: a message goes from rank r to rank r + ahead, around.
+    """What every rank of a call does where all do the same: a message goes from rank r to rank r +
+    ahead, around.
 
-    Attributes: kinds, args   each rank's operations; the arg of a transfer is the number of its message
+    Attributes: kinds, args   each rank's operations; the arg of a transfer is the number of its
+                              message
                 ahead, nbytes, adds, meets   of each message that a rank sends, as Program has them
                 crowded       whether every rank sends to all others at once
     """
@@ -107,27 +114,49 @@ def turned_program(ranks: Mapping[int, RankProgram], size: int) -> TurnedProgram
     numbers = one.args.astype(np.int64)
     received = np.isin(one.kinds, (POST, ARRIVED))
     numbers[received] = message_of_post[numbers[received]]
-    return TurnedProgram(size, one.kinds, numbers, ahead, sends[:, 1], adds, sends[:, 2] != 0,
-                         size > 2 and one.tells_all(size))
+    return TurnedProgram(
+        size,
+        one.kinds,
+        numbers,
+        ahead,
+        sends[:, 1],
+        adds,
+        sends[:, 2] != 0,
+        size > 2 and one.tells_all(size),
+    )
 
 
 def _with_distances(rank: int, program: RankProgram, size: int) -> tuple[bytes, ...]:
     """What a rank does, its peers counted from itself on."""
-    columns = ((program.sends[:, 0] - rank) % size, program.sends[:, 1:], (program.posts[:, 0] - rank) % size,
-               program.posts[:, 1], program.kinds, program.args)
+    columns = (
+        (program.sends[:, 0] - rank) % size,
+        program.sends[:, 1:],
+        (program.posts[:, 0] - rank) % size,
+        program.posts[:, 1],
+        program.kinds,
+        program.args,
+    )
     return tuple(column.tobytes() for column in columns)
 
 
 def program_of(verb: str, ranks: Sequence[RankProgram]) -> Program:
     """Number the messages, and bring the ranks' operations into one table."""
     size = len(ranks)
-    sent, posted = np.concatenate([rank.sends for rank in ranks]), np.concatenate([rank.posts for rank in ranks])
+    sent, posted = (
+        np.concatenate([rank.sends for rank in ranks]),
+        np.concatenate([rank.posts for rank in ranks]),
+    )
     src, dst = np.repeat(np.arange(size), [len(rank.sends) for rank in ranks]), sent[:, 0]
     at, origin = np.repeat(np.arange(size), [len(rank.posts) for rank in ranks]), posted[:, 0]
-    left, right = np.argsort(src * size + dst, kind="stable"), np.argsort(origin * size + at, kind="stable")
-    matched = len(left) == len(right) and bool((src[left] == origin[right]).all() and (dst[left] == at[right]).all())
+    left, right = (
+        np.argsort(src * size + dst, kind="stable"),
+        np.argsort(origin * size + at, kind="stable"),
+    )
+    matched = len(left) == len(right) and bool(
+        (src[left] == origin[right]).all() and (dst[left] == at[right]).all()
+    )
     assert matched, "every message is received"
-    number_of_post = np.empty(len(right), np.int64)         # a message's number is that of its send
+    number_of_post = np.empty(len(right), np.int64)  # a message's number is that of its send
     number_of_post[right] = left
     adds = np.zeros(len(left), bool)
     adds[left] = posted[right, 1] != 0
@@ -139,7 +168,7 @@ def program_of(verb: str, ranks: Sequence[RankProgram]) -> Program:
         args[np.isin(rank.kinds, (SEND, SENT))] += sends
         theirs = np.isin(rank.kinds, (POST, ARRIVED))
         args[theirs] = number_of_post[args[theirs] + posts]
-        kind[number, :len(args)], arg[number, :len(args)] = rank.kinds, args
+        kind[number, : len(args)], arg[number, : len(args)] = rank.kinds, args
         sends, posts = sends + len(rank.sends), posts + len(rank.posts)
     crowded = size > 2 and all(rank.tells_all(size) for rank in ranks)
     return Program(verb, size, src, dst, sent[:, 1], adds, sent[:, 2] != 0, crowded, kind, arg)

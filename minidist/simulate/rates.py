@@ -1,14 +1,18 @@
-"""Chapter 24 · Seconds of a kernel: matrix products by size, everything else by the bytes it reads and writes.
+"""Chapter 24 · Seconds of a kernel: matrix products by size, everything else by the bytes it reads
+and writes.
 
-    matmul, attention   launch + max(FLOPs / (peak · share · size factor), bytes / (bandwidth · share), shortest)
-                        + cold · bytes of a matmul, + matrix · matrices of a stack
-    memory              launch + max(bytes / (bandwidth · share), shortest) + loop · inner loops, of a view with gaps
-    host                bytes / (the device's part of the host's bandwidth · share): what offloading computes there
+    matmul, attention   launch + max(FLOPs / (peak · share · size factor), bytes / (bandwidth ·
+                        share), shortest) + cold · bytes of a matmul, + matrix · matrices of a stack
+    memory              launch + max(bytes / (bandwidth · share), shortest) + loop · inner loops, of
+                        a view with gaps
+    host                bytes / (the device's part of the host's bandwidth · share): what offloading
+                        computes there
     launch              launch
     python              python
 
-    size factor of (m, k) @ (k, n)      1 / (1 + half · (1/m + 1/k + 1/n)): a product whose three sides are all 3·half
-                                        long runs at half the speed of a large one
+    size factor of (m, k) @ (k, n)      1 / (1 + half · (1/m + 1/k + 1/n)): a product whose three
+                                        sides are all 3·half long runs at half the speed of a large
+                                        one
 
 The constants are defaults with their sources, or a profile's: fitted to measured step times
 (`minidist calibrate`), or to this machine (`minidist bench calibrate`).
@@ -33,7 +37,7 @@ from minidist.simulate.cluster import Cluster
 from minidist.simulate.device import DEFAULT, Device, Efficiency
 
 FORMAT = 1
-MOST_BYTES = 16 << 20       # of a profile
+MOST_BYTES = 16 << 20  # of a profile
 DIVISORS = ("matmul_share", "attention_share", "memory_share", "cache_factor", "slowdown")
 
 
@@ -80,22 +84,35 @@ class Rates:
         faster = rates.cache_factor if kernel.nbytes <= rates.cache_bytes else 1.0
         if kernel.kind == "host":
             if device.host_bandwidth is None:
-                raise ConfigError(f"no source states the bandwidth of {device.name}'s host memory; do not offload")
+                raise ConfigError(
+                    f"no source states the bandwidth of {device.name}'s host memory; do not offload"
+                )
             return self.slowdown * kernel.nbytes / (device.host_bandwidth * rates.memory_share)
-        busy = max(rates.shortest, kernel.nbytes / (device.memory_bandwidth * rates.memory_share * faster))
+        busy = max(
+            rates.shortest, kernel.nbytes / (device.memory_bandwidth * rates.memory_share * faster)
+        )
         if kernel.kind == "attention":
             busy = max(busy, kernel.flops / (device.peak(kernel.dtype) * rates.attention_share))
         elif kernel.kind == "matmul":
-            small = kernel.nbytes <= rates.small_bytes * kernel.size[0] if rates.small_bytes else False
+            small = (
+                kernel.nbytes <= rates.small_bytes * kernel.size[0] if rates.small_bytes else False
+            )
             slower = 1.0
             if not small:
                 slower += rates.half * fsum(1.0 / max(side, 1) for side in kernel.size[-3:])
-            busy = max(busy, kernel.flops * slower / (device.peak(kernel.dtype) * rates.matmul_share))
-            busy += rates.cold * kernel.nbytes + (rates.matrix * kernel.size[0] if kernel.size[0] > 1 else 0.0)
+            busy = max(
+                busy, kernel.flops * slower / (device.peak(kernel.dtype) * rates.matmul_share)
+            )
+            busy += rates.cold * kernel.nbytes + (
+                rates.matrix * kernel.size[0] if kernel.size[0] > 1 else 0.0
+            )
         elif kernel.kind == "memory":
             busy += rates.loop * kernel.size[0] if kernel.size else 0.0
         else:
-            raise ConfigError(f"a kernel is matmul, attention, memory, host, launch or python, not {kernel.kind!r}")
+            raise ConfigError(
+                "a kernel is matmul, attention, memory, host, launch or python, not "
+                f"{kernel.kind!r}"
+            )
         return self.slowdown * (rates.launch + busy)
 
     def segment(self, kernels: Iterable[tuple[Priceable, int]]) -> float:
@@ -127,7 +144,8 @@ class CostProfile:
 
     Attributes: cluster   the name of the cluster they were fitted on
                 wires     {"nvlink4": {"alpha": seconds, "bandwidth": bytes a second}}
-                slowdown  by which everything takes longer that is in no part of the model; 1 if nothing does
+                slowdown  by which everything takes longer that is in no part of the model; 1 if
+                          nothing does
                 fit       how well they fit, for readers
     """
 
@@ -144,31 +162,46 @@ class CostProfile:
     def save(self, path: str | Path) -> None:
         """Write it as JSON; a reader finds the old file or the new one. Raises: OSError."""
         with whole(Path(path)) as draft:
-            draft.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+            draft.write_text(
+                json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8"
+            )
 
     @classmethod
     def load(cls, path: str | Path) -> "CostProfile":
-        """What save() wrote; rates that it does not name keep their defaults. Raises: ConfigError."""
+        """What save() wrote; rates that it does not name keep their defaults. Raises:
+        ConfigError."""
         try:
             value = read_json(path, most=MOST_BYTES)
         except (OSError, ConfigError) as error:
-            raise ConfigError(f"cost profile {path}: {getattr(error, 'strerror', None) or error}") from error
+            raise ConfigError(
+                f"cost profile {path}: {getattr(error, 'strerror', None) or error}"
+            ) from error
         if isinstance(value, dict) and value.get("format") == FORMAT:
             try:
                 require(value, _ProfileFile)
             except ConfigError as error:
                 raise ConfigError(f"cost profile {path}: {error}") from error
         if not isinstance(value, dict) or value.get("format") != FORMAT or "cluster" not in value:
-            raise ConfigError(f"cost profile {path} is none; `minidist calibrate --from runs.csv` writes one")
-        return cls(str(value["cluster"]), _rates(path, value.get("rates", {})), value.get("wires", {}),
-                   _positive(path, "slowdown", value.get("slowdown", 1.0)), value.get("fit", {}))
+            raise ConfigError(
+                f"cost profile {path} is none; `minidist calibrate --from runs.csv` writes one"
+            )
+        return cls(
+            str(value["cluster"]),
+            _rates(path, value.get("rates", {})),
+            value.get("wires", {}),
+            _positive(path, "slowdown", value.get("slowdown", 1.0)),
+            value.get("fit", {}),
+        )
 
 
 def _rates(path: str | Path, given: Mapping[str, Any]) -> Efficiency:
     known = [each.name for each in fields(Efficiency)]
     for name in given:
         if name not in known:
-            raise ConfigError(f"cost profile {path}: no rate {name!r}{meant(name, known)}; it takes {', '.join(known)}")
+            raise ConfigError(
+                f"cost profile {path}: no rate {name!r}{meant(name, known)}; it takes "
+                f"{', '.join(known)}"
+            )
     return replace(DEFAULT, **{name: _positive(path, name, value) for name, value in given.items()})
 
 

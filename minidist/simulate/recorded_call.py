@@ -1,4 +1,5 @@
-"""Chapter 24 · A collective call that only counts: what the algorithms see of a rank that runs alone."""
+"""Chapter 24 · A collective call that only counts: what the algorithms see of a rank that runs
+alone."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -44,8 +45,15 @@ class RecordedCall(Call):
     Attributes: nbytes, messages: sent by this rank; rooms: (length, dtype) of each workspace.
     """
 
-    def __init__(self, group: Any, verb: str, algorithm: str, dtype: np.dtype, *, held: bool) -> None:
-        self.rank, self.size, self.nodes, self.world_ranks = group.rank, group.size, group.nodes, group.world_ranks
+    def __init__(
+        self, group: Any, verb: str, algorithm: str, dtype: np.dtype, *, held: bool
+    ) -> None:
+        self.rank, self.size, self.nodes, self.world_ranks = (
+            group.rank,
+            group.size,
+            group.nodes,
+            group.world_ranks,
+        )
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.verb, self.algorithm, self.ledger, self.board = verb, algorithm, group.ledger, None
         self.device = self.origin = "cpu"
@@ -57,8 +65,15 @@ class RecordedCall(Call):
         self.nbytes += nbytes
         self.messages += 1
 
-    def start_send(self, dst: int, array: Any, *, block: bool = False, step: int | None = None,
-                   chunk: int | None = None) -> Handle:
+    def start_send(
+        self,
+        dst: int,
+        array: Any,
+        *,
+        block: bool = False,
+        step: int | None = None,
+        chunk: int | None = None,
+    ) -> Handle:
         self.nbytes += array.nbytes
         self.messages += 1
         return _DONE
@@ -95,16 +110,16 @@ class DeclaredPlace:
 
 
 class DeclaredRows(Rows):
-    """The result of a gather whose blocks' lengths are known. Args: as Rows'; lengths: of each rank's block."""
+    """The result of a gather whose blocks' lengths are known. Args: as Rows'; lengths: of each
+    rank's block."""
 
     def __init__(self, result: Any, own: Any, lengths: Sequence[int]) -> None:
         self.lengths = lengths
         super().__init__(result, own, len(lengths))
 
     def place(self, rank: int, count: int = 1) -> DeclaredPlace:
-        rows = sum(self.lengths[rank:rank + count])
+        rows = sum(self.lengths[rank : rank + count])
         return DeclaredPlace(super().place(rank, count), (rows, *self._own.shape[1:]))
-
 
     @property
     def place_whole(self) -> DeclaredPlace:
@@ -122,6 +137,7 @@ class SimTransport(Transport):
 
         class _Waits:
             step = 0
+
         self.waits: Any = _Waits()
 
     def start_send(self, peer: int, tag: Any, view: Any, meta: bytes = b"") -> Handle:

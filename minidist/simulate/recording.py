@@ -1,12 +1,15 @@
-"""Chapter 24 · The recorder of a rank: kernels become segments, and these, calls and memory become events.
+"""Chapter 24 · The recorder of a rank: kernels become segments, and these, calls and memory become
+events.
 
-    with recording.begun(Recording()) as tape:         # this thread's kernels go to `tape` from here on
+    with recording.begun(Recording()) as tape:         # this thread's kernels go to `tape` from
+                                                       here on
         ...
         tape.start(call)                               # ends the segment: Busy(…), then Start(…)
     tape.events
 
-Memory changes many times inside a segment. Of these only what matters to a clock is kept: what the categories rose by
-when the segment's total was highest, before its Busy, and what they fell by until its end, behind it.
+Memory changes many times inside a segment. Of these only what matters to a clock is kept: what the
+categories rose by when the segment's total was highest, before its Busy, and what they fell by
+until its end, behind it.
 """
 
 import threading
@@ -22,7 +25,7 @@ from minidist.device.backend import dtype_name
 from minidist.observe.events import Await, Busy, Event, GroupCall, Memory, Start, Transfer
 from minidist.simulate.trace import Kernel, Segment
 
-PYTHON = np.dtype(np.float32)       # of a kernel without arrays
+PYTHON = np.dtype(np.float32)  # of a kernel without arrays
 
 
 class Recording:
@@ -30,7 +33,8 @@ class Recording:
 
     Args:    device: "cuda" or "cpu": where the rank computes.
     Attributes: events; segments: distinct ones, by their number in `Busy.work`.
-                paused: no kernel counts (a collective's own arithmetic: the cost of the call has it).
+                paused: no kernel counts (a collective's own arithmetic: the cost of the call has
+                it).
     """
 
     def __init__(self, device: str = "cuda") -> None:
@@ -43,13 +47,15 @@ class Recording:
         self._spans: list[tuple[str, int | None]] = [("", None)]
         self._names: dict[str, list[str]] = {}
         self._calls = 0
-        self._change: Counter[str] = Counter()      # of the memory since the segment began, by category
-        self._rise: dict[str, int] = {}             # where it was highest
+        self._change: Counter[str] = Counter()  # of the memory since the segment began, by category
+        self._rise: dict[str, int] = {}  # where it was highest
         self._sum = self._highest = 0
 
-    # ---------------------------------------------------------------------------------------------------- segments
+    # ------------------------------------------------------------------------------------- segments
 
-    def kernel(self, kind: str, dtype: np.dtype, flops: float, nbytes: float, size: tuple[int, ...] = ()) -> None:
+    def kernel(
+        self, kind: str, dtype: np.dtype, flops: float, nbytes: float, size: tuple[int, ...] = ()
+    ) -> None:
         """A kernel runs on this rank's device."""
         key = kind, dtype, flops, nbytes, size
         self._kernels[key] = self._kernels.get(key, 0) + 1
@@ -70,23 +76,30 @@ class Recording:
             found = tuple(self._kernels.items())
             number = self._numbers.setdefault(found, len(self.segments))
             if number == len(self.segments):
-                self.segments.append(tuple((Kernel(kind, dtype_name(dtype), *work), times)
-                                           for (kind, dtype, *work), times in found))
+                self.segments.append(
+                    tuple(
+                        (Kernel(kind, dtype_name(dtype), *work), times)
+                        for (kind, dtype, *work), times in found
+                    )
+                )
             self.events.append(Busy(number, *self._spans[-1]))
             self._kernels = {}
         if change:
             change.subtract(rise)
-            self.events += [Memory(category, nbytes) for category, nbytes in change.items() if nbytes]
+            self.events += [
+                Memory(category, nbytes) for category, nbytes in change.items() if nbytes
+            ]
             self._rise, self._change, self._sum, self._highest = {}, Counter(), 0, 0
 
-    # ------------------------------------------------------------------------------------------------------- calls
+    # ---------------------------------------------------------------------------------------- calls
 
     def start(self, call: GroupCall) -> int:
         """A call begins. Returns its id."""
         return self._begin(lambda number: Start(number, call))
 
     def moving(self, way: str, nbytes: int, work: Callable[[], Any]) -> "RecordedMove":
-        """A copy between memories begins, on a lane of its own (parallel/memory/transfer_lanes.py)."""
+        """A copy between memories begins, on a lane of its own
+        (parallel/memory/transfer_lanes.py)."""
         number = self._begin(lambda number: Transfer(number, way, nbytes))
         return RecordedMove(self, number, work())
 
@@ -101,7 +114,7 @@ class Recording:
         self.events.append(event(self._calls))
         return self._calls
 
-    # ---------------------------------------------------------------------------------- what a Recorder is asked for
+    # ----------------------------------------------------------------- what a Recorder is asked for
 
     @contextmanager
     def span(self, name: str, category: str = "compute", **details: Any) -> Iterator[None]:
@@ -149,8 +162,8 @@ class RecordedAccount(MemoryAccount):
         self._tape = tape
 
     def hold(self, array: Any, category: str) -> Any:
-        """As the account's. On a processor what Python does for an op counts too: each result goes through here once,
-        forward and backward."""
+        """As the account's. On a processor what Python does for an op counts too: each result goes
+        through here once, forward and backward."""
         if self._tape.device == "cpu" and not self._tape.paused:
             self._tape.kernel("python", PYTHON, 0, 0)
         return super().hold(array, category)

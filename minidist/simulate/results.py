@@ -1,15 +1,18 @@
-"""Chapter 24 · What a simulated step amounts to: time, its parts, traffic, memory, energy and money.
+"""Chapter 24 · What a simulated step amounts to: time, its parts, traffic, memory, energy and
+money.
 
     found = md.simulate(plan, config, "h100:128x8", batch=1024)
     found.step_seconds, found.tokens_per_second, found.mfu
-    found.parts                         # {"busy": {"forward": 3.1, …}, "exposed": {"tp": 0.4, …}, "idle": {"pp": 0.6}}
+    found.parts                         # {"busy": {"forward": 3.1, …}, "exposed": {"tp": 0.4, …},
+                                        "idle": {"pp": 0.6}}
     found.axes["tp"].nbytes             # what all ranks sent along tp in the step
     found.peak(rank)["total"], found.fits
     found.joules, found.dollars, found.for_tokens(15e12)
 
-The traces hold two steps. The first one, of few rows, makes what only a first step makes (the optimizer's state). The
-second one is the step that is told, from the moment when the last rank begins it to that when the last rank ends it. A
-call that is on its way meanwhile (ZeRO's weights, for the next forward) belongs to the step that waits for it.
+The traces hold two steps. The first one, of few rows, makes what only a first step makes (the
+optimizer's state). The second one is the step that is told, from the moment when the last rank
+begins it to that when the last rank ends it. A call that is on its way meanwhile (ZeRO's weights,
+for the next forward) belongs to the step that waits for it.
 """
 
 from bisect import bisect_right
@@ -34,8 +37,8 @@ HOUR = 3600.0
 
 
 class AxisUse(NamedTuple):
-    """A step's use of an axis: bytes and messages of all ranks; mean seconds of a rank in which calls ran, and in which
-    it stood still for their bytes."""
+    """A step's use of an axis: bytes and messages of all ranks; mean seconds of a rank in which
+    calls ran, and in which it stood still for their bytes."""
 
     nbytes: int
     messages: int
@@ -57,7 +60,8 @@ class Forecast(NamedTuple):
 class Simulation:
     """A step of a plan on a cluster.
 
-    Attributes: batch: sequences of the whole job. traces: one a role. replayed: both steps. again: replays other traces
+    Attributes: batch: sequences of the whole job. traces: one a role. replayed: both steps. again:
+    replays other traces
                 and roles in the same way.
     """
 
@@ -71,7 +75,7 @@ class Simulation:
     replayed: Replayed
     again: Callable[[Sequence[RankTrace], Sequence[int]], Replayed]
 
-    # ------------------------------------------------------------------------------------------------------------ time
+    # ----------------------------------------------------------------------------------------- time
 
     @cached_property
     def begin(self) -> float:
@@ -81,7 +85,9 @@ class Simulation:
     def _begin(self, clock: int) -> float:
         rank = self.replayed.ranks[clock]
         events = self.replayed.track(rank).at
-        return self.replayed.stops[clock][bisect_right(events, self.traces[self.role_of[rank]].steps[-1] - 1)]
+        return self.replayed.stops[clock][
+            bisect_right(events, self.traces[self.role_of[rank]].steps[-1] - 1)
+        ]
 
     @cached_property
     def end(self) -> float:
@@ -105,14 +111,20 @@ class Simulation:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: the model's FLOPs (model_flops.py) beside what the devices could do meanwhile."""
+        """Model FLOPs utilization: the model's FLOPs (model_flops.py) beside what the devices could
+        do meanwhile."""
         return self._use(self.tokens * flops_a_token(self.config))
 
     @property
     def hfu(self) -> float:
-        """Hardware FLOPs utilization: those that really run, with recomputation, but no scores of later tokens."""
-        return self._use(fsum(ranks * self.traces[role].flops(self.traces[role].steps[-1])
-                              for role, ranks in Counter(self.role_of).items()))
+        """Hardware FLOPs utilization: those that really run, with recomputation, but no scores of
+        later tokens."""
+        return self._use(
+            fsum(
+                ranks * self.traces[role].flops(self.traces[role].steps[-1])
+                for role, ranks in Counter(self.role_of).items()
+            )
+        )
 
     def _use(self, flops: float) -> float:
         peak = self.cluster.device.peak(PRODUCT_DTYPES[self.plan.precision])
@@ -125,19 +137,27 @@ class Simulation:
 
     @cached_property
     def parts(self) -> dict[str, dict[str, float]]:
-        """Where the step goes, in seconds, mean of all ranks: busy by name, exposed and idle by axis. They add up."""
+        """Where the step goes, in seconds, mean of all ranks: busy by name, exposed and idle by
+        axis. They add up."""
         ranks, share = Counter(self.replayed.clock_of), 1.0 / len(self.role_of)
-        found: dict[str, dict[str, float]] = {"busy": defaultdict(float), "exposed": defaultdict(float),
-                                              "idle": defaultdict(float)}
+        found: dict[str, dict[str, float]] = {
+            "busy": defaultdict(float),
+            "exposed": defaultdict(float),
+            "idle": defaultdict(float),
+        }
         for clock, times in enumerate(self.times):
             for kind, seconds in found.items():
                 for name, spent in getattr(times, kind).items():
                     seconds[name] += spent * share * ranks[clock]
-        return {kind: {name: spent for name, spent in seconds.items() if spent > 0} for kind, seconds in found.items()}
+        return {
+            kind: {name: spent for name, spent in seconds.items() if spent > 0}
+            for kind, seconds in found.items()
+        }
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they wait for other ranks, while none of their bytes move."""
+        """The share of all ranks' time in which they wait for other ranks, while none of their
+        bytes move."""
         return fsum(self.parts["idle"].values()) / self.step_seconds
 
     @cached_property
@@ -147,17 +167,19 @@ class Simulation:
 
     @property
     def path_parts(self) -> dict[str, float]:
-        """Seconds of the critical path by kind and name, the longest first. They add up to the step."""
+        """Seconds of the critical path by kind and name, the longest first. They add up to the
+        step."""
         found: Counter[str] = Counter()
         for piece in self.path:
-            found[f"{piece.kind} {piece.name}"] += piece.stop - piece.start     # type: ignore[assignment]
+            found[f"{piece.kind} {piece.name}"] += piece.stop - piece.start  # type: ignore[assignment]
         return dict(found.most_common())
 
-    # --------------------------------------------------------------------------------------------------------- traffic
+    # -------------------------------------------------------------------------------------- traffic
 
     @cached_property
     def axes(self) -> dict[str, AxisUse]:
-        """What moves in a step along each axis. The bytes are those of the ledger, so of the real job."""
+        """What moves in a step along each axis. The bytes are those of the ledger, so of the real
+        job."""
         roles, nbytes, messages = Counter(self.role_of), Counter[str](), Counter[str]()
         for role, trace in enumerate(self.traces):
             for row in trace.last_step:
@@ -169,14 +191,18 @@ class Simulation:
             track = self.replayed.track(self.replayed.ranks[clock])
             for slot, station in zip(track.slots, stations, strict=True):
                 if slot.kind in ("collective", "send"):
-                    ran = fsum(max(0.0, min(end, self.end) - max(begin, self.begin))
-                               for begin, end in zip(station.begins, station.ends, strict=True))
+                    ran = fsum(
+                        max(0.0, min(end, self.end) - max(begin, self.begin))
+                        for begin, end in zip(station.begins, station.ends, strict=True)
+                    )
                     seconds[slot.axis] += ran * ranks[clock] / len(self.role_of)
         exposed = self.parts["exposed"]
-        return {axis: AxisUse(nbytes[axis], messages[axis], seconds[axis], exposed.get(axis, 0.0))
-                for axis in dict.fromkeys([*nbytes, *seconds])}
+        return {
+            axis: AxisUse(nbytes[axis], messages[axis], seconds[axis], exposed.get(axis, 0.0))
+            for axis in dict.fromkeys([*nbytes, *seconds])
+        }
 
-    # ---------------------------------------------------------------------------------------------------------- memory
+    # --------------------------------------------------------------------------------------- memory
 
     def peak(self, rank: int) -> Mapping[str, int]:
         """Bytes by category, each at its highest, and of `total` the highest sum."""
@@ -195,12 +221,20 @@ class Simulation:
     @property
     def memory_limit(self) -> int:
         """Bytes that a rank may hold."""
-        return min(self.cluster.device.memory_bytes, self.plan.device_memory or self.cluster.device.memory_bytes)
+        return min(
+            self.cluster.device.memory_bytes,
+            self.plan.device_memory or self.cluster.device.memory_bytes,
+        )
 
     def memory(self, rank: int) -> list[tuple[float, dict[str, int]]]:
-        """(seconds since the step began, bytes by category) at each change, from the step's beginning to its end."""
+        """(seconds since the step began, bytes by category) at each change, from the step's
+        beginning to its end."""
         trace, times = self.traces[self.role_of[rank]], self.replayed.times(rank)
-        held, found, ops = Counter[str](), list[tuple[float, dict[str, int]]](), self.replayed.track(rank).at
+        held, found, ops = (
+            Counter[str](),
+            list[tuple[float, dict[str, int]]](),
+            self.replayed.track(rank).at,
+        )
         for place, event in enumerate(trace.events):
             if isinstance(event, Memory):
                 held[event.category] += event.nbytes
@@ -210,13 +244,15 @@ class Simulation:
                 found.append((max(0.0, when), dict(held)))
         return found
 
-    # ------------------------------------------------------------------------------------------------ energy and money
+    # ----------------------------------------------------------------------------- energy and money
 
     @property
     def joules(self) -> float | None:
-        """Of a step. A device takes its full watts while it computes, idle watts while it waits, and the host's always.
+        """Of a step. A device takes its full watts while it computes, idle watts while it waits,
+        and the host's always.
 
-        Source: Fan et al. 2007: power grows linearly with utilization. A device without idle watts counts as full.
+        Source: Fan et al. 2007: power grows linearly with utilization. A device without idle watts
+        counts as full.
         """
         device = self.cluster.device
         busy = fsum(self.parts["busy"].values())
@@ -224,7 +260,9 @@ class Simulation:
             return None
         idle = device.watts if device.idle_watts is None else device.idle_watts
         host = self.cluster.host_watts or 0.0
-        return len(self.role_of) * (device.watts * busy + idle * (self.step_seconds - busy) + host * self.step_seconds)
+        return len(self.role_of) * (
+            device.watts * busy + idle * (self.step_seconds - busy) + host * self.step_seconds
+        )
 
     @property
     def dollars(self) -> float | None:
@@ -235,19 +273,43 @@ class Simulation:
     def for_tokens(self, tokens: float) -> Forecast:
         """What so many tokens take, without interruptions."""
         steps = tokens / self.tokens
-        return Forecast(tokens, steps, steps * self.step_seconds,
-                        None if self.joules is None else steps * self.joules,
-                        None if self.dollars is None else steps * self.dollars)
+        return Forecast(
+            tokens,
+            steps,
+            steps * self.step_seconds,
+            None if self.joules is None else steps * self.joules,
+            None if self.dollars is None else steps * self.dollars,
+        )
 
     def as_json(self, tokens: float | None = None) -> dict[str, Any]:
         """All figures, with the units that their names say."""
-        return {"cluster": self.cluster.spec, "order": self.placement.order, "size": len(self.role_of),
-                "plan": self.plan.as_dict(), "config": self.config.as_dict(), "batch": self.batch,
-                "step_seconds": self.step_seconds, "tokens_per_second": self.tokens_per_second, "mfu": self.mfu,
-                "hfu": self.hfu, "bubble": self.bubble, "parts": self.parts, "critical_path": self.path_parts,
-                "axes": {axis: use._asdict() for axis, use in self.axes.items()},
-                "memory": {"limit": self.memory_limit, "fits": self.fits, "fullest_rank": self.fullest,
-                           "peak": [dict(trace.peak) for trace in self.traces]},
-                "roles": {"of_rank": list(self.role_of), "first_rank": [trace.rank for trace in self.traces]},
-                "clocks": len(self.replayed.ranks), "joules": self.joules, "dollars": self.dollars,
-                "tokens": None if tokens is None else self.for_tokens(tokens)._asdict()}
+        return {
+            "cluster": self.cluster.spec,
+            "order": self.placement.order,
+            "size": len(self.role_of),
+            "plan": self.plan.as_dict(),
+            "config": self.config.as_dict(),
+            "batch": self.batch,
+            "step_seconds": self.step_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "bubble": self.bubble,
+            "parts": self.parts,
+            "critical_path": self.path_parts,
+            "axes": {axis: use._asdict() for axis, use in self.axes.items()},
+            "memory": {
+                "limit": self.memory_limit,
+                "fits": self.fits,
+                "fullest_rank": self.fullest,
+                "peak": [dict(trace.peak) for trace in self.traces],
+            },
+            "roles": {
+                "of_rank": list(self.role_of),
+                "first_rank": [trace.rank for trace in self.traces],
+            },
+            "clocks": len(self.replayed.ranks),
+            "joules": self.joules,
+            "dollars": self.dollars,
+            "tokens": None if tokens is None else self.for_tokens(tokens)._asdict(),
+        }

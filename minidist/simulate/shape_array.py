@@ -1,12 +1,15 @@
-"""Chapter 24 · Arrays with a shape and a dtype, and no data: the modules of this project compute with them unchanged.
+"""Chapter 24 · Arrays with a shape and a dtype, and no data: the modules of this project compute
+with them unchanged.
 
     x = module("cuda").empty((8192, 4096), np.float32)       # 134 MB on a GPU that is not there
-    y = x[:, :10].T @ w                                      # a view, then one Kernel("matmul", …) in the recording
+    y = x[:, :10].T @ w                                      # a view, then one Kernel("matmul", …)
+                                                             in the recording
 
-Views share a base, and have the strides that NumPy would give them, so copies happen where they would, and the memory
-account counts the same buffers. Every operation tells the recording one Kernel: a device runs it as one.
-`device` is "cpu" or "cuda", and says which branch of the modules runs. Small integers (token ids, positions, counts)
-stay NumPy arrays. A number read from an array without data is 1, and a comparison of such numbers is true.
+Views share a base, and have the strides that NumPy would give them, so copies happen where they
+would, and the memory account counts the same buffers. Every operation tells the recording one
+Kernel: a device runs it as one. `device` is "cpu" or "cuda", and says which branch of the modules
+runs. Small integers (token ids, positions, counts) stay NumPy arrays. A number read from an array
+without data is 1, and a comparison of such numbers is true.
 """
 
 import itertools
@@ -23,7 +26,7 @@ from minidist.simulate.operators import Operators
 from minidist.simulate.strides import Shape
 
 _addresses = itertools.count(1)
-PAGE = 512          # bytes: where arrays begin on a GPU, so that 16-byte loads fit
+PAGE = 512  # bytes: where arrays begin on a GPU, so that 16-byte loads fit
 
 
 class _Flags:
@@ -52,21 +55,41 @@ def is_picked(part: Any) -> bool:
 class ShapeArray(Operators):
     """An array without data, of an array module (shape_module.py).
 
-    Attributes: base: None if it owns its buffer; mask: the numbers of a mask that came from the host, else None.
+    Attributes: base: None if it owns its buffer; mask: the numbers of a mask that came from the
+    host, else None.
     """
 
-    __slots__ = ("shape", "dtype", "module", "base", "writeable", "mask", "_strides", "_offset", "_number",
-                 "__weakref__")
+    __slots__ = (
+        "shape",
+        "dtype",
+        "module",
+        "base",
+        "writeable",
+        "mask",
+        "_strides",
+        "_offset",
+        "_number",
+        "__weakref__",
+    )
 
-    def __init__(self, shape: Shape, dtype: np.dtype, module: Any, *, base: "ShapeArray | None" = None,
-                 steps: Shape | None = None, offset: int = 0, writeable: bool = True) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        dtype: np.dtype,
+        module: Any,
+        *,
+        base: "ShapeArray | None" = None,
+        steps: Shape | None = None,
+        offset: int = 0,
+        writeable: bool = True,
+    ) -> None:
         self.shape, self.dtype, self.module = shape, dtype, module
         self.base, self.writeable = base, writeable
         self.mask: np.ndarray | None = None
-        self._strides, self._offset = steps, offset         # steps None: C-contiguous
+        self._strides, self._offset = steps, offset  # steps None: C-contiguous
         self._number = next(_addresses) if base is None else 0
 
-    # ----------------------------------------------------------------------------------------------- what it is
+    # ----------------------------------------------------------------------------------- what it is
 
     @property
     def ndim(self) -> int:
@@ -86,7 +109,9 @@ class ShapeArray(Operators):
 
     @property
     def strides(self) -> Shape:
-        return strides.in_order(self.shape, self.itemsize) if self._strides is None else self._strides
+        return (
+            strides.in_order(self.shape, self.itemsize) if self._strides is None else self._strides
+        )
 
     @property
     def flags(self) -> _Flags:
@@ -111,8 +136,8 @@ class ShapeArray(Operators):
 
     @property
     def device_name(self) -> str:
-        """ "cpu" or "cuda". """
-        return self.module.device       # type: ignore[no-any-return]
+        """ "cpu" or "cuda"."""
+        return self.module.device  # type: ignore[no-any-return]
 
     @property
     def T(self) -> "ShapeArray":  # noqa: N802 - as NumPy's
@@ -132,11 +157,20 @@ class ShapeArray(Operators):
             low, high = low + min(0, reach), high + max(0, reach)
         return low, high + self.itemsize
 
-    # ---------------------------------------------------------------------------------------------------- views
+    # ---------------------------------------------------------------------------------------- views
 
-    def _view(self, shape: Shape, steps: Shape | None, offset: int = 0, *, writeable: bool = True) -> "ShapeArray":
-        return ShapeArray(shape, self.dtype, self.module, base=self.owner, steps=steps,
-                          offset=self._offset + offset, writeable=self.writeable and writeable)
+    def _view(
+        self, shape: Shape, steps: Shape | None, offset: int = 0, *, writeable: bool = True
+    ) -> "ShapeArray":
+        return ShapeArray(
+            shape,
+            self.dtype,
+            self.module,
+            base=self.owner,
+            steps=steps,
+            offset=self._offset + offset,
+            writeable=self.writeable and writeable,
+        )
 
     def like(self, shape: Shape, dtype: Any = None) -> "ShapeArray":
         """A new array on the same device."""
@@ -155,7 +189,11 @@ class ShapeArray(Operators):
 
     def transpose(self, *dims: Any) -> "ShapeArray":
         order = dims[0] if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims
-        order = tuple(range(self.ndim))[::-1] if not order or order[0] is None else tuple(d % self.ndim for d in order)
+        order = (
+            tuple(range(self.ndim))[::-1]
+            if not order or order[0] is None
+            else tuple(d % self.ndim for d in order)
+        )
         steps = self.strides
         return self._view(tuple(self.shape[d] for d in order), tuple(steps[d] for d in order))
 
@@ -165,11 +203,17 @@ class ShapeArray(Operators):
         return self.transpose(order)
 
     def view(self, dtype: Any = None) -> "ShapeArray":
-        kind = self.dtype if dtype is None or isinstance(dtype, type) and dtype is np.ndarray else np.dtype(dtype)
+        kind = (
+            self.dtype
+            if dtype is None or isinstance(dtype, type) and dtype is np.ndarray
+            else np.dtype(dtype)
+        )
         if kind.itemsize == self.itemsize:
             same = self._view(self.shape, self._strides)
         else:
-            same = self._view((*self.shape[:-1], self.shape[-1] * self.itemsize // kind.itemsize), None)
+            same = self._view(
+                (*self.shape[:-1], self.shape[-1] * self.itemsize // kind.itemsize), None
+            )
         same.dtype = kind
         return same
 
@@ -180,8 +224,12 @@ class ShapeArray(Operators):
             self.module.kernel("memory", self.dtype, 0, 2 * result.nbytes + _index_bytes(parts))
             return result
         shape, steps, offset = strides.view_of(self.shape, self.strides, parts)
-        if shape == () and self.device_name == "cpu" and Ellipsis not in (index if type(index) is tuple else (index,)):
-            return self.like(())                # NumPy returns a number
+        if (
+            shape == ()
+            and self.device_name == "cpu"
+            and Ellipsis not in (index if type(index) is tuple else (index,))
+        ):
+            return self.like(())  # NumPy returns a number
         return self._view(shape, steps, offset)
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -193,8 +241,12 @@ class ShapeArray(Operators):
         strides.broadcast([target.shape, getattr(value, "shape", ())])
         operands = [(target.shape, target.strides)]
         if isinstance(value, ShapeArray):
-            if value.owner is target.owner and value._offset == target._offset and value.strides == target.strides:
-                return                          # x[i] += y puts its own view back
+            if (
+                value.owner is target.owner
+                and value._offset == target._offset
+                and value.strides == target.strides
+            ):
+                return  # x[i] += y puts its own view back
             operands.append((value.shape, value.strides))
         read = value.nbytes if isinstance(value, ShapeArray) else 0
         self.module.memory_pass(target.shape, self.dtype, read + target.nbytes, operands)
@@ -202,7 +254,7 @@ class ShapeArray(Operators):
     def __iter__(self) -> Any:
         return (self[i] for i in range(len(self)))
 
-    # --------------------------------------------------------------------------------------------------- copies
+    # --------------------------------------------------------------------------------------- copies
 
     def copy(self) -> "ShapeArray":
         return self.astype(self.dtype)
@@ -212,8 +264,12 @@ class ShapeArray(Operators):
         if not copy and kind == self.dtype:
             return self
         result = self.like(self.shape, kind)
-        self.module.memory_pass(self.shape, kind, self.nbytes + result.nbytes,
-                                [(x.shape, x.strides) for x in (self, result)])
+        self.module.memory_pass(
+            self.shape,
+            kind,
+            self.nbytes + result.nbytes,
+            [(x.shape, x.strides) for x in (self, result)],
+        )
         return result
 
     def get(self, **_: Any) -> None:
@@ -248,18 +304,21 @@ class ShapeArray(Operators):
             raise ValueError(f"the truth of an array of shape {self.shape} is no number")
         return True
 
-    # ----------------------------------------------------------------------------------------------- arithmetic
+    # ----------------------------------------------------------------------------------- arithmetic
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
         return self.module.ufunc(ufunc, method, inputs, **options)
 
-    def __array_function__(self, function: Callable[..., Any], types: Any, args: Sequence[Any],
-                           options: dict[str, Any]) -> Any:
+    def __array_function__(
+        self, function: Callable[..., Any], types: Any, args: Sequence[Any], options: dict[str, Any]
+    ) -> Any:
         return getattr(self.module, function.__name__)(*args, **options)
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
-        raise TypeError(f"an array without data ({self.dtype} {self.shape}) has no numbers to copy; what depends on "
-                        "them must be declared (simulate/one_rank.py)")
+        raise TypeError(
+            f"an array without data ({self.dtype} {self.shape}) has no numbers to copy; what "
+            "depends on them must be declared (simulate/one_rank.py)"
+        )
 
     def __hash__(self) -> int:
         return id(self)
@@ -273,7 +332,10 @@ def _without_masks(index: Any) -> Any:
     found: list[Any] = []
     for part in parts:
         if isinstance(part, ShapeArray) and part.dtype == bool:
-            raise TypeError("a mask without data picks an unknown number of elements: its caller must declare it")
+            raise TypeError(
+                "a mask without data picks an unknown number of elements: its caller must "
+                "declare it"
+            )
         if isinstance(part, np.ndarray) and part.dtype == bool:
             found += [places.astype(np.int64, copy=False) for places in part.nonzero()]
         else:

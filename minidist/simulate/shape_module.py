@@ -1,10 +1,12 @@
-"""Chapter 24 · The array module of a device that is not there: NumPy's functions on arrays without data.
+"""Chapter 24 · The array module of a device that is not there: NumPy's functions on arrays without
+data.
 
     xp = module("cuda")
     xp.exp(x, out=x); xp.concatenate([a, b]); xp.empty((3, 4), "float32")
 
-Each function computes the shape and dtype of its result as NumPy does, and tells the recording what a device would do:
-a matrix product, or a pass over memory that reads its arguments and writes its result.
+Each function computes the shape and dtype of its result as NumPy does, and tells the recording what
+a device would do: a matrix product, or a pass over memory that reads its arguments and writes its
+result.
 """
 
 import math
@@ -73,24 +75,33 @@ class Shapes:
     def __getattr__(self, name: str) -> Any:
         found = getattr(np, name)
         if callable(found) and not isinstance(found, np.ufunc | type):
-            raise TypeError(f"arrays without data know no {name}; add it to simulate/shape_module.py")
+            raise TypeError(
+                f"arrays without data know no {name}; add it to simulate/shape_module.py"
+            )
         return found
 
-    def kernel(self, kind: str, dtype: np.dtype, flops: float, nbytes: float, size: tuple[int, ...] = ()) -> None:
-        """Tell the recording of this thread, if there is one; what the host does for a GPU is of the kind "host"."""
+    def kernel(
+        self, kind: str, dtype: np.dtype, flops: float, nbytes: float, size: tuple[int, ...] = ()
+    ) -> None:
+        """Tell the recording of this thread, if there is one; what the host does for a GPU is of
+        the kind "host"."""
         tape = recording.here.tape
         if tape is not None and not tape.paused:
             tape.kernel(kind if tape.device == self.device else "host", dtype, flops, nbytes, size)
 
-    def memory_pass(self, shape: Shape, dtype: np.dtype, nbytes: float,
-                    operands: Iterable[tuple[Shape, Shape]]) -> None:
-        """Tell of a pass over operands of (shape, strides), broadcast to `shape`; on a host in how many inner loops."""
+    def memory_pass(
+        self, shape: Shape, dtype: np.dtype, nbytes: float, operands: Iterable[tuple[Shape, Shape]]
+    ) -> None:
+        """Tell of a pass over operands of (shape, strides), broadcast to `shape`; on a host in how
+        many inner loops."""
         loops = 1
         if self.device == "cpu":
-            loops = strides.inner_loops(shape, tuple(strides.stretched(shape, *operand) for operand in operands))
+            loops = strides.inner_loops(
+                shape, tuple(strides.stretched(shape, *operand) for operand in operands)
+            )
         self.kernel("memory", dtype, 0, nbytes, (loops,) if loops > 1 else ())
 
-    # ------------------------------------------------------------------------------------------------------ new
+    # ------------------------------------------------------------------------------------------ new
 
     def empty(self, shape: Any, dtype: Any = np.float64, order: str = "C") -> ShapeArray:
         return ShapeArray(_shape(shape), np.dtype(dtype), self)
@@ -118,8 +129,14 @@ class Shapes:
 
     def arange(self, *bounds: Any, dtype: Any = None) -> ShapeArray:
         first = np.arange(*bounds[:3], dtype=dtype) if len(bounds) == 3 else None
-        length = len(first) if first is not None else max(0, math.ceil(bounds[-1] - (bounds[0] if bounds[1:] else 0)))
-        kind = dtype or (np.int64 if all(isinstance(b, int | np.integer) for b in bounds) else np.float64)
+        length = (
+            len(first)
+            if first is not None
+            else max(0, math.ceil(bounds[-1] - (bounds[0] if bounds[1:] else 0)))
+        )
+        kind = dtype or (
+            np.int64 if all(isinstance(b, int | np.integer) for b in bounds) else np.float64
+        )
         return self.zeros(length, kind)
 
     def asarray(self, x: Any, dtype: Any = None, order: str | None = None) -> Any:
@@ -128,7 +145,8 @@ class Shapes:
             return x if dtype is None else x.astype(dtype, copy=False)
         given = np.asarray(x)
         result = self.zeros(given.shape, given.dtype if dtype is None else dtype)
-        result.mask = given if given.dtype == bool else None    # how much a kernel computes depends on it
+        # how much a kernel computes depends on it
+        result.mask = given if given.dtype == bool else None
         return result
 
     def array(self, x: Any, dtype: Any = None, order: str | None = None) -> Any:
@@ -139,7 +157,7 @@ class Shapes:
         found = self.asarray(x, dtype)
         return found if found.flags.c_contiguous else found.copy()
 
-    # ---------------------------------------------------------------------------------------------- elementwise
+    # ---------------------------------------------------------------------------------- elementwise
 
     def elementwise(self, ufunc: np.ufunc, inputs: Sequence[Any], out: Any = None) -> Any:
         """A ufunc's result, in `out` if that is given."""
@@ -147,27 +165,37 @@ class Shapes:
         shape = strides.broadcast([x.shape for x in arrays])
         kind = _dtype_of(ufunc, inputs) if out is None else out.dtype
         result = ShapeArray(shape, kind, self) if out is None else out
-        self.memory_pass(shape, kind, sum(x.nbytes for x in arrays) + result.nbytes,
-                         [(x.shape, x.strides) for x in (arrays if out is None else [*arrays, out])])
+        self.memory_pass(
+            shape,
+            kind,
+            sum(x.nbytes for x in arrays) + result.nbytes,
+            [(x.shape, x.strides) for x in (arrays if out is None else [*arrays, out])],
+        )
         return result
 
-    def ufunc(self, ufunc: np.ufunc, method: str, inputs: Sequence[Any], out: Any = None, **options: Any) -> Any:
+    def ufunc(
+        self, ufunc: np.ufunc, method: str, inputs: Sequence[Any], out: Any = None, **options: Any
+    ) -> Any:
         """What NumPy's ufuncs do with arrays without data."""
         result = out[0] if isinstance(out, tuple) else out
         if ufunc is np.matmul:
             return self.matmul(inputs[0], inputs[1], out=result)
         if method == "__call__":
             if result is None and options.get("dtype") is not None:
-                result = self.empty(strides.broadcast([getattr(x, "shape", ()) for x in inputs]), options["dtype"])
+                result = self.empty(
+                    strides.broadcast([getattr(x, "shape", ()) for x in inputs]), options["dtype"]
+                )
             return self.elementwise(ufunc, inputs, result)
         if method == "at":
             self.kernel("memory", inputs[0].dtype, 0, 2 * getattr(inputs[-1], "nbytes", 0))
             return None
         if method == "reduceat":
             x, places, axis = inputs[0], inputs[1], options.get("axis", 0)
-            return self._made((*x.shape[:axis], len(places), *x.shape[axis + 1:]), x.dtype, x)
+            return self._made((*x.shape[:axis], len(places), *x.shape[axis + 1 :]), x.dtype, x)
         if method == "reduce":
-            return self.sum(inputs[0], axis=options.get("axis", 0), keepdims=options.get("keepdims", False))
+            return self.sum(
+                inputs[0], axis=options.get("axis", 0), keepdims=options.get("keepdims", False)
+            )
         raise TypeError(f"arrays without data know no {ufunc.__name__}.{method}")
 
     def where(self, condition: Any, a: Any, b: Any) -> ShapeArray:
@@ -179,18 +207,36 @@ class Shapes:
     def clip(self, x: ShapeArray, low: Any, high: Any) -> ShapeArray:
         return self._made(x.shape, x.dtype, x)
 
-    # ----------------------------------------------------------------------------------------------- reductions
+    # ----------------------------------------------------------------------------------- reductions
 
-    def _reduced(self, name: str, x: ShapeArray, axis: Any, keepdims: bool, dtype: Any = None, out: Any = None) -> Any:
+    def _reduced(
+        self,
+        name: str,
+        x: ShapeArray,
+        axis: Any,
+        keepdims: bool,
+        dtype: Any = None,
+        out: Any = None,
+    ) -> Any:
         dims = _dims(axis, x.ndim)
-        shape = tuple(1 if d in dims else n for d, n in enumerate(x.shape) if keepdims or d not in dims)
-        result = ShapeArray(shape, np.dtype(dtype) if dtype is not None else _summed(name, x.dtype), self)
+        shape = tuple(
+            1 if d in dims else n for d, n in enumerate(x.shape) if keepdims or d not in dims
+        )
+        result = ShapeArray(
+            shape, np.dtype(dtype) if dtype is not None else _summed(name, x.dtype), self
+        )
         whole = tuple(1 if d in dims else n for d, n in enumerate(x.shape))
-        self.memory_pass(x.shape, result.dtype, x.nbytes + result.nbytes,
-                         [(x.shape, x.strides), (whole, strides.in_order(whole, result.itemsize))])
+        self.memory_pass(
+            x.shape,
+            result.dtype,
+            x.nbytes + result.nbytes,
+            [(x.shape, x.strides), (whole, strides.in_order(whole, result.itemsize))],
+        )
         return result
 
-    def sum(self, x: ShapeArray, axis: Any = None, keepdims: bool = False, dtype: Any = None) -> Any:
+    def sum(
+        self, x: ShapeArray, axis: Any = None, keepdims: bool = False, dtype: Any = None
+    ) -> Any:
         return self._reduced("sum", x, axis, keepdims, dtype)
 
     def max(self, x: ShapeArray, axis: Any = None, keepdims: bool = False) -> Any:
@@ -206,7 +252,7 @@ class Shapes:
 
     all = any
 
-    # ------------------------------------------------------------------------------------------------- products
+    # ------------------------------------------------------------------------------------- products
 
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
         """(…, m, k) @ (…, k, n), and vectors, as NumPy's. 2mkn FLOPs a matrix."""
@@ -215,12 +261,17 @@ class Shapes:
         if left[-1] != right[-2]:
             raise ValueError(f"matmul: {a.shape} @ {b.shape}")
         lead = strides.broadcast([left[:-2], right[:-2]])
-        shape = (*lead, *left[-2:-1][a.ndim == 1:], *right[-1:][b.ndim == 1:])
+        shape = (*lead, *left[-2:-1][a.ndim == 1 :], *right[-1:][b.ndim == 1 :])
         kind = a.dtype if a.dtype == b.dtype else np.result_type(a.dtype, b.dtype)
         result = ShapeArray(shape, kind, self) if out is None else out
         count, (m, k), n = math.prod(lead), left[-2:], right[-1]
-        self.kernel("matmul", kind, 2.0 * count * m * k * n, a.nbytes + b.nbytes + result.nbytes,
-                         (count, m, k, n))
+        self.kernel(
+            "matmul",
+            kind,
+            2.0 * count * m * k * n,
+            a.nbytes + b.nbytes + result.nbytes,
+            (count, m, k, n),
+        )
         return result
 
     dot = matmul
@@ -231,17 +282,19 @@ class Shapes:
             raise TypeError(f"arrays without data know no einsum {how!r}")
         return self._made(arrays[0].shape[:-1], arrays[0].dtype, *arrays)
 
-    # ---------------------------------------------------------------------------------------------------- layout
+    # --------------------------------------------------------------------------------------- layout
 
     def _made(self, shape: Shape, dtype: Any, *read: Any) -> ShapeArray:
         """A new array, made in one pass over `read`."""
         result = ShapeArray(shape, np.dtype(dtype), self)
-        self.kernel("memory", result.dtype, 0, sum(getattr(x, "nbytes", 0) for x in read) + result.nbytes)
+        self.kernel(
+            "memory", result.dtype, 0, sum(getattr(x, "nbytes", 0) for x in read) + result.nbytes
+        )
         return result
 
     def broadcast_to(self, x: Any, shape: Any) -> ShapeArray:
         shape, x = _shape(shape), x if isinstance(x, ShapeArray) else self.empty(x.shape, x.dtype)
-        return x._view(shape, strides.stretched(shape, x.shape, x.strides), writeable=False)    # type: ignore[no-any-return]
+        return x._view(shape, strides.stretched(shape, x.shape, x.strides), writeable=False)  # type: ignore[no-any-return]
 
     def moveaxis(self, x: Any, source: Any, target: Any) -> Any:
         ends = [_dims(ends, x.ndim) for ends in (source, target)]
@@ -252,16 +305,25 @@ class Shapes:
 
     def split(self, x: Any, cuts: Any, axis: int = 0) -> list[Any]:
         length = x.shape[axis]
-        edges = [0, *cuts, length] if not isinstance(cuts, int) else [length * i // cuts for i in range(cuts + 1)]
+        edges = (
+            [0, *cuts, length]
+            if not isinstance(cuts, int)
+            else [length * i // cuts for i in range(cuts + 1)]
+        )
         lead = (slice(None),) * (axis % x.ndim)
-        return [x[(*lead, slice(min(a, length), min(b, length)))] for a, b in zip(edges, edges[1:], strict=False)]
+        return [
+            x[(*lead, slice(min(a, length), min(b, length)))]
+            for a, b in zip(edges, edges[1:], strict=False)
+        ]
 
     array_split = split
 
     def concatenate(self, parts: Sequence[Any], axis: int = 0, dtype: Any = None) -> ShapeArray:
         first, dim = parts[0], axis % parts[0].ndim
         length = sum(part.shape[dim] for part in parts)
-        return self._made((*first.shape[:dim], length, *first.shape[dim + 1:]), dtype or first.dtype, *parts)
+        return self._made(
+            (*first.shape[:dim], length, *first.shape[dim + 1 :]), dtype or first.dtype, *parts
+        )
 
     def stack(self, parts: Sequence[Any], axis: int = 0) -> ShapeArray:
         shape = list(parts[0].shape)
@@ -270,15 +332,17 @@ class Shapes:
 
     def repeat(self, x: Any, count: int, axis: int = 0) -> ShapeArray:
         dim = axis % x.ndim
-        return self._made((*x.shape[:dim], x.shape[dim] * count, *x.shape[dim + 1:]), x.dtype, x)
+        return self._made((*x.shape[:dim], x.shape[dim] * count, *x.shape[dim + 1 :]), x.dtype, x)
 
     def take(self, x: Any, index: Any, axis: int = 0) -> ShapeArray:
         dim = axis % x.ndim
-        result = ShapeArray((*x.shape[:dim], *getattr(index, "shape", ()), *x.shape[dim + 1:]), x.dtype, self)
+        result = ShapeArray(
+            (*x.shape[:dim], *getattr(index, "shape", ()), *x.shape[dim + 1 :]), x.dtype, self
+        )
         self.kernel("memory", x.dtype, 0, 2 * result.nbytes + getattr(index, "nbytes", 0))
         return result
 
-    # -------------------------------------------------------------------------------------------------- integers
+    # ------------------------------------------------------------------------------------- integers
 
     def argsort(self, x: Any, axis: int = -1, kind: str | None = None) -> ShapeArray:
         return self._made(x.shape, np.int64, x)
@@ -293,14 +357,21 @@ class Shapes:
         (low, high), (other_low, other_high) = a.extent(), b.extent()
         return bool(a.size and b.size) and low < other_high and other_low < high
 
-    # ---------------------------------------------------------------------------------------------------- kernels
+    # -------------------------------------------------------------------------------------- kernels
 
     def record_launch(self, name: str, values: Iterable[tuple[Any, Any]]) -> None:
-        """A kernel of kernels/ runs: it reads or writes each of its arrays once, also one that it gets as several."""
+        """A kernel of kernels/ runs: it reads or writes each of its arrays once, also one that it
+        gets as several."""
         pairs = list(values)
         given = {parameter.name: value for parameter, value in pairs}
-        arrays = list({(id(each), parameter.const): each for parameter, value in pairs
-                       for each in getattr(value, "arrays", (value,)) if isinstance(each, _Array)}.values())
+        arrays = list(
+            {
+                (id(each), parameter.const): each
+                for parameter, value in pairs
+                for each in getattr(value, "arrays", (value,))
+                if isinstance(each, _Array)
+            }.values()
+        )
         flops = attention_flops(name, given)
         kind = next((x.dtype for x in arrays if x.dtype in FLOATS), np.dtype(np.float32))
         self.kernel("attention" if flops else "memory", kind, flops, sum(x.nbytes for x in arrays))

@@ -1,13 +1,16 @@
-"""Chapter 24 · The group of a rank that runs alone: its calls are recorded, and answered with shapes.
+"""Chapter 24 · The group of a rank that runs alone: its calls are recorded, and answered with
+shapes.
 
     world = SimGroup.world(sim)                 # sim: a SimRank, which knows the plan
     tp = world.split(color, axis="tp")          # the ranks follow from the plan: no message is sent
-    tp.all_reduce(x)                            # Start(GroupCall("tp", "all_reduce", …)), Await; a row in the ledger
+    tp.all_reduce(x)                            # Start(GroupCall("tp", "all_reduce", …)), Await; a
+                                                row in the ledger
 
-The algorithm's own code runs, on a call whose messages are only counted. So messages, bytes and workspace are those of
-a real call. Arrays without data are not filled. Small NumPy arrays (counts, loss shares, digests) are answered as if
-every rank had brought what this one brings: sums are P times it, gathers repeat it. Arrays on a GPU are a library's to
-move, as NCCL: their calls are "native" in the events, and need no workspace. The ledger counts the plan's algorithm.
+The algorithm's own code runs, on a call whose messages are only counted. So messages, bytes and
+workspace are those of a real call. Arrays without data are not filled. Small NumPy arrays (counts,
+loss shares, digests) are answered as if every rank had brought what this one brings: sums are P
+times it, gathers repeat it. Arrays on a GPU are a library's to move, as NCCL: their calls are
+"native" in the events, and need no workspace. The ledger counts the plan's algorithm.
 """
 
 from collections.abc import Callable, Sequence
@@ -77,10 +80,15 @@ class _Result:
 class SimGroup(Group):
     """A group of a rank that runs alone. Attributes: name: of the group in events (roles.py)."""
 
-    def __init__(self, sim: SimRank, name: str, world_ranks: Sequence[int], *, axis: str, id: int) -> None:
-        super().__init__(SimTransport(sim.rank, sim.size), sim.ledger, world_ranks, axis=axis, id=id)
+    def __init__(
+        self, sim: SimRank, name: str, world_ranks: Sequence[int], *, axis: str, id: int
+    ) -> None:
+        super().__init__(
+            SimTransport(sim.rank, sim.size), sim.ledger, world_ranks, axis=axis, id=id
+        )
         self.sim, self.name = sim, name
-        self._way_back: dict[Any, list[tuple[int, ...]]] = {}   # shapes of an all_to_all -> those that came in return
+        # shapes of an all_to_all -> those that came in return
+        self._way_back: dict[Any, list[tuple[int, ...]]] = {}
 
     @classmethod
     def world_of(cls, sim: SimRank) -> "SimGroup":
@@ -95,13 +103,18 @@ class SimGroup(Group):
         if color is None:
             return None
         name, ranks = self.sim.subgroup(self.name, axis)
-        child = SimGroup(self.sim, name, ranks, axis=axis or f"{self.axis}.split",
-                         id=derived_id(self.id, f"{self._splits}/{int(color)}"))
+        child = SimGroup(
+            self.sim,
+            name,
+            ranks,
+            axis=axis or f"{self.axis}.split",
+            id=derived_id(self.id, f"{self._splits}/{int(color)}"),
+        )
         self._children.append(child)
         child._parent = self
         return child
 
-    # ------------------------------------------------------------------------------------------- point to point
+    # ------------------------------------------------------------------------------- point to point
 
     def start_send(self, x: Any, dst: int) -> SimPending:
         array = _ready(x)
@@ -109,7 +122,9 @@ class SimGroup(Group):
 
     def start_recv(self, src: int, *, out: Any = None) -> SimPending:
         if out is None:
-            raise ConfigError("a rank that runs alone cannot know the shape of a message; pass out=")
+            raise ConfigError(
+                "a rank that runs alone cannot know the shape of a message; pass out="
+            )
         return self._message("recv", out, src, out, None, "recv")
 
     def start_exchange(self, x: Any, dst: int, src: int, *, out: Any = None) -> SimPending:
@@ -120,52 +135,106 @@ class SimGroup(Group):
         self._message("send", array, dst, None, None, "exchange")
         return self._message("recv", result, src, result, array, "exchange")
 
-    def _message(self, way: str, array: Any, peer: int, result: Any, kept: Any, verb: str) -> SimPending:
+    def _message(
+        self, way: str, array: Any, peer: int, result: Any, kept: Any, verb: str
+    ) -> SimPending:
         number = None
         if way == "send" and peer != self.rank:
             axis = "control" if self.ledger.in_control else self.axis
             self.ledger.record(axis, verb, "direct", array.nbytes)
         if peer != self.rank:
-            number = self.sim.tape.start(GroupCall(self.name, way, "direct", array.nbytes, peer=peer,
-                                              itemsize=array.dtype.itemsize, dims=array.ndim))
-        return SimPending(self.sim, None if way == "send" else number, result, kept)     # a send has left at once
+            number = self.sim.tape.start(
+                GroupCall(
+                    self.name,
+                    way,
+                    "direct",
+                    array.nbytes,
+                    peer=peer,
+                    itemsize=array.dtype.itemsize,
+                    dims=array.ndim,
+                )
+            )
+        # a send has left at once
+        return SimPending(self.sim, None if way == "send" else number, result, kept)
 
-    # ----------------------------------------------------------------------------------------------- collectives
+    # ---------------------------------------------------------------------------------- collectives
 
-    def start_all_reduce(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> SimPending:
+    def start_all_reduce(
+        self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto"
+    ) -> SimPending:
         array = apart(_ready(x), out)
         result = _Result(out, array)
         total = result.array(array.shape, array.dtype).reshape(-1)
-        return self._carry_out("all_reduce", algorithm, array, result.deliver, op=op, n=array.nbytes,
-                               x=array.reshape(-1), out=total)
+        return self._carry_out(
+            "all_reduce",
+            algorithm,
+            array,
+            result.deliver,
+            op=op,
+            n=array.nbytes,
+            x=array.reshape(-1),
+            out=total,
+        )
 
-    def start_reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> SimPending:
+    def start_reduce_scatter(
+        self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto"
+    ) -> SimPending:
         array = _ready(x)
         flat = array.reshape(-1)
-        start, stop = bounds(flat.size, self.size)[self.rank:self.rank + 2]
+        start, stop = bounds(flat.size, self.size)[self.rank : self.rank + 2]
         result, mine = _Result(out, array), flat[start:stop]
         chunk = result.array(mine.shape, array.dtype)
-        return self._carry_out("reduce_scatter", algorithm, array, result.deliver, op=op, n=array.nbytes,
-                               x=apart(flat, out, mine), out=chunk)
+        return self._carry_out(
+            "reduce_scatter",
+            algorithm,
+            array,
+            result.deliver,
+            op=op,
+            n=array.nbytes,
+            x=apart(flat, out, mine),
+            out=chunk,
+        )
 
     def start_all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> SimPending:
         array = _ready(x)
         own = array if array.ndim else array.reshape(1)
-        divided = is_virtual(own) or (self.axis in ("cp", "tp") and own.dtype == np.int64)    # places of own tokens
-        lengths = self.sim.blocks(own, out, self.size, self.rank, self.axis) if divided else [len(own)] * self.size
+        # places of own tokens
+        divided = is_virtual(own) or (self.axis in ("cp", "tp") and own.dtype == np.int64)
+        lengths = (
+            self.sim.blocks(own, out, self.size, self.rank, self.axis)
+            if divided
+            else [len(own)] * self.size
+        )
         result: Any = _Result(out, own)
         each = own.nbytes // max(1, len(own))
         blocks = tuple(length * each for length in lengths) if len(set(lengths)) > 1 else ()
-        if self._by_library(own) or (not is_virtual(own) and choose("all_gather", algorithm, 0, self.size) == "ring"):
+        if self._by_library(own) or (
+            not is_virtual(own) and choose("all_gather", algorithm, 0, self.size) == "ring"
+        ):
             result.array((sum(lengths), *own.shape[1:]), own.dtype)
-            passed_on = sum(lengths) - lengths[(self.rank + 1) % self.size]     # as round a ring
-            return self._carry_out("all_gather", algorithm, own, result.deliver, blocks=blocks,
-                                   sent=(passed_on * each, self.size - 1))
+            passed_on = sum(lengths) - lengths[(self.rank + 1) % self.size]  # as round a ring
+            return self._carry_out(
+                "all_gather",
+                algorithm,
+                own,
+                result.deliver,
+                blocks=blocks,
+                sent=(passed_on * each, self.size - 1),
+            )
         rows = DeclaredRows(result, own, lengths)
-        return self._carry_out("all_gather", algorithm, own, result.deliver, blocks=blocks, own=rows.put_own(self.rank),
-                               rows=rows)
+        return self._carry_out(
+            "all_gather",
+            algorithm,
+            own,
+            result.deliver,
+            blocks=blocks,
+            own=rows.put_own(self.rank),
+            rows=rows,
+        )
 
-    def start_all_to_all(self, x: Sequence[Any], *, out: Any = None, algorithm: str = "auto") -> SimPending:
+    def start_all_to_all(
+        self, x: Sequence[Any], *, out: Any = None, algorithm: str = "auto"
+    ) -> SimPending:
         parts = [_ready(part) for part in x]
         results = [_Result(None, part) for part in parts]
         shapes = self._returned([part.shape for part in parts], is_virtual(parts[0]))
@@ -175,6 +244,7 @@ class SimGroup(Group):
             def of(shape: tuple[int, ...], dtype: np.dtype) -> Any:
                 came[rank] = results[rank].array(shape, dtype)
                 return came[rank]
+
             return DeclaredPlace(of, shapes[rank])
 
         def deliver() -> list[Any]:
@@ -183,8 +253,16 @@ class SimGroup(Group):
                 return came
             return [parts[self.rank].copy() for _ in parts]
 
-        return self._carry_out("all_to_all", algorithm, parts[0], deliver, parts=parts, place=place,
-                               blocks=tuple(part.nbytes for part in parts), total=sum(part.nbytes for part in parts))
+        return self._carry_out(
+            "all_to_all",
+            algorithm,
+            parts[0],
+            deliver,
+            parts=parts,
+            place=place,
+            blocks=tuple(part.nbytes for part in parts),
+            total=sum(part.nbytes for part in parts),
+        )
 
     def _returned(self, sent: list[tuple[int, ...]], virtual: bool) -> list[tuple[int, ...]]:
         """The shapes that come when these are sent: on the way back those of the way there."""
@@ -199,9 +277,20 @@ class SimGroup(Group):
     def start_barrier(self, *, algorithm: str = "auto") -> SimPending:
         return self._carry_out("barrier", algorithm, np.zeros(0, np.uint8), lambda: None)
 
-    def _carry_out(self, verb: str, algorithm: str, array: Any, deliver: Callable[[], Any], *, n: int = 0,
-                   op: str = "sum", blocks: tuple[int, ...] = (), total: int | None = None,
-                   sent: tuple[int, int] | None = None, **arrays: Any) -> SimPending:
+    def _carry_out(
+        self,
+        verb: str,
+        algorithm: str,
+        array: Any,
+        deliver: Callable[[], Any],
+        *,
+        n: int = 0,
+        op: str = "sum",
+        blocks: tuple[int, ...] = (),
+        total: int | None = None,
+        sent: tuple[int, int] | None = None,
+        **arrays: Any,
+    ) -> SimPending:
         """Count the call, and tell the recording."""
         name = choose(verb, algorithm, n, self.size)
         call = RecordedCall(self, verb, name, array.dtype, held=not self._by_library(array))
@@ -221,9 +310,18 @@ class SimGroup(Group):
         self.ledger.record(axis, verb, name, call.nbytes, call.messages)
         number = None
         if self.size > 1:
-            number = self.sim.tape.start(GroupCall(
-                self.name, verb, NATIVE if self._by_library(array) else name, array.nbytes if total is None else total,
-                blocks, name=self.sim.tape.name_of_next(self.axis), itemsize=array.dtype.itemsize, dims=array.ndim))
+            number = self.sim.tape.start(
+                GroupCall(
+                    self.name,
+                    verb,
+                    NATIVE if self._by_library(array) else name,
+                    array.nbytes if total is None else total,
+                    blocks,
+                    name=self.sim.tape.name_of_next(self.axis),
+                    itemsize=array.dtype.itemsize,
+                    dims=array.ndim,
+                )
+            )
         return SimPending(self.sim, number, result, arrays)
 
     def _by_library(self, array: Any) -> bool:
@@ -247,21 +345,27 @@ class SimGroup(Group):
         held = [call.workspace(length, dtype) for length, dtype in rooms]
         del held
 
-    # ------------------------------------------------------------------------- blocking: started, and waited for
+    # ------------------------------------------------------------ blocking: started, and waited for
 
     def send(self, x: Any, dst: int) -> None:
         self.start_send(x, dst).wait()
 
-    def all_reduce(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
+    def all_reduce(
+        self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto"
+    ) -> Any:
         return self.start_all_reduce(x, op, out=out, algorithm=algorithm).wait()
 
-    def reduce_scatter(self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto") -> Any:
+    def reduce_scatter(
+        self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str = "auto"
+    ) -> Any:
         return self.start_reduce_scatter(x, op, out=out, algorithm=algorithm).wait()
 
     def all_gather(self, x: Any, *, out: Any = None, algorithm: str = "auto") -> Any:
         return self.start_all_gather(x, out=out, algorithm=algorithm).wait()
 
-    def all_to_all(self, x: Sequence[Any], *, out: Any = None, algorithm: str = "auto") -> list[Any]:
+    def all_to_all(
+        self, x: Sequence[Any], *, out: Any = None, algorithm: str = "auto"
+    ) -> list[Any]:
         return list(self.start_all_to_all(x, out=out, algorithm=algorithm).wait())
 
     def barrier(self, *, algorithm: str = "auto") -> None:
@@ -271,7 +375,9 @@ class SimGroup(Group):
 def _ready(x: Any) -> Any:
     """An argument as a contiguous array: itself, or a copy that counts as communication."""
     array = x if is_array(x) else np.asarray(x)
-    return array if array.flags.c_contiguous else account.current().hold(array.copy(), "communication")
+    return (
+        array if array.flags.c_contiguous else account.current().hold(array.copy(), "communication")
+    )
 
 
 def _answer(verb: str, op: str, own: np.ndarray, result: Any, size: int) -> Any:
@@ -281,5 +387,5 @@ def _answer(verb: str, op: str, own: np.ndarray, result: Any, size: int) -> Any:
     elif verb == "all_gather":
         result[...] = np.resize(own, result.shape)
     elif verb == "reduce_scatter":
-        result[...] = own.reshape(-1)[:len(result)] * (size if op == "sum" else 1)
+        result[...] = own.reshape(-1)[: len(result)] * (size if op == "sum" else 1)
     return result

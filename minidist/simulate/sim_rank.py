@@ -1,7 +1,9 @@
-"""Chapter 24 · What a rank that runs alone knows of the others: it follows from the plan, and no message is sent.
+"""Chapter 24 · What a rank that runs alone knows of the others: it follows from the plan, and no
+message is sent.
 
-Here stands whatever a rank would learn from the others while it runs: which ranks make a group, how long the blocks are
-that come, and what an all-to-all brings. The rest (loss, norm, digests, overflow) is a number, and that is 1 or equal.
+Here stands whatever a rank would learn from the others while it runs: which ranks make a group, how
+long the blocks are that come, and what an all-to-all brings. The rest (loss, norm, digests,
+overflow) is a number, and that is 1 or equal.
 """
 
 from collections.abc import Sequence
@@ -40,12 +42,15 @@ class SimRank:
         if axis == parent:
             kinds = {"pp": "pp.ends", "tp": "tp.sharers", "dp": "dp.peers"}
             if parent not in kinds:
-                raise ConfigError(f"simulate: it is not known which ranks make the parts of {parent}")
+                raise ConfigError(
+                    f"simulate: it is not known which ranks make the parts of {parent}"
+                )
             name = kinds[parent]
         return name, group_ranks(self.plan, self.config, name, self.rank)
 
     def blocks(self, own: Any, out: Any, size: int, rank: int, axis: str) -> list[int]:
-        """The rows that each rank of a group brings to a gather: all as many, or a divided dim's parts."""
+        """The rows that each rank of a group brings to a gather: all as many, or a divided dim's
+        parts."""
         mine = len(own)
         if axis == "cp" and self.plan.attention == "ring" and out is None:
             parts = [len(zigzag(self.lengths[0], r, size)) for r in range(size)]
@@ -53,18 +58,25 @@ class SimRank:
                 return parts
         for whole in ([len(out)] if out is not None else []) + [mine * size, *self.lengths]:
             edges = bounds(whole, size)
-            if edges[rank + 1] - edges[rank] == mine and not (whole == mine * size and self._divided(mine, size, rank)):
+            if edges[rank + 1] - edges[rank] == mine and not (
+                whole == mine * size and self._divided(mine, size, rank)
+            ):
                 return [edges[r + 1] - edges[r] for r in range(size)]
         return [mine] * size
 
     def _divided(self, mine: int, size: int, rank: int) -> bool:
-        """Whether `mine` is this rank's part of a known length that the ranks do not divide evenly."""
+        """Whether `mine` is this rank's part of a known length that the ranks do not divide
+        evenly."""
         return any(whole % size and _part(whole, size, rank) == mine for whole in self.lengths)
 
-    def swapped(self, sent: Sequence[tuple[int, ...]], size: int, rank: int) -> list[tuple[int, ...]]:
-        """The shapes that come in an all_to_all: as this rank's own part, or (B, heads, T, D) of their tokens.
+    def swapped(
+        self, sent: Sequence[tuple[int, ...]], size: int, rank: int
+    ) -> list[tuple[int, ...]]:
+        """The shapes that come in an all_to_all: as this rank's own part, or (B, heads, T, D) of
+        their tokens.
 
-        An all_to_all that sends what came in an earlier one is its way back (SimGroup), and is not asked for here.
+        An all_to_all that sends what came in an earlier one is its way back (SimGroup), and is not
+        asked for here.
         """
         own = sent[rank]
         if len(own) < 4:

@@ -1,13 +1,16 @@
-"""Chapter 24 · A plan on a cluster that is not there: the same modules, a thousand virtual devices, one clock.
+"""Chapter 24 · A plan on a cluster that is not there: the same modules, a thousand virtual devices,
+one clock.
 
-    found = md.simulate(md.Plan(dp=16, pp=8, tp=8, zero=1, microbatches=64, precision="bf16"), config, "h100:128x8",
-                        batch=1024)
+found = md.simulate(md.Plan(dp=16, pp=8, tp=8, zero=1, microbatches=64, precision="bf16"), config,
+"h100:128x8",
+                    batch=1024)
 
-    1  roles.py      ranks that do the same share a role: these 1,024 have 8
-    2  one_rank.py   one rank of each role runs alone, by the very modules that train, on arrays without data
-    3  rates.py      how long its kernels take;  walk.py: what its calls take, and which links they load
-    4  replay.py     all ranks' events on one clock
-    5  results.py    what that amounts to
+1  roles.py      ranks that do the same share a role: these 1,024 have 8
+2  one_rank.py   one rank of each role runs alone, by the very modules that train, on arrays without
+                 data
+3  rates.py      how long its kernels take;  walk.py: what its calls take, and which links they load
+4  replay.py     all ranks' events on one clock
+5  results.py    what that amounts to
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,40 +37,75 @@ from minidist.simulate.trace import RankTrace
 from minidist.simulate.walk import call_cost
 
 
-def simulate(plan: Plan | str, config: GPTConfig, cluster: Cluster | str, *, batch: int, order: Sequence[str] = (),
-             stragglers: Mapping[int, float] | None = None, slow_links: Mapping[str, float] | None = None,
-             folded: bool = True, rates: Rates | None = None, optimizer: str = "adamw",
-             traces: Callable[..., RankTrace] = run_rank) -> Simulation:
+def simulate(
+    plan: Plan | str,
+    config: GPTConfig,
+    cluster: Cluster | str,
+    *,
+    batch: int,
+    order: Sequence[str] = (),
+    stragglers: Mapping[int, float] | None = None,
+    slow_links: Mapping[str, float] | None = None,
+    folded: bool = True,
+    rates: Rates | None = None,
+    optimizer: str = "adamw",
+    traces: Callable[..., RankTrace] = run_rank,
+) -> Simulation:
     """Run a step of a plan on a cluster, without the cluster.
 
-    Args:    plan: as md.Plan, or as its text, "dp=16,tp=8". cluster: as its text, "h100:128x8", or made.
+    Args:    plan: as md.Plan, or as its text, "dp=16,tp=8". cluster: as its text, "h100:128x8", or
+             made.
              batch: sequences a step of the whole job, each of config.context tokens.
              order: axes, the innermost last: it lies inside nodes (default: the plan's).
              stragglers: {rank: how many times longer its computing takes}.
-             slow_links: {name or pattern of links: how many times longer a byte takes}, as {"node3.nic0-out": 4.0}.
-             folded: ranks that nothing tells apart share one clock. The result is the same, and comes sooner.
+             slow_links: {name or pattern of links: how many times longer a byte takes}, as
+             {"node3.nic0-out": 4.0}.
+             folded: ranks that nothing tells apart share one clock. The result is the same, and
+             comes sooner.
              rates: seconds of kernels (default: of the cluster's device). optimizer: as Trainer's.
              traces: runs one rank (run_rank, or one that remembers what it ran).
     Returns: a Simulation (results.py).
-    Raises:  ConfigError: an unknown cluster, or a link that is not there. PlanError: a plan that the model or the
-             cluster cannot have.
+    Raises:  ConfigError: an unknown cluster, or a link that is not there. PlanError: a plan that
+             the model or the cluster cannot have.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     cluster = Cluster.parse(cluster) if isinstance(cluster, str) else cluster
     require(plan, config, cluster, batch)
     if wrong := [rank for rank in stragglers or {} if not 0 <= rank < plan.size]:
-        raise PlanError(f"no rank {wrong[0]} can be slow: the plan has {plan.size} ranks; choose one below {plan.size}")
+        raise PlanError(
+            f"no rank {wrong[0]} can be slow: the plan has {plan.size} ranks; choose one below "
+            f"{plan.size}"
+        )
     cluster = cluster.slowed(slow_links) if slow_links else cluster
     placement = RankPlaces(plan, cluster, order or axis_order(plan.order))
-    # ranks are counted along ORDER, their places are not; one that is too large runs to its end, and tells how large
+    # ranks are counted along ORDER, their places are not; one that is too large runs to its end,
+    # and tells how large
     free = replace(plan, order=ORDER, device_memory=None)
     role_of = roles(plan, config, batch, norm=False)
-    each = [traces(free, config, rank, rows=batch, first_rows=plan.dp * plan.ep, optimizer=optimizer,
-                   device_kind=cluster.device.kind) for rank in _first(role_of)]
+    each = [
+        traces(
+            free,
+            config,
+            rank,
+            rows=batch,
+            first_rows=plan.dp * plan.ep,
+            optimizer=optimizer,
+            device_kind=cluster.device.kind,
+        )
+        for rank in _first(role_of)
+    ]
     each = each if cluster.overlaps else [without_overlap(trace) for trace in each]
-    again = partial(replay_on, cluster, placement, plan, config, stragglers=stragglers or {}, folded=folded,
-                    rates=rates or Rates.of(cluster.device),
-                    alone=None if rates or not cluster.alone else Rates.of(cluster.alone))
+    again = partial(
+        replay_on,
+        cluster,
+        placement,
+        plan,
+        config,
+        stragglers=stragglers or {},
+        folded=folded,
+        rates=rates or Rates.of(cluster.device),
+        alone=None if rates or not cluster.alone else Rates.of(cluster.alone),
+    )
     replayed = again(each, role_of)
     if slow_links:
         cluster.topology.check_slow()
@@ -75,23 +113,36 @@ def simulate(plan: Plan | str, config: GPTConfig, cluster: Cluster | str, *, bat
 
 
 def require(plan: Plan, config: GPTConfig, cluster: Cluster, batch: int) -> None:
-    """Raises: PlanError, one line with the nearest that works, for a plan that model, batch or cluster cannot have."""
+    """Raises: PlanError, one line with the nearest that works, for a plan that model, batch or
+    cluster cannot have."""
     if plan.size != cluster.size:
         inner = plan.size // plan.dp
-        near = f"dp={cluster.size // inner}" if cluster.size % inner == 0 else f"axes whose product is {cluster.size}"
+        near = (
+            f"dp={cluster.size // inner}"
+            if cluster.size % inner == 0
+            else f"axes whose product is {cluster.size}"
+        )
         nodes, rest = divmod(plan.size, cluster.per_node)
-        other = f"{cluster.name}:{plan.size}" if rest else f"{cluster.name}:{nodes}x{cluster.per_node}"
+        other = (
+            f"{cluster.name}:{plan.size}" if rest else f"{cluster.name}:{nodes}x{cluster.per_node}"
+        )
         cut = " × ".join(f"{axis}={size}" for axis, size in plan.axes.items() if size > 1) or "dp=1"
-        raise PlanError(f"{cut} are {plan.size} ranks, {cluster.spec} has {cluster.size} devices; choose {near}, or "
-                        f"the cluster {other}")
+        raise PlanError(
+            f"{cut} are {plan.size} ranks, {cluster.spec} has {cluster.size} devices; choose "
+            f"{near}, or the cluster {other}"
+        )
     plan.require(plan.size, config)
     if plan.compress != "none":
-        raise PlanError(f"plan compress={plan.compress}: a simulated rank has shapes, and no numbers to compress; use "
-                        f"compress=none, and measure what the scheme gains")
+        raise PlanError(
+            f"plan compress={plan.compress}: a simulated rank has shapes, and no numbers to "
+            "compress; use compress=none, and measure what the scheme gains"
+        )
     least = plan.dp * plan.ep * plan.pieces * plan.accumulate
     if batch < least:
-        raise PlanError(f"a batch of {batch} sequences for {plan.dp * plan.ep} data ranks of {plan.pieces} "
-                        f"microbatches each; choose at least {least}, or fewer microbatches")
+        raise PlanError(
+            f"a batch of {batch} sequences for {plan.dp * plan.ep} data ranks of {plan.pieces} "
+            f"microbatches each; choose at least {least}, or fewer microbatches"
+        )
 
 
 def _first(role_of: Sequence[int]) -> list[int]:
@@ -102,13 +153,27 @@ def _first(role_of: Sequence[int]) -> list[int]:
     return [first[role] for role in range(len(first))]
 
 
-def replay_on(cluster: Cluster, placement: RankPlaces, plan: Plan, config: GPTConfig, traces: Sequence[RankTrace],
-              role_of: Sequence[int], *, stragglers: Mapping[int, float], folded: bool, rates: Rates,
-              alone: Rates | None) -> Replayed:
-    """The traces on one clock: kernels by rates, while others wait by those of a rank alone; calls by the messages that
-    they send between the ranks' places."""
+def replay_on(
+    cluster: Cluster,
+    placement: RankPlaces,
+    plan: Plan,
+    config: GPTConfig,
+    traces: Sequence[RankTrace],
+    role_of: Sequence[int],
+    *,
+    stragglers: Mapping[int, float],
+    folded: bool,
+    rates: Rates,
+    alone: Rates | None,
+) -> Replayed:
+    """The traces on one clock: kernels by rates, while others wait by those of a rank alone; calls
+    by the messages that they send between the ranks' places."""
     seconds = [[rates.segment(segment) for segment in trace.segments] for trace in traces]
-    quiet = seconds if alone is None else [[alone.segment(each) for each in trace.segments] for trace in traces]
+    quiet = (
+        seconds
+        if alone is None
+        else [[alone.segment(each) for each in trace.segments] for trace in traces]
+    )
 
     def busy_seconds(rank: int, work: Any) -> float:
         if work == FAILED:
@@ -125,13 +190,16 @@ def replay_on(cluster: Cluster, placement: RankPlaces, plan: Plan, config: GPTCo
 
     @cache
     def priced(call: GroupCall, ranks: tuple[int, ...]) -> tuple[float, dict[int, float]]:
-        """Calls that differ in their names alone share one answer: fold.py reads what it loads once."""
+        """Calls that differ in their names alone share one answer: fold.py reads what it loads
+        once."""
         found = call_cost(call, tuple(placement.places[rank] for rank in ranks), cluster)
         if not found.seconds:
             return 0.0, {}
         links = cluster.links
-        return found.seconds, {link: min(1.0, nbytes / (found.seconds * links[link].bandwidth))
-                               for link, nbytes in found.link_bytes.items()}
+        return found.seconds, {
+            link: min(1.0, nbytes / (found.seconds * links[link].bandwidth))
+            for link, nbytes in found.link_bytes.items()
+        }
 
     def cost(call: GroupCall, ranks: tuple[int, ...]) -> tuple[float, dict[int, float]]:
         return priced(call._replace(name=""), ranks)
@@ -139,6 +207,13 @@ def replay_on(cluster: Cluster, placement: RankPlaces, plan: Plan, config: GPTCo
     def members(axis: str, rank: int) -> tuple[int, ...]:
         return group_ranks(plan, config, axis, rank)
 
-    return replay([trace.events for trace in traces], role_of, members, busy_seconds, cost, folded=folded,
-                  move_seconds=lambda rank, move: cluster.move_seconds(move.lane, move.nbytes),
-                  core_share=core_share if alone else None)
+    return replay(
+        [trace.events for trace in traces],
+        role_of,
+        members,
+        busy_seconds,
+        cost,
+        folded=folded,
+        move_seconds=lambda rank, move: cluster.move_seconds(move.lane, move.nbytes),
+        core_share=core_share if alone else None,
+    )

@@ -1,4 +1,5 @@
-"""Shapes, strides and indices, as NumPy's: where the elements of a view lie. Strides and offsets are in bytes."""
+"""Shapes, strides and indices, as NumPy's: where the elements of a view lie. Strides and offsets
+are in bytes."""
 
 import itertools
 import math
@@ -57,7 +58,7 @@ def reshaped(old: Shape, strides: Shape, new: Shape) -> Shape | None:
                 have, left = have * pairs[left][0], left + 1
             else:
                 want, stop = want * new[stop], stop + 1
-        for a, b in zip(pairs[first:left - 1], pairs[first + 1:left], strict=True):
+        for a, b in zip(pairs[first : left - 1], pairs[first + 1 : left], strict=True):
             if a[1] != b[0] * b[1]:
                 return None
         step = pairs[left - 1][1]
@@ -77,23 +78,32 @@ def broadcast(shapes: Sequence[Shape]) -> Shape:
 
 
 def stretched(shape: Shape, old: Shape, strides: Shape) -> Shape:
-    """The strides of an array of shape `old` where it is broadcast to `shape`: 0 along the dims that it repeats in."""
+    """The strides of an array of shape `old` where it is broadcast to `shape`: 0 along the dims
+    that it repeats in."""
     lead = len(shape) - len(old)
-    return tuple(0 if dim < lead or old[dim - lead] == 1 != length else strides[dim - lead]
-                 for dim, length in enumerate(shape))
+    return tuple(
+        0 if dim < lead or old[dim - lead] == 1 != length else strides[dim - lead]
+        for dim, length in enumerate(shape)
+    )
 
 
 @lru_cache(maxsize=1 << 16)
 def inner_loops(shape: Shape, strides: tuple[Shape, ...]) -> int:
-    """How often NumPy starts its innermost loop in a pass over operands of this shape and of these strides.
+    """How often NumPy starts its innermost loop in a pass over operands of this shape and of these
+    strides.
 
-    Dims that lie behind each other in every operand are one loop; so an array without gaps takes one start.
+    Dims that lie behind each other in every operand are one loop; so an array without gaps takes
+    one start.
     """
-    dims: list[int] = []                # the innermost first
+    dims: list[int] = []  # the innermost first
     for dim in reversed([dim for dim, length in enumerate(shape) if length > 1]):
         place = len(dims)
         for at in reversed(range(len(dims))):
-            pairs = [(abs(steps[dims[at]]), abs(steps[dim])) for steps in strides if steps[dims[at]] and steps[dim]]
+            pairs = [
+                (abs(steps[dims[at]]), abs(steps[dim]))
+                for steps in strides
+                if steps[dims[at]] and steps[dim]
+            ]
             if not all(inner > outer for inner, outer in pairs):
                 break
             place = at if pairs else place
@@ -107,18 +117,20 @@ def inner_loops(shape: Shape, strides: tuple[Shape, ...]) -> int:
 
 
 def expanded(index: Any, ndim: int) -> list[Any]:
-    """An index as a list with an entry for every dim (and None for each new one), without an Ellipsis."""
+    """An index as a list with an entry for every dim (and None for each new one), without an
+    Ellipsis."""
     parts = list(index) if isinstance(index, tuple) else [index]
     used = sum(1 for part in parts if part is not None and part is not Ellipsis)
     if used > ndim:
         raise IndexError(f"too many indices: {used} for {ndim} dims")
     place = next((i for i, part in enumerate(parts) if part is Ellipsis), None)
     fill = [slice(None)] * (ndim - used)
-    return parts + fill if place is None else [*parts[:place], *fill, *parts[place + 1:]]
+    return parts + fill if place is None else [*parts[:place], *fill, *parts[place + 1 :]]
 
 
 def view_of(shape: Shape, strides: Shape, parts: Sequence[Any]) -> tuple[Shape, Shape, int]:
-    """(shape, strides, offset) of a basic index, one entry a dim, as `expanded` makes it. Raises: IndexError."""
+    """(shape, strides, offset) of a basic index, one entry a dim, as `expanded` makes it. Raises:
+    IndexError."""
     new_shape, new_strides, offset, dim = [], [], 0, 0
     for part in parts:
         if part is None:
@@ -145,8 +157,11 @@ def view_of(shape: Shape, strides: Shape, parts: Sequence[Any]) -> tuple[Shape, 
 
 
 def picked(shape: Shape, parts: Sequence[Any], is_array: Any) -> Shape:
-    """The shape of an index with integer arrays among its entries, one entry a dim, as `expanded` makes it."""
-    places = [i for i, part in enumerate(parts) if is_array(part) or isinstance(part, int | np.integer)]
+    """The shape of an index with integer arrays among its entries, one entry a dim, as `expanded`
+    makes it."""
+    places = [
+        i for i, part in enumerate(parts) if is_array(part) or isinstance(part, int | np.integer)
+    ]
     found = broadcast([tuple(parts[i].shape) if is_array(parts[i]) else () for i in places])
     rest: list[int] = []
     dim, at = 0, None

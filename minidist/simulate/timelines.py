@@ -1,4 +1,5 @@
-"""Chapter 24 · Simulated ranks as the timelines of chapter 25: the same file opens at https://ui.perfetto.dev."""
+"""Chapter 24 · Simulated ranks as the timelines of chapter 25: the same file opens at
+https://ui.perfetto.dev."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +13,8 @@ ROW_OF = {"collective": "communication", "send": "messages", "move": "moves"}
 
 
 def timelines(found: Simulation, ranks: Sequence[int]) -> list[Timeline]:
-    """The last step of these ranks; a second of the clock is a second of the timeline, from the step's beginning."""
+    """The last step of these ranks; a second of the clock is a second of the timeline, from the
+    step's beginning."""
     made = []
     for rank in ranks:
         timeline = Timeline(rank, limit=1 << 40)
@@ -23,7 +25,11 @@ def timelines(found: Simulation, ranks: Sequence[int]) -> list[Timeline]:
 
 def _spans(found: Simulation, rank: int) -> Iterator[Span]:
     """Work, calls, sent messages and moves of a rank that end in the step."""
-    track, times, stations = found.replayed.track(rank), found.replayed.times(rank), found.replayed.stations_of(rank)
+    track, times, stations = (
+        found.replayed.track(rank),
+        found.replayed.times(rank),
+        found.replayed.stations_of(rank),
+    )
     for place, (kind, which, _) in enumerate(track.ops):
         start, stop = times[place] - found.begin, times[place + 1] - found.begin
         if kind == BUSY and stop > max(0.0, start):
@@ -41,7 +47,15 @@ def _calls(found: Simulation, station: Station, row: str) -> Iterator[Span]:
             continue
         start, stop = max(0.0, begin - found.begin), min(end, found.end) - found.begin
         if isinstance(job, GroupCall):
-            name = f"{job.verb} {job.name or job.axis}" + (f" to rank {station.group[1]}" if job.verb == "send" else "")
-            yield Span(name, row, start, stop, {"axis": job.axis, "algorithm": job.algorithm, "nbytes": job.nbytes})
+            name = f"{job.verb} {job.name or job.axis}" + (
+                f" to rank {station.group[1]}" if job.verb == "send" else ""
+            )
+            yield Span(
+                name,
+                row,
+                start,
+                stop,
+                {"axis": job.axis, "algorithm": job.algorithm, "nbytes": job.nbytes},
+            )
         else:
             yield Span(f"move {job.lane}", row, start, stop, {"nbytes": job.nbytes})

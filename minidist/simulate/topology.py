@@ -1,20 +1,23 @@
 """Chapter 24 · Links and routes: which wires a message from one place to another goes through.
 
     place     one device of the cluster; place = node * per_node + local
-    link      a wire in one direction, or the port of a switch; several messages at once share its bandwidth
+    link      a wire in one direction, or the port of a switch; several messages at once share its
+              bandwidth
     route     the links from one place to another, in order
 
 Inside a node                                        Between nodes
 
-    switch   out(src) → in(dst)                      fat tree   nic-out → [up(leaf, spine) → down(spine, leaf)]
+    switch   out(src) → in(dst)                      fat tree   nic-out → [up(leaf, spine) →
+                                                                down(spine, leaf)]
     mesh     pair(src, dst)                                     → nic-in
-    pcie     up(src) → [root-up → root-down]         torus      a link a hop, the shorter way round each dim
-             → down(dst)
+    pcie     up(src) → [root-up → root-down]         torus      a link a hop, the shorter way round
+             each dim → down(dst)
 
-A device uses NIC local * nics // per_node. With rails, equal NICs of all nodes meet at one leaf; else all NICs of a
-node do. A leaf's uplinks have the bandwidth of its NICs, divided by the oversubscription. Static routing sends all
-messages of a pair through one spine, which a hash of the pair chooses; adaptive routing spreads them over all spines
-evenly, so that the spines are one link as wide as all.
+A device uses NIC local * nics // per_node. With rails, equal NICs of all nodes meet at one leaf;
+else all NICs of a node do. A leaf's uplinks have the bandwidth of its NICs, divided by the
+oversubscription. Static routing sends all messages of a pair through one spine, which a hash of the
+pair chooses; adaptive routing spreads them over all spines evenly, so that the spines are one link
+as wide as all.
 
 notes: N4 §1, §3.    Source: Leiserson 1985 (fat tree); Jouppi et al. 2023 (TPU v4, 3-D torus).
 """
@@ -33,22 +36,23 @@ from minidist.errors import ConfigError
 class Wire(NamedTuple):
     """A class of links, all alike."""
 
-    name: str                   # "nvlink4", "ib-ndr", …
-    alpha: float                # seconds that a message of no bytes takes
-    bandwidth: float            # bytes a second, in one direction, that messages reach
-    overhead: float = 0.0       # o, γ, κ of comm/cost/link_model.py: seconds, and seconds a byte
+    name: str  # "nvlink4", "ib-ndr", …
+    alpha: float  # seconds that a message of no bytes takes
+    bandwidth: float  # bytes a second, in one direction, that messages reach
+    overhead: float = 0.0  # o, γ, κ of comm/cost/link_model.py: seconds, and seconds a byte
     gamma: float = 0.0
     crowd: float = 0.0
-    in_switch: float = 0.0      # share of the bandwidth at which its switch adds arrays up; 0: it does not
+    # share of the bandwidth at which its switch adds arrays up; 0: it does not
+    in_switch: float = 0.0
 
 
 class Link(NamedTuple):
     """One wire in one direction."""
 
-    name: str                   # "node3.nic0-out", …
-    alpha: float                # seconds
-    bandwidth: float            # bytes a second
-    tier: str                   # the name of its Wire
+    name: str  # "node3.nic0-out", …
+    alpha: float  # seconds
+    bandwidth: float  # bytes a second
+    tier: str  # the name of its Wire
     overhead: float = 0.0
     gamma: float = 0.0
     crowd: float = 0.0
@@ -61,21 +65,22 @@ Key = tuple[str, ...] | tuple[Hashable, ...]
 class Topology:
     """Where links lie. Links are numbered when a route first uses them.
 
-    Attributes: slow   factor of the time a byte takes, by the name of a link or a pattern of names: {"node3.*": 2.0}
+    Attributes: slow   factor of the time a byte takes, by the name of a link or a pattern of names:
+                       {"node3.*": 2.0}
     """
 
     per_node: int
     inside: Wire
-    kind: str = "switch"                # switch, mesh, pcie; "" where there are no nodes (torus)
+    kind: str = "switch"  # switch, mesh, pcie; "" where there are no nodes (torus)
     between: Wire | None = None
-    nics: int = 1                       # a node
+    nics: int = 1  # a node
     rails: bool = True
     nodes_per_leaf: int = 32
     spines: int = 8
     oversubscription: float = 1.0
-    routing: str = "static"             # or adaptive
-    torus: tuple[int, ...] = ()         # its dims, else ()
-    per_switch: int = 2                 # devices below one PCIe switch
+    routing: str = "static"  # or adaptive
+    torus: tuple[int, ...] = ()  # its dims, else ()
+    per_switch: int = 2  # devices below one PCIe switch
     slow: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -84,10 +89,17 @@ class Topology:
         self._routes: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def route(self, src: int, dst: int) -> tuple[int, ...]:
-        """The links from place `src` to place `dst`, by number, in order; () from a place to itself."""
+        """The links from place `src` to place `dst`, by number, in order; () from a place to
+        itself."""
         known = self._routes.get((src, dst))
         if known is None:
-            hops = () if src == dst else self._on_torus(src, dst) if self.torus else self._hops(src, dst)
+            hops = (
+                ()
+                if src == dst
+                else self._on_torus(src, dst)
+                if self.torus
+                else self._hops(src, dst)
+            )
             known = self._routes[src, dst] = tuple(hops)
         return known
 
@@ -103,10 +115,12 @@ class Topology:
         """Raise ConfigError if a pattern of `slow` meets none of the links that are in use."""
         for pattern in self.slow:
             if not any(fnmatchcase(link.name, pattern) for link in self.links):
-                raise ConfigError(f"no link is called {pattern!r}; links are called "
-                                  f"{', '.join(link.name for link in self.links[:4])}, …")
+                raise ConfigError(
+                    f"no link is called {pattern!r}; links are called "
+                    f"{', '.join(link.name for link in self.links[:4])}, …"
+                )
 
-    # ------------------------------------------------------------------------------------------------- the hops
+    # ------------------------------------------------------------------------------------- the hops
 
     def _hops(self, src: int, dst: int) -> Iterator[int]:
         here, there = src // self.per_node, dst // self.per_node
@@ -116,7 +130,9 @@ class Topology:
         assert self.between is not None, "Cluster checks that several nodes have a network"
         if self.kind == "pcie":
             yield self._link(f"node{here}.up{src % self.per_node}", self.inside, alpha=0.0)
-        yield from self._network(here, self._nic(src), there, self._nic(dst), zlib.crc32(b"%d,%d" % (src, dst)))
+        yield from self._network(
+            here, self._nic(src), there, self._nic(dst), zlib.crc32(b"%d,%d" % (src, dst))
+        )
         if self.kind == "pcie":
             yield self._link(f"node{there}.down{dst % self.per_node}", self.inside, alpha=0.0)
 
@@ -164,7 +180,9 @@ class Topology:
 
     def torus_link(self, at: tuple[int, ...], dim: int, step: int) -> int:
         """The link that leaves the device at these coordinates along `dim`, up (1) or down (-1)."""
-        return self._link(f"chip{'.'.join(map(str, at))}.{'xyzuvw'[dim]}{'+' if step > 0 else '-'}", self.inside)
+        return self._link(
+            f"chip{'.'.join(map(str, at))}.{'xyzuvw'[dim]}{'+' if step > 0 else '-'}", self.inside
+        )
 
     def coordinates(self, place: int) -> tuple[int, ...]:
         """Of a place on the torus, the last dim innermost."""
@@ -174,23 +192,40 @@ class Topology:
             found.append(last)
         return tuple(reversed(found))
 
-    def _link(self, name: str, wire: Wire, *, alpha: float | None = None, bandwidth: float | None = None) -> int:
+    def _link(
+        self, name: str, wire: Wire, *, alpha: float | None = None, bandwidth: float | None = None
+    ) -> int:
         number = self._numbers.get(name)
         if number is None:
-            factor = prod(factor for pattern, factor in self.slow.items() if fnmatchcase(name, pattern))
+            factor = prod(
+                factor for pattern, factor in self.slow.items() if fnmatchcase(name, pattern)
+            )
             number = self._numbers[name] = len(self.links)
-            self.links.append(Link(name, wire.alpha if alpha is None else alpha,
-                                   (wire.bandwidth if bandwidth is None else bandwidth) / factor, wire.name,
-                                   wire.overhead, wire.gamma, wire.crowd))
+            self.links.append(
+                Link(
+                    name,
+                    wire.alpha if alpha is None else alpha,
+                    (wire.bandwidth if bandwidth is None else bandwidth) / factor,
+                    wire.name,
+                    wire.overhead,
+                    wire.gamma,
+                    wire.crowd,
+                )
+            )
         return number
 
 
 def most_even(size: int, dims: int) -> tuple[int, ...]:
-    """The factors of `size` that are nearest to each other: the torus of the fewest hops; (4, 4, 8) of 128."""
+    """The factors of `size` that are nearest to each other: the torus of the fewest hops; (4, 4, 8)
+    of 128."""
     if dims == 1:
         return (size,)
-    ways = [(first, *rest) for first in range(1, size + 1) if size % first == 0 and first ** dims <= size
-            for rest in [most_even(size // first, dims - 1)]]
+    ways = [
+        (first, *rest)
+        for first in range(1, size + 1)
+        if size % first == 0 and first**dims <= size
+        for rest in [most_even(size // first, dims - 1)]
+    ]
     return min((tuple(sorted(way)) for way in ways), key=lambda way: (sum(way), way))
 
 

@@ -1,10 +1,12 @@
-"""Chapter 24 · The walk of a call in which every rank does the same: all of its ranks at once, as arrays.
+"""Chapter 24 · The walk of a call in which every rank does the same: all of its ranks at once, as
+arrays.
 
     ring     rank r sends to rank r + 1, then waits for rank r - 1; and so P - 1 times
 
-Recorded rank by rank, the ring of 16,384 ranks would be 268 million messages. One rank's program stands for all
-(messages.py makes sure of it), and an operation of all ranks is one array of P. So no rank is ever behind another in
-its program, and messages need no numbers: the message of rank r is element r. Rules and results are those of walk.py.
+Recorded rank by rank, the ring of 16,384 ranks would be 268 million messages. One rank's program
+stands for all (messages.py makes sure of it), and an operation of all ranks is one array of P. So
+no rank is ever behind another in its program, and messages need no numbers: the message of rank r
+is element r. Rules and results are those of walk.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,14 +19,15 @@ from minidist.simulate.cluster import Cluster
 from minidist.simulate.program import ADD, ARRIVED, POST, SEND, SENT, TurnedProgram
 
 Index = np.ndarray | slice
-EVEN = 1e-12            # times are equal if they differ by less than this share of a round
+EVEN = 1e-12  # times are equal if they differ by less than this share of a round
 
 
 class TurnedWalk:
     """Where the walk stands. Times are in seconds since the call began.
 
-    A round ends where no message is under way. If a round has put off all that it looks at, the ranks' clocks and the
-    links that it uses, by the same time, then each that does the same will, too: those are not walked.
+    A round ends where no message is under way. If a round has put off all that it looks at, the
+    ranks' clocks and the links that it uses, by the same time, then each that does the same will,
+    too: those are not walked.
 
     Attributes: clock   of each rank
     """
@@ -32,11 +35,20 @@ class TurnedWalk:
     def __init__(self, program: TurnedProgram, members: Sequence[int], cluster: Cluster) -> None:
         self.program = program
         self.clock, self._links = np.zeros(program.size), _Links(cluster, crowded=program.crowded)
-        routes = {ahead: [cluster.route(place, members[(rank + ahead) % program.size])
-                          for rank, place in enumerate(members)] for ahead in np.unique(program.ahead).tolist()}
+        routes = {
+            ahead: [
+                cluster.route(place, members[(rank + ahead) % program.size])
+                for rank, place in enumerate(members)
+            ]
+            for ahead in np.unique(program.ahead).tolist()
+        }
         self._crossings = {ahead: _Crossing(found, self._links) for ahead, found in routes.items()}
-        self._gamma = np.array([cluster.links[cluster.route(place, members[rank - 1])[0]].gamma
-                                for rank, place in enumerate(members)])
+        self._gamma = np.array(
+            [
+                cluster.links[cluster.route(place, members[rank - 1])[0]].gamma
+                for rank, place in enumerate(members)
+            ]
+        )
 
     def run(self) -> float:
         """Seconds until the last rank is done."""
@@ -84,7 +96,8 @@ class _Message(NamedTuple):
 
 
 class _Round(NamedTuple):
-    """Operations after which no message is under way: (kind, the message's number, or bytes), and the messages."""
+    """Operations after which no message is under way: (kind, the message's number, or bytes), and
+    the messages."""
 
     ops: tuple[tuple[int, int], ...]
     messages: tuple[_Message, ...]
@@ -98,12 +111,14 @@ def _rounds(program: TurnedProgram) -> Iterator[tuple[_Round, int]]:
 
 def _each_round(program: TurnedProgram) -> Iterator[_Round]:
     columns = (program.ahead, program.nbytes, program.adds, program.meets)
-    messages = [_Message(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+    messages = [
+        _Message(*row) for row in zip(*(column.tolist() for column in columns), strict=True)
+    ]
     ops, here, waits = list[tuple[int, int]](), dict[int, int](), 0
     for kind, number in zip(program.kinds.tolist(), program.args.tolist(), strict=True):
         ops.append((kind, number if kind == ADD else here.setdefault(number, len(here))))
         waits += kind in (SENT, ARRIVED)
-        if waits == 2 * len(here):                  # the sender's and the receiver's
+        if waits == 2 * len(here):  # the sender's and the receiver's
             yield _Round(tuple(ops), tuple(messages[number] for number in here))
             ops, here, waits = [], {}, 0
     assert not ops, "every message is waited for"
@@ -114,8 +129,9 @@ class _Play:
 
     def __init__(self, todo: _Round, walk: TurnedWalk) -> None:
         self.todo, self.walk = todo, walk
-        self.started = dict[int, np.ndarray]()      # message -> when its senders begin it
-        self.ready = dict[int, np.ndarray]()        # when its receivers are ready; both in the senders' order
+        self.started = dict[int, np.ndarray]()  # message -> when its senders begin it
+        # when its receivers are ready; both in the senders' order
+        self.ready = dict[int, np.ndarray]()
         self.arrived = dict[int, np.ndarray]()
         for kind, number in todo.ops:
             if kind == ADD:
@@ -125,16 +141,24 @@ class _Play:
             else:
                 assert number in self.arrived, "ranks wait for each other"
                 until, ahead = self.arrived[number], todo.messages[number].ahead
-                walk.clock = np.maximum(walk.clock, np.roll(until, ahead) if kind == ARRIVED else until)
+                walk.clock = np.maximum(
+                    walk.clock, np.roll(until, ahead) if kind == ARRIVED else until
+                )
 
     def _begin(self, kind: int, number: int) -> None:
-        """All ranks begin to send a message, or are ready for it: it goes, if it need not wait for the other."""
+        """All ranks begin to send a message, or are ready for it: it goes, if it need not wait for
+        the other."""
         message, clock = self.todo.messages[number], self.walk.clock
         if kind == SEND:
             self.started[number] = clock
         else:
             self.ready[number] = np.roll(clock, -message.ahead)
-        if number in self.arrived or number not in self.started or message.meets and number not in self.ready:
+        if (
+            number in self.arrived
+            or number not in self.started
+            or message.meets
+            and number not in self.ready
+        ):
             return
         leave = self.started[number]
         leave = np.maximum(leave, self.ready[number]) if message.meets else leave
@@ -150,7 +174,7 @@ class _Links:
     def __init__(self, cluster: Cluster, *, crowded: bool) -> None:
         self._cluster, self._crowded = cluster, crowded
         self._numbers: dict[int, int] = {}
-        self.free = np.zeros(0)                         # until when each is busy
+        self.free = np.zeros(0)  # until when each is busy
 
     def local(self, links: Sequence[int]) -> np.ndarray:
         """Their numbers here."""
@@ -161,8 +185,22 @@ class _Links:
     def columns(self, links: Sequence[int]) -> np.ndarray:
         """α, β, o, γ and κ of links of the cluster: (5, links)."""
         found = [self._cluster.links[link] for link in links]
-        return np.array([(link.alpha, 1 / link.bandwidth, link.overhead, link.gamma, link.crowd * self._crowded)
-                         for link in found]).reshape(-1, 5).T
+        return (
+            np.array(
+                [
+                    (
+                        link.alpha,
+                        1 / link.bandwidth,
+                        link.overhead,
+                        link.gamma,
+                        link.crowd * self._crowded,
+                    )
+                    for link in found
+                ]
+            )
+            .reshape(-1, 5)
+            .T
+        )
 
     def carried(self, crossings: Sequence["_Crossing"]) -> dict[int, int]:
         """Bytes by the cluster's number of the link, in ascending order."""
@@ -170,16 +208,23 @@ class _Links:
         for crossing in crossings:
             for hop in crossing.hops:
                 total += crossing.nbytes * np.bincount(hop.link, minlength=len(total))
-        return {link: int(total[number]) for link, number in sorted(self._numbers.items()) if total[number]}
+        return {
+            link: int(total[number])
+            for link, number in sorted(self._numbers.items())
+            if total[number]
+        }
 
 
 class _Hop(NamedTuple):
     """The n-th link of all messages that have so many.
 
     Attributes: at           senders of these messages; link: of each its number
-                columns      of each link; outer, final: whether it is the first or the last of the route; the last
-                alone        places in `at` of messages that have their link to themselves; their senders, their links
-                turns        senders (links, most), -1 behind the last, of those that share one; the links
+                columns      of each link; outer, final: whether it is the first or the last of the
+                             route; the last
+                alone        places in `at` of messages that have their link to themselves; their
+                             senders, their links
+                turns        senders (links, most), -1 behind the last, of those that share one; the
+                             links
     """
 
     at: np.ndarray
@@ -193,8 +238,8 @@ class _Hop(NamedTuple):
 
 
 class _Crossing:
-    """One message from each rank, to the rank so far ahead, over links that some may share. Attributes: nbytes: so far,
-    of each rank."""
+    """One message from each rank, to the rank so far ahead, over links that some may share.
+    Attributes: nbytes: so far, of each rank."""
 
     def __init__(self, routes: Sequence[tuple[int, ...]], links: _Links) -> None:
         self.nbytes, self._links = 0, links
@@ -216,8 +261,15 @@ class _Crossing:
                 self._in_turn(hop, first, ready, ends, busy, lag)
         return ends
 
-    def _in_turn(self, hop: _Hop, first: np.ndarray, ready: np.ndarray, ends: np.ndarray, busy: np.ndarray,
-                 lag: np.ndarray) -> None:
+    def _in_turn(
+        self,
+        hop: _Hop,
+        first: np.ndarray,
+        ready: np.ndarray,
+        ends: np.ndarray,
+        busy: np.ndarray,
+        lag: np.ndarray,
+    ) -> None:
         """The messages that share a link, the first of each link, then the second, …"""
         table, links = hop.turns
         free, senders = self._links.free, hop.at
@@ -234,7 +286,8 @@ class _Crossing:
             ready[at] = begins + lag[places]
 
     def _costs(self, nbytes: int, adds: bool) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of each hop, seconds in which its links are busy, and until the message is at the next."""
+        """Of each hop, seconds in which its links are busy, and until the message is at the
+        next."""
         if (nbytes, adds) not in self._busy:
             self._busy[nbytes, adds] = [_seconds(hop, nbytes, adds) for hop in self.hops]
         return self._busy[nbytes, adds]
@@ -242,7 +295,11 @@ class _Crossing:
 
 def _seconds(hop: _Hop, nbytes: int, adds: bool) -> tuple[np.ndarray, np.ndarray]:
     alpha, beta, overhead, gamma, crowd = hop.columns
-    busy = nbytes * beta + hop.outer * (overhead + nbytes * crowd) + (hop.final & adds) * nbytes * gamma
+    busy = (
+        nbytes * beta
+        + hop.outer * (overhead + nbytes * crowd)
+        + (hop.final & adds) * nbytes * gamma
+    )
     return busy, alpha - overhead if hop.first else alpha
 
 
@@ -252,14 +309,24 @@ def _hop(routes: Sequence[tuple[int, ...]], hop: int, links: _Links) -> _Hop:
     link = links.local(named)
     final = np.array([hop == len(routes[rank]) - 1 for rank in at.tolist()])
     _, group, count = np.unique(link, return_inverse=True, return_counts=True)
-    alone, shared = (np.flatnonzero(chosen[group.reshape(-1)]) for chosen in (count == 1, count > 1))
+    alone, shared = (
+        np.flatnonzero(chosen[group.reshape(-1)]) for chosen in (count == 1, count > 1)
+    )
     table = np.full((int((count > 1).sum()), int(count.max()) if shared.size else 0), -1)
     by_link = shared[np.argsort(link[shared], kind="stable")]
     users, begins, each = np.unique(link[by_link], return_index=True, return_counts=True)
     for row, begin, many in zip(table, begins.tolist(), each.tolist(), strict=True):
-        row[:many] = by_link[begin:begin + many]
-    return _Hop(at, link, links.columns(named), final | (hop == 0), final, hop == 0,
-                (_span(alone), _span(at[alone]), _span(link[alone])), (table, users))
+        row[:many] = by_link[begin : begin + many]
+    return _Hop(
+        at,
+        link,
+        links.columns(named),
+        final | (hop == 0),
+        final,
+        hop == 0,
+        (_span(alone), _span(at[alone]), _span(link[alone])),
+        (table, users),
+    )
 
 
 def _span(places: np.ndarray) -> Index:

@@ -1,24 +1,26 @@
 """Chapter 26 · Checkpoints: each rank writes what it has, and any other plan can go on from it.
 
-The idea. A training that stops loses everything but what lies on a disk. To write it whole through one rank would take
-the memory and the time of one rank; so each writes its shards. A machine may stop while they are written; so the
-manifest, which says what the shards hold, comes last, and a folder without one is no checkpoint. The job that goes on
-may have other ranks; so the manifest says which numbers of each whole tensor a shard has, and a rank reads those that
-it needs.
+The idea. A training that stops loses everything but what lies on a disk. To write it whole through
+one rank would take the memory and the time of one rank; so each writes its shards. A machine may
+stop while they are written; so the manifest, which says what the shards hold, comes last, and a
+folder without one is no checkpoint. The job that goes on may have other ranks; so the manifest says
+which numbers of each whole tensor a shard has, and a rank reads those that it needs.
 
     rank 0 of 2   [0, 7)   -> shard 0 --+                         +-> [0, 5)    rank 0 of 3
     rank 1 of 2   [7, 13)  -> shard 1 --+-- manifest: 0-6, 7-12 --+-> [5, 9)    rank 1: from both shards
                                                                   +-> [9, 13)   rank 2
 
-What is state: weights or their float32 masters, the optimizer's moments and how often each was updated, the loss scale
-and fp8's histories, and the number of steps. Everything else follows from seed and step: dropout, data, learning rate.
-So a run that goes on under the same plan gives the same bits as one that never stopped.
+What is state: weights or their float32 masters, the optimizer's moments and how often each was
+updated, the loss scale and fp8's histories, and the number of steps. Everything else follows from
+seed and step: dropout, data, learning rate. So a run that goes on under the same plan gives the
+same bits as one that never stopped.
 
-Cost, of a save: state bytes / ranks written by each rank, an fsync, and small records under `control`; of a load: the
-bytes that a rank wants, in whole blocks of 256 KiB.
+Cost, of a save: state bytes / ranks written by each rank, an fsync, and small records under
+`control`; of a load: the bytes that a rank wants, in whole blocks of 256 KiB.
 
 notes:   N2 §12.4 抢占式实例 (N2:555), 资源弹性调度 (N2:557); N2 §10.5 多租户支持 (N2:432); 实时调整并行策略 (N2:360)
-Source:  Li et al. 2024, "ByteCheckpoint" (2407.20143), resharding on load; Eisenman et al. 2022, "Check-N-Run".
+Source:  Li et al. 2024, "ByteCheckpoint" (2407.20143), resharding on load; Eisenman et al. 2022,
+         "Check-N-Run".
 """
 
 import hashlib
@@ -58,7 +60,13 @@ from minidist.parallel.hybrid.state_map import (
 )
 from minidist.parallel.step.strategy import Strategy
 from minidist.reading import visible
-from minidist.survive.manifest import publish, read_manifest, require_told, shard_name, write_manifest
+from minidist.survive.manifest import (
+    publish,
+    read_manifest,
+    require_told,
+    shard_name,
+    write_manifest,
+)
 from minidist.survive.shard_file import ShardLayout, ShardReader, ShardWriter, require_size
 
 
@@ -67,58 +75,78 @@ def plain_save(group: Group, chunk: np.ndarray, size: int, folder: Path) -> None
     file = folder / f"{group.rank}.npy"
     np.save(file, chunk)
     digest = np.frombuffer(hashlib.sha256(file.read_bytes()).digest(), np.uint8)
-    digests = group.all_gather(digest[None])                    # now all shards are written
+    digests = group.all_gather(digest[None])  # now all shards are written
     if group.rank == 0:
-        (folder / "draft").write_text(json.dumps({"size": size, "sha256": [d.tobytes().hex() for d in digests]}))
+        (folder / "draft").write_text(
+            json.dumps({"size": size, "sha256": [d.tobytes().hex() for d in digests]})
+        )
         os.replace(folder / "draft", folder / "manifest.json")  # at once: it is there or not
 
 
 def plain_load(group: Group, folder: Path) -> np.ndarray:
-    """This rank's chunk of the vector; the group may have another size than the one that wrote it."""
+    """This rank's chunk of the vector; the group may have another size than the one that wrote
+    it."""
     manifest = json.loads((folder / "manifest.json").read_text())
     old, new = (bounds(manifest["size"], ranks) for ranks in (len(manifest["sha256"]), group.size))
     start, stop = new[group.rank], new[group.rank + 1]
     parts = []
     for rank, digest in enumerate(manifest["sha256"]):
         first, last = max(start, old[rank]), min(stop, old[rank + 1])
-        if first < last:                                        # this shard has some of my numbers
+        if first < last:  # this shard has some of my numbers
             file = folder / f"{rank}.npy"
             if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
                 raise CheckpointError(f"{file}: is damaged")
-            parts.append(np.load(file)[first - old[rank]:last - old[rank]])
+            parts.append(np.load(file)[first - old[rank] : last - old[rank]])
     return np.concatenate(parts)
 
 
-# The real one below saves any strategy: its numbers lie in many tensors and anywhere in them (hybrid/state_map.py), and
-# of ranks that have the same numbers one writes. Checksums are of blocks, so that a rank reads and checks only what it
-# needs. Each file is on the disk before the manifest is written. If one rank cannot write, every rank is told.
+# The real one below saves any strategy: its numbers lie in many tensors and anywhere in them
+# (hybrid/state_map.py), and of ranks that have the same numbers one writes. Checksums are of
+# blocks, so that a rank reads and checks only what it needs. Each file is on the disk before the
+# manifest is written. If one rank cannot write, every rank is told.
 
-def save(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group, about: dict[str, Any]) -> None:
-    """Write a checkpoint. Every rank calls it, between two steps; a folder of this name is replaced at the end.
+
+def save(
+    folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group, about: dict[str, Any]
+) -> None:
+    """Write a checkpoint. Every rank calls it, between two steps; a folder of this name is replaced
+    at the end.
 
     Args:    group: all ranks; about: of rank 0: what a reader wants to know, as JSON.
-    Raises:  CheckpointError on every rank if one cannot write; then nothing is left, and an older folder stays.
+    Raises:  CheckpointError on every rank if one cannot write; then nothing is left, and an older
+             folder stays.
     """
     places = state_places(strategy, optimizer)
     mine = share_out(places, group)
     arrays = chosen(state_arrays(strategy, optimizer, changes=False), mine)
     layout = layout_of([places[index] for index in mine])
     about = about | {"optimizer": type(optimizer).__name__}
-    with unhurried(group):              # the slowest rank's disk decides
+    with unhurried(group):  # the slowest rank's disk decides
         write_checkpoint(folder, about, layout, arrays, small_state(strategy, optimizer), group)
 
 
-def write_checkpoint(folder: Path, about: dict[str, Any], layout: ShardLayout, arrays: Iterable[Any],
-                     small: dict[str, Any], group: Group) -> None:
-    """Write the shards of all ranks, then the manifest. Every rank calls it with what it writes, and its small state.
+def write_checkpoint(
+    folder: Path,
+    about: dict[str, Any],
+    layout: ShardLayout,
+    arrays: Iterable[Any],
+    small: dict[str, Any],
+    group: Group,
+) -> None:
+    """Write the shards of all ranks, then the manifest. Every rank calls it with what it writes,
+    and its small state.
 
-    Cost:    under `control`, a broadcast, two gathers and a broadcast: only rank 0 needs to know what all have written.
+    Cost:    under `control`, a broadcast, two gathers and a broadcast: only rank 0 needs to know
+             what all have written.
     Raises:  as save.
     """
+
     def finish(told: list[Any]) -> str:
         try:
             state = merged_state([small for _, small in told])
-            write_manifest(draft, about | {"state": state, "ranks": group.size}, [shard for shard, _ in told])
+            write_manifest(
+                draft, about | {"state": state, "ranks": group.size}, [shard for shard, _ in told]
+            )
             publish(draft, folder)
         except OSError as error:
             return f"rank 0 cannot write {error.filename or folder}: {error.strerror}"
@@ -136,15 +164,17 @@ def write_checkpoint(folder: Path, about: dict[str, Any], layout: ShardLayout, a
 
 
 def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -> dict[str, Any]:
-    """Take over the state of a checkpoint that any plan has written. Every rank calls it, between two steps.
+    """Take over the state of a checkpoint that any plan has written. Every rank calls it, between
+    two steps.
 
-    Ranks with a state of their own (local steps) may be more or fewer than those that saved: rank r takes the state of
-    rank r mod P of P, and what further ranks had since the last meeting is left out. If those that saved had none, each
-    begins with theirs, and an outer optimizer with no momentum.
+    Ranks with a state of their own (local steps) may be more or fewer than those that saved: rank r
+    takes the state of rank r mod P of P, and what further ranks had since the last meeting is left
+    out. If those that saved had none, each begins with theirs, and an outer optimizer with no
+    momentum.
 
     Returns: what `save` was given as `about`.
-    Raises:  CheckpointError on every rank if one finds a file missing or damaged, or not of this model; then the state
-             of this training is of no use.
+    Raises:  CheckpointError on every rank if one finds a file missing or damaged, or not of this
+             model; then the state of this training is of no use.
     """
     problem, about, there, places = "", dict[str, Any](), set[str](), list[Place]()
     read = ""
@@ -152,17 +182,24 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
         require_together(strategy)
         manifest = read_manifest(folder)
         read = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-        about, there = manifest["about"], {array["key"] for shard in manifest["shards"] for array in shard["arrays"]}
+        about, there = (
+            manifest["about"],
+            {array["key"] for shard in manifest["shards"] for array in shard["arrays"]},
+        )
         require_told(folder, about, "state", "optimizer")
         state = about.pop("state")
         places = state_places(strategy, optimizer, state)
         if about["optimizer"] != type(optimizer).__name__:
-            raise CheckpointError(f"{folder}: was trained by {about['optimizer']}, this training takes "
-                                  f"{type(optimizer).__name__}; take the same optimizer")
+            raise CheckpointError(
+                f"{folder}: was trained by {about['optimizer']}, this training takes "
+                f"{type(optimizer).__name__}; take the same optimizer"
+            )
         apart = ranks_apart(there)
         if apart and strategy.diverged is None:
-            raise CheckpointError(f"{folder}: was saved with local steps by {apart} ranks, each with a state of its "
-                                  f"own; go on with local steps")
+            raise CheckpointError(
+                f"{folder}: was saved with local steps by {apart} ranks, each with a state of its "
+                f"own; go on with local steps"
+            )
         if apart:
             require_told(folder, state, "local steps")
             places = [of_rank(place, group.rank % apart) for place in places]
@@ -170,7 +207,9 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
         elif strategy.diverged is not None:
             places = [of_all(place) for place in places]
             state["local steps"] = about.get("steps_done", 0)
-        wanted = zip(places, state_arrays(strategy, optimizer, changes=True, saved=state), strict=True)
+        wanted = zip(
+            places, state_arrays(strategy, optimizer, changes=True, saved=state), strict=True
+        )
         read_state(folder, manifest["shards"], wanted if apart else _without_outer(wanted))
         set_small_state(strategy, optimizer, state, group.rank)
     except (CheckpointError, OSError) as error:
@@ -181,11 +220,17 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
             return f"rank {others[0]} reads another checkpoint than rank 0; give all the same"
         taken = [keys for _, keys in told]
         left = sorted(key for key in there.difference(*taken) if not is_schemes(key))
-        return (f"{folder}: has {left[0]} and {len(left) - 1} other tensors that this training has not; it is of "
-                f"another model") if left else ""
+        return (
+            (
+                f"{folder}: has {left[0]} and {len(left) - 1} other tensors that this training "
+                "has not; it is of another model"
+            )
+            if left
+            else ""
+        )
 
     mine = sorted({place.key for place in places if place.size})
-    with unhurried(group):              # the slowest rank's disk decides
+    with unhurried(group):  # the slowest rank's disk decides
         problem = _verdict(group, problem, [read, mine], unknown)
     if problem:
         raise CheckpointError(problem)
@@ -193,11 +238,17 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
     return about
 
 
-# ----------------------------------------------------------------------------------------------------------- one rank
+# ----------------------------------------------------------------------------------------- one rank
+
 
 def layout_of(places: list[Place]) -> ShardLayout:
     """Of the file of a rank that writes these."""
-    return ShardLayout([(place.key, place.dtype, place.shape, stripes_of(place.runs), place.size) for place in places])
+    return ShardLayout(
+        [
+            (place.key, place.dtype, place.shape, stripes_of(place.runs), place.size)
+            for place in places
+        ]
+    )
 
 
 def write_shard(file: Path, layout: ShardLayout, arrays: Iterable[Any]) -> dict[str, Any]:
@@ -213,8 +264,11 @@ def write_shard(file: Path, layout: ShardLayout, arrays: Iterable[Any]) -> dict[
     return {"file": file.name, **writer.described()}
 
 
-def read_state(folder: Path, shards: list[dict[str, Any]], wanted: Iterable[tuple[Place, Any]]) -> None:
-    """Fill arrays with their numbers out of shard files, of which only those are opened that have some.
+def read_state(
+    folder: Path, shards: list[dict[str, Any]], wanted: Iterable[tuple[Place, Any]]
+) -> None:
+    """Fill arrays with their numbers out of shard files, of which only those are opened that have
+    some.
 
     Args:    wanted: each place with its flat array.
     Raises:  CheckpointError if a number is in no shard, has another dtype, or is damaged.
@@ -230,7 +284,8 @@ def read_state(folder: Path, shards: list[dict[str, Any]], wanted: Iterable[tupl
             numbers = np.empty(place.size, place.dtype)
             filled: list[np.ndarray] = []
             for number, index in having.get(place.key, []):
-                if number not in sized:     # else what the manifest claims may be more than memory holds
+                # else what the manifest claims may be more than memory holds
+                if number not in sized:
                     require_file(folder, shards[number])
                     sized.add(number)
                 copies = overlap(runs_of(shards[number]["arrays"][index]["stripes"]), place.runs)
@@ -239,14 +294,22 @@ def read_state(folder: Path, shards: list[dict[str, Any]], wanted: Iterable[tupl
                 if number not in readers:
                     readers[number] = ShardReader(folder / shards[number]["file"], shards[number])
                 entry = readers[number].entries[index]
-                if (entry.dtype, tuple(entry.shape)) != (dtype_name(place.dtype), tuple(place.shape)):
-                    raise CheckpointError(f"{folder}: {place.key} is {entry.dtype} {tuple(entry.shape)}, this training "
-                                          f"has {dtype_name(place.dtype)} {tuple(place.shape)}; build the same model")
+                if (entry.dtype, tuple(entry.shape)) != (
+                    dtype_name(place.dtype),
+                    tuple(place.shape),
+                ):
+                    raise CheckpointError(
+                        f"{folder}: {place.key} is {entry.dtype} {tuple(entry.shape)}, this "
+                        f"training has {dtype_name(place.dtype)} {tuple(place.shape)}; build the "
+                        "same model"
+                    )
                 readers[number].copy(entry, copies, numbers)
                 filled.append(copies[:, 1:])
             if missing := place.size - _covered(filled):
-                raise CheckpointError(f"{folder}: lacks {missing:,} of {place.size:,} numbers of {place.key}"
-                                      f"; it is of another model or optimizer")
+                raise CheckpointError(
+                    f"{folder}: lacks {missing:,} of {place.size:,} numbers of {place.key}"
+                    f"; it is of another model or optimizer"
+                )
             array[...] = to_device(numbers, device_of(array))
     finally:
         for reader in readers.values():
@@ -264,7 +327,8 @@ def require_file(folder: Path, shard: dict[str, Any]) -> None:
 
 
 def _covered(pieces: list[np.ndarray]) -> int:
-    """Return how many numbers the pieces, rows of (place, length), have together; two may have the same number."""
+    """Return how many numbers the pieces, rows of (place, length), have together; two may have the
+    same number."""
     if len(pieces) == 1 and len(pieces[0]) == 1:
         return int(pieces[0][0, 1])
     rows = np.concatenate([np.empty((0, 2), np.int64), *pieces])
@@ -274,12 +338,19 @@ def _covered(pieces: list[np.ndarray]) -> int:
     return int((ends - np.minimum(starts, ends)).sum())
 
 
-# ---------------------------------------------------------------------------------------------------------- all ranks
+# ---------------------------------------------------------------------------------------- all ranks
+
 
 def share_out(places: list[Place], group: Group) -> list[int]:
-    """Which of its places this rank writes: of several ranks that have a place, the one with least to write so far."""
-    told = share_records(group, [[place.key, stripes_of(place.runs), place.size * place.dtype.itemsize]
-                                 for place in places])
+    """Which of its places this rank writes: of several ranks that have a place, the one with least
+    to write so far."""
+    told = share_records(
+        group,
+        [
+            [place.key, stripes_of(place.runs), place.size * place.dtype.itemsize]
+            for place in places
+        ],
+    )
     holders: dict[str, list[tuple[int, int, int]]] = {}
     for rank, record in enumerate(told):
         for index, (key, stripes, nbytes) in enumerate(record):
@@ -287,7 +358,9 @@ def share_out(places: list[Place], group: Group) -> list[int]:
                 holders.setdefault(json.dumps([key, stripes]), []).append((rank, index, nbytes))
     loads, mine = [0] * group.size, []
     for candidates in holders.values():
-        rank, index, nbytes = min(candidates, key=lambda candidate: (loads[candidate[0]], candidate[0]))
+        rank, index, nbytes = min(
+            candidates, key=lambda candidate: (loads[candidate[0]], candidate[0])
+        )
         loads[rank] += nbytes
         if rank == group.rank:
             mine.append(index)
@@ -306,8 +379,9 @@ def _common_draft(stack: ExitStack, folder: Path, group: Group) -> Path:
     if group.rank == 0:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            inside = stack.enter_context(scratch(folder.parent)) / folder.name      # scratch itself is private
-            inside.mkdir()                                                          # follows the umask, as files do
+            # scratch itself is private
+            inside = stack.enter_context(scratch(folder.parent)) / folder.name
+            inside.mkdir()  # follows the umask, as files do
             draft = str(inside)
         except OSError as error:
             problem = f"rank 0 cannot make a folder in {folder.parent}: {error.strerror}"
@@ -333,9 +407,12 @@ def _not_saved(folder: Path, problem: str) -> str:
 def _verdict(group: Group, problem: str, value: Any, judge: Callable[[list[Any]], str]) -> str:
     """What is wrong, the same text on every rank; "" if nothing is.
 
-    It is the problem of the lowest rank that has one. If none has, rank 0 calls `judge` with the values of all ranks.
+    It is the problem of the lowest rank that has one. If none has, rank 0 calls `judge` with the
+    values of all ranks.
     """
     told = gather_records(group, [visible(problem), value])
     if told is not None:
-        problem = next((text for text, _ in told if text), "") or judge([value for _, value in told])
+        problem = next((text for text, _ in told if text), "") or judge(
+            [value for _, value in told]
+        )
     return str(hand_out_record(group, visible(problem)))

@@ -1,20 +1,23 @@
-"""Chapter 26 · Elastic training: ranks may die and join, and the training goes on without a restart.
+"""Chapter 26 · Elastic training: ranks may die and join, and the training goes on without a
+restart.
 
     generation 1, 4 ranks   step 40   step 41   step 42 ✗ rank 2 is killed
     generation 2, 3 ranks                       step 42   step 43            from the copies of step 41 in memory
     generation 3, 4 ranks                                          step 44   a new process has started and joins
 
-The idea. A rank that waits for a lost one gets PeerLostError, in whatever call it is. Its process need not end: it
-closes the world, and gets a rank in the next generation from the launcher (launch/elastic_job.py). There the ranks
-agree on the newest step that they hold whole (peer_copies.py), make a Trainer for the new plan, and fill its state.
-If they hold none whole, because a rank was lost together with its partner, they take the newest checkpoint.
+The idea. A rank that waits for a lost one gets PeerLostError, in whatever call it is. Its process
+need not end: it closes the world, and gets a rank in the next generation from the launcher
+(launch/elastic_job.py). There the ranks agree on the newest step that they hold whole
+(peer_copies.py), make a Trainer for the new plan, and fill its state. If they hold none whole,
+because a rank was lost together with its partner, they take the newest checkpoint.
 
-Ranks that meet seldom (local steps, kept_replica.py) or never (asynchronous servers, kept_shards.py) do not go back to
-a common step: each goes on from what it has.
+Ranks that meet seldom (local steps, kept_replica.py) or never (asynchronous servers,
+kept_shards.py) do not go back to a common step: each goes on from what it has.
 
-What holds: the update of each step is made once, on the state before it; a step that was broken off is made again
-from the beginning. The batch of a step follows from seed and step, so the losses are those of a training that changes
-its plan between the same steps on purpose (Trainer.change_plan); under the same plan they are the same bits.
+What holds: the update of each step is made once, on the state before it; a step that was broken off
+is made again from the beginning. The batch of a step follows from seed and step, so the losses are
+those of a training that changes its plan between the same steps on purpose (Trainer.change_plan);
+under the same plan they are the same bits.
 
 notes:   N2 §12.4 资源弹性调度 (N2:557)
 Source:  Thorpe et al. 2023, "Bamboo"; Jang et al. 2023, "Oobleck" (2309.08125).
@@ -48,7 +51,7 @@ from minidist.survive.kept_shards import KeptShards
 from minidist.survive.manifest import unpacked
 from minidist.survive.peer_copies import PeerCopies
 
-WAIT_LIMIT = 120.0      # seconds of one wait inside a generation
+WAIT_LIMIT = 120.0  # seconds of one wait inside a generation
 
 
 AGREED = ("met", "made", "versions")
@@ -63,17 +66,24 @@ class Survivor:
     """What a process keeps from one generation to the next.
 
     Args:       job: its place in the job. copies: of its state (None: PeerCopies, after each step).
-                newest: complete checkpoints, the newest first; where the ranks of a generation hold no state, the
-                first that is whole is taken. Rank 0's list counts.
-    Attributes: losses, seconds, generations: of each step that counts, this process having been there or not; 0 is no
+                newest: complete checkpoints, the newest first; where the ranks of a generation hold
+                no state, the first that is whole is taken. Rank 0's list counts.
+    Attributes: losses, seconds, generations: of each step that counts, this process having been
+    there or not; 0 is no
                 generation of this job: the step was made before it.
                 past: what this process sent in each generation that is over.
     """
 
-    def __init__(self, job: Generations, *, copies: PeerCopies | KeptReplica | KeptShards | None = None,
-                 newest: Callable[[], Sequence[Path]] = lambda: ()) -> None:
+    def __init__(
+        self,
+        job: Generations,
+        *,
+        copies: PeerCopies | KeptReplica | KeptShards | None = None,
+        newest: Callable[[], Sequence[Path]] = lambda: (),
+    ) -> None:
         self.job, self._newest, self._copies = job, newest, copies or PeerCopies()
-        self._late = deque[LateLoss]()      # of steps that are made, the losses that this process has not read
+        # of steps that are made, the losses that this process has not read
+        self._late = deque[LateLoss]()
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.generations: list[int] = []
@@ -82,7 +92,8 @@ class Survivor:
         self._trainer: Trainer | None = None
 
     def begin(self, trainer: Trainer) -> None:
-        """Before the first step of a generation: give a new Trainer the state that the ranks hold, or a checkpoint's.
+        """Before the first step of a generation: give a new Trainer the state that the ranks hold,
+        or a checkpoint's.
 
         Raises: CheckpointError if there is neither, and the job has begun and does not save.
         """
@@ -95,10 +106,20 @@ class Survivor:
         self._copies.begin(trainer, self.job.number)
         self._fresh = True
         if trainer.world.rank == 0:
-            self.job.tell("formed", **{"step": trainer.steps_done, **(self._copies.formed if restored else {})})
+            self.job.tell(
+                "formed",
+                **{"step": trainer.steps_done, **(self._copies.formed if restored else {})},
+            )
 
-    def after_step(self, trainer: Trainer, loss: float | LateLoss, seconds: float,
-                   then: Callable[[], None] = lambda: None, *, behind: int = 0) -> None:
+    def after_step(
+        self,
+        trainer: Trainer,
+        loss: float | LateLoss,
+        seconds: float,
+        then: Callable[[], None] = lambda: None,
+        *,
+        behind: int = 0,
+    ) -> None:
         """After a step: note it and keep the state, then do what is due.
 
         Args:   behind: so many losses may stay unread, on their way.
@@ -121,7 +142,8 @@ class Survivor:
             raise Regrouping
 
     def serve(self, trainer: Trainer, batch: Batch) -> bool:
-        """On an asynchronous server: serve until all workers have finished or paused. Elsewhere nothing, and False."""
+        """On an asynchronous server: serve until all workers have finished or paused. Elsewhere
+        nothing, and False."""
         strategy: Any = trainer.strategy
         if not (strategy.asynchronous and strategy.serves):
             return False
@@ -131,8 +153,8 @@ class Survivor:
         return True
 
     def finish(self, trainer: Trainer) -> None:
-        """After the last step, read all losses. Raises: Regrouping if asynchronous workers are not at their last step.
-        """
+        """After the last step, read all losses. Raises: Regrouping if asynchronous workers are not
+        at their last step."""
         self.read()
         strategy: Any = trainer.strategy
         if strategy.asynchronous:
@@ -147,13 +169,21 @@ class Survivor:
             self._late.popleft()
 
     def release(self) -> None:
-        """After a generation: note what was sent in it; let its trainer's threads, files and arrays go."""
+        """After a generation: note what was sent in it; let its trainer's threads, files and arrays
+        go."""
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             ledger = trainer.world.ledger
-            self.past.append({"generation": self.job.number, "process": self.job.process, "rank": trainer.world.rank,
-                              "steps": trainer.steps_here, "sent_bytes": ledger.sent_bytes("step"),
-                              "messages": ledger.messages("step")})
+            self.past.append(
+                {
+                    "generation": self.job.number,
+                    "process": self.job.process,
+                    "rank": trainer.world.rank,
+                    "steps": trainer.steps_here,
+                    "sent_bytes": ledger.sent_bytes("step"),
+                    "messages": ledger.messages("step"),
+                }
+            )
             with suppress(MinidistError):
                 while self._late and self._late[0].done():
                     self.read(len(self._late) - 1)
@@ -166,16 +196,19 @@ class Survivor:
         gc.collect()
 
     def _even(self, count: int) -> None:
-        """The notes are of `count` steps: a step whose loss came after it was broken off was made in this generation.
-        """
+        """The notes are of `count` steps: a step whose loss came after it was broken off was made
+        in this generation."""
         more = max(0, count - len(self.seconds))
         self.seconds = [*self.seconds, *more * [0.0]][:count]
         self.generations = [*self.generations, *more * [self.job.number]][:count]
 
     def _load(self, trainer: Trainer) -> None:
-        """Go on from the newest checkpoint that is whole. Without any a job begins, or begins anew if it saves."""
+        """Go on from the newest checkpoint that is whole. Without any a job begins, or begins anew
+        if it saves."""
         problems = []
-        for name in share_records(trainer.world, [os.fsencode(folder) for folder in self._newest()])[0]:
+        for name in share_records(
+            trainer.world, [os.fsencode(folder) for folder in self._newest()]
+        )[0]:
             name = os.fsdecode(name)
             try:
                 about = trainer.load(name)
@@ -185,32 +218,48 @@ class Survivor:
         else:
             if not problems and (self.job.saves or not self.job.begun):
                 if self.job.begun and trainer.world.rank == 0:
-                    say_line("minidist: ranks were lost with the only copies of their state, before the first "
-                             "checkpoint; beginning anew")
+                    say_line(
+                        "minidist: ranks were lost with the only copies of their state, before "
+                        "the first checkpoint; beginning anew"
+                    )
                 self._take_history({}, 0)
                 return
             why = problems[0] if problems else "there is no checkpoint"
-            why = f"ranks were lost with the only copies of their state, and {why}" if self.job.begun else why
+            why = (
+                f"ranks were lost with the only copies of their state, and {why}"
+                if self.job.begun
+                else why
+            )
             self.job.tell("give_up", why=why)
             raise CheckpointError(why)
         if trainer.world.rank == 0:
             for problem in problems:
-                say_line(f"minidist: {problem.removesuffix('; take an older checkpoint')}; taking {Path(name).name}")
+                say_line(
+                    f"minidist: {problem.removesuffix('; take an older checkpoint')}; taking "
+                    f"{Path(name).name}"
+                )
             if self.job.begun:
-                say_line(f"minidist: ranks were lost with the only copies of their state; going on from {name}")
+                say_line(
+                    "minidist: ranks were lost with the only copies of their state; going on "
+                    f"from {name}"
+                )
         self._take_history(about.get("metrics", {}), trainer.steps_done)
 
     def _take_history(self, told: dict[str, Any], done: int) -> None:
-        """The steps so far as the checkpoint tells them, where this process does not know them all."""
+        """The steps so far as the checkpoint tells them, where this process does not know them
+        all."""
         if len(self.losses) < done:
             self.losses = unpacked(told.get("losses", []))
             self.seconds = [told.get("step_seconds", 0.0)] * len(self.losses)
             self.generations = unpacked(told.get("generations", [])) if self.job.begun else []
         self.losses, self.seconds = self.losses[:done], self.seconds[:done]
-        self.generations = [*[0] * (len(self.losses) - len(self.generations)), *self.generations][:len(self.losses)]
+        self.generations = [*[0] * (len(self.losses) - len(self.generations)), *self.generations][
+            : len(self.losses)
+        ]
 
     def _share_history(self, trainer: Trainer, known: list[int]) -> None:
-        """What is noted of the steps so far, from the first rank that knows most, if one does not know them all.
+        """What is noted of the steps so far, from the first rank that knows most, if one does not
+        know them all.
 
         Args: known: how many steps each rank knows.
         """
@@ -223,17 +272,30 @@ class Survivor:
                 told = world.broadcast(notes if world.rank == source else None, root=source)
             notes = np.concatenate([notes, told[:, mine:]], axis=1)
         notes = notes[:, :done]
-        self.losses, self.seconds = notes[0].tolist() + missing, notes[1].tolist() + len(missing) * [0.0]
-        self.generations = [int(number) for number in notes[2]] + len(missing) * [self.job.number - 1]
+        self.losses, self.seconds = (
+            notes[0].tolist() + missing,
+            notes[1].tolist() + len(missing) * [0.0],
+        )
+        self.generations = [int(number) for number in notes[2]] + len(missing) * [
+            self.job.number - 1
+        ]
 
     def records(self, world: Group) -> list[dict[str, Any]]:
-        """On rank 0 the generations as metrics.json has them, on others nothing. Every rank calls it at the end."""
+        """On rank 0 the generations as metrics.json has them, on others nothing. Every rank calls
+        it at the end."""
         past = gather_records(world, self.past)
-        return [] if past is None else describe(self.job.records(), [sent for own in past for sent in own])
+        return (
+            []
+            if past is None
+            else describe(self.job.records(), [sent for own in past for sent in own])
+        )
 
 
-def go_on(survivor: Survivor, work: Callable[[Group], int], *, transport: str | None, threads: int | None) -> int:
-    """Do `work(world)` in one generation after another, until it is done in one; returns what it returned.
+def go_on(
+    survivor: Survivor, work: Callable[[Group], int], *, transport: str | None, threads: int | None
+) -> int:
+    """Do `work(world)` in one generation after another, until it is done in one; returns what it
+    returned.
 
     A process that the job no longer needs returns 0.
     Raises: what the work raises for another reason than a lost rank or connection.
@@ -256,12 +318,15 @@ def go_on(survivor: Survivor, work: Callable[[Group], int], *, transport: str | 
 
 
 def rehearse(zero: int = 0) -> None:
-    """Train a tiny model alone: what is loaded at its first use is there before this process is needed."""
-    np.median([0.0])                                        # for the median step: 10 ms of modules
+    """Train a tiny model alone: what is loaded at its first use is there before this process is
+    needed."""
+    np.median([0.0])  # for the median step: 10 ms of modules
     world = Group(loopback(0, WAIT_LIMIT), Ledger(0), (0,))
     tokens, copies = np.zeros((1, 4), np.int64), PeerCopies()
     with account.use(account.MemoryAccount()):
-        trainer = Trainer(Plan(zero=zero), GPTConfig(vocabulary=4, context=4, layers=1, width=8, heads=1), world)
+        trainer = Trainer(
+            Plan(zero=zero), GPTConfig(vocabulary=4, context=4, layers=1, width=8, heads=1), world
+        )
         copies.begin(trainer, 0)
         trainer.step((tokens, tokens))
         copies.keep(trainer)
@@ -270,27 +335,43 @@ def rehearse(zero: int = 0) -> None:
     world.close()
 
 
-def describe(records: list[dict[str, Any]], past: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+def describe(
+    records: list[dict[str, Any]], past: Sequence[dict[str, Any]] = ()
+) -> list[dict[str, Any]]:
     """The generations as metrics.json has them.
 
     Args:    past: `Survivor.past` of those processes that live; what others sent is lost with them.
-    Returns: of each generation, `processes` and, where there are several, `hosts` by rank; `lost`: since the one
-             before; `began`, `ended`: seconds of the job; `met`, `made`, `versions`: as kept_replica.py and
-             kept_shards.py have them; `seconds`: from the end of the one before to a step that counts; `ranks`: from
-             `past`.
+    Returns: of each generation, `processes` and, where there are several, `hosts` by rank; `lost`:
+    since the one
+             before; `began`, `ended`: seconds of the job; `met`, `made`, `versions`: as
+             kept_replica.py and kept_shards.py have them; `seconds`: from the end of the one before
+             to a step that counts; `ranks`: from `past`.
     """
     told: list[dict[str, Any]] = []
     for number, record in enumerate(records):
         ended = _end(records[number - 1]) if number else 0.0
         stepped = record.get("stepped")
-        told.append({**{key: record[key] for key in ("generation", "size", "processes", "joined", "lost")},
-                     "step": record.get("step"),
-                     **{key: record[key] for key in (*AGREED, "hosts") if key in record},
-                     "began": record.get("forming"), "ended": _end(record),
-                     "seconds": None if stepped is None or ended is None else round(stepped - ended, 4),
-                     "ranks": sorted(({key: value for key, value in sent.items() if key != "generation"}
-                                      for sent in past if sent["generation"] == record["generation"]),
-                                     key=lambda sent: sent["rank"])})
+        told.append(
+            {
+                **{
+                    key: record[key]
+                    for key in ("generation", "size", "processes", "joined", "lost")
+                },
+                "step": record.get("step"),
+                **{key: record[key] for key in (*AGREED, "hosts") if key in record},
+                "began": record.get("forming"),
+                "ended": _end(record),
+                "seconds": None if stepped is None or ended is None else round(stepped - ended, 4),
+                "ranks": sorted(
+                    (
+                        {key: value for key, value in sent.items() if key != "generation"}
+                        for sent in past
+                        if sent["generation"] == record["generation"]
+                    ),
+                    key=lambda sent: sent["rank"],
+                ),
+            }
+        )
     return told
 
 

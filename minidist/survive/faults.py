@@ -1,4 +1,5 @@
-"""Chapter 26 · Faults: what a storm does to an elastic job, from outside, and how the job can notice.
+"""Chapter 26 · Faults: what a storm does to an elastic job, from outside, and how the job can
+notice.
 
     kill        kill -9 of a rank                                              its connections end, in milliseconds
     stop        SIGSTOP of a rank: it neither answers nor ends                 it is stopped at every look for a while
@@ -9,8 +10,9 @@
     slow        for a while every fsync of the job takes long                  a save lasts; the steps go on
     launcher    kill -9 of the launcher, and its command again, with --resume  its ranks end; the checkpoint is whole
 
-A rank is a process number, chosen at random among those of the present generation. The disk's faults are made in the
-job's processes by a module that Python loads when it starts (`disk_module`): only a storm starts them with it.
+A rank is a process number, chosen at random among those of the present generation. The disk's
+faults are made in the job's processes by a module that Python loads when it starts (`disk_module`):
+only a storm starts them with it.
 """
 
 import contextlib
@@ -26,9 +28,9 @@ from minidist.files import open_regular
 from minidist.survive.manifest import checkpoints
 
 FAULTS = ("kill", "stop", "cut", "torn", "flip", "full", "slow", "launcher")
-WITHOUT_DISK = ("kill", "stop", "cut")      # that no checkpoint is needed for
+WITHOUT_DISK = ("kill", "stop", "cut")  # that no checkpoint is needed for
 
-_PIDFD_GETFD = 438      # a system call of Linux 5.6, the same number on all its machines
+_PIDFD_GETFD = 438  # a system call of Linux 5.6, the same number on all its machines
 _DISK = '''"""For a storm: fsync as a disk does it that is full, or slow, while a file of that name is here."""
 import errno, os, time
 
@@ -46,9 +48,12 @@ os.fsync = fsync
 
 
 def disk_module(folder: Path) -> dict[str, str]:
-    """Write the module by which processes get a disk that can be full or slow; the environment that has it loaded."""
+    """Write the module by which processes get a disk that can be full or slow; the environment that
+    has it loaded."""
     (folder / "sitecustomize.py").write_text(_DISK, encoding="utf-8")
-    return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    return {
+        "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    }
 
 
 def set_disk(folder: Path, kind: str, *, on: bool) -> None:
@@ -64,7 +69,8 @@ def kill_all(pids: Sequence[int]) -> None:
 
 
 def damage(run: Path, kind: str, chance: random.Random) -> dict[str, str]:
-    """Damage a shard of the newest checkpoint: "torn" or "flip". Returns: which. Raises: OSError if there is none."""
+    """Damage a shard of the newest checkpoint: "torn" or "flip". Returns: which. Raises: OSError if
+    there is none."""
     there = checkpoints(run)
     if len(there) < 2:
         raise OSError(f"{run} has no checkpoint to go back to")
@@ -86,7 +92,8 @@ def damage(run: Path, kind: str, chance: random.Random) -> dict[str, str]:
 def cut_connection(pid: int, chance: random.Random) -> None:
     """Shut down one of the TCP connections of another process of this user.
 
-    Raises: OSError if it has none, or the system does not allow it (Linux 5.6 or newer, a child or grandchild of ours).
+    Raises: OSError if it has none, or the system does not allow it (Linux 5.6 or newer, a child or
+    grandchild of ours).
     """
     folder = Path(f"/proc/{pid}/fd")
     files = [int(file.name) for file in folder.iterdir() if os.readlink(file).startswith("socket:")]

@@ -2,13 +2,14 @@
 
     a segment:   work for `interval` seconds | save | work | save | …        an interruption loses the segment so far
 
-A save of δ seconds every τ seconds costs the part δ / τ of the time. An interruption every M seconds on average loses
-half a segment, τ / 2, so it costs τ / (2 M). The sum is smallest where both are equal: τ = √(2 δ M), and then it is
-√(2 δ / M) of the time. More exactly, with interruptions at random moments (exponential times between them), a segment
-with its save and R seconds for each restart takes M exp(R / M) (exp((τ + δ) / M) - 1) seconds on average.
+A save of δ seconds every τ seconds costs the part δ / τ of the time. An interruption every M
+seconds on average loses half a segment, τ / 2, so it costs τ / (2 M). The sum is smallest where
+both are equal: τ = √(2 δ M), and then it is √(2 δ / M) of the time. More exactly, with
+interruptions at random moments (exponential times between them), a segment with its save and R
+seconds for each restart takes M exp(R / M) (exp((τ + δ) / M) - 1) seconds on average.
 
-Source:  Young 1974, "A first order approximation to the optimum checkpoint interval"; Daly 2006, "A higher order
-         estimate of the optimum checkpoint interval for restart dumps".
+Source:  Young 1974, "A first order approximation to the optimum checkpoint interval"; Daly 2006, "A
+         higher order estimate of the optimum checkpoint interval for restart dumps".
 """
 
 import math
@@ -19,7 +20,8 @@ from minidist.errors import ConfigError
 def best_interval(save: float, between: float) -> float:
     """√(2 δ M), in seconds of work between two saves.
 
-    Args:    save: seconds that training stands still for a save (δ); between: mean seconds between interruptions (M).
+    Args:    save: seconds that training stands still for a save (δ); between: mean seconds between
+             interruptions (M).
     Raises:  ConfigError unless both are above 0.
     """
     _check(save=save, between=between)
@@ -27,7 +29,8 @@ def best_interval(save: float, between: float) -> float:
 
 
 def steps_between(save: float, between: float, step: float) -> int:
-    """The best interval in steps of `step` seconds; at least 1. Args and Raises: as best_interval's."""
+    """The best interval in steps of `step` seconds; at least 1. Args and Raises: as
+    best_interval's."""
     _check(step=step)
     return max(1, round(best_interval(save, between) / step))
 
@@ -43,7 +46,7 @@ def goodput(interval: float, *, save: float, between: float, restart: float = 0.
     if not 0 <= restart < math.inf:
         raise ConfigError(f"goodput: restart is {restart!r}; seconds, at least 0")
     exponent = (interval + save) / between
-    if exponent + restart / between > 700:          # beyond the range of exp: nothing is ever finished
+    if exponent + restart / between > 700:  # beyond the range of exp: nothing is ever finished
         return 0.0
     return interval / (between * math.exp(restart / between) * math.expm1(exponent))
 

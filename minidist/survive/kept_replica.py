@@ -1,30 +1,35 @@
-"""Chapter 26 · Ranks that meet seldom: what each keeps when another is lost, and what a new one takes.
+"""Chapter 26 · Ranks that meet seldom: what each keeps when another is lost, and what a new one
+takes.
 
     generation 1   ranks 0 1 2   meeting 4 ... step 47   step 48   ✗ rank 1 is killed
     generation 2   ranks 0   1                           step 48   step 49   step 50: meeting 5 of two
     generation 3   ranks 0 2 1                                                       step 51   a new rank has joined
 
-With local steps (chapter 21) each rank has weights of its own. So no copy of them is kept anywhere, no step is made
-again, and nothing is done from step to step: after a loss each rank goes on from the weights that it has.
+With local steps (chapter 21) each rank has weights of its own. So no copy of them is kept anywhere,
+no step is made again, and nothing is done from step to step: after a loss each rank goes on from
+the weights that it has.
 
 What the ranks of a new generation agree on:
 
-    the step        the newest that one of them has made. A rank that was a step behind leaves that step out: its
-                    weights stay, and it goes on with the same step as the others.
-    the meetings    the most that one of them has held (compress/broken_meeting.py). A rank that has held fewer takes
-                    the common weights and the outer momentum from the first that has held so many. A meeting that no
-                    rank of them has held is held again, by them.
+    the step        the newest that one of them has made. A rank that was a step behind leaves that
+                    step out: its weights stay, and it goes on with the same step as the others.
+    the meetings    the most that one of them has held (compress/broken_meeting.py). A rank that has
+                    held fewer takes the common weights and the outer momentum from the first that
+                    has held so many. A meeting that no rank of them has held is held again, by
+                    them.
 
-So common weights and outer momentum have the same bits on all ranks, and each rank's own weights are its own. A rank
-that is new, or has missed two periods, begins with the common weights and with the inner optimizer's state of the
-first rank that goes on: Adam's moments are similar on all ranks, and zeros would give large first steps.
+So common weights and outer momentum have the same bits on all ranks, and each rank's own weights
+are its own. A rank that is new, or has missed two periods, begins with the common weights and with
+the inner optimizer's state of the first rank that goes on: Adam's moments are similar on all ranks,
+and zeros would give large first steps.
 
 Losses of steps whose sum never came are the mean over the rows of the ranks that are left.
 
-Cost:    nothing from step to step. After a loss: the outer state once for each rank that has held fewer meetings; for
-         each new rank the inner optimizer's state beside it.
-Source:  Douillard et al. 2023 (2311.08105), section 3.1: ranks that come and go; Jaghouar et al. 2024, "INTELLECT-1
-         Technical Report" (2412.01152): new ranks take the outer state from a peer.
+Cost:    nothing from step to step. After a loss: the outer state once for each rank that has held
+         fewer meetings; for each new rank the inner optimizer's state beside it.
+Source:  Douillard et al. 2023 (2311.08105), section 3.1: ranks that come and go; Jaghouar et al.
+         2024, "INTELLECT-1 Technical Report" (2412.01152): new ranks take the outer state from a
+         peer.
 """
 
 from collections.abc import Sequence
@@ -42,29 +47,32 @@ from minidist.parallel.hybrid.hybrid import Trainer
 
 
 def plain_go_on(group: Group, held: int, common: np.ndarray, momentum: np.ndarray) -> int:
-    """After a loss, in the group of the ranks that are left: how many meetings count; their outer state, on all."""
+    """After a loss, in the group of the ranks that are left: how many meetings count; their outer
+    state, on all."""
     counts = group.all_gather(np.array([held]))
-    source = int(counts.argmax())                       # a sum that has arrived on one rank is whole
+    source = int(counts.argmax())  # a sum that has arrived on one rank is whole
     for state in (common, momentum):
         state[...] = group.broadcast(state, root=source)
-    return int(counts[source])                          # one fewer than are due: that meeting is held again
+    return int(counts[source])  # one fewer than are due: that meeting is held again
 
 
-# `KeptReplica` below adds what a process keeps from one group to the next, ranks that are a step behind, new ranks,
-# fragments that are on their way (streaming.py), and sends the state to those ranks alone that lack it.
+# `KeptReplica` below adds what a process keeps from one group to the next, ranks that are a step
+# behind, new ranks, fragments that are on their way (streaming.py), and sends the state to those
+# ranks alone that lack it.
 
 Marks = dict[str, Any]
 """How far a rank is: steps, met, merged, rows, recent, as in LocalSteps."""
 
 
 class Replica(NamedTuple):
-    """What a rank had when it left a generation. The arrays are those of its trainer, which is gone."""
+    """What a rank had when it left a generation. The arrays are those of its trainer, which is
+    gone."""
 
     marks: Marks
     own: Array
-    outer: list[Array]          # the common weights, then the outer momentum by fragment
-    inner: list[Array]          # the inner optimizer's, by tensor
-    counts: list[int]           # updates of each tensor: the inner optimizer's, then the outer one's
+    outer: list[Array]  # the common weights, then the outer momentum by fragment
+    inner: list[Array]  # the inner optimizer's, by tensor
+    counts: list[int]  # updates of each tensor: the inner optimizer's, then the outer one's
 
 
 class KeptReplica:
@@ -72,13 +80,14 @@ class KeptReplica:
 
     Args:       period: H, the steps from meeting to meeting.
     Attributes: missing: losses of the newest steps, which no rank's sum of losses has.
-                formed: for the job's record: `met`, and `made`: how many steps each rank had made (None: it is new).
+                formed: for the job's record: `met`, and `made`: how many steps each rank had made
+                (None: it is new).
     """
 
     def __init__(self, period: int) -> None:
         self.period = period
         self._kept: Replica | None = None
-        self._whole = False                 # the present trainer's state is
+        self._whole = False  # the present trainer's state is
         self.missing: list[float] = []
         self.formed: dict[str, Any] = {}
 
@@ -86,7 +95,8 @@ class KeptReplica:
         """Fill the trainer's state: with what this rank has, and what it lacks from the others.
 
         Args:    known: the number of losses that this rank knows.
-        Returns: whether a rank has a state, else nothing is changed; and how many losses each knows.
+        Returns: whether a rank has a state, else nothing is changed; and how many losses each
+        knows.
                  Every rank calls it.
         """
         self._whole, kept, strategy = False, self._kept, _local(trainer)
@@ -96,7 +106,9 @@ class KeptReplica:
         if not there:
             return False, known_by
         step, met = max(each["steps"] for each in there), max(each["met"] for each in there)
-        going_on = [each is not None and each["steps"] + 2 * strategy.every > step for each in marks]
+        going_on = [
+            each is not None and each["steps"] + 2 * strategy.every > step for each in marks
+        ]
         mine = kept if going_on[trainer.world.rank] else None
         strategy.steps, strategy.met, strategy.rows = step, met, max(each["rows"] for each in there)
         if mine is not None:
@@ -106,8 +118,12 @@ class KeptReplica:
             strategy.own[...], strategy.merged = strategy.common, min(strategy.due(step)[1], met)
         trainer.steps_done = trainer.steps_before = step
         self.missing = [_mean_loss(there, each) for each in range(max(known_by) + 1, step + 1)]
-        self.formed = {"met": met, "made": [each["steps"] if goes else None
-                                            for each, goes in zip(marks, going_on, strict=True)]}
+        self.formed = {
+            "met": met,
+            "made": [
+                each["steps"] if goes else None for each, goes in zip(marks, going_on, strict=True)
+            ],
+        }
         self._whole, self._kept = True, None
         catch_up(strategy)
         return True, known_by
@@ -120,8 +136,8 @@ class KeptReplica:
         """After a step: nothing."""
 
     def boundary(self, step: int) -> int:
-        """The meeting after which all may leave, `step` steps being done on rank 0: others may be a step ahead of it.
-        """
+        """The meeting after which all may leave, `step` steps being done on rank 0: others may be a
+        step ahead of it."""
         return -(-(step + 2) // self.period) * self.period
 
     def leave(self, trainer: Trainer) -> None:
@@ -136,9 +152,13 @@ class KeptReplica:
         self._whole, strategy = False, _local(trainer)
         leave(strategy)
         marks = {name: getattr(strategy, name) for name in ("steps", "met", "merged", "rows")}
-        self._kept = Replica({**marks, "recent": [list(each) for each in strategy.recent]}, strategy.own,
-                             _outer_arrays(strategy), _inner_arrays(trainer.optimizer),
-                             [slot.steps for slot in (*trainer.optimizer.slots, *strategy.outer.slots)])
+        self._kept = Replica(
+            {**marks, "recent": [list(each) for each in strategy.recent]},
+            strategy.own,
+            _outer_arrays(strategy),
+            _inner_arrays(trainer.optimizer),
+            [slot.steps for slot in (*trainer.optimizer.slots, *strategy.outer.slots)],
+        )
 
 
 def _local(trainer: Trainer) -> LocalSteps:
@@ -148,7 +168,10 @@ def _local(trainer: Trainer) -> LocalSteps:
 
 
 def _outer_arrays(strategy: LocalSteps) -> list[Array]:
-    return [strategy.common, *(array for slot in strategy.outer.slots for array in slot.state.values())]
+    return [
+        strategy.common,
+        *(array for slot in strategy.outer.slots for array in slot.state.values()),
+    ]
 
 
 def _inner_arrays(optimizer: Optimizer) -> list[Array]:
@@ -163,15 +186,18 @@ def _fill(trainer: Trainer, kept: Replica) -> None:
     arrays = [*_outer_arrays(strategy), *_inner_arrays(trainer.optimizer)]
     for array, had in zip(arrays, [*kept.outer, *kept.inner], strict=True):
         array[...] = had
-    for slot, count in zip((*trainer.optimizer.slots, *strategy.outer.slots), kept.counts, strict=True):
+    for slot, count in zip(
+        (*trainer.optimizer.slots, *strategy.outer.slots), kept.counts, strict=True
+    ):
         slot.steps = count
 
 
 def _hand_out(trainer: Trainer, going_on: Sequence[bool], met_all: Sequence[bool]) -> None:
-    """The first rank that has held all meetings sends the outer state to those that have not. New ranks get the inner
-    state of the first rank that goes on, too.
+    """The first rank that has held all meetings sends the outer state to those that have not. New
+    ranks get the inner state of the first rank that goes on, too.
 
-    Args: of each rank: whether it goes on with weights of its own; whether it has held all meetings.
+    Args: of each rank: whether it goes on with weights of its own; whether it has held all
+    meetings.
     """
     world, strategy = trainer.world, _local(trainer)
     source, teacher = met_all.index(True), going_on.index(True)
@@ -180,11 +206,16 @@ def _hand_out(trainer: Trainer, going_on: Sequence[bool], met_all: Sequence[bool
             if not (going_on[rank] and met_all[rank]):
                 _send_state(world, source, rank, _outer_arrays(strategy), strategy.outer)
             if not going_on[rank]:
-                _send_state(world, teacher, rank, _inner_arrays(trainer.optimizer), trainer.optimizer)
+                _send_state(
+                    world, teacher, rank, _inner_arrays(trainer.optimizer), trainer.optimizer
+                )
 
 
-def _send_state(world: Group, source: int, rank: int, arrays: Sequence[Array], optimizer: Optimizer) -> None:
-    """Arrays, and how often the optimizer has updated each of its tensors, from one rank to another."""
+def _send_state(
+    world: Group, source: int, rank: int, arrays: Sequence[Array], optimizer: Optimizer
+) -> None:
+    """Arrays, and how often the optimizer has updated each of its tensors, from one rank to
+    another."""
     if world.rank == source:
         for array in arrays:
             world.send(array, rank)
@@ -198,6 +229,8 @@ def _send_state(world: Group, source: int, rank: int, arrays: Sequence[Array], o
 
 def _mean_loss(marks: Sequence[Marks], step: int) -> float:
     """The mean loss of a step over the rows of those that remember it; NaN if none does."""
-    shares = [(loss, rows) for each in marks for number, loss, rows in each["recent"] if number == step]
+    shares = [
+        (loss, rows) for each in marks for number, loss, rows in each["recent"] if number == step
+    ]
     rows = sum(share for _, share in shares)
     return sum(loss for loss, _ in shares) / rows if rows else float("nan")

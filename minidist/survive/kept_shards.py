@@ -1,27 +1,32 @@
-"""Chapter 26 · Asynchronous servers and workers: what each keeps when another is lost, and what a new one takes.
+"""Chapter 26 · Asynchronous servers and workers: what each keeps when another is lost, and what a
+new one takes.
 
     lost       what is lost with it                                    what the others do
     a worker   the gradients that it was making                        nothing: no rank stops
     a server   the updates of its keys since it last sent a copy       leave, and begin again with the same weights
 
-Workers of asynchronous servers (chapter 06) never wait for each other, so the loss of a worker stops no rank. When a
-new process has started in its place, every worker pauses after the step that it is in, and all ranks meet in a new
-generation (launch/elastic_job.py). There each process goes on from what it has:
+Workers of asynchronous servers (chapter 06) never wait for each other, so the loss of a worker
+stops no rank. When a new process has started in its place, every worker pauses after the step that
+it is in, and all ranks meet in a new generation (launch/elastic_job.py). There each process goes on
+from what it has:
 
     a server           its keys, its optimizer's state, and the record of its updates
-    a worker           the step that it was at. With local steps (chapter 21) also its own weights, which are in the
-                       middle of a round, and its optimizer's state
-    a new worker       the step of the worker that is ahead, and the weights that it pulls. What the lost worker has not
-                       made stays unmade: else the others would have to wait until the new one is as far as they are.
-    a new server       the newest copy that a worker has: every so many updates a server sends its optimizer's state
-                       behind the weights, to the worker that made the last of them, and to each worker with its first
-                       push (bounded_staleness.Service)
+    a worker           the step that it was at. With local steps (chapter 21) also its own weights,
+                       which are in the middle of a round, and its optimizer's state
+    a new worker       the step of the worker that is ahead, and the weights that it pulls. What the
+                       lost worker has not made stays unmade: else the others would have to wait
+                       until the new one is as far as they are.
+    a new server       the newest copy that a worker has: every so many updates a server sends its
+                       optimizer's state behind the weights, to the worker that made the last of
+                       them, and to each worker with its first push (bounded_staleness.Service)
 
-The last copy is lost if it is on its way when the server is lost; then an older one is taken. If no worker has a copy
-of a lost server's keys, the job ends with one line: their optimizer's state is nowhere else.
+The last copy is lost if it is on its way when the server is lost; then an older one is taken. If no
+worker has a copy of a lost server's keys, the job ends with one line: their optimizer's state is
+nowhere else.
 
-Source:  Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server", section 4.3 (replicas of a
-         server's keys on other machines; here workers hold them, because they have the weights anyway).
+Source:  Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server", section
+         4.3 (replicas of a server's keys on other machines; here workers hold them, because they
+         have the weights anyway).
 """
 
 from collections.abc import Sequence
@@ -37,22 +42,24 @@ from minidist.parallel.data.bounded_staleness import ShardState, Update, state_o
 from minidist.parallel.data.parameter_server import ParameterServer
 from minidist.parallel.hybrid.hybrid import Trainer
 
-UPDATES = 50        # from one copy of a server's state to the next, where the user does not say
+UPDATES = 50  # from one copy of a server's state to the next, where the user does not say
 
 
 class OwnRound(NamedTuple):
     """What a worker with local steps has of its own, in the middle of a round."""
 
-    vectors: list[Array]        # its weights, then those that it pulled last
+    vectors: list[Array]  # its weights, then those that it pulled last
     versions: list[int]
 
 
 class HeldState(NamedTuple):
     """What a process had when it left a generation.
 
-    Attributes: steps: of a worker, as the trainer counts them; rounds: its pushes; None of a server.
+    Attributes: steps: of a worker, as the trainer counts them; rounds: its pushes; None of a
+    server.
                 shards: by server; record: of its updates, if it was one.
-                own, inner, counts: of a worker with local steps; own: None if its round was broken off.
+                own, inner, counts: of a worker with local steps; own: None if its round was broken
+                off.
     """
 
     steps: int | None
@@ -68,7 +75,8 @@ class KeptShards:
     """As PeerCopies, for asynchronous servers and their workers.
 
     Args:       every: updates from one copy of a server's state to the next.
-    Attributes: missing: losses that no rank knows; formed: for the job's record: `step`, of the worker that is ahead;
+    Attributes: missing: losses that no rank knows; formed: for the job's record: `step`, of the
+    worker that is ahead;
                 `made`, of each (None: a server, or new); `versions` of the servers' keys.
     """
 
@@ -80,23 +88,41 @@ class KeptShards:
         self.formed: dict[str, Any] = {}
 
     def restore(self, trainer: Trainer, known: int = 0) -> tuple[bool, list[int]]:
-        """Give servers their shards and workers their places. Args, Returns: as KeptReplica.restore."""
+        """Give servers their shards and workers their places. Args, Returns: as
+        KeptReplica.restore."""
         strategy, world, kept = _central(trainer), trainer.world, self._kept
         self._whole = self._paused = False
-        told = share_records(world, [known, None if kept is None else [
-            kept.steps, kept.rounds, [[server, shard.version, kept.record is not None]
-                                      for server, shard in sorted(kept.shards.items())], kept.own is not None]])
+        told = share_records(
+            world,
+            [
+                known,
+                None
+                if kept is None
+                else [
+                    kept.steps,
+                    kept.rounds,
+                    [
+                        [server, shard.version, kept.record is not None]
+                        for server, shard in sorted(kept.shards.items())
+                    ],
+                    kept.own is not None,
+                ],
+            ],
+        )
         known_by, marks = [int(record[0]) for record in told], [record[1] for record in told]
         holders = [_holder(marks, server) for server in range(strategy.servers)]
         if None in holders:
             return False, known_by
         self._hand_over(trainer, [holder for holder in holders if holder is not None])
         starts = self._starts(trainer, marks)
-        strategy.state_replaced()           # all workers pull
+        strategy.state_replaced()  # all workers pull
         versions = [holder[0] for holder in holders if holder is not None]
         self._go_on(trainer, starts, versions)
-        self.formed = {"step": max(steps for steps, _ in starts), "made": [mark and mark[0] for mark in marks],
-                       "versions": versions}
+        self.formed = {
+            "step": max(steps for steps, _ in starts),
+            "made": [mark and mark[0] for mark in marks],
+            "versions": versions,
+        }
         self.missing = [float("nan")] * max(0, trainer.steps_done - max(known_by))
         return True, known_by
 
@@ -126,30 +152,48 @@ class KeptShards:
         self._whole, strategy = False, _central(trainer)
         service = strategy.service
         if service is not None:
-            optimizer = strategy.outer if isinstance(strategy, AsyncLocalSteps) else trainer.optimizer
-            shard = ShardState(service.version, strategy.shards[0].weights, state_of(optimizer),
-                               [slot.steps for slot in optimizer.slots])
+            optimizer = (
+                strategy.outer if isinstance(strategy, AsyncLocalSteps) else trainer.optimizer
+            )
+            shard = ShardState(
+                service.version,
+                strategy.shards[0].weights,
+                state_of(optimizer),
+                [slot.steps for slot in optimizer.slots],
+            )
             number = strategy.group.rank - strategy.workers
             self._kept = HeldState(None, None, {number: shard}, service.record, None, [], [])
             return
         own, inner, counts, steps = None, list[Array](), list[int](), strategy.pushes
         if isinstance(strategy, AsyncLocalSteps):
-            inner, counts = state_of(trainer.optimizer), [slot.steps for slot in trainer.optimizer.slots]
+            inner, counts = (
+                state_of(trainer.optimizer),
+                [slot.steps for slot in trainer.optimizer.slots],
+            )
             if self._paused:
                 own = OwnRound([*_vectors(strategy), *strategy.pulled], strategy.versions)
                 steps = strategy.made
             else:
-                steps = strategy.every * strategy.pushes        # a round that was broken off begins again
+                steps = strategy.every * strategy.pushes  # a round that was broken off begins again
         self._kept = HeldState(steps, strategy.pushes, strategy.copies, None, own, inner, counts)
 
     def _hand_over(self, trainer: Trainer, holders: Sequence[tuple[int, int]]) -> None:
-        """Each shard goes from the rank that holds its newest version to its server. Args: (version, rank) of each."""
+        """Each shard goes from the rank that holds its newest version to its server. Args:
+        (version, rank) of each."""
         strategy, world = _central(trainer), trainer.world
-        optimizer = strategy.outer if isinstance(strategy, AsyncLocalSteps) and strategy.serves else trainer.optimizer
+        optimizer = (
+            strategy.outer
+            if isinstance(strategy, AsyncLocalSteps) and strategy.serves
+            else trainer.optimizer
+        )
         with world.ledger.during("state"):
             for server, (version, source) in enumerate(holders):
                 target = strategy.workers + server
-                held = None if world.rank != source or self._kept is None else self._kept.shards[server]
+                held = (
+                    None
+                    if world.rank != source or self._kept is None
+                    else self._kept.shards[server]
+                )
                 if source != target and held is not None:
                     for array in [np.array(held.counts), *held.weights, *held.state]:
                         world.send(array, target)
@@ -157,27 +201,43 @@ class KeptShards:
                     continue
                 if source != target:
                     vectors = strategy.shards[0].weights
-                    counts, *arrays = [world.recv(source) for _ in range(1 + len(vectors) + len(state_of(optimizer)))]
-                    held = ShardState(version, arrays[:len(vectors)], arrays[len(vectors):], counts.tolist())
+                    counts, *arrays = [
+                        world.recv(source)
+                        for _ in range(1 + len(vectors) + len(state_of(optimizer)))
+                    ]
+                    held = ShardState(
+                        version, arrays[: len(vectors)], arrays[len(vectors) :], counts.tolist()
+                    )
                 assert held is not None and strategy.service is not None
                 _fill(strategy, optimizer, held)
-                strategy.service.begin_at(version, self._kept.record if source == target and self._kept else None)
+                strategy.service.begin_at(
+                    version, self._kept.record if source == target and self._kept else None
+                )
 
     def _starts(self, trainer: Trainer, marks: Sequence[Any]) -> list[tuple[int, int]]:
-        """(steps, pushes) that each worker begins with: its own, or those of the one that is ahead."""
+        """(steps, pushes) that each worker begins with: its own, or those of the one that is
+        ahead."""
         strategy = _central(trainer)
         every = strategy.every if isinstance(strategy, AsyncLocalSteps) else 1
         pushed = max([mark[1] for mark in marks if mark and mark[1] is not None], default=0)
-        ahead = -(-max([mark[0] for mark in marks if mark and mark[0] is not None], default=0) // every)
-        starts = [(mark[0], mark[1]) if mark and mark[0] is not None else (every * max(ahead, pushed),
-                                                                           max(ahead, pushed))
-                  for mark in marks[:strategy.workers]]
+        ahead = -(
+            -max([mark[0] for mark in marks if mark and mark[0] is not None], default=0) // every
+        )
+        starts = [
+            (mark[0], mark[1])
+            if mark and mark[0] is not None
+            else (every * max(ahead, pushed), max(ahead, pushed))
+            for mark in marks[: strategy.workers]
+        ]
         if strategy.service is not None:
             strategy.service.clocks.done = [pushes for _, pushes in starts]
         return starts
 
-    def _go_on(self, trainer: Trainer, starts: Sequence[tuple[int, int]], versions: list[int]) -> None:
-        """After the pull: a worker's place; with local steps its own weights, unless its round was broken off."""
+    def _go_on(
+        self, trainer: Trainer, starts: Sequence[tuple[int, int]], versions: list[int]
+    ) -> None:
+        """After the pull: a worker's place; with local steps its own weights, unless its round was
+        broken off."""
         strategy, kept = _central(trainer), self._kept
         trainer.steps_done = max(steps for steps, _ in starts)
         if not strategy.serves:
@@ -191,7 +251,9 @@ class KeptShards:
                     _fill_optimizer(trainer.optimizer, kept.inner, kept.counts)
                 if kept is not None and kept.own is not None:
                     strategy.versions = kept.own.versions
-                    for vector, had in zip([*_vectors(strategy), *strategy.pulled], kept.own.vectors, strict=True):
+                    for vector, had in zip(
+                        [*_vectors(strategy), *strategy.pulled], kept.own.vectors, strict=True
+                    ):
                         vector[...] = had
         trainer.steps_before = trainer.steps_done
 
@@ -207,9 +269,15 @@ def _vectors(strategy: ParameterServer) -> list[Array]:
 
 
 def _holder(marks: Sequence[Any], server: int) -> tuple[int, int] | None:
-    """(version, rank) of the newest state of a server's keys; its own comes before a copy of the same version."""
-    found = [(version, own, -rank) for rank, mark in enumerate(marks) if mark is not None
-             for number, version, own in mark[2] if number == server]
+    """(version, rank) of the newest state of a server's keys; its own comes before a copy of the
+    same version."""
+    found = [
+        (version, own, -rank)
+        for rank, mark in enumerate(marks)
+        if mark is not None
+        for number, version, own in mark[2]
+        if number == server
+    ]
     if not found:
         return None
     version, _, rank = max(found)

@@ -1,12 +1,15 @@
-"""The manifest of a checkpoint: what the files hold. It comes last, so a folder with a manifest is complete.
+"""The manifest of a checkpoint: what the files hold. It comes last, so a folder with a manifest is
+complete.
 
     RUN/step-000300/
         shard-00000.safetensors     what rank 0 wrote
         shard-00001.safetensors
-        manifest.json               {"format", "about": {…}, "shards": [{file, nbytes, header, arrays}, …], "digest"}
+        manifest.json               {"format", "about": {…}, "shards": [{file, nbytes, header,
+                                    arrays}, …], "digest"}
 
-The digest is of the bytes before it. So a reader sums the file up as it lies there, and makes no JSON of its own to
-compare with: of eight ranks with local steps that takes 3 ms, where formats 1 and 2 take 22.
+The digest is of the bytes before it. So a reader sums the file up as it lies there, and makes no
+JSON of its own to compare with: of eight ranks with local steps that takes 3 ms, where formats 1
+and 2 take 22.
 """
 
 import base64
@@ -27,17 +30,27 @@ from msgspec import UNSET, Meta, UnsetType
 
 from minidist.errors import CheckpointError, ConfigError
 from minidist.files import DRAFTS, create, read_regular
-from minidist.reading import MOST_BYTES, Count, Finite, Positive, Seconds, Whole, decoded, require, require_shallow
+from minidist.reading import (
+    MOST_BYTES,
+    Count,
+    Finite,
+    Positive,
+    Seconds,
+    Whole,
+    decoded,
+    require,
+    require_shallow,
+)
 
 MANIFEST = "manifest.json"
 FORMAT = 3
-READABLE = (1, 2, 3)    # in 1 a history is a list; in 1 and 2 the digest is of the content
+READABLE = (1, 2, 3)  # in 1 a history is a list; in 1 and 2 the digest is of the content
 ITEMSIZE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _DIGEST = b',\n"digest": '
-_STEP = re.compile(r"step-([0-9]{6,18})(~?)")        # with ~: moved aside for a new one of the same step
+_STEP = re.compile(r"step-([0-9]{6,18})(~?)")  # with ~: moved aside for a new one of the same step
 
 
-# ------------------------------------------------------------------------------------------------------------- schema
+# ------------------------------------------------------------------------------------------- schema
 
 Name = Annotated[str, Meta(max_length=1000, pattern=r"^[^\x00-\x1f\x7f\ud800-\udfff]+\Z")]
 Numbers = Annotated[int, Meta(ge=1, le=2**40)]
@@ -49,7 +62,8 @@ class _ArrayTold(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     key: Name
     dtype: Literal["float64", "float32", "float16", "bfloat16"]
     shape: list[Count]
-    stripes: list[tuple[Count, Numbers, Whole, Numbers]]        # of a permuted tensor a step may be below 0
+    # of a permuted tensor a step may be below 0
+    stripes: list[tuple[Count, Numbers, Whole, Numbers]]
     offset: Count
     nbytes: Count
     checksums: list[Count]
@@ -103,7 +117,7 @@ class _AboutTold(msgspec.Struct):
 
     steps_done: Count | UnsetType = UNSET
     ranks: Numbers | UnsetType = UNSET
-    seed: Annotated[int, Meta(ge=-2**63)] | UnsetType = UNSET
+    seed: Annotated[int, Meta(ge=-(2**63))] | UnsetType = UNSET
     optimizer: Name | UnsetType = UNSET
     config: dict[str, Any] | UnsetType = UNSET
     plan: _PlanTold | UnsetType = UNSET
@@ -150,7 +164,8 @@ class _ManifestTold(msgspec.Struct):
     shards: list[_ShardTold]
 
 
-# ------------------------------------------------------------------------------------------------------ files of a run
+# ----------------------------------------------------------------------------------- files of a run
+
 
 def shard_name(rank: int) -> str:
     """The file that a rank writes."""
@@ -170,8 +185,10 @@ def step_of(folder: Path) -> int | None:
 
 def write_manifest(folder: Path, about: dict[str, Any], shards: list[dict[str, Any]]) -> None:
     """Write it, and return when it and the folder are on the disk. Raises: OSError."""
-    lines = [f'"{key}": {json.dumps(value)}' for key, value in
-             (("format", FORMAT), ("about", about), ("shards", shards))]
+    lines = [
+        f'"{key}": {json.dumps(value)}'
+        for key, value in (("format", FORMAT), ("about", about), ("shards", shards))
+    ]
     with open(create(folder / MANIFEST, mode=0o666), "wb") as stream:
         stream.write(_with_digest(("{" + ",\n".join(lines)).encode()))
         stream.flush()
@@ -180,7 +197,8 @@ def write_manifest(folder: Path, about: dict[str, Any], shards: list[dict[str, A
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint. Raises: CheckpointError if there is none, or it is not what was written."""
+    """The manifest of a checkpoint. Raises: CheckpointError if there is none, or it is not what was
+    written."""
     file = folder / MANIFEST
     try:
         data = read_regular(file, most=MOST_BYTES, member=True)
@@ -188,17 +206,25 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         kind = content["format"]
         digest = content.pop("digest")
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder}: no complete checkpoint is here: it has no {MANIFEST}") from error
+        raise CheckpointError(
+            f"{folder}: no complete checkpoint is here: it has no {MANIFEST}"
+        ) from error
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file}: is damaged or no manifest of a checkpoint; take an older one") from error
+        raise CheckpointError(
+            f"{file}: is damaged or no manifest of a checkpoint; take an older one"
+        ) from error
     if kind not in READABLE:
-        raise CheckpointError(f"{file}: has format {kind!r}, this minidist reads {READABLE[0]} to {READABLE[-1]}; use "
-                              f"the one that wrote it")
+        raise CheckpointError(
+            f"{file}: has format {kind!r}, this minidist reads {READABLE[0]} to {READABLE[-1]}; "
+            "use the one that wrote it"
+        )
     whole = _with_digest(data.rpartition(_DIGEST)[0]) if kind > 2 else _older(content)
-    if data != whole:                       # also where a flipped bit says the same: 1e-5 and 1E-5
-        raise CheckpointError(f"{file}: is damaged: its digest is another; take an older checkpoint")
+    if data != whole:  # also where a flipped bit says the same: 1e-5 and 1E-5
+        raise CheckpointError(
+            f"{file}: is damaged: its digest is another; take an older checkpoint"
+        )
     try:
         require({**content, "digest": digest}, _ManifestTold)
         require_shallow(content["about"])
@@ -207,15 +233,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         for shard in content["shards"]:
             _require_arrays(shard)
     except ConfigError as error:
-        raise CheckpointError(f"{file}: is no manifest of a checkpoint: {error}; take an older one") from error
-    return content      # type: ignore[no-any-return]
+        raise CheckpointError(
+            f"{file}: is no manifest of a checkpoint: {error}; take an older one"
+        ) from error
+    return content  # type: ignore[no-any-return]
 
 
 def _require_arrays(shard: dict[str, Any]) -> None:
-    """Raise ConfigError unless each array has the numbers that its stripes name, and the file has room for all."""
+    """Raise ConfigError unless each array has the numbers that its stripes name, and the file has
+    room for all."""
     held = shard["header"][0] + sum(array["nbytes"] for array in shard["arrays"])
     if held > shard["nbytes"]:
-        raise ConfigError(f"{shard['file']} is to have {shard['nbytes']:,} bytes, and its arrays {held:,}")
+        raise ConfigError(
+            f"{shard['file']} is to have {shard['nbytes']:,} bytes, and its arrays {held:,}"
+        )
     for array in shard["arrays"]:
         size = math.prod(array["shape"])
         count = 0
@@ -223,29 +254,40 @@ def _require_arrays(shard: dict[str, Any]) -> None:
             count += length * times
             end = start + step * (times - 1)
             if end < 0 or start + length > size or end + length > size:
-                raise ConfigError(f"{array['key']} of shape {array['shape']} has no numbers "
-                                  f"{[start, length, step, times]}")
+                raise ConfigError(
+                    f"{array['key']} of shape {array['shape']} has no numbers "
+                    f"{[start, length, step, times]}"
+                )
         if count * ITEMSIZE[array["dtype"]] != array["nbytes"]:
-            raise ConfigError(f"{array['key']} has {array['nbytes']:,} bytes for {count:,} numbers of "
-                              f"{array['dtype']}")
+            raise ConfigError(
+                f"{array['key']} has {array['nbytes']:,} bytes for {count:,} numbers of "
+                f"{array['dtype']}"
+            )
         if array["offset"] + array["nbytes"] > shard["nbytes"]:
-            raise ConfigError(f"{array['key']} ends behind the {shard['nbytes']:,} bytes of {shard['file']}")
+            raise ConfigError(
+                f"{array['key']} ends behind the {shard['nbytes']:,} bytes of {shard['file']}"
+            )
 
 
 def require_told(folder: Path, about: dict[str, Any], *names: str) -> None:
     """Raise CheckpointError unless a manifest has these, which a Trainer tells in each."""
     if lacking := [name for name in names if name not in about]:
-        raise CheckpointError(f"{folder}: its manifest has no {lacking[0]}; it is of another program than a Trainer")
+        raise CheckpointError(
+            f"{folder}: its manifest has no {lacking[0]}; it is of another program than a Trainer"
+        )
 
 
 def require_run(folder: Path, about: dict[str, Any]) -> None:
-    """Raise CheckpointError unless a manifest has what minidist train needs to continue, and in the right types."""
+    """Raise CheckpointError unless a manifest has what minidist train needs to continue, and in the
+    right types."""
     try:
         require(about, _RunTold)
         for name in ("losses", "generations"):
             unpacked(about["metrics"].get(name, []))
     except ConfigError as error:
-        raise CheckpointError(f"{folder / MANIFEST}: is not of minidist train: {error}; take an older one") from error
+        raise CheckpointError(
+            f"{folder / MANIFEST}: is not of minidist train: {error}; take an older one"
+        ) from error
 
 
 def packed(history: Sequence[float], dtype: str) -> dict[str, str]:
@@ -257,21 +299,25 @@ def packed(history: Sequence[float], dtype: str) -> dict[str, str]:
 
 
 def unpacked(history: "dict[str, str] | list[Any]") -> list[Any]:
-    """The numbers of `packed`; a list, as format 1 has it, is them already. Raises: CheckpointError."""
+    """The numbers of `packed`; a list, as format 1 has it, is them already. Raises:
+    CheckpointError."""
     if isinstance(history, list):
         return [*history]
     try:
-        (dtype, text), = history.items()
+        ((dtype, text),) = history.items()
         numbers = np.frombuffer(base64.b64decode(text), dtype)
     except ValueError as error:
-        raise CheckpointError("a history of the run is damaged; take an older checkpoint") from error
-    return numbers.tolist()     # type: ignore[no-any-return]
+        raise CheckpointError(
+            "a history of the run is damaged; take an older checkpoint"
+        ) from error
+    return numbers.tolist()  # type: ignore[no-any-return]
 
 
 def checkpoints(run: Path) -> list[Path]:
     """The folders of a run that have a manifest, the oldest step first."""
     found = {}
-    for folder in sorted(run.iterdir(), reverse=True) if run.is_dir() else []:      # "step-1" comes after "step-1~"
+    # "step-1" comes after "step-1~"
+    for folder in sorted(run.iterdir(), reverse=True) if run.is_dir() else []:
         step = step_of(folder)
         if step is not None and (folder / MANIFEST).is_file():
             found[step] = folder
@@ -279,7 +325,8 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def publish(draft: Path, place: Path) -> None:
-    """Give a complete draft its place at once; a checkpoint that was there goes after that, or stays if this fails."""
+    """Give a complete draft its place at once; a checkpoint that was there goes after that, or
+    stays if this fails."""
     aside = place.with_name(place.name + "~")
     replaces = place.exists()
     if replaces:
@@ -292,7 +339,7 @@ def publish(draft: Path, place: Path) -> None:
             aside.rename(place)
         raise
     sync_folder(place.parent)
-    for old in place.parent.glob("*~"):         # of this step, and of one whose save was killed just here
+    for old in place.parent.glob("*~"):  # of this step, and of one whose save was killed just here
         if (old / MANIFEST).is_file() and (old.with_name(old.name[:-1]) / MANIFEST).is_file():
             remove(old)
 
@@ -300,7 +347,8 @@ def publish(draft: Path, place: Path) -> None:
 def remove(folder: Path) -> None:
     """Remove a checkpoint, if it is there; a reader sees all of it or none."""
     if folder.exists():
-        grave = Path(tempfile.mkdtemp(prefix=DRAFTS, dir=folder.parent))    # swept up later, if this is cut short
+        # swept up later, if this is cut short
+        grave = Path(tempfile.mkdtemp(prefix=DRAFTS, dir=folder.parent))
         folder.rename(grave / folder.name)
         shutil.rmtree(grave, ignore_errors=True)
 
@@ -321,5 +369,7 @@ def _with_digest(data: bytes) -> bytes:
 
 def _older(content: dict[str, Any]) -> bytes:
     """The file of formats 1 and 2, with a digest of the content."""
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    digest = hashlib.sha256(
+        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
     return json.dumps(content | {"digest": digest}, indent=1).encode()

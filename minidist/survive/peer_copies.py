@@ -4,19 +4,22 @@
     its own, of steps 40 and 41   shard 0    shard 1    shard 2    shard 3
     of its ward (partners)        shard 3    shard 0    shard 1    shard 2
 
-If rank 2 is lost, shard 2 is still on rank 3, and the job goes on without a disk. Only what no other rank has is sent:
-under DDP nothing, because each rank has everything; under ZeRO the chunks; under tensor parallelism without data
-parallelism the shards. Where ranks are on several nodes the partner is always on another one, so a whole node may be
-lost (`partners`). Where a node has more ranks than all others together, a rank of another node has several wards.
+If rank 2 is lost, shard 2 is still on rank 3, and the job goes on without a disk. Only what no
+other rank has is sent: under DDP nothing, because each rank has everything; under ZeRO the chunks;
+under tensor parallelism without data parallelism the shards. Where ranks are on several nodes the
+partner is always on another one, so a whole node may be lost (`partners`). Where a node has more
+ranks than all others together, a rank of another node has several wards.
 
-Why two steps. When a rank is lost, some ranks may have finished step k and others not. But no rank finishes step k
-before all ranks have begun it, and a rank begins step k only after its copies of step k - 1 have arrived. So of the
-newest two steps the older one is whole, unless a rank and its partner are lost at once.
+Why two steps. When a rank is lost, some ranks may have finished step k and others not. But no rank
+finishes step k before all ranks have begun it, and a rank begins step k only after its copies of
+step k - 1 have arrived. So of the newest two steps the older one is whole, unless a rank and its
+partner are lost at once.
 
-Cost of a step: the state of a rank copied once, and once more sent, and received from each ward, as far as no other
-rank has it; memory: twice its state, and twice what is received.
+Cost of a step: the state of a rank copied once, and once more sent, and received from each ward, as
+far as no other rank has it; memory: twice its state, and twice what is received.
 
-Source:  Zheng, Chen 2023, "Gemini: fast failure recovery in distributed training with in-memory checkpoints".
+Source:  Zheng, Chen 2023, "Gemini: fast failure recovery in distributed training with in-memory
+         checkpoints".
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,7 +43,7 @@ from minidist.parallel.hybrid.state_map import (
     stripes_of,
 )
 
-ALIGNED = 64            # bytes; where an array may begin in a block
+ALIGNED = 64  # bytes; where an array may begin in a block
 
 Version = tuple[int, int]
 """A step, and the generation of the job in which the ranks had it."""
@@ -50,7 +53,8 @@ class Layout:
     """A rank's arrays in one block of bytes: first those that no other rank has.
 
     Args:       alone: of each place, whether no other rank has it.
-    Attributes: pieces: what names each place's numbers; lone: those of the places that no other rank has.
+    Attributes: pieces: what names each place's numbers; lone: those of the places that no other
+    rank has.
                 lone_bytes: how far they reach.
     """
 
@@ -62,15 +66,26 @@ class Layout:
         self.starts, self.nbytes, self.lone_bytes = [0] * len(places), 0, 0
         for index in self.order:
             self.starts[index] = self.nbytes
-            self.nbytes += -(-places[index].size * places[index].dtype.itemsize // ALIGNED) * ALIGNED
+            self.nbytes += (
+                -(-places[index].size * places[index].dtype.itemsize // ALIGNED) * ALIGNED
+            )
             self.lone_bytes = self.nbytes if alone[index] else self.lone_bytes
 
-    def arrays(self, block: np.ndarray, *, lone: bool = False) -> tuple[list[Place], list[np.ndarray]]:
-        """The places, and the array of each in the block; `lone`: only those that no other rank has."""
-        chosen = [index for index in range(len(self.places)) if not lone or self.starts[index] < self.lone_bytes]
+    def arrays(
+        self, block: np.ndarray, *, lone: bool = False
+    ) -> tuple[list[Place], list[np.ndarray]]:
+        """The places, and the array of each in the block; `lone`: only those that no other rank
+        has."""
+        chosen = [
+            index
+            for index in range(len(self.places))
+            if not lone or self.starts[index] < self.lone_bytes
+        ]
         places = [self.places[index] for index in chosen]
-        return places, [block[start:start + place.size * place.dtype.itemsize].view(place.dtype)
-                        for start, place in zip((self.starts[index] for index in chosen), places, strict=True)]
+        return places, [
+            block[start : start + place.size * place.dtype.itemsize].view(place.dtype)
+            for start, place in zip((self.starts[index] for index in chosen), places, strict=True)
+        ]
 
 
 def piece_of(place: Place) -> str:
@@ -79,7 +94,8 @@ def piece_of(place: Place) -> str:
 
 
 class PeerCopies:
-    """The snapshots that a process holds: of its own rank's last two versions, and of its wards', whose partner it is.
+    """The snapshots that a process holds: of its own rank's last two versions, and of its wards',
+    whose partner it is.
 
     Args:       every: steps from one version to the next.
     Attributes: missing, formed: as KeptReplica's; of steps that all ranks make together nothing.
@@ -90,14 +106,18 @@ class PeerCopies:
 
     def __init__(self, every: int = 1) -> None:
         self.every = every
-        self._held: dict[Version, dict[int, Snapshot]] = {}         # by rank of that generation, its own first
-        self._layouts: dict[int, list[tuple[set[str], set[str]]]] = {}  # of each generation: pieces, lone by rank
+        # by rank of that generation, its own first
+        self._held: dict[Version, dict[int, Snapshot]] = {}
+        # of each generation: pieces, lone by rank
+        self._layouts: dict[int, list[tuple[set[str], set[str]]]] = {}
         self._generation, self._kept = 0, 0
 
-    # --- after a loss ------------------------------------------------------------------------------------------------
+    # --- after a loss
+    # ------------------------------------------------------------------------------------------------
 
     def restore(self, trainer: Trainer, known: int = 0) -> tuple[bool, list[int]]:
-        """Fill the trainer's state with the newest version that the ranks of its world hold together.
+        """Fill the trainer's state with the newest version that the ranks of its world hold
+        together.
 
         Args:    known: a number that all ranks are to learn of each other.
         Returns: whether there is such a version, else nothing is changed; and what each rank knows.
@@ -126,42 +146,72 @@ class PeerCopies:
             layouts = self._layouts.get(version[1])
             if layouts is not None:
                 wanted = set[str]().union(*(pieces for pieces, _ in layouts))
-                found = set[str]().union(*(layouts[rank][0] for rank in own[version]),
-                                         *(layouts[rank][1] for rank in ranks))
+                found = set[str]().union(
+                    *(layouts[rank][0] for rank in own[version]),
+                    *(layouts[rank][1] for rank in ranks),
+                )
                 if wanted == found:
                     yield version
 
-    # --- from step to step -------------------------------------------------------------------------------------------
+    # --- from step to step
+    # -------------------------------------------------------------------------------------------
 
     def begin(self, trainer: Trainer, generation: int) -> None:
-        """Keep the state of a new generation. Older ones go after its first step: then all its ranks have kept it."""
+        """Keep the state of a new generation. Older ones go after its first step: then all its
+        ranks have kept it."""
         world = trainer.world
         places = state_places(trainer.strategy, trainer.optimizer)
-        told = [[Place(kind, name, tuple(shape), runs_of(stripes), np.dtype(dtype))
-                 for kind, name, shape, stripes, dtype in record]
-                for record in share_records(world, [[place.kind, place.name, list(place.shape), stripes_of(place.runs),
-                                                     dtype_name(place.dtype)] for place in places])]
+        told = [
+            [
+                Place(kind, name, tuple(shape), runs_of(stripes), np.dtype(dtype))
+                for kind, name, shape, stripes, dtype in record
+            ]
+            for record in share_records(
+                world,
+                [
+                    [
+                        place.kind,
+                        place.name,
+                        list(place.shape),
+                        stripes_of(place.runs),
+                        dtype_name(place.dtype),
+                    ]
+                    for place in places
+                ],
+            )
+        ]
         owners: dict[str, int] = {}
         for record in told:
             for piece in {piece_of(place) for place in record}:
                 owners[piece] = owners.get(piece, 0) + 1
-        layouts = [Layout(record, [owners[piece_of(place)] == 1 and place.size > 0 for place in record])
-                   for record in told]
+        layouts = [
+            Layout(record, [owners[piece_of(place)] == 1 and place.size > 0 for place in record])
+            for record in told
+        ]
         self._partners = partners(world.nodes)
         self._wards = [rank for rank in range(world.size) if self._partners[rank] == world.rank]
         self._sends = world.size > 1 and any(layout.lone_bytes for layout in layouts)
-        self._layout, self._wards_layouts = layouts[world.rank], [layouts[ward] for ward in self._wards]
+        self._layout, self._wards_layouts = (
+            layouts[world.rank],
+            [layouts[ward] for ward in self._wards],
+        )
         self._layouts[generation] = [(layout.pieces, layout.lone) for layout in layouts]
         self._blocks = [np.empty(self._layout.nbytes, np.uint8) for _ in range(2)]
-        self._wards_blocks = [[np.empty(layout.lone_bytes * self._sends, np.uint8) for layout in self._wards_layouts]
-                              for _ in range(2)]
+        self._wards_blocks = [
+            [np.empty(layout.lone_bytes * self._sends, np.uint8) for layout in self._wards_layouts]
+            for _ in range(2)
+        ]
         self._generation, self._kept = generation, 0
         self._keep(trainer)
 
     def keep(self, trainer: Trainer) -> None:
         """After a step: keep the state, if it is the turn of this step. Every rank calls it."""
         if len(self._layouts) > 1:
-            self._held = {version: held for version, held in self._held.items() if version[1] == self._generation}
+            self._held = {
+                version: held
+                for version, held in self._held.items()
+                if version[1] == self._generation
+            }
             self._layouts = {self._generation: self._layouts[self._generation]}
         if trainer.steps_done % self.every == 0:
             self._keep(trainer)
@@ -171,7 +221,8 @@ class PeerCopies:
         return step + 1
 
     def leave(self, trainer: Trainer) -> None:
-        """All ranks stop after the same step: no rank leaves while another still takes its copies."""
+        """All ranks stop after the same step: no rank leaves while another still takes its
+        copies."""
         trainer.world.barrier()
 
     def release(self, trainer: Trainer) -> None:
@@ -180,24 +231,32 @@ class PeerCopies:
     def _keep(self, trainer: Trainer) -> None:
         step, turn = trainer.steps_done, self._kept % 2
         mine = sorted(version for version in self._held if version[1] == self._generation)
-        for version in mine[:-1]:                           # the block of the older one is written now
+        for version in mine[:-1]:  # the block of the older one is written now
             del self._held[version]
         places, arrays = self._layout.arrays(self._blocks[turn])
-        for target, source in zip(arrays, state_arrays(trainer.strategy, trainer.optimizer, changes=False),
-                                  strict=True):
+        for target, source in zip(
+            arrays, state_arrays(trainer.strategy, trainer.optimizer, changes=False), strict=True
+        ):
             target[...] = to_host(source)
         small = small_state(trainer.strategy, trainer.optimizer)
-        held = self._held[step, self._generation] = {trainer.world.rank: Snapshot(places, arrays, small)}
+        held = self._held[step, self._generation] = {
+            trainer.world.rank: Snapshot(places, arrays, small)
+        }
         self._kept += 1
         if self._sends:
             held |= self._swap(trainer.world, turn, small)
 
     def _swap(self, world: Group, turn: int, small: dict[str, Any]) -> dict[int, Snapshot]:
-        """Send to the partner what no other rank has, and take the wards', in rounds: a rank takes one ward's in each.
-        """
+        """Send to the partner what no other rank has, and take the wards', in rounds: a rank takes
+        one ward's in each."""
         partner, taken = self._partners[world.rank], dict[int, Snapshot]()
-        mine = [rank for rank in range(world.size) if self._partners[rank] == partner].index(world.rank)
-        packed, block = np.frombuffer(pack(small), np.uint8), self._blocks[turn][:self._layout.lone_bytes]
+        mine = [rank for rank in range(world.size) if self._partners[rank] == partner].index(
+            world.rank
+        )
+        packed, block = (
+            np.frombuffer(pack(small), np.uint8),
+            self._blocks[turn][: self._layout.lone_bytes],
+        )
         with world.ledger.during("peer copies"):
             for number in range(max(mine + 1, len(self._wards))):
                 target = partner if number == mine else None
@@ -206,7 +265,11 @@ class PeerCopies:
                         world.send(packed, target)
                         world.send(block, target)
                     continue
-                ward, room, layout = self._wards[number], self._wards_blocks[turn][number], self._wards_layouts[number]
+                ward, room, layout = (
+                    self._wards[number],
+                    self._wards_blocks[turn][number],
+                    self._wards_layouts[number],
+                )
                 if target is None:
                     theirs = world.recv(ward)
                     world.recv(ward, out=room)
@@ -221,9 +284,10 @@ def partners(nodes: Sequence[int]) -> list[int]:
     """The rank that holds the copies of each rank; on another node, wherever there is one.
 
     Args:    nodes: of each rank.
-    Returns: the rank at the least distance that leads to another node from every rank, so that each has one ward; where
-             there is no such distance, the nearest rank after it, on another node, of those that have the fewest wards.
-             On one node, the next rank.
+    Returns: the rank at the least distance that leads to another node from every rank, so that each
+    has one ward; where
+             there is no such distance, the nearest rank after it, on another node, of those that
+             have the fewest wards. On one node, the next rank.
     """
     size, chosen = len(nodes), list[int]()
     for distance in range(1, size):

@@ -1,21 +1,25 @@
-"""Chapter 26 · Asynchronous saves: training stands still for one copy, and the disk works behind the next steps.
+"""Chapter 26 · Asynchronous saves: training stands still for one copy, and the disk works behind
+the next steps.
 
-The idea. A save waits for a disk, and meanwhile no rank computes. But a disk needs only that the state does not change
-while it is written. So the state is copied in memory, which is ten times faster, and a thread writes the copy.
+The idea. A save waits for a disk, and meanwhile no rank computes. But a disk needs only that the
+state does not change while it is written. So the state is copied in memory, which is ten times
+faster, and a thread writes the copy.
 
     training   step 99 | copy | step 100 | step 101 | step 102 | step 103 | …       updates do not touch the copy
     a thread                  | checksums, shard to the disk | all ranks? manifest |
 
-The thread does what a blocking save does (checkpoint.py), with a group of its own, so its messages and training's never
-meet. The ranks agree there whether all shards are on the disk. No step of the training waits for that, and a rank that
-waits there is no deadlock: the others' threads, which it waits for, still run. If a rank dies, that wait ends as any
-other. There is one save at a time: the next waits until the copy is free (`minidist train` puts it off until then, and
-no step waits: cli/train/saving.py). If a disk fails, the draft is removed, rank 0 says why in a line, and training goes
-on; the older checkpoints stay.
+The thread does what a blocking save does (checkpoint.py), with a group of its own, so its messages
+and training's never meet. The ranks agree there whether all shards are on the disk. No step of the
+training waits for that, and a rank that waits there is no deadlock: the others' threads, which it
+waits for, still run. If a rank dies, that wait ends as any other. There is one save at a time: the
+next waits until the copy is free (`minidist train` puts it off until then, and no step waits:
+cli/train/saving.py). If a disk fails, the draft is removed, rank 0 says why in a line, and training
+goes on; the older checkpoints stay.
 
-Memory: what a rank writes, once more on the host, allocated once and used from save to save; and a piece of 4 MiB.
-Cost, in the training's thread: the first save, an exchange of what each rank has; each save, one copy of what this rank
-writes (with offload=all it reads that from its disk). In the background as checkpoint.save, in the phase "save".
+Memory: what a rank writes, once more on the host, allocated once and used from save to save; and a
+piece of 4 MiB. Cost, in the training's thread: the first save, an exchange of what each rank has;
+each save, one copy of what this rank writes (with offload=all it reads that from its disk). In the
+background as checkpoint.save, in the phase "save".
 
 notes:   N2 §12.4 抢占式实例 (N2:555)
 Source:  Mohan et al. 2021, "CheckFreq": snapshot, then persist.
@@ -47,18 +51,20 @@ from minidist.parallel.hybrid.state_map import small_state, state_arrays, state_
 from minidist.parallel.step.strategy import Strategy
 from minidist.survive.checkpoint import chosen, layout_of, share_out, write_checkpoint
 
-_LOOK = 0.1         # seconds between looks, while the training waits for a save, whether the job still stands
-_LINE = 64          # bytes on which each copy begins
-_LINGER = 2.0       # seconds that a thread gets to leave a world that is lost, before that is closed
-_LONG = 0.1         # seconds that a save waits for the one before it, of which the user is told
+# seconds between looks, while the training waits for a save, whether the job still stands
+_LOOK = 0.1
+_LINE = 64  # bytes on which each copy begins
+_LINGER = 2.0  # seconds that a thread gets to leave a world that is lost, before that is closed
+_LONG = 0.1  # seconds that a save waits for the one before it, of which the user is told
 
 
 def plain_start_save(file: Path, state: np.ndarray, room: np.ndarray) -> threading.Thread:
-    """Save a vector behind the steps that follow. Join the thread before the next save: it reads `room`.
+    """Save a vector behind the steps that follow. Join the thread before the next save: it reads
+    `room`.
 
     Args:    room: like `state`, used for every save.
     """
-    room[...] = state                           # training stands still here, and only here
+    room[...] = state  # training stands still here, and only here
 
     def write() -> None:
         draft = file.with_suffix(".draft")
@@ -66,20 +72,22 @@ def plain_start_save(file: Path, state: np.ndarray, room: np.ndarray) -> threadi
             np.save(stream, room)
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(draft, file)                 # at once: the old checkpoint or the new one
+        os.replace(draft, file)  # at once: the old checkpoint or the new one
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
     return thread
 
 
-# The real one below copies what one rank writes of a strategy's state (checkpoint.py), has all ranks agree before the
-# manifest, keeps saves one after the other, and tells what fails.
+# The real one below copies what one rank writes of a strategy's state (checkpoint.py), has all
+# ranks agree before the manifest, keeps saves one after the other, and tells what fails.
+
 
 class PendingSave:
     """A save under way.
 
-    Attributes: folder; waited, copied: seconds that the training stood still, for the save before and for the copy.
+    Attributes: folder; waited, copied: seconds that the training stood still, for the save before
+    and for the copy.
                 seconds: of the writing, once it is done.
     """
 
@@ -95,11 +103,12 @@ class PendingSave:
     def wait(self) -> None:
         """Return when the checkpoint is there.
 
-        Raises:  CheckpointError on every rank if one could not write; PeerLostError, TimeoutError as any wait.
+        Raises:  CheckpointError on every rank if one could not write; PeerLostError, TimeoutError
+                 as any wait.
         """
         while not self._finished.wait(_LOOK):
             if error := self._group.transport.waits.failure(self._group.world_rank):
-                raise error                     # the thread may still hang on a disk
+                raise error  # the thread may still hang on a disk
         if self._error is not None:
             raise self._error
 
@@ -114,16 +123,25 @@ class PendingSave:
 
 
 class AsyncSaver:
-    """Saves one training in the background, time and again. Every rank makes one, between two steps.
+    """Saves one training in the background, time and again. Every rank makes one, between two
+    steps.
 
-    Args:    group: all ranks; it is split once. memory: the account of the host's memory that the copies lie in.
-             tell: called on rank 0 with a line about each save that failed, in the thread that writes; and by start()
-             with one about the first save that had to wait.
+    Args:    group: all ranks; it is split once. memory: the account of the host's memory that the
+             copies lie in.
+             tell: called on rank 0 with a line about each save that failed, in the thread that
+             writes; and by start() with one about the first save that had to wait.
     Raises:  MemoryLimitError if the copies do not fit.
     """
 
-    def __init__(self, strategy: Strategy, optimizer: Optimizer, group: Group, *, memory: MemoryAccount | None = None,
-                 tell: Callable[[str], None] = say_line) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        optimizer: Optimizer,
+        group: Group,
+        *,
+        memory: MemoryAccount | None = None,
+        tell: Callable[[str], None] = say_line,
+    ) -> None:
         self._strategy, self._optimizer, self._tell = strategy, optimizer, tell
         self._memory = memory or account.current()
         self._group = group.split(0, axis="save")
@@ -132,11 +150,16 @@ class AsyncSaver:
         self._places = [places[index] for index in self._mine]
         self._layout, self._copies = layout_of(self._places), self._room()
         self._last: PendingSave | None = None
-        self._told = False      # that a save had to wait
+        self._told = False  # that a save had to wait
         self._saves: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._end = weakref.finalize(self, self._saves.put, None)
-        threading.Thread(target=_carry_out, args=[self._saves], name=f"rank {group.world_rank} save",
-                         daemon=True).start()       # once: a start waits until the system lets the thread run
+        threading.Thread(
+            target=_carry_out,
+            args=[self._saves],
+            name=f"rank {group.world_rank} save",
+            # once: a start waits until the system lets the thread run
+            daemon=True,
+        ).start()
 
     def start(self, folder: Path, about: dict[str, Any]) -> PendingSave:
         """Copy the state, and begin to write it. Every rank calls it, between two steps.
@@ -151,8 +174,10 @@ class AsyncSaver:
         save = PendingSave(folder, self._group, time.perf_counter() - begun)
         if save.waited > _LONG and self._group.rank == 0 and not self._told:
             self._told = True
-            self._tell(f"minidist: {folder}: training waited {save.waited:.1f} s for the save before it; "
-                       f"save less often, or to a faster disk")
+            self._tell(
+                f"minidist: {folder}: training waited {save.waited:.1f} s for the save before it; "
+                f"save less often, or to a faster disk"
+            )
         begun = time.perf_counter()
         arrays = chosen(state_arrays(self._strategy, self._optimizer, changes=False), self._mine)
         for array, target in zip(arrays, self._copies, strict=True):
@@ -167,12 +192,13 @@ class AsyncSaver:
     def wait(self) -> None:
         """Return when no save is under way. Raises: as start."""
         if self._last is not None:
-            with suppress(CheckpointError):     # told when it happened
+            with suppress(CheckpointError):  # told when it happened
                 self._last.wait()
             self._last = None
 
     def close(self) -> None:
-        """Wait for the last save, and give the copies back. Raises: as start; then they are given back, too."""
+        """Wait for the last save, and give the copies back. Raises: as start; then they are given
+        back, too."""
         last = self._last
         try:
             self.wait()
@@ -190,14 +216,19 @@ class AsyncSaver:
         try:
             with account.use(self._memory), self._group.ledger.aside("save"):
                 write_checkpoint(save.folder, about, self._layout, self._copies, small, self._group)
-        except CheckpointError as failed:       # on all ranks
+        except CheckpointError as failed:  # on all ranks
             error = failed
             if self._group.rank == 0:
                 self._tell(f"minidist: {failed}")
-        except BaseException as failed:         # on this rank: the others wait for it, so the job ends
+        except BaseException as failed:  # on this rank: the others wait for it, so the job ends
             error = failed
-            self._group.transport.abort(failed if isinstance(failed, CommError) else CommError(
-                f"the save of {save.folder} failed: {type(failed).__name__}: {words(failed)}"))
+            self._group.transport.abort(
+                failed
+                if isinstance(failed, CommError)
+                else CommError(
+                    f"the save of {save.folder} failed: {type(failed).__name__}: {words(failed)}"
+                )
+            )
         save.finish(error, time.perf_counter() - begun)
 
     def _room(self) -> list[np.ndarray]:
@@ -207,12 +238,14 @@ class AsyncSaver:
         device = device_of(self._optimizer.slots[0].weights.data)
         room = self._memory.hold(host_bytes(ends[-1] if ends else 0, device), "workspace")
         room.fill(0)
-        return [room[start:start + size].view(place.dtype)
-                for place, size, start in zip(self._places, sizes, [0, *ends], strict=False)]
+        return [
+            room[start : start + size].view(place.dtype)
+            for place, size, start in zip(self._places, sizes, [0, *ends], strict=False)
+        ]
 
 
 def _carry_out(saves: "SimpleQueue[Callable[[], None] | None]") -> None:
     """The thread's work: save after save, until None comes."""
     while (save := saves.get()) is not None:
         save()
-        del save        # it holds the copies
+        del save  # it holds the copies

@@ -1,9 +1,12 @@
-"""One rank's file of a checkpoint: arrays in the format of safetensors, with a checksum for each block of BLOCK bytes.
+"""One rank's file of a checkpoint: arrays in the format of safetensors, with a checksum for each
+block of BLOCK bytes.
 
-    8 bytes: length of the header | the header: JSON, {key: dtype, shape, place of its bytes} | the arrays' bytes
+    8 bytes: length of the header | the header: JSON, {key: dtype, shape, place of its bytes} | the
+    arrays' bytes
 
-Any reader of safetensors can open it. A reader of ours takes only the blocks that hold what it wants, and checks each.
-A writer reads each block from memory once: it sums the block up and copies it into a piece that the disk takes.
+Any reader of safetensors can open it. A reader of ours takes only the blocks that hold what it
+wants, and checks each. A writer reads each block from memory once: it sums the block up and copies
+it into a piece that the disk takes.
 """
 
 import contextlib
@@ -23,15 +26,16 @@ from minidist.device.backend import dtype, dtype_name
 from minidist.errors import CheckpointError
 from minidist.files import create, open_regular
 
-BLOCK = 1 << 18         # bytes; a multiple of every itemsize
-PIECE = 1 << 22         # bytes that a DirectFile writes at once
+BLOCK = 1 << 18  # bytes; a multiple of every itemsize
+PIECE = 1 << 22  # bytes that a DirectFile writes at once
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 class Entry(NamedTuple):
     """An array in a shard file.
 
-    Attributes: key: kind and name of the whole tensor; shape: of the whole; stripes: which of its numbers it has.
+    Attributes: key: kind and name of the whole tensor; shape: of the whole; stripes: which of its
+    numbers it has.
                 offset: of its first byte in the file; checksums: CRC-32 of each block.
     """
 
@@ -45,11 +49,12 @@ class Entry(NamedTuple):
 
 
 class DirectFile:
-    """A new file, written from begin to end past the system's cache, where the file system can do that (O_DIRECT).
+    """A new file, written from begin to end past the system's cache, where the file system can do
+    that (O_DIRECT).
 
-    The cache would cost a copy, and a wait at the end for all that it holds; and it would push out what training reads.
-    The disk takes whole pages from whole pages: bytes are collected in a piece of PIECE bytes. The last, broken page
-    goes through the cache.
+    The cache would cost a copy, and a wait at the end for all that it holds; and it would push out
+    what training reads. The disk takes whole pages from whole pages: bytes are collected in a piece
+    of PIECE bytes. The last, broken page goes through the cache.
 
     Raises:  OSError, here and later, if the disk is full or fails.
     """
@@ -65,7 +70,7 @@ class DirectFile:
         """Put the bytes behind those that are there; they may change afterwards."""
         while len(data):
             count = min(len(data), PIECE - self._filled)
-            self._piece[self._filled:self._filled + count] = data[:count]
+            self._piece[self._filled : self._filled + count] = data[:count]
             data, self._filled = data[count:], self._filled + count
             if self._filled == PIECE:
                 self._flush(PIECE)
@@ -91,37 +96,45 @@ class DirectFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
-                self._set_direct(False)     # its pages are larger
+                self._set_direct(False)  # its pages are larger
                 continue
             data, self._written = data[written:], self._written + written
             if written % mmap.PAGESIZE:
-                self._set_direct(False)     # cut short: what follows is no whole page
-        self._piece[:self._filled - count] = self._piece[count:self._filled]
+                self._set_direct(False)  # cut short: what follows is no whole page
+        self._piece[: self._filled - count] = self._piece[count : self._filled]
         self._filled -= count
 
     def _set_direct(self, direct: bool) -> None:
         self._direct = False
-        with contextlib.suppress(OSError):              # a file system without it
-            fcntl.fcntl(self._file, fcntl.F_SETFL, self._flags | getattr(os, "O_DIRECT", 0) * direct)
+        with contextlib.suppress(OSError):  # a file system without it
+            fcntl.fcntl(
+                self._file, fcntl.F_SETFL, self._flags | getattr(os, "O_DIRECT", 0) * direct
+            )
             self._direct = direct
 
 
 class ShardLayout:
     """What is where in a file; the same for every save of a rank.
 
-    Args:       arrays: of each (key, dtype, shape of the whole tensor, its stripes, how many numbers).
-    Attributes: header: the bytes before the arrays; nbytes: of the file; entries: of the arrays, without checksums.
+    Args:       arrays: of each (key, dtype, shape of the whole tensor, its stripes, how many
+                numbers).
+    Attributes: header: the bytes before the arrays; nbytes: of the file; entries: of the arrays,
+    without checksums.
     """
 
-    def __init__(self, arrays: Sequence[tuple[str, np.dtype, Sequence[int], list[list[int]], int]]) -> None:
+    def __init__(
+        self, arrays: Sequence[tuple[str, np.dtype, Sequence[int], list[list[int]], int]]
+    ) -> None:
         tensors: dict[str, Any] = {}
         entries, end = list[Entry](), 0
         for key, kind, shape, stripes, size in arrays:
             whole = len(stripes) == 1 and size == int(np.prod(shape, dtype=np.int64))
             nbytes = size * kind.itemsize
             tensors[key if key not in tensors else f"{key}@{end}"] = {
-                "dtype": DTYPES[dtype_name(kind)], "shape": [*shape] if whole else [size],
-                "data_offsets": [end, end + nbytes]}
+                "dtype": DTYPES[dtype_name(kind)],
+                "shape": [*shape] if whole else [size],
+                "data_offsets": [end, end + nbytes],
+            }
             entries.append(Entry(key, dtype_name(kind), [*shape], stripes, end, nbytes, []))
             end += nbytes
         self.header = header_bytes(tensors)
@@ -133,7 +146,10 @@ class ShardWriter:
     """Writes one file, an array at a time. Raises: OSError if the disk is full or fails."""
 
     def __init__(self, file: Path, layout: ShardLayout) -> None:
-        self.layout, self.entries = layout, [entry._replace(checksums=[]) for entry in layout.entries]
+        self.layout, self.entries = (
+            layout,
+            [entry._replace(checksums=[]) for entry in layout.entries],
+        )
         self._file = DirectFile(file)
         try:
             self._file.write(layout.header)
@@ -145,7 +161,7 @@ class ShardWriter:
         """The numbers of array `index`, one index after the other: flat, on the host."""
         data = np.ascontiguousarray(array).view(np.uint8).data
         for at in range(0, len(data), BLOCK):
-            block = data[at:at + BLOCK]
+            block = data[at : at + BLOCK]
             self.entries[index].checksums.append(zlib.crc32(block))
             self._file.write(block)
 
@@ -160,8 +176,11 @@ class ShardWriter:
     def described(self) -> dict[str, Any]:
         """For the manifest."""
         header = self.layout.header
-        return {"nbytes": self.layout.nbytes, "header": [len(header), zlib.crc32(header)],
-                "arrays": [entry._asdict() for entry in self.entries]}
+        return {
+            "nbytes": self.layout.nbytes,
+            "header": [len(header), zlib.crc32(header)],
+            "arrays": [entry._asdict() for entry in self.entries],
+        }
 
 
 class ShardReader:
@@ -181,8 +200,10 @@ class ShardReader:
             require_size(file, os.fstat(self._file).st_size, described["nbytes"])
             for entry in self.entries:
                 if len(entry.checksums) != -(-entry.nbytes // BLOCK):
-                    self._refuse(f"{entry.key} of {entry.nbytes:,} bytes has {len(entry.checksums)} checksums in the "
-                                 f"manifest, and needs one per {BLOCK:,} bytes")
+                    self._refuse(
+                        f"{entry.key} of {entry.nbytes:,} bytes has {len(entry.checksums)} "
+                        f"checksums in the manifest, and needs one per {BLOCK:,} bytes"
+                    )
             if zlib.crc32(self._read(0, length)) != checksum:
                 self._refuse("has another header than the one that was written")
         except BaseException:
@@ -192,7 +213,8 @@ class ShardReader:
     def copy(self, entry: Entry, copies: np.ndarray, out: np.ndarray) -> None:
         """Copy numbers into the flat array `out`.
 
-        Args:    copies: (n, 3): offset in the entry's array, offset in `out`, how many, ascending by the first.
+        Args:    copies: (n, 3): offset in the entry's array, offset in `out`, how many, ascending
+                 by the first.
         """
         kind = dtype(entry.dtype)
         for first, last, rows in _by_blocks(copies, kind.itemsize):
@@ -200,15 +222,20 @@ class ShardReader:
             numbers = np.frombuffer(self.checked(entry, begin, end), kind)
             for source, target, count in rows.tolist():
                 source -= begin // kind.itemsize
-                out[target:target + count] = numbers[source:source + count]
+                out[target : target + count] = numbers[source : source + count]
 
     def checked(self, entry: Entry, begin: int, end: int) -> bytes:
         """Bytes [begin, end) of an array, whole blocks, which are what was written."""
         data = self._read(entry.offset + begin, end - begin)
         for at in range(0, len(data), BLOCK):
-            if zlib.crc32(memoryview(data)[at:at + BLOCK]) != entry.checksums[(begin + at) // BLOCK]:
-                self._refuse(f"{entry.key} is damaged in its bytes {begin + at:,} to "
-                             f"{min(begin + at + BLOCK, entry.nbytes) - 1:,}")
+            if (
+                zlib.crc32(memoryview(data)[at : at + BLOCK])
+                != entry.checksums[(begin + at) // BLOCK]
+            ):
+                self._refuse(
+                    f"{entry.key} is damaged in its bytes {begin + at:,} to "
+                    f"{min(begin + at + BLOCK, entry.nbytes) - 1:,}"
+                )
         return data
 
     def close(self) -> None:
@@ -230,18 +257,22 @@ class ShardReader:
 def require_size(file: Path, size: int, expected: int) -> None:
     """Raise CheckpointError unless a shard file is as long as the manifest says."""
     if size != expected:
-        raise CheckpointError(f"{file}: has {size:,} bytes, the manifest says {expected:,}; take an older checkpoint")
+        raise CheckpointError(
+            f"{file}: has {size:,} bytes, the manifest says {expected:,}; take an older checkpoint"
+        )
 
 
 def header_bytes(tensors: dict[str, Any]) -> bytes:
-    """The head of a safetensors file: its length, and what is where, filled up to a multiple of 8 bytes."""
+    """The head of a safetensors file: its length, and what is where, filled up to a multiple of 8
+    bytes."""
     text = json.dumps(tensors, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def _by_blocks(copies: np.ndarray, itemsize: int) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Group copies into runs of neighbouring blocks: (first block, block after the last, the copies)."""
+    """Group copies into runs of neighbouring blocks: (first block, block after the last, the
+    copies)."""
     first = copies[:, 0] * itemsize // BLOCK
     last = ((copies[:, 0] + copies[:, 2]) * itemsize - 1) // BLOCK + 1
     apart = np.flatnonzero(first[1:] > last[:-1]) + 1

@@ -1,11 +1,15 @@
-"""Chapter 26 · A storm: an elastic job is broken on purpose, again and again, and every fault is noted.
+"""Chapter 26 · A storm: an elastic job is broken on purpose, again and again, and every fault is
+noted.
 
-    Storm          start the job ... fault ... fault ... the launcher, too, is killed, and started again ... it ends
-    RUN/elastic.jsonl    what the job says: which ranks work, from which step, what broke (launch/generation.py)
-    RUN/storm.jsonl      what the storm did: {"event": "fault", "kind": "kill", "time": …, "pid": …, "rank": 2}
+    Storm          start the job ... fault ... fault ... the launcher, too, is killed, and started
+                   again ... it ends
+    RUN/elastic.jsonl    what the job says: which ranks work, from which step, what broke
+                         (launch/generation.py)
+    RUN/storm.jsonl      what the storm did: {"event": "fault", "kind": "kill", "time": …, "pid": …,
+                         "rank": 2}
 
-Both are on one clock; storm_report.py reads the two. The faults are those of faults.py. The job is any program that
-launch.elastic_job runs, in a process of its own.
+Both are on one clock; storm_report.py reads the two. The faults are those of faults.py. The job is
+any program that launch.elastic_job runs, in a process of its own.
 """
 
 import contextlib
@@ -29,18 +33,22 @@ from minidist.survive.faults import FAULTS, cut_connection, damage, kill_all, se
 Event = dict[str, Any]
 Job = subprocess.Popen[Any]
 
-LOG, NOTES = "elastic.jsonl", "storm.jsonl"     # of a run folder
-HOLD = 1.5              # seconds that a disk is full or slow, a save interval besides
-READY = 10.0            # most seconds to wait until a fault is possible
-END = 10.0              # seconds that ranks get to end when their launcher is gone
-_LOOK = 0.02            # seconds between looks at the job
+LOG, NOTES = "elastic.jsonl", "storm.jsonl"  # of a run folder
+HOLD = 1.5  # seconds that a disk is full or slow, a save interval besides
+READY = 10.0  # most seconds to wait until a fault is possible
+END = 10.0  # seconds that ranks get to end when their launcher is gone
+_LOOK = 0.02  # seconds between looks at the job
 
-PLANTED = {"kill": "rank {rank} is killed", "stop": "rank {rank} is stopped",
-           "cut": "a connection of rank {rank} is cut",
-           "torn": "half of {shard} in {checkpoint} is cut off, and all ranks are killed",
-           "flip": "a bit of {shard} in {checkpoint} is turned over, and all ranks are killed",
-           "full": "for {hold:g} s the disk has no space left", "slow": "for {hold:g} s the disk is slow",
-           "launcher": "the launcher is killed, and started again"}
+PLANTED = {
+    "kill": "rank {rank} is killed",
+    "stop": "rank {rank} is stopped",
+    "cut": "a connection of rank {rank} is cut",
+    "torn": "half of {shard} in {checkpoint} is cut off, and all ranks are killed",
+    "flip": "a bit of {shard} in {checkpoint} is turned over, and all ranks are killed",
+    "full": "for {hold:g} s the disk has no space left",
+    "slow": "for {hold:g} s the disk is slow",
+    "launcher": "the launcher is killed, and started again",
+}
 """What a fault does, in words."""
 
 
@@ -58,36 +66,57 @@ class _EventTold(msgspec.Struct):
 class Storm:
     """Faults for one job.
 
-    Args:       start: starts the job; again: True if it was broken off and goes on. run: its folder, with its log.
+    Args:       start: starts the job; again: True if it was broken off and goes on. run: its
+                folder, with its log.
                 every: seconds between faults, on average; kinds: in turn; seed: of times and ranks.
                 disk: the folder of faults.disk_module(); save_seconds: between checkpoints, about.
-                one_by_one: no fault before the job goes on after the one before it. noted: called after each fault.
-                tell: called with what each fault does, in words, before the job can say what came of it.
+                one_by_one: no fault before the job goes on after the one before it. noted: called
+                after each fault.
+                tell: called with what each fault does, in words, before the job can say what came
+                of it.
     Attributes: job: the present one. faults: what was noted of each.
     """
 
-    def __init__(self, start: Callable[[bool], Job], run: Path, *, every: float, kinds: Sequence[str] = FAULTS,
-                 seed: int = 0, disk: Path | None = None, save_seconds: float = 0.0, one_by_one: bool = False,
-                 noted: Callable[[], None] = lambda: None, tell: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self,
+        start: Callable[[bool], Job],
+        run: Path,
+        *,
+        every: float,
+        kinds: Sequence[str] = FAULTS,
+        seed: int = 0,
+        disk: Path | None = None,
+        save_seconds: float = 0.0,
+        one_by_one: bool = False,
+        noted: Callable[[], None] = lambda: None,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._start, self._run, self._every, self._kinds = start, run, every, kinds
         self._chance, self._disk, self._hold = random.Random(seed), disk, HOLD + save_seconds
         self._one_by_one, self._noted = one_by_one, noted
         self._tell = tell
-        self._before = len(events(run / LOG))       # of a job that was here before
+        self._before = len(events(run / LOG))  # of a job that was here before
         self.faults: list[Event] = []
-        self._begun = time.time()                   # when the present launcher was started
+        self._begun = time.time()  # when the present launcher was started
         self.job = start(False)
 
     def told(self) -> list[Event]:
         """What the job has said so far."""
-        return events(self._run / LOG)[self._before:]
+        return events(self._run / LOG)[self._before :]
 
     def rage(self, seconds: float, most: int | None = None) -> None:
-        """From the job's first step on, break it for so many seconds, at `most` so often, or until it ends."""
-        while self.job.poll() is None and not any(event["event"] == "stepped" for event in self.told()):
+        """From the job's first step on, break it for so many seconds, at `most` so often, or until
+        it ends."""
+        while self.job.poll() is None and not any(
+            event["event"] == "stepped" for event in self.told()
+        ):
             time.sleep(_LOOK)
         end = time.monotonic() + seconds
-        while self.job.poll() is None and time.monotonic() < end and (most is None or len(self.faults) < most):
+        while (
+            self.job.poll() is None
+            and time.monotonic() < end
+            and (most is None or len(self.faults) < most)
+        ):
             due = time.monotonic() + self._every * self._chance.uniform(0.5, 1.5)
             while self.job.poll() is None and time.monotonic() < due:
                 time.sleep(_LOOK)
@@ -101,8 +130,15 @@ class Storm:
         """Whether the job has ended, or has noticed the last fault and made a step since."""
         if self.job.poll() is not None or not self.faults:
             return True
-        since = [event["event"] for event in self.told() if event.get("time", 0.0) > self.faults[-1]["time"]]
-        noticed = min((since.index(event) for event in ("broken", "spared") if event in since), default=len(since))
+        since = [
+            event["event"]
+            for event in self.told()
+            if event.get("time", 0.0) > self.faults[-1]["time"]
+        ]
+        noticed = min(
+            (since.index(event) for event in ("broken", "spared") if event in since),
+            default=len(since),
+        )
         return "stepped" in since[noticed:]
 
     def end(self) -> None:
@@ -115,7 +151,8 @@ class Storm:
             self.job.wait()
 
     def _strike(self, kind: str) -> None:
-        """One fault; none, if it is not possible within a while (no checkpoint is there yet, say)."""
+        """One fault; none, if it is not possible within a while (no checkpoint is there yet,
+        say)."""
         deadline = time.monotonic() + READY
         while self.job.poll() is None and time.monotonic() < deadline:
             try:
@@ -125,8 +162,14 @@ class Storm:
                 time.sleep(_LOOK)
 
     def _try(self, kind: str) -> None:
-        pids = next((list(event["pids"]) for event in reversed(self.told()) if event["event"] == "forming"
-                     and event["time"] > self._begun), [])
+        pids = next(
+            (
+                list(event["pids"])
+                for event in reversed(self.told())
+                if event["event"] == "forming" and event["time"] > self._begun
+            ),
+            [],
+        )
         if not pids:
             raise OSError("the job has no ranks yet")
         rank = self._chance.randrange(len(pids))
@@ -164,7 +207,8 @@ class Storm:
         self._note(fault | {"until": time.time()})
 
     def _replace_launcher(self, fault: Event, pids: list[int]) -> None:
-        """Kill it, and start it again, as a supervisor does; its ranks end by themselves meanwhile."""
+        """Kill it, and start it again, as a supervisor does; its ranks end by themselves
+        meanwhile."""
         self._say(fault["kind"])
         self.job.kill()
         self.job.wait()

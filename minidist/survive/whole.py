@@ -16,13 +16,14 @@ from minidist.survive.checkpoint import read_state, require_file
 from minidist.survive.manifest import ITEMSIZE, read_manifest, require_told
 from minidist.survive.shard_file import BLOCK, ShardReader
 
-AT_ONCE = 64 * BLOCK        # bytes that `verify` reads at a time
+AT_ONCE = 64 * BLOCK  # bytes that `verify` reads at a time
 
 
 class VerifiedShard(NamedTuple):
     """One file of a checkpoint, of which every byte was read.
 
-    Attributes: arrays: how many it has; problems: each damaged array's, or the file's; none: every byte is as written.
+    Attributes: arrays: how many it has; problems: each damaged array's, or the file's; none: every
+    byte is as written.
     """
 
     file: str
@@ -39,12 +40,22 @@ def read_whole(folder: Path, kind: str = WEIGHT) -> dict[str, np.ndarray]:
     shards = read_manifest(folder)["shards"]
     entries = {entry["key"]: entry for shard in shards for entry in shard["arrays"]}
     _require_held(folder, shards, kind)
-    places = [Place(kind, key.removeprefix(f"{kind}/"), tuple(entry["shape"]),
-                    np.array([[0, prod(entry["shape"])]], np.int64), dtype(entry["dtype"]))
-              for key, entry in sorted(entries.items()) if key.startswith(f"{kind}/")]
+    places = [
+        Place(
+            kind,
+            key.removeprefix(f"{kind}/"),
+            tuple(entry["shape"]),
+            np.array([[0, prod(entry["shape"])]], np.int64),
+            dtype(entry["dtype"]),
+        )
+        for key, entry in sorted(entries.items())
+        if key.startswith(f"{kind}/")
+    ]
     arrays = [np.empty(place.size, place.dtype) for place in places]
     read_state(folder, shards, zip(places, arrays, strict=True))
-    return {place.name: array.reshape(place.shape) for place, array in zip(places, arrays, strict=True)}
+    return {
+        place.name: array.reshape(place.shape) for place, array in zip(places, arrays, strict=True)
+    }
 
 
 def config_of(folder: Path, about: dict[str, Any], sizes: Iterable[int]) -> GPTConfig:
@@ -57,23 +68,32 @@ def config_of(folder: Path, about: dict[str, Any], sizes: Iterable[int]) -> GPTC
     try:
         config = GPTConfig.of(about["config"])
     except ConfigError as error:
-        raise CheckpointError(f"{folder}: its model cannot be built: {error}; take an older checkpoint") from error
+        raise CheckpointError(
+            f"{folder}: its model cannot be built: {error}; take an older checkpoint"
+        ) from error
     numbers = list(sizes)
     if config.numbers > sum(numbers) or config.layers > len(numbers):
-        raise CheckpointError(f"{folder}: is to be a model of {config.layers:,} layers and {config.numbers:,} weights "
-                              f"or more, and has {len(numbers):,} tensors of {sum(numbers):,}; take an older "
-                              f"checkpoint")
+        raise CheckpointError(
+            f"{folder}: is to be a model of {config.layers:,} layers and {config.numbers:,} "
+            f"weights or more, and has {len(numbers):,} tensors of {sum(numbers):,}; take an "
+            "older checkpoint"
+        )
     return config
 
 
 def sizes_of(shards: Sequence[dict[str, Any]], kind: str = WEIGHT) -> dict[str, int]:
     """Return how many numbers each tensor of a kind has, by its key."""
-    return {entry["key"]: prod(entry["shape"]) for shard in shards for entry in shard["arrays"]
-            if entry["key"].startswith(f"{kind}/")}
+    return {
+        entry["key"]: prod(entry["shape"])
+        for shard in shards
+        for entry in shard["arrays"]
+        if entry["key"].startswith(f"{kind}/")
+    }
 
 
 def _require_held(folder: Path, shards: Sequence[dict[str, Any]], kind: str) -> None:
-    """Raise CheckpointError if a tensor of a kind is larger than what the files of the shards hold of it."""
+    """Raise CheckpointError if a tensor of a kind is larger than what the files of the shards hold
+    of it."""
     held: Counter[str] = Counter()
     for shard in shards:
         mine = [entry for entry in shard["arrays"] if entry["key"].startswith(f"{kind}/")]
@@ -82,14 +102,19 @@ def _require_held(folder: Path, shards: Sequence[dict[str, Any]], kind: str) -> 
         held.update({entry["key"]: entry["nbytes"] // ITEMSIZE[entry["dtype"]] for entry in mine})
     for key, size in sizes_of(shards, kind).items():
         if held[key] < size:
-            raise CheckpointError(f"{folder}: lacks {size - held[key]:,} of {size:,} numbers of {key}; take an older "
-                                  f"checkpoint")
+            raise CheckpointError(
+                f"{folder}: lacks {size - held[key]:,} of {size:,} numbers of {key}; take an older "
+                f"checkpoint"
+            )
 
 
 def verify(folder: Path) -> Iterator[VerifiedShard]:
-    """Read every byte of a checkpoint; a record of each shard. Raises: CheckpointError if the manifest is damaged."""
+    """Read every byte of a checkpoint; a record of each shard. Raises: CheckpointError if the
+    manifest is damaged."""
     for shard in read_manifest(folder)["shards"]:
-        yield VerifiedShard(shard["file"], shard["nbytes"], len(shard["arrays"]), [*_problems(folder, shard)])
+        yield VerifiedShard(
+            shard["file"], shard["nbytes"], len(shard["arrays"]), [*_problems(folder, shard)]
+        )
 
 
 def _problems(folder: Path, shard: dict[str, Any]) -> Iterator[str]:

@@ -26,7 +26,8 @@ def mlp(x, first, bias, second):
     return ops.sum(ops.linear(h, second) ** 2)
 
 
-# --------------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------- errors
+
 
 def test_second_backward_says_what_to_do():
     x = tensor(np.ones(3), requires_grad=True)
@@ -73,7 +74,8 @@ def test_grad_modes_nest():
     assert (x * 2.0).requires_grad
 
 
-# --------------------------------------------------------------------------------------------------------------- values
+# ------------------------------------------------------------------------------------------- values
+
 
 def test_a_leaf_is_its_own_gradient():
     x = tensor(np.array(3.0), requires_grad=True)
@@ -99,7 +101,10 @@ def test_leaves_of_a_sum_do_not_share_their_gradient():
     assert b.grad[0] == 1.0 and dy[0] == 1.0
 
 
-@given(st.lists(st.sampled_from(["add", "mul", "view", "sum", "mean"]), min_size=1, max_size=6), st.integers(0, 99))
+@given(
+    st.lists(st.sampled_from(["add", "mul", "view", "sum", "mean"]), min_size=1, max_size=6),
+    st.integers(0, 99),
+)
 def test_results_used_many_times(steps, seed):
     """y = f(y, y) again and again: contributions that alias dy must never be added to in place."""
     rng = np.random.default_rng(seed)
@@ -139,6 +144,7 @@ def test_gradient_functions_nobody_needs_do_not_run():
         return a + b, saved()
 
     for name in ("a", "b"):
+
         @pair.gradient(name)
         def _(node, dy, name=name):
             ran.append(name)
@@ -174,7 +180,8 @@ def test_order_is_newest_first():
     assert order == [4, 3, 2, 1, 0]
 
 
-# -------------------------------------------------------------------------------------------------------------- freeing
+# ------------------------------------------------------------------------------------------ freeing
+
 
 def nodes(tensor_):
     found, stack = [], [tensor_.node]
@@ -199,18 +206,29 @@ def test_what_a_node_saved_dies_as_backward_passes():
     gc.collect()
     assert all(r() is not None for r in alive)
     loss.backward()
-    assert seen == [(3, [True] * 4), (2, [True, True, True, False]), (1, [True, True, False, False]),
-                    (0, [True, False, False, False])]
+    assert seen == [
+        (3, [True] * 4),
+        (2, [True, True, True, False]),
+        (1, [True, True, False, False]),
+        (0, [True, False, False, False]),
+    ]
     assert all(r() is None for r in alive)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (0,), (3, 0), (2, 3)])
-@pytest.mark.parametrize("loss", [ops.sum, ops.mean, lambda x: ops.sum(ops.mean(x, dim=0)) if x.ndim else ops.sum(x)])
-@pytest.mark.filterwarnings("ignore:invalid value|divide by zero")           # the mean of nothing is NaN
+@pytest.mark.parametrize(
+    "loss", [ops.sum, ops.mean, lambda x: ops.sum(ops.mean(x, dim=0)) if x.ndim else ops.sum(x)]
+)
+@pytest.mark.filterwarnings("ignore:invalid value|divide by zero")  # the mean of nothing is NaN
 def test_a_leafs_gradient_is_an_array_of_its_own(loss, shape):
-    """A second backward adds to it, and clipping scales it in place; no other array changes with it."""
+    """A second backward adds to it, and clipping scales it in place; no other array changes with
+    it."""
     for kind in (Parameter, tensor):
-        leaf = kind(np.ones(shape)) if kind is Parameter else tensor(np.ones(shape), requires_grad=True)
+        leaf = (
+            kind(np.ones(shape))
+            if kind is Parameter
+            else tensor(np.ones(shape), requires_grad=True)
+        )
         loss(leaf).backward()
         once = leaf.grad.copy()
         loss(leaf).backward()
@@ -218,7 +236,7 @@ def test_a_leafs_gradient_is_an_array_of_its_own(loss, shape):
         leaf.grad *= 0.5
         np.testing.assert_array_equal(leaf.grad, once)
     y = ops.mean(leaf)
-    (y + y * 2 + y * y).backward()                      # several contributions to the gradient of one number
+    (y + y * 2 + y * y).backward()  # several contributions to the gradient of one number
 
 
 def test_a_dropped_graph_frees_without_the_collector():
@@ -248,7 +266,8 @@ def test_a_saved_parameter_is_read_again():
     np.testing.assert_allclose(x.grad, np.ones((2, 3)) @ values.T)
 
 
-# ---------------------------------------------------------------------------------------------------------------- hooks
+# -------------------------------------------------------------------------------------------- hooks
+
 
 def test_parameter_hooks_run_once_when_the_gradient_is_final():
     w, seen = weights(3, 3), []
@@ -305,7 +324,8 @@ def test_tensor_hook_without_gradient_is_refused():
         tensor(np.ones(2)).register_hook(print)
 
 
-# ----------------------------------------------------------------------------------------------------- deferred weights
+# --------------------------------------------------------------------------------- deferred weights
+
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 99))
 def test_deferred_weights_end_in_the_same_bits(n, m, seed):
@@ -343,7 +363,8 @@ def test_deferred_weights_run_once_and_free_their_node():
         weight()
 
 
-# ------------------------------------------------------------------------------------------------------ bound gradients
+# ---------------------------------------------------------------------------------- bound gradients
+
 
 def test_bound_gradients_are_written_into_their_view():
     buffer = np.full(12, 99.0)
@@ -355,7 +376,7 @@ def test_bound_gradients_are_written_into_their_view():
     ops.sum(ops.linear(x, w)).backward()
     assert w.grad is view
     np.testing.assert_array_equal(buffer, 2.0)
-    ops.sum(ops.linear(x, w)).backward()       # adds
+    ops.sum(ops.linear(x, w)).backward()  # adds
     np.testing.assert_array_equal(buffer, 4.0)
     w.zero_grad()
     assert w.grad is None and buffer[0] == 4.0  # stale, not cleared
@@ -371,7 +392,7 @@ def test_bound_gradients_of_many_uses_and_kinds():
     view = np.empty((2, 2))
     w.bind_gradient(view)
     ids = np.array([0, 1, 1])
-    loss = ops.sum(ops.unembed(ops.embedding(w, ids), w))   # tied, as in GPT
+    loss = ops.sum(ops.unembed(ops.embedding(w, ids), w))  # tied, as in GPT
     loss.backward()
     bound = view.copy()
     w.bind_gradient(None)

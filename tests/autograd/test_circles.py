@@ -11,7 +11,8 @@ def test_imports_form_no_circle() -> None:
     assert len(left) > 20
     while left:
         done = [name for name, needed in left.items() if not needed & left.keys()]
-        assert done, "a circle: " + ", ".join(f"{name} imports {sorted(needed & left.keys())}"
-                                              for name, needed in left.items())
+        assert done, "a circle: " + ", ".join(
+            f"{name} imports {sorted(needed & left.keys())}" for name, needed in left.items()
+        )
         for name in done:
             del left[name]

@@ -20,9 +20,13 @@ def weights(*shape: int, name: str = "w", seed: int = 0) -> Parameter:
 
 
 def gradients(through: Any, *, defer: bool = False) -> tuple[list[np.ndarray], list[str]]:
-    """All gradients, and the order in which weights were final, of two layers and a weight used at both ends."""
-    x, first, shared = tensor(weights(3, 4, seed=1).data, requires_grad=True), weights(4, 4, name="first"), weights(
-        4, 4, name="shared", seed=2)
+    """All gradients, and the order in which weights were final, of two layers and a weight used at
+    both ends."""
+    x, first, shared = (
+        tensor(weights(3, 4, seed=1).data, requires_grad=True),
+        weights(4, 4, name="first"),
+        weights(4, 4, name="shared", seed=2),
+    )
     final: list[str] = []
     for parameter in (first, shared):
         parameter.hooks.append(lambda p: final.append(p.name))
@@ -134,7 +138,11 @@ def test_what_is_put_away_is_asked_for_one_stretch_ahead() -> None:
     def forward(keep: Any) -> Tensor:
         h = start
         for i, layer in enumerate(layers):
-            h = recompute(lambda x, w: ops.gelu(ops.linear(x, w)), h, layer, keep=keep) if i != 2 else h @ layer
+            h = (
+                recompute(lambda x, w: ops.gelu(ops.linear(x, w)), h, layer, keep=keep)
+                if i != 2
+                else h @ layer
+            )
         return h
 
     forward(None).backward(np.ones((3, 4)))
@@ -142,7 +150,8 @@ def test_what_is_put_away_is_asked_for_one_stretch_ahead() -> None:
     for p in (start, *layers):
         p.zero_grad()
     y = forward(lambda x: Kept(told, x))
-    assert told == ["keep 0", "keep 1"]        # inputs of layers 1 and 3; that of 0 is a leaf, 2 is no stretch
+    # inputs of layers 1 and 3; that of 0 is a leaf, 2 is no stretch
+    assert told == ["keep 0", "keep 1"]
     y.backward(np.ones((3, 4)))
     assert told[2:] == ["take 1", "prefetch 0", "take 0"]
     for p, gradient in zip((start, *layers), plain, strict=True):

@@ -1,4 +1,5 @@
-"""How ops are made and called: arguments, options, dtypes, errors, several outputs, saved values."""
+"""How ops are made and called: arguments, options, dtypes, errors, several outputs, saved
+values."""
 
 import threading
 
@@ -32,7 +33,7 @@ def test_several_outputs_and_options():
     first, second = swap_scaled(a, b, factor=3.0)
     assert isinstance(swap_scaled(a, b), tuple)
     np.testing.assert_array_equal(second.data, [3.0, 3.0])
-    (first * 2.0).sum().backward()                     # `second` gets no gradient: zeros
+    (first * 2.0).sum().backward()  # `second` gets no gradient: zeros
     np.testing.assert_array_equal(a.grad, [0.0, 0.0])
     np.testing.assert_array_equal(b.grad, [6.0, 6.0])
 
@@ -62,15 +63,29 @@ def test_arguments_by_keyword():
 def test_numbers_take_the_dtype_of_the_arrays():
     for kind in ("float64", "float32", "float16"):
         x = tensor(np.ones(3, kind))
-        for y in (x * 2.0, 2 * x, x + np.float64(1), 1.0 - x, x / 3, 3 / x, x ** 2, -x, x.sum() * 0.5):
+        for y in (
+            x * 2.0,
+            2 * x,
+            x + np.float64(1),
+            1.0 - x,
+            x / 3,
+            3 / x,
+            x**2,
+            -x,
+            x.sum() * 0.5,
+        ):
             assert y.dtype == kind
-    assert (tensor(np.arange(3)) + 1).dtype == (tensor(np.arange(3)) * np.int32(2)).dtype == np.int64
+    assert (
+        (tensor(np.arange(3)) + 1).dtype == (tensor(np.arange(3)) * np.int32(2)).dtype == np.int64
+    )
     assert ops.add(1.0, 2.0).item() == 3.0
 
 
 def test_dtypes_do_not_mix():
     a, b = tensor(np.ones(2, "float32")), tensor(np.ones((3, 2)))
-    with pytest.raises(DtypeError, match=r"add: a float32 \(2,\), b float64 \(3, 2\).*ops.cast\(x, 'float32'\)"):
+    with pytest.raises(
+        DtypeError, match=r"add: a float32 \(2,\), b float64 \(3, 2\).*ops.cast\(x, 'float32'\)"
+    ):
         a + b
     with pytest.raises(DtypeError, match="0.5 does not fit dtype int64"):
         tensor(np.arange(3)) * 0.5
@@ -79,13 +94,19 @@ def test_dtypes_do_not_mix():
     assert (a + ops.cast(b, "float32")).dtype == np.float32
 
 
-@pytest.mark.parametrize("call, message", [
-    (lambda: tensor(np.ones(2)) + np.ones(3), r"add: a float64 \(2,\), b float64 \(3,\) do not fit"),
-    (lambda: ops.reshape(np.ones(6), (4, -1)), r"reshape: x float64 \(6,\) do not fit"),
-    (lambda: ops.concat([np.ones((2, 2)), np.ones((3, 3))], dim=0), "concat: parts"),
-    (lambda: ops.matmul(np.ones((2, 3)), np.ones((2, 3))), r"matmul: \(2, 3\) @ \(2, 3\)"),
-    (lambda: ops.transpose(np.ones((2, 3)), (0, 0)), "transpose"),
-])
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            lambda: tensor(np.ones(2)) + np.ones(3),
+            r"add: a float64 \(2,\), b float64 \(3,\) do not fit",
+        ),
+        (lambda: ops.reshape(np.ones(6), (4, -1)), r"reshape: x float64 \(6,\) do not fit"),
+        (lambda: ops.concat([np.ones((2, 2)), np.ones((3, 3))], dim=0), "concat: parts"),
+        (lambda: ops.matmul(np.ones((2, 3)), np.ones((2, 3))), r"matmul: \(2, 3\) @ \(2, 3\)"),
+        (lambda: ops.transpose(np.ones((2, 3)), (0, 0)), "transpose"),
+    ],
+)
 def test_shape_errors_name_op_and_shapes(call, message):
     with pytest.raises(ShapeError, match=message):
         call()
@@ -102,13 +123,13 @@ def test_saved_values_by_name():
     node = ops.linear(x, w).node
     assert node.x is x.data and node.w is w.data and node.shapes == {"x": (3, 2), "w": (2, 2)}
     w.data = np.zeros((2, 2))
-    assert node.w is w.data                              # by reference
+    assert node.w is w.data  # by reference
     with pytest.raises(AttributeError, match="linear saved no 'z'; it saved x, w"):
         _ = node.z
     frozen = Parameter(np.ones((2, 2)), requires_grad=False)
     node = ops.linear(tensor(np.ones((3, 2)), requires_grad=True), frozen).node
     frozen.data = np.zeros((2, 2))
-    assert node.w is frozen.data                         # also of a weight that is not trained
+    assert node.w is frozen.data  # also of a weight that is not trained
 
 
 def test_grad_mode_belongs_to_a_thread():
@@ -123,4 +144,6 @@ def test_grad_mode_belongs_to_a_thread():
 
 def test_reprs():
     x = tensor(np.ones(2), requires_grad=True)
-    assert "from mul" in repr(x * 2.0) and "requires_grad" in repr(x) and repr(ops.add) == "<op add>"
+    assert (
+        "from mul" in repr(x * 2.0) and "requires_grad" in repr(x) and repr(ops.add) == "<op add>"
+    )

@@ -22,12 +22,32 @@ def test_making_tensors():
 def test_operators_match_numpy():
     a, b = np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([[0.5, 1.5], [2.5, 3.5]])
     x, y = tensor(a), tensor(b)
-    for ours, theirs in [(x + y, a + b), (x - y, a - b), (x * y, a * b), (x / y, a / b), (x @ y, a @ b), (-x, -a),
-                         (x ** 3, a ** 3), (2.0 + x, 2 + a), (2.0 - x, 2 - a), (2.0 / x, 2 / a), (b + x, b + a),
-                         (b - x, b - a), (b * x, b * a), (b @ x, b @ a), (x[0], a[0]), (x[:, 1], a[:, 1]),
-                         (x.reshape(4), a.reshape(4)), (x.reshape((1, -1)), a.reshape(1, 4)), (x.transpose(), a.T),
-                         (x.transpose(1, 0), a.T), (x.transpose((0, 1)), a), (x.sum(), a.sum()),
-                         (x.sum(0), a.sum(0)), (x.mean(1, keepdims=True), a.mean(1, keepdims=True))]:
+    for ours, theirs in [
+        (x + y, a + b),
+        (x - y, a - b),
+        (x * y, a * b),
+        (x / y, a / b),
+        (x @ y, a @ b),
+        (-x, -a),
+        (x**3, a**3),
+        (2.0 + x, 2 + a),
+        (2.0 - x, 2 - a),
+        (2.0 / x, 2 / a),
+        (b + x, b + a),
+        (b - x, b - a),
+        (b * x, b * a),
+        (b @ x, b @ a),
+        (x[0], a[0]),
+        (x[:, 1], a[:, 1]),
+        (x.reshape(4), a.reshape(4)),
+        (x.reshape((1, -1)), a.reshape(1, 4)),
+        (x.transpose(), a.T),
+        (x.transpose(1, 0), a.T),
+        (x.transpose((0, 1)), a),
+        (x.sum(), a.sum()),
+        (x.sum(0), a.sum(0)),
+        (x.mean(1, keepdims=True), a.mean(1, keepdims=True)),
+    ]:
         assert isinstance(ours, Tensor)
         np.testing.assert_array_equal(ours.data, theirs)
 

@@ -15,8 +15,10 @@ def test_a_job_that_does_not_start_says_what_it_printed():
 
 def test_a_rank_that_dies_is_named(tmp_path):
     program = tmp_path / "mortal.py"
-    program.write_text("import sys\nfrom minidist.bench.jobs import answer\n"
-                       "answer(sys.argv[2], 0, lambda: sys.exit('struck by lightning'))\n")
+    program.write_text(
+        "import sys\nfrom minidist.bench.jobs import answer\n"
+        "answer(sys.argv[2], 0, lambda: sys.exit('struck by lightning'))\n"
+    )
     job = Job("mortal", 1, [sys.executable, str(program)])
     try:
         with pytest.raises(PeerLostError, match="rank 0 of mortal ended.*lightning"):

@@ -1,4 +1,5 @@
-"""Run folders that somebody else has filled, with digests that fit: each command ends, in one line where it must.
+"""Run folders that somebody else has filled, with digests that fit: each command ends, in one line
+where it must.
 
 Each case changes one thing of a run of minidist train; support/damaged.py has the changes.
 """
@@ -19,20 +20,42 @@ from hypothesis import strategies as st
 from minidist.cli import main
 from minidist.survive.manifest import MANIFEST, _with_digest
 
-TRAIN = ["--transport", "threads", "-n", "2", "--layers", "1", "--width", "16", "--heads", "2", "--context", "16",
-         "--batch", "4", "--steps", "4", "--save-every", "2", "--quiet"]
+TRAIN = [
+    "--transport",
+    "threads",
+    "-n",
+    "2",
+    "--layers",
+    "1",
+    "--width",
+    "16",
+    "--heads",
+    "2",
+    "--context",
+    "16",
+    "--batch",
+    "4",
+    "--steps",
+    "4",
+    "--save-every",
+    "2",
+    "--quiet",
+]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("damaged")
     (folder / "text").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    assert main(["train", *TRAIN, "--data", str(folder / "text"), "--out", str(folder / "run")]) == 0
+    assert (
+        main(["train", *TRAIN, "--data", str(folder / "text"), "--out", str(folder / "run")]) == 0
+    )
     return folder / "run"
 
 
 def check(folder: Path, words: list[str], page: Path) -> tuple[int, str]:
-    """Run a command; it ends with a status, in time, and prints nothing that acts on a terminal or a browser."""
+    """Run a command; it ends with a status, in time, and prints nothing that acts on a terminal or
+    a browser."""
     status, said = outcome(words)
     assert isinstance(status, int), f"{words}: {status}"
     assert "Traceback" not in said and not unsafe(said), said
@@ -53,11 +76,14 @@ def everything(run: Path, scratch: Path, seed: str) -> None:
 
 @pytest.mark.parametrize("seed", [3, 8, 18, 22, 26, 29, 32, 37, 42, 56])
 def test_damages_that_ended_in_a_traceback(seed: int, run: Path, tmp_path: Path) -> None:
-    """Without schemas: unhashable and deep values, a record of no kind, a history of none, a field that is missing."""
+    """Without schemas: unhashable and deep values, a record of no kind, a history of none, a field
+    that is missing."""
     everything(run, tmp_path / "scratch", str(seed))
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(seed=st.integers(0, 2**32))
 def test_no_damage_ends_a_command_with_a_traceback(run: Path, tmp_path: Path, seed: int) -> None:
     everything(run, tmp_path / "scratch", str(seed))
@@ -71,11 +97,16 @@ def test_a_thousand_damages(run: Path, tmp_path: Path, seed: int) -> None:
         everything(run, tmp_path / "scratch", f"{seed} {number}")
 
 
-# ----------------------------------------------------------------------------------------------------------- manifests
+# ---------------------------------------------------------------------------------------- manifests
 
 BOTH, TRAINING, SAMPLING = {"train", "sample"}, {"train"}, {"sample"}
 MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], set[str]]] = {
-    "huge": (lambda value: array(value).update(shape=[10**12], stripes=[[0, 10**12, 0, 1]], nbytes=4 * 10**12), BOTH),
+    "huge": (
+        lambda value: array(value).update(
+            shape=[10**12], stripes=[[0, 10**12, 0, 1]], nbytes=4 * 10**12
+        ),
+        BOTH,
+    ),
     "huge stripes": (lambda value: array(value).update(stripes=[[0, 1, 0, 10**12]]), BOTH),
     "outside": (lambda value: value["shards"][0].update(file="../../other.safetensors"), BOTH),
     "missing": (lambda value: value["about"].pop("state"), TRAINING),
@@ -83,12 +114,24 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], set[str]]] = {
     "a layer too many": (lambda value: value["about"]["config"].update(layers=10**9), BOTH),
     "wide": (lambda value: value["about"]["config"].update(width=2**30, heads=1), SAMPLING),
     "no checksums": (lambda value: array(value).update(checksums=[]), BOTH),
-    "an option of another kind": (lambda value: value["about"]["options"].update(batch="many"), TRAINING),
+    "an option of another kind": (
+        lambda value: value["about"]["options"].update(batch="many"),
+        TRAINING,
+    ),
     "an empty word": (lambda value: value["about"]["options"].update(plan=""), set()),
-    "a place to write to": (lambda value: value["about"]["options"].update(json="/nowhere/at/all"), set()),
+    "a place to write to": (
+        lambda value: value["about"]["options"].update(json="/nowhere/at/all"),
+        set(),
+    ),
     "escapes": (lambda value: array(value).update(key=ESCAPE), BOTH),
-    "escapes in a word": (lambda value: value["about"]["options"].update(optimizer=ESCAPE), TRAINING),
-    "a history of objects": (lambda value: value["about"]["metrics"].update(losses={"O": "AAAA"}), TRAINING),
+    "escapes in a word": (
+        lambda value: value["about"]["options"].update(optimizer=ESCAPE),
+        TRAINING,
+    ),
+    "a history of objects": (
+        lambda value: value["about"]["metrics"].update(losses={"O": "AAAA"}),
+        TRAINING,
+    ),
     "no base64": (lambda value: value["about"]["metrics"].update(losses={"<f8": "AA"}), TRAINING),
 }
 """What is changed, and the commands that are refused then."""
@@ -99,7 +142,9 @@ def array(value: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_a_manifest_is_not_trusted_because_its_digest_fits(name: str, run: Path, tmp_path: Path) -> None:
+def test_a_manifest_is_not_trusted_because_its_digest_fits(
+    name: str, run: Path, tmp_path: Path
+) -> None:
     folder, (change, refused) = shutil.copytree(run, tmp_path / "run"), MANIFESTS[name]
     for manifest in folder.glob(f"step-*/{MANIFEST}"):
         value = json.loads(manifest.read_text())
@@ -115,30 +160,53 @@ def test_a_manifest_is_not_trusted_because_its_digest_fits(name: str, run: Path,
             assert said.count("\n") == 1 or status == 0, said
 
 
-# --------------------------------------------------------------------------------------------- other things than files
+# -------------------------------------------------------------------------- other things than files
 
 THINGS: dict[str, Callable[[Path], object]] = {
-    "fifo": os.mkfifo, "zero": lambda file: file.symlink_to("/dev/zero"), "folder": os.mkdir, "sparse": sparse,
-    "socket": bind, "link": lambda file: file.symlink_to("/etc/passwd"), "loop": lambda file: file.symlink_to(file)}
+    "fifo": os.mkfifo,
+    "zero": lambda file: file.symlink_to("/dev/zero"),
+    "folder": os.mkdir,
+    "sparse": sparse,
+    "socket": bind,
+    "link": lambda file: file.symlink_to("/etc/passwd"),
+    "loop": lambda file: file.symlink_to(file),
+}
 
 
-FILES = ["metrics.json", "metrics.jsonl", "trace.json", "model.safetensors", "steps/00000.jsonl", "flight/00000.ring",
-         f"step-000004/{MANIFEST}", "step-000004/shard-00000.safetensors"]
-PAIRS = [pytest.param(file, thing, marks=[] if (row + column) % len(THINGS) in (0, 3) else pytest.mark.soak)
-         for row, file in enumerate(FILES) for column, thing in enumerate(THINGS)]
+FILES = [
+    "metrics.json",
+    "metrics.jsonl",
+    "trace.json",
+    "model.safetensors",
+    "steps/00000.jsonl",
+    "flight/00000.ring",
+    f"step-000004/{MANIFEST}",
+    "step-000004/shard-00000.safetensors",
+]
+PAIRS = [
+    pytest.param(
+        file, thing, marks=[] if (row + column) % len(THINGS) in (0, 3) else pytest.mark.soak
+    )
+    for row, file in enumerate(FILES)
+    for column, thing in enumerate(THINGS)
+]
 
 
 @pytest.mark.parametrize(("file", "thing"), PAIRS)
-def test_what_is_no_regular_file_is_not_waited_for(file: str, thing: str, run: Path, tmp_path: Path) -> None:
+def test_what_is_no_regular_file_is_not_waited_for(
+    file: str, thing: str, run: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(run, tmp_path / "run")
     (folder / file).unlink()
     THINGS[thing](folder / file)
     for words in commands(folder, folder / file, tmp_path):
-        if words[0] != "train":         # it goes on from the checkpoint before
+        if words[0] != "train":  # it goes on from the checkpoint before
             check(folder, words, tmp_path / "report.html")
 
 
-@pytest.mark.parametrize("how", ["metrics.jsonl", "steps/00000.jsonl", "metrics.json", "report.html"])
+@pytest.mark.parametrize(
+    "how", ["metrics.jsonl", "steps/00000.jsonl", "metrics.json", "report.html"]
+)
 def test_a_run_overwrites_no_file_that_a_link_leads_to(how: str, run: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.write_text("precious")

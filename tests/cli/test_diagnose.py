@@ -25,7 +25,9 @@ def test_recorders_and_dumps_are_named_file_by_file(kind, tmp_path, capsys):
     (tmp_path / "package.json").write_text("{}")
     files = [str(tmp_path / f"0000{rank}.{kind}") for rank in range(2)]
     assert main(["diagnose", *files]) == 1
-    assert "rank 1 has not made call 1 (all_reduce), for which rank 0 waits" in capsys.readouterr().out
+    assert (
+        "rank 1 has not made call 1 (all_reduce), for which rank 0 waits" in capsys.readouterr().out
+    )
     assert main(["diagnose", *files, str(tmp_path / "package.json")]) == 2
     assert "package.json is not a flight recorder's dump" in capsys.readouterr().err
 
@@ -59,22 +61,45 @@ for step in range(12):
 
 def start(folder: Path, fault: str) -> "subprocess.Popen[str]":
     (folder / "job.py").write_text(PROGRAM)
-    size = 2 if fault in ("killed", "behind", "stopped") else 3         # where others must be told from rank 1
-    command = [sys.executable, "-m", "minidist", "launch", "-n", str(size), "--flight", "rings", "--patience", "30",
-               "job.py", fault]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # where others must be told from rank 1
+    size = 2 if fault in ("killed", "behind", "stopped") else 3
+    command = [
+        sys.executable,
+        "-m",
+        "minidist",
+        "launch",
+        "-n",
+        str(size),
+        "--flight",
+        "rings",
+        "--patience",
+        "30",
+        "job.py",
+        fault,
+    ]
+    return subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def diagnosis(folder: Path, *options: str) -> dict:
-    status = main(["diagnose", str(folder / "rings"), "--json", str(folder / "found.json"), *options])
+    status = main(
+        ["diagnose", str(folder / "rings"), "--json", str(folder / "found.json"), *options]
+    )
     found = json.loads((folder / "found.json").read_text())
     assert status == (0 if found["healthy"] else 1)
     return found
 
 
-@pytest.mark.parametrize("fault", ["killed", "exception", "wrong shape", "none"] + [
-    pytest.param(fault, marks=pytest.mark.soak, id=f"{fault} {turn}") for turn in range(10)
-    for fault in ("killed", "exception", "wrong shape", "slow", "none")])
+@pytest.mark.parametrize(
+    "fault",
+    ["killed", "exception", "wrong shape", "none"]
+    + [
+        pytest.param(fault, marks=pytest.mark.soak, id=f"{fault} {turn}")
+        for turn in range(10)
+        for fault in ("killed", "exception", "wrong shape", "slow", "none")
+    ],
+)
 def test_a_job_that_ended(fault, tmp_path, capsys):
     run = start(tmp_path, fault)
     run.communicate(timeout=100)
@@ -86,10 +111,19 @@ def test_a_job_that_ended(fault, tmp_path, capsys):
     (finding,) = found["findings"]
     assert (finding["cause"], finding["ranks"]) == (fault, [1])
     assert "job.py:" in finding["where"] and "what to do:" in said and "rank 1" in said
-    assert sorted(finding) == ["advice", "cause", "evidence", "ranks", "steps", "sure", "what", "where"]
+    assert sorted(finding) == [
+        "advice",
+        "cause",
+        "evidence",
+        "ranks",
+        "steps",
+        "sure",
+        "what",
+        "where",
+    ]
 
 
-@pytest.mark.soak       # the next tests: a job that runs, and a rank that is behind
+@pytest.mark.soak  # the next tests: a job that runs, and a rank that is behind
 def test_a_job_that_hangs_is_diagnosed_while_it_runs(tmp_path, capsys):
     run = start(tmp_path, "behind")
     try:
@@ -131,4 +165,8 @@ def test_a_folder_without_recorders_is_one_line(tmp_path, capsys):
     for place in (tmp_path, tmp_path / "none"):
         assert main(["diagnose", str(place)]) == 2
         captured = capsys.readouterr()
-        assert captured.out == "" and captured.err.startswith("minidist diagnose: ") and captured.err.count("\n") == 1
+        assert (
+            captured.out == ""
+            and captured.err.startswith("minidist diagnose: ")
+            and captured.err.count("\n") == 1
+        )

@@ -26,8 +26,18 @@ def test_the_table_and_its_json_agree(tmp_path, capsys):
     assert main(["doctor", "--json", str(file)]) == 0
     findings = {finding["what"]: finding for finding in json.loads(file.read_text())["findings"]}
     shown = capsys.readouterr().out
-    for what in ("Python", "NumPy", "cores", "memory", "mpirun", "GPU", "C++ compiler", "torch", "pytest",
-                 *(f"transport {name}" for name in ("threads", "tcp", "shm", "mpi"))):
+    for what in (
+        "Python",
+        "NumPy",
+        "cores",
+        "memory",
+        "mpirun",
+        "GPU",
+        "C++ compiler",
+        "torch",
+        "pytest",
+        *(f"transport {name}" for name in ("threads", "tcp", "shm", "mpi")),
+    ):
         assert what.split()[-1] in shown
         assert findings[what]["state"] in ("ok", "optional")
     for name in ("threads", "tcp", "shm", "mpi"):
@@ -69,9 +79,11 @@ def open_mpi(tmp_path):
     """A folder with an mpirun that says it is Open MPI's, and starts its first rank."""
     fake = tmp_path / "bin" / "mpirun"
     fake.parent.mkdir()
-    fake.write_text("#!/bin/sh\n[ $1 = --version ] && echo 'mpirun (Open MPI) 5.0.5' && exit\nshift 3\n"
-                    "export OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=0 "
-                    "OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_RANK=0 PMIX_NAMESPACE=test\nexec \"$@\"\n")
+    fake.write_text(
+        "#!/bin/sh\n[ $1 = --version ] && echo 'mpirun (Open MPI) 5.0.5' && exit\nshift 3\n"
+        "export OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=0 "
+        'OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_RANK=0 PMIX_NAMESPACE=test\nexec "$@"\n'
+    )
     fake.chmod(0o755)
     return fake
 
@@ -83,8 +95,11 @@ def test_the_mpirun_that_the_shell_finds_first_is_looked_at(monkeypatch, open_mp
     monkeypatch.setenv("PATH", f"{open_mpi.parent}:{os.environ['PATH']}")
     (finding,) = doctor._mpi_on_path()
     assert (finding.state, finding.advice) == ("optional", f"for MPI: {taken.path}")
-    assert re.fullmatch(rf"openmpi 5.0.5 at {open_mpi}, the first on the path; mpi4py has MPICH.*: its ranks cannot "
-                        "use transport mpi", finding.found)
+    assert re.fullmatch(
+        rf"openmpi 5.0.5 at {open_mpi}, the first on the path; mpi4py has MPICH.*: its ranks cannot "
+        "use transport mpi",
+        finding.found,
+    )
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: mpirun.mpirun_at(str(open_mpi)))
     finding = doctor._mpi()
     assert finding.state == "broken" and "but mpi4py has MPICH" in finding.found
@@ -95,7 +110,10 @@ def test_the_mpirun_that_the_shell_finds_first_is_looked_at(monkeypatch, open_mp
 def test_an_mpirun_that_does_not_run_says_why(monkeypatch, tmp_path):
     """The first on the path, beside the one that md.run takes, or alone."""
     taken, fake = mpirun.find_mpirun(), tmp_path / "mpirun"
-    fake.write_text("#!/bin/sh\necho 'loading' >&2\necho 'mpirun: cannot open libopen-rte.so.40' >&2\nexit 127\n")
+    fake.write_text(
+        "#!/bin/sh\necho 'loading' >&2\necho 'mpirun: cannot open libopen-rte.so.40' >&2\nexit "
+        "127\n"
+    )
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (finding,) = doctor._mpi_on_path()
@@ -136,7 +154,7 @@ def test_standard_input_is_left_to_the_shell(monkeypatch, tmp_path):
 
 def test_a_foreign_mpirun_is_found_out(monkeypatch, tmp_path):
     fake = tmp_path / "mpirun"
-    fake.write_text('#!/bin/sh\nshift 2\n"$@" & "$@"\nwait\n')          # starts two worlds of one
+    fake.write_text('#!/bin/sh\nshift 2\n"$@" & "$@"\nwait\n')  # starts two worlds of one
     fake.chmod(0o755)
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: mpirun.Mpirun(str(fake), "mpich", "9.9"))
     finding = doctor._mpi()
@@ -150,8 +168,9 @@ def test_a_transport_that_fails_is_a_finding(monkeypatch, name, state):
         raise MinidistError("no way\nmore")
 
     monkeypatch.setattr("minidist.launch.run", fail)
-    assert doctor._transport(name) == doctor.Finding(f"transport {name}", state, "no way",
-                                                     "see mpirun above" if name == "mpi" else "")
+    assert doctor._transport(name) == doctor.Finding(
+        f"transport {name}", state, "no way", "see mpirun above" if name == "mpi" else ""
+    )
 
 
 def test_where_ranks_may_not_read_each_others_memory_it_says_how_to_let_them(monkeypatch):
@@ -171,7 +190,10 @@ def test_what_reaches_other_hosts(monkeypatch):
     ssh, here = doctor._several_hosts()
     assert (ssh.state, ssh.found) == ("optional", "no ssh, which minidist launch --hosts needs")
     assert "--node-rank" in ssh.advice
-    assert (here.state, here.found) == ("optional", "ip and tc and unshare of iproute2 and util-linux not installed")
+    assert (here.state, here.found) == (
+        "optional",
+        "ip and tc and unshare of iproute2 and util-linux not installed",
+    )
 
 
 def test_the_profile_that_auto_goes_by(monkeypatch, tmp_path):
@@ -189,9 +211,14 @@ def test_the_profile_that_auto_goes_by(monkeypatch, tmp_path):
     finding = doctor._profile()
     assert finding.state == "optional"
     assert finding.found.endswith("measured on another machine")
-    save_profile(Profile([*links, LinkCost("tcp", 2, 1e-6, 0, 0, 0, 1.99)], machine()), profile_path())
+    save_profile(
+        Profile([*links, LinkCost("tcp", 2, 1e-6, 0, 0, 0, 1.99)], machine()), profile_path()
+    )
     finding = doctor._profile()
-    assert (finding.state, finding.advice) == ("optional", "minidist bench calibrate, while nothing else runs")
+    assert (finding.state, finding.advice) == (
+        "optional",
+        "minidist bench calibrate, while nothing else runs",
+    )
     assert finding.found.endswith("it misses a measured time: tcp among 2 ranks by 199%")
     profile_path().write_text("[]")
     finding = doctor._profile()
@@ -215,7 +242,7 @@ def test_a_library_that_does_not_load_is_a_finding(monkeypatch):
     def load():
         raise ImportError("libcuda.so.1: cannot open")
 
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)      # CuPy is installed
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # CuPy is installed
     monkeypatch.setattr(doctor, "_cupy", load)
     finding = doctor._gpu()
     assert (finding.state, finding.found) == ("broken", "libcuda.so.1: cannot open")

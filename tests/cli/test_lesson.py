@@ -1,4 +1,5 @@
-"""`minidist lesson`: lists, prints, copies; running and drawing are tested with the lessons themselves."""
+"""`minidist lesson`: lists, prints, copies; running and drawing are tested with the lessons
+themselves."""
 
 import argparse
 import io
@@ -9,13 +10,13 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from minidist.lessons.running import add_out
 from rich.cells import cell_len
 from rich.console import Console
 
 from minidist import lessons
 from minidist.cli import main
 from minidist.grading import Grade, Result
+from minidist.lessons.running import add_out
 
 
 def test_lists_the_lessons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,13 +29,20 @@ def test_lists_the_lessons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_tells_minutes_what_comes_before_and_what_was_passed(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.setattr("minidist.cli.check.grade", lambda number, check, file: Grade(
-        number, str(file), (Result("a task", number == "03", "1", "1"),)))
+    monkeypatch.setattr(
+        "minidist.cli.check.grade",
+        lambda number, check, file: Grade(
+            number, str(file), (Result("a task", number == "03", "1", "1"),)
+        ),
+    )
     assert main(["check", "03"]) == 0 and main(["check", "04"]) == 1
     assert main(["lesson", "--json", str(tmp_path / "lessons.json")]) == 0
-    rows = {row["lesson"]: row for row in json.loads((tmp_path / "lessons.json").read_text())["lessons"]}
+    rows = {
+        row["lesson"]: row for row in json.loads((tmp_path / "lessons.json").read_text())["lessons"]
+    }
     assert rows["03"]["passed"] == time.strftime("%Y-%m-%d") and rows["04"]["passed"] is None
     assert rows["03"]["passed"] in capsys.readouterr().out
     for number, row in rows.items():
@@ -46,23 +54,32 @@ def test_tells_minutes_what_comes_before_and_what_was_passed(
 @pytest.mark.parametrize("columns", [40, 80, 100, 110, 200])
 def test_the_list_breaks_between_words(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
-    monkeypatch.setattr("minidist.cli.lesson.page_console", lambda: Console(file=out, width=columns))
+    monkeypatch.setattr(
+        "minidist.cli.lesson.page_console", lambda: Console(file=out, width=columns)
+    )
     assert main(["lesson"]) == 0
     for lesson in lessons.every_lesson():
-        assert {*re.findall(r"\w+", lesson.title, re.ASCII)} <= {*re.findall(r"\w+", out.getvalue(), re.ASCII)}
-        assert columns < 110 or {*re.findall(r"[\w/]+\.py", lesson.module)} <= {*out.getvalue().split()}
+        assert {*re.findall(r"\w+", lesson.title, re.ASCII)} <= {
+            *re.findall(r"\w+", out.getvalue(), re.ASCII)
+        }
+        assert columns < 110 or {*re.findall(r"[\w/]+\.py", lesson.module)} <= {
+            *out.getvalue().split()
+        }
     assert max(map(cell_len, out.getvalue().split("\n"))) <= columns and "…" not in out.getvalue()
 
 
 @pytest.mark.parametrize("number", ["01", "07", "19"])
 def test_a_story_at_80_columns_cuts_no_word(number: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its head is a line a field: the commands can be read and copied. 01 has a wide table of long names."""
+    """Its head is a line a field: the commands can be read and copied. 01 has a wide table of long
+    names."""
     out = io.StringIO()
     monkeypatch.setattr("minidist.cli.lesson.page_console", lambda: Console(file=out, width=80))
     assert main(["lesson", number]) == 0
     shown = [line.strip() for line in out.getvalue().split("\n")]
     folder = lessons.find(number).folder.name
-    assert any(line.endswith(f"python lessons/{folder}/lesson.py") for line in shown if "run: " in line)
+    assert any(
+        line.endswith(f"python lessons/{folder}/lesson.py") for line in shown if "run: " in line
+    )
     assert f"• grade: minidist check {number}" in shown and not re.search(r"\w…", out.getvalue())
 
 
@@ -89,15 +106,26 @@ def test_the_list_heeds_the_columns_that_the_environment_names(
     assert max(map(cell_len, capsys.readouterr().out.split("\n"))) <= 40
 
 
-@pytest.mark.parametrize(("arguments", "complaint"), [
-    (["01", "--out", "x"], "--out goes with --figure"),
-    (["01", "--figure", "--break", "one-rank-dies"], "argument --break: not allowed with argument --figure"),
-    (["01", "--copy", "x", "-n", "2"], "not allowed with argument --copy"),
-    (["01", "--answers", "--json", "x"], "--json does not go with --answers"),
-    (["--figure"], "--figure needs the number of a lesson, e.g. minidist lesson 03 --figure")])
-def test_an_option_that_does_not_fit_is_refused(arguments: list[str], complaint: str, tmp_path: Path,
-                                                monkeypatch: pytest.MonkeyPatch,
-                                                capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["01", "--out", "x"], "--out goes with --figure"),
+        (
+            ["01", "--figure", "--break", "one-rank-dies"],
+            "argument --break: not allowed with argument --figure",
+        ),
+        (["01", "--copy", "x", "-n", "2"], "not allowed with argument --copy"),
+        (["01", "--answers", "--json", "x"], "--json does not go with --answers"),
+        (["--figure"], "--figure needs the number of a lesson, e.g. minidist lesson 03 --figure"),
+    ],
+)
+def test_an_option_that_does_not_fit_is_refused(
+    arguments: list[str],
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["lesson", *arguments]) == 2
     told = capsys.readouterr()
@@ -112,11 +140,15 @@ def test_a_broken_run_from_the_command(capfd: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize("out", [["--out", "new/folder"], []])
 def test_a_figure_goes_to_a_folder_of_the_users(
-        out: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The folder is made; the lesson's own figure is never written over."""
     given: list[list[str]] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("subprocess.run", lambda argv, **_: given.append(argv) or CompletedProcess(argv, 0, "drawn\n"))
+    monkeypatch.setattr(
+        "subprocess.run",
+        lambda argv, **_: given.append(argv) or CompletedProcess(argv, 0, "drawn\n"),
+    )
     assert main(["lesson", "03", "--figure", *out]) == 0
     assert Path("new/folder").is_dir() == bool(out) and given[0][2:] == out
     parser = argparse.ArgumentParser()
@@ -144,15 +176,20 @@ def test_copies_an_exercise_once(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "already there" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments,complaint", [
-    (["99"], "no lesson '99'; choose one of 00, 01, 02, 03, 04, 05"),
-    (["03_wrong"], "no lesson '03_wrong'"),
-    (["03", "-n", "0"], "at least 1"),
-    (["03", "--copy", "/proc/nowhere"], "cannot write"),
-    (["03", "--figure", "--out", "/proc/nowhere"], "not a folder"),
-    (["03", "--break", "send-frist"], "lesson 03 has no --break 'send-frist'; choose one of"),
-])
-def test_bad_input_is_one_line(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments,complaint",
+    [
+        (["99"], "no lesson '99'; choose one of 00, 01, 02, 03, 04, 05"),
+        (["03_wrong"], "no lesson '03_wrong'"),
+        (["03", "-n", "0"], "at least 1"),
+        (["03", "--copy", "/proc/nowhere"], "cannot write"),
+        (["03", "--figure", "--out", "/proc/nowhere"], "not a folder"),
+        (["03", "--break", "send-frist"], "lesson 03 has no --break 'send-frist'; choose one of"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["lesson", *arguments]) == 2
     error = capsys.readouterr().err
     assert complaint in error and error.count("\n") == 1

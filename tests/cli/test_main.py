@@ -1,4 +1,5 @@
-"""The minidist command: help is quick, a mistake is one line with the nearest spelling, and status 2."""
+"""The minidist command: help is quick, a mistake is one line with the nearest spelling, and status
+2."""
 
 import argparse
 import importlib
@@ -34,10 +35,13 @@ def refusal(capsys, *arguments):
 
 
 def test_help_is_quick_and_lists_every_command():
-    """By the processor's time of these children alone; the least of three: other processes share its caches."""
+    """By the processor's time of these children alone; the least of three: other processes share
+    its caches."""
     took = []
     for _ in range(3):
-        with subprocess.Popen([sys.executable, "-m", "minidist", "--help"], stdout=subprocess.PIPE, text=True) as run:
+        with subprocess.Popen(
+            [sys.executable, "-m", "minidist", "--help"], stdout=subprocess.PIPE, text=True
+        ) as run:
             said = run.stdout.read()
             _, status, used = os.wait4(run.pid, 0)
             run.returncode = os.waitstatus_to_exitcode(status)
@@ -48,8 +52,11 @@ def test_help_is_quick_and_lists_every_command():
 
 
 def test_help_imports_nothing_heavy():
-    code = ("import sys; from minidist.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
-            "print(sorted({'numpy', 'rich', 'mpi4py', 'matplotlib'} & set(sys.modules)))")
+    code = (
+        "import sys; from minidist.cli import main\ntry: main(['--help'])\nexcept SystemExit: "
+        "pass\n"
+        "print(sorted({'numpy', 'rich', 'mpi4py', 'matplotlib'} & set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("[]\n")
 
@@ -75,10 +82,14 @@ def test_an_unknown_command_is_one_line_with_the_nearest(capsys):
 
 def test_an_unknown_option_is_one_line_with_the_nearest(capsys):
     said = refusal(capsys, "launch", "--master-prot", "1", "x.py")
-    assert said.startswith("minidist launch: unrecognized arguments: --master-prot; did you mean --master-port?")
+    assert said.startswith(
+        "minidist launch: unrecognized arguments: --master-prot; did you mean --master-port?"
+    )
 
 
-@pytest.mark.parametrize("word", ["--bogus", "--nproc-per-node", "--workers", "--epochs", "--verbose", "--logdir"])
+@pytest.mark.parametrize(
+    "word", ["--bogus", "--nproc-per-node", "--workers", "--epochs", "--verbose", "--logdir"]
+)
 def test_an_unknown_option_that_is_like_no_other_gets_no_advice(word, capsys):
     assert f": unrecognized arguments: {word}; see `minidist" in refusal(capsys, "train", word)
 
@@ -88,13 +99,18 @@ def test_an_option_of_another_command_is_not_what_was_meant(capsys):
 
 
 def test_a_value_of_the_wrong_kind_is_one_line(capsys):
-    assert "'two' is not a whole number of at least 1" in refusal(capsys, "launch", "-n", "two", "x.py")
+    assert "'two' is not a whole number of at least 1" in refusal(
+        capsys, "launch", "-n", "two", "x.py"
+    )
 
 
 def test_an_unknown_choice_is_one_line_with_the_nearest():
     parser = Parser(prog="minidist train")
     parser.add_argument("--device", choices=["cpu", "cuda"])
-    with pytest.raises(ConfigError, match="invalid choice: 'cudda'.*did you mean cuda[?] see `minidist train --help`"):
+    with pytest.raises(
+        ConfigError,
+        match="invalid choice: 'cudda'.*did you mean cuda[?] see `minidist train --help`",
+    ):
         parser.parse_args(["--device", "cudda"])
 
 
@@ -116,9 +132,18 @@ def test_other_errors_are_left_to_python(monkeypatch):
         main(["doctor"])
 
 
-@pytest.mark.parametrize(("text", "value"), [
-    ("0", 0), ("4096", 4096), ("64KiB", 65536), ("64kib", 65536), ("1.5MB", 1_500_000), ("2 GiB", 2 << 30),
-    ("3K", 3072)])
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0", 0),
+        ("4096", 4096),
+        ("64KiB", 65536),
+        ("64kib", 65536),
+        ("1.5MB", 1_500_000),
+        ("2 GiB", 2 << 30),
+        ("3K", 3072),
+    ],
+)
 def test_sizes_in_bytes(text, value):
     assert number_of_bytes(text) == value
 
@@ -132,10 +157,24 @@ def test_ranges_of_sizes():
     assert positive_number("0.5") == 0.5
 
 
-@pytest.mark.parametrize(("parse", "text"), [
-    (number_of_bytes, "1 furlong"), (number_of_bytes, ""), (number_of_bytes, "-4"), (sizes, "8KiB:1KiB"),
-    (sizes, "0:4"), (positive, "0"), (positive, "-1"), (positive, "1.5"), (counts, "2,x"), (positive_number, "nan"),
-    (positive_number, "-1"), (positive_number, "inf"), (positive_number, "soon")])
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (number_of_bytes, "1 furlong"),
+        (number_of_bytes, ""),
+        (number_of_bytes, "-4"),
+        (sizes, "8KiB:1KiB"),
+        (sizes, "0:4"),
+        (positive, "0"),
+        (positive, "-1"),
+        (positive, "1.5"),
+        (counts, "2,x"),
+        (positive_number, "nan"),
+        (positive_number, "-1"),
+        (positive_number, "inf"),
+        (positive_number, "soon"),
+    ],
+)
 def test_values_that_mean_nothing(parse, text):
     parser = Parser(prog="minidist bench")
     parser.add_argument("--value", type=parse)
@@ -143,8 +182,17 @@ def test_values_that_mean_nothing(parse, text):
         parser.parse_args([f"--value={text}"])
 
 
-@pytest.mark.parametrize("nbytes,text", [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (840 * 1024, "840 KiB"),
-                                         (3 * 2**20, "3 MiB"), (5 * 2**30 // 4, "1.25 GiB")])
+@pytest.mark.parametrize(
+    "nbytes,text",
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (840 * 1024, "840 KiB"),
+        (3 * 2**20, "3 MiB"),
+        (5 * 2**30 // 4, "1.25 GiB"),
+    ],
+)
 def test_sizes_as_text(nbytes: int, text: str) -> None:
     assert size_text(nbytes) == text
 
@@ -179,33 +227,72 @@ def test_every_number_has_a_bound(command, capsys):
         for value in ("1" + "0" * 30, "9" * 5000):
             with pytest.raises(ConfigError) as caught:
                 parser.parse_args([word.replace("VALUE", value) for word in words])
-            assert words[-1].partition("=")[0] in str(caught.value) and len(str(caught.value)) < 400, words
+            assert (
+                words[-1].partition("=")[0] in str(caught.value) and len(str(caught.value)) < 400
+            ), words
 
 
-@pytest.mark.parametrize("words", [
-    "train --layers 1000000000", "train --width 1000000000", "train --batch 1000000000", "train --vocab 1000000000",
-    "train --experts 1000000000", "train --experts 4 --shared-experts 1000000000", "train -n 1000 --vocab 100000",
-    "train --offload all --width 1000000", "train --strategy data-parallel --replicas 1000 --width 10000",
-    "bench all-reduce --sizes 999999TiB", "bench overlap --bytes 999999TiB", "bench overlap-step --layers 1000000000",
-    "bench calibrate --sizes 4,999999TiB", "bench step --batch 1000000000", "bench step --plan dp=1000000",
-    "bench step --zero 3 --width 1000000", "bench step --model gpt2-124m --layers 1000000000"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "train --layers 1000000000",
+        "train --width 1000000000",
+        "train --batch 1000000000",
+        "train --vocab 1000000000",
+        "train --experts 1000000000",
+        "train --experts 4 --shared-experts 1000000000",
+        "train -n 1000 --vocab 100000",
+        "train --offload all --width 1000000",
+        "train --strategy data-parallel --replicas 1000 --width 10000",
+        "bench all-reduce --sizes 999999TiB",
+        "bench overlap --bytes 999999TiB",
+        "bench overlap-step --layers 1000000000",
+        "bench calibrate --sizes 4,999999TiB",
+        "bench step --batch 1000000000",
+        "bench step --plan dp=1000000",
+        "bench step --zero 3 --width 1000000",
+        "bench step --model gpt2-124m --layers 1000000000",
+    ],
+)
 def test_what_cannot_fit_is_refused_before_anything_is_made(words, capsys, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", None)
     monkeypatch.setattr("minidist.console.memory_bytes", lambda: 24 << 30)
     assert "of memory, this machine has 24 GiB" in refusal(capsys, *words.split())
 
 
-@pytest.mark.parametrize("words", ["--width 999999999 --heads 2", "--accumulate 17", "--plan pp=1 --microbatches 99",
-                                   f"--plan dp={'9' * 5000}", f"--checkpoint-blocks {'9' * 5000}",
-                                   f"--stage-layers {'9' * 5000}", f"--data {'x' * 300}", f"--out {'x' * 300}"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--width 999999999 --heads 2",
+        "--accumulate 17",
+        "--plan pp=1 --microbatches 99",
+        f"--plan dp={'9' * 5000}",
+        f"--checkpoint-blocks {'9' * 5000}",
+        f"--stage-layers {'9' * 5000}",
+        f"--data {'x' * 300}",
+        f"--out {'x' * 300}",
+    ],
+)
 def test_numbers_and_names_that_are_too_large_are_one_line(words, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert len(refusal(capsys, "train", *words.split())) < 700
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("words", ["doctor", "bench all-reduce", "bench step", "bench kernels --count", "launch true",
-                                   "lesson", "lesson 03 -n 2", "check 03", "train"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "doctor",
+        "bench all-reduce",
+        "bench step",
+        "bench kernels --count",
+        "launch true",
+        "lesson",
+        "lesson 03 -n 2",
+        "check 03",
+        "train",
+    ],
+)
 @pytest.mark.parametrize("file", ["/proc/x", "x" * 300])
 def test_an_unwritable_json_is_refused_before_the_work(words, file, capsys, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", None)
@@ -214,10 +301,18 @@ def test_an_unwritable_json_is_refused_before_the_work(words, file, capsys, monk
     assert " --json " in refusal(capsys, command, *rest[:at], f"--json={file}", *rest[at:])
 
 
-@pytest.mark.parametrize(("error", "told", "status"), [
-    (OSError(28, "No space left on device", "run/x.json"), "run/x.json: No space left on device", 1),
-    (MemoryError("Unable to allocate 5 PiB"), "not enough memory: Unable to allocate 5 PiB", 1),
-    (OSError(36, "File name too long", "x" * 300), f"{'x' * 80}: File name too long", 2)])
+@pytest.mark.parametrize(
+    ("error", "told", "status"),
+    [
+        (
+            OSError(28, "No space left on device", "run/x.json"),
+            "run/x.json: No space left on device",
+            1,
+        ),
+        (MemoryError("Unable to allocate 5 PiB"), "not enough memory: Unable to allocate 5 PiB", 1),
+        (OSError(36, "File name too long", "x" * 300), f"{'x' * 80}: File name too long", 2),
+    ],
+)
 def test_what_the_machine_refuses_is_one_line(error, told, status, capsys, monkeypatch):
     def refuse(args):
         raise error
@@ -232,7 +327,8 @@ def test_an_interrupt_while_modules_load_waits_for_them(capsys, monkeypatch):
         signal.raise_signal(signal.SIGINT)
         loaded.append(name)
 
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)       # a job in the background ignores it
+    # a job in the background ignores it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     loaded = []
     monkeypatch.setattr("minidist.cli.importlib.import_module", load)
     try:
@@ -244,10 +340,20 @@ def test_an_interrupt_while_modules_load_waits_for_them(capsys, monkeypatch):
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize(("where", "status", "told"), [
-    (">&-", 0, ""), ("| true", 0, ""), ("> /dev/full", 1, "minidist: stdout: No space left on device\n")])
+@pytest.mark.parametrize(
+    ("where", "status", "told"),
+    [
+        (">&-", 0, ""),
+        ("| true", 0, ""),
+        ("> /dev/full", 1, "minidist: stdout: No space left on device\n"),
+    ],
+)
 def test_a_command_whose_output_goes_nowhere(where, status, told):
     """tests/test_streams.py has the rest."""
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", f'"$0" -m minidist --help {where}', sys.executable],
-                          capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f'"$0" -m minidist --help {where}', sys.executable],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.returncode, done.stderr) == (status, told)

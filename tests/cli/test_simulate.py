@@ -8,7 +8,20 @@ import pytest
 from minidist.cli import main
 from minidist.cli.simulate import DOES_NOT_FIT, SIZES
 
-SMALL = ("--layers", "2", "--width", "64", "--heads", "4", "--sequence", "64", "--vocab", "256", "--batch", "8")
+SMALL = (
+    "--layers",
+    "2",
+    "--width",
+    "64",
+    "--heads",
+    "4",
+    "--sequence",
+    "64",
+    "--vocab",
+    "256",
+    "--batch",
+    "8",
+)
 JOB = ("simulate", "--cluster", "h100:1x4", "--plan", "dp=2,pp=2", "--microbatches", "2", *SMALL)
 
 
@@ -21,14 +34,39 @@ def said(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> st
 
 def test_the_report_fits_a_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("step.json", "trace.json", "step.svg")]
-    out = said(capsys, *JOB, "--tokens", "1e9", "--zero", "1", "--json", str(files[0]), "--trace", str(files[1]),
-               "--figure", str(files[2]))
+    out = said(
+        capsys,
+        *JOB,
+        "--tokens",
+        "1e9",
+        "--zero",
+        "1",
+        "--json",
+        str(files[0]),
+        "--trace",
+        str(files[1]),
+        "--figure",
+        str(files[2]),
+    )
     assert max(map(len, out.splitlines())) <= 80
-    for words in ("h100:1x4, 4 ranks: dp=2,pp=2, bf16, ZeRO-1, 1f1b of 2 microbatches", "s a step", "MFU", "forward",
-                  "waits for others", "optimizer", "fits", "kWh", "1e+09 tokens: 1,953,125 steps"):
+    for words in (
+        "h100:1x4, 4 ranks: dp=2,pp=2, bf16, ZeRO-1, 1f1b of 2 microbatches",
+        "s a step",
+        "MFU",
+        "forward",
+        "waits for others",
+        "optimizer",
+        "fits",
+        "kWh",
+        "1e+09 tokens: 1,953,125 steps",
+    ):
         assert words in out
     record = json.loads(files[0].read_text())
-    assert record["plan"]["dp"] == 2 and record["axes"]["dp"]["nbytes"] > 0 and record["memory"]["fits"]
+    assert (
+        record["plan"]["dp"] == 2
+        and record["axes"]["dp"]["nbytes"] > 0
+        and record["memory"]["fits"]
+    )
     assert record["step_seconds"] == pytest.approx(sum(record["critical_path"].values()))
     assert json.loads(files[1].read_text())["traceEvents"]
     assert files[2].read_text().startswith("<?xml")
@@ -40,10 +78,30 @@ def test_a_plan_that_does_not_fit_ends_with_3(capsys: pytest.CaptureFixture[str]
     assert DOES_NOT_FIT == 3
 
 
-def test_a_pattern_saves_time_and_plan_repeats_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    model = ("--cluster", "h100:1x1", "--layers", "2", "--width", "512", "--heads", "4", "--sequence", "4096",
-             "--vocab", "256", "--batch", "2")
-    pattern, seconds, files = ("--attention-pattern", "local:256+global:1"), [], tmp_path / "step.json"
+def test_a_pattern_saves_time_and_plan_repeats_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model = (
+        "--cluster",
+        "h100:1x1",
+        "--layers",
+        "2",
+        "--width",
+        "512",
+        "--heads",
+        "4",
+        "--sequence",
+        "4096",
+        "--vocab",
+        "256",
+        "--batch",
+        "2",
+    )
+    pattern, seconds, files = (
+        ("--attention-pattern", "local:256+global:1"),
+        [],
+        tmp_path / "step.json",
+    )
     for words in ((), pattern):
         said(capsys, "simulate", *model, *words, "--json", str(files))
         seconds.append(json.loads(files.read_text())["step_seconds"])
@@ -55,14 +113,26 @@ def test_a_pattern_saves_time_and_plan_repeats_it(capsys: pytest.CaptureFixture[
 
 
 def test_stragglers_links_and_clocks(capsys: pytest.CaptureFixture[str]) -> None:
-    out = said(capsys, *JOB, "--slow-rank", "3:4", "--slow-link", "node0.out*:8", "--order", "pp,dp", "--unfolded",
-               "--fail", "1:1e-5")
+    out = said(
+        capsys,
+        *JOB,
+        "--slow-rank",
+        "3:4",
+        "--slow-link",
+        "node0.out*:8",
+        "--order",
+        "pp,dp",
+        "--unfolded",
+        "--fail",
+        "1:1e-5",
+    )
     assert "4 clocks" in out and "rank 1 fails" in out
 
 
 @pytest.mark.parametrize("cluster", ["tpu-v4:4", "tpu-v5p:4", "mi300x:4", "v100:4"])
 def test_a_cluster_of_each_maker(capsys: pytest.CaptureFixture[str], cluster: str) -> None:
-    """Of a TPU's host no source states the memory's bandwidth: only a plan that offloads needs it."""
+    """Of a TPU's host no source states the memory's bandwidth: only a plan that offloads needs
+    it."""
     precision = ("--precision", "fp16") if cluster == "v100:4" else ()
     assert "s a step" in said(capsys, *JOB, "--cluster", cluster, *precision)
     if cluster == "v100:4":
@@ -85,21 +155,36 @@ def test_a_model_without_a_name_is_gpt2(capsys: pytest.CaptureFixture[str]) -> N
     assert f"{SIZES['sequence']:,}" == "1,024" and "1 rank: dp=1, bf16" in out
 
 
-@pytest.mark.parametrize("words, told", [
-    (("--plan", "dp=3,pp=2"), "dp=3 × pp=2 are 6 ranks, h100:1x4 has 4 devices; choose dp=2, or the cluster h100:6"),
-    (("--cluster", "h10:1x4"), "no cluster 'h10'; did you mean h100?"),
-    (("--model", "llama3-70c"), "the nearest name is llama3-70b"),
-    (("--slow-rank", "one:2"), "--slow-rank 'one:2': write the name and how many times slower it is, as 3:2.0"),
-    (("--fail", "1"), "--fail '1': write the name and when it fails, in seconds, as 3:2.0"),
-    (("--slow-link", "node0"), "--slow-link 'node0': write the name"),
-    (("--slow-link", "wire9:3"), "no link is called 'wire9'"),
-    (("--order", "tp,xp"), "order tp,xp: name different axes of dp, pp, ep, cp, tp"),
-    (("--heads", "5"), "width 64 is not divisible by 5 heads"),
-    (("--precision", "bf61"), "did you mean bf16"),
-    (("--plan", "dp=2,pp=2", "--microbatches", "8"), "a batch of 8 sequences for 2 data ranks of 8 microbatches"),
-    (("--tokens", "many"), "is not a number above 0"),
-    (("--json", "/nowhere/at/all.json"), "--json /nowhere/at/all.json: ")])
-def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str) -> None:
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (
+            ("--plan", "dp=3,pp=2"),
+            "dp=3 × pp=2 are 6 ranks, h100:1x4 has 4 devices; choose dp=2, or the cluster h100:6",
+        ),
+        (("--cluster", "h10:1x4"), "no cluster 'h10'; did you mean h100?"),
+        (("--model", "llama3-70c"), "the nearest name is llama3-70b"),
+        (
+            ("--slow-rank", "one:2"),
+            "--slow-rank 'one:2': write the name and how many times slower it is, as 3:2.0",
+        ),
+        (("--fail", "1"), "--fail '1': write the name and when it fails, in seconds, as 3:2.0"),
+        (("--slow-link", "node0"), "--slow-link 'node0': write the name"),
+        (("--slow-link", "wire9:3"), "no link is called 'wire9'"),
+        (("--order", "tp,xp"), "order tp,xp: name different axes of dp, pp, ep, cp, tp"),
+        (("--heads", "5"), "width 64 is not divisible by 5 heads"),
+        (("--precision", "bf61"), "did you mean bf16"),
+        (
+            ("--plan", "dp=2,pp=2", "--microbatches", "8"),
+            "a batch of 8 sequences for 2 data ranks of 8 microbatches",
+        ),
+        (("--tokens", "many"), "is not a number above 0"),
+        (("--json", "/nowhere/at/all.json"), "--json /nowhere/at/all.json: "),
+    ],
+)
+def test_bad_input_is_one_line(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str
+) -> None:
     assert main([*JOB, *words]) == 2
     captured = capsys.readouterr()
     assert told in captured.err and captured.err.count("\n") == 1 and not captured.out

@@ -1,4 +1,5 @@
-"""`minidist storm --compare`: the undisturbed run of a storm, made later; without any training here."""
+"""`minidist storm --compare`: the undisturbed run of a storm, made later; without any training
+here."""
 
 import json
 import signal
@@ -13,19 +14,48 @@ from leftovers import nothing_left
 from minidist.cli import main, storm
 from minidist.console import Parser
 
-TOLD = [{"event": event, "time": time, "generation": 1, "step": step, "processes": [0, 1]}
-        for event, time, step in (("forming", 1.0, 0), ("formed", 2.0, 0), ("stepped", 2.5, 1), ("trained", 10.0, 40))]
+TOLD = [
+    {"event": event, "time": time, "generation": 1, "step": step, "processes": [0, 1]}
+    for event, time, step in (
+        ("forming", 1.0, 0),
+        ("formed", 2.0, 0),
+        ("stepped", 2.5, 1),
+        ("trained", 10.0, 40),
+    )
+]
 METRICS = {"losses": [2.0, 1.0], "weights_sha256": "abc", "validation_loss": 1.5}
 
 
 @pytest.fixture
 def kept(tmp_path):
     """The folder of a storm of 40 steps in 10 s, without --compare."""
-    figures = {"happened": [], "faults": 1, "recovered": 1, "steps": 40, "save_every": 5, "exit_status": 0,
-               "seconds": {"kill": [0.4, 0.6, 2.0]}, "full_seconds": {"kill": [0.5, 0.7, 4.0]}, "kept": 0.99,
-               "participation": 0.97, "sizes": [2, 2], "work_seconds": 10.0, "bits": None, "rate": 0.7, "arguments": {
-                   "ranks": 2, "minutes": 1.0, "every": 10.0, "faults": "kill", "elastic": None, "spares": 1,
-                   "transport": "shm", "seed": 0, "options": ["--zero=1"]}}
+    figures = {
+        "happened": [],
+        "faults": 1,
+        "recovered": 1,
+        "steps": 40,
+        "save_every": 5,
+        "exit_status": 0,
+        "seconds": {"kill": [0.4, 0.6, 2.0]},
+        "full_seconds": {"kill": [0.5, 0.7, 4.0]},
+        "kept": 0.99,
+        "participation": 0.97,
+        "sizes": [2, 2],
+        "work_seconds": 10.0,
+        "bits": None,
+        "rate": 0.7,
+        "arguments": {
+            "ranks": 2,
+            "minutes": 1.0,
+            "every": 10.0,
+            "faults": "kill",
+            "elastic": None,
+            "spares": 1,
+            "transport": "shm",
+            "seed": 0,
+            "options": ["--zero=1"],
+        },
+    }
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "storm.json").write_text(json.dumps(figures))
@@ -53,12 +83,19 @@ def test_the_undisturbed_run_may_come_later(kept, monkeypatch, capsys, tmp_path)
     commands = undisturbed(monkeypatch, METRICS)
     assert main(["storm", "--compare", str(kept), "--json", str(tmp_path / "figures.json")]) == 0
     words, told = commands[0], capsys.readouterr().out
-    assert {"-n2", "--transport=shm", "--steps=40", "--save-every=5", "--spares=1", "--zero=1"} <= {*words}
+    assert {"-n2", "--transport=shm", "--steps=40", "--save-every=5", "--spares=1", "--zero=1"} <= {
+        *words
+    }
     for figures in (tmp_path / "figures.json", kept / "storm.json"):
         found = json.loads(figures.read_text())
-        assert (found["bits"], found["rate"]) == ("equal", 0.8)             # 8 s of work beside 10
-    assert "to the next step that counts: median 0.60 s, at most 2.00 s; to full strength: median 0.70 s, at most " \
-        "4.00 s" in told and ", 80% of an undisturbed" in told and "have the bits of the undisturbed run" in told
+        assert (found["bits"], found["rate"]) == ("equal", 0.8)  # 8 s of work beside 10
+    assert (
+        "to the next step that counts: median 0.60 s, at most 2.00 s; to full strength: median "
+        "0.70 s, at most 4.00 s"
+        in told
+        and ", 80% of an undisturbed" in told
+        and "have the bits of the undisturbed run" in told
+    )
 
 
 def test_other_bits_and_a_run_that_fails_are_told_by_the_status(kept, monkeypatch, capsys):
@@ -77,7 +114,9 @@ def test_a_folder_without_a_storm_is_refused_in_one_line(tmp_path, capsys):
 
 def test_a_storm_that_failed_is_not_compared(kept, monkeypatch, capsys):
     commands = undisturbed(monkeypatch, METRICS)
-    (kept / "storm.json").write_text(json.dumps(json.loads((kept / "storm.json").read_text()) | {"exit_status": 1}))
+    (kept / "storm.json").write_text(
+        json.dumps(json.loads((kept / "storm.json").read_text()) | {"exit_status": 1})
+    )
     assert main(["storm", "--compare", str(kept)]) == 2 and commands == []
     assert "ended with status 1, so there is nothing to compare" in capsys.readouterr().err
 
@@ -94,6 +133,7 @@ def test_the_storm_says_what_it_plants_among_the_lines_of_the_training(kept, cap
 
 def test_an_undisturbed_run_that_fails_costs_no_figures(tmp_path, monkeypatch):
     """They are written before it, and the pictures come after it."""
+
     def broken(*_):
         raise OSError("a mistake")
 
@@ -104,7 +144,11 @@ def test_an_undisturbed_run_that_fails_costs_no_figures(tmp_path, monkeypatch):
     run = tmp_path / "run"
     run.mkdir()
     with pytest.raises(OSError, match="a mistake"):
-        storm.run(storm_arguments("--kinds", "kill", "--out", str(run), "--json", str(tmp_path / "figures.json")))
+        storm.run(
+            storm_arguments(
+                "--kinds", "kill", "--out", str(run), "--json", str(tmp_path / "figures.json")
+            )
+        )
     for file in (run / "storm.json", tmp_path / "figures.json"):
         assert json.loads(file.read_text()) == figures
 
@@ -124,9 +168,23 @@ def test_a_storm_over_hosts_is_refused(capsys):
 @pytest.mark.soak
 def test_sigterm_ends_the_training_with_the_storm(tmp_path):
     with nothing_left() as environment:
-        run = subprocess.Popen([sys.executable, "-m", "minidist", "storm", "-n", "2", "--minutes", "2", "--out",
-                                str(tmp_path / "run")], env=environment, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL)
+        run = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "minidist",
+                "storm",
+                "-n",
+                "2",
+                "--minutes",
+                "2",
+                "--out",
+                str(tmp_path / "run"),
+            ],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         deadline = time.monotonic() + 60
         while not (tmp_path / "run" / storm.LOG).exists() and time.monotonic() < deadline:
             time.sleep(0.1)

@@ -29,10 +29,19 @@ class Screen:
     def __init__(self, *words: str, columns: int = 80, **environment: str) -> None:
         self.file, end = pty.openpty()
         fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-        env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "FORCE_COLOR")}
-        self.process = subprocess.Popen([sys.executable, "-m", "minidist", "watch", *words], stdin=end, stdout=end,
-                                        stderr=end, start_new_session=True,
-                                        env={**env, "TERM": "xterm-256color", "PYTHONUTF8": "1", **environment})
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("NO_COLOR", "COLUMNS", "FORCE_COLOR")
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "minidist", "watch", *words],
+            stdin=end,
+            stdout=end,
+            stderr=end,
+            start_new_session=True,
+            env={**env, "TERM": "xterm-256color", "PYTHONUTF8": "1", **environment},
+        )
         os.close(end)
         self.text, self._decoder = "", codecs.getincrementaldecoder("utf-8")()
 
@@ -41,7 +50,7 @@ class Screen:
         end = time.monotonic() + limit
         while word not in self.text:
             assert time.monotonic() < end, self.text
-            with suppress(OSError):                         # it has ended
+            with suppress(OSError):  # it has ended
                 self.text += self._decoder.decode(os.read(self.file, 1 << 16))
         return self.text
 
@@ -64,7 +73,7 @@ def test_the_view_follows_a_run_and_ctrl_c_leaves_it(tmp_path: Path) -> None:
         assert "Traceback" not in screen.text and run.job.flights[0].pid == os.getpid()
 
 
-@pytest.mark.soak       # test_a_view_beside_a_training_says_its_lines_and_ends_with_it
+@pytest.mark.soak  # test_a_view_beside_a_training_says_its_lines_and_ends_with_it
 def test_the_view_ends_with_the_run(tmp_path: Path) -> None:
     run = WatchedRun(tmp_path)
     with closing(Screen(str(tmp_path), "--every", "0.1")) as screen:
@@ -76,7 +85,8 @@ def test_the_view_ends_with_the_run(tmp_path: Path) -> None:
 
 def plain(text: str) -> list[str]:
     """The lines of a screen without the codes that move the cursor."""
-    return re.split("[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-ln-z]", "", text))     # a view drawn again begins with \\r
+    # a view drawn again begins with \\r
+    return re.split("[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-ln-z]", "", text))
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
@@ -90,7 +100,7 @@ def test_no_colour_at_any_width(columns: int, tmp_path: Path) -> None:
     assert "█" in text and "▒" in text
 
 
-@pytest.mark.soak       # the next test: lines; test_no_colour_at_any_width: another terminal
+@pytest.mark.soak  # the next test: lines; test_no_colour_at_any_width: another terminal
 def test_a_dumb_terminal_gets_lines(tmp_path: Path) -> None:
     run = WatchedRun(tmp_path)
     with closing(Screen(str(tmp_path), "--every", "0.1", TERM="dumb")) as screen:
@@ -101,7 +111,8 @@ def test_a_dumb_terminal_gets_lines(tmp_path: Path) -> None:
 
 
 def test_without_a_terminal_each_look_that_shows_something_new_is_a_line(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, looking = WatchedRun(tmp_path), Looking(tmp_path)
 
     class Looks:
@@ -119,13 +130,18 @@ def test_without_a_terminal_each_look_that_shows_something_new_is_a_line(
 
     now = lines(looking, looking.look(), 5.0, Looks())
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in printed] == ["running", "finished"] and now.state == "finished"
+    assert [line.split(":")[0] for line in printed] == [
+        "running",
+        "finished",
+    ] and now.state == "finished"
 
 
-def test_one_look(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_look(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its status says whether the run is well."""
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.chdir(tmp_path)         # a long path would take the line of the state
+    monkeypatch.chdir(tmp_path)  # a long path would take the line of the state
     WatchedRun(tmp_path / "one")
     file = tmp_path / "now.json"
     assert main(["watch", "one", "--once", "--json", str(file)]) == 0
@@ -144,14 +160,22 @@ def test_one_look(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
 def test_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(tmp_path)]) == 2 and main(["watch", str(tmp_path / "none")]) == 2
     told = capsys.readouterr().err.splitlines()
-    assert len(told) == 2 and told[0].startswith(f"minidist watch: {tmp_path}: nothing of a run is here; name a run ")
+    assert len(told) == 2 and told[0].startswith(
+        f"minidist watch: {tmp_path}: nothing of a run is here; name a run "
+    )
     assert told[1].startswith(f"minidist watch: {tmp_path}/none: there is no such folder; name ")
 
 
 def test_a_view_beside_a_training_says_its_lines_and_ends_with_it(tmp_path: Path) -> None:
     run = WatchedRun(tmp_path)
-    view = subprocess.Popen([sys.executable, "-m", "minidist", "watch", str(tmp_path), "--beside-train"], text=True,
-                            stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    view = subprocess.Popen(
+        [sys.executable, "-m", "minidist", "watch", str(tmp_path), "--beside-train"],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     told, _ = view.communicate("step 10 is saved\n", timeout=30)
-    assert view.returncode == 0 and "step 10 is saved\n" in told and "running: step 20 of 50" in told
+    assert (
+        view.returncode == 0 and "step 10 is saved\n" in told and "running: step 20 of 50" in told
+    )
     assert run.job.size == 4 and watch.EVERY < watch.LINES_EVERY

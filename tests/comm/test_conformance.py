@@ -19,7 +19,8 @@ TRANSPORTS = [
     "mpi",
 ]
 BLOCKING = ["plain-tcp"]
-"""Transports whose sends block: held to conformance.BLOCKING, to every verb, and to the ends of a job.
+"""Transports whose sends block: held to conformance.BLOCKING, to every verb, and to the ends of a
+job.
 
 tests/comm/test_never_hangs.py, test_kills.py and test_expendable.py demand more of the others.
 """
@@ -33,17 +34,36 @@ def test_one_demand(check, transport):
     run(check, size=3, transport=transport)
 
 
-@pytest.mark.parametrize("transport", [*(name for name in TRANSPORTS if name not in (MIXED, "mpi")), *(
-    pytest.param(name, marks=pytest.mark.soak) for name in ("mpi", *BLOCKING))])     # every verb over them is below
+@pytest.mark.parametrize(
+    "transport",
+    [
+        *(name for name in TRANSPORTS if name not in (MIXED, "mpi")),
+        *(
+            # every verb over them is below
+            pytest.param(name, marks=pytest.mark.soak)
+            for name in ("mpi", *BLOCKING)
+        ),
+    ],
+)
 def test_all_demands_on_two_ranks(transport):
     run(conformance.all_peaceful, size=2, transport=transport)
 
 
-@pytest.mark.parametrize("transport", [*(pytest.param(name, marks=pytest.mark.soak if name == "tcp" else ())
-                                         for name in TRANSPORTS), *BLOCKING])    # MIXED has links of tcp, too
+@pytest.mark.parametrize(
+    "transport",
+    [
+        *(
+            pytest.param(name, marks=pytest.mark.soak if name == "tcp" else ())
+            # MIXED has links of tcp, too
+            for name in TRANSPORTS
+        ),
+        *BLOCKING,
+    ],
+)
 @pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.soak)])
 def test_every_verb_by_every_algorithm(transport, size):
-    """Also, in the same job, all demands on four ranks, and on three the bits that three threads have.
+    """Also, in the same job, all demands on four ranks, and on three the bits that three threads
+    have.
 
     Over mpi, MPI itself gives the same.
     """
@@ -53,12 +73,18 @@ def test_every_verb_by_every_algorithm(transport, size):
     assert list(bits) == (run(conformance.bits, size=3) if size == 3 else [[]] * 4)
     assert all(rank == bits[0] for rank in bits)
     pairs = [pair for pair in ALL_PAIRS if pair[1] != "shared" and pair[0] != "barrier"]
-    assert list(compared) == [len(pairs) * size * (2 if size == 3 else 4) if transport == "mpi" else 0] * size
+    assert (
+        list(compared)
+        == [len(pairs) * size * (2 if size == 3 else 4) if transport == "mpi" else 0] * size
+    )
     for number, fields in enumerate(cases):
         case, formula = Drawn(**fields), FORMULAS[fields["verb"], fields["algorithm"]]
         messages = sum(rank[number][0] for rank in counted)
         nbytes = sum(rank[number][1] for rank in counted)
-        assert (messages, nbytes) == (formula.messages_of(cost_case(case)), formula.bytes_of(cost_case(case))), case
+        assert (messages, nbytes) == (
+            formula.messages_of(cost_case(case)),
+            formula.bytes_of(cost_case(case)),
+        ), case
 
 
 @on_every_transport

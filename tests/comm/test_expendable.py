@@ -1,4 +1,5 @@
-"""A rank that said it is expendable dies, and the job goes on: who waits for it is told, and nobody else."""
+"""A rank that said it is expendable dies, and the job goes on: who waits for it is told, and nobody
+else."""
 
 import os
 import signal
@@ -13,8 +14,11 @@ from leftovers import nothing_left
 
 from minidist.errors import PeerLostError
 
-ENDS = {"kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "exit": lambda: os._exit(3),
-        "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP)}
+ENDS = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exit": lambda: os._exit(3),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+}
 
 
 def one_dies(world, how):
@@ -36,7 +40,7 @@ def one_dies(world, how):
     with pytest.raises(PeerLostError) as caught:
         world.recv(src=1)
     assert caught.value.world_rank == 1 and time.monotonic() - began < SOON
-    with pytest.raises(PeerLostError, match="rank 1"):          # later waits learn it at once
+    with pytest.raises(PeerLostError, match="rank 1"):  # later waits learn it at once
         world.recv(src=1)
     assert world.recv(src=0).sum() == 10.0
     world.send(np.ones(2), dst=0)
@@ -51,10 +55,18 @@ def check_those_that_are_left(group):
     assert group.split(0).all_reduce(np.ones(3)).tolist() == [2.0, 2.0, 2.0]
 
 
-@pytest.mark.parametrize(("transport", "how", "says"), [
-    ("threads", "raise", "ArithmeticError: on purpose"), ("threads-unbuffered", "raise", "on purpose"),
-    ("tcp", "kill", "was killed by SIGKILL"), ("shm", "kill", "was killed by SIGKILL"),
-    ("shm", "exit", "exited with status 3"), ("tcp", "raise", "on purpose"), ("shm", "stop", "is frozen")])
+@pytest.mark.parametrize(
+    ("transport", "how", "says"),
+    [
+        ("threads", "raise", "ArithmeticError: on purpose"),
+        ("threads-unbuffered", "raise", "on purpose"),
+        ("tcp", "kill", "was killed by SIGKILL"),
+        ("shm", "kill", "was killed by SIGKILL"),
+        ("shm", "exit", "exited with status 3"),
+        ("tcp", "raise", "on purpose"),
+        ("shm", "stop", "is frozen"),
+    ],
+)
 def test_the_job_goes_on_without_it(transport, how, says):
     with nothing_left():
         first, lost, text = run(one_dies, how, size=3, transport=transport)
@@ -71,7 +83,7 @@ def test_what_it_had_sent_still_arrives(transport):
         if world.rank == 1:
             world.send(np.arange(3.0), dst=0)
             raise ArithmeticError("on purpose")
-        time.sleep(0.7)                         # by then it is known
+        time.sleep(0.7)  # by then it is known
         received = world.recv(src=1).tolist()
         with pytest.raises(PeerLostError, match="rank 1"):
             world.recv(src=1)
@@ -96,11 +108,19 @@ def test_who_did_not_say_so_still_ends_the_job(transport):
 
 def test_under_our_launcher(tmp_path):
     program = tmp_path / "job.py"
-    program.write_text("import os, signal\nimport minidist as md\nworld = md.init()\nif world.rank == 1:\n"
-                       "    world.expendable()\nworld.barrier()\nif world.rank == 1:\n"
-                       "    os.kill(os.getpid(), signal.SIGKILL)\ntry:\n    world.recv(src=1)\n"
-                       "except md.errors.PeerLostError as error:\n    os.write(1, b'told %d\\n' % error.world_rank)\n")
-    done = subprocess.run([sys.executable, "-m", "minidist", "launch", "-n", "3", str(program)], capture_output=True,
-                          text=True, timeout=60, check=False)
+    program.write_text(
+        "import os, signal\nimport minidist as md\nworld = md.init()\nif world.rank == 1:\n"
+        "    world.expendable()\nworld.barrier()\nif world.rank == 1:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\ntry:\n    world.recv(src=1)\n"
+        "except md.errors.PeerLostError as error:\n    os.write(1, b'told %d\\n' % "
+        "error.world_rank)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "minidist", "launch", "-n", "3", str(program)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0 and done.stdout.split() == ["told", "1"] * 2, done.stderr
     assert "rank 1" in done.stderr and "the job goes on without it" in done.stderr

@@ -1,6 +1,8 @@
-"""Bytes that nobody of this job would send: refused, logged with the address, without a crash and without a trace.
+"""Bytes that nobody of this job would send: refused, logged with the address, without a crash and
+without a trace.
 
-5,000 of them in the default run, a million in the soak; and a monitor under siege, which goes on to serve its ranks.
+5,000 of them in the default run, a million in the soak; and a monitor under siege, which goes on to
+serve its ranks.
 """
 
 import contextlib
@@ -28,8 +30,9 @@ from minidist.comm.transports.progress import frames
 from minidist.errors import CommError
 
 TOKEN, OTHER = wire.new_token(), wire.new_token()
-NONCE = bytes(32)       # what the accepting side draws in fuzz(): the stranger's answer is written beforehand
-GROWTH = 10 << 20       # bytes that all of it may leave behind
+# what the accepting side draws in fuzz(): the stranger's answer is written beforehand
+NONCE = bytes(32)
+GROWTH = 10 << 20  # bytes that all of it may leave behind
 
 
 def damaged(draw, data):
@@ -42,7 +45,7 @@ def damaged(draw, data):
             return data[:at] + draw.randbytes(draw.randrange(1, 40)) + data[at:]
         case 2:
             at = min(at, len(data) - 1)
-            return data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1:]
+            return data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :]
         case 3:
             return data[:other] + data[at:other] + data[other:]
     return data[other:] + data[at:other] + data[:at]
@@ -62,16 +65,23 @@ def stranger(draw, nonce):
         case 0:
             return draw.randbytes(draw.randrange(300))
         case 1:
-            return draw.choice((b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00",
-                                b"SSH-2.0-x\r\n"))
+            return draw.choice(
+                (
+                    b"",
+                    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+                    b"\x16\x03\x01\x02\x00\x01\x00",
+                    b"SSH-2.0-x\r\n",
+                )
+            )
         case 2:
             return hello_for(nonce, OTHER, hello)
         case 3:
-            return hello_for(draw.randbytes(32), TOKEN, hello)                      # an old conversation, said again
+            return hello_for(draw.randbytes(32), TOKEN, hello)  # an old conversation, said again
         case 4:
             return struct.pack(">32s32sH", bytes(32), bytes(32), 65535) + bytes(draw.randrange(200))
     good = hello_for(nonce, TOKEN, hello)
-    while (data := damaged(draw, good)).startswith(good):   # who says it rightly may say what he likes afterwards
+    # who says it rightly may say what he likes afterwards
+    while (data := damaged(draw, good)).startswith(good):
         pass
     return data
 
@@ -100,13 +110,19 @@ def control_frame(draw, pair):
 
 
 def message_header(draw, pair):
-    """The header of a message between ranks, damaged: an error of ours, or the header itself behind other bytes."""
-    good = frames.pack_header(frames.MESSAGE, Tag(draw.getrandbits(64), draw.getrandbits(64)),
-                              draw.randbytes(draw.randrange(60)), draw.getrandbits(40), 64)
+    """The header of a message between ranks, damaged: an error of ours, or the header itself behind
+    other bytes."""
+    good = frames.pack_header(
+        frames.MESSAGE,
+        Tag(draw.getrandbits(64), draw.getrandbits(64)),
+        draw.randbytes(draw.randrange(60)),
+        draw.getrandbits(40),
+        64,
+    )
     data = damaged(draw, good) if draw.random() < 0.8 else draw.randbytes(128)
     with contextlib.suppress(CommError):
         if len(data) >= frames.HEADER_BYTES:
-            length = frames.header_length(data[:frames.HEADER_BYTES], 64)
+            length = frames.header_length(data[: frames.HEADER_BYTES], 64)
             if len(data) >= length:
                 assert frames.parse_header(data[:length]) == frames.parse_header(good)
 
@@ -114,16 +130,18 @@ def message_header(draw, pair):
 def resident():
     """Bytes of memory that this process has in use, without what is free and not yet given back."""
     gc.collect()
-    with contextlib.suppress(AttributeError):       # of glibc; else the heap may stay as large as it once was
+    # of glibc; else the heap may stay as large as it once was
+    with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     return psutil.Process().memory_info().rss
 
 
 def fuzz(count, seed):
-    """`count` of all kinds; afterwards no file is open, and little memory is taken, that was not before."""
+    """`count` of all kinds; afterwards no file is open, and little memory is taken, that was not
+    before."""
     draw = random.Random(seed)
     for number in range(count):
-        if number == count // 10:                           # caches are warm
+        if number == count // 10:  # caches are warm
             files, memory = open_files(), resident()
         kind = draw.choice((handshake, control_frame, message_header))
         if kind is message_header:
@@ -165,14 +183,19 @@ def siege(count, seed, caplog):
         for number in range(count):
             sock = socket.create_connection(monitor.address)
             if draw.random() < 0.1:
-                slow.append(sock)                           # says nothing, and stays
+                slow.append(sock)  # says nothing, and stays
                 continue
             with sock, contextlib.suppress(OSError):
                 opening = sock.recv(40, socket.MSG_WAITALL)
                 sock.sendall(stranger(draw, opening[8:]))
-                if draw.random() < 0.1:                     # knows the token, is no rank that is missing
-                    sock.sendall(hello_for(opening[8:], TOKEN, {"world_rank": 0, "world_size": 2, "pid": 1,
-                                                                "host": ""}))
+                if draw.random() < 0.1:  # knows the token, is no rank that is missing
+                    sock.sendall(
+                        hello_for(
+                            opening[8:],
+                            TOKEN,
+                            {"world_rank": 0, "world_size": 2, "pid": 1, "host": ""},
+                        )
+                    )
             if number % 50 == 49:
                 told += caplog.messages
                 caplog.clear()

@@ -1,6 +1,8 @@
-"""Groups: arguments and results of the verbs, point to point, started calls, split, and ranks that fail.
+"""Groups: arguments and results of the verbs, point to point, started calls, split, and ranks that
+fail.
 
-That each algorithm computes what it should is tests/comm/collectives/; what transports owe is test_conformance.py.
+That each algorithm computes what it should is tests/comm/collectives/; what transports owe is
+test_conformance.py.
 """
 
 import gc
@@ -42,7 +44,8 @@ from minidist.errors import (
 on_both = pytest.mark.parametrize("transport", THREADS)
 
 
-# ------------------------------------------------------------------------------------------------ arguments and results
+# ---------------------------------------------------------------------------- arguments and results
+
 
 def test_numbers_lists_and_arrays_without_dims():
     def ranks(world):
@@ -63,58 +66,176 @@ def test_numbers_lists_and_arrays_without_dims():
 def test_bool_follows_numpys_ufuncs():
     def ranks(world):
         x = np.array([world.rank == 0, True, False])
-        assert world.all_reduce(x, op="sum").tolist() == world.all_reduce(x, op="max").tolist() == [True, True, False]
-        assert world.all_reduce(x, op="prod").tolist() == world.all_reduce(x, op="min").tolist() == [False, True, False]
+        assert (
+            world.all_reduce(x, op="sum").tolist()
+            == world.all_reduce(x, op="max").tolist()
+            == [True, True, False]
+        )
+        assert (
+            world.all_reduce(x, op="prod").tolist()
+            == world.all_reduce(x, op="min").tolist()
+            == [False, True, False]
+        )
 
     run(ranks, size=2)
 
 
-@pytest.mark.parametrize(("arguments", "error", "message"), [
-    ({"verb": "all_reduce", "x": 1.0, "algorithm": "fast"}, ConfigError,
-     "no algorithm 'fast'; choose auto, naive, tree, ring, direct, pairwise"),
-    ({"verb": "all_to_all", "x": [1, 1], "algorithm": "ring"}, ConfigError, "choose auto, naive, pairwise"),
-    ({"verb": "all_reduce", "x": 1.0, "op": "avg"}, ConfigError,
-     "unknown op 'avg'; choose one of sum, mean, max, min, prod"),
-    ({"verb": "all_reduce", "x": 1, "op": "mean"}, DtypeError, "mean of int64"),
-    ({"verb": "all_reduce", "x": True, "op": "mean"}, DtypeError, "mean of bool"),
-    ({"verb": "all_reduce", "x": np.array("2026-01-01", "M8[D]")}, DtypeError, "sum is not defined"),
-    ({"verb": "all_gather", "x": np.array([{}])}, DtypeError, "values are references"),
-    ({"verb": "broadcast", "x": 1, "root": 2}, ConfigError, "root=2: the group world has ranks 0 to 1"),
-    ({"verb": "reduce", "x": 1, "root": -1}, ConfigError, "root=-1"),
-    ({"verb": "gather", "x": 1, "root": "0"}, ConfigError, "root='0'"),
-    ({"verb": "send", "x": 1, "dst": 2}, ConfigError, "dst=2"),
-    ({"verb": "recv", "src": 2}, ConfigError, "src=2"),
-    ({"verb": "exchange", "x": 1, "dst": 0, "src": 9}, ConfigError, "src=9"),
-    ({"verb": "all_reduce", "x": np.ones(3), "out": np.ones(4)}, ShapeError,
-     r"out= has shape \(4,\), the result has \(3,\)"),
-    ({"verb": "all_reduce", "x": np.ones(3), "out": np.ones(3, np.float32)}, DtypeError, "out= has dtype float32"),
-    ({"verb": "all_reduce", "x": np.ones(3), "out": np.broadcast_to(0.0, (3,))}, ShapeError, "read-only"),
-    ({"verb": "all_reduce", "x": np.ones(3), "out": np.frombuffer(bytes(24))}, ShapeError, "read-only"),
-    ({"verb": "all_reduce", "x": np.ones(3), "out": [0, 0, 0]}, DtypeError, "must be an array, not list"),
-    ({"verb": "reduce_scatter", "x": np.ones(4), "out": np.ones(4)}, ShapeError, r"the result has \(2,\)"),
-    ({"verb": "all_to_all", "x": [1]}, ShapeError, "x has 1 arrays; pass one for each of 2 ranks"),
-    ({"verb": "all_to_all", "x": [1, 1.0]}, DtypeError, "dtypes float64, int64; cast"),
-    ({"verb": "all_to_all", "x": 1.0}, ShapeError, "all_to_all: x is a float; pass a list of 2 arrays"),
-    ({"verb": "all_to_all", "x": None}, ShapeError, "all_to_all: x is a NoneType; pass a list of 2 arrays"),
-    ({"verb": "all_to_all", "x": [1, 2], "out": [np.ones((), int)] * 2}, ShapeError, "out= holds one array several"),
-    ({"verb": "all_reduce", "x": 1.0, "op": ["sum"]}, ConfigError, r"op=\['sum'\] must be a name: sum, mean"),
-    ({"verb": "all_reduce", "x": 1.0, "op": np.add}, ConfigError, "op=<ufunc 'add'> must be a name"),
-    ({"verb": "all_reduce", "x": 1.0, "algorithm": ["ring"]}, ConfigError, r"no algorithm \['ring'\]; choose auto"),
-    ({"verb": "all_reduce", "x": "a"}, DtypeError, "all_reduce: op sum is not defined for dtype <U1.*cast to numbers"),
-    ({"verb": "all_reduce", "x": "a", "op": "mean"}, DtypeError, "op mean is not defined for dtype <U1"),
-    ({"verb": "reduce", "x": np.zeros(2, "m8[s]"), "op": "prod"}, DtypeError, "reduce: .*it takes sum, max, min"),
-    ({"verb": "all_gather", "x": [[1], [2, 3]]}, ShapeError,
-     "all_gather: x is a list that cannot be converted to an array"),
-    ({"verb": "send", "x": None, "dst": 1}, DtypeError, "send: x is a NoneType; arrays of dtype object cannot be sent"),
-    ({"verb": "all_reduce", "x": np.ma.masked_equal([1, 2], 2)}, DtypeError, "masked array.*pass x.filled"),
-    ({"verb": "all_reduce", "x": np.ones(2), "out": np.ma.zeros(2)}, DtypeError, "must be an array, not MaskedArray"),
-    ({"verb": "all_reduce", "x": np.ones(3), "out": as_strided(np.ones(3), (3,), (0,))}, ShapeError,
-     "elements of it share memory and cannot all be written"),
-    ({"verb": "recv", "src": 1, "out": as_strided(np.ones(4), (3, 2), (8, 8))},
-     ShapeError, "recv: .*share memory"),
-    ({"verb": "scatter", "x": 1.0, "root": 0}, ShapeError, "without dims"),
-    ({"verb": "broadcast", "x": None, "root": 0}, ShapeError, "rank 0 is the root and passes None"),
-], ids=lambda value: value["verb"] if isinstance(value, dict) else None)
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            {"verb": "all_reduce", "x": 1.0, "algorithm": "fast"},
+            ConfigError,
+            "no algorithm 'fast'; choose auto, naive, tree, ring, direct, pairwise",
+        ),
+        (
+            {"verb": "all_to_all", "x": [1, 1], "algorithm": "ring"},
+            ConfigError,
+            "choose auto, naive, pairwise",
+        ),
+        (
+            {"verb": "all_reduce", "x": 1.0, "op": "avg"},
+            ConfigError,
+            "unknown op 'avg'; choose one of sum, mean, max, min, prod",
+        ),
+        ({"verb": "all_reduce", "x": 1, "op": "mean"}, DtypeError, "mean of int64"),
+        ({"verb": "all_reduce", "x": True, "op": "mean"}, DtypeError, "mean of bool"),
+        (
+            {"verb": "all_reduce", "x": np.array("2026-01-01", "M8[D]")},
+            DtypeError,
+            "sum is not defined",
+        ),
+        ({"verb": "all_gather", "x": np.array([{}])}, DtypeError, "values are references"),
+        (
+            {"verb": "broadcast", "x": 1, "root": 2},
+            ConfigError,
+            "root=2: the group world has ranks 0 to 1",
+        ),
+        ({"verb": "reduce", "x": 1, "root": -1}, ConfigError, "root=-1"),
+        ({"verb": "gather", "x": 1, "root": "0"}, ConfigError, "root='0'"),
+        ({"verb": "send", "x": 1, "dst": 2}, ConfigError, "dst=2"),
+        ({"verb": "recv", "src": 2}, ConfigError, "src=2"),
+        ({"verb": "exchange", "x": 1, "dst": 0, "src": 9}, ConfigError, "src=9"),
+        (
+            {"verb": "all_reduce", "x": np.ones(3), "out": np.ones(4)},
+            ShapeError,
+            r"out= has shape \(4,\), the result has \(3,\)",
+        ),
+        (
+            {"verb": "all_reduce", "x": np.ones(3), "out": np.ones(3, np.float32)},
+            DtypeError,
+            "out= has dtype float32",
+        ),
+        (
+            {"verb": "all_reduce", "x": np.ones(3), "out": np.broadcast_to(0.0, (3,))},
+            ShapeError,
+            "read-only",
+        ),
+        (
+            {"verb": "all_reduce", "x": np.ones(3), "out": np.frombuffer(bytes(24))},
+            ShapeError,
+            "read-only",
+        ),
+        (
+            {"verb": "all_reduce", "x": np.ones(3), "out": [0, 0, 0]},
+            DtypeError,
+            "must be an array, not list",
+        ),
+        (
+            {"verb": "reduce_scatter", "x": np.ones(4), "out": np.ones(4)},
+            ShapeError,
+            r"the result has \(2,\)",
+        ),
+        (
+            {"verb": "all_to_all", "x": [1]},
+            ShapeError,
+            "x has 1 arrays; pass one for each of 2 ranks",
+        ),
+        ({"verb": "all_to_all", "x": [1, 1.0]}, DtypeError, "dtypes float64, int64; cast"),
+        (
+            {"verb": "all_to_all", "x": 1.0},
+            ShapeError,
+            "all_to_all: x is a float; pass a list of 2 arrays",
+        ),
+        (
+            {"verb": "all_to_all", "x": None},
+            ShapeError,
+            "all_to_all: x is a NoneType; pass a list of 2 arrays",
+        ),
+        (
+            {"verb": "all_to_all", "x": [1, 2], "out": [np.ones((), int)] * 2},
+            ShapeError,
+            "out= holds one array several",
+        ),
+        (
+            {"verb": "all_reduce", "x": 1.0, "op": ["sum"]},
+            ConfigError,
+            r"op=\['sum'\] must be a name: sum, mean",
+        ),
+        (
+            {"verb": "all_reduce", "x": 1.0, "op": np.add},
+            ConfigError,
+            "op=<ufunc 'add'> must be a name",
+        ),
+        (
+            {"verb": "all_reduce", "x": 1.0, "algorithm": ["ring"]},
+            ConfigError,
+            r"no algorithm \['ring'\]; choose auto",
+        ),
+        (
+            {"verb": "all_reduce", "x": "a"},
+            DtypeError,
+            "all_reduce: op sum is not defined for dtype <U1.*cast to numbers",
+        ),
+        (
+            {"verb": "all_reduce", "x": "a", "op": "mean"},
+            DtypeError,
+            "op mean is not defined for dtype <U1",
+        ),
+        (
+            {"verb": "reduce", "x": np.zeros(2, "m8[s]"), "op": "prod"},
+            DtypeError,
+            "reduce: .*it takes sum, max, min",
+        ),
+        (
+            {"verb": "all_gather", "x": [[1], [2, 3]]},
+            ShapeError,
+            "all_gather: x is a list that cannot be converted to an array",
+        ),
+        (
+            {"verb": "send", "x": None, "dst": 1},
+            DtypeError,
+            "send: x is a NoneType; arrays of dtype object cannot be sent",
+        ),
+        (
+            {"verb": "all_reduce", "x": np.ma.masked_equal([1, 2], 2)},
+            DtypeError,
+            "masked array.*pass x.filled",
+        ),
+        (
+            {"verb": "all_reduce", "x": np.ones(2), "out": np.ma.zeros(2)},
+            DtypeError,
+            "must be an array, not MaskedArray",
+        ),
+        (
+            {"verb": "all_reduce", "x": np.ones(3), "out": as_strided(np.ones(3), (3,), (0,))},
+            ShapeError,
+            "elements of it share memory and cannot all be written",
+        ),
+        (
+            {"verb": "recv", "src": 1, "out": as_strided(np.ones(4), (3, 2), (8, 8))},
+            ShapeError,
+            "recv: .*share memory",
+        ),
+        ({"verb": "scatter", "x": 1.0, "root": 0}, ShapeError, "without dims"),
+        (
+            {"verb": "broadcast", "x": None, "root": 0},
+            ShapeError,
+            "rank 0 is the root and passes None",
+        ),
+    ],
+    ids=lambda value: value["verb"] if isinstance(value, dict) else None,
+)
 @pytest.mark.parametrize("prefix", ["", "start_"])
 def test_wrong_arguments_are_told_at_once(arguments, error, message, prefix):
     """Before anything is sent: no other rank takes part."""
@@ -147,6 +268,7 @@ def test_the_root_says_shape_and_dtype_and_a_template_must_fit():
 
 def test_one_part_of_many_may_lie_where_another_is_received():
     """The first parts are views of one array, and the last is not."""
+
     def ranks(world):
         whole, last = np.full(2, 10.0 * world.rank), np.full(1, 10.0 * world.rank)
         got = world.all_to_all([whole[:1], whole[1:], last], out=[last, np.zeros(1), np.zeros(1)])
@@ -166,7 +288,8 @@ def test_out_may_be_what_is_being_sent(transport):
             assert world.all_reduce(y, out=y, algorithm=algorithm) is y
             assert (y == total).all(), algorithm
             y = np.append(x, -1.0)
-            world.all_reduce(y[:-1], out=y[1:], algorithm=algorithm)  # overlapping, but not the same elements
+            # overlapping, but not the same elements
+            world.all_reduce(y[:-1], out=y[1:], algorithm=algorithm)
             assert (y[1:] == total).all(), algorithm
             y = x.copy()
             world.reduce(y, out=y, root=2, algorithm="naive")
@@ -177,7 +300,7 @@ def test_out_may_be_what_is_being_sent(transport):
             world.reduce_scatter(y, out=chunk, algorithm=algorithm)
             assert (chunk == np.array_split(total, size)[rank]).all(), algorithm
             whole = np.full(4 * size, -1.0)
-            own = whole[4 * rank:4 * rank + 4]
+            own = whole[4 * rank : 4 * rank + 4]
             own[...] = rank
             world.all_gather(own, out=whole, algorithm=algorithm)
             assert (whole == np.repeat(np.arange(size), 4)).all(), algorithm
@@ -208,21 +331,46 @@ def test_out_of_who_is_not_the_root_is_ignored():
     def ranks(world):
         nothing = np.broadcast_to(7.0, (2, 2))
         for verb in (world.reduce, world.gather):
-            assert (verb(np.ones(3), root=1, out=None if world.rank else nothing) is None) == (world.rank == 0)
+            assert (verb(np.ones(3), root=1, out=None if world.rank else nothing) is None) == (
+                world.rank == 0
+            )
 
     run(ranks, size=2)
 
 
-@pytest.mark.parametrize(("call", "bytes_each"), [
-    (lambda world, x: world.all_reduce(x, out=x, algorithm="ring"), 0),
-    (lambda world, x: world.all_reduce(x, out=x, algorithm="tree"), 0),
-    (lambda world, x: world.reduce_scatter(x, out=np.array_split(x, 4)[world.rank], algorithm="ring"), 2 * 125_000 * 8),
-    (lambda world, x: world.all_gather(np.array_split(x, 4)[world.rank], out=x, algorithm="ring"), 0),
-    (lambda world, x: world.broadcast(x, out=x, algorithm="tree"), 0),
-    (lambda world, x: world.start_all_reduce(x, out=x, algorithm="ring").wait(), 0),
-], ids=["all_reduce-ring", "all_reduce-tree", "reduce_scatter", "all_gather", "broadcast", "start_all_reduce"])
+@pytest.mark.parametrize(
+    ("call", "bytes_each"),
+    [
+        (lambda world, x: world.all_reduce(x, out=x, algorithm="ring"), 0),
+        (lambda world, x: world.all_reduce(x, out=x, algorithm="tree"), 0),
+        (
+            lambda world, x: world.reduce_scatter(
+                x, out=np.array_split(x, 4)[world.rank], algorithm="ring"
+            ),
+            2 * 125_000 * 8,
+        ),
+        (
+            lambda world, x: world.all_gather(
+                np.array_split(x, 4)[world.rank], out=x, algorithm="ring"
+            ),
+            0,
+        ),
+        (lambda world, x: world.broadcast(x, out=x, algorithm="tree"), 0),
+        (lambda world, x: world.start_all_reduce(x, out=x, algorithm="ring").wait(), 0),
+    ],
+    ids=[
+        "all_reduce-ring",
+        "all_reduce-tree",
+        "reduce_scatter",
+        "all_gather",
+        "broadcast",
+        "start_all_reduce",
+    ],
+)
 def test_no_copy_that_the_algorithm_does_not_need(call, bytes_each):
-    """What NumPy allocates in all four ranks, and what they told their accounts: the docstrings' workspace, no more."""
+    """What NumPy allocates in all four ranks, and what they told their accounts: the docstrings'
+    workspace, no more."""
+
     def ranks(world):
         x = np.ones(500_000)
         world.barrier()
@@ -240,11 +388,13 @@ def test_no_copy_that_the_algorithm_does_not_need(call, bytes_each):
     finally:
         tracemalloc.stop()
     assert [told for _, told in outcomes] == [bytes_each] * 4
-    slack = 1_200_000  # msgpack's buffers; one array of one rank is 4,000,000, a chunk of it 1,000,000 on each of 4
+    # msgpack's buffers; one array of one rank is 4,000,000, a chunk of it 1,000,000 on each of 4
+    slack = 1_200_000
     assert 4 * bytes_each <= max(peak for peak, _ in outcomes) < 4 * bytes_each + slack
 
 
-# ----------------------------------------------------------------------------------------------------- point to point
+# ----------------------------------------------------------------------------------- point to point
+
 
 @on_both
 def test_messages_bring_their_shape_and_come_in_order(transport):
@@ -284,6 +434,7 @@ def test_a_send_to_oneself_works(transport):
 @on_both
 def test_a_started_receive_holds_nothing_up(transport):
     """Both wait for the other's message first: a queue of calls would deadlock here."""
+
     def ranks(world):
         other = 1 - world.rank
         first, second = world.start_recv(src=other), world.start_recv(src=other)
@@ -304,7 +455,10 @@ def test_a_started_receive_holds_nothing_up(transport):
 def test_exchange_meets_exchange_and_send_meets_receive(transport):
     def ranks(world):
         size, rank = world.size, world.rank
-        assert int(world.exchange(rank, dst=(rank + 1) % size, src=(rank - 1) % size)) == (rank - 1) % size
+        assert (
+            int(world.exchange(rank, dst=(rank + 1) % size, src=(rank - 1) % size))
+            == (rank - 1) % size
+        )
         if rank == 0:
             return int(world.exchange("ping", dst=1, src=2) == "pong")
         if rank == 1:
@@ -318,14 +472,17 @@ def test_exchange_meets_exchange_and_send_meets_receive(transport):
     assert run(ranks, size=3, transport=transport) == [1, 1, 1]
 
 
-# ------------------------------------------------------------------------------------------------------ started calls
+# ------------------------------------------------------------------------------------ started calls
+
 
 @on_both
 def test_many_started_calls_in_flight_keep_their_order(transport):
     def ranks(world):
         arrays = [np.full(1 + i, float(world.rank + i)) for i in range(40)]
-        pending = [world.start_all_reduce(x, out=x, algorithm=("ring", "tree", "direct", "naive")[i % 4])
-                   for i, x in enumerate(arrays)]
+        pending = [
+            world.start_all_reduce(x, out=x, algorithm=("ring", "tree", "direct", "naive")[i % 4])
+            for i, x in enumerate(arrays)
+        ]
         gathered = world.start_all_gather(np.full(world.rank, world.rank))
         last = world.all_reduce(100)  # queues behind those that were started
         assert all(call.done() for call in pending)
@@ -342,6 +499,7 @@ def test_many_started_calls_in_flight_keep_their_order(transport):
 
 def test_a_call_of_the_caller_comes_after_all_that_were_started(monkeypatch):
     """Also where the worker takes its time between the last of them and saying so."""
+
     class Slow(threading.Event):
         def set(self):
             time.sleep(0.05)
@@ -368,15 +526,25 @@ def test_a_call_of_the_caller_comes_after_all_that_were_started(monkeypatch):
 @on_both
 def test_groups_that_overlap_are_in_flight_at_once(transport):
     """Rows and columns of a 2 x 3 mesh, and the world, all started before any is waited for."""
+
     def ranks(world):
-        row, column = world.split(world.rank // 3, axis="row"), world.split(world.rank % 3, axis="column")
+        row, column = (
+            world.split(world.rank // 3, axis="row"),
+            world.split(world.rank % 3, axis="column"),
+        )
         calls = []
         for i in range(10):
-            calls += [(world.start_all_reduce(np.full(50, world.rank + i)), 15 + 6 * i),
-                      (column.start_all_reduce(np.full(70, world.rank + i), algorithm="ring"),
-                       2 * (world.rank % 3) + 3 + 2 * i),
-                      (row.start_all_reduce(np.full(90, world.rank + i), algorithm="ring"),
-                       9 * (world.rank // 3) + 3 + 3 * i)]
+            calls += [
+                (world.start_all_reduce(np.full(50, world.rank + i)), 15 + 6 * i),
+                (
+                    column.start_all_reduce(np.full(70, world.rank + i), algorithm="ring"),
+                    2 * (world.rank % 3) + 3 + 2 * i,
+                ),
+                (
+                    row.start_all_reduce(np.full(90, world.rank + i), algorithm="ring"),
+                    9 * (world.rank // 3) + 3 + 3 * i,
+                ),
+            ]
         for call, want in reversed(calls):
             assert (call.wait() == want).all()
         return world.ledger.messages()
@@ -450,7 +618,8 @@ def test_a_worker_uses_its_ranks_memory_account():
     assert run(ranks, size=3) == [2 * 8000] * 3
 
 
-# -------------------------------------------------------------------------------------------------------------- split
+# -------------------------------------------------------------------------------------------- split
+
 
 @on_both
 @settings(max_examples=12)
@@ -471,7 +640,10 @@ def test_split_by_any_colors_and_keys(transport, data):
 
     for rank, got in enumerate(run(ranks, size=size, transport=transport)):
         order = [other if keys[other] is None else keys[other] for other in range(size)]
-        members = sorted((other for other in range(size) if colors[other] == colors[rank]), key=lambda r: (order[r], r))
+        members = sorted(
+            (other for other in range(size) if colors[other] == colors[rank]),
+            key=lambda r: (order[r], r),
+        )
         assert got is None if colors[rank] is None else got == (members, members.index(rank))
 
 
@@ -499,8 +671,12 @@ def test_splits_of_splits(transport):
 
 def test_split_refuses_what_is_no_integer():
     def ranks(world):
-        for arguments, message in ((("red",), "color='red'"), ((1 << 63,), f"color={1 << 63} must be an integer"),
-                                   ((0, -1 << 65), f"key={-1 << 65} must be"), ((0, 0), "axis=5 must be a name")):
+        for arguments, message in (
+            (("red",), "color='red'"),
+            ((1 << 63,), f"color={1 << 63} must be an integer"),
+            ((0, -1 << 65), f"key={-1 << 65} must be"),
+            ((0, 0), "axis=5 must be a name"),
+        ):
             with pytest.raises(ConfigError, match=message):
                 world.split(*arguments, axis=5)
         with pytest.raises(ConfigError, match=r"the group world has ranks 0 to 1, not \[2\]"):
@@ -509,11 +685,13 @@ def test_split_refuses_what_is_no_integer():
     run(ranks, size=2)
 
 
-# ----------------------------------------------------------------------------------------------- who may use a group
+# ------------------------------------------------------------------------------ who may use a group
+
 
 @pytest.mark.parametrize("transport", [*THREADS, "tcp"])
 def test_a_closed_group_says_so(transport):
     """On all transports alike; close() may be said twice, and in any order."""
+
     def ranks(world):
         outer = world.split(0)
         inner = outer.split(0)
@@ -523,8 +701,17 @@ def test_a_closed_group_says_so(transport):
         inner.close()
         outer.close()
         for group in (outer, inner):
-            for verb, *args in (("all_reduce", 1.0), ("start_barrier",), ("split", 0), ("send", 1.0, 0), ("recv", 0)):
-                with pytest.raises(CommError, match=f"the group {group.axis} was closed, and rank {world.rank} uses"):
+            for verb, *args in (
+                ("all_reduce", 1.0),
+                ("start_barrier",),
+                ("split", 0),
+                ("send", 1.0, 0),
+                ("recv", 0),
+            ):
+                with pytest.raises(
+                    CommError,
+                    match=f"the group {group.axis} was closed, and rank {world.rank} uses",
+                ):
                     getattr(group, verb)(*args)
         return float(world.all_reduce(1.0))
 
@@ -534,6 +721,7 @@ def test_a_closed_group_says_so(transport):
 @on_both
 def test_two_threads_in_one_group_are_refused(transport):
     """The second thread is told, whichever way it calls; the first goes on undisturbed."""
+
     def ranks(world):
         if world.rank == 0:
             first = threading.Thread(target=world.barrier)
@@ -541,9 +729,11 @@ def test_two_threads_in_one_group_are_refused(transport):
             while not world.guard._busy.locked():
                 time.sleep(0.001)
             for call in (world.barrier, world.start_barrier):
-                with pytest.raises(CommError, match="two threads of rank 0 use the group world at once.*split"):
+                with pytest.raises(
+                    CommError, match="two threads of rank 0 use the group world at once.*split"
+                ):
                     call()
-            world.send(1.0, dst=1)      # messages are for any thread
+            world.send(1.0, dst=1)  # messages are for any thread
             first.join()
         else:
             world.recv(src=0)
@@ -554,10 +744,13 @@ def test_two_threads_in_one_group_are_refused(transport):
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_child_of_a_rank_may_not_use_its_group(transport):
-    """A fork has the rank's connections: it would send in the rank's name, and say goodbye in it when it ends."""
+    """A fork has the rank's connections: it would send in the rank's name, and say goodbye in it
+    when it ends."""
+
     def ranks(world):
         told, tell = os.pipe()
-        warnings.simplefilter("ignore", DeprecationWarning)     # of a fork beside threads: that is what this is about
+        # of a fork beside threads: that is what this is about
+        warnings.simplefilter("ignore", DeprecationWarning)
         for end in ("return", "exit", "raise"):
             if os.fork() == 0:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -579,17 +772,24 @@ def test_a_child_of_a_rank_may_not_use_its_group(transport):
         for rank, lines in enumerate(run(ranks, size=2, transport=transport)):
             assert len(lines) == 6
             for line in lines:
-                assert re.match(rf"process \d+ uses the group world of rank {rank}, which is process \d+, ", line)
+                assert re.match(
+                    rf"process \d+ uses the group world of rank {rank}, which is process \d+, ",
+                    line,
+                )
 
 
 @pytest.mark.parametrize("status", [0, 256])
-def test_a_rank_as_a_thread_that_exits_with_status_0_does_not_end_the_program_as_if_all_were_well(status):
+def test_a_rank_as_a_thread_that_exits_with_status_0_does_not_end_the_program_as_if_all_were_well(
+    status,
+):
     def ranks(world):
         if world.rank == 1:
             sys.exit(status)
         world.barrier()
 
-    with pytest.raises(PeerLostError, match=rf"rank 1 \(process \d+ on \S+\) exited with status {status}"):
+    with pytest.raises(
+        PeerLostError, match=rf"rank 1 \(process \d+ on \S+\) exited with status {status}"
+    ):
         run(ranks, size=2)
 
 
@@ -601,7 +801,10 @@ def test_an_exchange_is_one_call():
         if world.rank == 1:
             world.exchange(1.0, other, other)
             return
-        with pytest.raises(MismatchError, match=r"(?s)rank 0 calls exchange.*, its call 3.*rank 1 calls.*, its call 3"):
+        with pytest.raises(
+            MismatchError,
+            match=r"(?s)rank 0 calls exchange.*, its call 3.*rank 1 calls.*, its call 3",
+        ):
             world.exchange(1.0, other, other, out=np.zeros(2))
 
     run(ranks, size=2)
@@ -616,7 +819,8 @@ def test_a_group_must_hold_the_rank_that_makes_it():
     run(ranks, size=2)
 
 
-# ------------------------------------------------------------------------------------------------------ ranks that fail
+# ---------------------------------------------------------------------------------- ranks that fail
+
 
 @on_both
 @pytest.mark.parametrize("size", [2, 5])
@@ -644,9 +848,17 @@ def test_one_failure_ends_every_rank_with_its_name(transport, size):
         assert "test_group.py:" in str(error)
 
 
-@pytest.mark.parametrize(("late", "error", "names"), [
-    (False, DeadlockError, r"0 waits for 2 at \S*test_group.py:\d+, rank 2 has ended\n"),
-    (True, TimeoutError, r"rank 2 waits for no rank, at \S*test_group.py:\d+; late by \d\.\d s")])
+@pytest.mark.parametrize(
+    ("late", "error", "names"),
+    [
+        (False, DeadlockError, r"0 waits for 2 at \S*test_group.py:\d+, rank 2 has ended\n"),
+        (
+            True,
+            TimeoutError,
+            r"rank 2 waits for no rank, at \S*test_group.py:\d+; late by \d\.\d s",
+        ),
+    ],
+)
 def test_a_rank_that_never_calls_is_named(late, error, names, monkeypatch):
     """It ends, or the limit comes, when both others wait for long."""
     together, waits, over = threading.Barrier(2), [], []
@@ -671,10 +883,13 @@ def test_a_rank_that_never_calls_is_named(late, error, names, monkeypatch):
 
     with pytest.raises(error, match=names) as caught:
         run(ranks, size=3)
-    assert re.search(r"rank 1 calls all_reduce\(.*\), its call 1, at \S*test_group.py:\d+", str(caught.value))
+    assert re.search(
+        r"rank 1 calls all_reduce\(.*\), its call 1, at \S*test_group.py:\d+", str(caught.value)
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------- on a GPU
+# ----------------------------------------------------------------------------------------- on a GPU
+
 
 @pytest.mark.gpu
 @on_both
@@ -686,13 +901,20 @@ def test_cupy_arrays_stay_on_their_device(transport):
     def ranks(world):
         x = cupy.arange(6, dtype=np.float32).reshape(2, 3) + world.rank
         total = 2 * cupy.arange(6).reshape(2, 3) + 1
-        for got in (world.all_reduce(x), world.all_reduce(x.T.copy().T), world.all_reduce(x, out=cupy.empty_like(x)),
-                    world.start_all_reduce(x, algorithm="ring").wait()):
+        for got in (
+            world.all_reduce(x),
+            world.all_reduce(x.T.copy().T),
+            world.all_reduce(x, out=cupy.empty_like(x)),
+            world.start_all_reduce(x, algorithm="ring").wait(),
+        ):
             assert isinstance(got, cupy.ndarray)
             assert (got == total).all()
         assert isinstance(world.broadcast(x if world.rank == 1 else None, root=1), cupy.ndarray)
         assert world.all_gather(x).shape == (4, 3)
-        assert (world.exchange(x, dst=1 - world.rank, src=1 - world.rank) == x - world.rank + 1 - world.rank).all()
+        assert (
+            world.exchange(x, dst=1 - world.rank, src=1 - world.rank)
+            == x - world.rank + 1 - world.rank
+        ).all()
         host = np.empty((2, 3), np.float32)
         assert world.all_reduce(x, out=host) is host
         assert (host == total.get()).all()
@@ -711,7 +933,9 @@ def test_every_algorithm_takes_cupy_arrays(size):
 
 @pytest.mark.parametrize("transport", ["threads", pytest.param("tcp", marks=pytest.mark.soak)])
 def test_messages_to_oneself_in_two_groups(transport):
-    """Each group has a link of its own to itself; all of them end with the transport, however that ends."""
+    """Each group has a link of its own to itself; all of them end with the transport, however that
+    ends."""
+
     def job(world):
         groups = [world.split(0), world.split(0)]
         for number, group in enumerate(groups):
@@ -733,7 +957,9 @@ def test_messages_to_oneself_in_two_groups(transport):
 
 @pytest.mark.parametrize("algorithm", ["ring", "shared"])
 def test_calls_alike_in_another_order_are_warned_of(algorithm):
-    """Nothing but their places tells them apart; ranks that branch, each at its own place, are left alone."""
+    """Nothing but their places tells them apart; ranks that branch, each at its own place, are left
+    alone."""
+
     def first(world):
         return float(world.all_reduce(np.ones(2) * world.rank, algorithm=algorithm)[0])
 
@@ -753,8 +979,11 @@ def test_calls_alike_in_another_order_are_warned_of(algorithm):
     assert run(branch, size=2, transport=transport) == [11.0, 11.0]
     for texts, results in run(swap, size=2, transport=transport):
         assert results in ([11.0, 10.0], [10.0, 11.0], [11.0, 10.0])
-        assert len(texts) == 1 and re.match(r"rank \d at .*test_group.py:\d+ meets rank \d at .*test_group.py:\d+ in "
-                                            r"all_reduce, after they met the other way round", texts[0]), texts
+        assert len(texts) == 1 and re.match(
+            r"rank \d at .*test_group.py:\d+ meets rank \d at .*test_group.py:\d+ in "
+            r"all_reduce, after they met the other way round",
+            texts[0],
+        ), texts
 
 
 @pytest.mark.parametrize("transport", [pytest.param("threads", marks=pytest.mark.soak), "tcp"])
@@ -772,19 +1001,26 @@ def test_a_closed_group_leaves_nothing_and_an_open_one_no_thread(transport, monk
                     group.close()
             world.barrier()
             gc.collect()
-            return sum(isinstance(one, Group | GroupGuard | CallWorker | Mailbox) for one in gc.get_objects())
+            return sum(
+                isinstance(one, Group | GroupGuard | CallWorker | Mailbox)
+                for one in gc.get_objects()
+            )
 
         if transport == "tcp":
-            gc.freeze()         # a process of its own: what the tests have made is not looked at again
+            gc.freeze()  # a process of its own: what the tests have made is not looked at again
         rounds(2, close=True)
         counts = rounds(1, close=True), rounds(10, close=True)
         world.barrier()
         rounds(10, close=False)
         deadline = time.monotonic() + SOON
-        while any(thread.name.startswith(f"rank {world.rank} world.split") for thread in threading.enumerate()):
+        while any(
+            thread.name.startswith(f"rank {world.rank} world.split")
+            for thread in threading.enumerate()
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         return counts
 
     for before, after in run(job, size=2, transport=transport):
-        assert after <= before + 4, f"{before} objects, then {after}"     # another thread rank may be at work
+        # another thread rank may be at work
+        assert after <= before + 4, f"{before} objects, then {after}"

@@ -1,4 +1,5 @@
-"""How far it is from a verb to the system call: the functions and files of minidist on the stack at sendmsg."""
+"""How far it is from a verb to the system call: the functions and files of minidist on the stack at
+sendmsg."""
 
 import socket
 import sys
@@ -22,7 +23,12 @@ def stack_of(frame):
     found = []
     while frame is not None:
         if frame.f_code.co_filename.startswith(PACKAGE):
-            found.append((Path(frame.f_code.co_filename).relative_to(PACKAGE).as_posix(), frame.f_code.co_name))
+            found.append(
+                (
+                    Path(frame.f_code.co_filename).relative_to(PACKAGE).as_posix(),
+                    frame.f_code.co_name,
+                )
+            )
         frame = frame.f_back
     return found[::-1]
 
@@ -36,10 +42,16 @@ def test_a_reader_walks_few_functions_to_the_wire(algorithm, monkeypatch):
         return send(sock, *arguments)
 
     with linked(KINDS[0]) as transports:
-        groups = [Group(transport, Ledger(rank), range(2)) for rank, transport in enumerate(transports)]
+        groups = [
+            Group(transport, Ledger(rank), range(2)) for rank, transport in enumerate(transports)
+        ]
         monkeypatch.setattr(socket.socket, "sendmsg", sendmsg)
         with ThreadPoolExecutor(2) as pool:
-            totals = list(pool.map(lambda group: group.all_reduce(np.arange(64.0), algorithm=algorithm), groups))
+            totals = list(
+                pool.map(
+                    lambda group: group.all_reduce(np.arange(64.0), algorithm=algorithm), groups
+                )
+            )
         monkeypatch.undo()
         for group in groups:
             group.close()

@@ -22,19 +22,35 @@ def test_counts_by_phase_axis_verb_and_algorithm():
                 pair.all_reduce(KIB[:1], algorithm="direct")
             world.send(KIB, dst=(world.rank + 1) % 4)
         world.recv(src=(world.rank - 1) % 4)
-        return (ledger.sent_bytes("setup"), ledger.sent_bytes("step"), ledger.messages("step"), ledger.sent_bytes(),
-                {(row["verb"], row["algorithm"]) for row in ledger.rows()})
+        return (
+            ledger.sent_bytes("setup"),
+            ledger.sent_bytes("step"),
+            ledger.messages("step"),
+            ledger.sent_bytes(),
+            {(row["verb"], row["algorithm"]) for row in ledger.rows()},
+        )
 
     for rank, (setup, step, messages, everything, pairs) in enumerate(run(ranks, size=4)):
         assert setup == {"world": {"broadcast": 3 * 1024 if rank == 0 else 0}}
         split = 3 * 32  # this is what a split sends: three blocks of four integers
-        assert step == {"dp": {"all_reduce": 2 * 1024}, "world": {"send": 1024},
-                        "control": {"all_gather": split, "all_reduce": 8}}
-        assert messages == {"dp": {"all_reduce": 4}, "world": {"send": 1},
-                            "control": {"all_gather": 3, "all_reduce": 1}}
+        assert step == {
+            "dp": {"all_reduce": 2 * 1024},
+            "world": {"send": 1024},
+            "control": {"all_gather": split, "all_reduce": 8},
+        }
+        assert messages == {
+            "dp": {"all_reduce": 4},
+            "world": {"send": 1},
+            "control": {"all_gather": 3, "all_reduce": 1},
+        }
         assert everything["world"] == {"broadcast": setup["world"]["broadcast"], "send": 1024}
-        assert pairs == {("broadcast", "naive"), ("all_gather", "ring"), ("all_reduce", "ring"),
-                         ("all_reduce", "direct"), ("send", "direct")}
+        assert pairs == {
+            ("broadcast", "naive"),
+            ("all_gather", "ring"),
+            ("all_reduce", "ring"),
+            ("all_reduce", "direct"),
+            ("send", "direct"),
+        }
 
 
 def test_the_verb_counted_is_the_one_the_user_called():
@@ -44,7 +60,9 @@ def test_the_verb_counted_is_the_one_the_user_called():
         world.all_gather(KIB, algorithm="naive")
         return world.ledger.sent_bytes()
 
-    assert all(set(counted["world"]) == {"all_reduce", "all_gather"} for counted in run(ranks, size=3))
+    assert all(
+        set(counted["world"]) == {"all_reduce", "all_gather"} for counted in run(ranks, size=3)
+    )
 
 
 def test_a_started_call_counts_where_it_was_started():
@@ -122,21 +140,51 @@ def test_events_of_messages_and_calls():
         world.exchange(KIB, dst=1 - world.rank, src=1 - world.rank)
         unsubscribe()
         world.barrier()
-        return [(event.kind, event.name, event.start <= event.stop, event.world_rank, event.thread, event.details)
-                for event in events]
+        return [
+            (
+                event.kind,
+                event.name,
+                event.start <= event.stop,
+                event.world_rank,
+                event.thread,
+                event.details,
+            )
+            for event in events
+        ]
 
     for rank, events in enumerate(run(ranks, size=2)):
         kinds = [(kind, name) for kind, name, *_ in events]
-        assert kinds == [*[("message", "all_reduce")] * 2, ("call", "all_reduce")] * 2 + [("message", "exchange")]
+        assert kinds == [*[("message", "all_reduce")] * 2, ("call", "all_reduce")] * 2 + [
+            ("message", "exchange")
+        ]
         assert all(ordered and world_rank == rank for _, _, ordered, world_rank, _, _ in events)
         assert [thread for *_, thread, _ in events] == [
-            *[f"rank {rank}"] * 3, *[f"rank {rank} world"] * 3, f"rank {rank}"]
+            *[f"rank {rank}"] * 3,
+            *[f"rank {rank} world"] * 3,
+            f"rank {rank}",
+        ]
         message, call, exchange = events[0][-1], events[2][-1], events[-1][-1]
-        assert message == {"axis": "world", "verb": "all_reduce", "algorithm": "ring", "src": rank, "dst": 1 - rank,
-                           "nbytes": 512, "label": f"c{1 - rank}", "step": 0, "chunk": 1 - rank}
+        assert message == {
+            "axis": "world",
+            "verb": "all_reduce",
+            "algorithm": "ring",
+            "src": rank,
+            "dst": 1 - rank,
+            "nbytes": 512,
+            "label": f"c{1 - rank}",
+            "step": 0,
+            "chunk": 1 - rank,
+        }
         where = call.pop("where")
-        assert call == {"axis": "world", "verb": "all_reduce", "algorithm": "ring", "op": "sum", "nbytes": 1024,
-                        "size": 2, "sequence": 1}
+        assert call == {
+            "axis": "world",
+            "verb": "all_reduce",
+            "algorithm": "ring",
+            "op": "sum",
+            "nbytes": 1024,
+            "size": 2,
+            "sequence": 1,
+        }
         assert "test_ledger.py:" in where
         assert (exchange["src"], exchange["dst"], exchange["nbytes"]) == (rank, 1 - rank, 1024)
 
@@ -144,20 +192,32 @@ def test_events_of_messages_and_calls():
 def test_watchers_get_waits_and_what_tells_calls_apart():
     def ranks(world):
         events, others = [], []
-        leave, stay = world.ledger.subscribe(events.append, waits=True), world.ledger.subscribe(others.append)
+        leave, stay = (
+            world.ledger.subscribe(events.append, waits=True),
+            world.ledger.subscribe(others.append),
+        )
         pending = world.start_all_reduce(KIB, algorithm="ring")
         pending.wait()
         leave()
         world.start_all_reduce(KIB, algorithm="ring").wait()
         stay()
         world.barrier()
-        return [event for event in events if event.kind != "message"], [event.kind for event in others]
+        return [event for event in events if event.kind != "message"], [
+            event.kind for event in others
+        ]
 
     for (call, wait), others in run(ranks, size=2):
         assert (call.kind, wait.kind) == ("call", "wait") and "wait" not in others
-        assert (call.details["group"], call.details["sequence"]) == (wait.details["group"], wait.details["sequence"])
+        assert (call.details["group"], call.details["sequence"]) == (
+            wait.details["group"],
+            wait.details["sequence"],
+        )
         assert call.details["queued"] >= 0 and call.details["messages"] == 2
-        assert wait.start <= wait.stop and call.stop <= wait.stop and "test_ledger.py:" in wait.details["where"]
+        assert (
+            wait.start <= wait.stop
+            and call.stop <= wait.stop
+            and "test_ledger.py:" in wait.details["where"]
+        )
 
 
 def test_receives_are_told_to_those_who_ask_and_match_their_sends():
@@ -167,7 +227,8 @@ def test_receives_are_told_to_those_who_ask_and_match_their_sends():
         world.ledger.subscribe(others.append)
         world.all_reduce(KIB, algorithm="ring")
         world.all_gather(KIB, algorithm="ring")
-        world.broadcast(KIB, root=0, algorithm="naive")         # its ranks compare headers first, which carry nothing
+        # its ranks compare headers first, which carry nothing
+        world.broadcast(KIB, root=0, algorithm="naive")
         world.gather(KIB, root=1, algorithm="naive")
         pending = [world.start_send(KIB, dst=1 - world.rank) for _ in range(2)]
         for _ in range(2):
@@ -175,13 +236,25 @@ def test_receives_are_told_to_those_who_ask_and_match_their_sends():
         for one in pending:
             one.wait()
         world.exchange(KIB, dst=1 - world.rank, src=1 - world.rank)
-        world.exchange(KIB, dst=world.rank, src=world.rank)     # to itself: nothing leaves it
+        world.exchange(KIB, dst=world.rank, src=world.rank)  # to itself: nothing leaves it
         return events, [event.kind for event in others]
 
     told = run(ranks, size=2)
     assert all("receive" not in kinds for _, kinds in told)
-    ends = [{(event.details["src"], event.details["dst"], event.details["message"], event.details["nbytes"])
-             for events, _ in told for event in events if event.kind == kind} for kind in ("message", "receive")]
+    ends = [
+        {
+            (
+                event.details["src"],
+                event.details["dst"],
+                event.details["message"],
+                event.details["nbytes"],
+            )
+            for events, _ in told
+            for event in events
+            if event.kind == kind
+        }
+        for kind in ("message", "receive")
+    ]
     assert ends[0] == ends[1] and len(ends[0]) == 2 * (2 + 1 + 2 + 1) + 2
 
 
@@ -197,7 +270,8 @@ def test_bytes_are_counted_by_receiver():
 
     for rank, (sent, of_all, by_axis) in enumerate(run(ranks, size=3)):
         assert {axis: sum(axes.get(axis, 0) for axes in sent.values()) for axis in by_axis} == {
-            axis: sum(verbs.values()) for axis, verbs in by_axis.items()}
+            axis: sum(verbs.values()) for axis, verbs in by_axis.items()
+        }
         assert rank not in of_all and sent[(rank + 1) % 3]["control"] == KIB.nbytes
         assert (rank == 2) == ({KIB.nbytes} <= {axes.get("world", 0) for axes in sent.values()})
     ledger = Ledger()

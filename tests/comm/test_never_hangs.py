@@ -1,4 +1,5 @@
-"""Whatever keeps ranks waiting ends with an error that names it: on every transport, within a second."""
+"""Whatever keeps ranks waiting ends with an error that names it: on every transport, within a
+second."""
 
 import ctypes
 import os
@@ -28,10 +29,20 @@ from minidist.comm.health import acceptor, process_state
 from minidist.errors import CommError, DeadlockError, LinkLostError, MismatchError, PeerLostError
 from minidist.launch.launchers import clean_environment
 
-RING, SENDS, MESSAGE, MISSING = "a ring of receives", "a ring of sends", "one rank in a message", "one rank not calling"
+RING, SENDS, MESSAGE, MISSING = (
+    "a ring of receives",
+    "a ring of sends",
+    "one rank in a message",
+    "one rank not calling",
+)
 QUICK = {
-    "threads": ("group", "order", MISSING, "one rank in a message, the others in started calls",
-                "a receive from oneself"),
+    "threads": (
+        "group",
+        "order",
+        MISSING,
+        "one rank in a message, the others in started calls",
+        "a receive from oneself",
+    ),
     "threads-unbuffered": (RING, SENDS),
     "tcp": ("group", MESSAGE, RING, SENDS),
     "shm": (MESSAGE, MISSING),
@@ -41,23 +52,29 @@ QUICK = {
 
 
 def ways():
-    return [pytest.param(transport, way, marks=() if way in quick else pytest.mark.soak)
-            for transport, quick in QUICK.items() for way in WAYS]
+    return [
+        pytest.param(transport, way, marks=() if way in quick else pytest.mark.soak)
+        for transport, quick in QUICK.items()
+        for way in WAYS
+    ]
 
 
 @pytest.mark.parametrize(("transport", "way"), ways())
 def test_ranks_that_wait_in_vain_learn_why(transport, way):
     if way == "a ring of sends" and transport == "threads":
-        run(hang, way, size=3, transport=transport)         # its sends are buffered, and complete at once
+        run(hang, way, size=3, transport=transport)  # its sends are buffered, and complete at once
         return
     started = time.monotonic()
     with pytest.raises(getattr(errors, WAYS[way].error)) as caught:
         run(hang, way, size=3, transport=transport)
     assert re.search(WAYS[way].says, str(caught.value)), str(caught.value)
-    assert transport == "mpi" or time.monotonic() - started < SOON      # mpirun's ranks start Python first
+    # mpirun's ranks start Python first
+    assert transport == "mpi" or time.monotonic() - started < SOON
 
 
-# --- ranks that disagree at random -----------------------------------------------------------------------------------
+# --- ranks that disagree at random
+# -----------------------------------------------------------------------------------
+
 
 def check_disagreements(count, seed, transports):
     """Every one ends in MismatchError that shows both calls."""
@@ -68,7 +85,9 @@ def check_disagreements(count, seed, transports):
             run(disagree, case, size=case["size"], transport=transport)
             pytest.fail(f"{number}: not caught on {transport}: {case}")
         text = str(caught.value)
-        calls = re.findall(r"^  rank (\d) calls \w+\(.*\), its call \d+, at \S*hanging\.py:\d+", text, re.M)
+        calls = re.findall(
+            r"^  rank (\d) calls \w+\(.*\), its call \d+, at \S*hanging\.py:\d+", text, re.M
+        )
         assert len(calls) == 2, f"{transport}: {case}: {text}"
         assert str(case["odd"]) in calls or case["size"] > 2, f"{transport}: {case}: {text}"
 
@@ -80,29 +99,40 @@ def test_random_disagreements():
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_two_hundred_random_disagreements():
-    check_disagreements(200, 6, ("threads", "threads-unbuffered", "tcp", "shm", "tcp", "shm", "mpi"))
+    check_disagreements(
+        200, 6, ("threads", "threads-unbuffered", "tcp", "shm", "tcp", "shm", "mpi")
+    )
 
 
-# --- waits that are long, and not in vain ----------------------------------------------------------------------------
+# --- waits that are long, and not in vain
+# ----------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("transport", "rounds"), [
-    ("tcp", 0),
-    *(pytest.param(name, 60, marks=(pytest.mark.soak, pytest.mark.timeout(300)))
-      for name in ("threads", "threads-unbuffered", "tcp", "shm", "mpi"))])
+
+@pytest.mark.parametrize(
+    ("transport", "rounds"),
+    [
+        ("tcp", 0),
+        *(
+            pytest.param(name, 60, marks=(pytest.mark.soak, pytest.mark.timeout(300)))
+            for name in ("threads", "threads-unbuffered", "tcp", "shm", "mpi")
+        ),
+    ],
+)
 def test_long_waits_are_not_taken_for_vain(transport, rounds):
     """Messages of 0.3 s, so that in nearly every round all ranks wait for what is in flight."""
     assert len(run(patient, 0.3, rounds, 7, size=4, transport=transport, limit=200.0)) == 4
 
 
 def exchange_slowly(world):
-    """Each sends the other more than a link holds and waits for that first; its receive takes 0.6 s, piece by piece."""
+    """Each sends the other more than a link holds and waits for that first; its receive takes 0.6
+    s, piece by piece."""
     other, n = 1 - world.rank, 3 << 20
     total, until = np.zeros(n), time.monotonic() + 0.6
 
     def add(target, start, piece):
         if time.monotonic() < until:
             time.sleep(0.03)
-        target[start:start + len(piece)] += piece
+        target[start : start + len(piece)] += piece
 
     arriving = recv(world, other, 1, total, add)
     send(world, other, 1, np.full(n, world.rank + 1.0)).wait()
@@ -110,14 +140,23 @@ def exchange_slowly(world):
     assert (total == other + 1).all()
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm", *(pytest.param(name, marks=pytest.mark.soak)
-                                                           for name in ("threads-unbuffered", "mpi"))])
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "tcp",
+        "shm",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("threads-unbuffered", "mpi")),
+    ],
+)
 def test_a_send_that_is_being_taken_is_not_in_vain(transport):
-    """However slowly: no message is taken whole, and none begun, while both wait for the other to take one."""
+    """However slowly: no message is taken whole, and none begun, while both wait for the other to
+    take one."""
     run(exchange_slowly, size=2, transport=transport)
 
 
-# --- frozen ranks ----------------------------------------------------------------------------------------------------
+# --- frozen ranks
+# ----------------------------------------------------------------------------------------------------
+
 
 def freezes(world, folder):
     """Rank 1 stops; the others write down what they learn, and after how many seconds."""
@@ -133,17 +172,29 @@ def freezes(world, folder):
         raise
 
 
-@pytest.mark.parametrize("transport", ["tcp", pytest.param("shm", marks=pytest.mark.soak),
-                                       pytest.param("mpi", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "tcp",
+        pytest.param("shm", marks=pytest.mark.soak),
+        pytest.param("mpi", marks=pytest.mark.soak),
+    ],
+)
 def test_a_frozen_rank_is_lost_within_three_seconds_and_nothing_stays(transport, tmp_path):
-    with nothing_left(), lateness() as late, pytest.raises(
-            PeerLostError, match=r"rank 1 \(process \d+ on \S+\) is frozen \(stopped\)"):
+    with (
+        nothing_left(),
+        lateness() as late,
+        pytest.raises(PeerLostError, match=r"rank 1 \(process \d+ on \S+\) is frozen \(stopped\)"),
+    ):
         run(freezes, str(tmp_path), size=4, transport=transport)
     for rank in (0, 2, 3):
         seconds, _, text = (tmp_path / str(rank)).read_text().split(" ", 2)
         assert float(seconds) < 3 + 4 * max(late), text
-        assert re.search(rf"^rank 1 \(process \d+ on \S+\) is frozen \(stopped\); rank {rank} was in all_reduce\(.*\), "
-                         r"its call 2, at \S*test_never_hangs.py:\d+", text), text
+        assert re.search(
+            rf"^rank 1 \(process \d+ on \S+\) is frozen \(stopped\); rank {rank} was in all_reduce\(.*\), "
+            r"its call 2, at \S*test_never_hangs.py:\d+",
+            text,
+        ), text
 
 
 def pauses(world, seconds):
@@ -161,8 +212,16 @@ def pauses(world, seconds):
     return "done"
 
 
-@pytest.mark.parametrize(("transport", "seconds"), [("shm", [0.9]), *(pytest.param(
-    transport, [0.5, 0.6, 0.7, 1.0, 1.3] + [1.5] * 15, marks=pytest.mark.soak) for transport in ("tcp", "shm", "mpi"))])
+@pytest.mark.parametrize(
+    ("transport", "seconds"),
+    [
+        ("shm", [0.9]),
+        *(
+            pytest.param(transport, [0.5, 0.6, 0.7, 1.0, 1.3] + [1.5] * 15, marks=pytest.mark.soak)
+            for transport in ("tcp", "shm", "mpi")
+        ),
+    ],
+)
 def test_a_rank_that_is_stopped_for_a_moment_goes_on(transport, seconds):
     assert run(pauses, seconds, size=3, transport=transport, limit=60) == ["done"] * 3
 
@@ -176,19 +235,27 @@ def test_the_patience_is_an_option(patience, tmp_path):
 
 
 DEBUGGERS = {
-    "gdb": ["gdb", "-q", "-nx", "-batch", "-ex", "shell sleep 4", "-p"],    # the rank stands still until gdb has gone
-    "strace": ["timeout", "4", "strace", "-f", "-o", "/dev/null", "-p"],    # it runs, and stops at each system call
+    # the rank stands still until gdb has gone
+    "gdb": ["gdb", "-q", "-nx", "-batch", "-ex", "shell sleep 4", "-p"],
+    # it runs, and stops at each system call
+    "strace": ["timeout", "4", "strace", "-f", "-o", "/dev/null", "-p"],
 }
 
 
 def is_debugged(world, command):
-    """A debugger holds rank 1 for 4 s while all work; rank 0 returns the kernel's letters for it meanwhile."""
-    ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)        # PR_SET_PTRACER, any: where Yama forbids
+    """A debugger holds rank 1 for 4 s while all work; rank 0 returns the kernel's letters for it
+    meanwhile."""
+    # PR_SET_PTRACER, any: where Yama forbids
+    ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)
     pids, letters, over = world.all_gather([os.getpid()]).tolist(), [], []
 
     def debug():
-        with subprocess.Popen([*command, str(pids[1])], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                              stderr=subprocess.DEVNULL) as debugger:
+        with subprocess.Popen(
+            [*command, str(pids[1])],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as debugger:
             while debugger.poll() is None:
                 if "TracerPid:\t0\n" not in Path(f"/proc/{pids[1]}/status").read_text():
                     letters.append(process_state.state_of(pids[1]))
@@ -222,10 +289,25 @@ def test_ranks_that_debuggers_start(debugger, launcher, tmp_path):
     if shutil.which(debugger.split()[0]) is None:
         pytest.skip(f"{debugger.split()[0]} is not installed")
     script = tmp_path / "job.py"
-    script.write_text("import minidist as md; print(f'sum {md.init(limit=60).all_reduce(1.0)}\\n', end='')")
-    command = [*shlex.split(launcher), "-n", "2", *shlex.split(debugger), sys.executable, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=110,
-                          env=clean_environment(os.environ))
+    script.write_text(
+        "import minidist as md; print(f'sum {md.init(limit=60).all_reduce(1.0)}\\n', end='')"
+    )
+    command = [
+        *shlex.split(launcher),
+        "-n",
+        "2",
+        *shlex.split(debugger),
+        sys.executable,
+        str(script),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=110,
+        env=clean_environment(os.environ),
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sum 2.0") == 2
     assert "minidist: " not in done.stderr
@@ -242,16 +324,27 @@ def test_a_rank_that_computes_in_one_long_call_is_not_frozen():
     assert run(holds_the_interpreter, size=2, transport="tcp") == [2.0, 2.0]
 
 
-# --- links that break between ranks that live ------------------------------------------------------------------------
+# --- links that break between ranks that live
+# ------------------------------------------------------------------------
+
 
 def loses_a_link(world, folder, verb, how):
-    """In the midst of calls, rank 1's connection to rank 2 is reset, or shut; every rank writes down what it learns."""
+    """In the midst of calls, rank 1's connection to rank 2 is reset, or shut; every rank writes
+    down what it learns."""
     world.barrier()
     transport = world.transport
     if world.rank == 1:
-        sock = transport._connections[2] if transport.name == "plain-tcp" else transport._peers[2].link._sock
-        end = {"reset": lambda: ctypes.CDLL(None).connect(sock.fileno(), bytes(16), 16),    # to AF_UNSPEC: RST leaves
-               "shut": lambda: sock.shutdown(socket.SHUT_RDWR), "swallow": lambda: swallow(sock)}[how]
+        sock = (
+            transport._connections[2]
+            if transport.name == "plain-tcp"
+            else transport._peers[2].link._sock
+        )
+        # to AF_UNSPEC: RST leaves
+        end = {
+            "reset": lambda: ctypes.CDLL(None).connect(sock.fileno(), bytes(16), 16),
+            "shut": lambda: sock.shutdown(socket.SHUT_RDWR),
+            "swallow": lambda: swallow(sock),
+        }[how]
         threading.Timer(0.02, end).start()
     try:
         while True:
@@ -262,15 +355,28 @@ def loses_a_link(world, folder, verb, how):
         raise
 
 
-@pytest.mark.parametrize(("transport", "verb", "how"), [
-    ("tcp", "all_reduce", "reset"), ("tcp", "all_reduce", "swallow"), ("plain-tcp", "all_reduce", "swallow"),
-    ("tcp", "all_reduce", "swallow unasked"), ("plain-tcp", "all_reduce", "swallow unasked"),
-    *(pytest.param(transport, verb, how, marks=pytest.mark.soak)
-                                      for transport in ("tcp", "plain-tcp", "shm") for how in ("reset", "shut")
-                                      for verb in ("all_reduce", "all_gather")
-                                      if (transport, how) != ("shm", "reset"))])
-def test_a_link_that_breaks_is_no_deadlock_and_both_ends_are_named(transport, verb, how, tmp_path, monkeypatch):
-    monkeypatch.setattr("minidist.comm.transports.progress.engine._HEARSAY", 0.5)   # a deadlock is seen within 0.2
+@pytest.mark.parametrize(
+    ("transport", "verb", "how"),
+    [
+        ("tcp", "all_reduce", "reset"),
+        ("tcp", "all_reduce", "swallow"),
+        ("plain-tcp", "all_reduce", "swallow"),
+        ("tcp", "all_reduce", "swallow unasked"),
+        ("plain-tcp", "all_reduce", "swallow unasked"),
+        *(
+            pytest.param(transport, verb, how, marks=pytest.mark.soak)
+            for transport in ("tcp", "plain-tcp", "shm")
+            for how in ("reset", "shut")
+            for verb in ("all_reduce", "all_gather")
+            if (transport, how) != ("shm", "reset")
+        ),
+    ],
+)
+def test_a_link_that_breaks_is_no_deadlock_and_both_ends_are_named(
+    transport, verb, how, tmp_path, monkeypatch
+):
+    # a deadlock is seen within 0.2
+    monkeypatch.setattr("minidist.comm.transports.progress.engine._HEARSAY", 0.5)
     monkeypatch.setattr(acceptor, "SILENCE", 2.0)
     if how.endswith("unasked"):
         let_no_kernel_ask(monkeypatch)
@@ -279,18 +385,25 @@ def test_a_link_that_breaks_is_no_deadlock_and_both_ends_are_named(transport, ve
     for rank in range(4):
         kind, text = (tmp_path / str(rank)).read_text().split(" ", 1)
         assert re.search(r"the link between rank (1 and rank 2|2 and rank 1) is lost", text), text
-        assert kind in (("LinkLostError", "PeerLostError") if rank in (1, 2) else ("PeerLostError",)), text
+        assert kind in (
+            ("LinkLostError", "PeerLostError") if rank in (1, 2) else ("PeerLostError",)
+        ), text
 
 
 def let_no_kernel_ask(monkeypatch):
-    """Begin keep-alive after hours, as is usual: only the ranks themselves can find a link that is silent."""
+    """Begin keep-alive after hours, as is usual: only the ranks themselves can find a link that is
+    silent."""
     usual = acceptor._set_tcp
-    monkeypatch.setattr(acceptor, "_set_tcp", lambda sock, name, value: usual(
-        sock, name, 7200 if name == "TCP_KEEPIDLE" else value))
+    monkeypatch.setattr(
+        acceptor,
+        "_set_tcp",
+        lambda sock, name, value: usual(sock, name, 7200 if name == "TCP_KEEPIDLE" else value),
+    )
 
 
 def one_way(world, folder):
-    """Rank 1 sends and rank 2 receives; then the link between them swallows what rank 2 sends, or all."""
+    """Rank 1 sends and rank 2 receives; then the link between them swallows what rank 2 sends, or
+    all."""
     for number in range(1_000_000):
         if number == 3 and world.rank == 1:
             swallow(world.transport._peers[2].link._sock)
@@ -318,17 +431,25 @@ def test_a_link_that_acknowledges_nothing_is_named_by_the_sender(tmp_path, monke
 
 
 def options(world):
-    """Of every TCP connection of this rank: whether the kernel asks if the other side is there, and its patience in ms
-    with what it does not acknowledge."""
+    """Of every TCP connection of this rank: whether the kernel asks if the other side is there, and
+    its patience in ms with what it does not acknowledge."""
     world.barrier()
     found = []
     for name in os.listdir("/proc/self/fd"):
         try:
             copy = os.dup(int(name))
             with socket.socket(fileno=copy) as sock:
-                if sock.family == socket.AF_INET and sock.type == socket.SOCK_STREAM and sock.getpeername():
-                    found.append((sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
-                                  sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)))
+                if (
+                    sock.family == socket.AF_INET
+                    and sock.type == socket.SOCK_STREAM
+                    and sock.getpeername()
+                ):
+                    found.append(
+                        (
+                            sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+                            sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
+                        )
+                    )
         except OSError:
             continue
     return found
@@ -339,18 +460,20 @@ def test_the_kernel_watches_every_connection(transport):
     for found in run(options, size=4, transport=transport):
         assert len(found) == {"tcp": 4, "plain-tcp": 4, MIXED: 3}[transport]
         assert all(asks for asks, _ in found)
-        of_data = [0] * (len(found) - 1)                    # their other side may read nothing while it computes
+        of_data = [0] * (len(found) - 1)  # their other side may read nothing while it computes
         assert sorted(patience for _, patience in found) == [*of_data, 1000 * acceptor.SILENCE]
 
 
-# --- ranks that leave while others still need them -------------------------------------------------------------------
+# --- ranks that leave while others still need them
+# -------------------------------------------------------------------
 
 LEFT = "waits for 1 at .*rank 1 has ended|lost rank 1: it has left the job"
 """What a rank is told: of its wait, or of a link that ended in the midst of a send."""
 
 
 def goes_on_sending(world):
-    """Rank 1 returns; the others send to it until their links break, as they do once its transport is closed."""
+    """Rank 1 returns; the others send to it until their links break, as they do once its transport
+    is closed."""
     world.barrier()
     while world.rank != 1:
         world.send(np.ones(100_000), dst=1)
@@ -363,7 +486,8 @@ def test_a_rank_that_left_is_no_broken_network(transport):
 
 
 def in_the_midst(world, verb, numbers, delay):
-    """Rank 1 returns after a moment, while the others are in calls that need it, until one cannot end."""
+    """Rank 1 returns after a moment, while the others are in calls that need it, until one cannot
+    end."""
     world.barrier()
     if world.rank == 1:
         time.sleep(delay)
@@ -384,10 +508,17 @@ def in_the_midst(world, verb, numbers, delay):
 @pytest.mark.parametrize("transport", ["tcp", "plain-tcp", "shm", "mpi"])
 def test_two_hundred_ranks_that_leave(transport):
     draw = random.Random(transport)
-    sends = [] if transport == "mpi" else ["send"]      # MPI takes short messages that nobody will receive
+    # MPI takes short messages that nobody will receive
+    sends = [] if transport == "mpi" else ["send"]
     for number in range(200):
-        verb = draw.choice([*sends, "recv", "all_to_all", "auto", "ring", "direct", "tree", "pairwise"])
-        case = (verb, draw.choice([10, 3000, 100_000, 1_000_000]), draw.choice([0, 0.001, 0.01, 0.1]))
+        verb = draw.choice(
+            [*sends, "recv", "all_to_all", "auto", "ring", "direct", "tree", "pairwise"]
+        )
+        case = (
+            verb,
+            draw.choice([10, 3000, 100_000, 1_000_000]),
+            draw.choice([0, 0.001, 0.01, 0.1]),
+        )
         with pytest.raises((DeadlockError, PeerLostError), match=LEFT):
             run(in_the_midst, *case, size=draw.choice([2, 3, 4]), transport=transport)
             pytest.fail(f"{number}: {case} went well")

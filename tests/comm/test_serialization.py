@@ -19,7 +19,12 @@ from minidist.errors import CommError, DtypeError
 def same(a, b):
     """Equal in type, dtype, shape and bits, all the way down."""
     if isinstance(a, np.ndarray | np.generic):
-        return type(a) is type(b) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        return (
+            type(a) is type(b)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.tobytes() == b.tobytes()
+        )
     if type(a) is not type(b):
         return False
     if isinstance(a, list | tuple):
@@ -30,15 +35,40 @@ def same(a, b):
 
 
 arrays = hnp.arrays(
-    st.one_of(hnp.boolean_dtypes(), hnp.integer_dtypes(endianness="?"), hnp.floating_dtypes(endianness="?"),
-              hnp.complex_number_dtypes(), hnp.unicode_string_dtypes(), hnp.byte_string_dtypes(),
-              hnp.datetime64_dtypes(), hnp.timedelta64_dtypes()),
-    hnp.array_shapes(min_dims=0, min_side=0, max_dims=4, max_side=4))
+    st.one_of(
+        hnp.boolean_dtypes(),
+        hnp.integer_dtypes(endianness="?"),
+        hnp.floating_dtypes(endianness="?"),
+        hnp.complex_number_dtypes(),
+        hnp.unicode_string_dtypes(),
+        hnp.byte_string_dtypes(),
+        hnp.datetime64_dtypes(),
+        hnp.timedelta64_dtypes(),
+    ),
+    hnp.array_shapes(min_dims=0, min_side=0, max_dims=4, max_side=4),
+)
 keys = st.one_of(st.text(max_size=5), st.integers(), st.tuples(st.integers(), st.text(max_size=3)))
-atoms = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.complex_numbers(), st.text(), st.binary(),
-                  arrays, st.sets(st.integers()), st.frozensets(st.text(max_size=3)))
-values = st.recursive(atoms, lambda inner: st.one_of(
-    st.lists(inner, max_size=4), st.tuples(inner, inner), st.dictionaries(keys, inner, max_size=4)), max_leaves=12)
+atoms = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(),
+    st.binary(),
+    arrays,
+    st.sets(st.integers()),
+    st.frozensets(st.text(max_size=3)),
+)
+values = st.recursive(
+    atoms,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.tuples(inner, inner),
+        st.dictionaries(keys, inner, max_size=4),
+    ),
+    max_leaves=12,
+)
 
 
 @given(values)
@@ -67,9 +97,18 @@ def test_subclasses_travel_as_what_they_extend():
     assert unpack(pack([point(1, 2), colour.green, OrderedDict(a=1)])) == [(1, 2), 2, {"a": 1}]
 
 
-@pytest.mark.parametrize("value", [object(), np.array([object()]), np.zeros(2, "i4,f8"), lambda: 0, "\ud800",
-                                   np.ones(2, np.dtype(ml_dtypes.bfloat16).newbyteorder())],
-                         ids=["object", "object array", "structured", "function", "surrogate", "byte order"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        object(),
+        np.array([object()]),
+        np.zeros(2, "i4,f8"),
+        lambda: 0,
+        "\ud800",
+        np.ones(2, np.dtype(ml_dtypes.bfloat16).newbyteorder()),
+    ],
+    ids=["object", "object array", "structured", "function", "surrogate", "byte order"],
+)
 def test_what_cannot_travel_is_named(value):
     with pytest.raises(DtypeError, match="cannot travel"):
         pack({"deep": [value]})
@@ -92,14 +131,28 @@ def forged(kind, *parts):
     return msgpack.packb(msgpack.ExtType(kind, msgpack.packb(list(parts))))
 
 
-@pytest.mark.parametrize("data", [
-    b"", b"\xc1", b"\x91", b"\xdd\xff\xff\xff\xff", pack(1) + b"x",
-    forged(Kind.ARRAY, "<f4", [1 << 40], b""), forged(Kind.ARRAY, "<f4", [-1], b""),
-    forged(Kind.ARRAY, "<f4", [2], b"1234"), forged(Kind.ARRAY, "|O", [1], b"12345678"),
-    forged(Kind.ARRAY, "finfo", [1], b"12345678"), forged(Kind.ARRAY, "<U999999999", [0], b""),
-    forged(Kind.ARRAY, "<f4", [0, 1 << 63], b""), forged(Kind.ARRAY, "<f4", [1] * 99, b"1234"),
-    forged(Kind.SCALAR, "<M8[zz]", b"12345678"), forged(Kind.SET, [1]), forged(99),
-], ids=range(16))
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"\x91",
+        b"\xdd\xff\xff\xff\xff",
+        pack(1) + b"x",
+        forged(Kind.ARRAY, "<f4", [1 << 40], b""),
+        forged(Kind.ARRAY, "<f4", [-1], b""),
+        forged(Kind.ARRAY, "<f4", [2], b"1234"),
+        forged(Kind.ARRAY, "|O", [1], b"12345678"),
+        forged(Kind.ARRAY, "finfo", [1], b"12345678"),
+        forged(Kind.ARRAY, "<U999999999", [0], b""),
+        forged(Kind.ARRAY, "<f4", [0, 1 << 63], b""),
+        forged(Kind.ARRAY, "<f4", [1] * 99, b"1234"),
+        forged(Kind.SCALAR, "<M8[zz]", b"12345678"),
+        forged(Kind.SET, [1]),
+        forged(99),
+    ],
+    ids=range(16),
+)
 def test_malformed_values_are_an_error_of_ours(data):
     with pytest.raises(CommError, match="malformed"):
         unpack(data)

@@ -1,4 +1,5 @@
-"""wire: strangers do not get in, whatever they say and however slowly; frames keep their borders and limits."""
+"""wire: strangers do not get in, whatever they say and however slowly; frames keep their borders
+and limits."""
 
 import contextlib
 import hmac
@@ -32,6 +33,7 @@ def tcp_pair():
 
 def meet(connecting_token, accepting_token, hello=None):
     """Run both sides; returns (result or error of greet, result or error of admit)."""
+
     def outcome(function, *args):
         try:
             return function(*args)
@@ -39,12 +41,16 @@ def meet(connecting_token, accepting_token, hello=None):
             return error
 
     with tcp_pair() as (left, right), ThreadPoolExecutor(2) as pool:
-        greeting = pool.submit(outcome, wire.greet, left, connecting_token, hello or {"rank": 3}, SOON)
+        greeting = pool.submit(
+            outcome, wire.greet, left, connecting_token, hello or {"rank": 3}, SOON
+        )
         admission = pool.submit(outcome, wire.admit, right, accepting_token, SOON)
         return greeting.result(), admission.result()
 
 
-# --- the handshake ---------------------------------------------------------------------------------------------------
+# --- the handshake
+# ---------------------------------------------------------------------------------------------------
+
 
 def test_both_sides_agree_and_the_hello_arrives():
     greeting, admission = meet(TOKEN, TOKEN, {"world_rank": 2, "host": "näme"})
@@ -93,7 +99,11 @@ def relay(source, sink, count, change=lambda data: data):
 
 
 def test_a_changed_hello_is_refused():
-    with tcp_pair() as (client, middle_client), tcp_pair() as (middle_server, server), ThreadPoolExecutor(2) as pool:
+    with (
+        tcp_pair() as (client, middle_client),
+        tcp_pair() as (middle_server, server),
+        ThreadPoolExecutor(2) as pool,
+    ):
         greeting = pool.submit(wire.greet, client, TOKEN, {"rank": 3}, SOON)
         admission = pool.submit(wire.admit, server, TOKEN, SOON)
         relay(middle_server, middle_client, len(wire.MAGIC) + wire.NONCE_BYTES)
@@ -110,24 +120,34 @@ def test_an_echo_of_our_own_words_is_no_proof():
         greeting = pool.submit(wire.greet, client, TOKEN, {}, SOON)
         thief.sendall(wire.MAGIC + bytes(32))
         header = thief.recv(wire._HELLO_HEADER.size, socket.MSG_WAITALL)
-        thief.sendall(header[wire.NONCE_BYTES:][:wire.PROOF_BYTES])
+        thief.sendall(header[wire.NONCE_BYTES :][: wire.PROOF_BYTES])
         assert isinstance(greeting.exception(), HandshakeError)
 
 
 def test_roles_are_bound_into_the_proof():
-    """One who opens two connections to an accepting side cannot use what one of them says on the other."""
-    proofs = {wire._proof(TOKEN, role, first, second, b"hello")
-              for role in (b"connecting", b"accepting") for first in (b"a" * 32, b"b" * 32)
-              for second in (b"a" * 32, b"b" * 32)}
+    """One who opens two connections to an accepting side cannot use what one of them says on the
+    other."""
+    proofs = {
+        wire._proof(TOKEN, role, first, second, b"hello")
+        for role in (b"connecting", b"accepting")
+        for first in (b"a" * 32, b"b" * 32)
+        for second in (b"a" * 32, b"b" * 32)
+    }
     assert len(proofs) == 8
 
 
 def test_a_replayed_conversation_is_refused():
-    with tcp_pair() as (client, middle_client), tcp_pair() as (middle_server, server), ThreadPoolExecutor(2) as pool:
+    with (
+        tcp_pair() as (client, middle_client),
+        tcp_pair() as (middle_server, server),
+        ThreadPoolExecutor(2) as pool,
+    ):
         greeting = pool.submit(wire.greet, client, TOKEN, {"rank": 3}, SOON)
         admission = pool.submit(wire.admit, server, TOKEN, SOON)
         relay(middle_server, middle_client, len(wire.MAGIC) + wire.NONCE_BYTES)
-        recorded = relay(middle_client, middle_server, wire._HELLO_HEADER.size + len(wire.pack({"rank": 3})))
+        recorded = relay(
+            middle_client, middle_server, wire._HELLO_HEADER.size + len(wire.pack({"rank": 3}))
+        )
         relay(middle_server, middle_client, wire.PROOF_BYTES)
         assert greeting.result() is None
         assert admission.result() == {"rank": 3}
@@ -173,7 +193,9 @@ def test_a_hundred_thousand_fuzzed_handshakes():
     for index in range(100_000):
         with tcp_pair() as (client, server):
             count = int(draw.integers(0, 400))
-            good = struct.pack(">32s32sH", os.urandom(32), hmac.digest(b"no", b"x", "sha256"), count)
+            good = struct.pack(
+                ">32s32sH", os.urandom(32), hmac.digest(b"no", b"x", "sha256"), count
+            )
             client.sendall((good if index % 2 else b"") + draw.bytes(count))
             client.shutdown(socket.SHUT_WR)
             with pytest.raises(HandshakeError):
@@ -182,7 +204,9 @@ def test_a_hundred_thousand_fuzzed_handshakes():
             assert meet(TOKEN, TOKEN)[0] is None
 
 
-# --- frames ----------------------------------------------------------------------------------------------------------
+# --- frames
+# ----------------------------------------------------------------------------------------------------------
+
 
 def test_frames_keep_their_borders():
     with tcp_pair() as (left, right):

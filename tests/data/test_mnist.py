@@ -18,12 +18,17 @@ CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
 
 def idx(array: np.ndarray) -> bytes:
     """The bytes of an IDX file."""
-    header = struct.pack(f">BBBB{array.ndim}I", 0, 0, CODES[array.dtype.str[1:]], array.ndim, *array.shape)
+    header = struct.pack(
+        f">BBBB{array.ndim}I", 0, 0, CODES[array.dtype.str[1:]], array.ndim, *array.shape
+    )
     return header + array.astype(array.dtype.newbyteorder(">")).tobytes()
 
 
-def write(folder: Path, *, zipped: bool = False, dotted: bool = False, **replaced: bytes | None) -> None:
-    """The four files of a set of 5 and 2 images of 3 × 4; `replaced` by the first word of the name."""
+def write(
+    folder: Path, *, zipped: bool = False, dotted: bool = False, **replaced: bytes | None
+) -> None:
+    """The four files of a set of 5 and 2 images of 3 × 4; `replaced` by the first word of the
+    name."""
     random = np.random.default_rng(0)
     for part, count in (("train", 5), ("t10k", 2)):
         images = random.integers(0, 256, (count, 3, 4)).astype(np.uint8)
@@ -39,12 +44,16 @@ def write(folder: Path, *, zipped: bool = False, dotted: bool = False, **replace
                 (folder / name).write_bytes(content)
 
 
-kinds, shapes = st.sampled_from([np.dtype(kind) for kind in CODES]), arrays.array_shapes(min_dims=0, min_side=0)
+kinds, shapes = (
+    st.sampled_from([np.dtype(kind) for kind in CODES]),
+    arrays.array_shapes(min_dims=0, min_side=0),
+)
 
 
 @given(arrays.arrays(kinds, shapes), st.booleans())
-def test_every_type_and_shape_comes_back(tmp_path_factory: pytest.TempPathFactory, array: np.ndarray,
-                                         zipped: bool) -> None:
+def test_every_type_and_shape_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, array: np.ndarray, zipped: bool
+) -> None:
     path = tmp_path_factory.mktemp("idx") / ("file.gz" if zipped else "file")
     path.write_bytes(gzip.compress(idx(array)) if zipped else idx(array))
     read = mnist.read_idx(path)
@@ -64,13 +73,20 @@ def test_a_folder(tmp_path: Path, zipped: bool, dotted: bool) -> None:
     assert images.min() >= 0 and images.max() <= 1
 
 
-@pytest.mark.parametrize(("content", "says"), [
-    (b"", "is no IDX file: it begins with nothing"), (b"\0\0", "begins 00 00"), (b"\x89PNG", "begins 89 50 4e 47"),
-    (b"\0\0\x07\1", "is no IDX file"), (b"\0\0\x08\x50" + b"\0\0\0\1" * 80 + b"x", "at most 32"),
-    (b"\0\0\x08\3\0\0", "ends within its header, which announces 3 dims"),
-    (idx(np.zeros((2, 3), "u1"))[:-1], r"uint8 \(2, 3\) takes 6 bytes, the file has 5"),
-    (idx(np.zeros((2, 3), "u1")) + b"x", "takes 6 bytes, the file has more"),
-    (b"\0\0\x0e\2" + b"\xff" * 8, r"takes 147,573,952,520,956,936,200 bytes, the file has 0")])
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is no IDX file: it begins with nothing"),
+        (b"\0\0", "begins 00 00"),
+        (b"\x89PNG", "begins 89 50 4e 47"),
+        (b"\0\0\x07\1", "is no IDX file"),
+        (b"\0\0\x08\x50" + b"\0\0\0\1" * 80 + b"x", "at most 32"),
+        (b"\0\0\x08\3\0\0", "ends within its header, which announces 3 dims"),
+        (idx(np.zeros((2, 3), "u1"))[:-1], r"uint8 \(2, 3\) takes 6 bytes, the file has 5"),
+        (idx(np.zeros((2, 3), "u1")) + b"x", "takes 6 bytes, the file has more"),
+        (b"\0\0\x0e\2" + b"\xff" * 8, r"takes 147,573,952,520,956,936,200 bytes, the file has 0"),
+    ],
+)
 @pytest.mark.parametrize("zipped", [False, True])
 def test_malformed_files(tmp_path: Path, content: bytes, says: str, zipped: bool) -> None:
     path = tmp_path / ("file.gz" if zipped else "file")
@@ -93,11 +109,16 @@ def test_damaged_gzip(tmp_path: Path) -> None:
 
 def test_files_that_do_not_belong_together(tmp_path: Path) -> None:
     write(tmp_path, t10k_labels=None)
-    with pytest.raises(DataError, match="no file t10k-labels-idx1-ubyte or t10k-labels-idx1-ubyte.gz in"):
+    with pytest.raises(
+        DataError, match="no file t10k-labels-idx1-ubyte or t10k-labels-idx1-ubyte.gz in"
+    ):
         mnist.load(tmp_path)
     write(tmp_path, t10k_labels=idx(np.zeros(3, "u1")))
     with pytest.raises(DataError, match=r"images of shape \(2, 3, 4\) with labels of shape \(3,\)"):
         mnist.load(tmp_path)
     write(tmp_path, train_images=idx(np.zeros((5, 12), "u1")))
-    with pytest.raises(DataError, match=r"train-images-idx3-ubyte in .*: uint8 \(5, 12\); MNIST has uint8 of 3 dims"):
+    with pytest.raises(
+        DataError,
+        match=r"train-images-idx3-ubyte in .*: uint8 \(5, 12\); MNIST has uint8 of 3 dims",
+    ):
         mnist.load(tmp_path)

@@ -15,8 +15,10 @@ lengths, sizes, batches = st.integers(0, 40), st.integers(1, 8), st.integers(1, 
 
 def shares(length: int, size: int, batch: int, **options: object) -> list[list[np.ndarray]]:
     """What each rank gets: a list of steps each."""
-    return [list(DistributedSampler(length, group_size=size, rank=rank, batch=batch, **options))  # type: ignore[arg-type]
-            for rank in range(size)]
+    return [
+        list(DistributedSampler(length, group_size=size, rank=rank, batch=batch, **options))  # type: ignore[arg-type]
+        for rank in range(size)
+    ]
 
 
 def end_to_end(ranks: list[list[np.ndarray]]) -> list[int]:
@@ -25,13 +27,14 @@ def end_to_end(ranks: list[list[np.ndarray]]) -> list[int]:
 
 
 @given(length=lengths, size=sizes, batch=batches, seed=st.integers(0, 3), epoch=st.integers(0, 3))
-def test_ranks_together_see_each_sample_once_in_an_order_that_knows_no_ranks(length: int, size: int, batch: int,
-                                                                             seed: int, epoch: int) -> None:
+def test_ranks_together_see_each_sample_once_in_an_order_that_knows_no_ranks(
+    length: int, size: int, batch: int, seed: int, epoch: int
+) -> None:
     alone = end_to_end(shares(length, 1, batch, seed=seed, epoch=epoch))
     together = shares(length, size, batch, seed=seed, epoch=epoch)
     assert sorted(alone) == list(range(length))
     assert end_to_end(together) == alone
-    for step in zip(*together, strict=True):                 # as many steps on every rank
+    for step in zip(*together, strict=True):  # as many steps on every rank
         counts = [len(share) for share in step]
         assert max(counts) - min(counts) <= 1 and counts == sorted(counts, reverse=True)
         assert 1 <= sum(counts) <= batch
@@ -42,7 +45,7 @@ def test_drop_and_repeat_only_touch_the_last_batch(length: int, size: int, batch
     kept = end_to_end(shares(length, size, batch))
     dropped = end_to_end(shares(length, size, batch, last="drop"))
     repeated = end_to_end(shares(length, size, batch, last="repeat"))
-    assert dropped == kept[:length // batch * batch]
+    assert dropped == kept[: length // batch * batch]
     extra = -length % batch
     assert len(repeated) == length + extra and repeated[:length] == kept
     assert repeated[length:] == (kept * batch)[:extra]
@@ -72,14 +75,28 @@ def test_seed_and_epoch_choose_the_order() -> None:
 
 def test_every_place_is_as_likely() -> None:
     """Where sample 0 ends up in an epoch: mean and spread of a uniform place, over 400 epochs."""
-    places = [int(np.flatnonzero(DistributedSampler(20, group_size=1, rank=0, batch=20, epoch=epoch).order() == 0)[0])
-              for epoch in range(400)]
+    places = [
+        int(
+            np.flatnonzero(
+                DistributedSampler(20, group_size=1, rank=0, batch=20, epoch=epoch).order() == 0
+            )[0]
+        )
+        for epoch in range(400)
+    ]
     assert abs(np.mean(places) - 9.5) < 4 * 5.77 / 20 and abs(np.std(places) - 5.77) < 0.6
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    ({"rank": 2}, "rank 2 is not in a group of 2"), ({"rank": -1}, "rank -1"), ({"batch": 0}, "batches of 0"),
-    ({"length": -1}, "-1 samples"), ({"group_size": 0}, "for 0 ranks"), ({"last": "pad"}, "keep, drop or repeat")])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"rank": 2}, "rank 2 is not in a group of 2"),
+        ({"rank": -1}, "rank -1"),
+        ({"batch": 0}, "batches of 0"),
+        ({"length": -1}, "-1 samples"),
+        ({"group_size": 0}, "for 0 ranks"),
+        ({"last": "pad"}, "keep, drop or repeat"),
+    ],
+)
 def test_bad_sizes(options: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         DistributedSampler(**{"length": 5, "group_size": 2, "rank": 0, "batch": 3, **options})  # type: ignore[arg-type]

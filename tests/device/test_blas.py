@@ -16,14 +16,23 @@ SHAPES = [(256, 130, 140), (1, 2048, 2048), (2048, 2048, 1), (129, 257, 511)]
 
 @pytest.fixture(scope="module")
 def products() -> blas.HostProducts:
-    found = [library["filepath"] for library in threadpoolctl.threadpool_info() if "openblas" in library["filepath"]]
+    found = [
+        library["filepath"]
+        for library in threadpoolctl.threadpool_info()
+        if "openblas" in library["filepath"]
+    ]
     if not found:
         pytest.skip("NumPy's BLAS here is not OpenBLAS")
     library = ctypes.CDLL(found[0])
     for suffix, integer in (("64_", ctypes.c_int64), ("", ctypes.c_int)):
         if hasattr(library, f"scipy_cblas_sgemm{suffix}"):
-            return blas.HostProducts(SimpleNamespace(cblas_sgemm=getattr(library, f"scipy_cblas_sgemm{suffix}"),
-                                                 cblas_dgemm=getattr(library, f"scipy_cblas_dgemm{suffix}")), integer)
+            return blas.HostProducts(
+                SimpleNamespace(
+                    cblas_sgemm=getattr(library, f"scipy_cblas_sgemm{suffix}"),
+                    cblas_dgemm=getattr(library, f"scipy_cblas_dgemm{suffix}"),
+                ),
+                integer,
+            )
     pytest.skip("NumPy's OpenBLAS has no CBLAS of SciPy's names")
 
 
@@ -37,7 +46,9 @@ def layouts(x: np.ndarray) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("kind", ["float32", "float64"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_any_layout_gives_the_product(products: blas.HostProducts, shape: tuple[int, int, int], kind: str) -> None:
+def test_any_layout_gives_the_product(
+    products: blas.HostProducts, shape: tuple[int, int, int], kind: str
+) -> None:
     (m, k, n), rng = shape, np.random.default_rng(0)
     a, b = rng.standard_normal((m, k)).astype(kind), rng.standard_normal((k, n)).astype(kind)
     expected, taken = a.astype("float64") @ b.astype("float64"), 0
@@ -48,9 +59,12 @@ def test_any_layout_gives_the_product(products: blas.HostProducts, shape: tuple[
                 if result is None:
                     continue
                 taken += 1
-                np.testing.assert_allclose(result, expected, rtol=0, atol=2e-3 if kind == "float32" else 1e-11)
+                np.testing.assert_allclose(
+                    result, expected, rtol=0, atol=2e-3 if kind == "float32" else 1e-11
+                )
                 assert result.flags.c_contiguous and result.dtype == kind
-    assert taken >= 18      # three layouts of each have whole rows or columns; both with and without `out`
+    # three layouts of each have whole rows or columns; both with and without `out`
+    assert taken >= 18
 
 
 def test_what_is_left_to_numpy(products: blas.HostProducts) -> None:
@@ -61,14 +75,22 @@ def test_what_is_left_to_numpy(products: blas.HostProducts) -> None:
     assert products.multiply(a[None], b[None]) is None, "stacked"
     assert products.multiply(a.astype(np.int64), b.astype(np.int64)) is None
     assert products.multiply(a, b.astype(np.float64)) is None
-    assert products.multiply(a, np.ones((255, 100), np.float32)) is None, "NumPy says that they do not fit"
-    assert products.multiply(square, square, square) is None, "its result would overwrite what it reads"
+    assert products.multiply(a, np.ones((255, 100), np.float32)) is None, (
+        "NumPy says that they do not fit"
+    )
+    assert products.multiply(square, square, square) is None, (
+        "its result would overwrite what it reads"
+    )
     assert products.multiply(a, b, np.empty((512, 128), np.float32)[:, ::2]) is None
     assert products.multiply(a, b, np.empty((512, 64), np.float64)) is None
-    assert products.multiply(np.broadcast_to(a[:1], (512, 256)), b) is None, "rows that lie upon each other"
+    assert products.multiply(np.broadcast_to(a[:1], (512, 256)), b) is None, (
+        "rows that lie upon each other"
+    )
 
 
-def test_matmul_takes_it_and_low_precision_too(products: blas.HostProducts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matmul_takes_it_and_low_precision_too(
+    products: blas.HostProducts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[Any, ...]] = []
 
     def counted(a: Any, b: Any, out: Any = None) -> Any:
@@ -77,15 +99,24 @@ def test_matmul_takes_it_and_low_precision_too(products: blas.HostProducts, monk
 
     monkeypatch.setattr(blas, "_in_use", SimpleNamespace(multiply=counted))
     rng = np.random.default_rng(0)
-    a, b = rng.standard_normal((256, 128)).astype("float32"), rng.standard_normal((128, 256)).astype("float32")
+    a, b = (
+        rng.standard_normal((256, 128)).astype("float32"),
+        rng.standard_normal((128, 256)).astype("float32"),
+    )
     np.testing.assert_allclose(backend.matmul(a, b), a @ b, atol=1e-4)
     half = backend.matmul(a.astype("float16"), b.astype("float16"))
-    assert half.dtype == np.float16 and [kind for kind, _ in asked] == ["float32", "float16", "float32"]
+    assert half.dtype == np.float16 and [kind for kind, _ in asked] == [
+        "float32",
+        "float16",
+        "float32",
+    ]
     with pytest.raises(ValueError, match="mismatch"):
         backend.matmul(a, a)
 
 
-def test_only_on_an_intel_processor_and_where_pip_puts_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_on_an_intel_processor_and_where_pip_puts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "lib").mkdir()
     monkeypatch.setattr(blas.platform, "machine", lambda: "x86_64")
     for name, there in (("Intel(R) Xeon(R) Processor", True), ("AMD EPYC", False)):
@@ -99,8 +130,9 @@ def test_only_on_an_intel_processor_and_where_pip_puts_it(tmp_path: Path, monkey
     blas.find.cache_clear()
 
 
-def test_a_library_that_cannot_be_loaded_and_ranks_with_threads(tmp_path: Path,
-                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_cannot_be_loaded_and_ranks_with_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = tmp_path / "libmkl_rt.so.3"
     broken.write_bytes(b"not a library")
     monkeypatch.setattr(blas, "_in_use", None)

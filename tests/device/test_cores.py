@@ -22,7 +22,9 @@ def test_each_rank_has_its_own_or_all_share_them(chosen: list[int], ranks: int) 
         assert dealt == [chosen] * ranks
 
 
-@pytest.mark.parametrize(("text", "numbers"), [("", []), ("3", [3]), ("0-2,5", [5, 0, 1, 2]), ("0,2", [0, 2])])
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("", []), ("3", [3]), ("0-2,5", [5, 0, 1, 2]), ("0,2", [0, 2])]
+)
 def test_in_words(text: str, numbers: list[int]) -> None:
     assert cores.in_words(numbers) == text
 
@@ -31,8 +33,12 @@ def test_a_started_process_has_them_and_this_thread_has_its_own_again() -> None:
     before = cores.usable()
     assert before is not None
     with cores.starting_on(before[-1:]):
-        done = subprocess.run([sys.executable, "-S", "-c", "import os; print(os.sched_getaffinity(0))"],
-                              capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", "import os; print(os.sched_getaffinity(0))"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     assert done.stdout.strip() == str({before[-1]}) and cores.usable() == before
     with cores.starting_on([]):
         assert cores.usable() == before

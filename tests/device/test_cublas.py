@@ -1,4 +1,5 @@
-"""Products by the library itself: layouts, flags and steps against a stand-in that reads addresses as cuBLAS does."""
+"""Products by the library itself: layouts, flags and steps against a stand-in that reads addresses
+as cuBLAS does."""
 
 from typing import Any
 
@@ -14,8 +15,13 @@ from minidist.device.cublas import Products
 from minidist.errors import DeviceError, KernelError, ShapeError
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-LAYOUTS = {"rows": lambda x: x, "columns": lambda x: x.T, "a slice of wider rows": lambda x: x[:, :-1],
-           "a slice of longer columns": lambda x: x.T[:-1], "every other": lambda x: x[::2, ::2]}
+LAYOUTS = {
+    "rows": lambda x: x,
+    "columns": lambda x: x.T,
+    "a slice of wider rows": lambda x: x[:, :-1],
+    "a slice of longer columns": lambda x: x.T[:-1],
+    "every other": lambda x: x[::2, ::2],
+}
 
 
 @pytest.fixture
@@ -26,8 +32,13 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
 def laid_out(rng: Any, shape: tuple[int, int], layout: str, kind: Any) -> Any:
     """A device array of that shape, laid out so."""
     m, n = shape
-    like = {"rows": (m, n), "columns": (n, m), "a slice of wider rows": (m, n + 1), "a slice of longer columns":
-            (n, m + 1), "every other": (2 * m, 2 * n)}[layout]
+    like = {
+        "rows": (m, n),
+        "columns": (n, m),
+        "a slice of wider rows": (m, n + 1),
+        "a slice of longer columns": (n, m + 1),
+        "every other": (2 * m, 2 * n),
+    }[layout]
     whole = fake_gpu.asarray(rng.normal(size=like).astype(kind))
     found = LAYOUTS[layout](whole)
     found = found if found.shape == shape else found[:m, :n]
@@ -35,10 +46,19 @@ def laid_out(rng: Any, shape: tuple[int, int], layout: str, kind: Any) -> Any:
     return found
 
 
-@given(m=st.integers(1, 4), k=st.integers(1, 5), n=st.integers(1, 4), a=st.sampled_from(sorted(LAYOUTS)),
-       b=st.sampled_from(sorted(LAYOUTS)), kind=st.sampled_from(["float32", "float16", BF16]), seed=st.integers(0, 9))
+@given(
+    m=st.integers(1, 4),
+    k=st.integers(1, 5),
+    n=st.integers(1, 4),
+    a=st.sampled_from(sorted(LAYOUTS)),
+    b=st.sampled_from(sorted(LAYOUTS)),
+    kind=st.sampled_from(["float32", "float16", BF16]),
+    seed=st.integers(0, 9),
+)
 @settings(max_examples=60)
-def test_any_layout_is_numpys_product(m: int, k: int, n: int, a: str, b: str, kind: Any, seed: int) -> None:
+def test_any_layout_is_numpys_product(
+    m: int, k: int, n: int, a: str, b: str, kind: Any, seed: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fake_gpu.install(patch)
         rng, products = np.random.default_rng(seed), Products()
@@ -46,7 +66,9 @@ def test_any_layout_is_numpys_product(m: int, k: int, n: int, a: str, b: str, ki
         want = (x.host.astype(np.float32) @ y.host.astype(np.float32)).astype(kind)
         out = fake_gpu.empty((m, n), kind)
         for result in (products.multiply(x, y), products.multiply(x, y, out)):
-            np.testing.assert_allclose(result.host.astype(np.float64), want.astype(np.float64), rtol=1e-2, atol=1e-5)
+            np.testing.assert_allclose(
+                result.host.astype(np.float64), want.astype(np.float64), rtol=1e-2, atol=1e-5
+            )
         assert result is out
         copied = [layout == "every other" for layout in (a, b)]
         if not any(copied) and min(m, k, n) > 1:
@@ -74,7 +96,9 @@ def test_what_it_does_not_take(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> No
     products, x = Products(), fake_gpu.asarray(np.ones((2, 3), BF16))
     with pytest.raises(ShapeError, match=r"bfloat16 \(1, 2, 3\) @ .* two matrices"):
         products.multiply(x.reshape(1, 2, 3), x.T)
-    with pytest.raises(ShapeError, match=r"into bfloat16 \(3, 2\): it needs a contiguous bfloat16 \(2, 2\)"):
+    with pytest.raises(
+        ShapeError, match=r"into bfloat16 \(3, 2\): it needs a contiguous bfloat16 \(2, 2\)"
+    ):
         products.multiply(x, x.T, fake_gpu.empty((3, 2), BF16))
     assert (products.multiply(x[:, :0], x.T[:0]).host == 0).all()
     monkeypatch.setattr(products._library, "cublasGemmEx", lambda *args: 14)
@@ -82,13 +106,19 @@ def test_what_it_does_not_take(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> No
         products.multiply(x, x.T)
 
 
-def test_the_library_is_asked_for_by_the_name_that_cupy_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_is_asked_for_by_the_name_that_cupy_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     load = cublas.load
     cupy, asked = fake_gpu.install(monkeypatch), []
-    monkeypatch.setattr(cupy.cuda, "device", type("device", (), {"get_cublas_handle": asked.append}), raising=False)
+    monkeypatch.setattr(
+        cupy.cuda, "device", type("device", (), {"get_cublas_handle": asked.append}), raising=False
+    )
     cupy.cuda.device.get_cublas_handle = lambda: asked.append("handle")
     monkeypatch.setattr(cupy.cuda.runtime, "runtimeGetVersion", lambda: 13010, raising=False)
-    with pytest.raises(DeviceError, match=r"libcublas.so.13, .* cannot be loaded: .*; train without --graph"):
+    with pytest.raises(
+        DeviceError, match=r"libcublas.so.13, .* cannot be loaded: .*; train without --graph"
+    ):
         load()
     assert asked == ["handle"]
 
@@ -106,5 +136,5 @@ def test_on_a_gpu(kind: Any) -> None:
         for x in (cupy.array(a), cupy.array(a.T.copy()).T):
             for y in (cupy.array(b), cupy.array(b.T.copy()).T):
                 got = products.multiply(x, y).get().astype(np.float64)
-                np.testing.assert_allclose(got, want, rtol=1e-2, atol=1e-2 * k ** 0.5)
+                np.testing.assert_allclose(got, want, rtol=1e-2, atol=1e-2 * k**0.5)
     products.close()

@@ -1,4 +1,5 @@
-"""Copies between device and host on a stream of the copying thread's, behind what the program's stream still does.
+"""Copies between device and host on a stream of the copying thread's, behind what the program's
+stream still does.
 
 The device is fake_cupy's, whose streams go wrong as a GPU's do where no event orders them.
 """
@@ -55,7 +56,9 @@ def test_down_comes_what_was_computed(cupy: Any, held: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
-def test_up_goes_when_the_old_values_have_been_used(cupy: Any, held: threading.Event, dtype: Any) -> None:
+def test_up_goes_when_the_old_values_have_been_used(
+    cupy: Any, held: threading.Event, dtype: Any
+) -> None:
     """And with one rounding, on the host."""
     array, new = cupy.asarray(np.ones(1000, dtype)), np.linspace(0, 1, 1000, dtype=np.float32)
     cupy.cuda.get_current_stream().put(lambda: held.wait(10))
@@ -67,9 +70,10 @@ def test_up_goes_when_the_old_values_have_been_used(cupy: Any, held: threading.E
 
 
 def test_a_copy_has_a_stream_of_its_own(cupy: Any, held: threading.Event) -> None:
-    """What holds up the stream that the thread computes on holds up no copy that needs none of it."""
+    """What holds up the stream that the thread computes on holds up no copy that needs none of
+    it."""
     array, room = cupy.asarray(np.arange(10.0)), np.zeros(10)
-    cupy.cuda.get_current_stream().synchronize()        # it is there
+    cupy.cuda.get_current_stream().synchronize()  # it is there
 
     def work() -> None:
         cupy.cuda.get_current_stream().put(lambda: held.wait(10))

@@ -8,7 +8,8 @@ from minidist.device.backend import array_module
 
 
 class _Rubbish:
-    """An array module whose `empty` arrays are all ones in their bits: NaN, or -1. What nobody writes shows."""
+    """An array module whose `empty` arrays are all ones in their bits: NaN, or -1. What nobody
+    writes shows."""
 
     def __init__(self, module):
         self._module = module
@@ -24,15 +25,23 @@ class _Rubbish:
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    """Each launcher's `array_module` gives rubbish in place of memory that may hold an earlier result."""
+    """Each launcher's `array_module` gives rubbish in place of memory that may hold an earlier
+    result."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("minidist.kernels.") and hasattr(module, "array_module") and not name.endswith(".loader"):
-            monkeypatch.setattr(module, "array_module", lambda *arrays: _Rubbish(array_module(*arrays)))
+        if (
+            name.startswith("minidist.kernels.")
+            and hasattr(module, "array_module")
+            and not name.endswith(".loader")
+        ):
+            monkeypatch.setattr(
+                module, "array_module", lambda *arrays: _Rubbish(array_module(*arrays))
+            )
 
 
 @pytest.fixture(autouse=True)
 def own_memory(request):
-    """On a GPU each array is an allocation of its own, no piece of a pool: compute-sanitizer sees a kernel leave it."""
+    """On a GPU each array is an allocation of its own, no piece of a pool: compute-sanitizer sees a
+    kernel leave it."""
     if request.node.get_closest_marker("gpu") is None:
         yield
         return

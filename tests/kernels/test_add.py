@@ -3,18 +3,21 @@
 import numpy as np
 import pytest
 from kernel_checks import KINDS, needs_compiler, on_each_device, there
-from minidist.kernels import on_cpu
-from minidist.kernels.add import VERSIONS, add, add_reference
 
 from minidist.device.backend import to_host
 from minidist.errors import DtypeError, KernelError, ShapeError
+from minidist.kernels import on_cpu
+from minidist.kernels.add import VERSIONS, add, add_reference
 
 
 @on_each_device
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shapes", [((1,), (1,)), ((2049,), (2049,)), ((5, 16), (16,)), ((3, 4, 8), (4, 8)),
-                                    ((3, 31), (3, 31))], ids=str)
+@pytest.mark.parametrize(
+    "shapes",
+    [((1,), (1,)), ((2049,), (2049,)), ((5, 16), (16,)), ((3, 4, 8), (4, 8)), ((3, 31), (3, 31))],
+    ids=str,
+)
 def test_each_version_is_the_reference(version, kind, shapes, device):
     dtype, _ = KINDS[kind]
     rng = np.random.default_rng(0)
@@ -37,14 +40,15 @@ def test_bytes_moved(version):
     with on_cpu.watch(count=True) as seen:
         add(a, a, version=version)
         add(a, b, version=version)
-    assert [s.loads.bytes + s.stores.bytes for s in seen] == [3 * a.nbytes] * 2     # b's comes from a cache
+    # b's comes from a cache
+    assert [s.loads.bytes + s.stores.bytes for s in seen] == [3 * a.nbytes] * 2
 
 
 @needs_compiler
 def test_what_does_not_fit():
     x = np.zeros((3, 9), np.float32)
     assert add(x[:0], x[:0]).shape == (0, 9)
-    assert not add(x, x[0]).any()                            # rows that are not whole packs: version 1
+    assert not add(x, x[0]).any()  # rows that are not whole packs: version 1
     with pytest.raises(KernelError, match="take version 1"):
         add(x, x[0], version=2)
     with pytest.raises(ShapeError, match=r"shapes \(3, 9\), \(3,\) and \(3, 9\)"):

@@ -1,4 +1,5 @@
-"""Cross-entropy in one pass: the reference against differences and ops, every version against it in float64."""
+"""Cross-entropy in one pass: the reference against differences and ops, every version against it in
+float64."""
 
 from types import SimpleNamespace
 
@@ -7,28 +8,43 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kernel_checks import KINDS, check_gradient, close, needs_compiler
-from minidist.kernels import on_cpu
-from minidist.kernels.cross_entropy import MOST_KEPT, VERSIONS, cross_entropy, cross_entropy_reference, is_kept
 
 from minidist.autograd import ops
 from minidist.errors import KernelError, ShapeError
+from minidist.kernels import on_cpu
+from minidist.kernels.cross_entropy import (
+    MOST_KEPT,
+    VERSIONS,
+    cross_entropy,
+    cross_entropy_reference,
+    is_kept,
+)
 
 
 def test_the_reference_is_the_difference_and_the_op():
     rng = np.random.default_rng(0)
     logits, targets = rng.normal(size=(3, 5)), rng.integers(0, 5, 3)
     losses, gradient = cross_entropy_reference(logits, targets, 0.5)
-    check_gradient(lambda x: cross_entropy_reference(x, targets, 0.5)[0], [gradient], [logits], np.full(3, 0.5))
-    np.testing.assert_allclose(losses.sum() / 7, ops.cross_entropy(logits, targets, divisor=7).data, rtol=1e-12)
+    check_gradient(
+        lambda x: cross_entropy_reference(x, targets, 0.5)[0], [gradient], [logits], np.full(3, 0.5)
+    )
+    np.testing.assert_allclose(
+        losses.sum() / 7, ops.cross_entropy(logits, targets, divisor=7).data, rtol=1e-12
+    )
 
 
 @needs_compiler
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", KINDS)
-@given(rows=st.integers(1, 5), columns=st.sampled_from([1, 2, 31, 257, 264, 2100]), spread=st.sampled_from([1.0, 30.0]),
-       seed=st.integers(0, 99), place=st.booleans())
+@given(
+    rows=st.integers(1, 5),
+    columns=st.sampled_from([1, 2, 31, 257, 264, 2100]),
+    spread=st.sampled_from([1.0, 30.0]),
+    seed=st.integers(0, 99),
+    place=st.booleans(),
+)
 @settings(max_examples=4)
-@example(rows=2, columns=2100, spread=1.0, seed=0, place=False)          # every warp has its part
+@example(rows=2, columns=2100, spread=1.0, seed=0, place=False)  # every warp has its part
 def test_each_version_is_the_reference(version, kind, rows, columns, spread, seed, place):
     dtype, bound = KINDS[kind]
     columns = columns if version < 3 else -(-columns // 8) * 8
@@ -37,8 +53,14 @@ def test_each_version_is_the_reference(version, kind, rows, columns, spread, see
     targets, wide = rng.integers(0, columns, rows), x.astype(np.float64)
     with on_cpu.watch(seed=seed):
         alone, none = cross_entropy(x, targets, scale=1.0, gradient=False, version=version)
-        losses, dx = cross_entropy(x, targets, scale=0.5, factor=np.array([0.5], np.float32),
-                                   out=x if place else None, version=version)
+        losses, dx = cross_entropy(
+            x,
+            targets,
+            scale=0.5,
+            factor=np.array([0.5], np.float32),
+            out=x if place else None,
+            version=version,
+        )
     assert none is None
     assert (dx is x) == place
     assert (losses.dtype, dx.dtype) == (np.float32, dtype)
@@ -51,7 +73,8 @@ def test_each_version_is_the_reference(version, kind, rows, columns, spread, see
 @needs_compiler
 @pytest.mark.parametrize("version", VERSIONS)
 def test_edges(version):
-    """Large logits keep the loss, NaN and a target outside stay in their row and are NaN all over it."""
+    """Large logits keep the loss, NaN and a target outside stay in their row and are NaN all over
+    it."""
     x = np.zeros((5, 40), np.float32)
     x[0], x[1, 3:], x[2, 17] = 1e30, -np.inf, np.nan
     losses, dx = cross_entropy(x, np.array([5, 1, 0, 40, -1]), scale=1.0, version=version)
@@ -87,7 +110,12 @@ def test_the_version_that_fits():
         assert seen[0].kernel == f"cross_entropy_v{version}<float>"
     a100 = SimpleNamespace(attributes={"MaxSharedMemoryPerBlockOptin": 163 << 10})
     for nbytes, fits in ((48 << 10, True), ((163 << 10) - 256, True), (163 << 10, False)):
-        assert is_kept(SimpleNamespace(shape=(1, nbytes // 4), dtype=np.dtype(np.float32), device=a100)) == fits
+        assert (
+            is_kept(
+                SimpleNamespace(shape=(1, nbytes // 4), dtype=np.dtype(np.float32), device=a100)
+            )
+            == fits
+        )
     with pytest.raises(KernelError, match="take version 2"):
         cross_entropy(np.zeros((2, 3), np.float32), np.zeros(2, np.int64), scale=1.0, version=3)
     with pytest.raises(ShapeError, match=r"need shape \(2,\)"):
@@ -96,4 +124,6 @@ def test_the_version_that_fits():
         cross_entropy(x, np.zeros(1, np.int64), scale=1.0, out=x[:, 4:].copy())
     with pytest.raises(ShapeError, match=r"factor has shape \(0,\)"):
         cross_entropy(x, np.zeros(1, np.int64), scale=1.0, factor=np.zeros(0, np.float32))
-    assert cross_entropy(np.zeros((0, 3), np.float32), np.zeros(0, np.int64), scale=1.0)[1].shape == (0, 3)
+    assert cross_entropy(np.zeros((0, 3), np.float32), np.zeros(0, np.int64), scale=1.0)[
+        1
+    ].shape == (0, 3)

@@ -1,11 +1,9 @@
-"""The gradient of an embedding: the reference against the op's, each version against it, the same bits in any order."""
+"""The gradient of an embedding: the reference against the op's, each version against it, the same
+bits in any order."""
 
 import numpy as np
 import pytest
 from kernel_checks import KINDS, close, needs_compiler, on_each_device, planted, there, wide
-from minidist.kernels import embedding as family
-from minidist.kernels import on_cpu
-from minidist.kernels.embedding import SOURCE, VERSIONS, embedding_gradient, embedding_gradient_reference
 
 from minidist.autograd import ops
 from minidist.autograd.ops import gather
@@ -13,13 +11,23 @@ from minidist.autograd.tensor import tensor
 from minidist.device.backend import to_host
 from minidist.device.dispatch import launcher
 from minidist.errors import KernelError, ShapeError
+from minidist.kernels import embedding as family
+from minidist.kernels import on_cpu
+from minidist.kernels.embedding import (
+    SOURCE,
+    VERSIONS,
+    embedding_gradient,
+    embedding_gradient_reference,
+)
 
-# tokens, rows of the table, width: one of each, rows without a token and long runs, more than a block of columns
+# tokens, rows of the table, width: one of each, rows without a token and long runs, more than a
+# block of columns
 SIZES = [(1, 1, 1), (50, 7, 33), (9, 40, 5), (40, 3, 300)]
 
 
 def drawn(size, dtype, seed=0):
-    """Frequent tokens first, as in a text; the last row of the table stays without a token where there are several."""
+    """Frequent tokens first, as in a text; the last row of the table stays without a token where
+    there are several."""
     rng = np.random.default_rng(seed)
     tokens, count, width = size
     ids = np.minimum(rng.geometric(0.4, tokens) - 1, max(count - 2, 0))
@@ -30,7 +38,9 @@ def test_the_reference_is_the_gradient_of_the_op():
     ids, dy = drawn((24, 5, 3), np.float64)
     table = tensor(np.zeros((5, 3)), requires_grad=True)
     ops.embedding(table, ids.reshape(4, 6)).backward(dy.reshape(4, 6, 3))
-    np.testing.assert_allclose(embedding_gradient_reference(ids, dy, 5), table.grad, rtol=1e-14, atol=1e-14)
+    np.testing.assert_allclose(
+        embedding_gradient_reference(ids, dy, 5), table.grad, rtol=1e-14, atol=1e-14
+    )
 
 
 def check(device, kind, size, version):
@@ -70,7 +80,9 @@ def test_nan_stays_in_its_row(version, device):
 def test_ops_take_it(monkeypatch):
     """Where a GPU's arrays would ask for it: the gradients of embedding and take."""
     asked, ids = [], np.array([[1, 0], [1, 3]])
-    table, x = (np.arange(n * n, dtype=np.float32).reshape(n, n)[:, :m].copy() for n, m in ((5, 3), (4, 4)))
+    table, x = (
+        np.arange(n * n, dtype=np.float32).reshape(n, n)[:, :m].copy() for n, m in ((5, 3), (4, 4))
+    )
 
     def results():
         rows, columns = tensor(table, requires_grad=True), tensor(x, requires_grad=True)
@@ -79,7 +91,9 @@ def test_ops_take_it(monkeypatch):
         return rows.grad, columns.grad
 
     plain = results()
-    monkeypatch.setattr(gather, "kernel", lambda name, *arrays: asked.append(name) or launcher(name))
+    monkeypatch.setattr(
+        gather, "kernel", lambda name, *arrays: asked.append(name) or launcher(name)
+    )
     for got, want in zip(results(), plain, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)
     assert asked == ["embedding_gradient"] * 2
@@ -89,8 +103,12 @@ def test_ops_take_it(monkeypatch):
 def test_bytes_moved_and_errors():
     tokens, count, width = 64, 9, 256
     ids, dy = drawn((tokens, count, width), np.float32)
-    bytes_of = {1: count * width * tokens * 8, 2: count * width * 8 + tokens * width * 4,
-                3: 2 * 256 * count * 8 + tokens * 64 * 4}       # ids, or bounds and positions: from caches
+    bytes_of = {
+        1: count * width * tokens * 8,
+        2: count * width * 8 + tokens * width * 4,
+        # ids, or bounds and positions: from caches
+        3: 2 * 256 * count * 8 + tokens * 64 * 4,
+    }
     for version in VERSIONS:
         with on_cpu.watch(count=True) as seen:
             embedding_gradient(ids, dy, count, version=version)
@@ -106,9 +124,16 @@ def test_bytes_moved_and_errors():
 
 MISTAKES = {
     "the last warp's sum is lost": (3, ("other < used", "other < used - 1", 1), None),
-    "no barrier before the sums are read": (3, ("        __syncthreads();\n", "", 1), "race on|nobody wrote"),
-    "the run's end is the next one's": (2, ("end = starts[row + 1];\n    for", "end = starts[row + 2];\n    for", 1),
-                                        r"out of bounds: .* reads starts\["),
+    "no barrier before the sums are read": (
+        3,
+        ("        __syncthreads();\n", "", 1),
+        "race on|nobody wrote",
+    ),
+    "the run's end is the next one's": (
+        2,
+        ("end = starts[row + 1];\n    for", "end = starts[row + 2];\n    for", 1),
+        r"out of bounds: .* reads starts\[",
+    ),
     "smaller tokens count too": (1, ("if (ids[i] == row) sum", "if (ids[i] <= row) sum", 1), None),
 }
 
@@ -120,5 +145,7 @@ def test_planted_mistakes(mistake, tmp_path, monkeypatch):
     version, change, says = MISTAKES[mistake]
     source = planted(tmp_path, SOURCE, [f"embedding_gradient_v{version}<float>"], change)
     monkeypatch.setattr(family, "SOURCE", source)
-    with pytest.raises(KernelError if says else AssertionError, match=says or "Not equal to tolerance"):
+    with pytest.raises(
+        KernelError if says else AssertionError, match=says or "Not equal to tolerance"
+    ):
         check("cpu", "float32", (50, 7, 33), version)

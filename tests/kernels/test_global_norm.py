@@ -1,15 +1,22 @@
-"""The global norm over many tensors in one launch: against float64, in the same bits each time, overflow included."""
+"""The global norm over many tensors in one launch: against float64, in the same bits each time,
+overflow included."""
 
 import numpy as np
 import pytest
 from kernel_checks import KINDS, needs_compiler, on_each_device, there
-from minidist.kernels import on_cpu
-from minidist.kernels.chunks import CHUNK, Chunks
-from minidist.kernels.global_norm import SOURCE, VERSIONS, Gradients, global_norm, global_norm_reference
-from minidist.kernels.loader import launch
 
 from minidist.device.backend import to_host
 from minidist.errors import ConfigError, KernelError
+from minidist.kernels import on_cpu
+from minidist.kernels.chunks import CHUNK, Chunks
+from minidist.kernels.global_norm import (
+    SOURCE,
+    VERSIONS,
+    Gradients,
+    global_norm,
+    global_norm_reference,
+)
+from minidist.kernels.loader import launch
 from minidist.optim import global_norm as global_norm_of_optim
 
 SHAPES = [(3, 5), (CHUNK,), (1,), (CHUNK + 9,), (0,), (2, 17)]
@@ -40,7 +47,9 @@ def test_each_version_is_the_reference(version, kind, device):
     norms = []
     for seed in range(2):
         with on_cpu.watch(seed=seed):
-            norms.append(to_host(global_norm(Gradients(there(device, *arrays)), factor=0.5, version=version)))
+            norms.append(
+                to_host(global_norm(Gradients(there(device, *arrays)), factor=0.5, version=version))
+            )
     assert norms[0].dtype == np.float32
     assert norms[0].tobytes() == norms[1].tobytes()
     np.testing.assert_allclose(norms[0], [global_norm_reference(arrays) / 2], rtol=1e-6)
@@ -53,14 +62,18 @@ def test_an_overflow_anywhere_shows(version, bad, device):
     for which, place in ((0, 14), (1, CHUNK - 1), (2, 0), (3, CHUNK + 8), (5, 33)):
         arrays = drawn("float32")
         arrays[which].reshape(-1)[place] = bad
-        assert not np.isfinite(to_host(global_norm(Gradients(there(device, *arrays)), version=version))).any()
+        assert not np.isfinite(
+            to_host(global_norm(Gradients(there(device, *arrays)), version=version))
+        ).any()
 
 
 @on_each_device
 @pytest.mark.parametrize("count", [1, 255, 600])
 def test_all_sums_are_added(count, device):
     """As many as threads, fewer, more: each counts once."""
-    sums, norm = there(device, np.arange(1, count + 1, dtype=np.float32), np.full(1, np.nan, np.float32))
+    sums, norm = there(
+        device, np.arange(1, count + 1, dtype=np.float32), np.full(1, np.nan, np.float32)
+    )
     launch(SOURCE, "global_norm_finish", grid=1, block=256, args=(sums, count, None, norm, 2.0))
     np.testing.assert_allclose(to_host(norm), [2 * np.sqrt(count * (count + 1) / 2)], rtol=1e-6)
 
@@ -74,7 +87,8 @@ def test_bytes_moved_and_errors():
             global_norm(Gradients(arrays), version=version)
         assert len(seen) == 2
         threads = seen[0].grid[0] * 256
-        assert seen[0].loads.bytes == total + 28 * threads       # tables: the same for a block, so from a cache
+        # tables: the same for a block, so from a cache
+        assert seen[0].loads.bytes == total + 28 * threads
     late = np.zeros(9, np.float32)[1:]
     with pytest.raises(KernelError, match="take version 2"):
         global_norm(Gradients([late]), version=3)

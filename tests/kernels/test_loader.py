@@ -1,20 +1,29 @@
-"""What a launch checks; arrays of a GPU (a stand-in for CuPy's) reach CuPy's RawModule in their stream's order."""
+"""What a launch checks; arrays of a GPU (a stand-in for CuPy's) reach CuPy's RawModule in their
+stream's order."""
 
 import sys
 
 import fake_cupy
 import numpy as np
 import pytest
-from minidist.kernels import on_cpu
-from minidist.kernels.loader import Source, Table, c_type, launch
-from minidist.kernels.softmax import SOURCE, softmax, softmax_gradient, softmax_gradient_reference, softmax_reference
 
 from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
 from minidist.device import dispatch
 from minidist.errors import DtypeError, KernelError, ShapeError
+from minidist.kernels import on_cpu
+from minidist.kernels.loader import Source, Table, c_type, launch
+from minidist.kernels.softmax import (
+    SOURCE,
+    softmax,
+    softmax_gradient,
+    softmax_gradient_reference,
+    softmax_reference,
+)
 
-needs_compiler = pytest.mark.skipif(on_cpu.compiler() is None, reason="no C++ compiler (g++) on this machine")
+needs_compiler = pytest.mark.skipif(
+    on_cpu.compiler() is None, reason="no C++ compiler (g++) on this machine"
+)
 KERNEL = "softmax_v1<float>"
 X = np.arange(12, dtype=np.float32).reshape(3, 4)
 
@@ -25,48 +34,69 @@ def cupy(monkeypatch):
     modules = fake_cupy.modules()
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(SOURCE, "__dict__", {**{key: value for key, value in vars(SOURCE).items() if key != "module"},
-                                            "_functions": {}})
+    monkeypatch.setattr(
+        SOURCE,
+        "__dict__",
+        {
+            **{key: value for key, value in vars(SOURCE).items() if key != "module"},
+            "_functions": {},
+        },
+    )
     return modules["cupy"]
 
 
-# ------------------------------------------------------------------------------------------------------------ arguments
+# ---------------------------------------------------------------------------------------- arguments
 
-@pytest.mark.parametrize(("args", "error", "words"), [
-    ((X, X.copy(), 3), ShapeError, r"takes 4 arguments \(x, y, rows, columns\), not 3"),
-    ((X, X.astype(np.float64), 3, 4), DtypeError, "y is an array of float32, not float64"),
-    ((X, X.T, 3, 4), ShapeError, r"y, of shape \(4, 3\), is not contiguous; pass xp.ascontiguousarray\(y\)"),
-    ((X, 5, 3, 4), DtypeError, "y is an array, not int"),
-    ((X, X.copy(), 3, 4.5), DtypeError, "columns = 4.5 does not fit int32"),
-    ((X, X.copy(), 2 ** 31, 4), DtypeError, "rows = 2147483648 does not fit int32"),
-    ((X, X.copy(), X, 4), DtypeError, "rows is a number, not an array"),
-])
+
+@pytest.mark.parametrize(
+    ("args", "error", "words"),
+    [
+        ((X, X.copy(), 3), ShapeError, r"takes 4 arguments \(x, y, rows, columns\), not 3"),
+        ((X, X.astype(np.float64), 3, 4), DtypeError, "y is an array of float32, not float64"),
+        (
+            (X, X.T, 3, 4),
+            ShapeError,
+            r"y, of shape \(4, 3\), is not contiguous; pass xp.ascontiguousarray\(y\)",
+        ),
+        ((X, 5, 3, 4), DtypeError, "y is an array, not int"),
+        ((X, X.copy(), 3, 4.5), DtypeError, "columns = 4.5 does not fit int32"),
+        ((X, X.copy(), 2**31, 4), DtypeError, "rows = 2147483648 does not fit int32"),
+        ((X, X.copy(), X, 4), DtypeError, "rows is a number, not an array"),
+    ],
+)
 def test_an_argument_that_does_not_fit(args, error, words):
     with pytest.raises(error, match=words):
         launch(SOURCE, KERNEL, grid=1, block=32, args=args)
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"grid": 0, "block": 32}, "an empty array needs no launch"),
-    ({"grid": (1, 65536), "block": 32}, "65535 along"),
-    ({"grid": 1, "block": 1025}, r"from 1 to 1024"),
-    ({"grid": 1, "block": (1, 1, 65)}, "64 along z"),
-    ({"grid": 1, "block": 0}, "from 1 to 1024"),
-    ({"grid": 1, "block": 32, "shared": 300_000}, "300000 bytes of shared memory"),
-])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"grid": 0, "block": 32}, "an empty array needs no launch"),
+        ({"grid": (1, 65536), "block": 32}, "65535 along"),
+        ({"grid": 1, "block": 1025}, r"from 1 to 1024"),
+        ({"grid": 1, "block": (1, 1, 65)}, "64 along z"),
+        ({"grid": 1, "block": 0}, "from 1 to 1024"),
+        ({"grid": 1, "block": 32, "shared": 300_000}, "300000 bytes of shared memory"),
+    ],
+)
 def test_a_launch_beyond_the_limits(options, words):
     with pytest.raises(KernelError, match=words):
         launch(SOURCE, KERNEL, args=(X, X.copy(), 3, 4), **options)
 
 
 def test_an_unknown_kernel_and_file_and_type(tmp_path):
-    with pytest.raises(KernelError, match="has no kernel softmax_v9<float>; it has softmax_v1<float>"):
+    with pytest.raises(
+        KernelError, match="has no kernel softmax_v9<float>; it has softmax_v1<float>"
+    ):
         launch(SOURCE, "softmax_v9<float>", grid=1, block=32, args=())
     with pytest.raises(KernelError, match="none.cu: cannot be read: No such file"):
         launch(Source("none.cu", ["f"]), "f", grid=1, block=32, args=())
     path = tmp_path / "odd.cu"
     path.write_text("__global__ void odd(const float4* x) {}")
-    with pytest.raises(KernelError, match=r"parameter 'const float4\* x' has a type that the loader does not know"):
+    with pytest.raises(
+        KernelError, match=r"parameter 'const float4\* x' has a type that the loader does not know"
+    ):
         launch(Source(path, ["odd"]), "odd", grid=1, block=32, args=(X,))
     with pytest.raises(DtypeError, match="no kernel takes dtype complex64"):
         c_type(np.zeros(1, np.complex64))
@@ -74,15 +104,21 @@ def test_an_unknown_kernel_and_file_and_type(tmp_path):
 
 def test_parameters_are_read_from_the_text(tmp_path):
     path = tmp_path / "many.cu"
-    path.write_text('#include "common.cuh"\n/* __global__ void old(int gone) {} */\n'
-                    "template <typename T, int N>\n__global__ void __launch_bounds__(128) many(\n"
-                    "    const T* __restrict__ x, T *y,   // what comes, what goes\n"
-                    "    unsigned long long seed, float rate) {}\n")
+    path.write_text(
+        '#include "common.cuh"\n/* __global__ void old(int gone) {} */\n'
+        "template <typename T, int N>\n__global__ void __launch_bounds__(128) many(\n"
+        "    const T* __restrict__ x, T *y,   // what comes, what goes\n"
+        "    unsigned long long seed, float rate) {}\n"
+    )
     source = Source(path, ["many<__half, 4>"])
     found = [(p.name, p.kind, p.pointer, p.const) for p in source.parameters("many<__half, 4>")]
     half = np.dtype(np.float16)
-    assert found == [("x", half, True, True), ("y", half, True, False), ("seed", np.dtype(np.uint64), False, False),
-                     ("rate", np.dtype(np.float32), False, False)]
+    assert found == [
+        ("x", half, True, True),
+        ("y", half, True, False),
+        ("seed", np.dtype(np.uint64), False, False),
+        ("rate", np.dtype(np.float32), False, False),
+    ]
     lines = source.text.splitlines()
     assert lines[lines.index('#line 2 "many.cu"') + 1].startswith("/* __global__")
     assert '#line 1 "common.cuh"' in lines
@@ -90,14 +126,20 @@ def test_parameters_are_read_from_the_text(tmp_path):
 
 @needs_compiler
 def test_a_table_of_arrays(tmp_path):
-    """Reached through pointers, each array is checked as an argument is: read only, bounds, dtype."""
+    """Reached through pointers, each array is checked as an argument is: read only, bounds,
+    dtype."""
     path = tmp_path / "table.cu"
-    path.write_text("__global__ void table(const float* const* from, float* const* to, int i) {\n"
-                    "    to[blockIdx.x][i] = 2.0f * from[blockIdx.x][i];\n}\n"
-                    "__global__ void wrong(const float* const* from) {\n"
-                    "    const_cast<float*>(from[0])[0] = 1.0f;\n}\n")
+    path.write_text(
+        "__global__ void table(const float* const* from, float* const* to, int i) {\n"
+        "    to[blockIdx.x][i] = 2.0f * from[blockIdx.x][i];\n}\n"
+        "__global__ void wrong(const float* const* from) {\n"
+        "    const_cast<float*>(from[0])[0] = 1.0f;\n}\n"
+    )
     source, kinds = Source(path, ["table", "wrong"]), np.arange(6, dtype=np.float32)
-    inputs, outputs = Table([kinds[:2], kinds[2:]]), Table([np.zeros(2, np.float32), np.zeros(4, np.float32)])
+    inputs, outputs = (
+        Table([kinds[:2], kinds[2:]]),
+        Table([np.zeros(2, np.float32), np.zeros(4, np.float32)]),
+    )
     launch(source, "table", grid=2, block=1, args=(inputs, outputs, 1))
     assert [array.tolist() for array in outputs.arrays] == [[0, 2], [0, 6, 0, 0]]
     with pytest.raises(KernelError, match=r"reads from\[0\]\[2\] of 2"):
@@ -110,11 +152,13 @@ def test_a_table_of_arrays(tmp_path):
         launch(source, "wrong", grid=1, block=1, args=(Table([np.zeros(3)]),))
 
 
-# ------------------------------------------------------------------------------------------------------- a GPU's arrays
+# ----------------------------------------------------------------------------------- a GPU's arrays
+
 
 @needs_compiler
 def test_arrays_of_a_gpu(cupy):
-    """A chain of launches, none waited for, in a stream of its own: written over before, read after."""
+    """A chain of launches, none waited for, in a stream of its own: written over before, read
+    after."""
     rng = np.random.default_rng(0)
     with cupy.cuda.Stream(non_blocking=True):
         for version in (1, 2, 3):
@@ -125,14 +169,18 @@ def test_arrays_of_a_gpu(cupy):
             dx = softmax_gradient(y, x, version=version)
             x[...] = 7.0
             np.testing.assert_allclose(y.get(), softmax_reference(host), rtol=1e-6)
-            np.testing.assert_allclose(dx.get(), softmax_gradient_reference(softmax_reference(host), host), atol=1e-6)
+            np.testing.assert_allclose(
+                dx.get(), softmax_gradient_reference(softmax_reference(host), host), atol=1e-6
+            )
 
 
 @needs_compiler
 def test_shared_memory_beyond_the_default_is_asked_for(cupy, tmp_path):
     path = tmp_path / "large.cu"
-    path.write_text("__global__ void large(float* x) {\n    extern __shared__ float all[];\n"
-                    "    all[20000] = 3.0f;\n    x[0] = all[20000];\n}\n")
+    path.write_text(
+        "__global__ void large(float* x) {\n    extern __shared__ float all[];\n"
+        "    all[20000] = 3.0f;\n    x[0] = all[20000];\n}\n"
+    )
     source, x = Source(path, ["large"]), cupy.asarray(np.zeros(1, np.float32))
     launch(source, "large", grid=1, block=1, args=(x,), shared=90_000)
     assert x.get() == 3
@@ -143,10 +191,13 @@ def test_a_compile_error_of_cupy_is_one_line(cupy, monkeypatch):
     def get_function(self, name):
         raise cupy.cuda.compiler.CompileException(
             'common.cuh(3): warning #177-D: unused\n\nsoftmax.cu(41): error: identifier "y" is undefined\n  y = 3;\n'
-            "1 error detected\n")
+            "1 error detected\n"
+        )
 
     monkeypatch.setattr(cupy.RawModule, "get_function", get_function)
-    with pytest.raises(KernelError, match=r'^softmax.cu:41: identifier "y" is undefined \(NVRTC\)$'):
+    with pytest.raises(
+        KernelError, match=r'^softmax.cu:41: identifier "y" is undefined \(NVRTC\)$'
+    ):
         softmax(cupy.asarray(X))
 
 
@@ -159,7 +210,9 @@ def test_arrays_of_a_table_here_and_there_are_refused(cupy, tmp_path):
     path = tmp_path / "table.cu"
     path.write_text("__global__ void of_all(const float* const* arrays) {}\n")
     with pytest.raises(KernelError, match="several devices"):
-        launch(Source(path, ["of_all"]), "of_all", grid=1, block=1, args=(Table([X, cupy.asarray(X)]),))
+        launch(
+            Source(path, ["of_all"]), "of_all", grid=1, block=1, args=(Table([X, cupy.asarray(X)]),)
+        )
 
 
 OPS = {
@@ -167,11 +220,24 @@ OPS = {
     "gelu": (ops.gelu, ["gelu", "gelu_gradient"]),
     "bias and gelu": (lambda x: ops.gelu(x, _row(x)), ["gelu", "gelu_gradient"]),
     "swiglu": (lambda x: ops.swiglu(x, _beside(x, X[::-1].copy())), ["swiglu", "swiglu_gradient"]),
-    "dropout": (lambda x: ops.dropout(x, rate=0.5, name="layer", seed=1, step=2), ["dropout", "dropout", "dropout"]),
-    "residual and dropout": (lambda x: ops.dropout(x, _beside(x, X[::-1].copy()), rate=0.5, name="layer", seed=1,
-                                                   step=2), ["dropout", "dropout", "dropout"]),
-    "cross_entropy": (lambda x: ops.cross_entropy(x, _targets(x), divisor=7), ["cross_entropy", "cross_entropy"]),
-    "layer_norm": (lambda x: ops.layer_norm(x, _row(x), _row(x)), ["layer_norm", "layer_norm_gradient"]),
+    "dropout": (
+        lambda x: ops.dropout(x, rate=0.5, name="layer", seed=1, step=2),
+        ["dropout", "dropout", "dropout"],
+    ),
+    "residual and dropout": (
+        lambda x: ops.dropout(
+            x, _beside(x, X[::-1].copy()), rate=0.5, name="layer", seed=1, step=2
+        ),
+        ["dropout", "dropout", "dropout"],
+    ),
+    "cross_entropy": (
+        lambda x: ops.cross_entropy(x, _targets(x), divisor=7),
+        ["cross_entropy", "cross_entropy"],
+    ),
+    "layer_norm": (
+        lambda x: ops.layer_norm(x, _row(x), _row(x)),
+        ["layer_norm", "layer_norm_gradient"],
+    ),
     "rms_norm": (lambda x: ops.rms_norm(x, _row(x)), ["rms_norm", "rms_norm_gradient"]),
 }
 
@@ -194,7 +260,8 @@ def _targets(x):
 @needs_compiler
 @pytest.mark.parametrize("name", OPS)
 def test_ops_take_the_kernel_on_a_gpu_alone(name, cupy, monkeypatch):
-    """On NumPy an op never asks for a kernel; on a GPU's array it takes its kernels, forward and gradient."""
+    """On NumPy an op never asks for a kernel; on a GPU's array it takes its kernels, forward and
+    gradient."""
     op, kernels = OPS[name]
     called, launcher = [], dispatch.launcher
     monkeypatch.setattr(dispatch, "launcher", lambda which: called.append(which) or launcher(which))

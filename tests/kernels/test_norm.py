@@ -1,10 +1,15 @@
-"""Layer norm and RMS norm: references against differences and ops, each version against the references in float64."""
+"""Layer norm and RMS norm: references against differences and ops, each version against the
+references in float64."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import KINDS, check_gradient, close, needs_compiler, on_each_device, there
+
+from minidist.autograd import ops
+from minidist.device.backend import to_host
+from minidist.errors import KernelError, ShapeError
 from minidist.kernels import norm as family
 from minidist.kernels import on_cpu
 from minidist.kernels.norm import (
@@ -17,16 +22,15 @@ from minidist.kernels.norm import (
     rms_norm_gradient,
 )
 
-from minidist.autograd import ops
-from minidist.device.backend import to_host
-from minidist.errors import KernelError, ShapeError
-
 
 def drawn(rows, columns, dtype, seed, far=0.0):
     """x, w, b, dy; `far`: how far the rows of x lie from 0."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(rows, columns)) * 2 + far
-    return [a.astype(dtype) for a in (x, rng.normal(size=columns), rng.normal(size=columns), rng.normal(size=x.shape))]
+    return [
+        a.astype(dtype)
+        for a in (x, rng.normal(size=columns), rng.normal(size=columns), rng.normal(size=x.shape))
+    ]
 
 
 def test_references_are_the_differences_and_the_ops():
@@ -41,8 +45,13 @@ def test_references_are_the_differences_and_the_ops():
 @on_each_device
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", KINDS)
-@given(rows=st.sampled_from([1, 2, 9, 40]), columns=st.sampled_from([1, 7, 32, 129, 264]), centre=st.booleans(),
-       far=st.sampled_from([0.0, 30.0]), seed=st.integers(0, 99))
+@given(
+    rows=st.sampled_from([1, 2, 9, 40]),
+    columns=st.sampled_from([1, 7, 32, 129, 264]),
+    centre=st.booleans(),
+    far=st.sampled_from([0.0, 30.0]),
+    seed=st.integers(0, 99),
+)
 @settings(max_examples=4)
 def test_each_version_is_the_reference(device, version, kind, rows, columns, centre, far, seed):
     dtype, bound = KINDS[kind] if version > 1 else KINDS["float32"]
@@ -50,14 +59,19 @@ def test_each_version_is_the_reference(device, version, kind, rows, columns, cen
     wide_x, wide_w, wide_b, wide_dy = (a.astype(np.float64) for a in (x, w, b, dy))
     x, w, b, dy = there(device, x, w, b, dy)
     with on_cpu.watch(seed=seed):
-        y, *kept = layer_norm(x, w, b, version=version) if centre else rms_norm(x, w, version=version)
-        got = (layer_norm_gradient if centre else rms_norm_gradient)(x, w, dy, *kept, version=version)
+        y, *kept = (
+            layer_norm(x, w, b, version=version) if centre else rms_norm(x, w, version=version)
+        )
+        got = (layer_norm_gradient if centre else rms_norm_gradient)(
+            x, w, dy, *kept, version=version
+        )
     assert all(array.dtype == dtype for array in (y, *got))
     # Far from 0, x itself is known to 6e-8 of `far` only, and so is what the mean leaves of it.
     bound = bound + 1e-6 * (1 + far) * (20 if columns == 1 else 1)
     close(y, norm_reference(wide_x, wide_w, wide_b if centre else None), bound)
     want = norm_gradient_reference(wide_x, wide_w, wide_dy, centre=centre)
-    large = np.abs(wide_dy).max() * (316 if columns == 1 else 1)          # 1/sqrt(eps): a column alone has no variance
+    # 1/sqrt(eps): a column alone has no variance
+    large = np.abs(wide_dy).max() * (316 if columns == 1 else 1)
     close(got[0], want[0], bound, scale=large * 4)
     for mine, wanted in zip(got[1:], want[1:], strict=False):
         close(mine, wanted, bound, scale=np.sqrt(rows) * 4)
@@ -70,7 +84,9 @@ def test_nan_stays_in_its_row(version, device):
     x[2, 7] = np.nan
     x, w, b, dy = there(device, x, w, b, dy)
     for y, *kept in (layer_norm(x, w, b, version=version), rms_norm(x, w, version=version)):
-        dx, dw, *_ = (layer_norm_gradient if len(kept) == 2 else rms_norm_gradient)(x, w, dy, *kept, version=version)
+        dx, dw, *_ = (layer_norm_gradient if len(kept) == 2 else rms_norm_gradient)(
+            x, w, dy, *kept, version=version
+        )
         for each in map(to_host, (y, dx)):
             assert np.isnan(each).any(axis=1).tolist() == [False, False, True, False]
             assert np.isnan(each[2]).all()
@@ -104,9 +120,10 @@ def test_sums_have_the_same_bits_in_any_order_of_threads(version):
 
 @needs_compiler
 def test_a_block_takes_several_rows(monkeypatch):
-    """Version 3 backward: the next row is fetched while one is computed, and sums of warps have two places in turn."""
+    """Version 3 backward: the next row is fetched while one is computed, and sums of warps have two
+    places in turn."""
     monkeypatch.setattr(family, "PARTS_OF_ROWS", 2)
-    x, w, _, dy = drawn(7, 264, np.float32, 0)          # three warps
+    x, w, _, dy = drawn(7, 264, np.float32, 0)  # three warps
     _, scale = rms_norm(x, w)
     want = rms_norm_gradient(x, w, dy, scale, version=1)
     with on_cpu.watch(seed=1):
@@ -117,7 +134,8 @@ def test_a_block_takes_several_rows(monkeypatch):
 
 @needs_compiler
 def test_bytes_moved():
-    """How often each rung reads x and dy, as the header of norm.cu says; RMS norm, whose one vector is counted too."""
+    """How often each rung reads x and dy, as the header of norm.cu says; RMS norm, whose one vector
+    is counted too."""
     x, w, _, dy = drawn(32, 256, np.float32, 0)
     for version, reads, w_reads in ((1, 2, 1), (2, 2, 1), (3, 2, 1)):
         with on_cpu.watch(count=True) as seen:
@@ -125,11 +143,14 @@ def test_bytes_moved():
         assert seen[0].loads.bytes == (reads + w_reads) * x.nbytes
         assert seen[0].stores.bytes == x.nbytes + scale.nbytes
         full = (reads + w_reads) * x.nbytes // 32
-        assert (seen[0].loads.sectors == full) if version > 1 else (seen[0].loads.sectors > 4 * full)
+        assert (
+            (seen[0].loads.sectors == full) if version > 1 else (seen[0].loads.sectors > 4 * full)
+        )
         with on_cpu.watch(count=True) as seen:
             rms_norm_gradient(x, w, dy, scale, version=version)
         large = sum(launch.loads.bytes // x.nbytes for launch in seen)
-        assert large == {1: 6 + 2 + 1, 2: 6 + 3, 3: 2 + 2}[version]     # x, dy, w twice; x and dy again, parts; 3: once
+        # x, dy, w twice; x and dy again, parts; 3: once
+        assert large == {1: 6 + 2 + 1, 2: 6 + 3, 3: 2 + 2}[version]
 
 
 @needs_compiler

@@ -1,4 +1,5 @@
-"""The CPU build sees each mistake that a GPU would let pass, says where it is, and lets what is right pass."""
+"""The CPU build sees each mistake that a GPU would let pass, says where it is, and lets what is
+right pass."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -6,13 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
+
+from minidist.errors import KernelError
 from minidist.kernels import on_cpu
 from minidist.kernels.loader import HERE, Source, launch
 from minidist.kernels.softmax import softmax
 
-from minidist.errors import KernelError
-
-pytestmark = pytest.mark.skipif(on_cpu.compiler() is None, reason="no C++ compiler (g++) on this machine")
+pytestmark = pytest.mark.skipif(
+    on_cpu.compiler() is None, reason="no C++ compiler (g++) on this machine"
+)
 
 PLANTED = """
 #include "common.cuh"
@@ -153,10 +156,10 @@ def run(source, kernel, *numbers, n=64, grid=1, **options):
 
 def line_of(mistake):
     """Where a mistake stands in the text above."""
-    return f"planted.cu:{PLANTED[:PLANTED.index(f'LINE {mistake}')].count(chr(10)) + 1}"
+    return f"planted.cu:{PLANTED[: PLANTED.index(f'LINE {mistake}')].count(chr(10)) + 1}"
 
 
-NOBODY = "shared memory that nobody wrote"      # a race too: the reader was the first of the two to run
+NOBODY = "shared memory that nobody wrote"  # a race too: the reader was the first of the two to run
 MISTAKES = {
     "no_barrier": rf"race on part\[\d+\]: .* thread \(\d+, 0, 0\) (wrote|read) it at .* no barrier stands|{NOBODY}",
     "write_after_read": r"race on part\[\d+\]: .* (read|wrote) it at planted.cu:\d+, .* (reads|writes) it at",
@@ -187,12 +190,17 @@ def test_a_mistake_is_named_with_its_line(planted, mistake, seed):
 
 
 def test_lanes_that_do_not_come(planted):
-    with pytest.raises(KernelError, match=r"divergent .* 32 .* wait at a warp's function common.cuh:\d+"):
+    with pytest.raises(
+        KernelError, match=r"divergent .* 32 .* wait at a warp's function common.cuh:\d+"
+    ):
         run(planted, "lanes_missing")
 
 
 def test_a_crooked_vector_load(planted):
-    with pytest.raises(KernelError, match=r"misaligned: .* 16 bytes at x\[1\] at common.cuh:\d+, called from planted"):
+    with pytest.raises(
+        KernelError,
+        match=r"misaligned: .* 16 bytes at x\[1\] at common.cuh:\d+, called from planted",
+    ):
         run(planted, "crooked")
 
 
@@ -225,15 +233,18 @@ def test_waiting_in_a_loop(planted, monkeypatch):
     """Threads that wait for each other get on; one that waits for nobody is ended with its line."""
     x, y = run(planted, "hand_over", np.zeros(1, np.uint32))
     np.testing.assert_array_equal(x, y)
-    monkeypatch.setattr(on_cpu, "_MOST_STEPS", 10 ** 5)
-    with pytest.raises(KernelError, match="no end: block .* is at planted.cu.* wait in a loop") as caught:
+    monkeypatch.setattr(on_cpu, "_MOST_STEPS", 10**5)
+    with pytest.raises(
+        KernelError, match="no end: block .* is at planted.cu.* wait in a loop"
+    ) as caught:
         run(planted, "no_end", np.zeros(1, np.uint32))
     assert line_of("no_end") in str(caught.value)
 
 
 @pytest.mark.parametrize(("stride", "sectors"), [(1, 8), (2, 16), (8, 64), (16, 64)])
 def test_transactions_of_a_strided_read(planted, stride, sectors):
-    """Two warps of 32 lanes, 4 bytes each: 32-byte sectors grow with the stride, up to one a number."""
+    """Two warps of 32 lanes, 4 bytes each: 32-byte sectors grow with the stride, up to one a
+    number."""
     with on_cpu.watch(count=True) as seen:
         run(planted, "strided", stride, n=64 * stride)
     loads = seen[0].loads
@@ -261,28 +272,38 @@ template <typename T> __global__ void back(const T* x, float* y, int n) {
     for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = static_cast<float>(x[i]);
 }
 """
-SMALL = {"__half": np.dtype(np.float16), "__nv_bfloat16": np.dtype(ml_dtypes.bfloat16),
-         "__nv_fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "__nv_fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2)}
+SMALL = {
+    "__half": np.dtype(np.float16),
+    "__nv_bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "__nv_fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "__nv_fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+}
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_small_floats_are_numpys(tmp_path_factory, name):
-    """Every bit pattern to float32; and back again from these, from between them and from beyond them."""
+    """Every bit pattern to float32; and back again from these, from between them and from beyond
+    them."""
     path = tmp_path_factory.getbasetemp() / "rounded.cu"
     path.write_text(ROUNDED)
-    source, kind = Source(path, [f"{way}<{other}>" for way in ("there", "back") for other in SMALL]), SMALL[name]
+    source, kind = (
+        Source(path, [f"{way}<{other}>" for way in ("there", "back") for other in SMALL]),
+        SMALL[name],
+    )
     patterns = np.arange(2 ** (8 * kind.itemsize), dtype=f"u{kind.itemsize}").view(kind)
     wide = np.empty(len(patterns), np.float32)
     launch(source, f"back<{name}>", grid=1, block=256, args=(patterns, wide, len(wide)))
     np.testing.assert_array_equal(wide, patterns.astype(np.float32))
     numbers = np.sort(wide[np.isfinite(wide)])
     between = (numbers[1:].astype(np.float64) + numbers[:-1]) / 2
-    drawn = np.random.default_rng(0).normal(size=4096) * np.exp2(np.random.default_rng(1).integers(-30, 20, 4096))
+    drawn = np.random.default_rng(0).normal(size=4096) * np.exp2(
+        np.random.default_rng(1).integers(-30, 20, 4096)
+    )
     edges = [np.inf, -np.inf, np.nan, 3e38, -3e38, 1e-45]
     x = np.concatenate([wide, between, drawn, edges]).astype(np.float32)
     y = np.empty(len(x), kind)
     launch(source, f"there<{name}>", grid=1, block=256, args=(x, y, len(x)))
-    largest = numbers[-1] if "fp8" in name else np.inf           # CUDA's fp8 types saturate, NumPy's do not
+    largest = numbers[-1] if "fp8" in name else np.inf  # CUDA's fp8 types saturate, NumPy's do not
     with np.errstate(over="ignore"):
         want = np.clip(x, -largest, largest).astype(kind)
     np.testing.assert_array_equal(y.astype(np.float32), want.astype(np.float32))
@@ -313,16 +334,24 @@ template <typename T> __global__ void product(const T* a, const T* b, float* d, 
 
 
 def test_matrix_fragments_and_asynchronous_copies(tmp_path):
-    """A warp's product (16, 48) @ (48, 8) by tensor cores' twins; a forgotten wait, and a buffer filled too early."""
+    """A warp's product (16, 48) @ (48, 8) by tensor cores' twins; a forgotten wait, and a buffer
+    filled too early."""
     path = tmp_path / "product.cu"
     path.write_text(PRODUCT)
-    source, rng = Source(path, ["product<__half>", "product<__nv_bfloat16>"]), np.random.default_rng(0)
+    source, rng = (
+        Source(path, ["product<__half>", "product<__nv_bfloat16>"]),
+        np.random.default_rng(0),
+    )
     for kind, name in ((np.float16, "__half"), (ml_dtypes.bfloat16, "__nv_bfloat16")):
         a, b = rng.normal(size=(16, 48)).astype(kind), rng.normal(size=(48, 8)).astype(kind)
         d = np.full((16, 8), np.nan, np.float32)
         launch(source, f"product<{name}>", grid=1, block=32, args=(a, b, d, 48, 0))
-        np.testing.assert_allclose(d, a.astype(np.float64) @ b.astype(np.float64), rtol=1e-5, atol=1e-5)
-        with pytest.raises(KernelError, match=r"asynchronous copy that nobody waited for: .* reads left\[\d+\]"):
+        np.testing.assert_allclose(
+            d, a.astype(np.float64) @ b.astype(np.float64), rtol=1e-5, atol=1e-5
+        )
+        with pytest.raises(
+            KernelError, match=r"asynchronous copy that nobody waited for: .* reads left\[\d+\]"
+        ):
             launch(source, f"product<{name}>", grid=1, block=32, args=(a, b, d, 48, 1))
         with pytest.raises(KernelError, match=r"race on (left|right)"):
             launch(source, f"product<{name}>", grid=1, block=32, args=(a, b, d, 48, 2))
@@ -355,7 +384,8 @@ def test_no_compiler_is_said(monkeypatch):
 
 
 def test_threads_launch_one_after_the_other():
-    """Ranks that are threads: a library's shared memory exists once, also where all load it at the same time."""
+    """Ranks that are threads: a library's shared memory exists once, also where all load it at the
+    same time."""
     x = np.random.default_rng(0).normal(size=(6, 64)).astype(np.float32)
     on_cpu._library.cache_clear()
     with ThreadPoolExecutor(4) as threads:

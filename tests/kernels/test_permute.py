@@ -1,8 +1,24 @@
-"""Tokens to their experts and back: the references against ops as nn/moe.py uses them, each version against these."""
+"""Tokens to their experts and back: the references against ops as nn/moe.py uses them, each version
+against these."""
 
 import numpy as np
 import pytest
-from kernel_checks import KINDS, check_gradient, close, needs_compiler, on_each_device, planted, there, wide
+from kernel_checks import (
+    KINDS,
+    check_gradient,
+    close,
+    needs_compiler,
+    on_each_device,
+    planted,
+    there,
+    wide,
+)
+
+from minidist.autograd import ops
+from minidist.autograd.ops.experts import Placement, place_rows
+from minidist.autograd.tensor import tensor
+from minidist.device.backend import to_host
+from minidist.errors import KernelError, ShapeError
 from minidist.kernels import on_cpu
 from minidist.kernels import permute as family
 from minidist.kernels.permute import (
@@ -15,12 +31,6 @@ from minidist.kernels.permute import (
     to_experts,
     to_experts_reference,
 )
-
-from minidist.autograd import ops
-from minidist.autograd.ops.experts import Placement, place_rows
-from minidist.autograd.tensor import tensor
-from minidist.device.backend import to_host
-from minidist.errors import KernelError, ShapeError
 
 # tokens, experts, choices a token, width
 SIZES = [(1, 1, 1, 1), (23, 6, 3, 33), (7, 9, 2, 300)]
@@ -39,7 +49,11 @@ def routed(size, seed=0):
 def test_plan_and_references_are_the_mixtures():
     size = tokens, experts, ways, width = 23, 6, 3, 4
     rng, (chosen, kept) = np.random.default_rng(0), routed(size)
-    x, dy, weights = rng.normal(size=(tokens, width)), rng.normal(size=(tokens, width)), rng.normal(size=kept.sum())
+    x, dy, weights = (
+        rng.normal(size=(tokens, width)),
+        rng.normal(size=(tokens, width)),
+        rng.normal(size=kept.sum()),
+    )
     placement = place_rows(chosen, kept, experts=experts)
     where = np.flatnonzero(kept)
     order = np.argsort(chosen.reshape(-1)[where], kind="stable")
@@ -52,12 +66,20 @@ def test_plan_and_references_are_the_mixtures():
     taken = ops.to_experts(leaf, placement)
     back = ops.from_experts(taken, weights, placement)
     np.testing.assert_array_equal(taken.data, rows)
-    np.testing.assert_allclose(from_experts_reference(rows, weights, placement), back.data, atol=1e-14)
+    np.testing.assert_allclose(
+        from_experts_reference(rows, weights, placement), back.data, atol=1e-14
+    )
     back.backward(dy)
     gradients = from_experts_gradient_reference(dy, rows, weights, placement)
-    np.testing.assert_allclose(from_experts_reference(gradients[0], None, placement), leaf.grad, atol=1e-14)
-    check_gradient(lambda rows, weights: from_experts_reference(rows, weights, placement), gradients, (rows, weights),
-                   dy)
+    np.testing.assert_allclose(
+        from_experts_reference(gradients[0], None, placement), leaf.grad, atol=1e-14
+    )
+    check_gradient(
+        lambda rows, weights: from_experts_reference(rows, weights, placement),
+        gradients,
+        (rows, weights),
+        dy,
+    )
 
 
 def check(device, kind, size, version):
@@ -74,8 +96,9 @@ def check(device, kind, size, version):
         rows = to_experts(placed, placement, version=version)
         y = from_experts(results_placed, weights_placed, placement, version=version)
         dx = from_experts(results_placed, None, placement, version=version)
-        dresults, dweights = from_experts_gradient(dy_placed, results_placed, weights_placed, placement,
-                                                   version=version)
+        dresults, dweights = from_experts_gradient(
+            dy_placed, results_placed, weights_placed, placement, version=version
+        )
     assert rows.dtype == y.dtype == dresults.dtype == dtype
     np.testing.assert_array_equal(wide(rows), to_experts_reference(wide(x), host))
     exact, factors = wide(results), wide(weights)
@@ -98,7 +121,10 @@ def test_each_version_is_the_reference(version, kind, size, device):
 def test_a_plan_on_the_device(device):
     chosen, kept = routed((23, 6, 3, 1))
     for drop in (kept, None):
-        want, got = place_rows(chosen, drop, experts=6), place_rows(*there(device, chosen, drop), experts=6)
+        want, got = (
+            place_rows(chosen, drop, experts=6),
+            place_rows(*there(device, chosen, drop), experts=6),
+        )
         for name in ("tokens", "experts", "slots", "counts"):
             np.testing.assert_array_equal(to_host(getattr(got, name)), getattr(want, name))
 
@@ -108,7 +134,8 @@ def test_bytes_moved_and_errors():
     chosen, kept = routed((32, 4, 2, 64))
     placement, x = place_rows(chosen, experts=4), np.ones((32, 64), np.float32)
     rows, weights = np.ones((64, 64), np.float32), np.ones(64, np.float32)
-    for version, tables in ((1, 64), (2, 32)):                   # threads that read a row's token, a slot and a weight
+    # threads that read a row's token, a slot and a weight
+    for version, tables in ((1, 64), (2, 32)):
         with on_cpu.watch(count=True) as seen:
             to_experts(x, placement, version=version)
             from_experts(rows, weights, placement, version=version)
@@ -133,12 +160,29 @@ def test_bytes_moved_and_errors():
 
 
 MISTAKES = {
-    "who is dropped counts": (1, ("            if (slot < 0) continue;\n            sum", "            sum", 1),
-                              "out of bounds: .* reads weights"),
-    "weights in the tokens' order": (2, ("const float weight = weights ? weights[slot]",
-                                         "const float weight = weights ? weights[way]", 1), None),
-    "a row of its own number": (1, ("from = static_cast<long long>(tokens[blockIdx.x])",
-                                    "from = static_cast<long long>(blockIdx.x)", 2), "out of bounds: .* reads x"),
+    "who is dropped counts": (
+        1,
+        ("            if (slot < 0) continue;\n            sum", "            sum", 1),
+        "out of bounds: .* reads weights",
+    ),
+    "weights in the tokens' order": (
+        2,
+        (
+            "const float weight = weights ? weights[slot]",
+            "const float weight = weights ? weights[way]",
+            1,
+        ),
+        None,
+    ),
+    "a row of its own number": (
+        1,
+        (
+            "from = static_cast<long long>(tokens[blockIdx.x])",
+            "from = static_cast<long long>(blockIdx.x)",
+            2,
+        ),
+        "out of bounds: .* reads x",
+    ),
 }
 
 
@@ -149,5 +193,7 @@ def test_planted_mistakes(mistake, tmp_path, monkeypatch):
     version, change, says = MISTAKES[mistake]
     kernels = [kernel for kernel in SOURCE.kernels if "<float>" in kernel]
     monkeypatch.setattr(family, "SOURCE", planted(tmp_path, SOURCE, kernels, change))
-    with pytest.raises(KernelError if says else AssertionError, match=says or "Not equal to tolerance"):
+    with pytest.raises(
+        KernelError if says else AssertionError, match=says or "Not equal to tolerance"
+    ):
         check("cpu", "float32", (23, 6, 3, 33), version)

@@ -1,9 +1,13 @@
-"""8, 4 and 1 bits with scales: bit for bit the reference, what is lost bounded in float64, planted mistakes caught."""
+"""8, 4 and 1 bits with scales: bit for bit the reference, what is lost bounded in float64, planted
+mistakes caught."""
 
 import ml_dtypes
 import numpy as np
 import pytest
 from kernel_checks import close, needs_compiler, on_each_device, planted, there, wide
+
+from minidist.device.backend import to_host
+from minidist.errors import ConfigError, DtypeError, KernelError, ShapeError
 from minidist.kernels import on_cpu
 from minidist.kernels import quantise as family
 from minidist.kernels.quantise import (
@@ -23,19 +27,17 @@ from minidist.kernels.quantise import (
     restore_signs,
 )
 
-from minidist.device.backend import to_host
-from minidist.errors import ConfigError, DtypeError, KernelError, ShapeError
-
 COUNTS = [1, 2, 131, 9 * GROUP - 3]
 
 
 def drawn(count, kind, bits=8):
-    """The scale is 1, and every sixteenth lies between two codes; then a group of zeros, one of tiny numbers."""
+    """The scale is 1, and every sixteenth lies between two codes; then a group of zeros, one of
+    tiny numbers."""
     x = np.random.default_rng(0).normal(size=count)
     x[::16] = np.round(x[::16]) + 0.5
     x[::GROUP] = LARGEST[bits]
-    x[GROUP:2 * GROUP] = 0
-    x[2 * GROUP:3 * GROUP] *= 1e-44
+    x[GROUP : 2 * GROUP] = 0
+    x[2 * GROUP : 3 * GROUP] *= 1e-44
     return x.astype(kind)
 
 
@@ -43,7 +45,11 @@ def unpacked(codes, count, bits):
     """Codes one a byte."""
     if bits == 8:
         return codes
-    halves = np.stack([codes.view(np.uint8) & 15, codes.view(np.uint8) >> 4], axis=1).reshape(-1).astype(np.int8)
+    halves = (
+        np.stack([codes.view(np.uint8) & 15, codes.view(np.uint8) >> 4], axis=1)
+        .reshape(-1)
+        .astype(np.int8)
+    )
     assert not halves[count:].any()
     return np.where(halves > 7, halves - 16, halves)[:count]
 
@@ -51,7 +57,7 @@ def unpacked(codes, count, bits):
 @pytest.mark.parametrize("bits", LARGEST)
 def test_the_reference_loses_half_a_step(bits):
     x = drawn(700, np.float64, bits)
-    x[2 * GROUP:3 * GROUP] *= 1e38                                # a scale that float32 has
+    x[2 * GROUP : 3 * GROUP] *= 1e38  # a scale that float32 has
     codes, scales = quantise_reference(x, bits)
     lost = np.abs(restore_reference(codes, scales.astype(np.float64)) - x)
     assert (lost <= np.repeat(scales, GROUP)[:700] * (0.5 + 1e-5)).all()
@@ -74,7 +80,9 @@ def check(device, kind, count, bits, version):
         y = restore(codes, scales, count, bits=bits, dtype=kind)
     np.testing.assert_array_equal(to_host(scales), want_scales)
     np.testing.assert_array_equal(unpacked(to_host(codes), count, bits), want)
-    np.testing.assert_array_equal(wide(y), restore_reference(want, want_scales).astype(kind).astype(np.float64))
+    np.testing.assert_array_equal(
+        wide(y), restore_reference(want, want_scales).astype(kind).astype(np.float64)
+    )
 
 
 @on_each_device
@@ -126,10 +134,10 @@ def test_inf_and_nan_spoil_their_group_alone(version, bad, device):
     (placed,) = there(device, x)
     for bits in LARGEST:
         y = wide(restore(*quantise(placed, bits=bits, version=version), x.size, bits=bits))
-        assert np.isnan(y[SIGNS_GROUP:SIGNS_GROUP + GROUP]).all()
+        assert np.isnan(y[SIGNS_GROUP : SIGNS_GROUP + GROUP]).all()
         np.testing.assert_array_equal(np.delete(y, slice(SIGNS_GROUP, SIGNS_GROUP + GROUP)), 1)
     y = wide(restore_signs(*pack_signs(placed, version=min(version, 2)), x.size))
-    assert not np.isfinite(y[SIGNS_GROUP:2 * SIGNS_GROUP]).any()
+    assert not np.isfinite(y[SIGNS_GROUP : 2 * SIGNS_GROUP]).any()
     np.testing.assert_array_equal(np.delete(y, slice(SIGNS_GROUP, 2 * SIGNS_GROUP)), 1)
 
 
@@ -142,13 +150,23 @@ def test_bytes_moved_and_errors():
             pack_signs(x, version=min(version, 2))
         assert [s.loads.bytes for s in seen] == [x.nbytes * (2 if version == 1 else 1), x.nbytes]
         assert [s.stores.bytes for s in seen] == [x.size + x.size // GROUP * 4, x.size // 8 + 8]
-        assert seen[0].loads.sectors == {1: 2 * x.size, 2: 2 * x.nbytes // 32, 3: x.nbytes // 32}[version]
+        assert (
+            seen[0].loads.sectors
+            == {1: 2 * x.size, 2: 2 * x.nbytes // 32, 3: x.nbytes // 32}[version]
+        )
     for launcher in (lambda x: quantise(x, bits=4), pack_signs):
         assert [part.size for part in launcher(x[:0])] == [0, 0]
         with pytest.raises(DtypeError, match="no kernel for float16"):
             launcher(x.astype(np.float16))
-    assert restore(*quantise(x[:0], bits=4), 0, bits=4).size == restore_signs(*pack_signs(x[:0]), 0).size == 0
-    assert restore(*quantise(x[1:], bits=4), 2047, bits=4, dtype="bfloat16").dtype == ml_dtypes.bfloat16
+    assert (
+        restore(*quantise(x[:0], bits=4), 0, bits=4).size
+        == restore_signs(*pack_signs(x[:0]), 0).size
+        == 0
+    )
+    assert (
+        restore(*quantise(x[1:], bits=4), 2047, bits=4, dtype="bfloat16").dtype
+        == ml_dtypes.bfloat16
+    )
     with pytest.raises(KernelError, match="take version 2"):
         quantise(x[1:], bits=8, version=3)
     with pytest.raises(ConfigError, match="choose 8 or 4"):
@@ -160,13 +178,31 @@ def test_bytes_moved_and_errors():
 
 
 MISTAKES = {
-    "the halves of a byte change places": ("quantise_v2", 4, ("(low & 15) | (high & 15) << 4",
-                                                              "(high & 15) | (low & 15) << 4", 1), None),
-    "ties go up": ("quantise_v1", 8, ("rintf(quotient(x, scale))", "floorf(quotient(x, scale) + 0.5f)", 1), None),
-    "the end is not watched": ("quantise_v3", 8, ("whole = i + 4 <= count;", "whole = i < count;", 1),
-                               "out of bounds: .* x"),
+    "the halves of a byte change places": (
+        "quantise_v2",
+        4,
+        ("(low & 15) | (high & 15) << 4", "(high & 15) | (low & 15) << 4", 1),
+        None,
+    ),
+    "ties go up": (
+        "quantise_v1",
+        8,
+        ("rintf(quotient(x, scale))", "floorf(quotient(x, scale) + 0.5f)", 1),
+        None,
+    ),
+    "the end is not watched": (
+        "quantise_v3",
+        8,
+        ("whole = i + 4 <= count;", "whole = i < count;", 1),
+        "out of bounds: .* x",
+    ),
     "four bits without a sign": ("quantise_v1", 4, ("& 15) ^ 8) - 8", "& 15) ^ 8) ^ 8", 1), None),
-    "a vote of those who are there": ("pack_signs_v2", 1, ("to_float(x[i]) : -1.0f", "to_float(x[i]) : 1.0f", 1), None),
+    "a vote of those who are there": (
+        "pack_signs_v2",
+        1,
+        ("to_float(x[i]) : -1.0f", "to_float(x[i]) : 1.0f", 1),
+        None,
+    ),
 }
 
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from kernel_checks import KINDS, needs_compiler, on_each_device, there
-from minidist.kernels import on_cpu
-from minidist.kernels.ring_add import VERSIONS, ring_add, ring_add_reference
 
 from minidist.device.backend import to_host
 from minidist.errors import ConfigError, KernelError, ShapeError
+from minidist.kernels import on_cpu
+from minidist.kernels.ring_add import VERSIONS, ring_add, ring_add_reference
 
 
 @on_each_device
@@ -28,8 +28,12 @@ def test_each_version_is_the_reference(version, kind, n, device):
     np.testing.assert_array_equal(to_host(total), want)
     wide = ring_add_reference(incoming, own.astype(np.float64))
     for rounded in (out, a):
-        np.testing.assert_allclose(to_host(rounded).astype(np.float64), wide, rtol=bound * 1.01, atol=1e-7)
-        np.testing.assert_array_equal(to_host(rounded).astype(np.float32), want.astype(dtype).astype(np.float32))
+        np.testing.assert_allclose(
+            to_host(rounded).astype(np.float64), wide, rtol=bound * 1.01, atol=1e-7
+        )
+        np.testing.assert_array_equal(
+            to_host(rounded).astype(np.float32), want.astype(dtype).astype(np.float32)
+        )
     np.testing.assert_array_equal(to_host(b), ring_add_reference(to_host(out), own))
 
 
@@ -48,9 +52,16 @@ def test_bytes_moved(version):
     incoming, own = np.zeros(512, np.float16), np.zeros(512, np.float32)
     with on_cpu.watch(count=True) as seen:
         ring_add(incoming, own, outgoing=np.empty_like(incoming), version=version)
-        ring_add(incoming, own, outgoing=np.empty_like(incoming), total=np.empty_like(own), version=version)
+        ring_add(
+            incoming,
+            own,
+            outgoing=np.empty_like(incoming),
+            total=np.empty_like(own),
+            version=version,
+        )
     assert [s.loads.bytes + s.stores.bytes for s in seen] == [512 * 8, 512 * 12]
-    times = {1: 1, 2: 2}[version]      # two packs of floats a thread: each sector is asked for twice, then cached
+    # two packs of floats a thread: each sector is asked for twice, then cached
+    times = {1: 1, 2: 2}[version]
     assert seen[0].loads.sectors == (incoming.nbytes + times * own.nbytes) // 32
 
 

@@ -1,13 +1,14 @@
-"""Rotary positions: the reference against differences and ops.rotary, each version against it in float64."""
+"""Rotary positions: the reference against differences and ops.rotary, each version against it in
+float64."""
 
 import numpy as np
 import pytest
 from kernel_checks import KINDS, check_gradient, close, needs_compiler, on_each_device, there
-from minidist.kernels import on_cpu
-from minidist.kernels.rotary import VERSIONS, rotary, rotary_gradient, rotary_reference
 
 from minidist.autograd import ops
 from minidist.errors import KernelError, ShapeError
+from minidist.kernels import on_cpu
+from minidist.kernels.rotary import VERSIONS, rotary, rotary_gradient, rotary_reference
 
 
 def angles(tokens, width, base=10000.0):
@@ -18,8 +19,12 @@ def angles(tokens, width, base=10000.0):
 def test_the_reference_is_the_difference_and_the_op():
     rng = np.random.default_rng(0)
     x, dy, (cos, sin) = rng.normal(size=(2, 3, 4)), rng.normal(size=(2, 3, 4)), angles(3, 4)
-    check_gradient(lambda x: rotary_reference(x, cos, sin), [rotary_reference(dy, cos, -sin)], (x,), dy)
-    np.testing.assert_allclose(rotary_reference(x, cos, sin), ops.rotary(x, np.arange(3)).data, rtol=1e-12)
+    check_gradient(
+        lambda x: rotary_reference(x, cos, sin), [rotary_reference(dy, cos, -sin)], (x,), dy
+    )
+    np.testing.assert_allclose(
+        rotary_reference(x, cos, sin), ops.rotary(x, np.arange(3)).data, rtol=1e-12
+    )
 
 
 @on_each_device
@@ -47,7 +52,7 @@ def test_bytes_moved_and_errors():
     for version in VERSIONS:
         with on_cpu.watch(count=True) as seen:
             rotary(x, cos, sin, version=version)
-        assert seen[0].loads.bytes == 2 * x.nbytes               # x, and an angle's cos and sin for each pair
+        assert seen[0].loads.bytes == 2 * x.nbytes  # x, and an angle's cos and sin for each pair
         assert seen[0].stores.bytes == x.nbytes
         assert seen[0].stores.sectors == x.nbytes // 32
     assert rotary(x[:0], cos, sin).shape == (0, 8, 32)

@@ -1,10 +1,13 @@
-"""Softmax and its gradient: the reference against differences, every version on the CPU build against it in float64."""
+"""Softmax and its gradient: the reference against differences, every version on the CPU build
+against it in float64."""
 
 import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from minidist.errors import KernelError, ShapeError
 from minidist.kernels import on_cpu
 from minidist.kernels.softmax import (
     VERSIONS,
@@ -14,10 +17,14 @@ from minidist.kernels.softmax import (
     softmax_reference,
 )
 
-from minidist.errors import KernelError, ShapeError
-
-needs_compiler = pytest.mark.skipif(on_cpu.compiler() is None, reason="no C++ compiler (g++) on this machine")
-KINDS = {"float32": (np.float32, 2e-7), "float16": (np.float16, 6e-4), "bfloat16": (ml_dtypes.bfloat16, 5e-3)}
+needs_compiler = pytest.mark.skipif(
+    on_cpu.compiler() is None, reason="no C++ compiler (g++) on this machine"
+)
+KINDS = {
+    "float32": (np.float32, 2e-7),
+    "float16": (np.float16, 6e-4),
+    "bfloat16": (ml_dtypes.bfloat16, 5e-3),
+}
 
 
 def test_the_reference_gradient_is_the_difference():
@@ -27,19 +34,25 @@ def test_the_reference_gradient_is_the_difference():
     for place in np.ndindex(x.shape):
         moved = np.zeros_like(x)
         moved[place] = step
-        difference = ((softmax_reference(x + moved) - softmax_reference(x - moved)) * dy).sum() / (2 * step)
+        difference = ((softmax_reference(x + moved) - softmax_reference(x - moved)) * dy).sum() / (
+            2 * step
+        )
         np.testing.assert_allclose(dx[place], difference, rtol=1e-6, atol=1e-9)
 
 
 @needs_compiler
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", KINDS)
-@given(rows=st.integers(1, 9), columns=st.sampled_from([1, 2, 31, 33, 128, 129, 264, 1000]),
-       spread=st.sampled_from([1.0, 30.0]), seed=st.integers(0, 99))
+@given(
+    rows=st.integers(1, 9),
+    columns=st.sampled_from([1, 2, 31, 33, 128, 129, 264, 1000]),
+    spread=st.sampled_from([1.0, 30.0]),
+    seed=st.integers(0, 99),
+)
 @settings(max_examples=4)
 def test_each_version_is_the_reference(version, kind, rows, columns, spread, seed):
     dtype, bound = KINDS[kind]
-    columns = columns if version < 3 else -(-columns // 8) * 8                # packs
+    columns = columns if version < 3 else -(-columns // 8) * 8  # packs
     rng = np.random.default_rng(seed)
     x, dy = ((rng.normal(size=(rows, columns)) * scale).astype(dtype) for scale in (spread, 1.0))
     with on_cpu.watch(seed=seed):
@@ -49,14 +62,19 @@ def test_each_version_is_the_reference(version, kind, rows, columns, spread, see
     want = softmax_reference(x.astype(np.float64))
     np.testing.assert_allclose(y.astype(np.float64), want, rtol=bound * 20, atol=bound)
     wide_y, wide_dy = y.astype(np.float64), dy.astype(np.float64)
-    np.testing.assert_allclose(dx.astype(np.float64), softmax_gradient_reference(wide_y, wide_dy), rtol=bound * 4,
-                               atol=bound * np.abs(wide_dy).max())
+    np.testing.assert_allclose(
+        dx.astype(np.float64),
+        softmax_gradient_reference(wide_y, wide_dy),
+        rtol=bound * 4,
+        atol=bound * np.abs(wide_dy).max(),
+    )
 
 
 @needs_compiler
 @pytest.mark.parametrize("version", VERSIONS)
 def test_edges(version):
-    """-inf alone gives zeros, some -inf gives zeros there, huge numbers do not overflow, NaN stays in its row."""
+    """-inf alone gives zeros, some -inf gives zeros there, huge numbers do not overflow, NaN stays
+    in its row."""
     x = np.zeros((5, 40), np.float32)
     x[0], x[1, ::2], x[2], x[3, 17] = -np.inf, -np.inf, 3e38, np.nan
     y = softmax(x, version=version)
@@ -84,8 +102,12 @@ def test_shapes():
 @needs_compiler
 def test_the_fastest_version_is_one_that_fits():
     x = np.zeros(4 * 8 + 1, np.float32)
-    for version, fitting in ((3, x[:32].reshape(4, 8)), (2, x[1:].reshape(4, 8)), (2, np.zeros((4, 9), np.float32))):
-        with on_cpu.watch() as seen:                                # the second begins 4 bytes late
+    for version, fitting in (
+        (3, x[:32].reshape(4, 8)),
+        (2, x[1:].reshape(4, 8)),
+        (2, np.zeros((4, 9), np.float32)),
+    ):
+        with on_cpu.watch() as seen:  # the second begins 4 bytes late
             softmax(fitting)
         assert seen[0].kernel == f"softmax_v{version}<float>"
     with pytest.raises(KernelError, match="take version 2"):
@@ -94,9 +116,14 @@ def test_the_fastest_version_is_one_that_fits():
 
 @needs_compiler
 def test_bytes_moved():
-    """What the header of softmax.cu says of each rung: reads of x, and whether a warp's sectors are full."""
+    """What the header of softmax.cu says of each rung: reads of x, and whether a warp's sectors are
+    full."""
     x = np.zeros((32, 256), np.float32)
-    for version, reads, sectors_a_read in ((1, 3, x.size), (2, 3, x.nbytes // 32), (3, 2, x.nbytes // 32)):
+    for version, reads, sectors_a_read in (
+        (1, 3, x.size),
+        (2, 3, x.nbytes // 32),
+        (3, 2, x.nbytes // 32),
+    ):
         with on_cpu.watch(count=True) as seen:
             softmax(x, version=version)
         loads, stores = seen[0].loads, seen[0].stores

@@ -1,6 +1,7 @@
 """Compilers speak the language in which their errors are looked for."""
 
 import pytest
+
 from minidist.kernels import tools
 
 

@@ -1,4 +1,5 @@
-"""Addresses of hosts: IPv6 as well as IPv4, and names that mean either; what leads nowhere is refused at once."""
+"""Addresses of hosts: IPv6 as well as IPv4, and names that mean either; what leads nowhere is
+refused at once."""
 
 import errno
 import re
@@ -40,9 +41,31 @@ on_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6")
 def test_two_nodes_meet_at_an_ipv6_address(address):
     port = free_port()
     with nothing_left() as environment:
-        jobs = [start([sys.executable, "-m", "minidist", "launch", "-n", "1", "--nnodes", "2", "--node-rank", str(node),
-                       "--master-addr", address, "--master-port", port, JOB, "ok"], environment,
-                      MINIDIST_TOKEN=TOKEN.decode()) for node in range(2)]
+        jobs = [
+            start(
+                [
+                    sys.executable,
+                    "-m",
+                    "minidist",
+                    "launch",
+                    "-n",
+                    "1",
+                    "--nnodes",
+                    "2",
+                    "--node-rank",
+                    str(node),
+                    "--master-addr",
+                    address,
+                    "--master-port",
+                    port,
+                    JOB,
+                    "ok",
+                ],
+                environment,
+                MINIDIST_TOKEN=TOKEN.decode(),
+            )
+            for node in range(2)
+        ]
         done = [finish(job) for job in jobs]
     assert [(one.returncode, one.stderr) for one in done] == [(0, "")] * 2
     assert done[1].stdout == "hello from 1 of 2 over tcp\ngoodbye from 1\n"
@@ -82,16 +105,26 @@ def test_the_plain_transport_connects_by_ipv6():
 
     met = {}
     with nothing_left(), ThreadPoolExecutor(2) as pool:
-        for transport in pool.map(lambda rank: plain_tcp.connect(Link(rank), TOKEN, SOON, host="::1"), range(2)):
+        for transport in pool.map(
+            lambda rank: plain_tcp.connect(Link(rank), TOKEN, SOON, host="::1"), range(2)
+        ):
             transport.close()
 
 
-@pytest.mark.parametrize(("text", "plain"), [("a", "a"), ("10.0.0.1", "10.0.0.1"), ("::1", "::1"),
-                                              ("[fd00::1]", "fd00::1")])
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [("a", "a"), ("10.0.0.1", "10.0.0.1"), ("::1", "::1"), ("[fd00::1]", "fd00::1")],
+)
 def test_brackets_are_no_part_of_an_address(text, plain):
     assert plain_address(text) == plain
-    variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": text,
-                 "MASTER_PORT": "29500"}
+    variables = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": text,
+        "MASTER_PORT": "29500",
+    }
     assert detect(variables).master_addr == plain
 
 
@@ -103,7 +136,9 @@ def test_a_link_local_address_is_refused_at_once(text):
 
 
 def test_an_address_of_no_card_here_is_told_as_that():
-    with pytest.raises(LaunchError, match=r"cannot listen on \[2001:db8::1\]:\d+ .* address of this host") as caught:
+    with pytest.raises(
+        LaunchError, match=r"cannot listen on \[2001:db8::1\]:\d+ .* address of this host"
+    ) as caught:
         listen("2001:db8::1", 29500)
     assert "another job" not in str(caught.value)
 
@@ -118,7 +153,9 @@ def test_a_host_without_a_way_there_waits_for_nothing(number, monkeypatch):
         raise OSError(getattr(errno, number), "no way")
 
     monkeypatch.setattr(socket, "create_connection", fail)
-    with pytest.raises(TimeoutError, match=r"at \[fd00::9\]:29500 and this host has no way there \(.*no way"):
+    with pytest.raises(
+        TimeoutError, match=r"at \[fd00::9\]:29500 and this host has no way there \(.*no way"
+    ):
         MonitorClient(("fd00::9", 29500), TOKEN, 0, 1, limit=SOON)
     assert len(called) == 1
 

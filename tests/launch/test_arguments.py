@@ -1,4 +1,5 @@
-"""What md.run and md.init are given: a value that cannot be meant is refused in one line, before anything starts."""
+"""What md.run and md.init are given: a value that cannot be meant is refused in one line, before
+anything starts."""
 
 import math
 import os
@@ -52,7 +53,7 @@ def test_what_names_no_transport_or_is_no_function_is_one_line() -> None:
     for value in (*WORDS, Odd()):
         assert "transport" in refused(transport=value)
     with pytest.raises(LaunchError, match=r"run\('rank'\): a function is expected"):
-        md.run("rank", size=2)      # type: ignore[arg-type]
+        md.run("rank", size=2)  # type: ignore[arg-type]
 
 
 def test_what_init_cannot_take_is_one_line() -> None:
@@ -62,18 +63,20 @@ def test_what_init_cannot_take_is_one_line() -> None:
                 md.init(**{name: value})
     for value in {*map(str, COUNTS[:6])} | {2.5, -1, 0, True}:
         with pytest.raises(LaunchError, match=r"init\(threads="):
-            md.init(threads=value)      # type: ignore[arg-type]
+            md.init(threads=value)  # type: ignore[arg-type]
     md.init()
     for value in WORDS[1:]:
         with pytest.raises(LaunchError, match="transport"):
-            md.init(transport=value)    # type: ignore[arg-type]
+            md.init(transport=value)  # type: ignore[arg-type]
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    assert md.run(rank, size=np.int64(2), limit=np.float32(20)) == [0, 1]     # type: ignore[arg-type]
+    assert md.run(rank, size=np.int64(2), limit=np.float32(20)) == [0, 1]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "auto", "tcp", "shm", "plain-tcp", "mpi"])
+@pytest.mark.parametrize(
+    "transport", ["threads", "threads-unbuffered", "auto", "tcp", "shm", "plain-tcp", "mpi"]
+)
 def test_init_inside_of_run_returns_the_world_of_the_run(transport: str) -> None:
     assert md.run(rank_and_init, size=2, transport=transport) == [[True, 2, 0], [True, 2, 1]]
 
@@ -101,15 +104,25 @@ def test_run_where_stdout_and_stderr_are_none(monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", None)
         patch.setattr(sys, "stderr", None)
-        found = [md.run(rank, size=2, transport=transport) for transport in ("threads", "tcp", "shm")]
+        found = [
+            md.run(rank, size=2, transport=transport) for transport in ("threads", "tcp", "shm")
+        ]
     assert found == [[0, 1]] * 3
 
 
-@pytest.mark.parametrize(("left", "size", "helpers", "told"), [
-    (100, 4, 0, ""), (100, 32, 0, "run\\(size=32\\) needs about 260 MiB of address space .* leaves 100 MiB"),
-    (60, 4, 3, ""), (59, 4, 3, "needs about 60 MiB"), (-5, 1, 0, "leaves 0 MiB")])
+@pytest.mark.parametrize(
+    ("left", "size", "helpers", "told"),
+    [
+        (100, 4, 0, ""),
+        (100, 32, 0, "run\\(size=32\\) needs about 260 MiB of address space .* leaves 100 MiB"),
+        (60, 4, 3, ""),
+        (59, 4, 3, "needs about 60 MiB"),
+        (-5, 1, 0, "leaves 0 MiB"),
+    ],
+)
 def test_a_limit_of_address_space_is_told_before_a_thread_finds_no_room(
-        left: int, size: int, helpers: int, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: int, size: int, helpers: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limits = {resource.RLIMIT_AS: 1000 << 20, resource.RLIMIT_STACK: 8 << 20}
     monkeypatch.setattr(arguments.resource, "getrlimit", lambda what: (limits[what], -1))
     monkeypatch.setattr(arguments, "_address_space", lambda: (1000 - left) << 20)
@@ -122,15 +135,19 @@ def test_a_limit_of_address_space_is_told_before_a_thread_finds_no_room(
 
 @pytest.mark.parametrize("transport", ["threads", "tcp"])
 def test_run_under_a_limit_of_address_space(transport: str) -> None:
-    code = ("import resource, minidist as md, minidist.launch.forked, minidist.comm.transports.auto\n"
-            "now = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
-            "resource.setrlimit(resource.RLIMIT_AS, (now + (20 << 20), -1))\n"
-            f"md.run(lambda world: 1, size=4, transport={transport!r}, limit=20)\n")
+    code = (
+        "import resource, minidist as md, minidist.launch.forked, minidist.comm.transports.auto\n"
+        "now = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (now + (20 << 20), -1))\n"
+        f"md.run(lambda world: 1, size=4, transport={transport!r}, limit=20)\n"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "LaunchError: run(size=4) needs about" in done.stderr.splitlines()[-1]
 
 
-def test_a_system_that_refuses_a_thread_or_a_copy_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_refuses_a_thread_or_a_copy_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As under `ulimit -u`, which root is not subject to. Ranks that have begun are ended."""
     begin = threading.Thread.start
 
@@ -141,7 +158,9 @@ def test_a_system_that_refuses_a_thread_or_a_copy_is_one_line(monkeypatch: pytes
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
-        with pytest.raises(LaunchError, match="rank 2 of 4 cannot be started as a thread .can't start new thread."):
+        with pytest.raises(
+            LaunchError, match="rank 2 of 4 cannot be started as a thread .can't start new thread."
+        ):
             md.run(lambda world: world.barrier(), size=4)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("rank ")]
 
@@ -149,7 +168,10 @@ def test_a_system_that_refuses_a_thread_or_a_copy_is_one_line(monkeypatch: pytes
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "fork", fork)
-    with pytest.raises(LaunchError, match="this process cannot be copied for a rank .Resource temporarily unavailable"):
+    with pytest.raises(
+        LaunchError,
+        match="this process cannot be copied for a rank .Resource temporarily unavailable",
+    ):
         md.run(rank, size=2, transport="tcp")
 
 

@@ -1,4 +1,5 @@
-"""Ends that Python tells no exit handler of: os._exit, and a thread that never ends; and the ranks that are late."""
+"""Ends that Python tells no exit handler of: os._exit, and a thread that never ends; and the ranks
+that are late."""
 
 import re
 import sys
@@ -33,8 +34,19 @@ elif how != "late":
 
 def job(how, transport="shm", *, size=2, by=None):
     with nothing_left() as environment:
-        return finish(start([*(by or find_mpirun().command(size)), sys.executable, "-c", PROGRAM, how, transport],
-                            environment))
+        return finish(
+            start(
+                [
+                    *(by or find_mpirun().command(size)),
+                    sys.executable,
+                    "-c",
+                    PROGRAM,
+                    how,
+                    transport,
+                ],
+                environment,
+            )
+        )
 
 
 @pytest.mark.soak
@@ -44,17 +56,23 @@ def test_a_job_whose_rank_ends_by_os_exit_0_does_not_end_with_0_under_mpirun(how
     for size in (2, 3):
         done = job(how, transport, size=size)
         assert done.returncode != 0
-        assert re.search(r"^minidist: rank 1 \(process \d+ on \S+\) exited with status 0 without goodbye; the job ends",
-                         done.stderr, re.M)
+        assert re.search(
+            r"^minidist: rank 1 \(process \d+ on \S+\) exited with status 0 without goodbye; the job ends",
+            done.stderr,
+            re.M,
+        )
 
 
 @pytest.mark.soak
 def test_os_exit_after_the_goodbye_is_named_under_mpirun():
     done = job("late", size=3)
     assert done.returncode == 3
-    named, = re.findall(r"^minidist: .*", done.stderr, re.M)
-    assert re.fullmatch(r"minidist: rank 1 \(process \d+ on \S+\) exited with status 3 after its goodbye, before "
-                        "MPI_Finalize; most recent call first:", named)
+    (named,) = re.findall(r"^minidist: .*", done.stderr, re.M)
+    assert re.fullmatch(
+        r"minidist: rank 1 \(process \d+ on \S+\) exited with status 3 after its goodbye, before "
+        "MPI_Finalize; most recent call first:",
+        named,
+    )
     assert '\n  File "<string>", line 3 in <lambda>\n' in done.stderr
 
 
@@ -63,27 +81,58 @@ def test_os_exit_after_the_goodbye_is_named_under_mpirun():
 def test_a_thread_that_never_ends_is_named_and_ended(launcher, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    begin = (find_mpirun().command(2) if launcher == "mpirun" else
-             [sys.executable, "-m", "minidist", "launch", "-n", "2"])
+    begin = (
+        find_mpirun().command(2)
+        if launcher == "mpirun"
+        else [sys.executable, "-m", "minidist", "launch", "-n", "2"]
+    )
     with nothing_left() as environment:
-        done = finish(start([*begin, *[sys.executable] * (launcher == "mpirun"), str(program), "thread", "shm"],
-                            environment), limit=60)
+        done = finish(
+            start(
+                [*begin, *[sys.executable] * (launcher == "mpirun"), str(program), "thread", "shm"],
+                environment,
+            ),
+            limit=60,
+        )
     assert done.returncode == 1
-    assert re.search(r"rank 1 \(process \d+ on \S+\) has ended its program, but 6 s later its thread "
-                     r"'the one that stays' \(\S+:\d+\) still runs", done.stderr)
+    assert re.search(
+        r"rank 1 \(process \d+ on \S+\) has ended its program, but 6 s later its thread "
+        r"'the one that stays' \(\S+:\d+\) still runs",
+        done.stderr,
+    )
 
 
-@pytest.mark.parametrize(("slow", "busy", "says"), [
-    ([0, 1, 2], [1], "rank 1 had not ended 30 s after the last goodbye (ranks 0, 2 waited for that in MPI_Finalize)"),
-    ([1], [], "rank 1 had not ended 30 s after the last goodbye (ranks 0, 2 had)"),
-    ([0, 1, 2], [], "ranks 0, 1, 2 had not ended 30 s after the last goodbye")])
+@pytest.mark.parametrize(
+    ("slow", "busy", "says"),
+    [
+        (
+            [0, 1, 2],
+            [1],
+            "rank 1 had not ended 30 s after the last goodbye (ranks 0, 2 waited for that in "
+            "MPI_Finalize)",
+        ),
+        ([1], [], "rank 1 had not ended 30 s after the last goodbye (ranks 0, 2 had)"),
+        ([0, 1, 2], [], "ranks 0, 1, 2 had not ended 30 s after the last goodbye"),
+    ],
+)
 def test_only_ranks_that_hang_are_named(slow, busy, says):
     assert late(slow, 3, busy) == says
 
 
-@pytest.mark.parametrize("error", [FileNotFoundError(2, "nope", "/x/y"), OSError(18, "apart", "/a", None, "/b"),
-                                   OSError(5, "no file"), OSError("words alone")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(2, "nope", "/x/y"),
+        OSError(18, "apart", "/a", None, "/b"),
+        OSError(5, "no file"),
+        OSError("words alone"),
+    ],
+)
 def test_the_files_of_an_os_error_travel(error):
     came = rebuild(encode(error), 1)
     assert type(came) is type(error)
-    assert (came.filename, came.filename2, came.errno) == (error.filename, error.filename2, error.errno)
+    assert (came.filename, came.filename2, came.errno) == (
+        error.filename,
+        error.filename2,
+        error.errno,
+    )

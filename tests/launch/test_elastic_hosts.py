@@ -32,7 +32,7 @@ def test_a_host_that_carries_out_no_sigkill_is_lost(monkeypatch):
     host = SilentHost()
     process = RemoteProcess(host, 3)
     process.send_signal(signal.SIGTERM)
-    now[0] += 2 * KILL_LIMIT                # SIGTERM may be ignored as long as it likes
+    now[0] += 2 * KILL_LIMIT  # SIGTERM may be ignored as long as it likes
     process.send_signal(signal.SIGKILL)
     now[0] += KILL_LIMIT
     process.send_signal(signal.SIGKILL)
@@ -47,10 +47,24 @@ def test_a_host_that_carries_out_no_sigkill_is_lost(monkeypatch):
 
 def test_ctrl_c_while_hosts_connect_ends_at_once(tmp_path):
     """The command that is to reach the host never answers, and is gone afterwards."""
-    words = ["--hosts", "here:1,elsewhere:1", "--elastic", "1:2", "--ssh", "sh -c 'exec sleep 60'", "--quiet",
-             "--out", str(tmp_path / "run")]
-    job = subprocess.Popen([sys.executable, "-m", "minidist", "train", *words], stdout=subprocess.PIPE,
-                           stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    words = [
+        "--hosts",
+        "here:1,elsewhere:1",
+        "--elastic",
+        "1:2",
+        "--ssh",
+        "sh -c 'exec sleep 60'",
+        "--quiet",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    job = subprocess.Popen(
+        [sys.executable, "-m", "minidist", "train", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
         process, reaching = psutil.Process(job.pid), []
         deadline = time.monotonic() + 20

@@ -1,4 +1,5 @@
-"""run over processes of this machine: results in order, failures with their rank, nothing left over."""
+"""run over processes of this machine: results in order, failures with their rank, nothing left
+over."""
 
 import errno
 import os
@@ -33,11 +34,16 @@ def wait_for_the_others(world):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_results_come_in_rank_order(transport, size):
-    captured = {"anything": np.arange(size)}                # a closure: nothing is imported or pickled
+    captured = {"anything": np.arange(size)}  # a closure: nothing is imported or pickled
 
     def work(world, factor):
         total = world.all_reduce(np.full(2, float(world.rank)))
-        return {"rank": world.rank, "mine": captured["anything"] * factor, "total": total, "pair": (world.size, None)}
+        return {
+            "rank": world.rank,
+            "mine": captured["anything"] * factor,
+            "total": total,
+            "pair": (world.size, None),
+        }
 
     results = md.run(work, 10, size=size, transport=transport, limit=20)
     for rank, result in enumerate(results):
@@ -65,18 +71,21 @@ class Base(BaseException):
     pass
 
 
-@pytest.mark.parametrize(("error", "kind", "says"), [
-    (ValueError("boom"), ValueError, "rank 1: boom"),
-    (ShapeError("(2,) and (3,)"), ShapeError, r"rank 1: \(2,\) and"),
-    (ShapeError("world rank 1 of 2: no"), ShapeError, "^world rank 1 of 2: no$"),
-    (KeyError("name"), KeyError, "name"),
-    (OSError(2, "No such file"), FileNotFoundError, "No such file"),
-    (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), UnicodeDecodeError, "bad"),
-    (Own("mine"), RuntimeError, r"rank 1: .*Own: mine"),
-    (Base("mine"), RuntimeError, r"rank 1: .*Base: mine"),
-    (Mute("mine"), RuntimeError, r"rank 1: .*Mute: <its str\(\) raised OSError>"),
-    (ValueError("\ud800"), ValueError, r"rank 1: \\ud800"),
-])
+@pytest.mark.parametrize(
+    ("error", "kind", "says"),
+    [
+        (ValueError("boom"), ValueError, "rank 1: boom"),
+        (ShapeError("(2,) and (3,)"), ShapeError, r"rank 1: \(2,\) and"),
+        (ShapeError("world rank 1 of 2: no"), ShapeError, "^world rank 1 of 2: no$"),
+        (KeyError("name"), KeyError, "name"),
+        (OSError(2, "No such file"), FileNotFoundError, "No such file"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), UnicodeDecodeError, "bad"),
+        (Own("mine"), RuntimeError, r"rank 1: .*Own: mine"),
+        (Base("mine"), RuntimeError, r"rank 1: .*Base: mine"),
+        (Mute("mine"), RuntimeError, r"rank 1: .*Mute: <its str\(\) raised OSError>"),
+        (ValueError("\ud800"), ValueError, r"rank 1: \\ud800"),
+    ],
+)
 def test_the_first_failure_keeps_its_type_and_names_its_rank(error, kind, says):
     def work(world):
         if world.rank == 1:
@@ -91,12 +100,16 @@ def test_the_first_failure_keeps_its_type_and_names_its_rank(error, kind, says):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(("end", "how"), [
-    (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
-    (lambda: sys.exit(3), "exited with status 3"),
-    (lambda: sys.exit(256), "exited with status 256"),
-    (lambda: os._exit(0), "exited with status 0 without goodbye"),
-], ids=["kill", "exit", "exit 256", "_exit"])
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
+        (lambda: sys.exit(3), "exited with status 3"),
+        (lambda: sys.exit(256), "exited with status 256"),
+        (lambda: os._exit(0), "exited with status 0 without goodbye"),
+    ],
+    ids=["kill", "exit", "exit 256", "_exit"],
+)
 def test_a_rank_that_dies_is_named_with_how_it_went(transport, end, how):
     def work(world):
         wait_for_the_others(world)
@@ -113,6 +126,7 @@ def test_a_rank_that_dies_is_named_with_how_it_went(transport, end, how):
 
 def test_every_survivor_learns_who_died():
     """Rank 3 waits for rank 2, which waits for rank 1, which dies: rank 3 hears of rank 1."""
+
     def work(world, folder):
         try:
             if world.rank == 1:
@@ -124,6 +138,7 @@ def test_every_survivor_learns_who_died():
             raise
 
     import tempfile
+
     with tempfile.TemporaryDirectory() as folder:
         with pytest.raises(PeerLostError):
             md.run(work, folder, size=4, transport="shm", limit=20)
@@ -148,15 +163,21 @@ def test_a_rank_that_ignores_the_end_is_ended():
 
 
 def test_the_limit_names_who_had_not_ended(monkeypatch):
-    """The parent's clock goes on to the limit when two of four results have come, however long that took."""
+    """The parent's clock goes on to the limit when two of four results have come, however long that
+    took."""
+
     def work(world):
         if world.rank in (1, 3):
             time.sleep(60)
         return world.rank
 
     came, note = [], forked.ForkedJob._note
-    monkeypatch.setattr(forked.ForkedJob, "_note", lambda job, *result: (note(job, *result), came.append(result)))
-    monkeypatch.setattr(forked, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 20 * (len(came) > 1)))
+    monkeypatch.setattr(
+        forked.ForkedJob, "_note", lambda job, *result: (note(job, *result), came.append(result))
+    )
+    monkeypatch.setattr(
+        forked, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 20 * (len(came) > 1))
+    )
     with pytest.raises(TimeoutError, match=r"2 of 4 ranks had not ended after 20 s: rank 1, 3"):
         md.run(work, size=4, transport="tcp", limit=20)
 
@@ -178,9 +199,14 @@ def test_forking_hides_no_other_warning():
     assert warnings.filters == filters
 
 
-@pytest.mark.parametrize(("transport", "says"), [
-    ("tpc", "did you mean 'tcp'"), ("carrier pigeon", "choose from threads"),
-    ("sim", "no transport 'sim'")])     # a simulated job is md.simulate, and no transport
+@pytest.mark.parametrize(
+    ("transport", "says"),
+    [
+        ("tpc", "did you mean 'tcp'"),
+        ("carrier pigeon", "choose from threads"),
+        ("sim", "no transport 'sim'"),
+    ],
+)  # a simulated job is md.simulate, and no transport
 def test_a_transport_that_is_not_there(transport, says):
     with pytest.raises(LaunchError, match=says):
         md.run(wait_for_the_others, size=2, transport=transport)
@@ -192,8 +218,13 @@ def test_256_ranks_join_add_up_and_leave(transport):
     """Within 120 s on two cores; more than that are not tried."""
     start = time.monotonic()
     with nothing_left():
-        results = forked.run_forked(lambda world: float(world.all_reduce(float(world.rank))), (), size=256,
-                             transport=transport, limit=120)
+        results = forked.run_forked(
+            lambda world: float(world.all_reduce(float(world.rank))),
+            (),
+            size=256,
+            transport=transport,
+            limit=120,
+        )
     assert set(results) == {256 * 255 / 2}
     assert time.monotonic() - start < 120
 
@@ -217,5 +248,8 @@ def test_a_system_without_files_for_all_ranks_is_one_line(monkeypatch):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr("minidist.launch.forked.tempfile.TemporaryFile", refuse)
-    with nothing_left(), pytest.raises(LaunchError, match="cannot start 4 ranks: Too many open files; let `ulimit"):
+    with (
+        nothing_left(),
+        pytest.raises(LaunchError, match="cannot start 4 ranks: Too many open files; let `ulimit"),
+    ):
         md.run(lambda world: None, size=4, transport="tcp")

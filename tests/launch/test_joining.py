@@ -39,7 +39,9 @@ def connect(monitor, rank, size):
     return MonitorClient(monitor.place.address, monitor.place.token, rank, size, limit=10, grace=60)
 
 
-def test_rank_0_may_end_with_the_last_goodbye_and_the_monitor_process_with_the_last_rank(monkeypatch):
+def test_rank_0_may_end_with_the_last_goodbye_and_the_monitor_process_with_the_last_rank(
+    monkeypatch,
+):
     monitor = MonitorProcess(2, TOKEN)
     ranks = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     with monkeypatch.context() as patch:
@@ -48,7 +50,7 @@ def test_rank_0_may_end_with_the_last_goodbye_and_the_monitor_process_with_the_l
     with ThreadPoolExecutor(2) as pool:
         met = list(pool.map(lambda link: link.meet({"rank": link.world_rank}), links))
     assert met == [[{"rank": 0}, {"rank": 1}]] * 2
-    links[0].goodbye()                              # rank 0 ends first: the monitor stays for the others
+    links[0].goodbye()  # rank 0 ends first: the monitor stays for the others
     time.sleep(0.3)
     assert monitor._process.poll() is None
     links[1].goodbye()
@@ -64,15 +66,24 @@ def test_rank_0_may_end_with_the_last_goodbye_and_the_monitor_process_with_the_l
 def test_a_monitor_process_ends_when_rank_0_is_gone_and_says_so(capfd):
     monitor = MonitorProcess(2, TOKEN)
     link = connect(monitor, 1, 2)
-    connect(monitor, 0, 2).close()                  # no goodbye
+    connect(monitor, 0, 2).close()  # no goodbye
     assert link.wait_for_loss(SOON).world_rank == 0
     link.close()
     monitor.close()
     assert "minidist: rank 0 (process" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("late", "way"), [(False, "SIGKILL"), (True, "SIGSTOP"), *(
-    pytest.param(*case, marks=pytest.mark.soak) for case in ((False, "SIGSTOP"), (True, "SIGKILL")))])
+@pytest.mark.parametrize(
+    ("late", "way"),
+    [
+        (False, "SIGKILL"),
+        (True, "SIGSTOP"),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in ((False, "SIGSTOP"), (True, "SIGKILL"))
+        ),
+    ],
+)
 def test_a_monitor_process_that_is_killed_or_frozen_ends_the_job_and_is_named(late, way, capfd):
     """`late`: after the goodbye, where rank 0 would wait for it for ever."""
     monitor = MonitorProcess(2, TOKEN, patience=0.1)
@@ -81,11 +92,17 @@ def test_a_monitor_process_that_is_killed_or_frozen_ends_the_job_and_is_named(la
         links[0].goodbye()
     monitor._process.send_signal(getattr(signal, way))
     if not late:
-        assert links[1].wait_for_loss(SOON).how.startswith("lost its connection to the job's monitor")
+        assert (
+            links[1].wait_for_loss(SOON).how.startswith("lost its connection to the job's monitor")
+        )
     monitor.close()
-    how = {"SIGKILL": "was killed by SIGKILL", "SIGSTOP": r"was frozen \(stopped\), and is killed"}[way]
-    assert re.fullmatch(rf"minidist: the job's monitor \(process {monitor._process.pid} on \S+\) {how}\n",
-                        capfd.readouterr().err)
+    how = {"SIGKILL": "was killed by SIGKILL", "SIGSTOP": r"was frozen \(stopped\), and is killed"}[
+        way
+    ]
+    assert re.fullmatch(
+        rf"minidist: the job's monitor \(process {monitor._process.pid} on \S+\) {how}\n",
+        capfd.readouterr().err,
+    )
     for link in links:
         link.close()
 
@@ -100,19 +117,31 @@ def test_a_monitor_process_that_dies_at_its_start_is_named_to_the_ranks_that_com
         zero = pool.submit(joining._connect_to_own, launch, monitor, 3 * SOON)
         while not monitor.loss and not zero.done():
             time.sleep(0.01)
-        one = connect(monitor, 1, 2)                # patient: it cannot know that a monitor was there
+        one = connect(monitor, 1, 2)  # patient: it cannot know that a monitor was there
         assert one.wait_for_loss(SOON).how == monitor.loss.how
         one.close()
-        with pytest.raises(PeerLostError, match=rf"the job's monitor \(process {monitor._process.pid} on \S+\) was"):
+        with pytest.raises(
+            PeerLostError, match=rf"the job's monitor \(process {monitor._process.pid} on \S+\) was"
+        ):
             zero.result(SOON)
     assert "minidist: the job's monitor (process" in capfd.readouterr().err
 
 
 def test_a_monitor_that_is_gone_is_waited_for_by_no_rank_that_knows_of_it():
-    with nobodys_port() as address, pytest.raises(PeerLostError, match="rank 1 finds the job's monitor at .* gone"):
+    with (
+        nobodys_port() as address,
+        pytest.raises(PeerLostError, match="rank 1 finds the job's monitor at .* gone"),
+    ):
         MonitorClient(address, TOKEN, 1, 2, limit=SOON, begun=True)
     with nobodys_port() as (_, port), pytest.raises(PeerLostError, match="gone"):
-        connect_to_any(["127.0.0.1", "127.0.0.2"], port, TOKEN, Launch(world_rank=1, world_size=2), SOON, begun=True)
+        connect_to_any(
+            ["127.0.0.1", "127.0.0.2"],
+            port,
+            TOKEN,
+            Launch(world_rank=1, world_size=2),
+            SOON,
+            begun=True,
+        )
 
 
 @pytest.mark.parametrize("when", ["at its start", "connected"])
@@ -120,7 +149,7 @@ def test_a_node_agent_that_dies_ends_the_job(when, capfd):
     monitor = MonitorProcess(2, TOKEN)
     links = [connect(monitor, rank, 2) for rank in range(2)]
     agent = NodeAgentProcess(links[1], TOKEN)
-    if when == "connected":                         # it looks at the ranks, so the monitor has let it in
+    if when == "connected":  # it looks at the ranks, so the monitor has let it in
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda link: link.meet({}), links))
     agent._process.kill()
@@ -130,8 +159,10 @@ def test_a_node_agent_that_dies_ends_the_job(when, capfd):
     for link in links:
         link.close()
     monitor.close()
-    assert re.search(r"minidist: the job's node agent \(process \d+ on \S+\) was killed by SIGKILL\n",
-                     capfd.readouterr().err)
+    assert re.search(
+        r"minidist: the job's node agent \(process \d+ on \S+\) was killed by SIGKILL\n",
+        capfd.readouterr().err,
+    )
 
 
 def test_a_helper_that_cannot_be_started_is_one_line(monkeypatch):
@@ -139,7 +170,9 @@ def test_a_helper_that_cannot_be_started_is_one_line(monkeypatch):
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(joining.subprocess, "Popen", refuse)
-    with pytest.raises(LaunchError, match="cannot start the job's monitor on .*: Resource temporarily unavailable"):
+    with pytest.raises(
+        LaunchError, match="cannot start the job's monitor on .*: Resource temporarily unavailable"
+    ):
         MonitorProcess(2, TOKEN)
 
 
@@ -160,12 +193,12 @@ def test_a_rank_that_comes_after_the_first_has_failed_and_gone_hears_of_it():
 def test_a_monitor_process_outlives_the_sigterm_that_slurm_sends_to_all_of_a_step():
     """The ranks may be saving their work, and wait for each other."""
     monitor = MonitorProcess(2, TOKEN)
-    links = [connect(monitor, rank, 2) for rank in range(2)]        # so it runs
+    links = [connect(monitor, rank, 2) for rank in range(2)]  # so it runs
     monitor._process.terminate()
     with ThreadPoolExecutor(2) as pool:
         assert len(list(pool.map(lambda link: link.meet({}), links))) == 2
     links[0].close()
-    assert links[1].wait_for_loss(SOON).world_rank == 0             # it still says so
+    assert links[1].wait_for_loss(SOON).world_rank == 0  # it still says so
     links[1].close()
     monitor.close()
     assert monitor._process.returncode == 0
@@ -180,7 +213,9 @@ def test_a_monitor_process_ends_when_nobody_ever_came():
 def test_a_taken_port_is_one_line():
     monitor = MonitorProcess(1, TOKEN)
     try:
-        with pytest.raises(LaunchError, match=f"cannot listen on 127.0.0.1:{monitor.place.port}") as caught:
+        with pytest.raises(
+            LaunchError, match=f"cannot listen on 127.0.0.1:{monitor.place.port}"
+        ) as caught:
             MonitorProcess(1, TOKEN, port=monitor.place.port)
         assert "\n" not in str(caught.value)
     finally:
@@ -194,7 +229,7 @@ def test_the_token_file_is_private_and_goes_away():
     assert file.read() == TOKEN
     assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
     assert stat.S_IMODE(file.path.parent.stat().st_mode) == 0o700
-    file.write(b"again")                            # a file left by a job that crashed is replaced
+    file.write(b"again")  # a file left by a job that crashed is replaced
     assert file.read() == b"again"
     assert TokenFile("job 2").read() is None
     file.remove()
@@ -240,7 +275,8 @@ def test_a_cache_that_cannot_be_written_is_one_line(monkeypatch):
 
 def test_a_stale_token_is_read_anew(monkeypatch):
     """A file of a job that crashed is there first; rank 0 replaces it a moment later."""
-    monkeypatch.setattr(acceptor, "this_system", lambda: "far")     # the monitor waits for no end of this process
+    # the monitor waits for no end of this process
+    monkeypatch.setattr(acceptor, "this_system", lambda: "far")
     file = TokenFile("job")
     file.write(wire.new_token())
     monitor = MonitorProcess(1, TOKEN)
@@ -252,12 +288,14 @@ def test_a_stale_token_is_read_anew(monkeypatch):
     assert token == TOKEN
     link.goodbye()
     monitor.close()
-    os.waitpid(monitor._process.pid, 0)             # it is not awaited
+    os.waitpid(monitor._process.pid, 0)  # it is not awaited
 
 
 def test_no_token_in_time():
     with pytest.raises(TimeoutError, match="waited 0.2 s for rank 0 to write the job's token"):
-        joining.connect_by_file(TokenFile("job"), ("127.0.0.1", 9), Launch(world_rank=1, world_size=2), 0.2)
+        joining.connect_by_file(
+            TokenFile("job"), ("127.0.0.1", 9), Launch(world_rank=1, world_size=2), 0.2
+        )
 
 
 def test_a_wrong_token_in_time_is_what_is_told():
@@ -282,9 +320,16 @@ def test_losses_read_well():
     assert str(Failure(2, 0, "", "never came")) == "rank 2 never came"
 
 
-@pytest.mark.parametrize(("token", "says"), [
-    (b"short", "fewer than 16 characters"), (b"\xff" * 20, "is not one line of UTF-8 text"),
-    (b"two lines\nof a secret", "is not one line"), (b"\0" * 20, "is not one line"), (b"x" * 3000, "more than 2048")])
+@pytest.mark.parametrize(
+    ("token", "says"),
+    [
+        (b"short", "fewer than 16 characters"),
+        (b"\xff" * 20, "is not one line of UTF-8 text"),
+        (b"two lines\nof a secret", "is not one line"),
+        (b"\0" * 20, "is not one line"),
+        (b"x" * 3000, "more than 2048"),
+    ],
+)
 def test_what_cannot_be_a_secret_is_one_line(token, says, monkeypatch):
     with pytest.raises(LaunchError, match=says) as caught:
         joining.checked_token(token, "--token-file f")

@@ -46,14 +46,20 @@ def test_a_group_beside_ours_has_the_limit_and_the_ranks(own: Path) -> None:
     group = memory.group
     assert group is not None and group.parent == own.parent
     memory.enter(4711)
-    assert [(group / name).read_text() for name in ("memory.max", "memory.swap.max", "cgroup.procs")] == [
-        str(2 << 30), "0", "4711"]
+    assert [
+        (group / name).read_text() for name in ("memory.max", "memory.swap.max", "cgroup.procs")
+    ] == [str(2 << 30), "0", "4711"]
     (group / "memory.events").write_text("oom 3\noom_kill 2\noom_group_kill 0\n")
-    for file in group.iterdir():                            # but one, which a process of the group stands for
+    for file in group.iterdir():  # but one, which a process of the group stands for
         if file.name != "memory.events":
             file.unlink()
     memory.end()
-    assert memory.record() == {"bytes": 2 << 30, "enforced": True, "problem": None, "killed_processes": 2}
+    assert memory.record() == {
+        "bytes": 2 << 30,
+        "enforced": True,
+        "problem": None,
+        "killed_processes": 2,
+    }
 
 
 def test_groups_of_killed_launchers_go_and_those_of_living_ones_stay(own: Path) -> None:
@@ -63,7 +69,7 @@ def test_groups_of_killed_launchers_go_and_those_of_living_ones_stay(own: Path) 
     assert first.group is not None and not (own.parent / "minidist-1-old").exists()
     second = MemoryLimit(1, "1 B", own)
     for file in first.group.iterdir():
-        file.unlink()                                       # as the kernel's: only its lock and its processes keep it
+        file.unlink()  # as the kernel's: only its lock and its processes keep it
     second.begin()
     assert first.group.exists() and second.group not in (None, first.group)
     gone = first.group
@@ -72,34 +78,53 @@ def test_groups_of_killed_launchers_go_and_those_of_living_ones_stay(own: Path) 
     second.end()
 
 
-def test_where_no_group_can_be_made_one_line_says_why(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_no_group_can_be_made_one_line_says_why(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (own.parent / "cgroup.subtree_control").write_text("cpu pids\n")
     memory = MemoryLimit(2 << 30, "2 GiB", own)
     memory.begin()
     memory.enter(4711)
     memory.end()
     assert memory.record()["enforced"] is False and memory.look() == 0
-    assert capsys.readouterr().err == (f"minidist: --memory-limit 2 GiB is not enforced: no group beside or below "
-                                       f"{own} may have the memory controller of cgroup v2\n")
+    assert capsys.readouterr().err == (
+        f"minidist: --memory-limit 2 GiB is not enforced: no group beside or below "
+        f"{own} may have the memory controller of cgroup v2\n"
+    )
 
 
-def test_a_user_who_may_make_no_group_is_told(own: Path, monkeypatch: pytest.MonkeyPatch,
-                                              capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(os, "access", lambda *_: False)     # root may write anywhere
+def test_a_user_who_may_make_no_group_is_told(
+    own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
     MemoryLimit(1, "1 B", own).begin()
     assert f"this user may make no control group in {own.parent}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("group", "mounts", "expected"), [
-    ("0::/user.slice/a.scope", "30 20 0:26 / /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw",
-     "/sys/fs/cgroup/user.slice/a.scope"),
-    ("12:pids:/x\n0::/", "30 20 0:26 / /sys/fs/cgroup/uni\\040fied rw - cgroup2 none rw", "/sys/fs/cgroup/uni fied"),
-    ("0::/docker/a/b", "30 20 0:26 /docker/a /cg rw - cgroup2 none rw", "/cg/b"),
-    ("0::/../other", "30 20 0:26 / /sys/fs/cgroup rw - cgroup2 none rw", None),
-    ("4:memory:/x", "30 20 0:26 / /sys/fs/cgroup/memory rw - cgroup none rw,memory", None)])
-def test_the_group_of_this_process(group: str, mounts: str, expected: str | None,
-                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "_lines", lambda file: (group if "cgroup" in file else mounts).splitlines())
+@pytest.mark.parametrize(
+    ("group", "mounts", "expected"),
+    [
+        (
+            "0::/user.slice/a.scope",
+            "30 20 0:26 / /sys/fs/cgroup rw shared:4 - cgroup2 cgroup2 rw",
+            "/sys/fs/cgroup/user.slice/a.scope",
+        ),
+        (
+            "12:pids:/x\n0::/",
+            "30 20 0:26 / /sys/fs/cgroup/uni\\040fied rw - cgroup2 none rw",
+            "/sys/fs/cgroup/uni fied",
+        ),
+        ("0::/docker/a/b", "30 20 0:26 /docker/a /cg rw - cgroup2 none rw", "/cg/b"),
+        ("0::/../other", "30 20 0:26 / /sys/fs/cgroup rw - cgroup2 none rw", None),
+        ("4:memory:/x", "30 20 0:26 / /sys/fs/cgroup/memory rw - cgroup none rw,memory", None),
+    ],
+)
+def test_the_group_of_this_process(
+    group: str, mounts: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        limits, "_lines", lambda file: (group if "cgroup" in file else mounts).splitlines()
+    )
     if expected is None:
         with pytest.raises(OSError, match="no control groups of version 2"):
             own_group()
@@ -107,16 +132,24 @@ def test_the_group_of_this_process(group: str, mounts: str, expected: str | None
         assert own_group() == Path(expected)
 
 
-@pytest.mark.parametrize(("group", "mounts", "expected"), [
-    ("4:memory:/", "35 31 0:32 / {} rw - cgroup cgroup rw,memory", "."),
-    ("9:cpu,memory:/a/b\n0::/", "35 31 0:32 /a {} rw - cgroup cgroup rw,cpu,memory", "b"),
-    ("4:memory:/", "35 31 0:32 / {} rw - cgroup2 cgroup2 rw,memory", None),
-    ("4:cpu:/", "35 31 0:32 / {} rw - cgroup cgroup rw,cpu", None)])
-def test_a_group_of_version_1(group: str, mounts: str, expected: str | None, tmp_path: Path,
-                              monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("group", "mounts", "expected"),
+    [
+        ("4:memory:/", "35 31 0:32 / {} rw - cgroup cgroup rw,memory", "."),
+        ("9:cpu,memory:/a/b\n0::/", "35 31 0:32 /a {} rw - cgroup cgroup rw,cpu,memory", "b"),
+        ("4:memory:/", "35 31 0:32 / {} rw - cgroup2 cgroup2 rw,memory", None),
+        ("4:cpu:/", "35 31 0:32 / {} rw - cgroup cgroup rw,cpu", None),
+    ],
+)
+def test_a_group_of_version_1(
+    group: str, mounts: str, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "b").mkdir()
-    monkeypatch.setattr(limits, "_lines", lambda file: (
-        group if "cgroup" in str(file) else mounts.format(tmp_path)).splitlines())
+    monkeypatch.setattr(
+        limits,
+        "_lines",
+        lambda file: (group if "cgroup" in str(file) else mounts.format(tmp_path)).splitlines(),
+    )
     memory = MemoryLimit(2 << 30, "2 GiB")
     if expected is None:
         assert limits.first_version() is None
@@ -125,23 +158,42 @@ def test_a_group_of_version_1(group: str, mounts: str, expected: str | None, tmp
     memory.begin()
     assert memory.group is not None and memory.group.parent == tmp_path / expected
     assert {file.name: file.read_text() for file in memory.group.iterdir()} == dict.fromkeys(
-        ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"), str(2 << 30))
-    (memory.group / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
-    assert Limits(memory=memory).how_it_ended(-signal.SIGKILL) == "was killed by the memory limit of 2 GiB"
+        ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"), str(2 << 30)
+    )
+    (memory.group / "memory.oom_control").write_text(
+        "oom_kill_disable 0\nunder_oom 0\noom_kill 1\n"
+    )
+    assert (
+        Limits(memory=memory).how_it_ended(-signal.SIGKILL)
+        == "was killed by the memory limit of 2 GiB"
+    )
     memory.end()
 
 
-def test_a_rank_killed_for_the_limit_is_told_as_that(own: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_killed_for_the_limit_is_told_as_that(
+    own: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     memory = MemoryLimit(2 << 30, "2 GiB", own)
-    assert spawn([sys.executable, "-S", "-c", KILLED, str(own.parent)], 2, limits=Limits(memory=memory)) == 137
+    assert (
+        spawn(
+            [sys.executable, "-S", "-c", KILLED, str(own.parent)], 2, limits=Limits(memory=memory)
+        )
+        == 137
+    )
     [line] = [line for line in capfd.readouterr().err.splitlines() if "ends" in line]
-    assert line.startswith("minidist: rank 1 (process ") and "was killed by the memory limit of 2 GiB; the job" in line
+    assert (
+        line.startswith("minidist: rank 1 (process ")
+        and "was killed by the memory limit of 2 GiB; the job" in line
+    )
     assert memory.kills == 1
 
 
 def test_a_process_of_an_elastic_job_too(own: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    spawn_elastic([sys.executable, "-S", "-c", KILLED, str(own.parent)], Elastic((1,)),
-                  limits=Limits(memory=MemoryLimit(2 << 30, "2 GiB", own)))
+    spawn_elastic(
+        [sys.executable, "-S", "-c", KILLED, str(own.parent)],
+        Elastic((1,)),
+        limits=Limits(memory=MemoryLimit(2 << 30, "2 GiB", own)),
+    )
     assert "was killed by the memory limit of 2 GiB" in capfd.readouterr().err
 
 
@@ -161,7 +213,23 @@ def test_the_kernel_kills_a_rank_that_needs_more() -> None:
     memory.end()
     if memory.problem:
         pytest.skip(memory.problem)
-    done = subprocess.run([sys.executable, "-m", "minidist", "launch", "-n", "2", "--memory-limit", "256MiB",
-                           sys.executable, "-S", "-c", "all = bytearray(200 << 20); import time; time.sleep(30)"],
-                          capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "minidist",
+            "launch",
+            "-n",
+            "2",
+            "--memory-limit",
+            "256MiB",
+            sys.executable,
+            "-S",
+            "-c",
+            "all = bytearray(200 << 20); import time; time.sleep(30)",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 137 and "was killed by the memory limit of 256 MiB" in done.stderr

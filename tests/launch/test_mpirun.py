@@ -1,4 +1,5 @@
-"""run over a new mpirun: functions found by name, failures with their rank and type, nothing left over."""
+"""run over a new mpirun: functions found by name, failures with their rank and type, nothing left
+over."""
 
 import os
 import sys
@@ -20,7 +21,7 @@ def _clean():
         yield
 
 
-@pytest.mark.soak       # tests/parallel/test_over_mpi.py has results of four ranks
+@pytest.mark.soak  # tests/parallel/test_over_mpi.py has results of four ranks
 def test_results_come_in_rank_order():
     for rank, result in enumerate(md.run(work, [1.0, 2.0], size=3, transport="mpi", limit=30)):
         assert result[0] == rank
@@ -28,11 +29,14 @@ def test_results_come_in_rank_order():
         assert result[2] == "mpi"
 
 
-@pytest.mark.soak       # test_conformance.py has functions of a module; below is a script that md.run refuses
+# test_conformance.py has functions of a module; below is a script that md.run refuses
+@pytest.mark.soak
 def test_a_function_of_a_script(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("import minidist as md\ndef f(world, x): return world.rank + x\n"
-                      "if __name__ == '__main__': print(md.run(f, 10, size=2, transport='mpi'))\n")
+    script.write_text(
+        "import minidist as md\ndef f(world, x): return world.rank + x\n"
+        "if __name__ == '__main__': print(md.run(f, 10, size=2, transport='mpi'))\n"
+    )
     with nothing_left() as environment:
         done = finish(start([sys.executable, str(script)], environment))
     assert (done.stdout, done.stderr) == ("[10, 11]\n", "")
@@ -44,9 +48,11 @@ def test_an_exception_keeps_its_type_and_names_its_rank():
     assert "in end" in str(caught.value.__cause__)
 
 
-@pytest.mark.soak       # test_membership.py kills under mpirun; the test above has a failure of md.run
-@pytest.mark.parametrize(("how", "says"), [
-    ("kill", "was killed"), ("exit", "exited with status 256"), ("leave", "exited with status 1")])
+@pytest.mark.soak  # test_membership.py kills under mpirun; the test above has a failure of md.run
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [("kill", "was killed"), ("exit", "exited with status 256"), ("leave", "exited with status 1")],
+)
 def test_a_rank_that_dies_is_named(how, says, capfd):
     with pytest.raises(PeerLostError, match=rf"^rank 1 \(process \d+ on .*\) .*{says}"):
         md.run(end, how, size=2, transport="mpi", limit=30)
@@ -54,9 +60,14 @@ def test_a_rank_that_dies_is_named(how, says, capfd):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("how", "says"), [
-    ("mute", r"rank 1: .*Mute: <its str\(\) raised OSError>"), ("surrogate", r"rank 1: \\ud800"),
-    ("start", "rank . calls all_reduce")])
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("mute", r"rank 1: .*Mute: <its str\(\) raised OSError>"),
+        ("surrogate", r"rank 1: \\ud800"),
+        ("start", "rank . calls all_reduce"),
+    ],
+)
 def test_an_odd_exception_keeps_its_traceback(how, says):
     with pytest.raises(Exception, match=says) as caught:
         md.run(end, how, size=3, transport="mpi", limit=30)
@@ -75,7 +86,8 @@ def test_a_function_without_a_name_is_refused():
 
 
 def test_a_function_of_a_notebook_is_refused_before_anything_starts(monkeypatch):
-    """Of `python -c` too: its module is __main__, and there is no file that another process could import."""
+    """Of `python -c` too: its module is __main__, and there is no file that another process could
+    import."""
     cell: dict = {"__name__": "__main__"}
     exec(compile("def work(world): return 1", "/tmp/ipykernel_1/2.py", "exec"), cell)
     with pytest.raises(LaunchError, match="at the top of a module or script, not in a notebook"):
@@ -90,11 +102,23 @@ def test_no_mpirun_is_one_line(monkeypatch, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("says", "flavour", "version"), [
-    ("HYDRA build details:\n    Version:                                 5.0.2\n    Release Date: x", "mpich", "5.0.2"),
-    ("mpirun (Open MPI) 5.0.5\n\nReport bugs to https://www.open-mpi.org/community/help/", "openmpi", "5.0.5"),
-    ("something else 1.0", "unknown", "something else 1.0"),
-])
+@pytest.mark.parametrize(
+    ("says", "flavour", "version"),
+    [
+        (
+            "HYDRA build details:\n    Version:                                 5.0.2\n    "
+            "Release Date: x",
+            "mpich",
+            "5.0.2",
+        ),
+        (
+            "mpirun (Open MPI) 5.0.5\n\nReport bugs to https://www.open-mpi.org/community/help/",
+            "openmpi",
+            "5.0.5",
+        ),
+        ("something else 1.0", "unknown", "something else 1.0"),
+    ],
+)
 def test_which_mpirun(monkeypatch, tmp_path, says, flavour, version):
     fake = tmp_path / "mpirun"
     fake.write_text(f"#!/bin/sh\necho '{says}'\n")
@@ -102,19 +126,27 @@ def test_which_mpirun(monkeypatch, tmp_path, says, flavour, version):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     found = mpirun.find_mpirun()
     assert (found.flavour, found.version) == (flavour, version)
-    assert ("--oversubscribe" in found.command(2)) == ("OMPI_ALLOW_RUN_AS_ROOT" in found.environment()) == (
-        flavour == "openmpi")
+    assert (
+        ("--oversubscribe" in found.command(2))
+        == ("OMPI_ALLOW_RUN_AS_ROOT" in found.environment())
+        == (flavour == "openmpi")
+    )
 
 
 def test_open_mpis_mpirun_with_mpichs_library_is_one_line(monkeypatch, tmp_path):
     """A stand-in that starts one rank with Open MPI's variables."""
     fake = tmp_path / "mpirun"
-    fake.write_text("#!/bin/sh\nshift 3\nexport OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 "
-                    "OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_RANK=0 PMIX_NAMESPACE=t\n"
-                    "exec \"$@\"\n")
+    fake.write_text(
+        "#!/bin/sh\nshift 3\nexport OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 "
+        "OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_RANK=0 PMIX_NAMESPACE=t\n"
+        'exec "$@"\n'
+    )
     fake.chmod(0o755)
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: mpirun.Mpirun(str(fake), "openmpi", "5"))
-    with pytest.raises(LaunchError, match="transport 'mpi': Open MPI's mpirun started these 2 ranks, but mpi4py has M"):
+    with pytest.raises(
+        LaunchError,
+        match="transport 'mpi': Open MPI's mpirun started these 2 ranks, but mpi4py has M",
+    ):
         md.run(work, [1.0], size=2, transport="mpi", limit=20)
 
 
@@ -129,8 +161,10 @@ def test_an_mpirun_that_fails_shows_what_it_said(monkeypatch, tmp_path):
 
 def test_a_script_that_runs_when_imported_is_told_so_and_starts_no_jobs_of_jobs(tmp_path):
     script = tmp_path / "unguarded.py"
-    script.write_text("import minidist as md\n\ndef rank(world):\n    return world.rank\n\n"
-                      "print(md.run(rank, size=2, transport='mpi', limit=20))\n")
+    script.write_text(
+        "import minidist as md\n\ndef rank(world):\n    return world.rank\n\n"
+        "print(md.run(rank, size=2, transport='mpi', limit=20))\n"
+    )
     done = finish(start([sys.executable, str(script)], os.environ))
     assert done.returncode == 1
     assert "put the call under `if __name__ == '__main__':`" in done.stderr.splitlines()[-1]

@@ -31,7 +31,9 @@ sys.exit(number)
 @pytest.fixture
 def template():
     with nothing_left() as environment:
-        made = start_template([sys.executable, "-c", PROGRAM], {**environment, "MINIDIST_PROCESS": "0"})
+        made = start_template(
+            [sys.executable, "-c", PROGRAM], {**environment, "MINIDIST_PROCESS": "0"}
+        )
         while not made.wait(0.05):
             pass
         assert made.ready
@@ -47,7 +49,7 @@ def test_each_process_has_its_number_its_stderr_and_its_exit_code(template):
         stopped.wait(0.05)
     stopped.send_signal(signal.SIGKILL)
     assert (stopped.wait(20), stopped.stderr.read()) == (-signal.SIGKILL, b"here is 2 \n")
-    stopped.send_signal(signal.SIGKILL)                     # it has ended: nothing
+    stopped.send_signal(signal.SIGKILL)  # it has ended: nothing
     for process in (five, stopped, failed):
         process.stderr.close()
 
@@ -95,10 +97,17 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_launcher_forks_its_template_which_ends_with_it():
-    """What it has loaded is loaded once; each copy ends as a program does, without the launcher's own variables."""
+    """What it has loaded is loaded once; each copy ends as a program does, without the launcher's
+    own variables."""
     with nothing_left() as environment:
-        done = subprocess.run([sys.executable, "-c", FORKED], env=environment, capture_output=True, text=True,
-                              timeout=60, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", FORKED],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
     assert (done.returncode, done.stderr) == (-signal.SIGKILL, "")
     assert done.stdout == "loaded\n3 ends red None\n4 ends blue None\n[3, 4]\n"
 
@@ -121,7 +130,9 @@ def test_a_template_that_is_stopped_or_killed_at_its_start_is_done_without(way, 
 if "MINIDIST_TEMPLATE" in os.environ: os.kill(os.getpid(), signal.{way})
 sys.exit(7)"""
     with nothing_left():
-        starter = Starter([sys.executable, "-c", program], b"token", Limits(), ("127.0.0.1", 1), str)
+        starter = Starter(
+            [sys.executable, "-c", program], b"token", Limits(), ("127.0.0.1", 1), str
+        )
         starter.start_template(lambda: False)
         assert starter.start(0).wait(20) == 7
         starter.close()

@@ -1,4 +1,5 @@
-"""Two jobs on one host share only its cores: a rank that goes astray is refused, and a dead job harms no other."""
+"""Two jobs on one host share only its cores: a rank that goes astray is refused, and a dead job
+harms no other."""
 
 import contextlib
 import os
@@ -30,20 +31,27 @@ def monitor_of_two() -> Iterator[tuple[Monitor, bytes]]:
         monitor.close()
 
 
-def test_a_rank_at_the_other_jobs_monitor_is_refused_and_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_at_the_other_jobs_monitor_is_refused_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """With its own token, or as a rank that the other job has; both jobs stay as they were."""
     with monitor_of_two() as (first, own), monitor_of_two() as (second, other):
         link = MonitorClient(second.address, other, 1, 2)
         try:
-            with pytest.raises(HandshakeError, match="its job token is another one .a different job on that port"):
+            with pytest.raises(
+                HandshakeError, match="its job token is another one .a different job on that port"
+            ):
                 MonitorClient(second.address, own, 0, 2, limit=5.0)
             with pytest.raises(HandshakeError, match="refused rank 1: .*rank 1"):
                 MonitorClient(second.address, other, 1, 2, limit=5.0)
-            with pytest.raises(HandshakeError, match="refused rank 2: this job has 2 ranks, it says 3"):
+            with pytest.raises(
+                HandshakeError, match="refused rank 2: this job has 2 ranks, it says 3"
+            ):
                 MonitorClient(second.address, other, 2, 3, limit=5.0)
             assert first.loss is second.loss is None and link.loss is None
             deadline = time.monotonic() + 10
-            while len(caplog.records) < 3 and time.monotonic() < deadline:      # its threads say so after the answer
+            # its threads say so after the answer
+            while len(caplog.records) < 3 and time.monotonic() < deadline:
                 time.sleep(0.005)
             refused = [record.getMessage() for record in caplog.records]
             assert sum("127.0.0.1" in line and "refused" in line for line in refused) == 3, refused
@@ -66,8 +74,12 @@ def test_a_job_that_dies_at_once_with_its_launcher_leaves_the_other_alone(transp
     with nothing_left():
         there, say = os.pipe()
         go, let = os.pipe()
-        ours, theirs = (Forked(lambda: int(md.run(_sums, say, go, size=2, transport=transport) != [4000.0, 4000.0]))
-                        for _ in range(2))
+        ours, theirs = (
+            Forked(
+                lambda: int(md.run(_sums, say, go, size=2, transport=transport) != [4000.0, 4000.0])
+            )
+            for _ in range(2)
+        )
         try:
             assert len(os.read(there, 1) + os.read(there, 1)) == 2
             theirs.send_signal(signal.SIGKILL)

@@ -34,7 +34,8 @@ def workforce(command):
 
 
 def test_a_process_starts_beside_the_launcher_and_ends_without_delay():
-    """It is counted at once. A process that has not connected has nothing to leave: it gets no grace."""
+    """It is counted at once. A process that has not connected has nothing to leave: it gets no
+    grace."""
     with nothing_left():
         made = workforce([sys.executable, "-c", "import time; time.sleep(60)"])
         made.start_beside()

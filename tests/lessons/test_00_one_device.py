@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from filling import assert_named, graded, right
-from minidist.lessons import find
 
 from minidist.grading import load_module
+from minidist.lessons import find
 
 RIGHT = right("00")
 WRONG = {
@@ -26,9 +26,12 @@ WRONG = {
             loss = model.loss(inputs, targets, divisor=targets.size)
             model.losses = [*getattr(model, "losses", []), loss]
             total += loss.item()
-           """},
+           """
+    },
     "no no_grad()": {8: "total += model.loss(inputs, targets, divisor=targets.size).item()"},
-    "the total is a Tensor with every tape": {8: "total = model.loss(inputs, targets, divisor=targets.size) + total"},
+    "the total is a Tensor with every tape": {
+        8: "total = model.loss(inputs, targets, divisor=targets.size) + total"
+    },
 }
 
 
@@ -54,4 +57,7 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("00", {}, tmp_path)
     assert not result.passed
-    assert "fill hole 1" in result.results[-1].line() and "exercise_00.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_00.py line" in result.results[-1].line()
+    )

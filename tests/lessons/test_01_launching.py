@@ -10,7 +10,9 @@ WRONG = {
     "local rank for rank": {1: 'int(environ["LOCAL_RANK"])'},
     "text for a number": {1: 'environ["RANK"]'},
     "NODE_RANK under torchrun": {2: 'int(environ.get("NODE_RANK", 0))'},
-    "OMPI_COMM_WORLD_NODE_RANK is not the machine": {3: 'int(environ["OMPI_COMM_WORLD_NODE_RANK"])'},
+    "OMPI_COMM_WORLD_NODE_RANK is not the machine": {
+        3: 'int(environ["OMPI_COMM_WORLD_NODE_RANK"])'
+    },
     "local size for size": {4: "local_size"},
     "wrong local rank": {5: 'int(environ["SLURM_PROCID"])'},
     "the same samples on every rank": {6: "range(0, length, 2)"},
@@ -32,4 +34,7 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("01", {}, tmp_path)
     assert not result.passed
-    assert "fill hole 1" in result.results[-1].line() and "exercise_01.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_01.py line" in result.results[-1].line()
+    )

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 from filling import assert_named, graded, right
-from minidist.lessons import find
 
 import minidist as md
 from minidist.comm.cost import critical_path, volume
 from minidist.comm.cost.link_model import LinkCost
 from minidist.grading import load_module
+from minidist.lessons import find
 
 STORY = find("02").part("README.md").read_text(encoding="utf-8")
 RIGHT = right("02")
@@ -17,7 +17,10 @@ WRONG = {
     "root ignored": {1: "group.rank", 3: "place + distance", 4: "place - distance"},
     "the root is told": {2: "True"},
     "waits for a rank that never sends": {4: "root"},
-    "a partner is left out": {5: "(group.rank + 1) % group.size", 6: "(group.rank - 1) % group.size"},
+    "a partner is left out": {
+        5: "(group.rank + 1) % group.size",
+        6: "(group.rank - 1) % group.size",
+    },
     "sends to the rank it hears from": {6: "(group.rank + step) % group.size"},
     "partners do not match": {6: "(group.rank - 1) % group.size"},
     "left too early": {7: "distance < group.size // 2"},
@@ -33,25 +36,31 @@ def test_what_pairwise_and_bruck_wait_for_on_64_ranks() -> None:
     """Quiz 5's answer, by the formulas that lesson and ledgers are compared with."""
     pairwise, bruck = (volume.FORMULAS["all_to_all", way] for way in ("pairwise", "bruck"))
     assert (pairwise.steps, bruck.steps) == ("1", "ceil(log2 P)")
-    answer = " ".join(STORY[STORY.index("5. Bruck's"):].split())
+    answer = " ".join(STORY[STORY.index("5. Bruck's") :].split())
     assert "The library's waits for one, because" in answer and "Bruck's waits for 6." in answer
     assert "with 64 ranks 6 instead of 63" in answer
 
 
 def test_the_last_table_is_exact_on_its_clock() -> None:
-    """Its seconds are those of the α–β model, whatever the machine is doing; and so are its winners."""
+    """Its seconds are those of the α–β model, whatever the machine is doing; and so are its
+    winners."""
     lesson = load_module(find("02").part("lesson.py"), "02")
     link = LinkCost("link", 2, lesson.SMALL_LINK["alpha"], 0.0, lesson.SMALL_LINK["beta"], 0.0, 0.0)
     names = ("naive", "tree", "ring", "direct", "pairwise", "doubling", "halving-doubling")
     for nbytes, best in ((512, "direct"), (32768, "direct"), (524288, "pairwise")):
         clock = {name: lesson.on_the_clock(4, name, nbytes, **lesson.SMALL_LINK) for name in names}
-        told = {name: link.seconds(critical_path.PATHS["all_reduce", name](4).work(nbytes)) for name in names}
+        told = {
+            name: link.seconds(critical_path.PATHS["all_reduce", name](4).work(nbytes))
+            for name in names
+        }
         assert clock == pytest.approx(told, rel=1e-9) and min(clock, key=clock.__getitem__) == best
 
 
 def test_the_letters_of_the_costs_are_told_before_they_are_used() -> None:
     told = STORY.index("Letters, here and in all lessons: **P** ranks")
-    assert [use for use in ("`(P-1) n`", "waits one α", "β seconds") if STORY.index(use) < told] == []
+    assert [
+        use for use in ("`(P-1) n`", "waits one α", "β seconds") if STORY.index(use) < told
+    ] == []
 
 
 def test_the_right_filling_passes(tmp_path: Path) -> None:
@@ -67,17 +76,26 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("02", {}, tmp_path)
     assert not result.passed
-    assert "fill hole 1" in result.results[-1].line() and "exercise_02.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_02.py line" in result.results[-1].line()
+    )
 
 
 def test_figure_and_tables_have_one_clock() -> None:
-    """The last arrow of each all-reduce ends when table 4's clock says; n is all that a rank brings."""
+    """The last arrow of each all-reduce ends when table 4's clock says; n is all that a rank
+    brings."""
     lesson = load_module(find("02").part("lesson.py"), "02")
     panels = md.run(lesson.record_family, size=4)[0]
     for panel in panels:
         if panel["verb"] == "all_reduce":
             last = max(message["stop"] for message in panel["messages"])
-            assert last == pytest.approx(lesson.on_the_clock(4, panel["algorithm"], 8000, alpha=1.0, beta=0.0))
-    (pairwise,) = [panel["messages"] for panel in panels if (panel["verb"], panel["algorithm"]) == (
-        "all_to_all", "pairwise")]
+            assert last == pytest.approx(
+                lesson.on_the_clock(4, panel["algorithm"], 8000, alpha=1.0, beta=0.0)
+            )
+    (pairwise,) = [
+        panel["messages"]
+        for panel in panels
+        if (panel["verb"], panel["algorithm"]) == ("all_to_all", "pairwise")
+    ]
     assert [message["part"] for message in pairwise] == 12 * [0.25]

@@ -11,9 +11,11 @@ WHOLE = """np.array_split(group.exchange(np.concatenate(chunks), dst=next_rank, 
 SEND_FIRST = "(group.send(chunks[outgoing], dst=next_rank), group.recv(src=prev_rank))[1]"
 WRONG = {
     "wrong chunk index": {1: "(group.rank + step) % group.size"},
-    "not a ring": {3: "group.exchange(chunks[outgoing], dst=prev_rank, src=next_rank)",
-                   1: "(group.rank + step + 1) % group.size",
-                   2: "(group.rank + step + 2) % group.size"},
+    "not a ring": {
+        3: "group.exchange(chunks[outgoing], dst=prev_rank, src=next_rank)",
+        1: "(group.rank + step + 1) % group.size",
+        2: "(group.rank + step + 2) % group.size",
+    },
     "whole tensors": {3: WHOLE},
     "one step short": {4: "group.size - 2"},
     "deadlock: all ranks send first": {3: SEND_FIRST},
@@ -35,4 +37,7 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("03", {}, tmp_path)
     assert not result.passed
-    assert "fill hole 1" in result.results[-1].line() and "exercise_03.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_03.py line" in result.results[-1].line()
+    )

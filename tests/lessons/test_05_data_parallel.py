@@ -4,25 +4,33 @@ from pathlib import Path
 
 import pytest
 from filling import assert_named, graded, right
-from minidist.lessons import find
 
 from minidist.grading import load_module
+from minidist.lessons import find
 
 RIGHT = right("05")
 WRONG = {
-    "rows are left out": {1: "[inputs[r * (len(inputs) // len(replicas)):][:len(inputs) // len(replicas)] "
-                             "for r in range(len(replicas))]"},
+    "rows are left out": {
+        1: "[inputs[r * (len(inputs) // len(replicas)):][:len(inputs) // len(replicas)] "
+        "for r in range(len(replicas))]"
+    },
     "the model did not travel": {2: "copied.data = original.data"},
     "others in step 0": {2: "pass"},
-    "the model does not travel in every step": {2: "if not copied.name.endswith('.'):\n    copied.name += '.'\n"
-                                                   "    copied.data[...] = original.data"},
+    "the model does not travel in every step": {
+        2: "if not copied.name.endswith('.'):\n    copied.name += '.'\n"
+        "    copied.data[...] = original.data"
+    },
     "the wrong gradients": {3: "[np.full_like(y.data, loss.item()) for y in outputs]"},
     "averaged": {4: "sum(p.grad for p in same) / len(replicas)"},
     "the others' gradients are missing": {4: "same[0].grad"},
     "one model for all the others": {
-        5: "(model_bytes + others * (row_bytes + output_bytes), model_bytes + others * output_bytes)"},
+        5: "(model_bytes + others * (row_bytes + output_bytes), model_bytes + others * "
+        "output_bytes)"
+    },
     "the outputs' gradients are missing": {
-        5: "((replicas - 1) * model_bytes + others * row_bytes, (replicas - 1) * model_bytes + others * output_bytes)"},
+        5: "((replicas - 1) * model_bytes + others * row_bytes, (replicas - 1) * model_bytes + "
+        "others * output_bytes)"
+    },
 }
 
 
@@ -37,7 +45,8 @@ def test_the_story_has_the_times_of_the_clock() -> None:
 
 
 def test_the_lock_on_a_clock_of_its_own() -> None:
-    """The same on every machine: small products take turns, large ones do not. (README, section 5, has the numbers.)"""
+    """The same on every machine: small products take turns, large ones do not. (README, section 5,
+    has the numbers.)"""
     lab = load_module(find("05").part("experiments.py"), "05")
     told = find("05").part("README.md").read_text()
     for config, busy in ((lab.PYTHON, "1.01"), (lab.BLAS, "3.77")):
@@ -45,13 +54,30 @@ def test_the_lock_on_a_clock_of_its_own() -> None:
         assert f"{four[1]:.2f}" == busy and f" {busy} " in told.replace("\n", " ")
         assert alone[1] == pytest.approx(1, rel=1e-12)
         assert four[0] > 3.8 * alone[0] if config is lab.PYTHON else four[0] < alone[0] / 3.5
-    assert abs(sum(flops for flops, _ in lab.calls_of(lab.BLAS, 2)) / sum(
-        flops for flops, _ in lab.calls_of(lab.BLAS, 1)) - 2) < 1e-9
+    assert (
+        abs(
+            sum(flops for flops, _ in lab.calls_of(lab.BLAS, 2))
+            / sum(flops for flops, _ in lab.calls_of(lab.BLAS, 1))
+            - 2
+        )
+        < 1e-9
+    )
 
 
-@pytest.mark.parametrize(("replicas", "threads", "processors", "moments", "waited"), [
-    (4, 1, 2, 24, 0), (4, 4, 2, 100, 152), (1, 4, 4, 3, 0), (1, 1, 2, 12, 0), (3, 1, 3, 12, 0), (3, 2, 1, 78, 42)])
-def test_threads_that_spin_on_a_clock(replicas: int, threads: int, processors: int, moments: int, waited: int) -> None:
+@pytest.mark.parametrize(
+    ("replicas", "threads", "processors", "moments", "waited"),
+    [
+        (4, 1, 2, 24, 0),
+        (4, 4, 2, 100, 152),
+        (1, 4, 4, 3, 0),
+        (1, 1, 2, 12, 0),
+        (3, 1, 3, 12, 0),
+        (3, 2, 1, 78, 42),
+    ],
+)
+def test_threads_that_spin_on_a_clock(
+    replicas: int, threads: int, processors: int, moments: int, waited: int
+) -> None:
     """A product is four moments of work. Threads that have their processors waste none."""
     lab = load_module(find("05").part("experiments.py"), "05")
     assert lab.products_on_a_clock(replicas, threads, processors=processors) == (moments, waited)
@@ -70,4 +96,7 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("05", {}, tmp_path)
     assert not result.passed
-    assert "fill hole 1" in result.results[-1].line() and "exercise_05.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_05.py line" in result.results[-1].line()
+    )

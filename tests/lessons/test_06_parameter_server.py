@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from filling import assert_named, graded, right
-from minidist.lessons import find
 
 from minidist.grading import load_module
+from minidist.lessons import find
 
 RIGHT = right("06")
 WRONG = {
@@ -16,20 +16,33 @@ WRONG = {
     "nothing was pulled": {3: "group.recv(src=workers)"},
     "averaged": {4: "sum(group.recv(src=worker) for worker in range(workers)) / workers"},
     "one worker's gradients alone": {4: "[group.recv(src=worker) for worker in range(workers)][0]"},
-    "the last worker's gradients alone": {4: "[group.recv(src=worker) for worker in range(workers)][-1]"},
+    "the last worker's gradients alone": {
+        4: "[group.recv(src=worker) for worker in range(workers)][-1]"
+    },
     "the ranks wait for each other": {2: "pass"},
     "wrong weights": {5: "group.send(p.grad, dst=worker)"},
-    "the bound is one too lax": {6: "done[worker] - min(done[other] for other in running) <= staleness + 1"},
-    "the bound is one too strict": {6: "done[worker] - min(done[other] for other in running) < max(staleness, 1)"},
+    "the bound is one too lax": {
+        6: "done[worker] - min(done[other] for other in running) <= staleness + 1"
+    },
+    "the bound is one too strict": {
+        6: "done[worker] - min(done[other] for other in running) < max(staleness, 1)"
+    },
     "a lost worker holds the others up": {6: "done[worker] - min(done) <= staleness"},
-    "one direction alone": {7: "workers * model_bytes / servers, 4 * (workers - 1) / workers * model_bytes"},
-    "of all servers together": {7: "2 * workers * model_bytes, 4 * (workers - 1) / workers * model_bytes"},
+    "one direction alone": {
+        7: "workers * model_bytes / servers, 4 * (workers - 1) / workers * model_bytes"
+    },
+    "of all servers together": {
+        7: "2 * workers * model_bytes, 4 * (workers - 1) / workers * model_bytes"
+    },
 }
 
 
-@pytest.mark.soak       # tests/parallel/data/test_parameter_server.py replays late updates
-def test_how_late_a_slow_worker_is_on_a_clock_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    """The same on every machine: updates of workers 0 and 1 between what worker 2 read and what it pushes."""
+@pytest.mark.soak  # tests/parallel/data/test_parameter_server.py replays late updates
+def test_how_late_a_slow_worker_is_on_a_clock_of_its_own(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The same on every machine: updates of workers 0 and 1 between what worker 2 read and what it
+    pushes."""
     load_module(find("06").part("lesson.py"), "06").BREAKS["no-bound"]()
     clock, bounded, _, _, free, _ = capsys.readouterr().out.splitlines()
     assert "staleness 1, on a clock" in clock
@@ -43,7 +56,9 @@ class Told:
     def __init__(self) -> None:
         self.rows: list[list[object]] = []
 
-    def table(self, title: str, columns: list[str], rows: list[list[object]], note: str = "") -> None:
+    def table(
+        self, title: str, columns: list[str], rows: list[list[object]], note: str = ""
+    ) -> None:
         self.rows += rows
 
 
@@ -70,7 +85,10 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("06", {}, tmp_path)
     assert not result.passed
-    assert "fill hole 1" in result.results[-1].line() and "exercise_06.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_06.py line" in result.results[-1].line()
+    )
 
 
 def test_what_a_server_carries_if_there_are_as_many_as_workers() -> None:

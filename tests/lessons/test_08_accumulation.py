@@ -12,13 +12,22 @@ WRONG = {
     "uneven passes": {1: "begin + each + (more if number + 1 == passes else 0)"},
     "mean of means": {2: "micro.targets.size"},
     "averaged twice": {2: "targets.size * passes"},
-    "wrong weights": {4: "for p in model.parameters():\n    group.all_reduce(p.grad)\n"        # and drops the sum
-                         "optimizer.step()\noptimizer.zero_grad()"},
+    # and drops the sum
+    "wrong weights": {
+        4: "for p in model.parameters():\n    group.all_reduce(p.grad)\n"
+        "optimizer.step()\noptimizer.zero_grad()"
+    },
     "this rank's tokens": {2: "mine.targets.size"},
-    "reduced after every pass": {3: "loss.backward()\n" + SUM, 4: "optimizer.step()\noptimizer.zero_grad()"},
+    "reduced after every pass": {
+        3: "loss.backward()\n" + SUM,
+        4: "optimizer.step()\noptimizer.zero_grad()",
+    },
     "not reduced once": {4: "optimizer.step()\noptimizer.zero_grad()"},
     "forgot to zero": {4: SUM + "\noptimizer.step()"},
-    "steps after every pass": {3: "loss.backward()\noptimizer.step()", 4: SUM + "\noptimizer.zero_grad()"},
+    "steps after every pass": {
+        3: "loss.backward()\noptimizer.step()",
+        4: SUM + "\noptimizer.zero_grad()",
+    },
     "the sum of a stage cannot wait": {5: "[2 * psi, 2 * psi, 2 * psi, 3 * psi][stage]"},
     "wrong traffic": {5: "[2 * a * psi, 2 * psi, (a + 1) * psi, 3 * a * psi][stage]"},
 }
@@ -37,4 +46,7 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("08", {}, tmp_path)
     assert not result.passed
-    assert "fill hole 1" in result.results[-1].line() and "exercise_08.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_08.py line" in result.results[-1].line()
+    )

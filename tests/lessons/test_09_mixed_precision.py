@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from filling import assert_named, graded, right
-from minidist.lessons import find
 
 from minidist.grading import load_module
+from minidist.lessons import find
 
 RIGHT = right("09")
 WRONG = {
@@ -17,12 +17,18 @@ WRONG = {
     "another update": {3: "np.asarray(p.grad, 'float16').round(0)"},
     "still scaled": {4: "gradient"},
     "updated by an infinite gradient": {5: "True"},
-    "the masters did not move": {5: "not all(np.isfinite(gradient).all() for gradient in gradients)"},
+    "the masters did not move": {
+        5: "not all(np.isfinite(gradient).all() for gradient in gradients)"
+    },
     "it was not seen": {6: "any(np.isinf(gradient).any() for gradient in gradients)"},
-    "an overflow where there is none": {6: "all(np.isfinite(gradient).all() for gradient in gradients)"},
+    "an overflow where there is none": {
+        6: "all(np.isfinite(gradient).all() for gradient in gradients)"
+    },
     "only the rank that overflowed knows": {7: "mine"},
     "good steps before the overflow still count": {8: RIGHT[8].replace("/ 2, 0", "/ 2, self.good")},
-    "it doubles again at once": {8: RIGHT[8].replace("self.scale * 2, 0", "self.scale * 2, self.good - 1")},
+    "it doubles again at once": {
+        8: RIGHT[8].replace("self.scale * 2, 0", "self.scale * 2, self.good - 1")
+    },
     "no halving at an overflow": {8: RIGHT[8].replace("self.scale / 2, 0", "self.scale, 0")},
     "clipped while still scaled": {9: "length(gradients, group)"},
     "not clipped": {9: "0.0"},
@@ -41,14 +47,22 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("09", {}, tmp_path)
-    assert "fill hole 1" in result.results[-1].line() and "exercise_09.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_09.py line" in result.results[-1].line()
+    )
 
 
-def test_the_story_says_how_far_a_weight_without_a_master_stays_behind(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_story_says_how_far_a_weight_without_a_master_stays_behind(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     story = find("09").part("README.md").read_text(encoding="utf-8")
     load_module(find("09").part("lesson.py"), "09").BREAKS["no-masters"]()
     assert "after 100 updates of 0.001: bf16 alone 1.0, master 0.900" in capsys.readouterr().out
-    assert "in every one of a hundred steps" in story and "the master has moved by 0.1 in the meantime" in story
+    assert (
+        "in every one of a hundred steps" in story
+        and "the master has moved by 0.1 in the meantime" in story
+    )
 
 
 def test_how_much_of_a_weight_bf16_rounds_away() -> None:
@@ -56,5 +70,8 @@ def test_how_much_of_a_weight_bf16_rounds_away() -> None:
     story = find("09").part("README.md").read_text(encoding="utf-8")
     weights = np.linspace(1, 2, 100_001)
     error = (np.abs(weights.astype(ml_dtypes.bfloat16).astype(float) - weights) / weights).max()
-    assert 0.99 * 2.0 ** -8 < error < 2.0 ** -8
-    assert "is off by up to 2^-8 of it" in story and "a disturbance of up to 2^-8 of each weight" in story
+    assert 0.99 * 2.0**-8 < error < 2.0**-8
+    assert (
+        "is off by up to 2^-8 of it" in story
+        and "a disturbance of up to 2^-8 of each weight" in story
+    )

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from filling import assert_named, graded, right
-from minidist.lessons import find
 
 from minidist.grading import load_module
+from minidist.lessons import find
 
 RIGHT = right("10")
 WRONG = {
@@ -17,8 +17,10 @@ WRONG = {
     "the ranks wait for each other": {5: "group.recv(src=group.rank - 1)"},
     "it must be handed back": {5: "group.send(x.grad * 0.0, dst=group.rank - 1)"},
     "another loss": {3: "group.send(y.data * 2.0, dst=group.rank + 1)"},
-    "more or less than each cut needs": {3: "group.send(y.data, dst=group.rank + 1)\ngroup.send(y.data, dst=group.rank)"
-                                            "\ngroup.send(y.data, dst=group.rank + 1)"},
+    "more or less than each cut needs": {
+        3: "group.send(y.data, dst=group.rank + 1)\ngroup.send(y.data, dst=group.rank)"
+        "\ngroup.send(y.data, dst=group.rank + 1)"
+    },
     "p ranks have p - 1 cuts": {6: "2 * ranks * sequences * tokens * width * itemsize"},
     "there and back": {6: "(ranks - 1) * sequences * tokens * width * itemsize"},
     "elements are not bytes": {6: "2 * (ranks - 1) * sequences * tokens * width"},
@@ -38,14 +40,18 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("10", {}, tmp_path)
-    assert "fill hole 1" in result.results[-1].line() and "exercise_10.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_10.py line" in result.results[-1].line()
+    )
 
 
 def test_32_layers_on_four_gpus_are_the_storys_table() -> None:
     """N2:166, counted on a model without numbers."""
     told, rows = find("10").part("README.md").read_text(), list[Any]()
     load_module(find("10").part("lesson.py"), "10").notes_size(
-        SimpleNamespace(table=lambda title, heads, found, note: rows.extend(found)))
+        SimpleNamespace(table=lambda title, heads, found, note: rows.extend(found))
+    )
     assert len(rows) == 5
     for row in rows:
         assert "| " + " | ".join(row).replace("|  |", "| |") + " |" in told

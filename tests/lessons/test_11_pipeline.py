@@ -1,17 +1,17 @@
-"""Exercise 11: filled rightly it passes, and each wrong filling fails under its name; the notes' chart is what we say.
-"""
+"""Exercise 11: filled rightly it passes, and each wrong filling fails under its name; the notes'
+chart is what we say."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 from filling import assert_named, graded, right
-from minidist.lessons.page import Page
 
 from minidist import lessons
 from minidist.errors import ScheduleError
 from minidist.grading import load_module
 from minidist.launch import run
+from minidist.lessons.page import Page
 from minidist.parallel.pipeline.instructions import Backward, Forward
 from minidist.parallel.pipeline.schedule_checker import Clock, Times, broken, check_spans, clock_of
 from minidist.parallel.pipeline.schedules import make_schedule, of_orders
@@ -27,14 +27,22 @@ WRONG = {
     "the one of the first turn is not ahead": {4: "min(ranks - rank, microbatches)"},
     "more than there are microbatches": {4: "ranks - 1 - rank"},
     "none is ahead": {4: "0"},
-    "does the forward of microbatch 0 on stage 0 twice": {5: "order.append(Forward(rank, microbatch))"},
-    "the forward of microbatch 2 on stage 0 is missing": {5: "if microbatch + first < microbatches - 1:\n    "
-                                                "order.append(Forward(rank, microbatch + first))"},
+    "does the forward of microbatch 0 on stage 0 twice": {
+        5: "order.append(Forward(rank, microbatch))"
+    },
+    "the forward of microbatch 2 on stage 0 is missing": {
+        5: "if microbatch + first < microbatches - 1:\n    "
+        "order.append(Forward(rank, microbatch + first))"
+    },
     "before what it needs is there": {6: "[Backward(rank, microbatches - 1 - microbatch)]"},
     "the first stage reads the batch": {7: "RecvActivation(stage, microbatch)"},
     "a forward needs the other kind": {7: "RecvGradient(stage, microbatch) if stage else None"},
-    "the number of the stage that receives": {7: "RecvActivation(stage - 1, microbatch) if stage else None"},
-    "it would use what has not come": {8: "RecvGradient(stage, microbatch) if stage < ranks - 2 else None"},
+    "the number of the stage that receives": {
+        7: "RecvActivation(stage - 1, microbatch) if stage else None"
+    },
+    "it would use what has not come": {
+        8: "RecvGradient(stage, microbatch) if stage < ranks - 2 else None"
+    },
     "idle time over busy time": {9: "(ranks - 1) / microbatches"},
     "not what the list holds": {10: "microbatches"},
 }
@@ -52,7 +60,10 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("11", {}, tmp_path)
-    assert "fill hole 1" in result.results[-1].line() and "exercise_11.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_11.py line" in result.results[-1].line()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +71,7 @@ def lab() -> Any:
     return load_module(lessons.find("11").part("experiments.py"), "11")
 
 
-@pytest.mark.soak       # tests/parallel/pipeline/test_pipedream.py counts the copies
+@pytest.mark.soak  # tests/parallel/pipeline/test_pipedream.py counts the copies
 def test_what_pipedream_keeps_is_what_the_lesson_says(capsys: pytest.CaptureFixture[str]) -> None:
     lesson = load_module(lessons.find("11").part("lesson.py"), "11")
     run(lambda group: lesson.pipedream(group, Page(group)), size=2)
@@ -69,30 +80,51 @@ def test_what_pipedream_keeps_is_what_the_lesson_says(capsys: pytest.CaptureFixt
 
 
 def test_the_notes_chart_breaks_all_its_backward_dependencies(lab: Any) -> None:
-    """12 of 12 between stages; drawn it is 22 long with 27 % idle, done in that order 28 with 43 %."""
+    """12 of 12 between stages; drawn it is 22 long with 27 % idle, done in that order 28 with 43
+    %."""
     spans = lab.notes_spans()
     pairs = broken(spans)
     assert len(spans) == 32 and len(pairs) == 12
-    assert all(isinstance(one.instruction, Backward) and other.rank == one.rank + 1 for one, other in pairs)
+    assert all(
+        isinstance(one.instruction, Backward) and other.rank == one.rank + 1 for one, other in pairs
+    )
     with pytest.raises(ScheduleError, match="12 dependencies are broken"):
         check_spans(spans)
     drawn = Clock(4, tuple(spans))
     right = clock_of(of_orders("notes", lab.orders_of(spans)), Times(2.0, 2.0))
-    assert (drawn.length, round(drawn.bubble, 2), right.length, round(right.bubble, 2)) == (22, 0.27, 28, 0.43)
+    assert (drawn.length, round(drawn.bubble, 2), right.length, round(right.bubble, 2)) == (
+        22,
+        0.27,
+        28,
+        0.43,
+    )
 
 
-@pytest.mark.parametrize(("stage", "microbatch", "forward", "backward", "told"), [
-    (0, 4, 1, 4, "On four stages microbatch 4's forward meets stage 0's weights after one update; by the time its "
-                 "backward comes, there have been three more."),
-    (1, 9, 7, 9, "the weights after 9 - 2 = 7 updates")])
+@pytest.mark.parametrize(
+    ("stage", "microbatch", "forward", "backward", "told"),
+    [
+        (
+            0,
+            4,
+            1,
+            4,
+            "On four stages microbatch 4's forward meets stage 0's weights after one update; by "
+            "the time its backward comes, there have been three more.",
+        ),
+        (1, 9, 7, 9, "the weights after 9 - 2 = 7 updates"),
+    ],
+)
 def test_which_weights_a_microbatch_meets_in_pipedream(
-        stage: int, microbatch: int, forward: int, backward: int, told: str) -> None:
+    stage: int, microbatch: int, forward: int, backward: int, told: str
+) -> None:
     """Each backward before it in the stage's list has made an update."""
     order = make_schedule("pipedream", 4, 16).computes(stage)
 
     def updates_before(instruction: Any) -> int:
-        return sum(isinstance(each, Backward) for each in order[:order.index(instruction)])
+        return sum(isinstance(each, Backward) for each in order[: order.index(instruction)])
 
     found = updates_before(Forward(stage, microbatch)), updates_before(Backward(stage, microbatch))
     assert found == (forward, backward)
-    assert told in " ".join(lessons.find("11").part("README.md").read_text(encoding="utf-8").split())
+    assert told in " ".join(
+        lessons.find("11").part("README.md").read_text(encoding="utf-8").split()
+    )

@@ -8,10 +8,15 @@ from filling import assert_named, graded, right
 RIGHT = right("12")
 WRONG = {
     "a head lies on two ranks": {1: "np.array_split(np.arange(heads * head_width), size)[rank]"},
-    "the matrix was cut as one": {1: "mine", 2: "np.array_split(np.arange(3 * heads * head_width), size)[rank]"},
+    "the matrix was cut as one": {
+        1: "mine",
+        2: "np.array_split(np.arange(3 * heads * head_width), size)[rank]",
+    },
     "head numbers, not columns": {1: "mine"},
     "queries alone": {2: "queries"},
-    "in another order": {2: "np.concatenate([queries + third * heads * head_width for third in (0, 2, 1)])"},
+    "in another order": {
+        2: "np.concatenate([queries + third * heads * head_width for third in (0, 2, 1)])"
+    },
     "it counts P times": {3: "group.all_reduce(active @ down + bias)"},
     "the bias is missing": {3: "group.all_reduce(active @ down)"},
     "summands are not added up": {3: "active @ down + bias"},
@@ -24,7 +29,9 @@ WRONG = {
     "exp overflows": {7: "np.zeros(len(targets))"},
     "ranks disagree": {8: "np.exp(logits - highest[:, None]).sum(axis=1)"},
     "all agree on another number": {9: "group.all_reduce(target) / group.size"},
-    "more travels": {7: 'group.all_reduce(logits.max(axis=1), "max") + 0 * group.all_reduce(targets)'},
+    "more travels": {
+        7: 'group.all_reduce(logits.max(axis=1), "max") + 0 * group.all_reduce(targets)'
+    },
     "forward or backward alone": {10: "2 * (ranks - 1) * 2 * blocks * tokens * width"},
     "numbers of a message": {10: "4 * blocks * tokens * width"},
 }
@@ -43,4 +50,7 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("12", {}, tmp_path)
     assert not result.passed
-    assert "fill hole 1" in result.results[-1].line() and "exercise_12.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_12.py line" in result.results[-1].line()
+    )

@@ -1,5 +1,5 @@
-"""Exercise 13: filled rightly it passes, and each wrong filling fails under its name; the lesson's own ring is right.
-"""
+"""Exercise 13: filled rightly it passes, and each wrong filling fails under its name; the lesson's
+own ring is right."""
 
 import re
 from dataclasses import replace
@@ -57,7 +57,10 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("13", {}, tmp_path)
-    assert "fill hole 1" in result.results[-1].line() and "exercise_13.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_13.py line" in result.results[-1].line()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +69,8 @@ def lab() -> Any:
 
 
 def test_the_walked_ring_computes_each_pair_of_blocks_once(lab: Any) -> None:
-    """What the figure draws: the triangle of 2P blocks, and P - 1 messages a rank, each to the next."""
+    """What the figure draws: the triangle of 2P blocks, and P - 1 messages a rank, each to the
+    next."""
     walked = md.run(lambda group: lab.walk(group, 13), size=3)[0]
     pairs = [(queries, keys) for *_, queries, keys in walked["pairs"]]
     assert sorted(pairs) == [(queries, keys) for queries in range(6) for keys in range(queries + 1)]
@@ -78,20 +82,32 @@ def test_broken_rings_are_off_and_the_right_one_is_not(capsys: pytest.CaptureFix
     lesson = load_module(lessons.find("13").part("lesson.py"), "13")
     for experiment in lesson.BREAKS.values():
         experiment()
-    off = [float(line.split("off one process by ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()
-           if "off one process by" in line]
+    off = [
+        float(line.split("off one process by ")[1].split()[0])
+        for line in capsys.readouterr().out.splitlines()
+        if "off one process by" in line
+    ]
     assert [value < 1e-10 for value in off] == [True, False, True, False]
     assert min(off[1], off[3]) > 1e-3
 
 
 def test_the_bytes_of_the_window_table_are_the_formulas(lab: Any) -> None:
-    """Each row of the story's table; section 7 of the lesson holds the formula against the ledger."""
-    rows = re.findall(r"^\| ([\d,]+) \| (dense ring|`local:\S+`) \| ([\d,]+) \| ([\d,]+) \|$",
-                      lessons.find("13").part("README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    """Each row of the story's table; section 7 of the lesson holds the formula against the
+    ledger."""
+    rows = re.findall(
+        r"^\| ([\d,]+) \| (dense ring|`local:\S+`) \| ([\d,]+) \| ([\d,]+) \|$",
+        lessons.find("13").part("README.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
     assert len(rows) == 6
     for tokens, name, sent, formula in rows:
         pattern = None if name == "dense ring" else name.strip("`")
-        config = replace(lab.config_for(4, int(tokens.replace(",", ""))), width=16, heads=2, attention_pattern=pattern)
+        config = replace(
+            lab.config_for(4, int(tokens.replace(",", ""))),
+            width=16,
+            heads=2,
+            attention_pattern=pattern,
+        )
         group = SimpleNamespace(size=4)
         target = 8 * lab.formula(group, config, "ring" if pattern is None else "pieces", 0)
         assert (sent, formula) == (f"{target:,}", f"{target:,}")

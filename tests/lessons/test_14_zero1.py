@@ -1,4 +1,5 @@
-"""Exercise 14: filled rightly it passes, each wrong filling fails under its name; what the figure is said to show."""
+"""Exercise 14: filled rightly it passes, each wrong filling fails under its name; what the figure
+is said to show."""
 
 from pathlib import Path
 from typing import Any
@@ -7,13 +8,13 @@ import matplotlib
 import pytest
 from filling import assert_named, graded, right
 from matplotlib.image import imread
-from minidist.lessons import find, zero_figures, zero_lab
 
 import minidist as md
 from minidist.grading import load_module
+from minidist.lessons import find, zero_figures, zero_lab
 from minidist.parallel.zero.memory_formula import MIXED, state_bytes
 
-DRAWN_BY = "3.11.2"         # matplotlib that drew the shipped picture
+DRAWN_BY = "3.11.2"  # matplotlib that drew the shipped picture
 RIGHT = right("14")
 WRONG = {
     "weights without an owner": {1: "slice(rank * (n // size), (rank + 1) * (n // size))"},
@@ -21,7 +22,9 @@ WRONG = {
     "the optimizer is not divided": {2: "list(model.parameters())"},
     "the optimizer changes a copy": {2: "flat.pieces(weights[flat.chunk].copy(), mine)"},
     "averaged twice": {3: RIGHT[3] + "\nmine /= group.size"},
-    "an all-reduce where a reduce-scatter is enough": {3: "mine[...] = group.all_reduce(gradient)[flat.chunk]"},
+    "an all-reduce where a reduce-scatter is enough": {
+        3: "mine[...] = group.all_reduce(gradient)[flat.chunk]"
+    },
     "wrong gradients": {3: "mine[...] = gradient[flat.chunk]"},
     "the all-gather is missing": {4: "pass"},
 }
@@ -40,12 +43,17 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("14", {}, tmp_path)
     assert not result.passed
-    assert "fill hole 1" in result.results[-1].line() and "exercise_14.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_14.py line" in result.results[-1].line()
+    )
 
 
 @pytest.mark.soak
 def test_the_mountain_of_activations_is_the_same_in_both_pictures() -> None:
-    """Array for array, as README.md says; what lies below it differs by the optimizer's share alone."""
+    """Array for array, as README.md says; what lies below it differs by the optimizer's share
+    alone."""
+
     def mountain(world: Any, stage: int) -> tuple[list[int], list[int]]:
         ranks = zero_lab.recorded(world, stage, steps=2)
         found = zero_figures.changes(ranks[0], ("activations",)) if ranks else []
@@ -60,11 +68,14 @@ def test_the_mountain_of_activations_is_the_same_in_both_pictures() -> None:
 def test_the_papers_chart_has_the_papers_numbers(tmp_path: Path) -> None:
     """N0:299: 120, 31.4, 16.6 and 1.9 GB; drawn by the formula alone."""
     figure = load_module(find("14").part("figure.py"), "14")
-    held = [state_bytes(figure.PAPER["parameters"], MIXED, zero=zero, ranks=64)["total"] / 1e9 for zero in range(4)]
+    held = [
+        state_bytes(figure.PAPER["parameters"], MIXED, zero=zero, ranks=64)["total"] / 1e9
+        for zero in range(4)
+    ]
     assert [f"{each:.1f}" for each in held] == ["120.0", "31.4", "16.6", "1.9"]
     figure._paper(tmp_path)
     drawn, shipped = tmp_path / "paper.png", find("14").part("paper.png")
     if matplotlib.__version__ == DRAWN_BY:
         assert drawn.read_bytes() == shipped.read_bytes()
-    else:       # another matplotlib sets letters a little differently: by 0.012
+    else:  # another matplotlib sets letters a little differently: by 0.012
         assert abs(imread(drawn) - imread(shipped)).mean() < 0.02

@@ -10,7 +10,9 @@ WRONG = {
     "the gradients stay": {1: 'group.reduce_scatter(p.grad, out=mine, algorithm="ring")'},
     "the all-gather is missing": {2: "pass"},
     "wrong sums": {1: "mine[...] = p.grad.ravel()[Flat([p], group).chunk]\np.zero_grad()"},
-    "wrong traffic": {1: "mine[...] = group.all_reduce(p.grad.ravel())[Flat([p], group).chunk]\np.zero_grad()"},
+    "wrong traffic": {
+        1: "mine[...] = group.all_reduce(p.grad.ravel())[Flat([p], group).chunk]\np.zero_grad()"
+    },
     "plain_zero2 on 2 ranks, 3 steps: weights": {1: RIGHT[1] + "\nmine /= group.size"},
     "the update comes before the reduce has ended": {7: "pass"},
     "forgot to free": {6: "self.kept = [*getattr(self, 'kept', []), self.flying.pop(0)]"},
@@ -26,7 +28,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
     assert result.passed, result.results[-1].line()
 
 
-@pytest.mark.soak       # other lessons' wrong fillings are graded in the default run
+@pytest.mark.soak  # other lessons' wrong fillings are graded in the default run
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
     assert_named("15", mistake, WRONG[mistake], tmp_path)
@@ -35,4 +37,7 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("15", {}, tmp_path)
     assert not result.passed
-    assert "fill hole 1" in result.results[-1].line() and "exercise_15.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_15.py line" in result.results[-1].line()
+    )

@@ -12,11 +12,17 @@ WRONG = {
     "2 ranks, weights after": {4: "np.resize(self.shard, self.flat.size)"},
     "forgot to free after forward": {2: NOTHING},
     "not gathered again for backward": {3: NOTHING},
-    "forgot to free after backward": {5: 'self.group.reduce_scatter(gradient, out=self.mine, algorithm="ring")'},
+    "forgot to free after backward": {
+        5: 'self.group.reduce_scatter(gradient, out=self.mine, algorithm="ring")'
+    },
     "averaged twice": {5: RIGHT[5] + "\nself.mine /= self.group.size"},
     "wrong gradients": {5: "self.mine[...] = gradient[self.flat.chunk]\nself.free()"},
-    "an all-gather too many at the end": {6: "optimizer.step()\nfor unit in units:\n    group.all_gather(unit.shard)"},
-    "not needed before the next forward": {6: "optimizer.step()\nfor unit in units:\n    unit.gather()"},
+    "an all-gather too many at the end": {
+        6: "optimizer.step()\nfor unit in units:\n    group.all_gather(unit.shard)"
+    },
+    "not needed before the next forward": {
+        6: "optimizer.step()\nfor unit in units:\n    unit.gather()"
+    },
     "not one update a step": {6: "pass"},
 }
 
@@ -26,7 +32,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
     assert result.passed, result.results[-1].line()
 
 
-@pytest.mark.soak       # other lessons' wrong fillings are graded in the default run
+@pytest.mark.soak  # other lessons' wrong fillings are graded in the default run
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
     assert_named("16", mistake, WRONG[mistake], tmp_path)
@@ -35,4 +41,7 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("16", {}, tmp_path)
     assert not result.passed
-    assert "fill hole 1" in result.results[-1].line() and "exercise_16.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_16.py line" in result.results[-1].line()
+    )

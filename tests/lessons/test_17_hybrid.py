@@ -1,4 +1,5 @@
-"""Exercise 17: filled rightly it passes, and each wrong filling fails under its name; the lesson's formulas hold."""
+"""Exercise 17: filled rightly it passes, and each wrong filling fails under its name; the lesson's
+formulas hold."""
 
 import re
 from pathlib import Path
@@ -18,8 +19,14 @@ WRONG = {
     "a place beyond the axis": {1: "rank // shape[axis]", 2: "rank % shape[axis]"},
     "those that agree on the axis": {3: "coordinates(other, shape)[axis] == mine[axis]"},
     "all ranks": {3: "True"},
-    "not itself": {3: "other != rank and all(coordinates(other, shape)[n] == mine[n] for n in shape if n != axis)"},
-    "shards of one layer see different tokens": {4: "dp.size * tp.size", 5: "dp.rank * tp.size + tp.rank"},
+    "not itself": {
+        3: "other != rank and all(coordinates(other, shape)[n] == mine[n] for n in shape if n "
+        "!= axis)"
+    },
+    "shards of one layer see different tokens": {
+        4: "dp.size * tp.size",
+        5: "dp.rank * tp.size + tp.rank",
+    },
     "every rank reads all": {4: "1", 5: "0"},
     "your code raised": {5: "dp.size"},
     "other weights": {5: "0"},
@@ -42,7 +49,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
     assert result.passed, result.results[-1].line()
 
 
-@pytest.mark.soak       # other lessons' wrong fillings are graded in the default run
+@pytest.mark.soak  # other lessons' wrong fillings are graded in the default run
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
     assert_named("17", mistake, WRONG[mistake], tmp_path)
@@ -51,7 +58,10 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("17", {}, tmp_path)
     assert not result.passed
-    assert "fill hole 1" in result.results[-1].line() and "exercise_17.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_17.py line" in result.results[-1].line()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +69,18 @@ def lab() -> Any:
     return load_module(lessons.find("17").part("experiments.py"), "17")
 
 
-@pytest.mark.parametrize(("shape", "options"), [
-    ({"dp": 3, "pp": 1, "tp": 2}, {}), ({"dp": 2, "pp": 2, "tp": 2}, {"zero": 1}),
-    ({"dp": 2, "cp": 2, "tp": 2}, {"sequence_parallel": True})], ids=str)
-def test_what_each_axis_sends_is_the_formula(lab: Any, shape: dict[str, int], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ({"dp": 3, "pp": 1, "tp": 2}, {}),
+        ({"dp": 2, "pp": 2, "tp": 2}, {"zero": 1}),
+        ({"dp": 2, "cp": 2, "tp": 2}, {"sequence_parallel": True}),
+    ],
+    ids=str,
+)
+def test_what_each_axis_sends_is_the_formula(
+    lab: Any, shape: dict[str, int], options: dict[str, Any]
+) -> None:
     """Under six ranks, that halve nothing evenly, and eight."""
     plan = lab.plan_of(shape, **options)
     result = md.run(lambda world: lab.train(world, plan, steps=1), size=plan.size)[0]
@@ -71,8 +89,9 @@ def test_what_each_axis_sends_is_the_formula(lab: Any, shape: dict[str, int], op
 
 @pytest.mark.soak
 def test_the_same_with_experts_divided(lab: Any) -> None:
-    """Equal to one process, and each axis as the formula has it: experts are added up over dp, the rest over ep too."""
-    alone, = md.run(lambda world: lab.train(world, md.Plan(), steps=1, config=lab.MIXED), size=1)
+    """Equal to one process, and each axis as the formula has it: experts are added up over dp, the
+    rest over ep too."""
+    (alone,) = md.run(lambda world: lab.train(world, md.Plan(), steps=1, config=lab.MIXED), size=1)
     *_, plan = lab.expert_plans(8)
     result = md.run(lambda world: lab.train(world, plan, steps=1, config=lab.MIXED), size=8)[0]
     assert result["rows"] and lab.off(result["weights"], alone["weights"]) < 1e-10
@@ -83,8 +102,12 @@ def test_the_axis_that_is_inside_a_machine_sends_nothing_between_machines(lab: A
     shape = {"dp": 2, "pp": 1, "tp": 2}
     traffic = lab.formula(lab.plan_of(shape))
     for order, crossing in ((("dp", "tp"), "dp"), (("tp", "dp"), "tp")):
-        crossed, = md.run(lambda world, order=order: lab.crossing(world, shape, order, (2,)), size=4)[0]
-        assert {axis: nbytes for axis, nbytes in crossed.items() if nbytes} == {crossing: traffic[crossing]}
+        (crossed,) = md.run(
+            lambda world, order=order: lab.crossing(world, shape, order, (2,)), size=4
+        )[0]
+        assert {axis: nbytes for axis, nbytes in crossed.items() if nbytes} == {
+            crossing: traffic[crossing]
+        }
 
 
 def test_the_notes_two_groups_are_the_storys_tables() -> None:
@@ -93,8 +116,14 @@ def test_the_notes_two_groups_are_the_storys_tables() -> None:
     told, rows = lessons.find("17").part("README.md").read_text(), list[Any]()
 
     def run(group: Any) -> None:
-        lesson.two_groups(group, SimpleNamespace(
-            table=lambda title, heads, found, note="": None if group.rank else rows.extend(found)))
+        lesson.two_groups(
+            group,
+            SimpleNamespace(
+                table=lambda title, heads, found, note="": (
+                    None if group.rank else rows.extend(found)
+                )
+            ),
+        )
 
     md.run(run, size=5)
     assert len(rows) == 6 and [row[-1] for row in rows[4:]] == ["ok", "ok"]

@@ -1,4 +1,5 @@
-"""Exercise 18: filled rightly it passes, and each wrong filling fails under its name; loads are as the story tells."""
+"""Exercise 18: filled rightly it passes, and each wrong filling fails under its name; loads are as
+the story tells."""
 
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,15 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("18", {}, tmp_path)
-    assert "fill hole 1" in result.results[-1].line() and "exercise_18.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_18.py line" in result.results[-1].line()
+    )
 
 
 def test_where_tokens_cost_what_reducing_experts_would() -> None:
-    """Section 5: B·T = 4 E h P / k, from both formulas; the experts' numbers are those of the model."""
+    """Section 5: B·T = 4 E h P / k, from both formulas; the experts' numbers are those of the
+    model."""
     lab = load_module(lessons.find("18").part("experiments.py"), "18")
     experts, h, ranks, k = lab.EXPERTS, lab.CONFIG.width, 4, lab.moe_config().top_k
     model = mixture(GPT(lab.CONFIG), lab.moe_config())
@@ -58,8 +63,9 @@ def test_where_tokens_cost_what_reducing_experts_would() -> None:
     tokens = 4 * experts * h * ranks // k
     assert tokens == 1024 and numbers == 8 * h * h * experts
     rows = (ranks - 1) * k * tokens // ranks
-    assert elements_sent(model, ranks=ranks, rows=rows) - elements_sent(model, ranks=ranks, rows=0) == (
-        2 * (ranks - 1) * numbers)
+    assert elements_sent(model, ranks=ranks, rows=rows) - elements_sent(
+        model, ranks=ranks, rows=0
+    ) == (2 * (ranks - 1) * numbers)
     assert lab.SEQUENCES * lab.CONFIG.context == 128
 
 
@@ -69,14 +75,20 @@ def test_a_balance_loss_undoes_a_lopsided_start() -> None:
     lab = load_module(lessons.find("18").part("experiments.py"), "18")
     late = {}
     for name in ("none", "loss"):
-        run = md.run(lambda group, name=name: lab.train(group, lab.moe_config(name), 40, lopsided=True), size=1)[0]
+        run = md.run(
+            lambda group, name=name: lab.train(group, lab.moe_config(name), 40, lopsided=True),
+            size=1,
+        )[0]
         shares = lab.shares(run.loads)
         assert np.sort(shares[0])[-2:].sum() == 1.0
         late[name] = np.sort(shares[-10:].mean(axis=0))
-    assert late["none"][-2:].sum() > 1.5 * late["loss"][-2:].sum() and late["none"][0] < 0.5 * late["loss"][0]
+    assert (
+        late["none"][-2:].sum() > 1.5 * late["loss"][-2:].sum()
+        and late["none"][0] < 0.5 * late["loss"][0]
+    )
 
 
-@pytest.mark.soak       # tests/parallel/experts/test_node_experts.py counts copies that travel
+@pytest.mark.soak  # tests/parallel/experts/test_node_experts.py counts copies that travel
 def test_what_leaves_a_node() -> None:
     """The story's table is the lesson's: one run of it here, the others below."""
     check_rows({"a token once a node": {}})
@@ -84,8 +96,11 @@ def test_what_leaves_a_node() -> None:
 
 @pytest.mark.soak
 def test_what_leaves_a_node_otherwise() -> None:
-    """Placed by choices or limited; and a limit alone saves nothing if each row travels for itself."""
-    once = check_rows({"a token once a node": {}, "instead: experts of one node only": {"node_limit": 1}})
+    """Placed by choices or limited; and a limit alone saves nothing if each row travels for
+    itself."""
+    once = check_rows(
+        {"a token once a node": {}, "instead: experts of one node only": {"node_limit": 1}}
+    )
     check_rows({"and experts placed by its choices": {"placement": once.order}})
     flat = check_rows({"every row for itself": {}}, once_a_node=False)
     limited = check_rows({"": {"node_limit": 1}}, once_a_node=False)
@@ -93,15 +108,24 @@ def test_what_leaves_a_node_otherwise() -> None:
 
 
 def check_rows(rows: dict[str, dict[str, Any]], **options: Any) -> Any:
-    """Train as the lesson does and compare with the table; "" is no row of it. Returns the first run."""
+    """Train as the lesson does and compare with the table; "" is no row of it. Returns the first
+    run."""
     lesson = lessons.find("18")
-    lab, text = load_module(lesson.part("experiments.py"), "18"), lesson.part("README.md").read_text(encoding="utf-8")
+    lab, text = (
+        load_module(lesson.part("experiments.py"), "18"),
+        lesson.part("README.md").read_text(encoding="utf-8"),
+    )
     steps, runs = load_module(lesson.part("lesson.py"), "18").NODE_STEPS, []
     for name, changes in rows.items():
         config = lab.moe_config("bias", top_k=4, bias_rate=0.01, **changes)
-        run = md.run(lambda group, config=config: lab.train_on_nodes(group, config, steps, **options), size=4)[0]
+        run = md.run(
+            lambda group, config=config: lab.train_on_nodes(group, config, steps, **options), size=4
+        )[0]
         assert run.far == run.formula
-        row = f"| {name} | {run.tokens:.2f} | {size_text(round(run.far))} | {np.mean(run.losses[-5:]):.4f} |"
+        row = (
+            f"| {name} | {run.tokens:.2f} | {size_text(round(run.far))} | "
+            f"{np.mean(run.losses[-5:]):.4f} |"
+        )
         assert not name or row in text, row
         runs.append(run)
     return runs[0]

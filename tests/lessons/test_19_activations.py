@@ -46,7 +46,10 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("19", {}, tmp_path)
-    assert "fill hole 1" in result.results[-1].line() and "exercise_19.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_19.py line" in result.results[-1].line()
+    )
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 from filling import assert_named, graded, right
-from minidist.lessons import find
 
 from minidist.grading import load_module
+from minidist.lessons import find
 
 RIGHT = right("20")
 WRONG = {
@@ -20,16 +20,21 @@ WRONG = {
             if index + 1 < len(units):
                 coming = start_read(units[index + 1])
                 coming.wait()
-           """},
+           """
+    },
     "gradients do not stay": {3: "4 * parameters"},
     "the gradients lie there too": {4: "12 * parameters"},
     "the masters are missing": {4: "10 * parameters"},
     "weights travel in the device's precision": {
-        5: '{"device to host": passes * itemsize * parameters, "host to device": 4 * parameters}'},
+        5: '{"device to host": passes * itemsize * parameters, "host to device": 4 * parameters}'
+    },
     "each pass sends its gradients": {
-        5: '{"device to host": itemsize * parameters, "host to device": itemsize * parameters}'},
+        5: '{"device to host": itemsize * parameters, "host to device": itemsize * parameters}'
+    },
     "weights come up once a step": {
-        5: '{"device to host": passes * itemsize * parameters, "host to device": passes * itemsize * parameters}'},
+        5: '{"device to host": passes * itemsize * parameters, "host to device": passes * '
+        "itemsize * parameters}"
+    },
     "the gradients are on disk too": {6: "12 * parameters"},
     "weights are their own masters": {6: "20 * parameters"},
     "more than one unit ahead": {
@@ -37,26 +42,34 @@ WRONG = {
             if index == 0:
                 ahead = {unit: start_read(unit) for unit in units[1:]}
             coming = ahead[units[min(index + 1, len(units) - 1)]]
-           """},
+           """
+    },
     "nothing hides behind the computation": {
         7: """
             results.append(compute(unit, weights))
             if index + 1 < len(units):
                 coming = start_read(units[index + 1])
             continue
-           """},
+           """
+    },
     "a unit computed with another's weights": {
         7: """
             if index + 1 < len(units):
                 coming = start_read(units[index + 1])
                 weights = coming.wait()
-           """},
+           """
+    },
     "did not wait for its gradients": {8: "optimizer_step(run)\ngoing.append(start_up(run))"},
     "weights go up before they are new": {
-        8: "arriving[run].wait()\ngoing.append(start_up(run))\noptimizer_step(run)"},
+        8: "arriving[run].wait()\ngoing.append(start_up(run))\noptimizer_step(run)"
+    },
     "never reach the device": {8: "arriving[run].wait()\noptimizer_step(run)"},
-    "nothing hides behind Adam": {8: "arriving[run].wait()\noptimizer_step(run)\nstart_up(run).wait()"},
-    "ended before its weights were up": {8: "arriving[run].wait()\noptimizer_step(run)\nstart_up(run)"},
+    "nothing hides behind Adam": {
+        8: "arriving[run].wait()\noptimizer_step(run)\nstart_up(run).wait()"
+    },
+    "ended before its weights were up": {
+        8: "arriving[run].wait()\noptimizer_step(run)\nstart_up(run)"
+    },
 }
 
 
@@ -86,7 +99,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
     assert result.passed, result.results[-1].line()
 
 
-@pytest.mark.soak       # other lessons' wrong fillings are graded in the default run
+@pytest.mark.soak  # other lessons' wrong fillings are graded in the default run
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
     assert_named("20", mistake, WRONG[mistake], tmp_path)
@@ -95,4 +108,7 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("20", {}, tmp_path)
     assert not result.passed
-    assert "fill hole 1" in result.results[-1].line() and "exercise_20.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_20.py line" in result.results[-1].line()
+    )

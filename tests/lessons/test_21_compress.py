@@ -1,4 +1,5 @@
-"""Exercise 21: filled rightly it passes, each wrong filling fails under its name; what the lesson measures."""
+"""Exercise 21: filled rightly it passes, each wrong filling fails under its name; what the lesson
+measures."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,7 +51,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
     assert result.passed, result.results[-1].line()
 
 
-@pytest.mark.soak       # other lessons' wrong fillings are graded in the default run
+@pytest.mark.soak  # other lessons' wrong fillings are graded in the default run
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
     assert_named("21", mistake, WRONG[mistake], tmp_path)
@@ -59,17 +60,25 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("21", {}, tmp_path)
     assert not result.passed
-    assert "fill hole 1" in result.results[-1].line() and "exercise_21.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_21.py line" in result.results[-1].line()
+    )
 
 
-# ------------------------------------------------------------------------------------------------ what the tables say
+# ------------------------------------------------------------------------------ what the tables say
 
-lab, broken = (load_module(lessons.find("21").part(name), "21") for name in ("experiments.py", "broken.py"))
+lab, broken = (
+    load_module(lessons.find("21").part(name), "21") for name in ("experiments.py", "broken.py")
+)
 
 
 def test_a_residual_that_is_lost_is_missing_in_the_sum() -> None:
-    """The figure's measure: with feedback all of the gradients is applied or kept, without it is not."""
-    found = md.run(lab.kept, 4, ("4bit", "top-k:density=0.01", "top-k:density=0.01,feedback=no"), size=2)[0]
+    """The figure's measure: with feedback all of the gradients is applied or kept, without it is
+    not."""
+    found = md.run(
+        lab.kept, 4, ("4bit", "top-k:density=0.01", "top-k:density=0.01,feedback=no"), size=2
+    )[0]
     assert found["4bit"]["lost"] < 1e-6 and found["top-k:density=0.01"]["lost"] < 1e-6
     assert found["top-k:density=0.01,feedback=no"]["lost"] > 0.01
     assert found["top-k:density=0.01"]["sum"] > found["top-k:density=0.01,feedback=no"]["sum"]
@@ -92,7 +101,7 @@ def test_the_picture_of_fragments_is_that_of_streaming() -> None:
     assert lab.fragment_rows(2, 1, 0, 4) == ["·X·X"]
 
 
-@pytest.mark.soak       # tests/parallel/compress/test_state.py has restarts
+@pytest.mark.soak  # tests/parallel/compress/test_state.py has restarts
 def test_a_restart_with_residuals_changes_no_bit() -> None:
     gaps = broken.gaps_after_restart("top-k:density=0.01")
     assert gaps["restored"] == 0 and gaps["lost"] > 1e-4

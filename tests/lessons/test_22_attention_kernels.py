@@ -1,4 +1,5 @@
-"""Exercise 22: filled rightly it passes, each wrong filling fails under its name; what the story states is counted."""
+"""Exercise 22: filled rightly it passes, each wrong filling fails under its name; what the story
+states is counted."""
 
 import re
 from pathlib import Path
@@ -6,11 +7,11 @@ from pathlib import Path
 import pytest
 from filling import assert_named, graded, right
 from kernel_checks import needs_compiler
-from minidist.kernels import on_cpu
-from minidist.lessons.page import Page
 
 from minidist import launch, lessons
 from minidist.grading import load_module
+from minidist.kernels import on_cpu
+from minidist.lessons.page import Page
 
 FOLDER = lessons.FOLDER / "22_attention_kernels"
 RIGHT = right("22")
@@ -38,11 +39,22 @@ WRONG = {
     "each number is brought by one thread": {6: '"step", "step"'},
     "an own sector each": {6: '"threadIdx.x", "step"'},
     "the lanes are no neighbours": {
-        6: '"threadIdx.x % 16 + step / 16 * 16", "threadIdx.x / 16 + step % 16 * 2"'},
+        6: '"threadIdx.x % 16 + step / 16 * 16", "threadIdx.x / 16 + step % 16 * 2"'
+    },
 }
-SOAK = {"what was summed grows instead", "the sum of values forgets", "another update", "there is no such place",
-        "values are added without their weight p", "as if lanes read neighbours", "that is bytes",
-        "the lanes are no neighbours", "it broke a rule as it ran", "not a row and a column", "more sectors than lanes"}
+SOAK = {
+    "what was summed grows instead",
+    "the sum of values forgets",
+    "another update",
+    "there is no such place",
+    "values are added without their weight p",
+    "as if lanes read neighbours",
+    "that is bytes",
+    "the lanes are no neighbours",
+    "it broke a rule as it ran",
+    "not a row and a column",
+    "more sectors than lanes",
+}
 
 
 @pytest.fixture(scope="module")
@@ -58,16 +70,25 @@ def test_the_right_filling_passes(places: str, tmp_path: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("mistake", [pytest.param(name, marks=[pytest.mark.soak] if name in SOAK else [])
-                                     for name in WRONG])
+@pytest.mark.parametrize(
+    "mistake",
+    [pytest.param(name, marks=[pytest.mark.soak] if name in SOAK else []) for name in WRONG],
+)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
     assert_named("22", mistake, WRONG[mistake], tmp_path)
 
 
 @needs_compiler
-@pytest.mark.parametrize(("hole", "filling", "line"), [(2, '"total * schrink + p"', "total = TOTAL;"),
-                                                       (4, '"D"', "sum += a_tile[y][i] * b_tile[i][x];")])
-def test_an_error_names_the_line_of_the_exercise(hole: int, filling: str, line: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("hole", "filling", "line"),
+    [
+        (2, '"total * schrink + p"', "total = TOTAL;"),
+        (4, '"D"', "sum += a_tile[y][i] * b_tile[i][x];"),
+    ],
+)
+def test_an_error_names_the_line_of_the_exercise(
+    hole: int, filling: str, line: str, tmp_path: Path
+) -> None:
     result = graded("22", {**RIGHT, hole: filling}, tmp_path)
     lines = (tmp_path / "exercise_22.py").read_text(encoding="utf-8").splitlines()
     number = next(number for number, text in enumerate(lines, 1) if line in text)
@@ -77,13 +98,19 @@ def test_an_error_names_the_line_of_the_exercise(hole: int, filling: str, line: 
 @needs_compiler
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("22", {}, tmp_path)
-    assert "fill hole 1" in result.results[-1].line() and "exercise_22.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_22.py line" in result.results[-1].line()
+    )
 
 
 def test_without_a_compiler_the_check_says_how_to_get_one(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr(on_cpu, "compiler", lambda: None)
     result = graded("22", RIGHT, tmp_path)
-    assert "C++ compiler: none, target g++" in result.results[-1].line() and "apt install" in result.results[-1].line()
+    assert (
+        "C++ compiler: none, target g++" in result.results[-1].line()
+        and "apt install" in result.results[-1].line()
+    )
 
 
 @pytest.mark.soak
@@ -92,18 +119,28 @@ def test_without_a_compiler_the_lesson_says_so_in_a_line(monkeypatch, capsys) ->
     lesson = load_module(FOLDER / "lesson.py", "22")
     launch.run(lambda group: lesson.tour(group, Page(group)), size=2, transport="threads")
     shown = " ".join(capsys.readouterr().out.split())
-    assert "One query, four tiles" in shown and "apt install g++" in shown and "sectors" not in shown
+    assert (
+        "One query, four tiles" in shown and "apt install g++" in shown and "sectors" not in shown
+    )
 
 
 @needs_compiler
 def test_the_ladders_page_states_what_is_counted(lab) -> None:
-    stated = re.findall(r"^\| v(\d) [^|]+\|(.+)\|$", (FOLDER / "MATMUL.md").read_text(encoding="utf-8"), re.MULTILINE)
+    stated = re.findall(
+        r"^\| v(\d) [^|]+\|(.+)\|$",
+        (FOLDER / "MATMUL.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
     assert [int(version) for version, _ in stated] == list(lab.LADDER)
     for version, row in stated:
         count = lab.matmul_count(int(version))
         products, size = count.operations // 2, 2 if version == "5" else 4
-        counted = (f"{count.seen.loads.bytes / size / products:.4f}", f"{count.seen.loads.requests:,}",
-                   f"{count.seen.loads.shared / products:.3f}", f"{count.intensity:.2f}")
+        counted = (
+            f"{count.seen.loads.bytes / size / products:.4f}",
+            f"{count.seen.loads.requests:,}",
+            f"{count.seen.loads.shared / products:.3f}",
+            f"{count.intensity:.2f}",
+        )
         assert tuple(cell.strip() for cell in row.split("|")) == counted, version
 
 
@@ -118,7 +155,9 @@ def test_attention_moves_what_the_story_says(lab, version: int) -> None:
 @pytest.mark.parametrize("size", [1, 3, 5])
 def test_heads_over_any_number_of_ranks(size: int, capsys) -> None:
     lesson = load_module(FOLDER / "lesson.py", "22")
-    launch.run(lambda group: lesson.heads_over_ranks(group, Page(group)), size=size, transport="threads")
+    launch.run(
+        lambda group: lesson.heads_over_ranks(group, Page(group)), size=size, transport="threads"
+    )
     assert re.search(r" 98304 │ +98304 │ ok │ +\de-07 │", capsys.readouterr().out)
 
 
@@ -149,8 +188,11 @@ def test_what_a_pattern_saves_is_the_tables() -> None:
 
 def test_the_tiles_of_the_notes_table_are_counted(lab):
     """Each row of the story's table of the 6 and 10 times (N3:52)."""
-    rows = re.findall(r"^\| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \|",
-                      (FOLDER / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \|",
+        (FOLDER / "README.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
     assert len(rows) == 5
     for row in rows:
         tokens, causal, pattern = (int(cell.replace(",", "")) for cell in row[:3])
@@ -160,9 +202,17 @@ def test_the_tiles_of_the_notes_table_are_counted(lab):
 
 @pytest.mark.soak
 def test_a_pattern_takes_less_of_everything_and_is_attention(lab):
-    """Bytes as measured: under the pattern 10 times the tokens take about the bytes of every score; no seconds."""
-    nbytes = {key: lab.forward_and_backward(*key)[1] for key in (
-        ("every score kept", lab.SHORT), ("tiled, dense", lab.SHORT), (lab.PATTERN, lab.SHORT), (lab.PATTERN, lab.TEN))}
+    """Bytes as measured: under the pattern 10 times the tokens take about the bytes of every score;
+    no seconds."""
+    nbytes = {
+        key: lab.forward_and_backward(*key)[1]
+        for key in (
+            ("every score kept", lab.SHORT),
+            ("tiled, dense", lab.SHORT),
+            (lab.PATTERN, lab.SHORT),
+            (lab.PATTERN, lab.TEN),
+        )
+    }
     assert nbytes[lab.PATTERN, lab.TEN] < 1.15 * nbytes["every score kept", lab.SHORT]
     assert nbytes[lab.PATTERN, lab.SHORT] < nbytes["tiled, dense", lab.SHORT]
     assert nbytes["tiled, dense", lab.SHORT] < nbytes["every score kept", lab.SHORT] / 5

@@ -1,4 +1,5 @@
-"""Exercise 23: filled rightly it passes, each wrong filling fails under its name; what the lesson's tables say."""
+"""Exercise 23: filled rightly it passes, each wrong filling fails under its name; what the lesson's
+tables say."""
 
 import inspect
 from dataclasses import replace
@@ -44,7 +45,10 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("23", {}, tmp_path)
     assert not result.passed
-    assert "fill hole 1" in result.results[-1].line() and "exercise_23.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_23.py line" in result.results[-1].line()
+    )
 
 
 def test_each_case_takes_what_it_takes_by_hand() -> None:
@@ -52,11 +56,17 @@ def test_each_case_takes_what_it_takes_by_hand() -> None:
         assert 1e3 * lab.run(job).seconds == pytest.approx(by_hand), name
 
 
-jobs = st.builds(lab.Job, strategy=st.sampled_from(sorted(lab.STRATEGIES)), layers=st.integers(1, 5),
-                 bucket=st.sampled_from([1_000_000, 3_000_000, 4_000_000, 8_000_000]),
-                 bandwidth=st.sampled_from([2e9, 1e9, 4e8]), slow=st.sampled_from([0.7, 1.0, 1.3]),
-                 ahead=st.integers(0, 2), late=st.dictionaries(st.integers(0, 3), st.sampled_from([0.004, 0.03])),
-                 order=st.sampled_from(["backward", "forward"]))
+jobs = st.builds(
+    lab.Job,
+    strategy=st.sampled_from(sorted(lab.STRATEGIES)),
+    layers=st.integers(1, 5),
+    bucket=st.sampled_from([1_000_000, 3_000_000, 4_000_000, 8_000_000]),
+    bandwidth=st.sampled_from([2e9, 1e9, 4e8]),
+    slow=st.sampled_from([0.7, 1.0, 1.3]),
+    ahead=st.integers(0, 2),
+    late=st.dictionaries(st.integers(0, 3), st.sampled_from([0.004, 0.03])),
+    order=st.sampled_from(["backward", "forward"]),
+)
 
 
 @given(jobs)
@@ -82,8 +92,9 @@ def test_the_plain_path_goes_through_the_rank_that_came_last() -> None:
     """Backward is slow on rank 1, the update on rank 0."""
     record = load_module(lessons.find("23").part("check.py"), "23").two_slow()
     assert [part.rank for part in plain_critical_path(record)] == [1, None, 0]
-    assert [(piece["kind"], piece["rank"]) for piece in why(record)["path"] if piece["kind"] == "busy"] == [
-        ("busy", 1), ("busy", 1), ("busy", 0)]
+    assert [
+        (piece["kind"], piece["rank"]) for piece in why(record)["path"] if piece["kind"] == "busy"
+    ] == [("busy", 1), ("busy", 1), ("busy", 0)]
 
 
 @pytest.mark.parametrize(("strategy", "change"), LESSON.CHANGES)
@@ -95,13 +106,17 @@ def test_a_prediction_is_what_then_runs(strategy: str, change: object) -> None:
 
 
 def test_the_causes_of_a_late_bucket_name_it_alone() -> None:
-    """Of 30 ms, 7.6 hide behind backward; the others are exposed where the next buckets are waited for, too."""
+    """Of 30 ms, 7.6 hide behind backward; the others are exposed where the next buckets are waited
+    for, too."""
     rows = why(lab.run(replace(STEP, late={3: 0.030})))["rows"]
-    assert {(row["cause"], row["call"]) for row in rows} == {("slow transfer", "all_reduce bucket 3")}
+    assert {(row["cause"], row["call"]) for row in rows} == {
+        ("slow transfer", "all_reduce bucket 3")
+    }
 
 
 def test_what_a_late_bucket_is_booked_with_and_what_it_costs() -> None:
-    """The booked milliseconds are up to the amount of the cause; without it the step is shorter by less."""
+    """The booked milliseconds are up to the amount of the cause; without it the step is shorter by
+    less."""
     told = " ".join(lessons.find("23").part("README.md").read_text(encoding="utf-8").split())
     usual = lab.run(STEP)
     late = lab.run(replace(STEP, late={3: 0.030}))
@@ -113,7 +128,8 @@ def test_what_a_late_bucket_is_booked_with_and_what_it_costs() -> None:
     for said in (
         f"The step takes {1e3 * late.seconds:.1f} ms: {1e3 * shorter:.1f} longer, not 30.",
         f"{1e3 * booked:.1f} ms each in all, and all of that is booked",
-        f"Without it each rank would wait {1e3 * shorter:.1f} ms less: {1e3 * usual.exposed(0):.1f} ms",
+        f"Without it each rank would wait {1e3 * shorter:.1f} ms less: "
+        f"{1e3 * usual.exposed(0):.1f} ms",
         f"Here the lower bound is {1e3 * lower_bound(late):.1f} ms",
     ):
         assert said in told, said

@@ -1,4 +1,5 @@
-"""Exercise 24: filled rightly it passes, each wrong filling fails under its name; what the lesson's tables say."""
+"""Exercise 24: filled rightly it passes, each wrong filling fails under its name; what the lesson's
+tables say."""
 
 import argparse
 from pathlib import Path
@@ -16,7 +17,8 @@ LESSON = load_module(lessons.find("24").part("lesson.py"), "24")
 WRONG = {
     "a message that waits for the wrong rank": {1: "group[1:]"},
     "a call that does not wait for the last rank": {
-        2: "max(ended.get((way, count[way] - 1), 0.0), min(came[way, count[way]].values()))"},
+        2: "max(ended.get((way, count[way] - 1), 0.0), min(came[way, count[way]].values()))"
+    },
     "calls of one group at the same time": {2: "max(came[way, count[way]].values())"},
     "work of another length": {3: "event.work"},
     "waits that add up, or turn the clock back": {4: "ended[started[event.id]]"},
@@ -39,7 +41,10 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("24", {}, tmp_path)
     assert not result.passed
-    assert "fill hole 3" in result.results[-1].line() and "exercise_24.py line" in result.results[-1].line()
+    assert (
+        "fill hole 3" in result.results[-1].line()
+        and "exercise_24.py line" in result.results[-1].line()
+    )
 
 
 def test_a_guess_is_five_numbers_of_seconds() -> None:
@@ -52,8 +57,11 @@ def test_a_guess_is_five_numbers_of_seconds() -> None:
 def test_the_break_its_lose_what_the_story_says(capsys: pytest.CaptureFixture[str]) -> None:
     """The virtual clock is exact: the story's figures are these."""
     told = lessons.find("24").part("README.md").read_text(encoding="utf-8")
-    for name, figures in (("slow-ring", ("48.95 ms", "92.72 ms")), ("tensor-across-nodes", ("0.298 s", "0.408 s")),
-                          ("straggler", ("0.166 s", "0.329 s"))):
+    for name, figures in (
+        ("slow-ring", ("48.95 ms", "92.72 ms")),
+        ("tensor-across-nodes", ("0.298 s", "0.408 s")),
+        ("straggler", ("0.166 s", "0.329 s")),
+    ):
         LESSON.BREAKS[name]()
         out = capsys.readouterr().out
         assert all(figure in out and figure in told for figure in figures), name
@@ -74,11 +82,10 @@ def test_the_story_says_what_four_times_the_devices_give() -> None:
 
 
 def test_the_story_says_what_bandwidth_and_size_give() -> None:
-    """At 1 GB/s the large model is the worse one, at 8 all are alike, at 64 it is the better one."""
+    """At 1 GB/s the large model is the worse one, at 8 all are alike, at 64 it is the better
+    one."""
     lab = LESSON.lab
-    small, large = (
-        lab.efficiencies(lab.sized(*lab.SIZES[at]), (1.0, 8.0, 64.0)) for at in (0, -1)
-    )
+    small, large = (lab.efficiencies(lab.sized(*lab.SIZES[at]), (1.0, 8.0, 64.0)) for at in (0, -1))
     assert f"weights keeps {small[0]:.1%} and that of 6.7 billion {large[0]:.1%}" in (
         story().replace(" %", "%")
     )
@@ -96,17 +103,23 @@ def test_the_story_says_what_bytes_cost() -> None:
         f"{bf16.step_seconds:.4f} s and ${bf16.dollars:.3g}."
     )
     assert said in story()
-    by_lesson_9 = f"{fp8.step_seconds:.4f} s per step of GPT-2 on eight H100 with fp8 and {bf16.step_seconds:.4f} s"
+    by_lesson_9 = (
+        f"{fp8.step_seconds:.4f} s per step of GPT-2 on eight H100 with fp8 and "
+        f"{bf16.step_seconds:.4f} s"
+    )
     assert by_lesson_9 in story("09")
     assert fp8.peak(fp8.fullest)["total"] < bf16.peak(bf16.fullest)["total"]
 
 
 @pytest.mark.soak
 def test_data_parallel_efficiency_depends_on_bandwidth_and_passes_rather_than_on_size() -> None:
-    """N1:100 says that large models are limited; their gradients grow, and so does the computing beside them."""
+    """N1:100 says that large models are limited; their gradients grow, and so does the computing
+    beside them."""
     lab = LESSON.lab
-    (small, wide), (large,) = (lab.efficiencies(lab.sized(layers, 1024, 16), gbps)
-                               for layers, gbps in ((4, (8.0, 64.0)), (12, (8.0,))))
+    (small, wide), (large,) = (
+        lab.efficiencies(lab.sized(layers, 1024, 16), gbps)
+        for layers, gbps in ((4, (8.0, 64.0)), (12, (8.0,)))
+    )
     assert 0.1 < small < 0.9 and large == pytest.approx(small, rel=0.25)
     assert wide > 1.5 * small
     assert lab.efficiencies(lab.sized(4, 1024, 16), (8.0,), passes=4)[0] > 1.2 * small
@@ -114,8 +127,14 @@ def test_data_parallel_efficiency_depends_on_bandwidth_and_passes_rather_than_on
 
 @pytest.mark.soak
 def test_the_table_by_size_row_by_row() -> None:
-    """ZeRO-1 is no slower than the row's ZeRO-2; 3D is slower by a tenth at 70 billion, by little at 175."""
+    """ZeRO-1 is no slower than the row's ZeRO-2; 3D is slower by a tenth at 70 billion, by little
+    at 175."""
     rows = list(LESSON.lab.advised())
     assert all(row.advised is not None for row in rows)
     losses = [row.advised.step_seconds / row.best.step_seconds - 1 for row in rows]
-    assert all(loss >= 0 for loss in losses) and losses[0] < 0.01 < losses[1] and losses[2] < 0.03 and losses[3] < 0.03
+    assert (
+        all(loss >= 0 for loss in losses)
+        and losses[0] < 0.01 < losses[1]
+        and losses[2] < 0.03
+        and losses[3] < 0.03
+    )

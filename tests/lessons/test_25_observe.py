@@ -1,4 +1,5 @@
-"""Exercise 25: filled rightly it passes, each wrong filling fails under its name; the rules judge jobs of any size."""
+"""Exercise 25: filled rightly it passes, each wrong filling fails under its name; the rules judge
+jobs of any size."""
 
 from pathlib import Path
 
@@ -24,7 +25,9 @@ WRONG = {
     "the waiting ranks are blamed": {1: "[rank for rank, last in calls.items() if last == newest]"},
     "the culprit is missed": {3: "arrivals.argmin(axis=1)[delay > share * step]"},
     "a false alarm": {4: "float(np.max(some))"},
-    "not the energy of a step": {7: "(static + dynamic * frequency ** 3) * (work / frequency + rest)"},
+    "not the energy of a step": {
+        7: "(static + dynamic * frequency ** 3) * (work / frequency + rest)"
+    },
 }
 
 
@@ -33,16 +36,20 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
     assert result.passed, result.results[-1].line()
 
 
-@pytest.mark.soak       # other lessons' wrong fillings are graded in the default run
+@pytest.mark.soak  # other lessons' wrong fillings are graded in the default run
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
     assert_named("25", mistake, WRONG[mistake], tmp_path)
 
 
-@pytest.mark.parametrize(("wrong", "mistake"), [
-    ({2: "ordered[:, -2] - ordered[:, -1]"}, "the culprit is missed"),
-    ({5: "float(memory[-1] - memory[0]) / (len(memory) - 1)"}, "a false alarm"),
-    ({6: "max(bad)[2:] if bad else None"}, "the culprit is missed")])
+@pytest.mark.parametrize(
+    ("wrong", "mistake"),
+    [
+        ({2: "ordered[:, -2] - ordered[:, -1]"}, "the culprit is missed"),
+        ({5: "float(memory[-1] - memory[0]) / (len(memory) - 1)"}, "a false alarm"),
+        ({6: "max(bad)[2:] if bad else None"}, "the culprit is missed"),
+    ],
+)
 def test_a_leak_and_a_first_number(wrong: dict[int, str], mistake: str, tmp_path: Path) -> None:
     assert_named("25", mistake, wrong, tmp_path)
 
@@ -50,7 +57,10 @@ def test_a_leak_and_a_first_number(wrong: dict[int, str], mistake: str, tmp_path
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("25", {}, tmp_path)
     assert not result.passed
-    assert "fill hole 1" in result.results[-1].line() and "exercise_25.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_25.py line" in result.results[-1].line()
+    )
 
 
 @pytest.mark.parametrize("size", [2, 3, 7])
@@ -59,10 +69,17 @@ def test_each_rule_names_its_own_fault_alone(size: int) -> None:
         for kind in lab.KINDS:
             job = lab.sick_job(kind, size=size, seed=seed)
             leaking = [rank for rank in range(size) if plain_growth(job.memory[:, rank]) > lab.MIB]
-            found = {"hang": plain_behind(job.calls) or None, "slow rank": plain_waited_for(job.arrivals),
-                     "slow link": plain_slow_link(job.links), "leak": leaking[0] if leaking else None,
-                     "not finite": plain_first_bad(job.bad)}
-            assert found == {other: job.culprit if other == kind else None for other in found}, (kind, seed)
+            found = {
+                "hang": plain_behind(job.calls) or None,
+                "slow rank": plain_waited_for(job.arrivals),
+                "slow link": plain_slow_link(job.links),
+                "leak": leaking[0] if leaking else None,
+                "not finite": plain_first_bad(job.bad),
+            }
+            assert found == {other: job.culprit if other == kind else None for other in found}, (
+                kind,
+                seed,
+            )
 
 
 def test_no_frequency_takes_less_energy_than_the_best() -> None:
@@ -70,17 +87,36 @@ def test_no_frequency_takes_less_energy_than_the_best() -> None:
     least = step_joules(best_frequency(static=30.0, dynamic=100.0), **given)
     assert all(step_joules(f, **given) >= least for f in np.linspace(0.05, 1.0, 200).tolist())
     assert best_frequency(static=300.0, dynamic=100.0) == 1.0
-    assert frequency_under(130.0, static=30.0, dynamic=100.0) == frequency_under(500.0, static=30.0, dynamic=100.0) == 1
+    assert (
+        frequency_under(130.0, static=30.0, dynamic=100.0)
+        == frequency_under(500.0, static=30.0, dynamic=100.0)
+        == 1
+    )
     with pytest.raises(ConfigError, match="takes 30 W even at rest"):
         frequency_under(30.0, static=30.0, dynamic=100.0)
 
 
 LEAVES = (
-    "数据并行DP", "张量并行TP", "流水线并行PP", "序列并行SP",
-    "自动并行化", "异构内存架构", "MoE专用优化", "长上下文支持",
-    "FSDP异步聚合", "DeepSpeed异构优化", "Megatron硬件协同",
-    "NVLink 4.0", "Grace Hopper", "InfiniBand NDR", "CXL互连",
-    "策略选择2025", "拓扑优化", "调试工具", "成本效益")       # N2:584
+    "数据并行DP",
+    "张量并行TP",
+    "流水线并行PP",
+    "序列并行SP",
+    "自动并行化",
+    "异构内存架构",
+    "MoE专用优化",
+    "长上下文支持",
+    "FSDP异步聚合",
+    "DeepSpeed异构优化",
+    "Megatron硬件协同",
+    "NVLink 4.0",
+    "Grace Hopper",
+    "InfiniBand NDR",
+    "CXL互连",
+    "策略选择2025",
+    "拓扑优化",
+    "调试工具",
+    "成本效益",
+)  # N2:584
 
 
 def test_each_leaf_of_the_notes_mind_map_has_its_lessons() -> None:

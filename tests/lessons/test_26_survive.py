@@ -1,4 +1,5 @@
-"""Exercise 26: filled rightly it passes, each wrong filling fails under its name; the clock agrees with a formula."""
+"""Exercise 26: filled rightly it passes, each wrong filling fails under its name; the clock agrees
+with a formula."""
 
 from pathlib import Path
 
@@ -15,8 +16,10 @@ RIGHT = right("26")
 WRONG = {
     "numbers are lost": {1: "np.save(file, chunk[:-1])"},
     "not every shard's digest": {2: "digest[None]"},
-    "a torn manifest can be seen": {3: '(folder / "draft").rename(folder / "draft2")\n'
-                                       '(folder / "manifest.json").write_text((folder / "draft2").read_text())'},
+    "a torn manifest can be seen": {
+        3: '(folder / "draft").rename(folder / "draft2")\n'
+        '(folder / "manifest.json").write_text((folder / "draft2").read_text())'
+    },
     "no manifest": {3: "None"},
     "other ranks' numbers": {5: "np.load(file)"},
     "not the best interval": {6: "(save * between) ** 0.5"},
@@ -36,15 +39,19 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
 def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
     result = graded("26", {}, tmp_path)
     assert not result.passed
-    assert "fill hole 1" in result.results[-1].line() and "exercise_26.py line" in result.results[-1].line()
+    assert (
+        "fill hole 1" in result.results[-1].line()
+        and "exercise_26.py line" in result.results[-1].line()
+    )
 
 
 def test_a_meeting_counts_if_one_rank_has_its_sum() -> None:
-    """The lesson's loss in a meeting: both ranks that are left have the state of the one that has held it."""
+    """The lesson's loss in a meeting: both ranks that are left have the state of the one that has
+    held it."""
     lesson = load_module(lessons.find("26").part("lesson.py"), "26")
     (first, second, lost) = md.run(lesson.lost_in_a_meeting, size=3)
     weight = momentum = 0.0
-    for _ in range(3):                                      # 0.2: the mean of 0.1, 0.2 and 0.3
+    for _ in range(3):  # 0.2: the mean of 0.1, 0.2 and 0.3
         momentum = 0.9 * momentum + 0.2
         weight -= 0.7 * (0.2 + 0.9 * momentum)
     assert first[:2] == (2, 3) and second[:2] == (3, 3) and lost is None
@@ -55,9 +62,15 @@ def test_a_meeting_counts_if_one_rank_has_its_sum() -> None:
 def test_the_clock_that_jumps_keeps_what_the_formula_says(factor: float) -> None:
     lab = load_module(lessons.find("26").part("experiments.py"), "26")
     interval, seconds = factor * best_interval(10.0, 3600.0), 3e6
-    spans = lab.replay(interval, lab.interruptions(3600.0, seconds, 3), save=10.0, restart=30.0, seconds=seconds)
-    assert lab.kept(spans) == pytest.approx(goodput(interval, save=10.0, between=3600.0, restart=30.0), rel=0.03)
-    assert all(one.stop == pytest.approx(other.start) for one, other in zip(spans, spans[1:], strict=False))
+    spans = lab.replay(
+        interval, lab.interruptions(3600.0, seconds, 3), save=10.0, restart=30.0, seconds=seconds
+    )
+    assert lab.kept(spans) == pytest.approx(
+        goodput(interval, save=10.0, between=3600.0, restart=30.0), rel=0.03
+    )
+    assert all(
+        one.stop == pytest.approx(other.start) for one, other in zip(spans, spans[1:], strict=False)
+    )
 
 
 def test_what_other_intervals_cost() -> None:
@@ -77,18 +90,37 @@ def test_what_other_intervals_cost() -> None:
     price = f"a save of {figure.SAVE:.0f} s and a restart of {figure.RESTART:.0f} s"
     assert f"{price} the rebate must be above {100 * (1 - kept):.0f} %" in story
     moments = figure.lab.interruptions(figure.BETWEEN, figure.DAYS * 86_400.0, seed=4)
-    lost = [100 * (1 - figure.lab.kept(figure.lab.replay(
-        best * factor, moments, save=figure.SAVE, restart=figure.RESTART, seconds=figure.HOURS * 3600.0)))
-        for factor in (1 / 8, 1, 8)]
+    lost = [
+        100
+        * (
+            1
+            - figure.lab.kept(
+                figure.lab.replay(
+                    best * factor,
+                    moments,
+                    save=figure.SAVE,
+                    restart=figure.RESTART,
+                    seconds=figure.HOURS * 3600.0,
+                )
+            )
+        )
+        for factor in (1 / 8, 1, 8)
+    ]
     assert f"{lost[0]:.0f} %, {lost[1]:.0f} % and {lost[2]:.0f} % of the time are not kept" in story
 
 
 def test_how_many_shards_a_rank_of_six_reads_of_eight() -> None:
     """The quiz's answer: two; three in some sizes that 24 does not divide."""
+
     def shards(numbers: int) -> set[int]:
         old, new = bounds(numbers, 8), bounds(numbers, 6)
-        return {sum(max(new[rank], old[shard]) < min(new[rank + 1], old[shard + 1]) for shard in range(8))
-                for rank in range(6)}
+        return {
+            sum(
+                max(new[rank], old[shard]) < min(new[rank + 1], old[shard + 1])
+                for shard in range(8)
+            )
+            for rank in range(6)
+        }
 
     assert all(shards(numbers) == {2} for numbers in range(24, 2400, 24))
     assert set().union(*(shards(numbers) for numbers in range(24, 2400))) == {2, 3}

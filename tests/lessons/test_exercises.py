@@ -1,4 +1,5 @@
-"""Exercises are cut from the plain versions of their chapters: the same names and lines, with holes in them."""
+"""Exercises are cut from the plain versions of their chapters: the same names and lines, with holes
+in them."""
 
 import ast
 import inspect
@@ -12,7 +13,8 @@ from minidist.grading import answer_key, load_module
 
 NUMBERS = [lesson.number for lesson in lessons.every_lesson()]
 NOT_CUT = {
-    "01": "launching has no plain version: the exercise reads what launchers leave in the environment",
+    "01": "launching has no plain version: the exercise reads what launchers leave in the "
+    "environment",
     "22": "its plain version is NumPy; the exercise has holes in kernels, which are written in C",
 }
 """Exercises that are not cut from a plain version, and why."""
@@ -55,13 +57,18 @@ def check_of(number: str):
 
 @pytest.mark.parametrize("number", [number for number in NUMBERS if number not in NOT_CUT])
 def test_an_exercise_is_the_plain_version_with_holes(number: str) -> None:
-    """Names, arguments and every line outside the holes; annotations, docstrings and comments may differ."""
+    """Names, arguments and every line outside the holes; annotations, docstrings and comments may
+    differ."""
     check, parts, inside = check_of(number), holes.definitions(template(number)), set[int]()
     assert check.CUT_FROM
     for plain in check.CUT_FROM:
-        assert plain.__name__.lower().startswith("plain") and plain.__module__.startswith("minidist.")
+        assert plain.__name__.lower().startswith("plain") and plain.__module__.startswith(
+            "minidist."
+        )
         found = holes.match(parts[plain.__name__], ast.parse(inspect.getsource(plain)).body[0])
-        assert found is not None, f"exercise {number} has other lines than {plain.__module__}.{plain.__name__}"
+        assert found is not None, (
+            f"exercise {number} has other lines than {plain.__module__}.{plain.__name__}"
+        )
         inside |= set(found)
     assert len(inside) >= 2
     asked = set(holes.tasks(template(number)))
@@ -80,7 +87,9 @@ def test_a_function_of_a_plain_versions_name_is_cut_from_it(number: str) -> None
 def test_every_hole_has_its_right_code_and_a_task(number: str) -> None:
     tree = template(number)
     asked = holes.tasks(tree)
-    assert list(asked) == list(range(1, len(asked) + 1)) and all(len(task) > 10 for task in asked.values())
+    assert list(asked) == list(range(1, len(asked) + 1)) and all(
+        len(task) > 10 for task in asked.values()
+    )
     assert set(answer_key(check_of(number), tree)) == set(asked)
 
 
@@ -97,16 +106,25 @@ def test_two_holes_never_follow_each_other_as_statements(number: str) -> None:
     """It could not be told where the code of the first ends."""
     for node in ast.walk(template(number)):
         for block in (getattr(node, field, None) for field in ("body", "orelse", "finalbody")):
-            lines = [holes.number_of(line) if isinstance(line, ast.Expr) else 0 for line in block or ()] if isinstance(
-                block, list) else []
-            assert not any(first and second for first, second in zip(lines, lines[1:], strict=False)), lines
+            lines = (
+                [holes.number_of(line) if isinstance(line, ast.Expr) else 0 for line in block or ()]
+                if isinstance(block, list)
+                else []
+            )
+            assert not any(
+                first and second for first, second in zip(lines, lines[1:], strict=False)
+            ), lines
 
 
 def test_other_lines_are_seen() -> None:
-    cut = ast.parse("def plain_sum(x, y):\n    '''Docs.'''\n    return hole(1, 'a task', x)\n").body[0]
-    for text, same in (("def plain_sum(x: int, y) -> int:\n    return x + y", True),
-                       ("def plain_sum(x, z):\n    return x + z", False),
-                       ("def plain_sum(x, y):\n    x += 1\n    return x", False)):
+    cut = ast.parse(
+        "def plain_sum(x, y):\n    '''Docs.'''\n    return hole(1, 'a task', x)\n"
+    ).body[0]
+    for text, same in (
+        ("def plain_sum(x: int, y) -> int:\n    return x + y", True),
+        ("def plain_sum(x, z):\n    return x + z", False),
+        ("def plain_sum(x, y):\n    x += 1\n    return x", False),
+    ):
         assert (holes.match(cut, ast.parse(text).body[0]) is not None) == same
 
 

@@ -1,4 +1,5 @@
-"""Every lesson as a whole: its five parts, its commands, its break-its, its figure, and that words match files."""
+"""Every lesson as a whole: its five parts, its commands, its break-its, its figure, and that words
+match files."""
 
 import json
 import os
@@ -8,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from minidist.lessons.running import Break, run_break
 
 from minidist import launch, lessons
 from minidist.cli import COMMANDS
 from minidist.data import digits
 from minidist.errors import MinidistError
 from minidist.grading import load_module
+from minidist.lessons.running import Break, run_break
 
 ROOT = lessons.FOLDER.parent
 IN_TURN = str(ROOT / "tests" / "support" / "in_turn.py")
@@ -24,16 +25,41 @@ BREAKS: dict[tuple[str, str], Break] = {
     for number in NUMBERS
     for name, chosen in load_module(lessons.find(number).part("lesson.py"), number).BREAKS.items()
 }
-THREADS_ONLY = [(number, name) for number, name in BREAKS if (number, name) not in {
-    ("01", "one-rank-dies"), ("01", "rank-in-program")}]
-SLOW_BREAKS = {("05", "average-twice"), ("07", "average-twice"), ("07", "per-epoch"), ("07", "step-early"),
-               ("08", "average-twice"), ("10", "no-gradient-back"), ("12", "no-f"), ("14", "average-twice"),
-               ("14", "read-too-early"), ("15", "average-twice"), ("15", "forget-to-free"), ("15", "update-too-early"),
-               ("16", "average-twice"), ("16", "forget-to-free"), ("16", "stale-weights"), ("17", "average-twice"),
-               ("17", "norm-twice"), ("17", "own-norm"), ("17", "rows-by-rank"), ("20", "one-buffer"),
-               ("20", "no-prefetch"), ("21", "lost-residual"), ("21", "no-masking"), ("22", "mask-off-by-one"),
-               ("23", "forward-order"), ("23", "late-bucket")}
-"""Those that compute for most of a second or longer: run with the soak tests. Every lesson keeps others."""
+THREADS_ONLY = [
+    (number, name)
+    for number, name in BREAKS
+    if (number, name) not in {("01", "one-rank-dies"), ("01", "rank-in-program")}
+]
+SLOW_BREAKS = {
+    ("05", "average-twice"),
+    ("07", "average-twice"),
+    ("07", "per-epoch"),
+    ("07", "step-early"),
+    ("08", "average-twice"),
+    ("10", "no-gradient-back"),
+    ("12", "no-f"),
+    ("14", "average-twice"),
+    ("14", "read-too-early"),
+    ("15", "average-twice"),
+    ("15", "forget-to-free"),
+    ("15", "update-too-early"),
+    ("16", "average-twice"),
+    ("16", "forget-to-free"),
+    ("16", "stale-weights"),
+    ("17", "average-twice"),
+    ("17", "norm-twice"),
+    ("17", "own-norm"),
+    ("17", "rows-by-rank"),
+    ("20", "one-buffer"),
+    ("20", "no-prefetch"),
+    ("21", "lost-residual"),
+    ("21", "no-masking"),
+    ("22", "mask-off-by-one"),
+    ("23", "forward-order"),
+    ("23", "late-bucket"),
+}
+"""Those that compute for most of a second or longer: run with the soak tests. Every lesson keeps
+others."""
 SHORT = ["02"]
 COMMAND = re.compile(r"^(?:CUDA_VISIBLE_DEVICES=\S+ )?(?:python|mpirun|minidist) .*$", re.MULTILINE)
 
@@ -52,8 +78,16 @@ def commands(number: str) -> list[str]:
 def run(command: list[str], **options: object) -> str:
     """Run a command in the repository's root; its output, stdout and stderr together."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PATH": _path()}
-    done = subprocess.run(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                          timeout=100, check=False)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     return done.stdout
 
@@ -64,14 +98,50 @@ def _path() -> str:
 
 
 def test_the_lessons_that_there_are() -> None:
-    assert NUMBERS == ["00", "01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12",
-                       "13", "14", "15", "16", "17", "18", "19", "20", "21", "22", "23", "24", "25", "26"]
+    assert NUMBERS == [
+        "00",
+        "01",
+        "02",
+        "03",
+        "04",
+        "05",
+        "06",
+        "07",
+        "08",
+        "09",
+        "10",
+        "11",
+        "12",
+        "13",
+        "14",
+        "15",
+        "16",
+        "17",
+        "18",
+        "19",
+        "20",
+        "21",
+        "22",
+        "23",
+        "24",
+        "25",
+        "26",
+    ]
 
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_the_story_has_its_parts(number: str) -> None:
     text = readme(number)
-    for part in ("## ", "Break it", "What the notes say", "Quiz", "<details>", "Your turn", "![", "figure.png"):
+    for part in (
+        "## ",
+        "Break it",
+        "What the notes say",
+        "Quiz",
+        "<details>",
+        "Your turn",
+        "![",
+        "figure.png",
+    ):
         assert part in text, f"lesson {number} lacks {part}"
     assert lessons.find(number).part("figure.png").stat().st_size > 20_000
     for link in re.findall(r"`(minidist/[\w/.]+)`", text):
@@ -97,12 +167,19 @@ def test_the_commands_name_files_and_options_that_exist(number: str) -> None:
         words = command.split()
         assert words[0] in ("python", "mpirun", "minidist") or words[0].startswith("CUDA_"), command
         for word in words:
-            assert not word.endswith(".py") or word.startswith("exercise_") or (ROOT / word).is_file(), command
+            assert (
+                not word.endswith(".py") or word.startswith("exercise_") or (ROOT / word).is_file()
+            ), command
         assert words[0] != "minidist" or " ".join(words[:2]) in known, command
 
 
-@pytest.mark.parametrize("number,name", [
-    pytest.param(*pair, marks=[pytest.mark.soak] if pair in SLOW_BREAKS else []) for pair in THREADS_ONLY])
+@pytest.mark.parametrize(
+    "number,name",
+    [
+        pytest.param(*pair, marks=[pytest.mark.soak] if pair in SLOW_BREAKS else [])
+        for pair in THREADS_ONLY
+    ],
+)
 def test_break_it(number: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It ends in the error that it states, or prints what it states."""
     chosen = BREAKS[number, name]
@@ -125,12 +202,20 @@ def test_a_break_states_its_result() -> None:
 @pytest.mark.parametrize(
     "ranks", ["2", *(pytest.param(size, marks=pytest.mark.soak) for size in ("1", "3", "4", "5"))]
 )
-@pytest.mark.parametrize("numbers", [SHORT, *([number for number in NUMBERS if number not in SHORT][turn::10]
-                                              for turn in range(10))], ids=" ".join)
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        SHORT,
+        *([number for number in NUMBERS if number not in SHORT][turn::10] for turn in range(10)),
+    ],
+    ids=" ".join,
+)
 def test_under_mpirun(numbers: list[str], ranks: str, tmp_path: Path) -> None:
     """As `mpirun -n P python lesson.py` does, several lessons a start; a SHORT one in every run."""
     run(["mpirun", "-n", ranks, sys.executable, IN_TURN, str(tmp_path), *numbers])
-    off = [(number, *where) for number in numbers for where in cells_off(tmp_path / f"{number}.json")]
+    off = [
+        (number, *where) for number in numbers for where in cells_off(tmp_path / f"{number}.json")
+    ]
     assert off == []
 
 
@@ -148,7 +233,12 @@ def cells_off(file: Path) -> list[tuple[str, list[object]]]:
 
 def test_a_difference_in_a_table_is_found(tmp_path: Path) -> None:
     file = tmp_path / "tables.json"
-    rows = [["a", 3, "ok"], ["b", 4, "off +0.1 %"], ["c", 5, "off by 2"], ["mean of means", "off 66%"]]
+    rows = [
+        ["a", 3, "ok"],
+        ["b", 4, "off +0.1 %"],
+        ["c", 5, "off by 2"],
+        ["mean of means", "off 66%"],
+    ]
     file.write_text(json.dumps({"tables": [{"title": "Bytes", "rows": rows}]}))
     assert cells_off(file) == [("Bytes", rows[1]), ("Bytes", rows[2])]
 
@@ -156,7 +246,10 @@ def test_a_difference_in_a_table_is_found(tmp_path: Path) -> None:
 def test_on_ranks_of_our_own_launcher(tmp_path: Path) -> None:
     output = run(["minidist", "lesson", "03", "-n", "2", "--json", str(tmp_path / "tables.json")])
     assert "2 ranks over shm" in output
-    tables = {table["title"]: table["rows"] for table in json.loads((tmp_path / "tables.json").read_text())["tables"]}
+    tables = {
+        table["title"]: table["rows"]
+        for table in json.loads((tmp_path / "tables.json").read_text())["tables"]
+    }
     assert tables["n = 840 KiB: the busiest rank's all-reduce"][1][:2] == [2, 2]
 
 
@@ -164,22 +257,54 @@ def test_on_ranks_of_our_own_launcher(tmp_path: Path) -> None:
 def test_the_figure_is_drawn_from_a_run(number: str, tmp_path: Path) -> None:
     run(["minidist", "lesson", number, "--figure", "--out", str(tmp_path)])
     assert (tmp_path / "figure.png").stat().st_size > 20_000
-    assert (tmp_path / "figure.mmd").read_text() == lessons.find(number).part("figure.mmd").read_text()
+    assert (tmp_path / "figure.mmd").read_text() == lessons.find(number).part(
+        "figure.mmd"
+    ).read_text()
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("number", ["01", "02", "04", "05", "06", "07", "08", "09", "10", "11", "12", "13", "14", "15",
-                                    "16", "17", "18", "19", "20", "21", "22", "23", "24", "26"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        "01",
+        "02",
+        "04",
+        "05",
+        "06",
+        "07",
+        "08",
+        "09",
+        "10",
+        "11",
+        "12",
+        "13",
+        "14",
+        "15",
+        "16",
+        "17",
+        "18",
+        "19",
+        "20",
+        "21",
+        "22",
+        "23",
+        "24",
+        "26",
+    ],
+)
 def test_the_slow_figures_are_drawn_from_a_run(number: str, tmp_path: Path) -> None:
     run([sys.executable, str(lessons.find(number).part("figure.py")), "--out", str(tmp_path)])
     assert (tmp_path / "figure.png").stat().st_size > 20_000
 
 
-@pytest.mark.soak       # tests/launch/test_spawning.py has two nodes of its own
+@pytest.mark.soak  # tests/launch/test_spawning.py has two nodes of its own
 def test_two_launchers_make_the_tables_of_the_notes(tmp_path: Path) -> None:
     output = run([sys.executable, str(lessons.find("01").part("lesson.py")), "--two-machines"])
     rows = re.findall(r"node(\d) +│ +GPU(\d) │ +(\d) │ +(\d) │ +(\d) ", output)
-    assert rows == [(str(rank // 4), str(rank % 4), str(rank), str(rank % 4), str(rank // 4)) for rank in range(8)]
+    assert rows == [
+        (str(rank // 4), str(rank % 4), str(rank), str(rank % 4), str(rank // 4))
+        for rank in range(8)
+    ]
 
 
 @pytest.mark.soak
@@ -188,31 +313,54 @@ def test_the_mnist_example_trains_the_same_model_on_any_number_of_ranks() -> Non
     script = lessons.find("07").part("mnist.py")
     example = load_module(script, "07")
     alone, three = (launch.run(example.train, digits.load(), 1, size=size)[0] for size in (1, 3))
-    assert alone[0][:2] == pytest.approx(three[0][:2], rel=1e-6) and three[0][3] < 500 < alone[0][3] == 1437
+    assert (
+        alone[0][:2] == pytest.approx(three[0][:2], rel=1e-6)
+        and three[0][3] < 500 < alone[0][3] == 1437
+    )
     output = run(["mpirun", "-n", "2", sys.executable, str(script), "--epochs", "1"])
     assert f"loss {alone[0][1]:.4f}" in output and "rank 0 of 2 read 719 of 1437" in output
 
 
-@pytest.mark.parametrize(("number", "place", "title", "told"), [
-    ("03", 2, "the busiest rank's all-reduce", "The second table of the lesson shows both"),
-    ("04", 3, "all_reduce on tori", "the lesson's third table; bytes over the busiest link"),
-    ("04", 4, "two machines; between them", "The lesson's fourth table has bytes and times"),
-    ("10", 3, "N2:166", "The lesson's third table cuts a model of that size")])
-def test_a_table_that_a_story_counts_is_at_that_place(number: str, place: int, title: str, told: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "place", "title", "told"),
+    [
+        ("03", 2, "the busiest rank's all-reduce", "The second table of the lesson shows both"),
+        ("04", 3, "all_reduce on tori", "the lesson's third table; bytes over the busiest link"),
+        ("04", 4, "two machines; between them", "The lesson's fourth table has bytes and times"),
+        ("10", 3, "N2:166", "The lesson's third table cuts a model of that size"),
+    ],
+)
+def test_a_table_that_a_story_counts_is_at_that_place(
+    number: str, place: int, title: str, told: str
+) -> None:
     lesson = lessons.find(number)
-    titles = re.findall(r"page\.table\(\s*f?\"(.+?)\"", lesson.part("lesson.py").read_text(encoding="utf-8"))
+    titles = re.findall(
+        r"page\.table\(\s*f?\"(.+?)\"", lesson.part("lesson.py").read_text(encoding="utf-8")
+    )
     assert title in titles[place - 1]
     assert told in " ".join(lesson.part("README.md").read_text(encoding="utf-8").split())
 
 
-@pytest.mark.parametrize(("number", "heading", "told"), [
-    ("04", "5  One-sided", "Under `mpirun` section 5 of the lesson puts a **one-sided** message"),
-    ("04", "6  Several spines", "Section 6 of the lesson takes 16 machines"),
-    ("04", "7  Where ranks lie", "bytes from machine to machine (section 7 of the lesson)"),
-    ("07", "6  Synchronise per batch or per epoch", "section 6 of the lesson measure it"),
-    ("07", "7  Overlap over links", "section 7 of the lesson measures it over links"),
-    ("07", "8  Process, memory, busy time", "Section 8 of the lesson has that one, measured: process id"),
-    ("07", "9  Nearly linear", "section 9 of the lesson, by chapter 24's clock")])
+@pytest.mark.parametrize(
+    ("number", "heading", "told"),
+    [
+        (
+            "04",
+            "5  One-sided",
+            "Under `mpirun` section 5 of the lesson puts a **one-sided** message",
+        ),
+        ("04", "6  Several spines", "Section 6 of the lesson takes 16 machines"),
+        ("04", "7  Where ranks lie", "bytes from machine to machine (section 7 of the lesson)"),
+        ("07", "6  Synchronise per batch or per epoch", "section 6 of the lesson measure it"),
+        ("07", "7  Overlap over links", "section 7 of the lesson measures it over links"),
+        (
+            "07",
+            "8  Process, memory, busy time",
+            "Section 8 of the lesson has that one, measured: process id",
+        ),
+        ("07", "9  Nearly linear", "section 9 of the lesson, by chapter 24's clock"),
+    ],
+)
 def test_a_section_that_a_story_names_is_that_section(number: str, heading: str, told: str) -> None:
     lesson = lessons.find(number)
     assert f'page.heading("{heading}' in lesson.part("lesson.py").read_text(encoding="utf-8")

@@ -1,4 +1,5 @@
-"""The index of the lecture notes covers them, and what a story quotes of them stands on the line that it cites."""
+"""The index of the lecture notes covers them, and what a story quotes of them stands on the line
+that it cites."""
 
 import re
 from pathlib import Path
@@ -10,7 +11,9 @@ from minidist import lessons
 ROOT = lessons.FOLDER.parent
 NOTES = sorted((ROOT.parent / "shared" / "notes").glob("*.txt"))
 """The five documents, where they lie beside the repository: they are not part of it."""
-needs_notes = pytest.mark.skipif(len(NOTES) != 5, reason="the five documents are not in ../shared/notes")
+needs_notes = pytest.mark.skipif(
+    len(NOTES) != 5, reason="the five documents are not in ../shared/notes"
+)
 
 ROW = re.compile(r"^\| N(\d):(\d+)-(\d+) \| (.+?) \| (.+?) \|", re.MULTILINE)
 CITED = re.compile(r"N([0-4]):(\d+)(?:[-–](\d+))?((?:, \d+\b(?!,?\d))*)")
@@ -19,21 +22,30 @@ CITED = re.compile(r"N([0-4]):(\d+)(?:[-–](\d+))?((?:, \d+\b(?!,?\d))*)")
 def index() -> list[tuple[int, int, int, str, set[str]]]:
     """The rows of NOTES.md: document, first and last line, section, numbers of the lessons."""
     text = (lessons.FOLDER / "NOTES.md").read_text(encoding="utf-8")
-    return [(int(d), int(first), int(last), section, set(re.findall(r"\d\d", taught)))
-            for d, first, last, section, taught in ROW.findall(text)]
+    return [
+        (int(d), int(first), int(last), section, set(re.findall(r"\d\d", taught)))
+        for d, first, last, section, taught in ROW.findall(text)
+    ]
 
 
 def sources() -> list[Path]:
     """Every file that may cite the notes."""
-    paths = [path for name in ("minidist", "lessons", "kernels") for path in (ROOT / name).rglob("*")]
-    return [path for path in [ROOT / "README.md", *paths] if path.suffix in (".md", ".py") and path.name != "NOTES.md"]
+    paths = [
+        path for name in ("minidist", "lessons", "kernels") for path in (ROOT / name).rglob("*")
+    ]
+    return [
+        path
+        for path in [ROOT / "README.md", *paths]
+        if path.suffix in (".md", ".py") and path.name != "NOTES.md"
+    ]
 
 
 def citations(text: str) -> list[tuple[int, int, int, str]]:
-    """Document, first and last line, and the text from there to the next citation or the end of the paragraph."""
+    """Document, first and last line, and the text from there to the next citation or the end of the
+    paragraph."""
     found = []
     for match in CITED.finditer(text):
-        behind = re.split(r"\n\s*\n|\n *[*|] |N[0-4]:\d", text[match.end():], maxsplit=1)[0]
+        behind = re.split(r"\n\s*\n|\n *[*|] |N[0-4]:\d", text[match.end() :], maxsplit=1)[0]
         lines = [int(line) for line in re.findall(r"\d+", match[4])]
         found += [(int(match[1]), int(match[2]), int(match[3] or match[2]), behind)]
         found += [(int(match[1]), line, line, "") for line in lines]
@@ -41,7 +53,8 @@ def citations(text: str) -> list[tuple[int, int, int, str]]:
 
 
 def numbered_sections() -> dict[tuple[int, str], list[tuple[int, int, set[str]]]]:
-    """Return the first and last line and the lessons of each row of the index, by document and number of a section.
+    """Return the first and last line and the lessons of each row of the index, by document and
+    number of a section.
 
     A section has the rows of its parts too: 10 has those of 10.1 to 10.7.
     """
@@ -54,7 +67,8 @@ def numbered_sections() -> dict[tuple[int, str], list[tuple[int, int, set[str]]]
 
 
 def cited_sections(text: str) -> list[tuple[int, str, str]]:
-    """Return document, number, and what is said behind it, of each section that is cited as `N2 §10.5` or `…, §11.2`.
+    """Return document, number, and what is said behind it, of each section that is cited as `N2
+    §10.5` or `…, §11.2`.
 
     A § behind `Source:` or in another paragraph belongs to a paper.
     """
@@ -64,14 +78,15 @@ def cited_sections(text: str) -> list[tuple[int, str, str]]:
         if mark[2] is None:
             document = mark[1] and int(mark[1])
         elif document is not None:
-            behind = re.split(r"[|;\n]|§|, N\d", text[mark.end():], maxsplit=1)[0]
+            behind = re.split(r"[|;\n]|§|, N\d", text[mark.end() :], maxsplit=1)[0]
             numbers = range(int(mark[2]), int(mark[3]) + 1) if mark[3] else [mark[2]]
             found += [(document, str(number), behind) for number in numbers]
     return found
 
 
 def chapter_of(path: Path, text: str) -> str | None:
-    """Return the number of the lesson that a file belongs to, if its folder or its first words say so."""
+    """Return the number of the lesson that a file belongs to, if its folder or its first words say
+    so."""
     lesson = re.match(r"(\d\d)_", path.parent.name) or re.match(r'"""Chapters? (\d\d)', text)
     return lesson[1] if lesson else None
 
@@ -79,21 +94,28 @@ def chapter_of(path: Path, text: str) -> str | None:
 def quoted_before(text: str) -> list[tuple[int, int, int, str]]:
     """Document, first and last line, and what is quoted right before a citation in brackets.
 
-    That is the paragraph of a block quote from its beginning, or the last words in Chinese; … stands for what is left
-    out.
+    That is the paragraph of a block quote from its beginning, or the last words in Chinese; …
+    stands for what is left out.
     """
     found = []
     for match in re.finditer(rf"\({CITED.pattern}", text):
-        paragraph = re.split(r"\n(?!>)|\n> *(?=\n)", text[:match.start()])[-1]
-        said = (paragraph if re.match(r"\s*>", paragraph) else
-                "".join(re.findall(r"[\u3400-\u9fff][^\s「」]*$", paragraph.rstrip(" 」*"))))
-        found += [(int(match[1]), int(match[2]), int(match[3] or match[2]), part) for part in said.split("…")
-                  if re.search(r"[\u3400-\u9fff]", part)]
+        paragraph = re.split(r"\n(?!>)|\n> *(?=\n)", text[: match.start()])[-1]
+        said = (
+            paragraph
+            if re.match(r"\s*>", paragraph)
+            else "".join(re.findall(r"[\u3400-\u9fff][^\s「」]*$", paragraph.rstrip(" 」*")))
+        )
+        found += [
+            (int(match[1]), int(match[2]), int(match[3] or match[2]), part)
+            for part in said.split("…")
+            if re.search(r"[\u3400-\u9fff]", part)
+        ]
     return found
 
 
 def bare(text: str) -> str:
-    """Without what differs between a note and a quotation of it: line ends, marks of Markdown, bars of a table."""
+    """Without what differs between a note and a quotation of it: line ends, marks of Markdown, bars
+    of a table."""
     return re.sub(r"[\s>*`|:]", "", text)
 
 
@@ -102,7 +124,9 @@ def test_the_index_has_every_line_once_and_every_lesson() -> None:
     for document in range(5):
         spans = [(first, last) for d, first, last, *_ in rows if d == document]
         assert spans[0][0] == 1
-        assert all(last + 1 == first for (_, last), (first, _) in zip(spans, spans[1:], strict=False)), document
+        assert all(
+            last + 1 == first for (_, last), (first, _) in zip(spans, spans[1:], strict=False)
+        ), document
     taught = set().union(*(row[-1] for row in rows))
     assert {lesson.number for lesson in lessons.every_lesson()} <= taught
 
@@ -111,8 +135,15 @@ def test_a_lesson_stands_in_the_index_where_it_cites() -> None:
     missing = []
     for lesson in lessons.every_lesson():
         for document, line, *_ in citations(lesson.part("README.md").read_text(encoding="utf-8")):
-            taught = next((row[-1] for row in index() if row[0] == document and row[1] <= line <= row[2]), set())
-            missing += [] if lesson.number in taught else [f"lesson {lesson.number} cites N{document}:{line}"]
+            taught = next(
+                (row[-1] for row in index() if row[0] == document and row[1] <= line <= row[2]),
+                set(),
+            )
+            missing += (
+                []
+                if lesson.number in taught
+                else [f"lesson {lesson.number} cites N{document}:{line}"]
+            )
     assert not missing
 
 
@@ -129,7 +160,10 @@ def test_a_section_that_is_cited_exists_and_belongs_to_that_chapter() -> None:
             if not rows:
                 wrong.append(f"{where}, which is no section")
             elif chapter and chapter not in lessons_there:
-                wrong.append(f"{where}, of which NOTES.md knows the lessons {sorted(lessons_there)}, not {chapter}")
+                wrong.append(
+                    f"{where}, of which NOTES.md knows the lessons {sorted(lessons_there)}, not "
+                    f"{chapter}"
+                )
     assert not wrong
     assert count > 130
 
@@ -155,7 +189,9 @@ def test_what_is_said_of_a_section_stands_in_it() -> None:
     for path in sources():
         for document, number, behind in cited_sections(path.read_text(encoding="utf-8")):
             rows = sections[document, number]
-            within = "\n".join("\n".join(documents[document][first - 1:last]) for first, last, _ in rows)
+            within = "\n".join(
+                "\n".join(documents[document][first - 1 : last]) for first, last, _ in rows
+            )
             where = f"{path.relative_to(ROOT)} cites N{document} §{number}"
             for words in re.findall(r"[\u3400-\u9fff]+", behind):
                 count += 1
@@ -174,7 +210,7 @@ def test_the_index_ends_and_names_sections_as_the_notes_do() -> None:
         rows = [row for row in index() if row[0] == document]
         assert rows[-1][2] == len(text.splitlines())
         for _, first, last, section, _ in rows:
-            within = "\n".join(text.splitlines()[first - 1:last])
+            within = "\n".join(text.splitlines()[first - 1 : last])
             for name in section.split("; "):
                 assert name in within, (document, first, name)
 
@@ -186,7 +222,7 @@ def test_a_quotation_stands_on_the_line_that_is_cited() -> None:
     for path in sources():
         for document, first, last, behind in citations(path.read_text(encoding="utf-8")):
             where = f"{path.relative_to(ROOT)} cites N{document}:{first}"
-            cited = "\n".join(documents[document][first - 1:last])
+            cited = "\n".join(documents[document][first - 1 : last])
             if not cited.strip():
                 wrong.append(f"{where}, an empty line or none")
             for quotation in re.findall("「(.+?)」", behind, re.DOTALL):
@@ -195,7 +231,10 @@ def test_a_quotation_stands_on_the_line_that_is_cited() -> None:
                     wrong.append(f"{where}, which does not say {quotation}")
         for document, first, last, said in quoted_before(path.read_text(encoding="utf-8")):
             before += 1
-            if bare(said) not in bare("\n".join(documents[document][first - 1:last])):
-                wrong.append(f"{path.relative_to(ROOT)} cites N{document}:{first}, which does not say {said.strip()}")
+            if bare(said) not in bare("\n".join(documents[document][first - 1 : last])):
+                wrong.append(
+                    f"{path.relative_to(ROOT)} cites N{document}:{first}, which does not say "
+                    f"{said.strip()}"
+                )
     assert not wrong
     assert checked >= 25 and before >= 40, (checked, before)

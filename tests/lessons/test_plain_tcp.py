@@ -13,8 +13,10 @@ from minidist import lessons
 from minidist.comm.transports import plain_tcp
 
 
-@pytest.mark.parametrize(("number", "title", "blocks"), [
-    ("01", "### How ranks meet and connect", 4), ("02", "### 2.7 The path of a message", 5)])
+@pytest.mark.parametrize(
+    ("number", "title", "blocks"),
+    [("01", "### How ranks meet and connect", 4), ("02", "### 2.7 The path of a message", 5)],
+)
 def test_the_lessons_quote_the_transport_as_it_is(number: str, title: str, blocks: int) -> None:
     text = lessons.find(number).part("README.md").read_text(encoding="utf-8")
     section = re.split(r"^##+ ", text.split(title)[1], flags=re.MULTILINE)[0]

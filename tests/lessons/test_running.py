@@ -1,9 +1,9 @@
 """What a lesson's `--break` ends in: its result, or one line that says that there is none."""
 
 import pytest
-from minidist.lessons.running import Break, run_break
 
 from minidist.errors import KernelError, ShapeError
+from minidist.lessons.running import Break, run_break
 
 
 def fails() -> None:

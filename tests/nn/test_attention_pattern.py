@@ -1,4 +1,5 @@
-"""Attention patterns: what each spelling shows, by its definition; a GPT under one; what is refused, and how."""
+"""Attention patterns: what each spelling shows, by its definition; a GPT under one; what is
+refused, and how."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,30 +14,47 @@ from minidist.autograd import ops
 from minidist.autograd.ops.block_sparse import SIDE
 from minidist.errors import ConfigError, ShapeError
 from minidist.nn import GPT, GPTConfig
-from minidist.nn.attention_pattern import check_pattern, pattern_blocks, read_pattern, scores_computed, shown_pattern
+from minidist.nn.attention_pattern import (
+    check_pattern,
+    pattern_blocks,
+    read_pattern,
+    scores_computed,
+    shown_pattern,
+)
 
 
 def pictures(pattern: str, tokens: int) -> list[str]:
-    return ["".join("#" if shown else "." for shown in row) for row in pattern_blocks(pattern, tokens)]
+    return [
+        "".join("#" if shown else "." for shown in row) for row in pattern_blocks(pattern, tokens)
+    ]
 
 
-@pytest.mark.parametrize(("pattern", "rows"), [
-    ("local:64", ["#....", ".#...", "..#..", "...#.", "....#"]),
-    ("local:128", ["#....", "##...", ".##..", "..##.", "...##"]),
-    ("global:2", ["#....", "##...", "##...", "##...", "##..."]),
-    ("strided:128", ["#....", ".#...", "#.#..", ".#.#.", "#.#.#"]),
-    ("local:64+global:1", ["#....", "##...", "#.#..", "#..#.", "#...#"]),
-    ("local:128+strided:192", ["#....", "##...", ".##..", "#.##.", ".#.##"]),
-    ("rows:1/2/5/8/13", ["#....", ".#...", "#.#..", "...#.", "##..#"]),
-    ("rows:1/2/5/8/10+global:1", ["#....", "##...", "#.#..", "#..#.", "#...#"])])
+@pytest.mark.parametrize(
+    ("pattern", "rows"),
+    [
+        ("local:64", ["#....", ".#...", "..#..", "...#.", "....#"]),
+        ("local:128", ["#....", "##...", ".##..", "..##.", "...##"]),
+        ("global:2", ["#....", "##...", "##...", "##...", "##..."]),
+        ("strided:128", ["#....", ".#...", "#.#..", ".#.#.", "#.#.#"]),
+        ("local:64+global:1", ["#....", "##...", "#.#..", "#..#.", "#...#"]),
+        ("local:128+strided:192", ["#....", "##...", ".##..", "#.##.", ".#.##"]),
+        ("rows:1/2/5/8/13", ["#....", ".#...", "#.#..", "...#.", "##..#"]),
+        ("rows:1/2/5/8/10+global:1", ["#....", "##...", "#.#..", "#..#.", "#...#"]),
+    ],
+)
 def test_what_a_spelling_shows(pattern: str, rows: list[str]) -> None:
-    """Each picture is drawn by hand from the definition; a shorter sequence sees its top left part."""
+    """Each picture is drawn by hand from the definition; a shorter sequence sees its top left
+    part."""
     check_pattern(pattern, 300)
     assert pictures(pattern, 300) == rows
     assert pictures(pattern, 129) == [row[:3] for row in rows[:3]]
     side = np.array([SIDE, SIDE, SIDE, SIDE, 300 - 4 * SIDE])
-    assert scores_computed(pattern, 300) == sum(side[i] * side[j] for i, row in enumerate(rows)
-                                                for j, shown in enumerate(row) if shown == "#")
+    assert scores_computed(pattern, 300) == sum(
+        side[i] * side[j]
+        for i, row in enumerate(rows)
+        for j, shown in enumerate(row)
+        if shown == "#"
+    )
 
 
 @given(window=st.integers(1, 6), first=st.integers(1, 4), count=st.integers(1, 12))
@@ -54,34 +72,55 @@ def test_a_file_is_its_rows(count: int, seed: int) -> None:
     mask = np.tri(count, dtype=bool) & (np.random.default_rng(seed).random((count, count)) < 0.5)
     np.fill_diagonal(mask, True)
     with pytest.MonkeyPatch.context() as patch:
-        text = "\n".join(" ".join(str(int(shown)) for shown in row[:len(row) if seed % 2 else number + 1])
-                         for number, row in enumerate(mask))
-        patch.setattr("minidist.nn.attention_pattern.read_regular", lambda file, *, most: f"{text}\n\n".encode())
+        text = "\n".join(
+            " ".join(str(int(shown)) for shown in row[: len(row) if seed % 2 else number + 1])
+            for number, row in enumerate(mask)
+        )
+        patch.setattr(
+            "minidist.nn.attention_pattern.read_regular",
+            lambda file, *, most: f"{text}\n\n".encode(),
+        )
         pattern = read_pattern("block:mask.txt")
     check_pattern(pattern, 64 * count)
     np.testing.assert_array_equal(pattern_blocks(pattern, 64 * count), mask)
     assert read_pattern(pattern) == pattern
 
 
-@pytest.mark.parametrize(("pattern", "says"), [
-    ("dense", "'dense' is no pattern; write local:N, strided:N, global:G, rows"),
-    ("", "'' is no pattern"), ("local:128+", "'' is no pattern"), ("block:f", "'block:f' is no pattern"),
-    ("local:100", "multiple of 64; write local:128"), ("local:0", "write local:64"), ("local:x", "write local:64"),
-    ("strided:-64", "write strided:64"),
-    ("global:0", "a number of blocks from 1, as global:2"), ("global:", "from 1"),
-    ("rows:1/2", "2 rows; the context has 5 blocks of 64 tokens"),
-    ("rows:1/8/4/8/8", "row 1 shows a block after block 1"), ("rows:1/2//8/8", "row 2 is ''"),
-    ("rows:1/2/G/8/8", "row 2 is 'G'; it is a hexadecimal number"),
-    ("rows:1/0/4/8/8", "block 1 of the queries sees no block of keys")])
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        ("dense", "'dense' is no pattern; write local:N, strided:N, global:G, rows"),
+        ("", "'' is no pattern"),
+        ("local:128+", "'' is no pattern"),
+        ("block:f", "'block:f' is no pattern"),
+        ("local:100", "multiple of 64; write local:128"),
+        ("local:0", "write local:64"),
+        ("local:x", "write local:64"),
+        ("strided:-64", "write strided:64"),
+        ("global:0", "a number of blocks from 1, as global:2"),
+        ("global:", "from 1"),
+        ("rows:1/2", "2 rows; the context has 5 blocks of 64 tokens"),
+        ("rows:1/8/4/8/8", "row 1 shows a block after block 1"),
+        ("rows:1/2//8/8", "row 2 is ''"),
+        ("rows:1/2/G/8/8", "row 2 is 'G'; it is a hexadecimal number"),
+        ("rows:1/0/4/8/8", "block 1 of the queries sees no block of keys"),
+    ],
+)
 def test_what_is_refused(pattern: str, says: str) -> None:
     with pytest.raises(ConfigError) as error:
         GPTConfig(vocabulary=9, context=300, layers=1, width=8, heads=2, attention_pattern=pattern)
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("content", "says"), [
-    (b"1\n12\n", "line 2 is '12'; it is made of 0 and 1"), (b"\n \n", "the file is empty"), (b"\xff\n", "no text"),
-    (None, "No such file or directory")])
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"1\n12\n", "line 2 is '12'; it is made of 0 and 1"),
+        (b"\n \n", "the file is empty"),
+        (b"\xff\n", "no text"),
+        (None, "No such file or directory"),
+    ],
+)
 def test_files_that_are_refused(content: bytes | None, says: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "mask").write_bytes(content)
@@ -90,15 +129,24 @@ def test_files_that_are_refused(content: bytes | None, says: str, tmp_path: Path
 
 
 def test_a_sequence_longer_than_the_rows() -> None:
-    with pytest.raises(ShapeError, match="a sequence of 3 blocks of 64 tokens is longer than the 2 rows"):
+    with pytest.raises(
+        ShapeError, match="a sequence of 3 blocks of 64 tokens is longer than the 2 rows"
+    ):
         pattern_blocks("rows:1/3", 130)
 
 
-@pytest.mark.parametrize("changes", [{}, {"positions": "rotary", "heads": 4, "kv_heads": 2}], ids=str)
-def test_a_model_is_dense_under_the_mask(changes: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss and gradients of a GPT under a pattern are those of its twin with dense attention under the same mask."""
-    config = tiny(**{"heads": 2, "width": 16, "context": 200, "layers": 2, **changes},
-                  attention_pattern="local:64+global:1")
+@pytest.mark.parametrize(
+    "changes", [{}, {"positions": "rotary", "heads": 4, "kv_heads": 2}], ids=str
+)
+def test_a_model_is_dense_under_the_mask(
+    changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss and gradients of a GPT under a pattern are those of its twin with dense attention under
+    the same mask."""
+    config = tiny(
+        **{"heads": 2, "width": 16, "context": 200, "layers": 2, **changes},
+        attention_pattern="local:64+global:1",
+    )
     ids = np.random.default_rng(0).integers(0, config.vocabulary, (2, 201))
 
     def gradients(of: GPTConfig) -> list[np.ndarray]:
@@ -109,7 +157,7 @@ def test_a_model_is_dense_under_the_mask(changes: dict[str, object], monkeypatch
         return [loss.data, *(p.grad for p in model.parameters())]
 
     ours, whole = gradients(config), gradients(replace(config, attention_pattern=None))
-    assert abs(ours[0] - whole[0]) > 1e-6                       # the pattern changes what the model computes
+    assert abs(ours[0] - whole[0]) > 1e-6  # the pattern changes what the model computes
 
     def masked(q: object, k: object, v: object, *, blocks: np.ndarray) -> object:
         heads, t = np.arange(q.shape[1]) // (q.shape[1] // k.shape[1]), q.shape[2]
@@ -124,7 +172,8 @@ def test_a_model_is_dense_under_the_mask(changes: dict[str, object], monkeypatch
 
 
 def test_text_from_a_model_with_a_pattern() -> None:
-    """Sequences shorter than the context, also of one token; a pattern that shows all changes nothing."""
+    """Sequences shorter than the context, also of one token; a pattern that shows all changes
+    nothing."""
     config = tiny(context=130, positions="rotary", attention_pattern="local:192")
     texts = []
     for pattern in ("local:192", None):

@@ -1,5 +1,5 @@
-"""Choices limited to nodes are those of the plain loop; copies between nodes are counted exactly; placement saves some.
-"""
+"""Choices limited to nodes are those of the plain loop; copies between nodes are counted exactly;
+placement saves some."""
 
 from itertools import combinations
 from typing import Any
@@ -23,16 +23,24 @@ from minidist.nn.expert_nodes import (
 from minidist.nn.moe import mixtures
 
 
-@given(seed=st.integers(0, 99), node_of=st.lists(st.integers(0, 2), min_size=6, max_size=9), limit=st.integers(1, 3),
-       k=st.integers(1, 4))
-def test_a_limited_choice_is_that_of_the_plain_loop(seed: int, node_of: list[int], limit: int, k: int) -> None:
+@given(
+    seed=st.integers(0, 99),
+    node_of=st.lists(st.integers(0, 2), min_size=6, max_size=9),
+    limit=st.integers(1, 3),
+    k=st.integers(1, 4),
+)
+def test_a_limited_choice_is_that_of_the_plain_loop(
+    seed: int, node_of: list[int], limit: int, k: int
+) -> None:
     """Whatever the sizes of nodes; scores have ties."""
     nodes = np.unique(node_of, return_inverse=True)[1]
     limit = min(limit, int(nodes.max()) + 1)
     k = min(k, int(np.sort(np.bincount(nodes))[:limit].sum()))
     scores = np.random.default_rng(seed).integers(0, 6, (2, 5, len(nodes))) / 8
     chosen = top_positions(limit_to_nodes(scores, nodes, limit, k), k)
-    plain = [[plain_limited_choice(row, nodes, limit, k) for row in sequence] for sequence in scores]
+    plain = [
+        [plain_limited_choice(row, nodes, limit, k) for row in sequence] for sequence in scores
+    ]
     np.testing.assert_array_equal(chosen, plain)
     assert all(len(set(nodes[row])) <= limit for row in chosen.reshape(-1, k))
 
@@ -53,7 +61,9 @@ def routed(seed: int, *, nodes: int = 2, k: int = 2) -> tuple[np.ndarray, np.nda
 
 def copies(chosen: np.ndarray, home: np.ndarray, node_of: np.ndarray) -> int:
     """Counted token by token."""
-    return sum(len({*node_of[row[row >= 0]]} - {node}) for row, node in zip(chosen, home, strict=True))
+    return sum(
+        len({*node_of[row[row >= 0]]} - {node}) for row, node in zip(chosen, home, strict=True)
+    )
 
 
 @pytest.mark.parametrize(("nodes", "k"), [(2, 1), (2, 4), (3, 2), (3, 3)])
@@ -64,7 +74,11 @@ def test_placement_ends_where_no_swap_saves(nodes: int, k: int) -> None:
         chosen, home = routed(seed, nodes=nodes, k=k)
         start, found = np.repeat(np.arange(nodes), counts), np.empty(6, int)
         found[placed_by_choices(chosen, home, counts)] = start
-        assert copies_between_nodes(chosen, home, found) == copies(chosen, home, found) <= copies(chosen, home, start)
+        assert (
+            copies_between_nodes(chosen, home, found)
+            == copies(chosen, home, found)
+            <= copies(chosen, home, start)
+        )
         for e, f in combinations(range(6), 2):
             other = found.copy()
             other[[e, f]] = other[[f, e]]
@@ -89,7 +103,10 @@ def test_the_newest_choices_are_kept() -> None:
 def test_a_layer_keeps_its_choices_within_the_limit() -> None:
     """Two nodes of two experts, by number and by a placement."""
     for placement, pairs in ((None, {(0, 1), (2, 3)}), (((3, 0, 1, 2),), {(0, 3), (1, 2)})):
-        model = mixture(GPT(tiny(layers=1)), MixtureConfig(experts=4, node_limit=1, nodes=2, placement=placement))
+        model = mixture(
+            GPT(tiny(layers=1)),
+            MixtureConfig(experts=4, node_limit=1, nodes=2, placement=placement),
+        )
         model.initialize(0)
         layer = mixtures(model)[0]
         layer.newest = NewestChoices(100, 2)
@@ -98,12 +115,20 @@ def test_a_layer_keeps_its_choices_within_the_limit() -> None:
         assert {tuple(sorted(pair)) for pair in layer.newest.chosen.tolist()} <= pairs
 
 
-@pytest.mark.parametrize(("values", "says"), [
-    ({"nodes": (2, 3)}, r"nodes hold \(2, 3\) experts; give each node 1 or more of the 6"),
-    ({"nodes": (6, 0)}, "give each node 1 or more"), ({"nodes": 7}, "6 experts on 7 nodes; choose from 1 to 6"),
-    ({"node_limit": 0}, "node_limit is 0"),
-    ({"node_limit": 1, "nodes": (1, 5)}, r"with \(1, 5\) experts on the nodes can leave a token 1, and top_k is 2"),
-    ({"placement": ((0, 1, 2, 3, 4, 4),)}, "names each of 6 experts once")])
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"nodes": (2, 3)}, r"nodes hold \(2, 3\) experts; give each node 1 or more of the 6"),
+        ({"nodes": (6, 0)}, "give each node 1 or more"),
+        ({"nodes": 7}, "6 experts on 7 nodes; choose from 1 to 6"),
+        ({"node_limit": 0}, "node_limit is 0"),
+        (
+            {"node_limit": 1, "nodes": (1, 5)},
+            r"with \(1, 5\) experts on the nodes can leave a token 1, and top_k is 2",
+        ),
+        ({"placement": ((0, 1, 2, 3, 4, 4),)}, "names each of 6 experts once"),
+    ],
+)
 def test_nodes_that_cannot_be_say_what_would(values: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         MixtureConfig(experts=6, **values)

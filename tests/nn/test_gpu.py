@@ -19,17 +19,30 @@ def gpu() -> None:
         pytest.skip("needs a GPU that CuPy can use")
 
 
-@pytest.mark.parametrize(("positions", "context", "pattern"), [
-    ("learned", 5, None), ("rotary", 5, None), ("rotary", 150, "local:64+global:1")])
+@pytest.mark.parametrize(
+    ("positions", "context", "pattern"),
+    [("learned", 5, None), ("rotary", 5, None), ("rotary", 150, "local:64+global:1")],
+)
 def test_gpt(positions: str, context: int, pattern: str | None) -> None:
-    config = GPTConfig(vocabulary=7, context=context, layers=2, width=8, heads=2, positions=positions, dtype="float64",
-                       attention_pattern=pattern)
+    config = GPTConfig(
+        vocabulary=7,
+        context=context,
+        layers=2,
+        width=8,
+        heads=2,
+        positions=positions,
+        dtype="float64",
+        attention_pattern=pattern,
+    )
     ids = np.random.default_rng(0).integers(0, 7, (3, context))
     ours, theirs = GPT(config), GPT(config)
     ours.initialize(0, device="cuda")
     theirs.initialize(0)
     assert device_of(ours.tokens.weight.data) == "cuda"
-    assert all(np.array_equal(array, theirs.state_dict()[name]) for name, array in ours.state_dict().items())
+    assert all(
+        np.array_equal(array, theirs.state_dict()[name])
+        for name, array in ours.state_dict().items()
+    )
     calls: list[object] = []
     ours.register_backward_hook(calls.append)
     for model in (ours, theirs):
@@ -37,7 +50,9 @@ def test_gpt(positions: str, context: int, pattern: str | None) -> None:
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert other.grad is not None
         np.testing.assert_allclose(to_host(mine.grad), other.grad, rtol=1e-9, atol=1e-12)
-    assert np.array_equal(ours.generate([1], 10, seed=3), theirs.generate([1], 10, seed=3)) and calls
+    assert (
+        np.array_equal(ours.generate([1], 10, seed=3), theirs.generate([1], 10, seed=3)) and calls
+    )
 
 
 @pytest.mark.parametrize("kind", ["SGD", "RMSProp", "Adam", "AdamW"])

@@ -41,7 +41,8 @@ class Nothing(Module):
 
 
 def watch(model: Module, names: dict[str, Module]) -> list[str]:
-    """Note everything that happens: hooks of the named modules, and parameters whose gradient is final."""
+    """Note everything that happens: hooks of the named modules, and parameters whose gradient is
+    final."""
     model.initialize(0)
     log: list[str] = []
 
@@ -64,14 +65,23 @@ def x(rows: int = 2, *, requires_grad: bool = False) -> Tensor:
 
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_order_on_nested_modules(requires_grad: bool) -> None:
-    """Also when the first input asks for no gradient, and where an outer and an inner result are one Tensor."""
+    """Also when the first input asks for no gradient, and where an outer and an inner result are
+    one Tensor."""
     a, b = Linear(3, 3), Linear(3, 3)
     inner = Chain(b)
     model = Chain(a, inner)
     log = watch(model, {"model": model, "a": a, "inner": inner, "b": b})
     loss = model(x(requires_grad=requires_grad)).sum()
-    assert log == ["before model", "before a", "after a", "before inner", "before b", "after b", "after inner",
-                   "after model"]
+    assert log == [
+        "before model",
+        "before a",
+        "after a",
+        "before inner",
+        "before b",
+        "after b",
+        "after inner",
+        "after model",
+    ]
     log.clear()
     loss.backward()
     assert log[:3] == ["enter model", "enter inner", "enter b"]
@@ -95,7 +105,13 @@ def test_a_module_used_twice_runs_its_hooks_twice() -> None:
     loss = model(x()).sum()
     log.clear()
     loss.backward()
-    assert log == ["enter shared", "done shared", "enter shared", "final parts.0.weight", "done shared"]
+    assert log == [
+        "enter shared",
+        "done shared",
+        "enter shared",
+        "final parts.0.weight",
+        "done shared",
+    ]
 
 
 def test_several_outputs_enter_once_also_when_one_is_unused() -> None:
@@ -117,8 +133,14 @@ def test_a_module_that_hands_its_argument_on() -> None:
     loss = model(x()).sum()
     log.clear()
     loss.backward()
-    assert [entry for entry in log if "final" not in entry] == ["enter after", "done after", "enter nothing",
-                                                                "done nothing", "enter before", "done before"]
+    assert [entry for entry in log if "final" not in entry] == [
+        "enter after",
+        "done after",
+        "enter nothing",
+        "done nothing",
+        "enter before",
+        "done before",
+    ]
 
 
 def test_hooks_leave_results_and_gradients_alone() -> None:
@@ -136,7 +158,8 @@ def test_hooks_leave_results_and_gradients_alone() -> None:
         loss = model.loss(ids, ids)
         loss.backward()
         gradients.append([p.grad for p in model.parameters()] + [loss.data])
-        # loss() calls the parts of the model that forward reaches, each once; dropout modules stand in each block
+        # loss() calls the parts of the model that forward reaches, each once; dropout modules stand
+        # in each block
         assert len(calls) == (2 * len(list(model.modules())) if hooked else 0)
     assert all(np.array_equal(a, b) for a, b in zip(*gradients, strict=True))
 

@@ -6,7 +6,17 @@ import pytest
 from minidist.autograd.tensor import tensor
 from minidist.device import account
 from minidist.errors import ConfigError
-from minidist.nn import MLP, CausalSelfAttention, Dropout, DropoutKey, Embedding, GPTConfig, LayerNorm, Linear, RMSNorm
+from minidist.nn import (
+    MLP,
+    CausalSelfAttention,
+    Dropout,
+    DropoutKey,
+    Embedding,
+    GPTConfig,
+    LayerNorm,
+    Linear,
+    RMSNorm,
+)
 
 
 def test_what_is_not_drawn_yet_fills_no_memory() -> None:
@@ -14,7 +24,11 @@ def test_what_is_not_drawn_yet_fills_no_memory() -> None:
         layer = Linear(3, 5)
         assert memory.peak["parameters"] == 0 and layer.weight.shape == (3, 5)
         layer.initialize(0)
-        assert memory.peak["parameters"] == memory.now["parameters"] == sum(p.data.nbytes for p in layer.parameters())
+        assert (
+            memory.peak["parameters"]
+            == memory.now["parameters"]
+            == sum(p.data.nbytes for p in layer.parameters())
+        )
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -43,20 +57,25 @@ def test_norms() -> None:
     layer.load_state_dict({"weight": w, "bias": b})
     rms.load_state_dict({"weight": w})
     centred = x - x.mean(1, keepdims=True)
-    expected = centred / np.sqrt((centred ** 2).mean(1, keepdims=True) + 0.1) * w + b
+    expected = centred / np.sqrt((centred**2).mean(1, keepdims=True) + 0.1) * w + b
     np.testing.assert_allclose(layer(tensor(x)).data, expected, rtol=1e-12)
-    np.testing.assert_allclose(rms(tensor(x)).data, x / np.sqrt((x ** 2).mean(1, keepdims=True) + 0.1) * w, rtol=1e-12)
+    np.testing.assert_allclose(
+        rms(tensor(x)).data, x / np.sqrt((x**2).mean(1, keepdims=True) + 0.1) * w, rtol=1e-12
+    )
 
 
 def test_mlp() -> None:
     x = normal(2, 4)
-    plain, gated = (MLP(4, 8, activation=activation, std=0.5, dtype="float64") for activation in ("gelu", "silu"))
+    plain, gated = (
+        MLP(4, 8, activation=activation, std=0.5, dtype="float64")
+        for activation in ("gelu", "silu")
+    )
     plain.initialize(0)
     gated.initialize(0)
     assert plain.up.bias is not None
     plain.up.bias.data[...] = normal(8)
     u = x @ plain.up.weight.data + plain.up.bias.data
-    gelu = u / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (u + 0.044715 * u ** 3)))
+    gelu = u / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (u + 0.044715 * u**3)))
     np.testing.assert_allclose(plain(tensor(x)).data, gelu @ plain.down.weight.data, rtol=1e-12)
     gate = x @ gated.gate.weight.data  # type: ignore[union-attr]
     inner = gate / (1 + np.exp(-gate)) * (x @ gated.up.weight.data)
@@ -68,31 +87,46 @@ def test_mlp() -> None:
 def rotated(x: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """(T, D) with pairs (i, i + D/2) turned as complex numbers."""
     half = x.shape[1] // 2
-    pairs = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * positions[:, None] * 10000.0 ** (-np.arange(half) / half))
+    pairs = (x[:, :half] + 1j * x[:, half:]) * np.exp(
+        1j * positions[:, None] * 10000.0 ** (-np.arange(half) / half)
+    )
     return np.concatenate([pairs.real, pairs.imag], axis=1)
 
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 @pytest.mark.parametrize("kv_heads", [None, 2, 1])
 def test_attention_is_softmax_over_earlier_tokens(positions: str, kv_heads: int | None) -> None:
-    config = GPTConfig(vocabulary=2, context=5, layers=1, width=16, heads=4, kv_heads=kv_heads, positions=positions,
-                       dtype="float64")
+    config = GPTConfig(
+        vocabulary=2,
+        context=5,
+        layers=1,
+        width=16,
+        heads=4,
+        kv_heads=kv_heads,
+        positions=positions,
+        dtype="float64",
+    )
     layer = CausalSelfAttention(config, out_std=0.3)
     layer.initialize(0)
-    layer.qkv.weight.data[...] *= 40                         # scores of some size
-    x, where = normal(2, 5, 16), np.arange(5) + 3            # a shard of a sequence begins at position 3
+    layer.qkv.weight.data[...] *= 40  # scores of some size
+    x, where = normal(2, 5, 16), np.arange(5) + 3  # a shard of a sequence begins at position 3
     qkv, shared = x @ layer.qkv.weight.data, 4 // config.key_heads
     expected = np.empty((2, 5, 16))
     for b in range(2):
         for head in range(4):
-            q = qkv[b, :, 4 * head:4 * head + 4]
-            k, v = (qkv[b, :, 16 + 4 * (part * config.key_heads + head // shared):][:, :4] for part in (0, 1))
+            q = qkv[b, :, 4 * head : 4 * head + 4]
+            k, v = (
+                qkv[b, :, 16 + 4 * (part * config.key_heads + head // shared) :][:, :4]
+                for part in (0, 1)
+            )
             if positions == "rotary":
                 q, k = rotated(q, where), rotated(k, where)
             scores = np.where(np.tri(5, dtype=bool), q @ k.T / 2, -np.inf)
             p = np.exp(scores - scores.max(1, keepdims=True))
-            expected[b, :, 4 * head:4 * head + 4] = p / p.sum(1, keepdims=True) @ v
-    np.testing.assert_allclose(layer(tensor(x), where).data, expected @ layer.out.weight.data, rtol=1e-10, atol=1e-12)
+            expected[b, :, 4 * head : 4 * head + 4] = p / p.sum(1, keepdims=True) @ v
+    np.testing.assert_allclose(
+        layer(tensor(x), where).data, expected @ layer.out.weight.data, rtol=1e-10, atol=1e-12
+    )
 
 
 def test_dropout_of_a_split_is_the_split_of_the_dropout() -> None:
@@ -100,7 +134,10 @@ def test_dropout_of_a_split_is_the_split_of_the_dropout() -> None:
     layer.path = "blocks.3.dropout_mlp"
     x = np.ones((4, 5, 8))
     whole = layer(tensor(x), DropoutKey.of_sequences(1, 2, first=0, count=4, length=5)).data
-    parts = [layer(tensor(x[first:first + 2]), DropoutKey.of_sequences(1, 2, first, 2, 5)).data for first in (0, 2)]
+    parts = [
+        layer(tensor(x[first : first + 2]), DropoutKey.of_sequences(1, 2, first, 2, 5)).data
+        for first in (0, 2)
+    ]
     assert np.array_equal(whole, np.concatenate(parts))
     np.testing.assert_allclose(np.unique(whole), [0, 1 / 0.6])
     assert 0.2 < (whole == 0).mean() < 0.6

@@ -1,4 +1,5 @@
-"""A mixture on one process: beside a loop over tokens, what is dropped, what balances, and what it refuses."""
+"""A mixture on one process: beside a loop over tokens, what is dropped, what balances, and what it
+refuses."""
 
 import json
 from typing import Any
@@ -23,7 +24,7 @@ def layer_of(changes: dict[str, Any] | None = None, **moe: Any) -> Mixture:
     model.initialize(0)
     for _, parameter in model.named_parameters():
         if parameter.requires_grad:
-            parameter.data[...] *= 20.0          # so that the gate has opinions
+            parameter.data[...] *= 20.0  # so that the gate has opinions
     return mixtures(model)[0]
 
 
@@ -38,41 +39,69 @@ def by_hand(layer: Mixture, x: np.ndarray) -> np.ndarray:
             p = np.exp(scores - scores.max())
             p /= p.sum()
             liking = p if layer.bias is None else p + layer.bias.data
-            for e in np.argsort(-liking, kind="stable")[:config.top_k]:
+            for e in np.argsort(-liking, kind="stable")[: config.top_k]:
                 taken[e] += 1
                 if layer.training and taken[e] > config.places(x.shape[1]):
                     continue
                 up = ops.gelu(token @ layer.experts.up.data[e]).data
                 if layer.experts.gate is not None:
-                    up = ops.silu(token @ layer.experts.gate.data[e]).data * (token @ layer.experts.up.data[e])
+                    up = ops.silu(token @ layer.experts.gate.data[e]).data * (
+                        token @ layer.experts.up.data[e]
+                    )
                 y[row, place] += p[e] * (up @ layer.experts.down.data[e])
             y[row, place] += sum(shared(token[None]).data[0] for shared in layer.shared)
     return y
 
 
 @settings(max_examples=25)
-@given(experts=st.integers(1, 6), top_k=st.integers(1, 6), capacity=st.sampled_from([None, 0.5, 1.0, 1.5]),
-       shared=st.integers(0, 2), activation=st.sampled_from(["gelu", "silu"]), training=st.booleans(),
-       balance=st.sampled_from(["loss", "bias", "none"]), tokens=st.integers(0, 7), rows=st.integers(0, 3))
-def test_equals_a_loop_over_tokens(experts: int, top_k: int, capacity: float | None, shared: int, activation: str,
-                                   training: bool, balance: str, tokens: int, rows: int) -> None:
+@given(
+    experts=st.integers(1, 6),
+    top_k=st.integers(1, 6),
+    capacity=st.sampled_from([None, 0.5, 1.0, 1.5]),
+    shared=st.integers(0, 2),
+    activation=st.sampled_from(["gelu", "silu"]),
+    training=st.booleans(),
+    balance=st.sampled_from(["loss", "bias", "none"]),
+    tokens=st.integers(0, 7),
+    rows=st.integers(0, 3),
+)
+def test_equals_a_loop_over_tokens(
+    experts: int,
+    top_k: int,
+    capacity: float | None,
+    shared: int,
+    activation: str,
+    training: bool,
+    balance: str,
+    tokens: int,
+    rows: int,
+) -> None:
     if top_k > experts or not tokens:
         return
-    layer = layer_of({"activation": activation}, experts=experts, top_k=top_k, capacity=capacity, shared=shared,
-                     balance=balance)
+    layer = layer_of(
+        {"activation": activation},
+        experts=experts,
+        top_k=top_k,
+        capacity=capacity,
+        shared=shared,
+        balance=balance,
+    )
     if layer.bias is not None:
         layer.bias.data[...] = np.linspace(-0.3, 0.3, experts)
     layer.training = training
     x = np.random.default_rng(tokens).normal(size=(rows, tokens, 8))
     np.testing.assert_allclose(layer(tensor(x)).data, by_hand(layer, x), atol=1e-12)
     if training:
-        assert layer.load[0].sum() == rows * tokens * top_k and np.all(layer.load[1] <= layer.load[0])
+        assert layer.load[0].sum() == rows * tokens * top_k and np.all(
+            layer.load[1] <= layer.load[0]
+        )
 
 
 def test_of_a_sequence_the_first_tokens_are_taken() -> None:
-    """All want expert 0; three have room, whatever comes later. Without training nothing is dropped."""
+    """All want expert 0; three have room, whatever comes later. Without training nothing is
+    dropped."""
     layer = layer_of(top_k=1, capacity=2.0)
-    layer.scores.weight.data[...] = 0.0                         # ties: the first expert
+    layer.scores.weight.data[...] = 0.0  # ties: the first expert
     layer(tensor(np.random.default_rng(0).normal(size=(2, 6, 8))))
     assert layer.routing is not None
     assert layer.routing.kept[..., 0].tolist() == [[True] * 3 + [False] * 3] * 2
@@ -82,21 +111,24 @@ def test_of_a_sequence_the_first_tokens_are_taken() -> None:
 
 
 def test_the_balance_loss_and_its_gradient() -> None:
-    """Σ over tokens of weight · E · Σ f p; T · weight of a sequence that is even, and the loss has it over divisor."""
+    """Σ over tokens of weight · E · Σ f p; T · weight of a sequence that is even, and the loss has
+    it over divisor."""
     model = mixture(GPT(tiny()), MixtureConfig(experts=4, top_k=2, balance_weight=0.5))
     model.initialize(0)
     inputs, targets = global_batch(0, 3, model.config)
     total = model.loss(inputs, targets, 100).item()
     layers = mixtures(model)
     balance = sum(layer.balance.item() for layer in layers if layer.balance is not None)
-    assert 0.0 < abs(balance - 2 * 0.5 * inputs.size) < 0.2 * inputs.size        # near even at the start
+    assert 0.0 < abs(balance - 2 * 0.5 * inputs.size) < 0.2 * inputs.size  # near even at the start
     model.eval()
-    assert total == pytest.approx(model.loss(inputs, targets, 100).item() + balance / 100, rel=1e-12)
+    assert total == pytest.approx(
+        model.loss(inputs, targets, 100).item() + balance / 100, rel=1e-12
+    )
     layer = layer_of(top_k=2, balance_weight=0.5)
     x = np.random.default_rng(0).normal(size=(2, 6, 8))
     y = layer(tensor(x))
     assert layer.balance is not None and layer.routing is not None
-    layer.balance_scale = 1.0                                   # what the model's loss tells it
+    layer.balance_scale = 1.0  # what the model's loss tells it
     y.backward(np.zeros(y.shape))
     f = np.stack([np.bincount(row.reshape(-1), minlength=4) / 12 for row in layer.routing.chosen])
     weight = tensor(layer.scores.weight.data.copy(), requires_grad=True)
@@ -105,7 +137,9 @@ def test_the_balance_loss_and_its_gradient() -> None:
 
 
 def test_biases_move_against_the_load_and_only_choose() -> None:
-    model = mixture(GPT(tiny(layers=1)), MixtureConfig(experts=3, top_k=1, balance="bias", bias_rate=0.25))
+    model = mixture(
+        GPT(tiny(layers=1)), MixtureConfig(experts=3, top_k=1, balance="bias", bias_rate=0.25)
+    )
     model.initialize(0)
     rebalance(model, np.array([[[9, 1, 2], [9, 1, 2]]]))
     layer = mixtures(model)[0]
@@ -120,9 +154,13 @@ def test_noise_is_of_the_token_and_only_in_training() -> None:
     whole = layer(x, DropoutKey.of_sequences(1, 5, 0, 3, 6)).data
     part = layer(tensor(x.data[2:]), DropoutKey.of_sequences(1, 5, 2, 1, 6)).data
     np.testing.assert_allclose(part, whole[2:], rtol=1e-12)
-    assert not np.allclose(part, layer(tensor(x.data[2:]), DropoutKey.of_sequences(1, 5, 0, 1, 6)).data)
+    assert not np.allclose(
+        part, layer(tensor(x.data[2:]), DropoutKey.of_sequences(1, 5, 0, 1, 6)).data
+    )
     assert not np.allclose(whole, layer(x, DropoutKey.of_sequences(1, 6, 0, 3, 6)).data)
-    with pytest.raises(ConfigError, match=r"'blocks.0.mlp' with noise 1.0 trains without a key; pass key="):
+    with pytest.raises(
+        ConfigError, match=r"'blocks.0.mlp' with noise 1.0 trains without a key; pass key="
+    ):
         layer(x)
     layer.eval()(x)
 
@@ -145,12 +183,16 @@ def test_a_block_computed_again_counts_once(balance: str) -> None:
         np.testing.assert_allclose(gradients[1][name], gradient, atol=1e-15)
 
 
-@pytest.mark.parametrize(("values", "says"), [
-    ({"experts": 0}, "0 experts, top_k=2"), ({"experts": 2, "top_k": 3}, "top_k from 1 to their number"),
-    ({"experts": 2, "capacity": 0.0}, "capacity is 0.0; it is above 0, or None"),
-    ({"experts": 2, "balance": "luck"}, "'luck'; choose one of loss, bias, none"),
-    ({"experts": 2, "noise": -1.0}, "noise -1.0"),
-])
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"experts": 0}, "0 experts, top_k=2"),
+        ({"experts": 2, "top_k": 3}, "top_k from 1 to their number"),
+        ({"experts": 2, "capacity": 0.0}, "capacity is 0.0; it is above 0, or None"),
+        ({"experts": 2, "balance": "luck"}, "'luck'; choose one of loss, bias, none"),
+        ({"experts": 2, "noise": -1.0}, "noise -1.0"),
+    ],
+)
 def test_a_config_that_cannot_work_says_what_would(values: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         MixtureConfig(**values)

@@ -1,4 +1,5 @@
-"""Energy: counters of a fake powercap tree to the microjoule, shared ones counted once, and an estimate called one."""
+"""Energy: counters of a fake powercap tree to the microjoule, shared ones counted once, and an
+estimate called one."""
 
 import os
 import sys
@@ -12,7 +13,7 @@ from minidist.observe import energy, energy_counters
 from minidist.observe.energy import ASSUMED_WATTS, Meter, energy_in_words, energy_of_run
 from minidist.observe.energy_counters import host_id, open_counters, rapl_zones
 
-RANGE = 262_143_328_850         # microjoules, of a real package
+RANGE = 262_143_328_850  # microjoules, of a real package
 
 
 def zone(tree: Path, folder: str, name: str, microjoules: int) -> Path:
@@ -47,33 +48,52 @@ def spend(tree: Path, folder: str, joules: float) -> None:
 
 def record(microjoules: dict[str, int], busy: float = 1.0, **others: Any) -> dict[str, Any]:
     """Of a rank that reads these counters; without one, of an estimate at 10 W."""
-    return {"source": "rapl" if microjoules else "estimate", "busy_seconds": busy, "microjoules": microjoules,
-            "watts": None if microjoules else 10.0, "assumed": False, **others}
+    return {
+        "source": "rapl" if microjoules else "estimate",
+        "busy_seconds": busy,
+        "microjoules": microjoules,
+        "watts": None if microjoules else 10.0,
+        "assumed": False,
+        **others,
+    }
 
 
 def test_two_packages_and_their_memory_are_counted_once(tree: Path) -> None:
     meter = Meter(powercap=tree)
     assert [*rapl_zones(tree)] == ["package-0", "package-0/dram", "package-1", "package-1/dram"]
-    for folder, joules in (("intel-rapl:0", 50), ("intel-rapl:0:0", 30), ("intel-rapl:0:1", 7), ("intel-rapl:1", 20),
-                           ("intel-rapl-mmio:0", 50), ("intel-rapl:2", 90)):
+    for folder, joules in (
+        ("intel-rapl:0", 50),
+        ("intel-rapl:0:0", 30),
+        ("intel-rapl:0:1", 7),
+        ("intel-rapl:1", 20),
+        ("intel-rapl-mmio:0", 50),
+        ("intel-rapl:2", 90),
+    ):
         spend(tree, folder, joules)
     assert meter.read() == 77 and meter.source == "rapl" and meter.problem is None
     host = host_id()
-    assert meter.record()["microjoules"] == {f"{host}/package-0": 50_000_000, f"{host}/package-0/dram": 7_000_000,
-                                             f"{host}/package-1": 20_000_000, f"{host}/package-1/dram": 0}
+    assert meter.record()["microjoules"] == {
+        f"{host}/package-0": 50_000_000,
+        f"{host}/package-0/dram": 7_000_000,
+        f"{host}/package-1": 20_000_000,
+        f"{host}/package-1/dram": 0,
+    }
     meter.stop()
 
 
 def test_a_counter_that_wraps_around_many_times_is_exact(tree: Path) -> None:
     meter, spent = Meter(powercap=tree), 0
     for step in range(20):
-        spend(tree, "intel-rapl:1", 100_000 + step)      # more than a third of the range
+        spend(tree, "intel-rapl:1", 100_000 + step)  # more than a third of the range
         spent += 100_000 + step
         assert meter.read() == spent
     assert spent > 7 * RANGE / 1e6
     meter.stop()
-    spend(tree, "intel-rapl:1", 5)                      # after the last step: not the run's
-    assert meter.read() == spent and meter.record()["microjoules"][f"{host_id()}/package-1"] == 1_000_000 * spent
+    spend(tree, "intel-rapl:1", 5)  # after the last step: not the run's
+    assert (
+        meter.read() == spent
+        and meter.record()["microjoules"][f"{host_id()}/package-1"] == 1_000_000 * spent
+    )
     meter.stop()
 
 
@@ -98,9 +118,15 @@ def test_a_zone_that_goes_away_stays_where_it_was(tree: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ["unreadable", "no number", "no file"])
 def test_counters_that_cannot_be_read_are_one_line_and_an_estimate(
-        wrong: str, tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, real, opened = tree / "intel-rapl:1" / "energy_uj", os.open, len(os.listdir("/proc/self/fd"))
-    if wrong == "unreadable":                           # also for root, who may run the tests
+    wrong: str, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, real, opened = (
+        tree / "intel-rapl:1" / "energy_uj",
+        os.open,
+        len(os.listdir("/proc/self/fd")),
+    )
+    if wrong == "unreadable":  # also for root, who may run the tests
+
         def refuse(path: Any, *flags: Any) -> int:
             if path == file:
                 raise PermissionError(13, "Permission denied", str(path))
@@ -114,50 +140,86 @@ def test_counters_that_cannot_be_read_are_one_line_and_an_estimate(
     meter = Meter(powercap=tree)
     assert meter.source == "estimate" and meter.problem and "\n" not in meter.problem
     assert f"energy counters in {tree} cannot be read" in meter.problem
-    assert wrong != "unreadable" or "(Permission denied); since 2020 only root may, unless root allows it: chmod a+r " \
+    assert (
+        wrong != "unreadable"
+        or "(Permission denied); since 2020 only root may, unless root allows it: chmod a+r "
         in meter.problem
+    )
     assert len(os.listdir("/proc/self/fd")) == opened
     assert meter.record()["watts"] == ASSUMED_WATTS["cpu"]
 
 
-def test_without_a_tree_it_is_an_estimate_of_processor_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_tree_it_is_an_estimate_of_processor_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = iter([100.0, 102.5, 107.0, 108.0])
     monkeypatch.setattr(energy.time, "process_time", lambda: next(now))
     meter = Meter(watts=8.0, powercap=tmp_path / "none")
     assert meter.source == "estimate" and meter.problem is None
     assert meter.read() == 20.0
     meter.stop()
-    assert meter.record() == {"source": "estimate", "busy_seconds": 7.0, "microjoules": {}, "watts": 8.0,
-                              "assumed": False}
+    assert meter.record() == {
+        "source": "estimate",
+        "busy_seconds": 7.0,
+        "microjoules": {},
+        "watts": 8.0,
+        "assumed": False,
+    }
 
 
 def test_ranks_of_one_host_share_its_package_by_busy_seconds() -> None:
-    found = energy_of_run([record({"a/package-0": 90_000_000}, 1.0), record({"a/package-0": 90_000_400}, 2.0),
-                           record({"b/package-0": 10_000_000}, 5.0)], steps=10, tokens=1000)
+    found = energy_of_run(
+        [
+            record({"a/package-0": 90_000_000}, 1.0),
+            record({"a/package-0": 90_000_400}, 2.0),
+            record({"b/package-0": 10_000_000}, 5.0),
+        ],
+        steps=10,
+        tokens=1000,
+    )
     assert found["joules"] == 100.0004 and found["source"] == "rapl" and not found["estimate"]
     assert found["by_rank"] == pytest.approx([90.0004 / 3, 2 * 90.0004 / 3, 10.0])
-    assert found["joules_a_step"] == 10.00004 and found["joules_a_token"] == pytest.approx(0.1000004)
-    assert found["counters"] == {"a/package-0": {"joules": 90.0004, "ranks": [0, 1]},
-                                 "b/package-0": {"joules": 10.0, "ranks": [2]}}
+    assert found["joules_a_step"] == 10.00004 and found["joules_a_token"] == pytest.approx(
+        0.1000004
+    )
+    assert found["counters"] == {
+        "a/package-0": {"joules": 90.0004, "ranks": [0, 1]},
+        "b/package-0": {"joules": 10.0, "ranks": [2]},
+    }
     assert "ranks that share a counter share its joules by busy seconds" in found["how"]
     words = energy_in_words(found)
-    assert words.startswith("energy: 10 J a step, 0.1 J a token, 100 J in all, by rank 30, 60, 10 (")
+    assert words.startswith(
+        "energy: 10 J a step, 0.1 J a token, 100 J in all, by rank 30, 60, 10 ("
+    )
     assert "estimate" not in words and "all programs on a host" in words
 
 
 def test_idle_ranks_share_evenly() -> None:
-    found = energy_of_run([record({"a": 2_000_000}, 0.0), record({"a": 2_000_000}, 0.0)], steps=0, tokens=0)
-    assert found["by_rank"] == [1.0, 1.0] and found["joules_a_step"] is None and found["joules_a_token"] is None
+    found = energy_of_run(
+        [record({"a": 2_000_000}, 0.0), record({"a": 2_000_000}, 0.0)], steps=0, tokens=0
+    )
+    assert (
+        found["by_rank"] == [1.0, 1.0]
+        and found["joules_a_step"] is None
+        and found["joules_a_token"] is None
+    )
     assert energy_in_words(found).startswith("energy: 2 J in all, by rank 1, 1 (")
 
 
 @pytest.mark.parametrize("assumed", [False, True])
 def test_an_estimate_is_called_one(assumed: bool) -> None:
-    found = energy_of_run([record({}, 1.5, assumed=assumed), record({}, 0.5, assumed=assumed)], steps=4, tokens=8)
+    found = energy_of_run(
+        [record({}, 1.5, assumed=assumed), record({}, 0.5, assumed=assumed)], steps=4, tokens=8
+    )
     assert found["source"] == "estimate" and found["estimate"] and found["joules"] == 20.0
-    assert found["by_rank"] == [15.0, 5.0] and (found["watts"], found["watts_assumed"]) == (10.0, assumed)
+    assert found["by_rank"] == [15.0, 5.0] and (found["watts"], found["watts_assumed"]) == (
+        10.0,
+        assumed,
+    )
     words = energy_in_words(found)
-    assert words.startswith("energy, an estimate: 5 J a step, 2.5 J a token, 20 J in all, by rank 15, 5 (busy seconds")
+    assert words.startswith(
+        "energy, an estimate: 5 J a step, 2.5 J a token, 20 J in all, by rank 15, 5 (busy seconds"
+    )
     assert ("10 W, assumed: --watts W gives yours)" in words) == assumed
 
 
@@ -171,17 +233,25 @@ class _NvmlError(Exception):
     """Of the fake library."""
 
 
-def _fake_nvml(monkeypatch: pytest.MonkeyPatch, millijoules: list[int], *, counts: bool = True) -> None:
+def _fake_nvml(
+    monkeypatch: pytest.MonkeyPatch, millijoules: list[int], *, counts: bool = True
+) -> None:
     """A pynvml with one GPU, whose counter goes through the list."""
+
     def total(gpu: str) -> int:
         if not counts:
             raise _NvmlError("Not Supported")
         return millijoules.pop(0)
 
     fake: Any = ModuleType("pynvml")
-    vars(fake).update(NVMLError=_NvmlError, nvmlInit=lambda: None, nvmlShutdown=lambda: None,
-                      nvmlDeviceGetHandleByPciBusId=lambda bus: f"gpu at {bus}",
-                      nvmlDeviceGetUUID=lambda gpu: f"GPU-{gpu}", nvmlDeviceGetTotalEnergyConsumption=total)
+    vars(fake).update(
+        NVMLError=_NvmlError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByPciBusId=lambda bus: f"gpu at {bus}",
+        nvmlDeviceGetUUID=lambda gpu: f"GPU-{gpu}",
+        nvmlDeviceGetTotalEnergyConsumption=total,
+    )
     monkeypatch.setitem(sys.modules, "pynvml", fake)
 
 
@@ -193,14 +263,23 @@ def test_a_gpu_is_counted_beside_the_packages(tree: Path, monkeypatch: pytest.Mo
     assert open_counters("cpu", powercap=tree).source == "rapl"
 
 
-def test_a_gpu_without_counter_leaves_an_estimate_of_all_seconds(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_counter_leaves_an_estimate_of_all_seconds(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _fake_nvml(monkeypatch, [], counts=False)
     now = iter([10.0, 13.0])
-    monkeypatch.setattr(energy, "time", SimpleNamespace(perf_counter=lambda: next(now), thread_time=None,
-                                                        process_time=None))
+    monkeypatch.setattr(
+        energy,
+        "time",
+        SimpleNamespace(perf_counter=lambda: next(now), thread_time=None, process_time=None),
+    )
     meter = Meter("cuda", gpu="0000:01:00.0", watts=300.0, powercap=tree)
-    assert meter.source == "estimate" and meter.problem == "the GPU's energy counter cannot be read (Not Supported)"
+    assert (
+        meter.source == "estimate"
+        and meter.problem == "the GPU's energy counter cannot be read (Not Supported)"
+    )
     assert meter.read() == 900.0
-    monkeypatch.setitem(sys.modules, "pynvml", None)    # not installed
-    assert open_counters("cuda", gpu="0").problem == ("the GPU's energy counter is read by pynvml; pip install "
-                                                      "nvidia-ml-py")
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
+    assert open_counters("cuda", gpu="0").problem == (
+        "the GPU's energy counter is read by pynvml; pip install nvidia-ml-py"
+    )

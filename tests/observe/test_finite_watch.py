@@ -1,4 +1,5 @@
-"""The first number that is not finite: found in the layer and op that made it, in forward and in backward."""
+"""The first number that is not finite: found in the layer and op that made it, in forward and in
+backward."""
 
 import numpy as np
 import pytest
@@ -43,7 +44,9 @@ def test_a_healthy_model_is_not_told_of():
     assert watched() == []
 
 
-@pytest.mark.parametrize("name", ["blocks.1.mlp.up.weight", "blocks.0.attention.qkv.weight", "blocks.2.mlp.up.weight"])
+@pytest.mark.parametrize(
+    "name", ["blocks.1.mlp.up.weight", "blocks.0.attention.qkv.weight", "blocks.2.mlp.up.weight"]
+)
 def test_a_weight(name):
     def bad(model):
         dict(model.named_parameters())[name].data[1, 2] = np.inf
@@ -52,9 +55,16 @@ def test_a_weight(name):
     assert (layer, op, way) == (name[:8], f"weight {name}", "forward")
 
 
-@pytest.mark.parametrize(("op", "at", "layer"), [
-    ("gelu", 2, "blocks.1"), ("gelu", 3, "blocks.2"), ("linear", 1, "blocks.0"), ("layer_norm", 1, "blocks.0"),
-    ("causal_attention_packed", 2, "blocks.1")])
+@pytest.mark.parametrize(
+    ("op", "at", "layer"),
+    [
+        ("gelu", 2, "blocks.1"),
+        ("gelu", 3, "blocks.2"),
+        ("linear", 1, "blocks.0"),
+        ("layer_norm", 1, "blocks.0"),
+        ("causal_attention_packed", 2, "blocks.1"),
+    ],
+)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_an_op_of_forward(op, at, layer, value, monkeypatch):
     monkeypatch.setattr(tape.REGISTRY[op], "forward", broken(tape.REGISTRY[op].forward, at, value))

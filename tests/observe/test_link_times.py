@@ -9,15 +9,20 @@ ALPHA, BETA = 0.001, 1e-8
 
 
 def records(steps=40, *, late=(), slower_from=None, times=2.0):
-    """Two ranks; rank 0 sends 1 MB in even steps and 1 kB in odd ones. late: steps in which the core was busy."""
+    """Two ranks; rank 0 sends 1 MB in even steps and 1 kB in odd ones. late: steps in which the
+    core was busy."""
     out, come = [], []
     for step in range(steps):
         nbytes = 1_000_000 if step % 2 == 0 else 1000
-        seconds = (ALPHA + nbytes * BETA) * (times if slower_from is not None and step >= slower_from else 1.0)
+        seconds = (ALPHA + nbytes * BETA) * (
+            times if slower_from is not None and step >= slower_from else 1.0
+        )
         seconds += 0.5 if step in late else 0.0
         at = 1_000_000 * (step + 1)
         out.append({"step": step, "out": [[1, 3, step, nbytes, at]]})
-        come.append({"step": step, "in": [[0, 3, step, nbytes, at - 10, at + round(1e6 * seconds)]]})
+        come.append(
+            {"step": step, "in": [[0, 3, step, nbytes, at - 10, at + round(1e6 * seconds)]]}
+        )
     return {0: RankSteps(0, 2, "a", 0.0, 0.0, "", out), 1: RankSteps(1, 2, "a", 0.0, 0.0, "", come)}
 
 
@@ -25,7 +30,9 @@ def records(steps=40, *, late=(), slower_from=None, times=2.0):
 def test_alpha_and_beta_are_found_also_on_a_busy_core(late):
     link = link_profiles(records(late=late))[0, 1]
     assert (link.alpha, link.beta, link.drift) == pytest.approx((ALPHA, BETA, 1.0), rel=0.01)
-    assert link.seconds(10**6) == pytest.approx(ALPHA + 10**6 * BETA, rel=0.01) and link.messages == 40
+    assert (
+        link.seconds(10**6) == pytest.approx(ALPHA + 10**6 * BETA, rel=0.01) and link.messages == 40
+    )
 
 
 def test_a_link_that_slows_down_drifts():

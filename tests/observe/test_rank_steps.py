@@ -1,4 +1,5 @@
-"""A line a step from every rank: what stands in it, its size, and what a reader makes of torn and old files."""
+"""A line a step from every rank: what stands in it, its size, and what a reader makes of torn and
+old files."""
 
 import json
 import sys
@@ -11,7 +12,13 @@ import pytest
 import minidist as md
 from minidist.comm.flight.slots import CALL, MESSAGE
 from minidist.observe import rank_steps
-from minidist.observe.rank_steps import FOLDER, MOST_BYTES, StepRecorder, read_rank_steps, steps_file
+from minidist.observe.rank_steps import (
+    FOLDER,
+    MOST_BYTES,
+    StepRecorder,
+    read_rank_steps,
+    steps_file,
+)
 
 
 def busy(seconds):
@@ -29,23 +36,30 @@ def test_what_a_step_holds(transport, tmp_path):
                 time.sleep(0.02)
             busy(0.03 if world.rank == 1 else 0.01)
             world.all_reduce(np.ones(500), algorithm="ring")
-            recorder.step_done(tokens=10 + world.rank, loss=2.5, digest={"dp": "a"} if step == 2 else None)
+            recorder.step_done(
+                tokens=10 + world.rank, loss=2.5, digest={"dp": "a"} if step == 2 else None
+            )
         recorder.close()
 
     md.run(job, size=2, transport=transport)
     found = read_rank_steps(tmp_path)
-    assert {rank: (each.size, each.alike, [line["step"] for line in each.steps]) for rank, each in found.items()} == {
-        0: (2, "pp0", [0, 1, 2]), 1: (2, "pp0", [0, 1, 2])}
+    assert {
+        rank: (each.size, each.alike, [line["step"] for line in each.steps])
+        for rank, each in found.items()
+    } == {0: (2, "pp0", [0, 1, 2]), 1: (2, "pp0", [0, 1, 2])}
     for rank, each in found.items():
         for line in each.steps:
             assert line["tokens"] == 10 + rank and line["loss"] == 2.5
             assert line["input"] >= 0.02 and line["cpu"] >= (0.03 if rank else 0.01)
-            # what the program computes in input() is in both; each value is rounded to a microsecond
+            # what the program computes in input() is in both; each value is rounded to a
+            # microsecond
             assert line["seconds"] > line["calls"] + max(line["input"], line["cpu"]) - 2e-6
             assert ("rss" in line) == ("others" in line) == (transport == "tcp")
             assert len(json.dumps(line)) < MOST_BYTES
         assert [line.get("digest") for line in each.steps] == [None, None, {"dp": "a"}]
-    assert sum(line["cpu"] for line in found[1].steps) > 1.5 * sum(line["cpu"] for line in found[0].steps)
+    assert sum(line["cpu"] for line in found[1].steps) > 1.5 * sum(
+        line["cpu"] for line in found[0].steps
+    )
 
 
 def test_the_waits_of_a_call_are_not_computation(tmp_path):
@@ -63,7 +77,9 @@ def test_the_waits_of_a_call_are_not_computation(tmp_path):
 
 @pytest.mark.parametrize("way", ["blocking", "started", "message"])
 def test_the_two_measures_of_time_in_calls_agree(way, tmp_path):
-    """The records of steps have the sum of what the flight recorder has call by call. Rank 1 is late."""
+    """The records of steps have the sum of what the flight recorder has call by call. Rank 1 is
+    late."""
+
     def job(world):
         recorder = StepRecorder(world, tmp_path)
         for step in range(3):
@@ -77,7 +93,9 @@ def test_the_two_measures_of_time_in_calls_agree(way, tmp_path):
                 world.all_reduce(np.ones(5))
             recorder.step_done()
         recorder.close()
-        return [entry for entry in world.ledger.flight.entries() if entry["kind"] in (CALL, MESSAGE)]
+        return [
+            entry for entry in world.ledger.flight.entries() if entry["kind"] in (CALL, MESSAGE)
+        ]
 
     entries = md.run(job, size=2, transport="tcp")
     for rank, each in read_rank_steps(tmp_path).items():
@@ -95,7 +113,7 @@ def test_a_thread_within_the_library_is_where_the_program_called_it(monkeypatch)
     monkeypatch.setattr(rank_steps, "frames", lambda: found)
     try:
         assert "test_rank_steps.py:" in (rank_steps._other_thread() or "")
-        found[threading.get_ident()] = found.pop(thread.ident)      # its own thread does not count
+        found[threading.get_ident()] = found.pop(thread.ident)  # its own thread does not count
         assert rank_steps._other_thread() is None
     finally:
         stop.set()

@@ -1,4 +1,5 @@
-"""The replay of events: its clock, shared links, folding, the critical path, and ranks that wait for ever."""
+"""The replay of events: its clock, shared links, folding, the critical path, and ranks that wait
+for ever."""
 
 import time
 from collections import defaultdict
@@ -39,31 +40,59 @@ def test_the_bubble_is_the_checkers(name: str, message: float) -> None:
         for microbatches in (1, 2, 4, 5, 12):
             schedule = make_schedule(name, ranks, microbatches)
             job, clock = grid(schedule), clock_of(schedule, Times(message=message))
-            replayed = replay(job.traces, job.role_of, job.members, unit_seconds, lambda call, group: (message, {}))
+            replayed = replay(
+                job.traces,
+                job.role_of,
+                job.members,
+                unit_seconds,
+                lambda call, group: (message, {}),
+            )
             busy = sum(sum(time_of(replayed, rank).busy.values()) for rank in range(ranks))
             assert max(stops[-1] for stops in replayed.stops) == clock.length
             assert 1.0 - busy / (ranks * clock.length) == pytest.approx(clock.bubble, abs=1e-12)
 
 
-# ------------------------------------------------------------------------------------------------------ links and folds
+# ---------------------------------------------------------------------------------- links and folds
+
 
 def test_calls_on_one_link_slow_each_other_down() -> None:
     """The example of shared_links.py: two calls of 2 s alone, the second from 1 s on."""
     calls = [[Start(0, GroupCall(axis, "all_reduce", "ring", 1)), Await(0)] for axis in ("a", "b")]
     traces: list[list[Event]] = [calls[0], [Busy("wait", "wait"), *calls[1]]]
-    replayed = replay(traces, [0, 1], lambda axis, rank: (rank,), lambda rank, work: 1.0,
-                      lambda call, group: (2.0, {"wire": 1.0}))
+    replayed = replay(
+        traces,
+        [0, 1],
+        lambda axis, rank: (rank,),
+        lambda rank, work: 1.0,
+        lambda call, group: (2.0, {"wire": 1.0}),
+    )
     assert [replayed.times(rank)[-1] for rank in (0, 1)] == [3.0, 4.0]
-    pieces = [(piece.kind, piece.name, piece.start, piece.stop) for piece in critical_path(replayed)]
-    assert pieces == [("busy", "wait", 0.0, 1.0), ("call", "b", 1.0, 3.0), ("shared links", "b", 3.0, 4.0)]
+    pieces = [
+        (piece.kind, piece.name, piece.start, piece.stop) for piece in critical_path(replayed)
+    ]
+    assert pieces == [
+        ("busy", "wait", 0.0, 1.0),
+        ("call", "b", 1.0, 3.0),
+        ("shared links", "b", 3.0, 4.0),
+    ]
 
 
-@given(st.integers(2, 4), st.integers(1, 6), st.sampled_from([1, 2, 4]), st.integers(1, 5), st.integers(-1, 9),
-       st.sampled_from([(), ("out", 1), ("up", 2)]), st.sampled_from(["gpipe", "1f1b", "zb-h1"]), st.booleans())
-@example(2, 4, 4, 4, -1, (), "1f1b", True)      # all data groups of a node are alike, and share its network link
+@given(
+    st.integers(2, 4),
+    st.integers(1, 6),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 5),
+    st.integers(-1, 9),
+    st.sampled_from([(), ("out", 1), ("up", 2)]),
+    st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
+    st.booleans(),
+)
+# all data groups of a node are alike, and share its network link
+@example(2, 4, 4, 4, -1, (), "1f1b", True)
 @settings(max_examples=12)
-def test_folded_and_unfolded_agree(pp: int, microbatches: int, tp: int, dp: int, straggler: int, slow: Any,
-                                   name: str, alike: bool) -> None:
+def test_folded_and_unfolded_agree(
+    pp: int, microbatches: int, tp: int, dp: int, straggler: int, slow: Any, name: str, alike: bool
+) -> None:
     job = grid(make_schedule(name, pp, microbatches), dp=dp, tp=tp, layers=2, alike=alike)
 
     def busy(rank: int, work: Hashable) -> float:
@@ -72,7 +101,10 @@ def test_folded_and_unfolded_agree(pp: int, microbatches: int, tp: int, dp: int,
     def cost(call: GroupCall, group: tuple[int, ...]) -> Any:
         return node_cost(call, group, slow=slow)
 
-    folded, unfolded = (replay(job.traces, job.role_of, job.members, busy, cost, folded=fold) for fold in (True, False))
+    folded, unfolded = (
+        replay(job.traces, job.role_of, job.members, busy, cost, folded=fold)
+        for fold in (True, False)
+    )
     assert folded.seconds == pytest.approx(unfolded.seconds, rel=1e-12)
     for rank in range(len(job.role_of)):
         assert folded.times(rank) == pytest.approx(unfolded.times(rank), rel=1e-12)
@@ -84,7 +116,9 @@ def _accounts_add_up(replayed: Any, ranks: int) -> None:
     for begin in (0.0, replayed.seconds / 3):
         pieces = critical_path(replayed, begin)
         assert pieces[0].start == begin and pieces[-1].stop == replayed.seconds
-        assert [piece.start for piece in pieces[1:]] == pytest.approx([piece.stop for piece in pieces[:-1]])
+        assert [piece.start for piece in pieces[1:]] == pytest.approx(
+            [piece.stop for piece in pieces[:-1]]
+        )
         for rank in range(ranks):
             spent = time_of(replayed, rank, begin)
             total = sum(sum(part.values()) for part in (spent.busy, spent.exposed, spent.idle))
@@ -95,22 +129,42 @@ def test_data_ranks_share_a_clock_until_one_is_slow() -> None:
     job = grid(make_schedule("1f1b", 2, 4), dp=8, tp=2, layers=1)
 
     def clocks(slow: int | None) -> int:
-        return len(replay(job.traces, job.role_of, job.members,
-                          lambda rank, work: real_seconds(rank, work) * (1 + (rank == slow)),
-                          node_cost).ranks)
+        return len(
+            replay(
+                job.traces,
+                job.role_of,
+                job.members,
+                lambda rank, work: real_seconds(rank, work) * (1 + (rank == slow)),
+                node_cost,
+            ).ranks
+        )
 
-    assert clocks(None) == 4                # stage × tensor rank
+    assert clocks(None) == 4  # stage × tensor rank
     assert 4 < clocks(5) <= 32
 
 
-@given(st.integers(1, 4), st.integers(1, 6), st.sampled_from([1, 2]), st.integers(1, 3),
-       st.sampled_from(["naive", "1f1b", "interleaved"]))
+@given(
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.sampled_from([1, 2]),
+    st.integers(1, 3),
+    st.sampled_from(["naive", "1f1b", "interleaved"]),
+)
 @settings(max_examples=8)
-def test_without_shared_links_it_is_the_plain_version(pp: int, microbatches: int, tp: int, dp: int, name: str) -> None:
+def test_without_shared_links_it_is_the_plain_version(
+    pp: int, microbatches: int, tp: int, dp: int, name: str
+) -> None:
     job = grid(make_schedule(name, pp, microbatches), dp=dp, tp=tp, layers=2)
-    ends = plain_replay(job.each, job.members, real_seconds, lambda call, group: node_cost(call, group)[0])
-    replayed = replay(job.traces, job.role_of, job.members, real_seconds,
-                      lambda call, group: (node_cost(call, group)[0], {}))
+    ends = plain_replay(
+        job.each, job.members, real_seconds, lambda call, group: node_cost(call, group)[0]
+    )
+    replayed = replay(
+        job.traces,
+        job.role_of,
+        job.members,
+        real_seconds,
+        lambda call, group: (node_cost(call, group)[0], {}),
+    )
     assert [replayed.times(rank)[-1] for rank in range(len(ends))] == pytest.approx(ends, rel=1e-12)
 
 
@@ -118,24 +172,42 @@ def test_shared_links_are_felt() -> None:
     """Four data groups of one node share its network link: their calls take longer than alone."""
     job = grid(make_schedule("gpipe", 1, 1), dp=2, tp=4, layers=1)
     together = replay(job.traces, job.role_of, job.members, real_seconds, node_cost)
-    alone = replay(job.traces, job.role_of, job.members, real_seconds,
-                   lambda call, group: (node_cost(call, group)[0], {}))
-    data = sum(node_cost(event.call, (0, 4))[0] for event in job.traces[0]
-               if isinstance(event, Start) and event.call.axis == "dp")
+    alone = replay(
+        job.traces,
+        job.role_of,
+        job.members,
+        real_seconds,
+        lambda call, group: (node_cost(call, group)[0], {}),
+    )
+    data = sum(
+        node_cost(event.call, (0, 4))[0]
+        for event in job.traces[0]
+        if isinstance(event, Start) and event.call.axis == "dp"
+    )
     assert together.seconds - alone.seconds == pytest.approx((4 * 0.6 - 1) * data)
 
 
-# ------------------------------------------------------------------------------------------------------- streams, moves
+# ----------------------------------------------------------------------------------- streams, moves
+
 
 @pytest.mark.parametrize("waits", [(0, 1), (1,)])
 def test_calls_of_a_group_run_one_after_another_beside_the_compute(waits: tuple[int, ...]) -> None:
     """Who waits for the second call alone is exposed to the first one, too."""
     ids = Ids()
     call = GroupCall("dp", "all_reduce", "ring", 1)
-    trace: list[Event] = [ids.start(call), ids.start(call), Busy(1.0, "backward"),
-                          *map(Await, waits)]
-    replayed = replay([trace], [0, 0], lambda axis, rank: (0, 1), lambda rank, work: float(str(work)),
-                      lambda call, group: (2.0, {}))
+    trace: list[Event] = [
+        ids.start(call),
+        ids.start(call),
+        Busy(1.0, "backward"),
+        *map(Await, waits),
+    ]
+    replayed = replay(
+        [trace],
+        [0, 0],
+        lambda axis, rank: (0, 1),
+        lambda rank, work: float(str(work)),
+        lambda call, group: (2.0, {}),
+    )
     spent = time_of(replayed, 0)
     assert replayed.seconds == 4.0
     assert dict(spent.busy) == {"backward": 1.0} and dict(spent.exposed) == {"dp": 3.0}
@@ -143,12 +215,27 @@ def test_calls_of_a_group_run_one_after_another_beside_the_compute(waits: tuple[
 
 
 def test_a_lane_moves_one_after_another() -> None:
-    trace: list[Event] = [Transfer(0, "in", 4), Transfer(1, "in", 4), Transfer(2, "out", 1), Busy(1.0, "forward"),
-                          Await(2), Await(1)]
-    replayed = replay([trace], [0], lambda axis, rank: (0,), lambda rank, work: 1.0, free,
-                      move_seconds=lambda rank, move: float(move.nbytes))
+    trace: list[Event] = [
+        Transfer(0, "in", 4),
+        Transfer(1, "in", 4),
+        Transfer(2, "out", 1),
+        Busy(1.0, "forward"),
+        Await(2),
+        Await(1),
+    ]
+    replayed = replay(
+        [trace],
+        [0],
+        lambda axis, rank: (0,),
+        lambda rank, work: 1.0,
+        free,
+        move_seconds=lambda rank, move: float(move.nbytes),
+    )
     assert list(replayed.times(0)) == [0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 8.0]
-    assert [(piece.kind, piece.stop) for piece in critical_path(replayed)] == [("move", 4.0), ("move", 8.0)]
+    assert [(piece.kind, piece.stop) for piece in critical_path(replayed)] == [
+        ("move", 4.0),
+        ("move", 8.0),
+    ]
 
 
 @pytest.mark.parametrize("blocking", [True, False])
@@ -177,60 +264,108 @@ def test_a_rank_continues_sooner_than_the_call_ends_on_all(blocking: bool) -> No
 def test_waiting_for_others_is_idle_and_not_communication() -> None:
     call = GroupCall("dp", "all_reduce", "ring", 1)
     trace: list[Event] = [Busy("compute", "backward"), Start(0, call), Await(0)]
-    replayed = replay([trace], [0, 0, 0], lambda axis, rank: (0, 1, 2), lambda rank, work: 1.0 + rank,
-                      lambda call, group: (0.5, {}))
-    assert [dict(time_of(replayed, rank).idle) for rank in range(3)] == [{"dp": 2.0}, {"dp": 1.0}, {"dp": 0.0}]
+    replayed = replay(
+        [trace],
+        [0, 0, 0],
+        lambda axis, rank: (0, 1, 2),
+        lambda rank, work: 1.0 + rank,
+        lambda call, group: (0.5, {}),
+    )
+    assert [dict(time_of(replayed, rank).idle) for rank in range(3)] == [
+        {"dp": 2.0},
+        {"dp": 1.0},
+        {"dp": 0.0},
+    ]
     assert all(time_of(replayed, rank).exposed == {"dp": 0.5} for rank in range(3))
 
 
 def test_a_call_that_nobody_waits_for_belongs_to_the_step() -> None:
-    trace: list[Event] = [Start(0, GroupCall("dp", "all_reduce", "ring", 1)), Busy("compute", "backward")]
-    replayed = replay([trace], [0, 0], lambda axis, rank: (0, 1), lambda rank, work: 1.0,
-                      lambda call, group: (2.5, {}))
+    trace: list[Event] = [
+        Start(0, GroupCall("dp", "all_reduce", "ring", 1)),
+        Busy("compute", "backward"),
+    ]
+    replayed = replay(
+        [trace],
+        [0, 0],
+        lambda axis, rank: (0, 1),
+        lambda rank, work: 1.0,
+        lambda call, group: (2.5, {}),
+    )
     assert replayed.seconds == 2.5 and time_of(replayed, 0).idle == {"end": 1.5}
     assert [piece.kind for piece in critical_path(replayed)] == ["call"]
 
 
-# ---------------------------------------------------------------------------------------------------- traces gone wrong
+# -------------------------------------------------------------------------------- traces gone wrong
+
 
 def pair(first: list[Event], second: list[Event], **options: Any) -> Any:
-    return replay([first, second], [0, 1], lambda axis, rank: (0, 1), lambda rank, work: 1.0, free, **options)
+    return replay(
+        [first, second], [0, 1], lambda axis, rank: (0, 1), lambda rank, work: 1.0, free, **options
+    )
 
 
 def test_ranks_that_wait_for_each_other_are_named() -> None:
-    traces = [[Start(0, GroupCall("pp", "recv", "direct", 8, peer=other)), Await(0),
-               Start(1, GroupCall("pp", "send", "direct", 8, peer=other))] for other in (1, 0)]
+    traces = [
+        [
+            Start(0, GroupCall("pp", "recv", "direct", 8, peer=other)),
+            Await(0),
+            Start(1, GroupCall("pp", "send", "direct", 8, peer=other)),
+        ]
+        for other in (1, 0)
+    ]
     with pytest.raises(DeadlockError) as caught:
         pair(*traces)
     assert str(caught.value) == (
-        "deadlock: these ranks wait for each other: rank 0 in send 0 of the pp messages from rank 1 to rank 0 for rank "
-        "1; rank 1 in send 0 of the pp messages from rank 0 to rank 1 for rank 0")
+        "deadlock: these ranks wait for each other: rank 0 in send 0 of the pp messages from "
+        "rank 1 to rank 0 for rank 1; rank 1 in send 0 of the pp messages from rank 0 to rank 1 "
+        "for rank 0"
+    )
     with pytest.raises(DeadlockError, match=r"ranks \[0, 1\] wait for ever"):
-        plain_replay(traces, lambda axis, rank: (0, 1), lambda rank, work: 1.0, lambda call, group: 0.0)
+        plain_replay(
+            traces, lambda axis, rank: (0, 1), lambda rank, work: 1.0, lambda call, group: 0.0
+        )
 
 
 def test_groups_in_another_order_are_a_deadlock() -> None:
     one, other = Ids(), Ids()
     calls = [GroupCall(axis, "all_reduce", "ring", 8) for axis in ("dp", "tp")]
-    with pytest.raises(DeadlockError, match="rank 0 in all_reduce 0 of the dp group of ranks 0, 1 for rank 1; "
-                                            "rank 1 in all_reduce 0 of the tp group of ranks 0, 1 for rank 0"):
-        pair([event for call in calls for event in one.blocking(call)],
-             [event for call in reversed(calls) for event in other.blocking(call)])
+    with pytest.raises(
+        DeadlockError,
+        match="rank 0 in all_reduce 0 of the dp group of ranks 0, 1 for rank 1; "
+        "rank 1 in all_reduce 0 of the tp group of ranks 0, 1 for rank 0",
+    ):
+        pair(
+            [event for call in calls for event in one.blocking(call)],
+            [event for call in reversed(calls) for event in other.blocking(call)],
+        )
 
 
-@pytest.mark.parametrize("traces, told", [
-    (([Start(0, GroupCall("dp", "all_reduce", "ring", 8))], [Start(0, GroupCall("dp", "all_gather", "ring", 8))]),
-     r"call 0 along dp: rank 0 calls an all_reduce \(ring\), rank 1 an all_gather \(ring\)"),
-    (([Start(0, GroupCall("dp", "all_reduce", "ring", 8))], []), "rank 1 nothing more"),
-    (([Start(0, GroupCall("pp", "recv", "direct", 8, peer=1)), Await(0)], []),
-     "rank 0 receives 1 messages of the pp messages from rank 1 to rank 0, but only 0 are sent"),
-    (([Await(3)], []), "event 0 of a trace waits for call 3, which no event before it starts")])
+@pytest.mark.parametrize(
+    "traces, told",
+    [
+        (
+            (
+                [Start(0, GroupCall("dp", "all_reduce", "ring", 8))],
+                [Start(0, GroupCall("dp", "all_gather", "ring", 8))],
+            ),
+            r"call 0 along dp: rank 0 calls an all_reduce \(ring\), rank 1 an all_gather \(ring\)",
+        ),
+        (([Start(0, GroupCall("dp", "all_reduce", "ring", 8))], []), "rank 1 nothing more"),
+        (
+            ([Start(0, GroupCall("pp", "recv", "direct", 8, peer=1)), Await(0)], []),
+            "rank 0 receives 1 messages of the pp messages from rank 1 to rank 0, but only 0 "
+            "are sent",
+        ),
+        (([Await(3)], []), "event 0 of a trace waits for call 3, which no event before it starts"),
+    ],
+)
 def test_traces_that_do_not_fit_together(traces: Any, told: str) -> None:
     with pytest.raises(MismatchError, match=told):
         pair(*traces)
 
 
-# --------------------------------------------------------------------------------------------------------------- scale
+# -------------------------------------------------------------------------------------------- scale
+
 
 def _big(dp: int) -> Job:
     return grid(make_schedule("1f1b", 8, 64), dp=dp, tp=8, layers=20)

@@ -10,11 +10,30 @@ from minidist.device import account
 from minidist.nn import GPT, GPTConfig, MixtureConfig
 from minidist.observe.room import BLOCK_BYTES, TOKEN_BYTES, training_bytes
 
-CONFIGS = [GPTConfig(vocabulary=300, context=16, layers=2, width=32, heads=4),
-           GPTConfig(vocabulary=50, context=16, layers=3, width=32, heads=4, kv_heads=2, positions="rotary", tied=True,
-                     activation="silu", norm="rms", dtype="float64"),
-           GPTConfig(vocabulary=300, context=16, layers=2, width=32, heads=4,
-                     mixture=MixtureConfig(experts=4, shared=1, hidden=40))]
+CONFIGS = [
+    GPTConfig(vocabulary=300, context=16, layers=2, width=32, heads=4),
+    GPTConfig(
+        vocabulary=50,
+        context=16,
+        layers=3,
+        width=32,
+        heads=4,
+        kv_heads=2,
+        positions="rotary",
+        tied=True,
+        activation="silu",
+        norm="rms",
+        dtype="float64",
+    ),
+    GPTConfig(
+        vocabulary=300,
+        context=16,
+        layers=2,
+        width=32,
+        heads=4,
+        mixture=MixtureConfig(experts=4, shared=1, hidden=40),
+    ),
+]
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -23,14 +42,32 @@ def test_numbers_of_a_model(config: GPTConfig) -> None:
     assert 0.9 * count < config.numbers < count
 
 
-@pytest.mark.parametrize(("config", "plan"), [*((CONFIGS[0], plan) for plan in (
-    "dp=2 accumulate=2", "dp=2 zero=3 precision=bf16", "pp=2", "cp=2", "dp=2 strategy=parameter-server",
-    "strategy=data-parallel replicas=2", "zero=3 offload=all")), (CONFIGS[1], "tp=2"), (CONFIGS[2], "dp=2 zero=1")])
+@pytest.mark.parametrize(
+    ("config", "plan"),
+    [
+        *(
+            (CONFIGS[0], plan)
+            for plan in (
+                "dp=2 accumulate=2",
+                "dp=2 zero=3 precision=bf16",
+                "pp=2",
+                "cp=2",
+                "dp=2 strategy=parameter-server",
+                "strategy=data-parallel replicas=2",
+                "zero=3 offload=all",
+            )
+        ),
+        (CONFIGS[1], "tp=2"),
+        (CONFIGS[2], "dp=2 zero=1"),
+    ],
+)
 def test_no_training_takes_less(config: GPTConfig, plan: str) -> None:
     axes, options = {}, {}
     for pair in plan.split():
         name, value = pair.split("=")
-        (axes if name in ("dp", "pp", "tp", "cp") else options)[name] = int(value) if value.isdigit() else value
+        (axes if name in ("dp", "pp", "tp", "cp") else options)[name] = (
+            int(value) if value.isdigit() else value
+        )
     chosen = md.Plan(**axes, **options)
 
     def peak(world: Any) -> int:

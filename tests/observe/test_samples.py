@@ -11,7 +11,7 @@ def test_a_sample_for_each_change() -> None:
     with account.use(SampledAccount()) as memory:
         one = memory.hold(np.zeros(10), "parameters")
         two = memory.hold(np.zeros(5), "gradients")
-        memory.hold(one[2:], "gradients")           # the same buffer: no change
+        memory.hold(one[2:], "gradients")  # the same buffer: no change
         del two
         three = memory.hold(np.zeros(1), "gradients")
     samples = memory.samples()

@@ -1,4 +1,5 @@
-"""Arrows and counters of trace.json: each arrow has both ends, and the bytes of a step are those of the ledger."""
+"""Arrows and counters of trace.json: each arrow has both ends, and the bytes of a step are those of
+the ledger."""
 
 import json
 from pathlib import Path
@@ -43,7 +44,9 @@ def events_of(timelines: list[Timeline], folder: Path) -> list[dict[str, Any]]:
 
 def test_every_message_has_an_arrow_with_both_ends(ran: list[Any], tmp_path: Path) -> None:
     events = events_of(ran[0][0], tmp_path)
-    starts, ends = ({event["id"]: event for event in events if event["ph"] == kind} for kind in "sf")
+    starts, ends = (
+        {event["id"]: event for event in events if event["ph"] == kind} for kind in "sf"
+    )
     spans = [event for event in events if event["ph"] == "X"]
     sends = [event for event in spans if event["cat"] == "messages"]
     receives = [event for event in spans if event["cat"] == "receives"]
@@ -52,13 +55,22 @@ def test_every_message_has_an_arrow_with_both_ends(ran: list[Any], tmp_path: Pat
         end = ends[number]
         assert start["ts"] <= end["ts"] and end["bp"] == "e"
         sent = [one for one in sends if (one["pid"], one["ts"]) == (start["pid"], start["ts"])]
-        got = [one for one in receives if one["pid"] == end["pid"] and one["ts"] <= end["ts"] <= one["ts"] + one["dur"]]
+        got = [
+            one
+            for one in receives
+            if one["pid"] == end["pid"] and one["ts"] <= end["ts"] <= one["ts"] + one["dur"]
+        ]
         ways = {(one["args"]["src"], one["args"]["dst"], one["args"]["message"]) for one in sent}
-        assert ways & {(one["args"]["src"], one["args"]["dst"], one["args"]["message"]) for one in got}
+        assert ways & {
+            (one["args"]["src"], one["args"]["dst"], one["args"]["message"]) for one in got
+        }
         assert any(one["args"]["dst"] == end["pid"] for one in sent)
-    for one in sends:       # what is sent arrives: the same bytes under the same name
-        (other,) = [got for got in receives if all(got["args"][key] == one["args"][key]
-                                                   for key in ("src", "dst", "message"))]
+    for one in sends:  # what is sent arrives: the same bytes under the same name
+        (other,) = [
+            got
+            for got in receives
+            if all(got["args"][key] == one["args"][key] for key in ("src", "dst", "message"))
+        ]
         assert other["args"]["nbytes"] == one["args"]["nbytes"]
         assert other["args"]["verb"] in (one["args"]["verb"], "recv")
 
@@ -70,14 +82,20 @@ def test_an_arrow_that_lost_an_end_is_left_out(tmp_path: Path) -> None:
     receiver.add(Span("recv", "receives", 1.5, 2.5, {"src": 0, "dst": 1, "message": "7.2"}))
     receiver.add(Span("recv", "receives", 1.5, 2.5, {"src": 0, "dst": 1, "message": "7.3"}))
     events = [event for event in events_of([sender, receiver], tmp_path) if event["ph"] in "sf"]
-    assert [(event["ph"], event["pid"], event["ts"]) for event in events] == [("s", 0, 0.0), ("f", 1, 1499999.999)]
+    assert [(event["ph"], event["pid"], event["ts"]) for event in events] == [
+        ("s", 0, 0.0),
+        ("f", 1, 1499999.999),
+    ]
 
 
 def test_bytes_of_a_step_are_those_of_the_ledger(ran: list[Any], tmp_path: Path) -> None:
     events = events_of(ran[0][0], tmp_path)
     for rank, (_, sent) in enumerate(ran):
-        counters = [event["args"] for event in events
-                    if event["ph"] == "C" and event["name"] == "sent bytes" and event["pid"] == rank]
+        counters = [
+            event["args"]
+            for event in events
+            if event["ph"] == "C" and event["name"] == "sent bytes" and event["pid"] == rank
+        ]
         assert len(counters) == STEPS
         assert {axis: sum(each[axis] for each in counters) for axis in counters[0]} == sent
     assert sent_in_steps(Timeline(0)) == {}
@@ -93,10 +111,16 @@ def test_memory_is_recorded_to_its_peak_and_read_again(ran: list[Any], tmp_path:
         assert [span.row for span in other.spans] == [span.row for span in one.spans]
         highest = max(now["total"] for _, now in one.memory)
         assert max(sum(now.values()) for _, now in other.memory) == highest
-    assert any(event["ph"] == "C" and event["args"]["activations"] > 0 for event in events if event["name"] == "memory")
+    assert any(
+        event["ph"] == "C" and event["args"]["activations"] > 0
+        for event in events
+        if event["name"] == "memory"
+    )
 
 
-def test_following_memory_keeps_the_highest_moment_and_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_following_memory_keeps_the_highest_moment_and_ends_at_its_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [0.0]
     monkeypatch.setattr("minidist.observe.timeline.time.perf_counter", lambda: now[0])
     memory, timeline, held = account.MemoryAccount(), Timeline(0), []
@@ -107,5 +131,8 @@ def test_following_memory_keeps_the_highest_moment_and_ends_at_its_limit(monkeyp
             held.pop()
         held.append(memory.hold(np.empty(max(nbytes, 1), np.uint8), "workspace"))
     assert [(round(moment / MEMORY_EVERY, 3), now["total"]) for moment, now in timeline.memory] == [
-        (0.5, 88), (1.2, 25), (2.4, 33)]
+        (0.5, 88),
+        (1.2, 25),
+        (2.4, 33),
+    ]
     assert memory.follower is None

@@ -1,4 +1,5 @@
-"""Predictions from a recorded step: equal to the step that a made-up clock gives, and near to the run that follows."""
+"""Predictions from a recorded step: equal to the step that a made-up clock gives, and near to the
+run that follows."""
 
 import time
 from typing import Any
@@ -26,8 +27,8 @@ from minidist.parallel.zero.zero1 import Zero1
 from minidist.parallel.zero.zero2 import Zero2
 from minidist.parallel.zero.zero3 import Zero3
 
-EVEN = [30.0, 40.0, 50.0, 60.0]         # when buckets are asked for; backward begins at 20 ms
-BETA = 8e-6                             # seconds a byte, where a bucket's 1,000 bytes take 8 ms
+EVEN = [30.0, 40.0, 50.0, 60.0]  # when buckets are asked for; backward begins at 20 ms
+BETA = 8e-6  # seconds a byte, where a bucket's 1,000 bytes take 8 ms
 LINK = LinkCost("made up", 2, 0.0, 0.0, BETA, 0.0, 0.0)
 
 
@@ -44,7 +45,8 @@ def test_without_a_change_the_step_is_as_recorded() -> None:
 @pytest.mark.parametrize("times", [0.5, 1.5, 2.0, 8.0])
 def test_another_bandwidth(times: float) -> None:
     found = predict(made(EVEN, [8.0] * 4), Change(bandwidth=1 / (BETA * times)), LINK)
-    assert found == pytest.approx(made(EVEN, [8.0 * times] * 4).seconds + 8 * BETA * (times - 1))   # the scalar's 8 B
+    # the scalar's 8 B
+    assert found == pytest.approx(made(EVEN, [8.0 * times] * 4).seconds + 8 * BETA * (times - 1))
 
 
 def test_another_latency() -> None:
@@ -53,7 +55,9 @@ def test_another_latency() -> None:
     assert found == pytest.approx(made(EVEN, [14.0] * 4).seconds + 0.003)
 
 
-@pytest.mark.parametrize(("count", "ready"), [(1, [60.0]), (2, [40.0, 60.0]), (8, [25.0 + 5 * k for k in range(8)])])
+@pytest.mark.parametrize(
+    ("count", "ready"), [(1, [60.0]), (2, [40.0, 60.0]), (8, [25.0 + 5 * k for k in range(8)])]
+)
 @pytest.mark.parametrize("transfer", [8.0, 14.0])
 def test_other_buckets(count: int, ready: list[float], transfer: float) -> None:
     """Of two ranks an all-reduce sends as many bytes as the array has: 4,000."""
@@ -69,7 +73,7 @@ def test_without_a_straggler_the_step_is_the_clean_one(late: float) -> None:
     sick = record_step(ddp_step([clean, clean, slow], [8.0] * 4, [60.0, 60.0, 20.0 + 40 * late]), 0)
     healthy = record_step(ddp_step([clean] * 3, [8.0] * 4, [60.0] * 3), 0)
     assert predict(sick, Change(without=2)) == pytest.approx(healthy.seconds)
-    assert predict(sick, Change(without=0)) == pytest.approx(sick.seconds)      # it is not the slow one
+    assert predict(sick, Change(without=0)) == pytest.approx(sick.seconds)  # it is not the slow one
 
 
 def test_a_rank_that_is_not_there_cannot_be_left_out() -> None:
@@ -83,41 +87,74 @@ def test_buckets_in_the_order_of_forward_hide_nothing() -> None:
     assert found == pytest.approx((60.0 + 4 * 8.0 + SCALAR + OPTIMIZER) / 1e3)
 
 
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(0, 12), st.integers(0, 3), st.integers(0, 3))
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    st.integers(0, 12),
+    st.integers(0, 3),
+    st.integers(0, 3),
+)
 @example([30, 1, 1, 1], 8, 0, 1)
 @example([30, 1, 1, 1], 8, 3, 2)
 @settings(max_examples=40)
 def test_another_prefetch(work: list[int], transfer: int, before: int, after: int) -> None:
     """From any depth to any other: as if it had been run so."""
-    was, is_now = (record_step(gathered_forward(list(map(float, work)), float(transfer), ahead=ahead), 0)
-                   for ahead in (before, after))
+    was, is_now = (
+        record_step(gathered_forward(list(map(float, work)), float(transfer), ahead=ahead), 0)
+        for ahead in (before, after)
+    )
     assert predict(was, Change(ahead=after)) == pytest.approx(is_now.seconds)
 
 
-@pytest.mark.parametrize(("units", "work", "transfer"), [(5, 8.0, 3.0), (5, 3.0, 8.0), (1, 2.0, 2.0), (4, 5.0, 0.0)])
+@pytest.mark.parametrize(
+    ("units", "work", "transfer"), [(5, 8.0, 3.0), (5, 3.0, 8.0), (1, 2.0, 2.0), (4, 5.0, 0.0)]
+)
 @pytest.mark.parametrize("ahead", [0, 1, 4])
-def test_the_bound_is_that_of_any_prefetch(units: int, work: float, transfer: float, ahead: int) -> None:
+def test_the_bound_is_that_of_any_prefetch(
+    units: int, work: float, transfer: float, ahead: int
+) -> None:
     """The first gather and all work, or all gathers and the last work."""
     record = record_step(gathered_forward([work] * units, transfer, ahead=ahead), 0)
-    assert 1e3 * lower_bound(record) == pytest.approx(max(transfer + units * work, units * transfer + work))
+    assert 1e3 * lower_bound(record) == pytest.approx(
+        max(transfer + units * work, units * transfer + work)
+    )
 
 
 def test_without_prefetch_each_gather_but_the_first_has_no_prefetch() -> None:
     rows = exposed_of(record_step(gathered_forward([5.0] * 4, 3.0, ahead=0), 0))
     found = [(row.call, row.cause) for row in rows if row.rank == 0]
-    assert found == [("all_gather 0", "late bucket"), *((f"all_gather {unit}", "no prefetch") for unit in (1, 2, 3))]
+    assert found == [
+        ("all_gather 0", "late bucket"),
+        *((f"all_gather {unit}", "no prefetch") for unit in (1, 2, 3)),
+    ]
     assert [1e3 * row.seconds for row in rows] == pytest.approx([3.0] * 8)
 
 
 def out_of_turn() -> StepRecord:
-    """Of two calls in a queue the second is needed first: a third one holds the link until both have come."""
+    """Of two calls in a queue the second is needed first: a third one holds the link until both
+    have come."""
     timeline = Timeline(0)
 
     def call(number: int, begin: float, end: float, waits: tuple[float, float]) -> None:
-        timeline.add(Span(f"call {number}", "communication", begin, end, {
-            "axis": "dp", "verb": "all_gather", "algorithm": "ring", "where": "x.py:1", "messages": 1,
-            "nbytes": int(end - begin), "group": "a", "sequence": number, "queued": begin - 1.0 * (number > 0),
-            "blocking": False}))
+        timeline.add(
+            Span(
+                f"call {number}",
+                "communication",
+                begin,
+                end,
+                {
+                    "axis": "dp",
+                    "verb": "all_gather",
+                    "algorithm": "ring",
+                    "where": "x.py:1",
+                    "messages": 1,
+                    "nbytes": int(end - begin),
+                    "group": "a",
+                    "sequence": number,
+                    "queued": begin - 1.0 * (number > 0),
+                    "blocking": False,
+                },
+            )
+        )
         timeline.add(Span("wait", "waits", *waits, {"group": "a", "sequence": number}))
 
     call(0, 0.0, 4.0, (2.0, 4.0))
@@ -136,7 +173,8 @@ def test_a_call_that_goes_before_a_more_urgent_one_is_to_blame() -> None:
 def test_the_most_urgent_goes_first() -> None:
     record = out_of_turn()
     assert predict(record, Change()) == pytest.approx(16.0)
-    assert predict(record, Change(priority=True)) == pytest.approx(16.0 - 6.0 + 3.0)    # now the other is waited for
+    # now the other is waited for
+    assert predict(record, Change(priority=True)) == pytest.approx(16.0 - 6.0 + 3.0)
 
 
 def test_the_link_is_fitted_to_the_step() -> None:
@@ -144,20 +182,28 @@ def test_the_link_is_fitted_to_the_step() -> None:
     assert 2 * link.alpha + 1000 * link.beta == pytest.approx(0.008)
 
 
-# ----------------------------------------------------------------------------------------------------- runs that follow
+# --------------------------------------------------------------------------------- runs that follow
 
-FORWARD, BACKWARD = 0.020, 0.040                  # seconds a block
+FORWARD, BACKWARD = 0.020, 0.040  # seconds a block
 SHORT, LONG = tiny(layers=6, width=16), tiny(layers=40, width=16)
-BLOCK = 8 * (12 * 16 * 16 + 13 * 16)              # bytes
-BYTE = 0.030 / BLOCK                              # seconds: an all-reduce of a block's gradients takes 30 ms
+BLOCK = 8 * (12 * 16 * 16 + 13 * 16)  # bytes
+BYTE = 0.030 / BLOCK  # seconds: an all-reduce of a block's gradients takes 30 ms
 
 
-def steps_of(stage: Any, slower: float, options: dict[str, Any], config: Any = SHORT,
-             rest: float = 1.0, sick: tuple[int, float] = (0, 1.0)) -> list[Timeline]:
-    """Five steps over links that take their time, as timelines of two ranks; each block sleeps on both its ways.
+def steps_of(
+    stage: Any,
+    slower: float,
+    options: dict[str, Any],
+    config: Any = SHORT,
+    rest: float = 1.0,
+    sick: tuple[int, float] = (0, 1.0),
+) -> list[Timeline]:
+    """Five steps over links that take their time, as timelines of two ranks; each block sleeps on
+    both its ways.
 
     Args:    sick: a rank, and how many times as long it sleeps.
     """
+
     def job(world: Any) -> Timeline:
         model, timeline = GPT(config), Timeline(world.rank)
         slow_down = rest * (sick[1] if world.rank == sick[0] else 1.0)
@@ -166,7 +212,9 @@ def steps_of(stage: Any, slower: float, options: dict[str, Any], config: Any = S
             timeline.follow(slow.ledger, waits=True)
             strategy = stage(model, slow, recorder=timeline, **options)
             for block in model.blocks:
-                block.register_forward_hook(lambda module, args, result: time.sleep(slow_down * FORWARD))
+                block.register_forward_hook(
+                    lambda module, args, result: time.sleep(slow_down * FORWARD)
+                )
                 block.register_backward_pre_hook(lambda module: time.sleep(slow_down * BACKWARD))
             optimizer = SGD(strategy.parameters, 0.1)
             for step in range(5):
@@ -184,20 +232,34 @@ def recorded(stage: Any, slower: float, options: dict[str, Any]) -> StepRecord:
 
 
 BUCKETS = {"bucket_bytes": BLOCK}
-SETTINGS = [(stage, BUCKETS, change) for stage in (DDP, Zero1, Zero2)
-            for change in ({"slower": 2.0}, {"bucket": 2 * BLOCK}, {"bucket": 100 * BLOCK})]
-SETTINGS += [(Zero3, {"ahead": 1}, change) for change in ({"ahead": 0}, {"ahead": 2}, {"slower": 2.0})]
+SETTINGS = [
+    (stage, BUCKETS, change)
+    for stage in (DDP, Zero1, Zero2)
+    for change in ({"slower": 2.0}, {"bucket": 2 * BLOCK}, {"bucket": 100 * BLOCK})
+]
+SETTINGS += [
+    (Zero3, {"ahead": 1}, change) for change in ({"ahead": 0}, {"ahead": 2}, {"slower": 2.0})
+]
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("stage", "options", "change"), SETTINGS)
-def test_a_prediction_is_near_the_run(stage: Any, options: dict[str, Any], change: dict[str, Any]) -> None:
+def test_a_prediction_is_near_the_run(
+    stage: Any, options: dict[str, Any], change: dict[str, Any]
+) -> None:
     """Within 10 %, in the best of four pairs of runs: other programs lengthen either."""
     slower = change.get("slower", 1.0)
-    asked = Change(bucket=change.get("bucket"), ahead=change.get("ahead"),
-                   bandwidth=1 / (slower * BYTE) if slower != 1.0 else None)
+    asked = Change(
+        bucket=change.get("bucket"),
+        ahead=change.get("ahead"),
+        bandwidth=1 / (slower * BYTE) if slower != 1.0 else None,
+    )
     link = LinkCost("delayed", 2, 50e-6, 0.0, BYTE, 0.0, 0.0)
-    then = {"ahead": change.get("ahead", 1)} if stage is Zero3 else {"bucket_bytes": change.get("bucket", BLOCK)}
+    then = (
+        {"ahead": change.get("ahead", 1)}
+        if stage is Zero3
+        else {"bucket_bytes": change.get("bucket", BLOCK)}
+    )
     off = 1.0
     for _ in range(4):
         found = predict(recorded(stage, 1.0, options), asked, link)
@@ -210,11 +272,14 @@ def test_a_prediction_is_near_the_run(stage: Any, options: dict[str, Any], chang
 @pytest.mark.soak
 @pytest.mark.parametrize("times", [1.5, 2.5])
 def test_without_a_straggler_is_near_the_clean_run(times: float) -> None:
-    """Within 5 %, the shortest of some predictions beside that of as many runs: other programs lengthen both."""
+    """Within 5 %, the shortest of some predictions beside that of as many runs: other programs
+    lengthen both."""
     told, ran = float("inf"), float("inf")
     for turn in range(8):
         timelines = steps_of(DDP, 0.3, BUCKETS, sick=(1, times))
-        told = min(told, predict(record_step(timelines, typical_step(timelines)), Change(without=1)))
+        told = min(
+            told, predict(record_step(timelines, typical_step(timelines)), Change(without=1))
+        )
         ran = min(ran, recorded(DDP, 0.3, BUCKETS).seconds)
         if turn >= 2 and abs(told / ran - 1) <= 0.05:
             break
@@ -222,8 +287,12 @@ def test_without_a_straggler_is_near_the_clean_run(times: float) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("stage", "options"), [(DDP, BUCKETS), (Zero1, BUCKETS), (Zero2, BUCKETS), (Zero3, {})])
-def test_a_step_is_near_its_bound_and_its_communication_hidden(stage: Any, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("stage", "options"), [(DDP, BUCKETS), (Zero1, BUCKETS), (Zero2, BUCKETS), (Zero3, {})]
+)
+def test_a_step_is_near_its_bound_and_its_communication_hidden(
+    stage: Any, options: dict[str, Any]
+) -> None:
     """At most 1.05 x the bound, at least 95 % hidden, in the best step of six runs.
 
     The last of 40 blocks' gradients, and the first weights, can hide behind nothing.
@@ -234,7 +303,9 @@ def test_a_step_is_near_its_bound_and_its_communication_hidden(stage: Any, optio
         for step in range(1, 5):
             record = record_step(timelines, step)
             longest = min(longest, record.seconds / lower_bound(record))
-            hidden = max(hidden, min(measure(timeline, steps=[step]).share for timeline in timelines))
+            hidden = max(
+                hidden, min(measure(timeline, steps=[step]).share for timeline in timelines)
+            )
         if longest <= 1.05 and hidden >= 0.95:
             break
     assert longest <= 1.05

@@ -17,14 +17,24 @@ from minidist.optim import clip
 
 def gradients(dtype: Any = "float32") -> list[np.ndarray]:
     random = np.random.default_rng(5)
-    return [random.standard_normal(shape).astype(dtype) for shape in ((300, 70), (1,), (0, 4), (17,), (9000,))]
+    return [
+        random.standard_normal(shape).astype(dtype)
+        for shape in ((300, 70), (1,), (0, 4), (17,), (9000,))
+    ]
 
 
 def test_norm_is_the_square_root_of_the_float64_sum_of_squares() -> None:
-    for dtype, tolerance in (("float32", 1e-14), ("float64", 1e-14), ("float16", 1e-14), (ml_dtypes.bfloat16, 1e-14)):
+    for dtype, tolerance in (
+        ("float32", 1e-14),
+        ("float64", 1e-14),
+        ("float16", 1e-14),
+        (ml_dtypes.bfloat16, 1e-14),
+    ):
         arrays = gradients(dtype)
         exact = np.sqrt(sum(np.sum(array.astype("float64") ** 2) for array in arrays))
-        assert optim.global_norm([arrays[0], None, *arrays[1:]]) == pytest.approx(exact, rel=tolerance)
+        assert optim.global_norm([arrays[0], None, *arrays[1:]]) == pytest.approx(
+            exact, rel=tolerance
+        )
     assert optim.global_norm([]) == 0.0
 
 
@@ -40,11 +50,11 @@ def test_same_bits_in_any_order_and_at_any_place_in_memory(dtype: str) -> None:
     norm = optim.global_norm(arrays)
     for order in itertools.permutations(arrays):
         assert optim.global_norm(order) == norm
-    for shift in (1, 3, 8):                                  # views into one bucket, at odd addresses
+    for shift in (1, 3, 8):  # views into one bucket, at odd addresses
         bucket = np.zeros(shift + sum(array.size for array in arrays), dtype)
         place, views = shift, []
         for array in arrays:
-            views.append(bucket[place:place + array.size].reshape(array.shape))
+            views.append(bucket[place : place + array.size].reshape(array.shape))
             views[-1][...] = array
             place += array.size
         assert optim.global_norm(views) == norm
@@ -63,7 +73,8 @@ def test_clipping_scales_in_place_down_to_the_limit_and_never_up() -> None:
     norm = optim.clip_by_global_norm([*arrays, None], 1e6)
     assert all(np.array_equal(array, copy) for array, copy in zip(arrays, copies, strict=True))
     assert optim.clip_by_global_norm(arrays, 2.5) == norm
-    assert optim.global_norm(arrays) == pytest.approx(2.5, rel=1e-7)     # the formula adds 1e-6 to the norm
+    # the formula adds 1e-6 to the norm
+    assert optim.global_norm(arrays) == pytest.approx(2.5, rel=1e-7)
     for array, copy in zip(arrays, copies, strict=True):
         np.testing.assert_allclose(array, copy * (2.5 / (norm + 1e-6)), rtol=1e-15)
 
@@ -98,7 +109,9 @@ def test_ranks_that_hold_pieces_find_the_norm_of_the_whole(size: int) -> None:
     results = md.run(job, size=size)
     assert len({norm for norm, _, _ in results}) == 1
     assert results[0][0] == pytest.approx(optim.global_norm([whole]), rel=1e-14)
-    assert np.linalg.norm(np.concatenate([mine for _, mine, _ in results])) == pytest.approx(1.0, rel=1e-7)
+    assert np.linalg.norm(np.concatenate([mine for _, mine, _ in results])) == pytest.approx(
+        1.0, rel=1e-7
+    )
     assert all(set(sent) <= {"control"} for _, _, sent in results)
 
 
@@ -124,7 +137,13 @@ def test_on_a_gpu_norm_and_factor_stay_there(dtype: Any, monkeypatch: pytest.Mon
     assert not fake_gpu.waits
     assert (squares.dtype, squares.shape) == (np.float64, ())
     assert float(norm) == pytest.approx(want, rel=1e-6)
-    assert [float(factor) for factor in factors] == pytest.approx([optim.clip_scale(want, 2.5), 1.0], rel=1e-6)
+    assert [float(factor) for factor in factors] == pytest.approx(
+        [optim.clip_scale(want, 2.5), 1.0], rel=1e-6
+    )
     assert np.isnan([to_host(factor) for factor in lost]).all()
-    assert optim.sum_of_squares([cupy.asarray(array) for array in arrays]) == pytest.approx(want ** 2, rel=1e-6)
-    assert optim.sum_of_squares([cupy.asarray(arrays[1]), None]) == pytest.approx(float(arrays[1][0]) ** 2, rel=1e-6)
+    assert optim.sum_of_squares([cupy.asarray(array) for array in arrays]) == pytest.approx(
+        want**2, rel=1e-6
+    )
+    assert optim.sum_of_squares([cupy.asarray(arrays[1]), None]) == pytest.approx(
+        float(arrays[1][0]) ** 2, rel=1e-6
+    )

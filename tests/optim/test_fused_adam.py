@@ -1,4 +1,5 @@
-"""Adam over all tensors in one launch, on a GPU's stand-in: the numbers of NumPy's passes, and nobody waits."""
+"""Adam over all tensors in one launch, on a GPU's stand-in: the numbers of NumPy's passes, and
+nobody waits."""
 
 import gc
 import weakref
@@ -29,8 +30,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the launchers that were asked for."""
     names: list[str] = []
     find = fused_adam.kernel
-    monkeypatch.setattr(fused_adam, "kernel", lambda name, *arrays: find(name, *arrays) and (names.append(name)
-                                                                                       or find(name, *arrays)))
+    monkeypatch.setattr(
+        fused_adam,
+        "kernel",
+        lambda name, *arrays: find(name, *arrays) and (names.append(name) or find(name, *arrays)),
+    )
     return names
 
 
@@ -51,8 +55,11 @@ def roundings(weights: list[Any], put: Any) -> list[tuple[Any, Any]]:
 @needs_compiler
 @pytest.mark.parametrize("rule", [optim.Adam, optim.AdamW])
 @pytest.mark.parametrize("gradient", [BF16, np.dtype("float32")], ids=str)
-def test_the_kernel_moves_as_numpy_does(rule: Any, gradient: Any, cupy: Any, asked: list[str]) -> None:
-    """Weight decay on matrices alone, a scale that is a number and then one on the device, other rates."""
+def test_the_kernel_moves_as_numpy_does(
+    rule: Any, gradient: Any, cupy: Any, asked: list[str]
+) -> None:
+    """Weight decay on matrices alone, a scale that is a number and then one on the device, other
+    rates."""
     here, there = tensors(np.array, gradient=gradient), tensors(cupy.asarray, gradient=gradient)
     rounded, copies = roundings(here, np.array), roundings(there, cupy.asarray)
     of_host, of_device = (rule(side, 0.1, weight_decay=0.3) for side in (here, there))
@@ -62,9 +69,13 @@ def test_the_kernel_moves_as_numpy_does(rule: Any, gradient: Any, cupy: Any, ask
     assert asked == ["adam", "adam"]
     assert not fake_gpu.waits
     for mine, theirs in zip(of_host.slots, of_device.slots, strict=True):
-        np.testing.assert_allclose(to_host(theirs.weights.data), mine.weights.data, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            to_host(theirs.weights.data), mine.weights.data, rtol=1e-5, atol=1e-6
+        )
         for name in ("m", "v"):
-            np.testing.assert_allclose(to_host(theirs.state[name]), mine.state[name], rtol=1e-5, atol=1e-7)
+            np.testing.assert_allclose(
+                to_host(theirs.state[name]), mine.state[name], rtol=1e-5, atol=1e-7
+            )
         assert theirs.steps == 2
     for master, copy in copies:
         np.testing.assert_array_equal(to_host(copy), to_host(master).astype(BF16))
@@ -109,8 +120,14 @@ def test_gradients_are_not_kept(cupy: Any) -> None:
 @pytest.mark.parametrize("why", ["no gradient", "float64", "other counts", "two dtypes"])
 def test_what_is_not_alike_takes_the_passes(why: str, cupy: Any, asked: list[str]) -> None:
     """And the numbers are NumPy's all the same."""
-    sides = [tensors(put, gradient=np.float64 if why == "float64" else np.float32,
-                     master=np.float64 if why == "float64" else np.float32) for put in (np.array, cupy.asarray)]
+    sides = [
+        tensors(
+            put,
+            gradient=np.float64 if why == "float64" else np.float32,
+            master=np.float64 if why == "float64" else np.float32,
+        )
+        for put in (np.array, cupy.asarray)
+    ]
     for side, put in zip(sides, (np.array, cupy.asarray), strict=True):
         if why == "no gradient":
             side[1].grad = None
@@ -129,9 +146,16 @@ def test_pieces_of_one_buffer_begin_anywhere(cupy: Any, asked: list[str]) -> Non
     """As ZeRO's do: then no kernel loads 16 bytes at a time, of the norm neither."""
     sides = []
     for put in (np.array, cupy.asarray):
-        data, slopes = (put(np.random.default_rng(seed).normal(size=50).astype(kind)) for seed, kind in
-                        ((0, np.float32), (1, BF16)))
-        sides.append([SimpleNamespace(data=data[a:b], grad=slopes[a:b], name=f"{a}") for a, b in ((1, 9), (9, 50))])
+        data, slopes = (
+            put(np.random.default_rng(seed).normal(size=50).astype(kind))
+            for seed, kind in ((0, np.float32), (1, BF16))
+        )
+        sides.append(
+            [
+                SimpleNamespace(data=data[a:b], grad=slopes[a:b], name=f"{a}")
+                for a, b in ((1, 9), (9, 50))
+            ]
+        )
         scale = optim.clip_scale(optim.norm_of(optim.squares_of(w.grad for w in sides[-1])), 1.0)
         optim.AdamW(sides[-1], 0.1).step(scale=scale)
     for mine, theirs in zip(*sides, strict=True):

@@ -24,7 +24,10 @@ KINDS = {
 
 def parameters(*shapes: tuple[int, ...], dtype: Any = "float64") -> list[Parameter]:
     random = np.random.default_rng(1)
-    return [Parameter(random.standard_normal(shape).astype(dtype), name=f"w{i}") for i, shape in enumerate(shapes)]
+    return [
+        Parameter(random.standard_normal(shape).astype(dtype), name=f"w{i}")
+        for i, shape in enumerate(shapes)
+    ]
 
 
 def give_gradients(tensors: list[Any], step: int) -> None:
@@ -49,15 +52,19 @@ def test_any_block_size_gives_the_same_bits(kind: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_flat_shards_give_the_same_bits_as_whole_tensors(kind: str) -> None:
-    """A shard is anything with .data and .grad; it is told whether to decay, since it has lost its dims."""
+    """A shard is anything with .data and .grad; it is told whether to decay, since it has lost its
+    dims."""
     whole = parameters((6, 5))
     flat = whole[0].data.copy().reshape(-1)
-    shards = [SimpleNamespace(data=flat[start:start + 8], grad=None, name=f"s{start}") for start in range(0, 30, 8)]
+    shards = [
+        SimpleNamespace(data=flat[start : start + 8], grad=None, name=f"s{start}")
+        for start in range(0, 30, 8)
+    ]
     ours, theirs = KINDS[kind](whole), KINDS[kind](shards, decay=lambda shard: True)
     for step in range(3):
         give_gradients(whole, step)
         for i, shard in enumerate(shards):
-            shard.grad = np.reshape(whole[0].grad, -1)[8 * i:8 * i + 8]  # type: ignore[arg-type]
+            shard.grad = np.reshape(whole[0].grad, -1)[8 * i : 8 * i + 8]  # type: ignore[arg-type]
         ours.step()
         theirs.step()
     assert np.array_equal(whole[0].data.reshape(-1), flat)
@@ -90,7 +97,8 @@ def test_a_tensor_without_gradient_rests_and_counts_its_own_steps() -> None:
     alone[1].grad = both[1].grad
     first.step()
     second.step()
-    assert np.array_equal(both[1].data, alone[1].data)      # its first step, so corrected as a first step
+    # its first step, so corrected as a first step
+    assert np.array_equal(both[1].data, alone[1].data)
 
 
 def test_only_tensors_of_two_dims_decay_unless_told_otherwise() -> None:
@@ -138,38 +146,49 @@ def test_low_precision_gradients_beside_float32_master_weights(low: Any) -> None
     assert gradient is not None
     exact[0].grad = gradient.astype(low).astype(np.float32)
     shard = SimpleNamespace(data=rounded[0].data, grad=gradient.astype(low), name="master")
-    optim.AdamW(exact, 0.1).step(scale=2.0 ** -10)
-    optim.AdamW([shard], 0.1).step(scale=2.0 ** -10)
+    optim.AdamW(exact, 0.1).step(scale=2.0**-10)
+    optim.AdamW([shard], 0.1).step(scale=2.0**-10)
     assert np.array_equal(exact[0].data, shard.data)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("weights", "gradients"), [("f4", "f2"), ("f4", ml_dtypes.bfloat16), ("f4", "f4"),
-                                                    ("f4", "f8"), ("f8", "f8")], ids=str)
-def test_the_other_byte_order_gives_the_same_values(weights: Any, gradients: Any, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("weights", "gradients"),
+    [("f4", "f2"), ("f4", ml_dtypes.bfloat16), ("f4", "f4"), ("f4", "f8"), ("f8", "f8")],
+    ids=str,
+)
+def test_the_other_byte_order_gives_the_same_values(
+    weights: Any, gradients: Any, kind: str
+) -> None:
     """Of gradients, and of weights with their state; also for squares and clipping."""
+
     def run(weights: np.dtype[Any], gradients: np.dtype[Any]) -> tuple[np.ndarray, float]:
         random = np.random.default_rng(0)
-        shard = SimpleNamespace(data=random.standard_normal((40, 5)).astype(weights), grad=None, name="master")
+        shard = SimpleNamespace(
+            data=random.standard_normal((40, 5)).astype(weights), grad=None, name="master"
+        )
         optimizer = KINDS[kind]([shard])
         for _ in range(3):
-            shard.grad = (random.standard_normal((40, 5)) * 2.0 ** -12).astype(gradients)
+            shard.grad = (random.standard_normal((40, 5)) * 2.0**-12).astype(gradients)
             norm = optim.clip_by_global_norm([shard.grad], 0.002)
-            optimizer.step(scale=2.0 ** -10)
+            optimizer.step(scale=2.0**-10)
         optimizer.load_state_dict(optimizer.state_dict())
         return shard.data, norm
 
     ours, theirs = np.dtype(weights), np.dtype(gradients)
     expected, length = run(ours, theirs)
-    for pair in ((ours, theirs.newbyteorder()), (ours.newbyteorder(), theirs),
-                 (ours.newbyteorder(), theirs.newbyteorder())):
+    for pair in (
+        (ours, theirs.newbyteorder()),
+        (ours.newbyteorder(), theirs),
+        (ours.newbyteorder(), theirs.newbyteorder()),
+    ):
         found, norm = run(*pair)
         assert found.dtype == pair[0] and np.array_equal(found, expected) and norm == length
 
 
 def test_huge_gradients_scaled_down_do_not_overflow() -> None:
     tensors = parameters((2,), dtype="float32")
-    tensors[0].grad = np.full(2, 1e25, np.float32)          # its square is beyond float32
+    tensors[0].grad = np.full(2, 1e25, np.float32)  # its square is beyond float32
     optim.Adam(tensors, 0.1).step(scale=1e-25)
     assert np.isfinite(tensors[0].data).all()
 
@@ -198,8 +217,11 @@ def test_state_dict_continues_to_the_bit(kind: str) -> None:
         for tensors, optimizer in ((ours, first), (theirs, second)):
             give_gradients(tensors, step)
             optimizer.step()
-    assert all(np.array_equal(mine.data, other.data) for mine, other in zip(ours, theirs, strict=True))
-    assert int(saved["w0/steps"]) == 2 and int(first.state_dict()["w0/steps"]) == 4  # a copy, not a view
+    assert all(
+        np.array_equal(mine.data, other.data) for mine, other in zip(ours, theirs, strict=True)
+    )
+    # a copy, not a view
+    assert int(saved["w0/steps"]) == 2 and int(first.state_dict()["w0/steps"]) == 4
 
 
 def test_state_dict_is_checked() -> None:
@@ -215,14 +237,27 @@ def test_state_dict_is_checked() -> None:
         optimizer.load_state_dict({**saved, "w0/v": saved["w0/v"].astype(">f8")})
 
 
-@pytest.mark.parametrize(("make", "says"), [
-    (lambda p: optim.Adam(p, -1.0), "lr is -1.0"), (lambda p: optim.Adam(p, float("nan")), "lr is nan"),
-    (lambda p: optim.Adam(p, 0.1, betas=(0.9, 1.0)), r"betas\[1\] is 1.0; it must be at least 0 and below 1"),
-    (lambda p: optim.AdamW(p, 0.1, eps=-1e-8), "eps"), (lambda p: optim.SGD(p, 0.1, momentum=1.5), "momentum is 1.5"),
-    (lambda p: optim.RMSProp(p, 0.1, alpha=-0.1), "alpha"), (lambda p: optim.SGD([], 0.1), "no parameters"),
-    (lambda p: optim.SGD(p, 0.1, weight_decay=float("inf")), "weight_decay"),
-    (lambda p: optim.SGD(p, 0.1, nesterov=True), "nesterov looks ahead along the momentum, which is 0"),
-    (lambda p: optim.SGD([*p, *p], 0.1), "two tensors are called 'w0'")])
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda p: optim.Adam(p, -1.0), "lr is -1.0"),
+        (lambda p: optim.Adam(p, float("nan")), "lr is nan"),
+        (
+            lambda p: optim.Adam(p, 0.1, betas=(0.9, 1.0)),
+            r"betas\[1\] is 1.0; it must be at least 0 and below 1",
+        ),
+        (lambda p: optim.AdamW(p, 0.1, eps=-1e-8), "eps"),
+        (lambda p: optim.SGD(p, 0.1, momentum=1.5), "momentum is 1.5"),
+        (lambda p: optim.RMSProp(p, 0.1, alpha=-0.1), "alpha"),
+        (lambda p: optim.SGD([], 0.1), "no parameters"),
+        (lambda p: optim.SGD(p, 0.1, weight_decay=float("inf")), "weight_decay"),
+        (
+            lambda p: optim.SGD(p, 0.1, nesterov=True),
+            "nesterov looks ahead along the momentum, which is 0",
+        ),
+        (lambda p: optim.SGD([*p, *p], 0.1), "two tensors are called 'w0'"),
+    ],
+)
 def test_bad_options_are_named(make: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         make(parameters((2,)))

@@ -1,4 +1,5 @@
-"""What a user changes between two steps counts from the next step on, on every plan, as in a plain loop."""
+"""What a user changes between two steps counts from the next step on, on every plan, as in a plain
+loop."""
 
 import json
 from collections import Counter
@@ -38,7 +39,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "on disk": {"dp": 2, "zero": 3, "offload": "all"},
 }
 Change = Callable[[GPT, Any, Any], None]
-"""`change(model, optimizer, trainer)`; of the plain loop the last has `lr` and `clip`, as a Trainer."""
+"""`change(model, optimizer, trainer)`; of the plain loop the last has `lr` and `clip`, as a
+Trainer."""
 
 
 def freeze(*names: str) -> Change:
@@ -116,7 +118,7 @@ CASES: dict[str, Case] = {
 }
 EVERY_PLAN = ("the first layers off", "mode of a block")
 SEED = 3
-CLIP = 0.01                                         # below each norm: what is counted twice shows
+CLIP = 0.01  # below each norm: what is counted twice shows
 
 
 def config_of(case: str) -> GPTConfig:
@@ -142,7 +144,7 @@ class Loop:
 def made_anew(kind: str, optimizer: Any, model: GPT) -> Any:
     """Return an optimizer whose constructor is given the options as they are, with its state."""
     options = optimizer.options_now()
-    if options.get("momentum") == 0.0:              # an optimizer that is made so can have no other
+    if options.get("momentum") == 0.0:  # an optimizer that is made so can have no other
         return optimizer
     fresh = OPTIMIZERS[kind](model.parameters(), **options)
     for new, old in zip(fresh.slots, optimizer.slots, strict=True):
@@ -244,7 +246,7 @@ def test_momentum_waits_while_its_share_is_0() -> None:
     np.testing.assert_allclose(weight.data, expected, rtol=1e-12)
 
 
-# ------------------------------------------------------------------------------- numbers of a weight
+# ------------------------------------------------------------------------------ numbers of a weight
 
 
 def put_new_norms(world: Any, plan: dict[str, Any]) -> Any:
@@ -309,7 +311,7 @@ def test_local_steps_and_asynchronous_servers_refuse_what_does_not_reach_all() -
     servers = {"dp": 2, "strategy": "parameter-server", "asynchronous": True}
     with pytest.raises(ConfigError, match="local steps: requires_grad of 'head.weight'"):
         run(job, {"dp": 2, "local_steps": 2}, freeze("head"), size=2)
-    told = (ConfigError, PeerLostError)             # a server says that it has lost all its workers
+    told = (ConfigError, PeerLostError)  # a server says that it has lost all its workers
     with pytest.raises(told, match="asynchronous servers: requires_grad of 'head.weight'"):
         run(job, servers, freeze("head"), size=2)
     with pytest.raises(told, match="asynchronous servers: the optimizer's weight_decay"):
@@ -356,7 +358,7 @@ def test_a_value_that_an_optimizer_cannot_take_is_refused(kind: str, name: str, 
         assert optimizer.options_now() == before
 
 
-# ------------------------------------------------------------------------------- another plan, later
+# ------------------------------------------------------------------------------ another plan, later
 
 
 DIVIDED = ["one process", "ZeRO-2, two passes", "ZeRO-3", "pipeline", "on disk"]

@@ -1,8 +1,8 @@
 """DDP and ZeRO hide most of communication; without prefetch, or in one bucket, little.
 
-By order: between the start of a collective and the wait for it a block begins to compute, which no other program
-changes. And, in the soak tests, by seconds, over links that take their time: each block sleeps on its way forward and
-back.
+By order: between the start of a collective and the wait for it a block begins to compute, which no
+other program changes. And, in the soak tests, by seconds, over links that take their time: each
+block sleeps on its way forward and back.
 """
 
 import time
@@ -26,22 +26,30 @@ from minidist.parallel.zero.zero1 import Zero1
 from minidist.parallel.zero.zero2 import Zero2
 from minidist.parallel.zero.zero3 import Zero3
 
-LAYERS, FORWARD, BACKWARD = 16, 0.005, 0.010      # seconds a block
+LAYERS, FORWARD, BACKWARD = 16, 0.005, 0.010  # seconds a block
 CONFIG = tiny(layers=LAYERS, width=16)
-BLOCK = 8 * (12 * 16 * 16 + 13 * 16)              # bytes
-BYTE = 0.003 / BLOCK                              # seconds: half of a block's weights, on each of 2 ranks, take 1.5 ms
+BLOCK = 8 * (12 * 16 * 16 + 13 * 16)  # bytes
+BYTE = 0.003 / BLOCK  # seconds: half of a block's weights, on each of 2 ranks, take 1.5 ms
 
 
-STRATEGIES = [(DDP, {"bucket_bytes": BLOCK}), (Zero1, {"bucket_bytes": BLOCK}), (Zero2, {"bucket_bytes": BLOCK}),
-              (Zero3, {}), (Zero3, {"ahead": 2})]
+STRATEGIES = [
+    (DDP, {"bucket_bytes": BLOCK}),
+    (Zero1, {"bucket_bytes": BLOCK}),
+    (Zero2, {"bucket_bytes": BLOCK}),
+    (Zero3, {}),
+    (Zero3, {"ahead": 2}),
+]
 
 
-# ------------------------------------------------------------------------------------------------------------ by order
+# ----------------------------------------------------------------------------------------- by order
+
 
 @pytest.fixture
 def order(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, dict[str, Any]], list[float]]:
-    """A function of strategy and options: of the bytes of each rank's second step, the share that hides by order."""
-    lines: list[list[Any]] = [[], []]         # of each rank: collectives begun and waited for, and None for a block
+    """A function of strategy and options: of the bytes of each rank's second step, the share that
+    hides by order."""
+    # of each rank: collectives begun and waited for, and None for a block
+    lines: list[list[Any]] = [[], []]
     submit, wait = CallWorker.submit, PendingCall.wait
 
     def submitted(self: CallWorker, call: Any) -> PendingCall:
@@ -68,17 +76,24 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, dict[str, Any]], li
         for step in range(2):
             second = len(mine)
             strategy.step(global_batch(step, 2, CONFIG), optimizer)
-        nbytes = {line[1]: line[1].call._nbytes for line in mine[second:] if line and line[0] == "waited"
-                  and line[1].call.axis == "world"}
-        return sum(nbytes[call] for call in nbytes
-                   if None in mine[mine.index(("begun", call)):mine.index(("waited", call))]) / sum(nbytes.values())
+        nbytes = {
+            line[1]: line[1].call._nbytes
+            for line in mine[second:]
+            if line and line[0] == "waited" and line[1].call.axis == "world"
+        }
+        return sum(
+            nbytes[call]
+            for call in nbytes
+            if None in mine[mine.index(("begun", call)) : mine.index(("waited", call))]
+        ) / sum(nbytes.values())
 
     return lambda stage, options: md.run(job, stage, options, size=2)
 
 
 @pytest.mark.parametrize(("stage", "options"), STRATEGIES)
-def test_a_block_computes_while_four_fifths_of_bytes_are_under_way(stage: Any, options: dict[str, Any],
-                                                                   order: Any) -> None:
+def test_a_block_computes_while_four_fifths_of_bytes_are_under_way(
+    stage: Any, options: dict[str, Any], order: Any
+) -> None:
     assert min(order(stage, options)) >= 0.8
 
 
@@ -92,11 +107,18 @@ def test_no_block_computes_while_one_bucket_is_under_way(stage: Any, order: Any)
     assert max(order(stage, {"bucket_bytes": 1 << 30})) < 0.2
 
 
-@pytest.mark.parametrize(("stage", "chapter", "name"), [
-    (DDP, DDP, "_start_reduce"), (Zero2, GradientShards, "start"), (Zero2, ParameterArrivals, "start"),
-    (Zero3, GradientShards, "start")])
-def test_who_waits_for_what_it_starts_is_seen(stage: Any, chapter: Any, name: str, order: Any,
-                                              monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("stage", "chapter", "name"),
+    [
+        (DDP, DDP, "_start_reduce"),
+        (Zero2, GradientShards, "start"),
+        (Zero2, ParameterArrivals, "start"),
+        (Zero3, GradientShards, "start"),
+    ],
+)
+def test_who_waits_for_what_it_starts_is_seen(
+    stage: Any, chapter: Any, name: str, order: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start = getattr(chapter, name)
 
     def and_waits(self: Any, *args: Any) -> None:
@@ -110,7 +132,8 @@ def test_who_waits_for_what_it_starts_is_seen(stage: Any, chapter: Any, name: st
     assert max(order(stage, {} if stage is Zero3 else {"bucket_bytes": BLOCK})) < 0.8
 
 
-# ---------------------------------------------------------------------------------------------------------- by seconds
+# --------------------------------------------------------------------------------------- by seconds
+
 
 def share(world: Any, stage: Any, options: dict[str, Any]) -> float:
     """The hidden share of the second step on this rank."""
@@ -151,6 +174,7 @@ def test_without_prefetch_the_gathers_are_not() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("stage", [DDP, Zero2])
 def test_one_bucket_hides_little(stage: Any) -> None:
-    """All gradients travel when backward has ended; the weights come in one piece, which the first layer waits for."""
+    """All gradients travel when backward has ended; the weights come in one piece, which the first
+    layer waits for."""
     for hidden in md.run(share, stage, {"bucket_bytes": 1 << 30}, size=2):
         assert hidden < 0.2

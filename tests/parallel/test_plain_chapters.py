@@ -1,4 +1,5 @@
-"""The plain version that each chapter's module opens with: the same numbers as one process, in float64."""
+"""The plain version that each chapter's module opens with: the same numbers as one process, in
+float64."""
 
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,11 @@ from minidist.parallel.memory.offload import plain_offload
 from minidist.parallel.pipeline.model_parallel import plain_model_parallel
 from minidist.parallel.pipeline.pipeline import plain_gpipe
 from minidist.parallel.pipeline.stages import Stages
-from minidist.parallel.precision.mixed_precision import LossScale, MixedPrecision, plain_mixed_precision
+from minidist.parallel.precision.mixed_precision import (
+    LossScale,
+    MixedPrecision,
+    plain_mixed_precision,
+)
 from minidist.parallel.step.single import Single, plain_single
 from minidist.parallel.tensor.tensor_parallel import plain_tensor_mlp
 from minidist.parallel.zero.zero1 import plain_zero1
@@ -68,11 +73,13 @@ def serial() -> np.ndarray:
 
 
 def off(ours: np.ndarray, right: np.ndarray) -> float:
-    """The largest difference, relative to the largest number; NaN if anything is NaN, so compare with `<`."""
+    """The largest difference, relative to the largest number; NaN if anything is NaN, so compare
+    with `<`."""
     return float(np.max(np.abs(ours - right)) / np.max(np.abs(right)))
 
 
-# ----------------------------------------------------------------------------------------- a rank has the whole model
+# ----------------------------------------------------------------------- a rank has the whole model
+
 
 def trained(world: Any, loop: Callable[..., Any], *rest: Any) -> np.ndarray:
     """Weights after `loop` on the batches."""
@@ -95,7 +102,9 @@ def test_ddp(serial: np.ndarray, size: int) -> None:
 
 @pytest.mark.parametrize(("size", "passes"), [(1, 3), (2, 1), (3, 2)])
 def test_accumulation(serial: np.ndarray, size: int, passes: int) -> None:
-    assert all(off(rank, serial) < BOUND for rank in md.run(trained, plain_accumulation, passes, size=size))
+    assert all(
+        off(rank, serial) < BOUND for rank in md.run(trained, plain_accumulation, passes, size=size)
+    )
 
 
 @pytest.mark.parametrize("replicas", SIZES)
@@ -120,7 +129,9 @@ def test_parameter_server(serial: np.ndarray, workers: int) -> None:
     assert all(off(rank, serial) < BOUND for rank in md.run(job, size=workers + 1))
 
 
-@pytest.mark.parametrize("size", [1, 3, *(pytest.param(size, marks=pytest.mark.soak) for size in (2, 5))])
+@pytest.mark.parametrize(
+    "size", [1, 3, *(pytest.param(size, marks=pytest.mark.soak) for size in (2, 5))]
+)
 def test_zero(serial: np.ndarray, size: int) -> None:
     def job(world: Any) -> list[np.ndarray]:
         models = [new_model() for _ in range(3)]
@@ -134,7 +145,9 @@ def test_zero(serial: np.ndarray, size: int) -> None:
         assert [off(stage, serial) < BOUND for stage in stages] == [True] * 3
 
 
-@pytest.mark.parametrize(("name", "dtype", "scale"), [("fp16", "float16", 2.0**10), ("bf16", "bfloat16", 1.0)])
+@pytest.mark.parametrize(
+    ("name", "dtype", "scale"), [("fp16", "float16", 2.0**10), ("bf16", "bfloat16", 1.0)]
+)
 def test_mixed_precision(name: str, dtype: str, scale: float) -> None:
     """Beside the real one, to the bit: the same numbers are rounded in the same places."""
     plain, real = (GPT(tiny(dtype=dtype)) for _ in range(2))
@@ -142,7 +155,7 @@ def test_mixed_precision(name: str, dtype: str, scale: float) -> None:
         model.initialize(seed=3)
     loss_scale = LossScale(scale) if name == "fp16" else None
     single = Single(real, precision=MixedPrecision(name, loss_scale=loss_scale))
-    drawn = single.state_dict()                 # masters begin as the draw before it was rounded
+    drawn = single.state_dict()  # masters begin as the draw before it was rounded
     masters = [Parameter(drawn[p.name].copy(), name=p.name) for p in plain.parameters()]
     batches = [global_batch(step, 4, tiny()) for step in range(3)]
     plain_mixed_precision(plain, masters, adam(masters), batches, scale)
@@ -170,11 +183,13 @@ def test_offload(serial: np.ndarray) -> None:
     assert off(weights(model), serial) < BOUND
 
 
-# --------------------------------------------------------------------------------------- a rank has a part of the model
+# ------------------------------------------------------------------- a rank has a part of the model
+
 
 @pytest.mark.parametrize("size", SIZES)
 def test_layers_over_ranks(size: int) -> None:
-    """Model parallel with the batch whole, GPipe with three microbatches: the gradients of the blocks."""
+    """Model parallel with the batch whole, GPipe with three microbatches: the gradients of the
+    blocks."""
     config, (inputs, targets) = tiny(layers=5), BATCHES[0]
     alone = new_model(config)
     alone.loss(inputs, targets, targets.size).backward()
@@ -195,7 +210,9 @@ def test_layers_over_ranks(size: int) -> None:
             else:
                 micros = zip(np.array_split(inputs, 3), np.array_split(targets, 3), strict=True)
                 plain_gpipe(stage, world, micros, targets.size)
-            found.append({name: p.grad for name, p in mine.model.named_parameters() if name in right})
+            found.append(
+                {name: p.grad for name, p in mine.model.named_parameters() if name in right}
+            )
         return found
 
     for way in zip(*md.run(job, size=size), strict=True):
@@ -204,7 +221,9 @@ def test_layers_over_ranks(size: int) -> None:
         assert all(off(together[name], right[name]) < BOUND for name in right)
 
 
-def mlp_alone(x: np.ndarray, up: np.ndarray, down: np.ndarray, bias: np.ndarray, dy: np.ndarray) -> list[np.ndarray]:
+def mlp_alone(
+    x: np.ndarray, up: np.ndarray, down: np.ndarray, bias: np.ndarray, dy: np.ndarray
+) -> list[np.ndarray]:
     """y, dx, dup, ddown, dbias of one process, by the tape."""
     leaves = [tensor(array, requires_grad=True) for array in (x, up, down, bias)]
     y = ops.relu(leaves[0] @ leaves[1]) @ leaves[2] + leaves[3]
@@ -214,9 +233,12 @@ def mlp_alone(x: np.ndarray, up: np.ndarray, down: np.ndarray, bias: np.ndarray,
 
 @pytest.mark.parametrize("size", SIZES)
 def test_an_mlp_over_ranks(size: int) -> None:
-    """Tensor parallel on whole tokens, sequence parallel on two a rank; no size from 2 on divides the 11 columns."""
+    """Tensor parallel on whole tokens, sequence parallel on two a rank; no size from 2 on divides
+    the 11 columns."""
     draw = np.random.default_rng(size)
-    x, dy, up, down, bias = (draw.normal(size=shape) for shape in ((2 * size, 4), (2 * size, 4), (4, 11), (11, 4), 4))
+    x, dy, up, down, bias = (
+        draw.normal(size=shape) for shape in ((2 * size, 4), (2 * size, 4), (4, 11), (11, 4), 4)
+    )
     y, dx, dup, ddown, dbias = mlp_alone(x, up, down, bias, dy)
 
     def job(world: Any) -> list[float]:
@@ -224,9 +246,15 @@ def test_an_mlp_over_ranks(size: int) -> None:
         tokens = slice(2 * world.rank, 2 * world.rank + 2)
         whole = plain_tensor_mlp(x, up[:, own], down[own], bias, dy, world)
         cut = plain_sequence_mlp(x[tokens], up[:, own], down[own], bias, dy[tokens], world)
-        right = (y, dx, dup[:, own], ddown[own]), (y[tokens], dx[tokens], dup[:, own], ddown[own], dbias)
-        return [off(a, b) for found, wanted in zip((whole, cut), right, strict=True)
-                for a, b in zip(found, wanted, strict=True)]
+        right = (
+            (y, dx, dup[:, own], ddown[own]),
+            (y[tokens], dx[tokens], dup[:, own], ddown[own], dbias),
+        )
+        return [
+            off(a, b)
+            for found, wanted in zip((whole, cut), right, strict=True)
+            for a, b in zip(found, wanted, strict=True)
+        ]
 
     assert all(max(rank) < BOUND for rank in md.run(job, size=size))
 
@@ -237,7 +265,11 @@ def test_attention_over_ranks(size: int, length: int) -> None:
     """Ring attention of each head by zigzag tokens, Ulysses by consecutive ones, 5 heads."""
     draw = np.random.default_rng(length)
     q, k, v = (draw.normal(size=(length, 5, 3)) for _ in range(3))
-    right = ops.causal_attention(*(tensor(x.swapaxes(0, 1)[None]) for x in (q, k, v))).data[0].swapaxes(0, 1)
+    right = (
+        ops.causal_attention(*(tensor(x.swapaxes(0, 1)[None]) for x in (q, k, v)))
+        .data[0]
+        .swapaxes(0, 1)
+    )
 
     def job(world: Any) -> list[float]:
         run = np.array_split(np.arange(length), size)[world.rank]
@@ -256,7 +288,10 @@ def test_hybrid(shape: tuple[int, int, int]) -> None:
     draw = np.random.default_rng(0)
     inputs, targets = draw.normal(size=(7, 4)), draw.normal(size=(7, 4))
     ups, downs = draw.normal(size=(shape[1], 4, 6)), draw.normal(size=(shape[1], 6, 4))
-    leaves = [[tensor(array, requires_grad=True) for array in stage] for stage in zip(ups, downs, strict=True)]
+    leaves = [
+        [tensor(array, requires_grad=True) for array in stage]
+        for stage in zip(ups, downs, strict=True)
+    ]
     x = tensor(inputs)
     for up, down in leaves:
         x = ops.relu(x @ up) @ down
@@ -282,7 +317,9 @@ def test_experts(size: int) -> None:
 
     def job(world: Any) -> float:
         mine = np.array_split(np.arange(13), size)[world.rank]
-        y = plain_experts(x[mine], chosen[mine], weight[mine], lambda rows: rows @ experts[world.rank], world)
+        y = plain_experts(
+            x[mine], chosen[mine], weight[mine], lambda rows: rows @ experts[world.rank], world
+        )
         return off(y, right[mine])
 
     assert max(md.run(job, size=size)) < BOUND
@@ -295,7 +332,9 @@ def test_recompute() -> None:
         linear.initialize(seed)
     draw = np.random.default_rng(0)
     x, dy = draw.normal(size=(5, 4)), draw.normal(size=(5, 4))
-    dx = plain_recompute([lambda x, linear=linear: ops.gelu(linear(x)) for linear in linears], tensor(x), dy)
+    dx = plain_recompute(
+        [lambda x, linear=linear: ops.gelu(linear(x)) for linear in linears], tensor(x), dy
+    )
     found = [p.grad for linear in linears for p in linear.parameters()]
     leaf = tensor(x, requires_grad=True)
     y = leaf

@@ -1,6 +1,7 @@
-"""How much a reader of one chapter has to open: its module and what that imports inside parallel/, without step/.
+"""How much a reader of one chapter has to open: its module and what that imports inside parallel/,
+without step/.
 
-    pytest tests/parallel/test_reading_lists.py -s          prints the table
+pytest tests/parallel/test_reading_lists.py -s          prints the table
 """
 
 import pytest
@@ -9,18 +10,34 @@ from imports import lines, modules, reached
 PARALLEL, STEP = "minidist.parallel", "minidist.parallel.step"
 FILES = 5
 LINES = 1190
-"""20 % above the longest chapter of one subject after `ruff format` at 100 columns (ZeRO-3, 990): nothing is packed or
-moved to fit a bound. What a reader meets in one step is what counts."""
+"""20 % above the longest chapter of one subject after `ruff format` at 100 columns (ZeRO-3, 990):
+nothing is packed or moved to fit a bound. What a reader meets in one step is what counts."""
 
 CHAPTERS = {
-    "step.single": "00", "data.data_parallel": "05", "data.parameter_server": "06", "data.ddp": "07",
-    "data.accumulation": "08", "precision.mixed_precision": "09", "pipeline.model_parallel": "10",
-    "pipeline.pipeline": "11", "tensor.tensor_parallel": "12", "context.sequence_parallel": "13",
-    "context.ring_attention": "13", "context.sparse_ring_attention": "13", "context.ulysses": "13",
-    "zero.zero1": "14", "zero.zero2": "15", "zero.zero3": "16",
-    "hybrid.hybrid": "17", "experts.expert_parallel": "18", "memory.activations": "19", "memory.offload": "20",
-    "memory.offload_disk": "20", "compress.compress": "21",
-    "compress.local_steps": "21", "compress.streaming": "21",
+    "step.single": "00",
+    "data.data_parallel": "05",
+    "data.parameter_server": "06",
+    "data.ddp": "07",
+    "data.accumulation": "08",
+    "precision.mixed_precision": "09",
+    "pipeline.model_parallel": "10",
+    "pipeline.pipeline": "11",
+    "tensor.tensor_parallel": "12",
+    "context.sequence_parallel": "13",
+    "context.ring_attention": "13",
+    "context.sparse_ring_attention": "13",
+    "context.ulysses": "13",
+    "zero.zero1": "14",
+    "zero.zero2": "15",
+    "zero.zero3": "16",
+    "hybrid.hybrid": "17",
+    "experts.expert_parallel": "18",
+    "memory.activations": "19",
+    "memory.offload": "20",
+    "memory.offload_disk": "20",
+    "compress.compress": "21",
+    "compress.local_steps": "21",
+    "compress.streaming": "21",
 }
 """The module of each chapter, inside parallel/."""
 
@@ -28,8 +45,8 @@ LARGER = {"hybrid.hybrid": (25, 6690), "memory.offload_disk": (8, 1430)}
 """A chapter that composes others, and the disk half of chapter 20."""
 
 TODAY: dict[str, tuple[int, int]] = {}
-"""Those that are above the bound as yet, and by how much: numbers here may only fall, and rows only go.
-They rose once, by the plain versions with which the modules begin."""
+"""Those that are above the bound as yet, and by how much: numbers here may only fall, and rows only
+go. They rose once, by the plain versions with which the modules begin."""
 
 
 def measured(module: str) -> tuple[int, int]:
@@ -42,24 +59,34 @@ def measured(module: str) -> tuple[int, int]:
 def test_a_chapter_is_short(module: str) -> None:
     files, total = measured(module)
     allowed = LARGER.get(module, (FILES, LINES))
-    print(f"\n{CHAPTERS[module]} {module:28} {files:3} files {total:6} lines   (at most {allowed[0]}, {allowed[1]})")
+    print(
+        f"\n{CHAPTERS[module]} {module:28} {files:3} files {total:6} lines   (at most "
+        f"{allowed[0]}, {allowed[1]})"
+    )
     most = TODAY.get(module, allowed)
     assert files <= most[0], f"{module}: {reached(f'{PARALLEL}.{module}', PARALLEL, without=STEP)}"
     assert total <= most[1]
-    assert module not in TODAY or files > allowed[0] or total > allowed[1], "within the bound now: take the row out"
+    assert module not in TODAY or files > allowed[0] or total > allowed[1], (
+        "within the bound now: take the row out"
+    )
 
 
 def test_the_pipeline_with_what_is_read_beside_it() -> None:
-    """The executor takes a checked schedule; the schedules and their checker are read beside the chapter."""
+    """The executor takes a checked schedule; the schedules and their checker are read beside the
+    chapter."""
     chapter = set(reached(f"{PARALLEL}.pipeline.pipeline", PARALLEL, without=STEP))
     beside = {*chapter, *reached(f"{PARALLEL}.pipeline.schedules", PARALLEL, without=STEP)}
-    assert beside - chapter == {f"{PARALLEL}.pipeline.schedules", f"{PARALLEL}.pipeline.schedule_checker"}
+    assert beside - chapter == {
+        f"{PARALLEL}.pipeline.schedules",
+        f"{PARALLEL}.pipeline.schedule_checker",
+    }
     assert len(beside) <= 7
     assert sum(map(lines, beside)) <= 1690
 
 
 def test_step_is_no_cupboard() -> None:
-    """What all chapters share and the table leaves out: at most 10 files, and as many lines as a chapter."""
+    """What all chapters share and the table leaves out: at most 10 files, and as many lines as a
+    chapter."""
     found = [module for module in modules() if module.startswith(f"{STEP}.")]
     assert len(found) <= 10
     assert sum(map(lines, found)) <= LINES

@@ -81,5 +81,7 @@ def test_what_is_no_id_of_the_vocabulary_is_refused(
     bad = (inputs if where == "inputs" else targets).astype(dtype)
     bad[-1, -1] = value
     batch = (bad, targets) if where == "inputs" else (inputs, bad)
-    with pytest.raises(error, match="outside the vocabulary|among 300 rows|integers, not|as integers"):
+    with pytest.raises(
+        error, match="outside the vocabulary|among 300 rows|integers, not|as integers"
+    ):
         run(train, plan, batch, size=Plan(**plan).size)

@@ -1,4 +1,5 @@
-"""Side by side with PyTorch's DDP and FSDP: the same weights, batches and optimizer give the same losses."""
+"""Side by side with PyTorch's DDP and FSDP: the same weights, batches and optimizer give the same
+losses."""
 
 import subprocess
 import sys
@@ -22,12 +23,26 @@ def theirs(peer: str, size: int, steps: int, folder: Path) -> np.ndarray:
     """The mean over PyTorch's ranks of each step's loss."""
     model = GPT(CONFIG)
     model.initialize(3)
-    inputs, targets = zip(*(global_batch(step, SEQUENCES, CONFIG) for step in range(steps)), strict=True)
+    inputs, targets = zip(
+        *(global_batch(step, SEQUENCES, CONFIG) for step in range(steps)), strict=True
+    )
     sizes = (CONFIG.vocabulary, CONFIG.context, CONFIG.layers, CONFIG.width, CONFIG.heads)
-    np.savez(folder / "job.npz", inputs=np.stack(inputs), targets=np.stack(targets), sizes=sizes, **model.state_dict())
+    np.savez(
+        folder / "job.npz",
+        inputs=np.stack(inputs),
+        targets=np.stack(targets),
+        sizes=sizes,
+        **model.state_dict(),
+    )
     script = Path(__file__).parents[1] / "support" / "torch_job.py"
-    ranks = [subprocess.Popen([sys.executable, script, peer, str(rank), str(size), folder], stderr=subprocess.PIPE,
-                              text=True) for rank in range(size)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, peer, str(rank), str(size), folder],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
     try:
         for rank in ranks:
             _, said = rank.communicate(timeout=100)
@@ -40,8 +55,14 @@ def theirs(peer: str, size: int, steps: int, folder: Path) -> np.ndarray:
 
 
 def ours(world: Any, zero: int, steps: int, accumulate: int, clip: float | None) -> list[float]:
-    trainer = Trainer(Plan(dp=world.size, zero=zero, accumulate=accumulate), CONFIG, world, seed=3, clip=clip,
-                      optimizer_options={"weight_decay": 0.01, "decay": lambda weights: True})
+    trainer = Trainer(
+        Plan(dp=world.size, zero=zero, accumulate=accumulate),
+        CONFIG,
+        world,
+        seed=3,
+        clip=clip,
+        optimizer_options={"weight_decay": 0.01, "decay": lambda weights: True},
+    )
     losses = [trainer.step(global_batch(step, SEQUENCES, CONFIG)) for step in range(steps)]
     trainer.close()
     return losses
@@ -54,7 +75,9 @@ def check(peer: str, zero: int, size: int, steps: int, folder: Path) -> None:
     assert len(set(expected)) == steps
     clip = None if peer.startswith("FSDP1") else 0.5
     for accumulate in (1, 2):
-        for losses in md.run(lambda world, passes=accumulate: ours(world, zero, steps, passes, clip), size=size):
+        for losses in md.run(
+            lambda world, passes=accumulate: ours(world, zero, steps, passes, clip), size=size
+        ):
             np.testing.assert_allclose(losses, expected, rtol=1e-10)
 
 
@@ -64,6 +87,8 @@ def test_ddp_beside_pytorchs(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize(("zero", "peer"), [(zero, peer) for zero, peers in PEERS.items() for peer in peers])
+@pytest.mark.parametrize(
+    ("zero", "peer"), [(zero, peer) for zero, peers in PEERS.items() for peer in peers]
+)
 def test_every_stage_beside_its_peers(zero: int, peer: str, size: int, tmp_path: Path) -> None:
     check(peer, zero, size, 20, tmp_path)

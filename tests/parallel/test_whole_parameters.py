@@ -1,4 +1,5 @@
-"""A user's rule over parameters: it is given each parameter whole, by name and shape, on every plan."""
+"""A user's rule over parameters: it is given each parameter whole, by name and shape, on every
+plan."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,5 @@
-"""The fast path beside the replay: memory and seconds of plans of all kinds, and what must not depend on what."""
+"""The fast path beside the replay: memory and seconds of plans of all kinds, and what must not
+depend on what."""
 
 import numpy as np
 import pytest
@@ -12,27 +13,46 @@ from minidist.plan.estimate import TERMS, Estimates, Estimator
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.simulate import simulate
 
-CONFIG = GPTConfig(vocabulary=4096, context=2048, layers=4, width=2048, heads=16, positions="rotary")
+CONFIG = GPTConfig(
+    vocabulary=4096, context=2048, layers=4, width=2048, heads=16, positions="rotary"
+)
 CLUSTER = Cluster.parse("h100:2x2")
-PLANS = [dict(dp=4, zero=0), dict(dp=4, zero=1, pieces=2), dict(dp=4, zero=3), dict(dp=2, tp=2, zero=2, pieces=2),
-         dict(dp=2, tp=2, sequence=1, recomputed=1), dict(pp=2, tp=2, pieces=4), dict(dp=2, pp=2, zero=1, pieces=4),
-         dict(dp=2, pp=2, pieces=4, schedule=1), dict(dp=2, pp=2, pieces=4, schedule=2, recomputed=1),
-         dict(dp=2, pp=2, pieces=4, schedule=3), dict(dp=2, pp=2, pieces=4, schedule=4),
-         dict(pp=2, tp=2, pieces=8, schedule=4), dict(dp=4, zero=3, pieces=2, recomputed=1, offload=2)]
+PLANS = [
+    dict(dp=4, zero=0),
+    dict(dp=4, zero=1, pieces=2),
+    dict(dp=4, zero=3),
+    dict(dp=2, tp=2, zero=2, pieces=2),
+    dict(dp=2, tp=2, sequence=1, recomputed=1),
+    dict(pp=2, tp=2, pieces=4),
+    dict(dp=2, pp=2, zero=1, pieces=4),
+    dict(dp=2, pp=2, pieces=4, schedule=1),
+    dict(dp=2, pp=2, pieces=4, schedule=2, recomputed=1),
+    dict(dp=2, pp=2, pieces=4, schedule=3),
+    dict(dp=2, pp=2, pieces=4, schedule=4),
+    dict(pp=2, tp=2, pieces=8, schedule=4),
+    dict(dp=4, zero=3, pieces=2, recomputed=1, offload=2),
+]
 """Thirteen of all axes, stages and schedules; what is not named is 1, or 0."""
 SECONDS, BYTES = 0.09, 0.09
 """The bounds of one plan; the worst of these are 8.1 % and 8.5 %."""
 
 
-MEMORY_PLANS = [dict(pp=4, pieces=8, schedule=3), dict(pp=4, pieces=4, schedule=3, recomputed=1),
-                dict(pp=2, tp=2, pieces=8, schedule=3), dict(dp=4, zero=3, shard=2, pieces=2, recomputed=1),
-                dict(dp=4, zero=3, recomputed=1), dict(dp=4, zero=3, offload=2)]
+MEMORY_PLANS = [
+    dict(pp=4, pieces=8, schedule=3),
+    dict(pp=4, pieces=4, schedule=3, recomputed=1),
+    dict(pp=2, tp=2, pieces=8, schedule=3),
+    dict(dp=4, zero=3, shard=2, pieces=2, recomputed=1),
+    dict(dp=4, zero=3, recomputed=1),
+    dict(dp=4, zero=3, offload=2),
+]
 """Deferred backwards for the weights, as many as there can be; hybrid sharding; all on disk."""
 
 
 def estimated(plans: list[dict[str, int]]) -> Estimates:
     found = candidates(CONFIG, CLUSTER, batch=8)
-    return Estimator(CONFIG, CLUSTER).of(found.only(np.array([number_of(found, wanted) for wanted in plans])))
+    return Estimator(CONFIG, CLUSTER).of(
+        found.only(np.array([number_of(found, wanted) for wanted in plans]))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +70,9 @@ def number_of(found: Candidates, wanted: dict[str, int]) -> int:
     return int(where[0])
 
 
-@pytest.mark.parametrize("wanted", PLANS, ids=lambda wanted: ",".join(f"{k}={v}" for k, v in wanted.items()))
+@pytest.mark.parametrize(
+    "wanted", PLANS, ids=lambda wanted: ",".join(f"{k}={v}" for k, v in wanted.items())
+)
 def test_the_fast_path_is_near_the_replay(estimates: Estimates, wanted: dict[str, int]) -> None:
     number = PLANS.index(wanted)
     found = simulate(estimates.candidates.plan(number), CONFIG, CLUSTER, batch=8)
@@ -61,16 +83,29 @@ def test_the_fast_path_is_near_the_replay(estimates: Estimates, wanted: dict[str
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("wanted", "seconds", "nbytes"), [
-    (dict(dp=4, zero=1, offload=1), 0.05, 0.09),
-    pytest.param(dict(dp=2, tp=2, zero=2, offload=1, pieces=2), 0.05, 0.09, marks=pytest.mark.soak),
-    pytest.param(dict(pp=2, tp=2, pieces=4, offload=1), 0.2, 0.09, marks=pytest.mark.soak),
-    pytest.param(dict(dp=2, pp=2, zero=2, pieces=4, offload=1), 0.2, 0.09, marks=pytest.mark.soak),
-    pytest.param(dict(dp=2, tp=2, zero=3, offload=2), 0.2, 0.09, marks=pytest.mark.soak),
-    pytest.param(dict(dp=2, pp=2, zero=3, pieces=4, offload=2), 0.2, 0.15, marks=pytest.mark.soak)], ids=str)
-def test_an_offload_beside_other_axes_is_near_the_replay(wanted: dict[str, int], seconds: float,
-                                                         nbytes: float) -> None:
-    """What is not hidden where a pipeline turns, and at the begin of each direction, is left out: it is too quick."""
+@pytest.mark.parametrize(
+    ("wanted", "seconds", "nbytes"),
+    [
+        (dict(dp=4, zero=1, offload=1), 0.05, 0.09),
+        pytest.param(
+            dict(dp=2, tp=2, zero=2, offload=1, pieces=2), 0.05, 0.09, marks=pytest.mark.soak
+        ),
+        pytest.param(dict(pp=2, tp=2, pieces=4, offload=1), 0.2, 0.09, marks=pytest.mark.soak),
+        pytest.param(
+            dict(dp=2, pp=2, zero=2, pieces=4, offload=1), 0.2, 0.09, marks=pytest.mark.soak
+        ),
+        pytest.param(dict(dp=2, tp=2, zero=3, offload=2), 0.2, 0.09, marks=pytest.mark.soak),
+        pytest.param(
+            dict(dp=2, pp=2, zero=3, pieces=4, offload=2), 0.2, 0.15, marks=pytest.mark.soak
+        ),
+    ],
+    ids=str,
+)
+def test_an_offload_beside_other_axes_is_near_the_replay(
+    wanted: dict[str, int], seconds: float, nbytes: float
+) -> None:
+    """What is not hidden where a pipeline turns, and at the begin of each direction, is left out:
+    it is too quick."""
     found = estimated([wanted])
     exact = simulate(found.candidates.plan(0), CONFIG, CLUSTER, batch=8)
     assert found.step_seconds[0] == pytest.approx(exact.step_seconds, rel=seconds)
@@ -82,27 +117,35 @@ def test_memory_of_deferred_backwards_and_of_copies_in_each_node() -> None:
     found = estimated(MEMORY_PLANS)
     for number, wanted in enumerate(MEMORY_PLANS):
         exact = simulate(found.candidates.plan(number), CONFIG, CLUSTER, batch=8)
-        assert found.total[number] == pytest.approx(exact.peak(exact.fullest)["total"], rel=BYTES), wanted
+        assert found.total[number] == pytest.approx(
+            exact.peak(exact.fullest)["total"], rel=BYTES
+        ), wanted
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (3, 7), (4, 4), (8, 32)])
 def test_zb_h1_defers_one_backward_a_stage(ranks: int, microbatches: int) -> None:
-    """What Cells.late counts with: rank r defers r backwards at most, and with the one at work holds min(m, p)."""
+    """What Cells.late counts with: rank r defers r backwards at most, and with the one at work
+    holds min(m, p)."""
     schedule = make_schedule("zb-h1", ranks, microbatches)
     assert peak_held(schedule) == [min(ranks, microbatches)] * ranks
     for rank in range(ranks):
         waiting = most = 0
         for instruction in schedule.computes(rank):
-            waiting += isinstance(instruction, BackwardInput) - isinstance(instruction, BackwardWeights)
+            waiting += isinstance(instruction, BackwardInput) - isinstance(
+                instruction, BackwardWeights
+            )
             most = max(most, waiting)
         assert most == min(rank + 1, microbatches)
 
 
 def test_a_copy_in_each_node_costs_what_the_replay_says() -> None:
-    """Hybrid sharding beside ZeRO-3 over all ranks: both estimates are as far from the replay, to 2 % of the step."""
+    """Hybrid sharding beside ZeRO-3 over all ranks: both estimates are as far from the replay, to 2
+    % of the step."""
     found = estimated([dict(dp=4, zero=3), dict(dp=4, zero=3, shard=2)])
-    whole, copies = (seconds / simulate(found.candidates.plan(number), CONFIG, CLUSTER, batch=8).step_seconds
-                     for number, seconds in enumerate(found.step_seconds))
+    whole, copies = (
+        seconds / simulate(found.candidates.plan(number), CONFIG, CLUSTER, batch=8).step_seconds
+        for number, seconds in enumerate(found.step_seconds)
+    )
     assert copies == pytest.approx(whole, abs=0.02)
     assert found.memory["optimizer"][1] == 2 * found.memory["optimizer"][0]
 

@@ -1,4 +1,5 @@
-"""Ranking, explanation, forecast, scaling: what they must say of a small model on small clusters."""
+"""Ranking, explanation, forecast, scaling: what they must say of a small model on small
+clusters."""
 
 import shlex
 from dataclasses import replace
@@ -20,7 +21,9 @@ from minidist.simulate.models import model
 from minidist.survive.interval import best_interval, goodput
 
 CONFIG = GPTConfig(vocabulary=4096, context=512, layers=2, width=1024, heads=2, positions="rotary")
-LARGE = GPTConfig(vocabulary=4096, context=512, layers=8, width=30720, heads=240, positions="rotary")
+LARGE = GPTConfig(
+    vocabulary=4096, context=512, layers=8, width=30720, heads=240, positions="rotary"
+)
 SIZES = ["--layers", "2", "--width", "1024", "--heads", "2", "--vocab", "4096", "--sequence", "512"]
 
 
@@ -33,11 +36,14 @@ def test_the_best_is_least_of_what_was_asked_for() -> None:
     found = ranked()
     seconds = [choice.step_seconds for choice in found.top(50)]
     assert seconds == sorted(seconds) and 0 < found.mfu(found.best) < 1
-    assert ranked("memory").best.total == min(ranked("memory").estimates.total[ranked("memory").order])
+    assert ranked("memory").best.total == min(
+        ranked("memory").estimates.total[ranked("memory").order]
+    )
     assert ranked("memory").best.total < found.best.total
     by_cost, by_energy = (ranked(objective, cluster="h100:1x2") for objective in ("cost", "energy"))
-    assert by_cost.best.dollars == pytest.approx(2 / 3600 * by_cost.top(1)[0].step_seconds
-                                                 * (found.cluster.device.price_an_hour or 0))
+    assert by_cost.best.dollars == pytest.approx(
+        2 / 3600 * by_cost.top(1)[0].step_seconds * (found.cluster.device.price_an_hour or 0)
+    )
     assert by_energy.best.joules is not None
 
 
@@ -62,45 +68,69 @@ def test_the_command_line_runs_the_plan(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.soak
 def test_what_fits_nowhere_is_refused_with_a_cluster_that_does() -> None:
-    with pytest.raises(ConfigError, match=r"fits into h100:1x1 with no plan; choose h100:\d+x1") as told:
-        plan_for(LARGE, "h100:1x1", batch=64)     # nor does one layer, from disk
+    with pytest.raises(
+        ConfigError, match=r"fits into h100:1x1 with no plan; choose h100:\d+x1"
+    ) as told:
+        plan_for(LARGE, "h100:1x1", batch=64)  # nor does one layer, from disk
     nearest = str(told.value).split("choose ")[1].split(",")[0].split(" ")[0]
     assert len(plan_for(LARGE, nearest, batch=64))
     with pytest.raises(ConfigError, match="no cluster 'h10'; did you mean h100"):
         plan_for(CONFIG, "h10:1x8", batch=8)
-    with pytest.raises(ConfigError, match="objective 'speed'; choose one of time, cost, energy, memory"):
+    with pytest.raises(
+        ConfigError, match="objective 'speed'; choose one of time, cost, energy, memory"
+    ):
         plan_for(CONFIG, "h100:1x8", batch=8, objective="speed")
 
 
-# ---------------------------------------------------------------------------------------------------- explanation
+# -------------------------------------------------------------------------------------- explanation
+
 
 def test_the_terms_of_the_explanation_add_up_and_more_hardware_never_hurts() -> None:
     found = ranked()
     told = explain(found)
     assert told.runner_up is not None and told.runner_up.plan != told.winner.plan
-    assert sum(spent for _, spent in told.why) == pytest.approx(told.runner_up.step_seconds - told.winner.step_seconds)
+    assert sum(spent for _, spent in told.why) == pytest.approx(
+        told.runner_up.step_seconds - told.winner.step_seconds
+    )
     assert set(told.twice) == {"memory", "FLOP/s", "links in a node", "network"}
-    assert all(0.4 < share <= 1.0 + 1e-9 for share in told.twice.values()) and told.twice["FLOP/s"] < 0.95
+    assert (
+        all(0.4 < share <= 1.0 + 1e-9 for share in told.twice.values())
+        and told.twice["FLOP/s"] < 0.95
+    )
     assert binding(found, found.best) == told.binds and "of the step" in told.binds
 
 
 def test_the_notes_chart_and_table_row_by_row() -> None:
     """A box of the chart for what is too large; the table's row by the number of weights."""
-    assert chart_path(CONFIG, Cluster.parse("h100:1x8")) == ["the batch is the limit: data parallelism"]
+    assert chart_path(CONFIG, Cluster.parse("h100:1x8")) == [
+        "the batch is the limit: data parallelism"
+    ]
     assert chart_path(model("gpt3-175b"), Cluster.parse("a100-80g:64x8")) == [
-        "too many layers: pipeline parallelism"]
+        "too many layers: pipeline parallelism"
+    ]
     assert chart_path(model("megatron-1t"), Cluster.parse("a100-80g:64x8")) == [
-        "a layer is too large: tensor parallelism", "too many layers: pipeline parallelism"]
+        "a layer is too large: tensor parallelism",
+        "too many layers: pipeline parallelism",
+    ]
     long = replace(CONFIG, context=1 << 17)
-    assert chart_path(long, Cluster.parse("h100:1x8")) == ["the sequence is too long: sequence parallelism"]
+    assert chart_path(long, Cluster.parse("h100:1x8")) == [
+        "the sequence is too long: sequence parallelism"
+    ]
     assert advice(ranked()).row.startswith("< 10B: data parallelism with ZeRO-2")
 
 
-# ---------------------------------------------------------------------------------------------- forecast and scaling
+# ----------------------------------------------------------------------------- forecast and scaling
+
 
 def test_the_forecast_is_the_formulas_of_chapter_26() -> None:
     found = ranked()
-    taken = forecast(found.best, found, tokens=1e12, interruptions_a_day=24, prices=Prices(failures=1.0, save=30.0))
+    taken = forecast(
+        found.best,
+        found,
+        tokens=1e12,
+        interruptions_a_day=24,
+        prices=Prices(failures=1.0, save=30.0),
+    )
     a_day = 24 + 4 / 1000
     interval = best_interval(30.0, DAY / a_day)
     assert taken.spot.interval == interval
@@ -109,24 +139,58 @@ def test_the_forecast_is_the_formulas_of_chapter_26() -> None:
     assert taken.days == pytest.approx(taken.steps * found.best.step_seconds / DAY)
     assert taken.spot.days > taken.cloud.days > taken.days
     price = found.cluster.device.price_an_hour
-    assert price is not None and taken.cloud.dollars == pytest.approx(4 * price * 24 * taken.cloud.days)
+    assert price is not None and taken.cloud.dollars == pytest.approx(
+        4 * price * 24 * taken.cloud.days
+    )
     assert taken.spot.dollars == pytest.approx(0.4 * 4 * price * 24 * taken.spot.days)
 
 
 def test_each_number_of_the_forecast_has_a_source_or_is_named_as_assumed() -> None:
     found = ranked()
-    told = {one.name: one for one in forecast(found.best, found, tokens=1e12, prices=Prices(own=0.2)).premises}
-    assert set(told) == {"price", "spot", "own", "kwh", "save", "restart", "failures", "interruptions"}
-    assert {name for name, one in told.items() if one.source == ASSUMED} == {"restart", "interruptions"}
+    told = {
+        one.name: one
+        for one in forecast(found.best, found, tokens=1e12, prices=Prices(own=0.2)).premises
+    }
+    assert set(told) == {
+        "price",
+        "spot",
+        "own",
+        "kwh",
+        "save",
+        "restart",
+        "failures",
+        "interruptions",
+    }
+    assert {name for name, one in told.items() if one.source == ASSUMED} == {
+        "restart",
+        "interruptions",
+    }
     assert told["own"].value == 0.2 and told["own"].source == "given"
     assert told["price"].source.startswith("AWS") and told["spot"].source.startswith("Google")
-    assert told["save"].value == save_seconds(found) == pytest.approx(12 * CONFIG.numbers / 2 / 3.8e9, rel=0.05)
-    here = forecast(found.best, replace(found, cluster=replace(found.cluster, tiers={})), tokens=1e12)
-    assert {one.name for one in here.premises if one.source == ASSUMED} == {"own", "save", "restart", "interruptions"}
+    assert (
+        told["save"].value
+        == save_seconds(found)
+        == pytest.approx(12 * CONFIG.numbers / 2 / 3.8e9, rel=0.05)
+    )
+    here = forecast(
+        found.best, replace(found, cluster=replace(found.cluster, tiers={})), tokens=1e12
+    )
+    assert {one.name for one in here.premises if one.source == ASSUMED} == {
+        "own",
+        "save",
+        "restart",
+        "interruptions",
+    }
 
 
-@pytest.mark.parametrize("word, told", [("spat=1", "did you mean spot"), ("spot=-1", "is not a number above 0"),
-                                        ("kwh", "is not a number above 0")])
+@pytest.mark.parametrize(
+    "word, told",
+    [
+        ("spat=1", "did you mean spot"),
+        ("spot=-1", "is not a number above 0"),
+        ("kwh", "is not a number above 0"),
+    ],
+)
 def test_a_premise_that_cannot_be_is_refused(word: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         Prices.given([word])
@@ -135,30 +199,59 @@ def test_a_premise_that_cannot_be_is_refused(word: str, told: str) -> None:
 @pytest.mark.soak
 def test_weak_scaling_is_nearer_to_linear_than_strong() -> None:
     near, far = weak(CONFIG, "h100:2x2", a_device=4), strong(CONFIG, "h100:2x2", batch=8)
-    assert [point.nodes for point in near] == [1, 2] and near[0].efficiency == far[0].efficiency == 1.0
+    assert [point.nodes for point in near] == [1, 2] and near[0].efficiency == far[
+        0
+    ].efficiency == 1.0
     assert far[-1].efficiency < near[-1].efficiency <= 1.01 and near[-1].batch == 16
 
 
-# ------------------------------------------------------------------------------------------------ the command line
+# --------------------------------------------------------------------------------- the command line
 
-def test_minidist_plan_tells_ranking_reasons_and_forecast(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = ["plan", "--cluster", "h100:2x2", *SIZES, "--batch", "4", "--tokens", "1e12", "--top", "3",
-             "--scaling", "--json", str(tmp_path / "found.json")]
+
+def test_minidist_plan_tells_ranking_reasons_and_forecast(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = [
+        "plan",
+        "--cluster",
+        "h100:2x2",
+        *SIZES,
+        "--batch",
+        "4",
+        "--tokens",
+        "1e12",
+        "--top",
+        "3",
+        "--scaling",
+        "--json",
+        str(tmp_path / "found.json"),
+    ]
     assert main(words) == 0
     out = capsys.readouterr().out
-    assert "plans enumerated" in out and "run it: minidist simulate --cluster h100:2x2" in out and "spot" in out
+    assert (
+        "plans enumerated" in out
+        and "run it: minidist simulate --cluster h100:2x2" in out
+        and "spot" in out
+    )
     assert "restart = 300 s until work goes on: assumed" in out and "tier.disk" in out
-    assert out.count("scaling ──") == 2 and "near-linear (N0:430, N1:100, N2:86; 90%, assumed)" in out
+    assert (
+        out.count("scaling ──") == 2 and "near-linear (N0:430, N1:100, N2:86; 90%, assumed)" in out
+    )
     assert '"spot"' in (tmp_path / "found.json").read_text()
 
 
-@pytest.mark.parametrize("words, told", [
-    (["--batch", "8"], "give one of the two"),
-    (["--cluster", "h100:2x2", "--here", "--batch", "8"], "give one of the two"),
-    (["--cluster", "h100:2x2", "--batch", "8", "--run", "3"], "--run goes with --here"),
-    (["--cluster", "h100:2x2", "--batch", "8", "--model", "gpt9"], "the nearest name is"),
-])
-def test_bad_input_is_one_line(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["--batch", "8"], "give one of the two"),
+        (["--cluster", "h100:2x2", "--here", "--batch", "8"], "give one of the two"),
+        (["--cluster", "h100:2x2", "--batch", "8", "--run", "3"], "--run goes with --here"),
+        (["--cluster", "h100:2x2", "--batch", "8", "--model", "gpt9"], "the nearest name is"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", *words]) == 2
     err = capsys.readouterr().err
     assert told in err and len(err.strip().splitlines()) == 1

@@ -19,12 +19,18 @@ TINY = "2,64,4,32,128"
 
 
 def step(run, profile):
-    """A made-up cost model: products, memory, launches, two kinds of links, in shares that differ from run to run."""
+    """A made-up cost model: products, memory, launches, two kinds of links, in shares that differ
+    from run to run."""
     rates, weights = profile.rates, run.config
     near = {"bandwidth": 234e9, "alpha": 0.6e-6, **profile.wires.get("nvlink3", {})}
     far = {"bandwidth": 23e9, "alpha": 2.7e-6, **profile.wires.get("ib-hdr", {})}
-    return (weights[0] / rates.matmul_share * (1 + rates.half / weights[1]) + weights[2] / rates.memory_share
-            + weights[3] * rates.launch + weights[4] / near["bandwidth"] + weights[5] / far["bandwidth"])
+    return (
+        weights[0] / rates.matmul_share * (1 + rates.half / weights[1])
+        + weights[2] / rates.memory_share
+        + weights[3] * rates.launch
+        + weights[4] / near["bandwidth"]
+        + weights[5] / far["bandwidth"]
+    )
 
 
 def runs_of(truth, count=12, noise=0.0, seed=1):
@@ -32,15 +38,24 @@ def runs_of(truth, count=12, noise=0.0, seed=1):
     cluster = Cluster.parse("a100-80g:4x8")
     found = []
     for number in range(count):
-        weights = (dice.uniform(0.2, 1), dice.choice([256, 1024, 4096]), dice.uniform(0, 0.5), dice.uniform(0, 2e5),
-                   dice.uniform(0, 1e11), dice.uniform(0, 2e10))
+        weights = (
+            dice.uniform(0.2, 1),
+            dice.choice([256, 1024, 4096]),
+            dice.uniform(0, 0.5),
+            dice.uniform(0, 2e5),
+            dice.uniform(0, 1e11),
+            dice.uniform(0, 2e10),
+        )
         run = Run(f"run {number}", Plan(dp=32), weights, 32, cluster, 1.0)
         found.append(run._replace(seconds=step(run, truth) * math.exp(dice.gauss(0, noise))))
     return found
 
 
-TRUTH = CostProfile("a100-80g", DEFAULT.__class__(matmul_share=0.55, half=300.0, memory_share=0.7, launch=2e-6),
-                    {"ib-hdr": {"bandwidth": 15e9}})
+TRUTH = CostProfile(
+    "a100-80g",
+    DEFAULT.__class__(matmul_share=0.55, half=300.0, memory_share=0.7, launch=2e-6),
+    {"ib-hdr": {"bandwidth": 15e9}},
+)
 
 
 def test_constants_are_found_again():
@@ -49,7 +64,7 @@ def test_constants_are_found_again():
     assert (rates.matmul_share, rates.memory_share) == pytest.approx((0.55, 0.7), rel=0.1)
     assert rates.half == pytest.approx(300, rel=0.2)
     assert fitted.profile.wires["ib-hdr"]["bandwidth"] == pytest.approx(15e9, rel=0.1)
-    assert max(map(abs, fitted.errors)) < 0.04          # constants are drawn a little to their defaults
+    assert max(map(abs, fitted.errors)) < 0.04  # constants are drawn a little to their defaults
     assert max(map(abs, fitted.left_out)) < 0.08
     assert max(map(abs, fitted.default)) > 0.2
     assert fitted.profile.fit["runs"] == 12
@@ -62,7 +77,8 @@ def test_a_constant_that_no_run_tells_of_stays():
 
 
 def test_errors_of_runs_left_out_are_those_of_runs_that_are_new():
-    """Measured with 8 % noise: left-out errors are near those on runs that are new to the fit, and above its own."""
+    """Measured with 8 % noise: left-out errors are near those on runs that are new to the fit, and
+    above its own."""
     fitted = fit(runs_of(TRUTH, 10, noise=0.08), step, "a100-80g")
     new = runs_of(TRUTH, 200, noise=0.08, seed=7)
     unseen = np.mean([abs(step(run, fitted.profile) / run.seconds - 1) for run in new])
@@ -75,7 +91,7 @@ def test_left_out_errors_are_those_of_fits_without_the_run():
     runs = runs_of(TRUTH, 8, noise=0.05)
     fitted = fit(runs, step, "a100-80g")
     for number in (0, 5):
-        without = fit(runs[:number] + runs[number + 1:], step, "a100-80g")
+        without = fit(runs[:number] + runs[number + 1 :], step, "a100-80g")
         error = step(runs[number], without.profile) / runs[number].seconds - 1
         assert fitted.left_out[number] == pytest.approx(error, abs=0.03)
 
@@ -85,8 +101,10 @@ def test_a_share_is_no_more_than_the_whole():
     assert fit(runs_of(cheap), step, "a100-80g").profile.rates.matmul_share <= 1
 
 
-@pytest.mark.parametrize(("names", "count", "message"), [
-    (["matmul_shares"], 5, "did you mean matmul_share"), (CONSTANTS, 1, "give two or more")])
+@pytest.mark.parametrize(
+    ("names", "count", "message"),
+    [(["matmul_shares"], 5, "did you mean matmul_share"), (CONSTANTS, 1, "give two or more")],
+)
 def test_what_cannot_be_fitted(names, count, message):
     with pytest.raises(ConfigError, match=message):
         fit(runs_of(TRUTH, count), step, "a100-80g", names)
@@ -97,21 +115,29 @@ def test_what_cannot_be_fitted(names, count, message):
 
 def test_a_file_of_runs(tmp_path):
     path = tmp_path / "runs.csv"
-    path.write_text(f"# measured on a Sunday\n{HEAD}{TINY},2x4,16,\"dp=4,tp=2\",0.5\n\n{TINY},4,16,,0.25\n")
+    path.write_text(
+        f'# measured on a Sunday\n{HEAD}{TINY},2x4,16,"dp=4,tp=2",0.5\n\n{TINY},4,16,,0.25\n'
+    )
     first, second = read_runs(path, "a100-80g")
     assert (first.plan, first.batch, first.seconds) == (Plan(dp=4, tp=2, precision="bf16"), 16, 0.5)
     assert (first.config.width, first.config.context, first.cluster.size) == (64, 32, 8)
     assert (second.label, second.plan.dp, second.cluster.nodes) == ("2 x 64 dp=4", 4, 1)
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    (HEAD.replace("seconds", "second") + f"{TINY},8,16,dp=8,1\n", "no column 'second'; did you mean seconds"),
-    (HEAD + f"{TINY},8,16,dp=8,\n", "line 2: it lacks seconds"),
-    (HEAD + f"{TINY},8,16,dp=8,0\n", "line 2: seconds=0"),
-    (HEAD + f"{TINY},8,16,dp=8,fast\n", "line 2: could not convert"),
-    (HEAD + f"{TINY},12,16,dp=8,1\n", "line 2: 12 devices do not fill"),
-    (HEAD + "2,,4,32,128,8,16,dp=8,1\n", "line 2: it lacks width"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            HEAD.replace("seconds", "second") + f"{TINY},8,16,dp=8,1\n",
+            "no column 'second'; did you mean seconds",
+        ),
+        (HEAD + f"{TINY},8,16,dp=8,\n", "line 2: it lacks seconds"),
+        (HEAD + f"{TINY},8,16,dp=8,0\n", "line 2: seconds=0"),
+        (HEAD + f"{TINY},8,16,dp=8,fast\n", "line 2: could not convert"),
+        (HEAD + f"{TINY},12,16,dp=8,1\n", "line 2: 12 devices do not fill"),
+        (HEAD + "2,,4,32,128,8,16,dp=8,1\n", "line 2: it lacks width"),
+    ],
+)
 def test_mistakes_in_a_file_name_the_line(tmp_path, text, message):
     path = tmp_path / "runs.csv"
     path.write_text(text)
@@ -123,15 +149,24 @@ def test_mistakes_in_a_file_name_the_line(tmp_path, text, message):
 
 @pytest.mark.parametrize("size", ["1x8", "64", "8x8x8"])
 def test_a_cluster_with_its_size_is_told_that_runs_say_it(size: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"cluster a100-80g:{size}: each run says .* write the name alone, a100-80g$"):
+    with pytest.raises(
+        ConfigError,
+        match=f"cluster a100-80g:{size}: each run says .* write the name alone, a100-80g$",
+    ):
         read_runs(tmp_path / "runs.csv", f"a100-80g:{size}")
 
 
 def test_the_simulator_predicts_and_its_constants_are_found_again(tmp_path):
     """Steps that the simulator itself took with half the products' rate."""
     path = tmp_path / "runs.csv"
-    path.write_text(HEAD + "".join(f"2,{width},4,128,512,{devices},{8 * devices},dp={devices},1\n"
-                                   for width in (256, 1024, 2048) for devices in (1, 2)))
+    path.write_text(
+        HEAD
+        + "".join(
+            f"2,{width},4,128,512,{devices},{8 * devices},dp={devices},1\n"
+            for width in (256, 1024, 2048)
+            for devices in (1, 2)
+        )
+    )
     predict = Predictor()
     truth = CostProfile("h100", DEFAULT.__class__(matmul_share=0.39))
     runs = [run._replace(seconds=predict(run, truth)) for run in read_runs(path, "h100")]

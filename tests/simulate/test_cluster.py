@@ -37,13 +37,25 @@ def test_every_number_has_a_source():
     tables = tomllib.loads(OWN_FILE.read_text(encoding="utf-8"))
     for kind in ("wire", "tier", "cluster"):
         for name, entry in tables[kind].items():
-            numbers = {key for key, value in entry.items() if isinstance(value, int | float | dict) and key != "source"}
+            numbers = {
+                key
+                for key, value in entry.items()
+                if isinstance(value, int | float | dict) and key != "source"
+            }
             lacking = numbers - set(entry["source"]) - {"torus_dims"}
             assert not lacking, f"{kind}.{name}: {sorted(lacking)} without a source"
 
 
-@pytest.mark.parametrize(("text", "nodes", "per_node"), [
-    ("h100:128x8", 128, 8), ("h100:1024", 128, 8), ("h100:4", 1, 4), ("a100-80g:2x4", 2, 4), ("tpu-v4:4x4x4", 16, 4)])
+@pytest.mark.parametrize(
+    ("text", "nodes", "per_node"),
+    [
+        ("h100:128x8", 128, 8),
+        ("h100:1024", 128, 8),
+        ("h100:4", 1, 4),
+        ("a100-80g:2x4", 2, 4),
+        ("tpu-v4:4x4x4", 16, 4),
+    ],
+)
 def test_shapes(text, nodes, per_node):
     cluster = Cluster.parse(text)
     assert (cluster.nodes, cluster.per_node) == (nodes, per_node)
@@ -54,12 +66,20 @@ def test_a_torus_of_a_number_of_devices_is_the_most_even():
     assert Cluster.parse("tpu-v5p:27").topology.torus == (3, 3, 3)
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("h10:8", "no cluster 'h10'; did you mean h100"), ("h100", "write NAME:NODESxDEVICES, such as h100:16x8"),
-    ("h100:axb", "'axb' is no shape"), ("h100:12", "choose 8 or 16"), ("h100:0", "is no shape"),
-    ("h100:2x2x2", "write nodes x devices, such as 2x2"), ("tpu-v4:8192", "more than the 4096"),
-    ("tpu-v4:8x8", "3 dims"), ("/no/such.toml:x:2x2", "No such file"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h10:8", "no cluster 'h10'; did you mean h100"),
+        ("h100", "write NAME:NODESxDEVICES, such as h100:16x8"),
+        ("h100:axb", "'axb' is no shape"),
+        ("h100:12", "choose 8 or 16"),
+        ("h100:0", "is no shape"),
+        ("h100:2x2x2", "write nodes x devices, such as 2x2"),
+        ("tpu-v4:8192", "more than the 4096"),
+        ("tpu-v4:8x8", "3 dims"),
+        ("/no/such.toml:x:2x2", "No such file"),
+    ],
+)
 def test_mistakes_are_answered_in_one_line(text, message):
     with pytest.raises(ConfigError, match=message) as raised:
         Cluster.parse(text)
@@ -102,7 +122,13 @@ def test_a_file_of_yours(tmp_path):
     cluster = Cluster.parse(f"{path}:rack:4x2")
     assert Cluster.parse("rack:4x2", path).device == cluster.device
     assert [cluster.links[number].name for number in cluster.route(0, 7)] == [
-        "node0.up0", "node0.nic0-out", "leaf0.rail0.up1", "leaf1.rail0.down1", "node3.nic0-in", "node3.down1"]
+        "node0.up0",
+        "node0.nic0-out",
+        "leaf0.rail0.up1",
+        "leaf1.rail0.down1",
+        "node3.nic0-in",
+        "node3.down1",
+    ]
     assert cluster.device.price_an_hour is None
     assert Cluster.parse("h100:8", path).device.name.startswith("NVIDIA")
     path.write_text(OWN.replace("cluster.rack", "cluster.Rack"))

@@ -1,7 +1,9 @@
-"""The places outside of simulate/ that know of ranks without data: what a number or another rank decides is told there.
+"""The places outside of simulate/ that know of ranks without data: what a number or another rank
+decides is told there.
 
-Everything else runs on such arrays as on any others. What a rank learns from the others (which ranks make a group, how
-long blocks are, what an all-to-all brings) stands in simulate/sim_rank.py; numbers that it reads are 1, and equal.
+Everything else runs on such arrays as on any others. What a rank learns from the others (which
+ranks make a group, how long blocks are, what an all-to-all brings) stands in simulate/sim_rank.py;
+numbers that it reads are 1, and equal.
 """
 
 import re
@@ -11,17 +13,19 @@ from imports import ROOT
 
 NAMES = re.compile(r"^(?!.*import ).*\b(is_simulated|is_virtual|record_launch)\b")
 PLACES = {
-    "minidist/device/backend.py": 5,                    # definitions; copies to the host; an empty digest
-    "minidist/nn/weights.py": 1,                        # no weights are drawn
-    "minidist/nn/weight_shard.py": 1,                   # nor a shard's positions computed
-    "minidist/autograd/ops/experts.py": 1,              # which experts tokens choose: evenly
-    "minidist/nn/expert_nodes.py": 1,                   # nor on which nodes they lie
-    "minidist/device/device_copies.py": 1,              # the host's memory for a GPU has no data either
-    "minidist/parallel/memory/disk.py": 3,              # files hold nothing, and take no room
-    "minidist/parallel/memory/transfer_lanes.py": 1,    # a move is an event, and no thread carries it out
-    "minidist/kernels/loader.py": 2,                    # a launch is recorded
+    "minidist/device/backend.py": 5,  # definitions; copies to the host; an empty digest
+    "minidist/nn/weights.py": 1,  # no weights are drawn
+    "minidist/nn/weight_shard.py": 1,  # nor a shard's positions computed
+    "minidist/autograd/ops/experts.py": 1,  # which experts tokens choose: evenly
+    "minidist/nn/expert_nodes.py": 1,  # nor on which nodes they lie
+    "minidist/device/device_copies.py": 1,  # the host's memory for a GPU has no data either
+    "minidist/parallel/memory/disk.py": 3,  # files hold nothing, and take no room
+    # a move is an event, and no thread carries it out
+    "minidist/parallel/memory/transfer_lanes.py": 1,
+    "minidist/kernels/loader.py": 2,  # a launch is recorded
 }
-"""File -> how many lines. A new line is a new special case: think twice, then say here what it declares."""
+"""File -> how many lines. A new line is a new special case: think twice, then say here what it
+declares."""
 
 
 def test_few_places_know_of_arrays_without_data() -> None:

@@ -42,7 +42,9 @@ class Kernel(NamedTuple):
 def test_links_are_those_measured():
     cluster = here(4, "tcp", PROFILE, cores=4)
     cost = call_cost(Asked("all_reduce", "pairwise", 4096), (0, 1, 2, 3), cluster)
-    assert cost.seconds == pytest.approx(LINK.seconds(PATHS["all_reduce", "pairwise"](4).work(4096)))
+    assert cost.seconds == pytest.approx(
+        LINK.seconds(PATHS["all_reduce", "pairwise"](4).work(4096))
+    )
 
 
 def test_rates_are_those_of_as_many_ranks_at_once():
@@ -62,10 +64,13 @@ def test_more_ranks_than_cores_take_turns():
 
 
 def test_where_ranks_fill_the_cores_nothing_is_hidden():
-    """DDP on two ranks: with two cores the step is computation and calls, one after the other; with four it is less."""
+    """DDP on two ranks: with two cores the step is computation and calls, one after the other; with
+    four it is less."""
     config = GPTConfig(vocabulary=64, context=32, layers=2, width=64, heads=2)
     plan = Plan(dp=2, bucket_bytes=1 << 16)
-    full, free = (simulate(plan, config, here(2, "tcp", PROFILE, cores=cores), batch=8) for cores in (2, 4))
+    full, free = (
+        simulate(plan, config, here(2, "tcp", PROFILE, cores=cores), batch=8) for cores in (2, 4)
+    )
     assert free.step_seconds < full.step_seconds
     calls = full.axes["dp"].seconds
     assert full.parts["exposed"]["dp"] == pytest.approx(calls)
@@ -75,17 +80,26 @@ def test_where_ranks_fill_the_cores_nothing_is_hidden():
 
 @pytest.mark.parametrize("ranks, cores", [(2, 2), (4, 2)])
 def test_a_rank_is_as_fast_as_alone_while_the_others_wait(ranks, cores):
-    """With one microbatch the stages of a pipeline compute one after another; replicas compute all at once."""
+    """With one microbatch the stages of a pipeline compute one after another; replicas compute all
+    at once."""
     config = GPTConfig(vocabulary=64, context=32, layers=ranks, width=64, heads=2)
-    both, fast = replace(PROFILE, computation=(ONE, replace(TWO, launch=3e-6))), replace(PROFILE, computation=(ONE,))
+    both, fast = (
+        replace(PROFILE, computation=(ONE, replace(TWO, launch=3e-6))),
+        replace(PROFILE, computation=(ONE,)),
+    )
 
     def busy(plan, profile, cores):
-        parts = simulate(plan, config, here(ranks, "tcp", profile, cores=cores), batch=ranks).parts["busy"]
+        parts = simulate(plan, config, here(ranks, "tcp", profile, cores=cores), batch=ranks).parts[
+            "busy"
+        ]
         return parts["forward"] + parts["backward"]
 
     line, replicas = Plan(pp=ranks, microbatches=1), Plan(dp=ranks)
-    assert busy(line, both, cores) == pytest.approx(busy(line, fast, cores=9), rel=0.06)        # the ends overlap a bit
-    assert busy(replicas, both, cores) == pytest.approx(busy(replicas, both, cores=9) * ranks / cores, rel=0.01)
+    # the ends overlap a bit
+    assert busy(line, both, cores) == pytest.approx(busy(line, fast, cores=9), rel=0.06)
+    assert busy(replicas, both, cores) == pytest.approx(
+        busy(replicas, both, cores=9) * ranks / cores, rel=0.01
+    )
     assert busy(replicas, both, cores) > 1.5 * ranks / cores * busy(replicas, fast, cores=9)
 
 
@@ -95,15 +109,19 @@ def test_by_name(tmp_path, monkeypatch):
         Cluster.parse("here:2")
     save_profile(PROFILE, tmp_path / "minidist" / "profile.json")
     assert Cluster.parse("here:tcp:2").size == 2
-    for text, message in (("here:4", "links of shm were not measured .only tcp.; run .* shm,computation -n 4"),
-                          ("here:2x2", "write here:RANKS"), ("here:tpc:2", "did you mean tcp"),
-                          ("here:tcp:0", "one rank")):
+    for text, message in (
+        ("here:4", "links of shm were not measured .only tcp.; run .* shm,computation -n 4"),
+        ("here:2x2", "write here:RANKS"),
+        ("here:tpc:2", "did you mean tcp"),
+        ("here:tcp:0", "one rank"),
+    ):
         with pytest.raises(ConfigError, match=message):
             Cluster.parse(text)
 
 
 def test_shared_memory_is_written_and_read_once():
-    """Two ranks, 1 MiB: each shows half and reads half, twice; nothing waits but for all to come."""
+    """Two ranks, 1 MiB: each shows half and reads half, twice; nothing waits but for all to
+    come."""
     cluster = here(2, "tcp", PROFILE, cores=2)
     n = 1 << 20
     cost = call_cost(Asked("all_reduce", "shared", n), (0, 1), cluster)
@@ -112,12 +130,16 @@ def test_shared_memory_is_written_and_read_once():
 
 
 def test_a_call_of_fewer_ranks_costs_less():
-    """Beside its messages: `pair` of two ranks, `call` of all, and between them of three; a message is of two."""
+    """Beside its messages: `pair` of two ranks, `call` of all, and between them of three; a message
+    is of two."""
     known = replace(PROFILE, links=[replace(LINK, ranks=4, call=4e-4, pair=1e-4)])
     bare, whole = (here(4, "tcp", profile, cores=4) for profile in (PROFILE, known))
     for size, more in ((2, 1e-4), (3, 2.5e-4), (4, 4e-4)):
         call = Asked("all_reduce", "pairwise", 4096)
         assert call_cost(call, range(size), whole).seconds == pytest.approx(
-            call_cost(call, range(size), bare).seconds + more)
+            call_cost(call, range(size), bare).seconds + more
+        )
     send = Asked("send", "", 4096)
-    assert call_cost(send, (0, 1), whole).seconds == pytest.approx(call_cost(send, (0, 1), bare).seconds + 1e-4)
+    assert call_cost(send, (0, 1), whole).seconds == pytest.approx(
+        call_cost(send, (0, 1), bare).seconds + 1e-4
+    )

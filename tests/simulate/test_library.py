@@ -17,13 +17,23 @@ GIB = 1 << 30
 def bus_bandwidth(cluster, members, nbytes=GIB):
     """As nccl-tests prints it for all-reduce."""
     size = len(members)
-    return 2 * (size - 1) / size * nbytes / call_cost(Asked("all_reduce", nbytes), tuple(members), cluster).seconds
+    return (
+        2
+        * (size - 1)
+        / size
+        * nbytes
+        / call_cost(Asked("all_reduce", nbytes), tuple(members), cluster).seconds
+    )
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 def test_zigzags_use_every_pair_once_each_way(size):
-    pairs = Counter((path[step], path[step + 1]) for start in range(size)
-                    for path in [zigzag(range(size), start)] for step in range(size - 1))
+    pairs = Counter(
+        (path[step], path[step + 1])
+        for start in range(size)
+        for path in [zigzag(range(size), start)]
+        for step in range(size - 1)
+    )
     assert len(pairs) == size * (size - 1)
     assert set(pairs.values()) == {1}
     assert sorted(zigzag(range(size), 0)) == list(range(size))
@@ -36,9 +46,12 @@ def test_in_a_node_the_bus_bandwidth_is_the_links():
 
 
 def test_a_switch_that_adds_beats_the_ring():
-    """An H100's node: the array crosses each link once, not twice 7/8 of it; not with two devices."""
+    """An H100's node: the array crosses each link once, not twice 7/8 of it; not with two
+    devices."""
     cluster = Cluster.parse("h100:1x8")
-    assert bus_bandwidth(cluster, range(8), 4 * GIB) == pytest.approx(2 * 7 / 8 * 450e9 * 0.78 * 0.80, rel=0.01)
+    assert bus_bandwidth(cluster, range(8), 4 * GIB) == pytest.approx(
+        2 * 7 / 8 * 450e9 * 0.78 * 0.80, rel=0.01
+    )
     assert bus_bandwidth(cluster, range(2), 4 * GIB) == pytest.approx(450e9 * 0.78, rel=0.01)
     slow = cluster.slowed({"node0.in3": 2.0})
     ratio = bus_bandwidth(cluster, range(8), 4 * GIB) / bus_bandwidth(slow, range(8), 4 * GIB)
@@ -48,8 +61,11 @@ def test_a_switch_that_adds_beats_the_ring():
 def test_between_nodes_all_nics_are_busy_alike():
     cluster = Cluster.parse("h100:4x8")
     cost = call_cost(Asked("all_reduce", GIB), tuple(range(32)), cluster)
-    leaving = {cluster.links[number].name: nbytes for number, nbytes in cost.link_bytes.items()
-               if "nic" in cluster.links[number].name and "out" in cluster.links[number].name}
+    leaving = {
+        cluster.links[number].name: nbytes
+        for number, nbytes in cost.link_bytes.items()
+        if "nic" in cluster.links[number].name and "out" in cluster.links[number].name
+    }
     assert len(leaving) == 4 * 8
     assert set(leaving.values()) == {round(2 * 31 / 32 * GIB / 8)}
     assert cost.messages == 32
@@ -70,14 +86,17 @@ def test_short_arrays_between_many_nodes_go_along_a_tree():
     cluster = Cluster.parse("h100:64x8")
     library = Library(range(512), cluster)
     short = library.cost("all_reduce", Operands(1024))[0]
-    ring_alone = library.cost("all_gather", Operands(2))[0]                 # as many hops once as a ring's half
+    ring_alone = library.cost("all_gather", Operands(2))[0]  # as many hops once as a ring's half
     assert short < ring_alone / 2
     assert bus_bandwidth(cluster, range(512), 4 * GIB) > 300e9
 
 
 def test_latency_grows_and_bandwidth_stays_with_the_size():
     cluster = Cluster.parse("h100:8x8")
-    times = [call_cost(Asked("all_reduce", 1 << shift), tuple(range(64)), cluster).seconds for shift in range(10, 33)]
+    times = [
+        call_cost(Asked("all_reduce", 1 << shift), tuple(range(64)), cluster).seconds
+        for shift in range(10, 33)
+    ]
     assert times == sorted(times)
     assert times[-1] / times[-2] == pytest.approx(2, rel=0.05)
     assert times[1] / times[0] < 1.1
@@ -97,17 +116,21 @@ def test_a_box_of_a_torus_uses_its_links_both_ways():
     link = 50e9 * 0.92
     assert bus_bandwidth(cluster, range(64), 8 * GIB) == pytest.approx(6 * link, rel=0.1)
     assert bus_bandwidth(cluster, range(4), 8 * GIB) == pytest.approx(2 * link, rel=0.1)
-    odd = call_cost(Asked("all_reduce", GIB), (0, 1, 5), cluster)           # no box: a ring with detours
+    odd = call_cost(Asked("all_reduce", GIB), (0, 1, 5), cluster)  # no box: a ring with detours
     assert odd.seconds > GIB / link
 
 
 def test_gathers_of_unequal_blocks_and_chains():
     cluster = Cluster.parse("h100:1x4")
     even = call_cost(Asked("all_gather", 1 << 26), (0, 1, 2, 3), cluster)
-    same = call_cost(Asked("all_gather", 0, blocks=(1 << 25, 1 << 27, 1 << 26, 1 << 25)), (0, 1, 2, 3), cluster)
+    same = call_cost(
+        Asked("all_gather", 0, blocks=(1 << 25, 1 << 27, 1 << 26, 1 << 25)), (0, 1, 2, 3), cluster
+    )
     assert even.sent_bytes == same.sent_bytes == 1 << 28
     assert even.seconds == same.seconds
-    assert call_cost(Asked("broadcast", GIB), (0, 1, 2, 3), cluster).seconds < 1.1 * GIB / (450e9 * 0.78)
+    assert call_cost(Asked("broadcast", GIB), (0, 1, 2, 3), cluster).seconds < 1.1 * GIB / (
+        450e9 * 0.78
+    )
     assert call_cost(Asked("barrier", 0), (0, 1, 2, 3), cluster).seconds < 50e-6
 
 
@@ -126,7 +149,7 @@ def test_groups_by_the_thousand_are_priced_quickly():
     for _ in range(4):
         for group in groups:
             call_cost(Asked("all_reduce", 1 << 24), group, cluster)
-    assert (time.process_time() - start) / (4 * len(groups)) < 2e-3         # 0.1 ms on an idle core
+    assert (time.process_time() - start) / (4 * len(groups)) < 2e-3  # 0.1 ms on an idle core
 
 
 def test_a_message_crosses_its_route():

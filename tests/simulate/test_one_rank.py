@@ -1,4 +1,5 @@
-"""A rank that runs alone does what it does among the others: the same traffic to the byte, the same memory."""
+"""A rank that runs alone does what it does among the others: the same traffic to the byte, the same
+memory."""
 
 import math
 import os
@@ -38,32 +39,60 @@ def close(found: Measured, trace: RankTrace) -> None:
         assert trace.peak[category] == pytest.approx(nbytes, rel=CALM), category
 
 
-@pytest.mark.parametrize(("plan", "options"), [
-    (Plan(dp=2, zero=1, offload="optimizer", precision="bf16"), {"kv_heads": 2, "positions": "rotary"}),
-    (Plan(dp=2, zero=3, offload="all", precision="bf16", accumulate=2), {}),
-    (Plan(pp=2, tp=2, sequence_parallel=True, checkpoint_blocks="all"), {"norm": "rms", "activation": "silu"}),
-    (Plan(dp=2, tp=2, zero=3, shard=1, offload="all", sequence_parallel=True), {"tied": True}),
-    (Plan(pp=2, tp=2, offload="optimizer", precision="bf16"), {}),
-    (Plan(dp=2, cp=2, zero=3, accumulate=2, precision="fp16"), {"tied": True, "context": 13}),
-    (Plan(ep=2, pp=2, schedule="zb-h1"), {"mixture": MixtureConfig(experts=4)}),
-    (Plan(cp=3, ep=2), {"mixture": MixtureConfig(experts=4)}),      # 5, 6 and 5 tokens of 16
-    (Plan(cp=3, checkpoint_blocks="all"), {"context": 400, "attention_pattern": "local:128+global:1", "kv_heads": 2}),
-    (Plan(cp=2, tp=2, attention="all-to-all"), {"context": 200, "attention_pattern": "strided:128"}),
-], ids=lambda value: " ".join(f"{axis}{size}" for axis, size in value.axes.items() if size > 1)
-    if isinstance(value, Plan) else "")
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        (
+            Plan(dp=2, zero=1, offload="optimizer", precision="bf16"),
+            {"kv_heads": 2, "positions": "rotary"},
+        ),
+        (Plan(dp=2, zero=3, offload="all", precision="bf16", accumulate=2), {}),
+        (
+            Plan(pp=2, tp=2, sequence_parallel=True, checkpoint_blocks="all"),
+            {"norm": "rms", "activation": "silu"},
+        ),
+        (Plan(dp=2, tp=2, zero=3, shard=1, offload="all", sequence_parallel=True), {"tied": True}),
+        (Plan(pp=2, tp=2, offload="optimizer", precision="bf16"), {}),
+        (Plan(dp=2, cp=2, zero=3, accumulate=2, precision="fp16"), {"tied": True, "context": 13}),
+        (Plan(ep=2, pp=2, schedule="zb-h1"), {"mixture": MixtureConfig(experts=4)}),
+        (Plan(cp=3, ep=2), {"mixture": MixtureConfig(experts=4)}),  # 5, 6 and 5 tokens of 16
+        (
+            Plan(cp=3, checkpoint_blocks="all"),
+            {"context": 400, "attention_pattern": "local:128+global:1", "kv_heads": 2},
+        ),
+        (
+            Plan(cp=2, tp=2, attention="all-to-all"),
+            {"context": 200, "attention_pattern": "strided:128"},
+        ),
+    ],
+    ids=lambda value: (
+        " ".join(f"{axis}{size}" for axis, size in value.axes.items() if size > 1)
+        if isinstance(value, Plan)
+        else ""
+    ),
+)
 def test_a_rank_alone_sends_and_holds_what_it_does_among_others(
-        plan: Plan, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    plan: Plan, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     one_order(monkeypatch)
     config = GPTConfig(**(SMALL | options))
     for rank, found in enumerate(really(plan, config, 8)):
         close(found, alone(plan, config, 8, rank))
 
 
-@pytest.mark.parametrize(("plan", "options"), [
-    (Plan(), {}), (Plan(checkpoint_blocks="all", accumulate=2), {}),
-    pytest.param(Plan(precision="bf16"), {"context": 100, "heads": 1, "attention_pattern": "local:64"},
-                 marks=pytest.mark.soak),      # the attention kernel, thread by thread on the CPU
-], ids=["whole", "again", "pattern"])
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        (Plan(), {}),
+        (Plan(checkpoint_blocks="all", accumulate=2), {}),
+        pytest.param(
+            Plan(precision="bf16"),
+            {"context": 100, "heads": 1, "attention_pattern": "local:64"},
+            marks=pytest.mark.soak,
+        ),  # the attention kernel, thread by thread on the CPU
+    ],
+    ids=["whole", "again", "pattern"],
+)
 def test_a_gpu_holds_what_its_stand_in_holds(plan: Plan, options: dict[str, Any]) -> None:
     """Where kernels run, other arrays are kept for backward than on the host."""
     config = GPTConfig(**(SMALL | {"layers": 1} | options))
@@ -79,21 +108,34 @@ def drawn_case(seed: int) -> tuple[Plan, GPTConfig, int]:
     """A random plan of all axes, the model and the rows."""
     draw = random.Random(seed)
     while True:
-        sizes = {axis: draw.choice((1, 1, 1, 2) if axis == "ep" else (1, 1, 2, 2, 3))
-                 for axis in ("dp", "pp", "ep", "cp", "tp")}
+        sizes = {
+            axis: draw.choice((1, 1, 1, 2) if axis == "ep" else (1, 1, 2, 2, 3))
+            for axis in ("dp", "pp", "ep", "cp", "tp")
+        }
         options: dict[str, Any] = {
-            "zero": draw.randrange(4), "shard": draw.choice((None, None, 2)), "accumulate": draw.choice((1, 2)),
-            "precision": draw.choice(("fp32", "bf16", "fp16")), "offload": draw.choice(("none", "optimizer", "all")),
-            "checkpoint_blocks": draw.choice(("none", "all", "scores")), "bucket_bytes": draw.choice((2 << 20, 4096)),
+            "zero": draw.randrange(4),
+            "shard": draw.choice((None, None, 2)),
+            "accumulate": draw.choice((1, 2)),
+            "precision": draw.choice(("fp32", "bf16", "fp16")),
+            "offload": draw.choice(("none", "optimizer", "all")),
+            "checkpoint_blocks": draw.choice(("none", "all", "scores")),
+            "bucket_bytes": draw.choice((2 << 20, 4096)),
             "schedule": draw.choice(SCHEDULES) if sizes["pp"] > 1 else "1f1b",
             "microbatches": draw.choice((None, 2)) if sizes["pp"] > 1 else None,
             "attention": draw.choice(("ring", "all-to-all")) if sizes["cp"] > 1 else "ring",
-            "sequence_parallel": sizes["tp"] > 1 and draw.random() < 0.5}
+            "sequence_parallel": sizes["tp"] > 1 and draw.random() < 0.5,
+        }
         options["keep_gathered"] = options["zero"] == 3 and draw.random() < 0.3
-        model = {"width": 32, "layers": draw.choice((3, 4)), "kv_heads": draw.choice((None, 2)),
-                 "positions": draw.choice(("learned", "rotary")), "norm": draw.choice(("layer", "rms")),
-                 "activation": draw.choice(("gelu", "silu")), "tied": draw.random() < 0.5,
-                 "mixture": MixtureConfig(experts=4) if sizes["ep"] > 1 else None}
+        model = {
+            "width": 32,
+            "layers": draw.choice((3, 4)),
+            "kv_heads": draw.choice((None, 2)),
+            "positions": draw.choice(("learned", "rotary")),
+            "norm": draw.choice(("layer", "rms")),
+            "activation": draw.choice(("gelu", "silu")),
+            "tied": draw.random() < 0.5,
+            "mixture": MixtureConfig(experts=4) if sizes["ep"] > 1 else None,
+        }
         try:
             plan, config = Plan(**sizes, **options), GPTConfig(**(SMALL | model))
             plan.require_model(config)
@@ -114,14 +156,17 @@ def test_random_plans_are_exact(seed: int, monkeypatch: pytest.MonkeyPatch) -> N
         close(found, alone(plan, config, rows, rank))
 
 
-@pytest.mark.parametrize(("plan", "words"), [
-    (Plan(strategy="data-parallel", replicas=2), "strategy=ddp with dp="),
-    (Plan(dp=3, strategy="parameter-server", asynchronous=True), "which worker comes first"),
-    (Plan(dp=3, strategy="parameter-server", server_device="cpu"), "server_device=same"),
-    (Plan(dp=2, local_steps=25), "simulate the step of ddp without"),
-    (Plan(pp=2, stage_layers="measured"), "take even"),
-    (Plan(cp=3, attention="all-to-all"), "or ring"),
-])
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (Plan(strategy="data-parallel", replicas=2), "strategy=ddp with dp="),
+        (Plan(dp=3, strategy="parameter-server", asynchronous=True), "which worker comes first"),
+        (Plan(dp=3, strategy="parameter-server", server_device="cpu"), "server_device=same"),
+        (Plan(dp=2, local_steps=25), "simulate the step of ddp without"),
+        (Plan(pp=2, stage_layers="measured"), "take even"),
+        (Plan(cp=3, attention="all-to-all"), "or ring"),
+    ],
+)
 def test_what_a_rank_alone_cannot_know_is_said(plan: Plan, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         run_rank(plan, GPTConfig(**SMALL), rows=8)
@@ -140,7 +185,8 @@ def test_another_kind_of_device_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["gpu", "cpu"])
 def test_a_trace_is_complete(kind: str) -> None:
-    """Every call is waited for or is a send; memory's changes add up to what is left; products are counted exactly."""
+    """Every call is waited for or is a send; memory's changes add up to what is left; products are
+    counted exactly."""
     config = GPTConfig(**SMALL)
     trace = run_rank(Plan(dp=2, tp=2, zero=2), config, 1, rows=8, device_kind=kind)
     started = {event.id: event.call for event in trace.events if isinstance(event, Start)}
@@ -148,7 +194,8 @@ def test_a_trace_is_complete(kind: str) -> None:
     assert waited <= set(started)
     assert {call.verb for number, call in started.items() if number not in waited} <= {"all_gather"}
     assert {call.algorithm for call in started.values() if call.nbytes > 1000} == (
-        {"native"} if kind == "gpu" else {"ring"})
+        {"native"} if kind == "gpu" else {"ring"}
+    )
     assert {call.axis for call in started.values()} >= {"dp", "tp"}
     assert all(isinstance(call, GroupCall) for call in started.values())
     assert not any(isinstance(event, Transfer) for event in trace.events)
@@ -159,25 +206,29 @@ def test_a_trace_is_complete(kind: str) -> None:
             highest = max(highest, total)
     assert (total, highest) == (trace.now["total"], trace.peak["total"])
     assert len(trace.steps) == 2
-    names = {event.name for event in trace.events[trace.steps[1]:] if isinstance(event, Busy)}
+    names = {event.name for event in trace.events[trace.steps[1] :] if isinstance(event, Busy)}
     assert {"forward", "backward", "optimizer"} <= names
 
 
 def test_products_have_the_flops_of_the_model() -> None:
-    """6 FLOPs a token and number of each matrix, on one process; attention's scores, stacks of products, beside."""
+    """6 FLOPs a token and number of each matrix, on one process; attention's scores, stacks of
+    products, beside."""
     trace = run_rank(Plan(), GPTConfig(**(SMALL | {"layers": 3})), rows=4, steps=1)
     tokens, width = 4 * 16, 16
     numbers = 3 * (4 * width * width + 2 * width * 64) + width * 48
-    linears = [(kernel, times) for kernel, times in trace.kernels()
-               if kernel.kind == "matmul" and kernel.size[0] == 1 and 1 not in kernel.size[1:]]
+    linears = [
+        (kernel, times)
+        for kernel, times in trace.kernels()
+        if kernel.kind == "matmul" and kernel.size[0] == 1 and 1 not in kernel.size[1:]
+    ]
     assert sum(kernel.flops * times for kernel, times in linears) == 6 * tokens * numbers
     assert all(kernel.flops == 2 * math.prod(kernel.size) for kernel, _ in linears)
 
 
 @pytest.mark.parametrize("pattern", ["local:64", "local:128+global:1", "strided:192", "local:448"])
 def test_attention_costs_what_its_pattern_shows(pattern: str) -> None:
-    """Two products forward and seven backward, of a head and pair of tokens in a block that is shown; half of the own.
-    """
+    """Two products forward and seven backward, of a head and pair of tokens in a block that is
+    shown; half of the own."""
     context, side = 400, 64
     blocks, pairs = pattern_blocks(pattern, context), 0.0
     for i, j in zip(*np.nonzero(blocks), strict=True):
@@ -185,11 +236,17 @@ def test_attention_costs_what_its_pattern_shows(pattern: str) -> None:
         pairs += sides[0] * sides[1] / (2 if i == j else 1)
     config = GPTConfig(**(SMALL | {"context": context}), attention_pattern=pattern)
     trace = run_rank(Plan(precision="bf16"), config, rows=3, steps=1)
-    spent = sum(kernel.flops * times for kernel, times in trace.kernels() if kernel.kind == "attention")
+    spent = sum(
+        kernel.flops * times for kernel, times in trace.kernels() if kernel.kind == "attention"
+    )
     assert spent == 2 * 9 * config.head_width * pairs * config.layers * config.heads * 3
-    if pattern == "local:448":          # all that is causal
-        plain = run_rank(Plan(precision="bf16"), replace(config, attention_pattern=None), rows=3, steps=1)
-        assert spent == sum(kernel.flops * times for kernel, times in plain.kernels() if kernel.kind == "attention")
+    if pattern == "local:448":  # all that is causal
+        plain = run_rank(
+            Plan(precision="bf16"), replace(config, attention_pattern=None), rows=3, steps=1
+        )
+        assert spent == sum(
+            kernel.flops * times for kernel, times in plain.kernels() if kernel.kind == "attention"
+        )
 
 
 def test_a_short_first_step_leaves_the_second_as_it_is() -> None:
@@ -198,20 +255,23 @@ def test_a_short_first_step_leaves_the_second_as_it_is() -> None:
     assert len(short.events) < len(whole.events)
     assert short.last_step == whole.last_step
     assert 2 * sum(row["nbytes"] for row in whole.last_step if row["verb"] == "send") == sum(
-        row["nbytes"] for row in whole.ledger if row["phase"] == "step" and row["verb"] == "send")
+        row["nbytes"] for row in whole.ledger if row["phase"] == "step" and row["verb"] == "send"
+    )
     assert short.flops(short.steps[-1]) == whole.flops(whole.steps[-1])
     assert short.peak == whole.peak
 
 
 def test_experts_load_is_given() -> None:
-    """Three quarters of the choices for the first two of four experts: their rank gets so many rows, and computes more.
-    """
+    """Three quarters of the choices for the first two of four experts: their rank gets so many
+    rows, and computes more."""
     config, plan = GPTConfig(**SMALL, mixture=MixtureConfig(experts=4, balance="none")), Plan(ep=2)
     sent, flops = [], []
     for rank in range(2):
         trace = run_rank(plan, config, rank, rows=8, steps=1, load=(3, 3, 1, 1))
         calls = [event.call for event in trace.events if isinstance(event, Start)]
-        leaving = next(call.blocks for call in calls if call.verb == "all_to_all" and call.nbytes > 1000)
+        leaving = next(
+            call.blocks for call in calls if call.verb == "all_to_all" and call.nbytes > 1000
+        )
         sent.append(leaving[0] / sum(leaving))
         flops.append(trace.flops())
     assert sent == pytest.approx([0.75, 0.75], abs=0.02)
@@ -220,19 +280,31 @@ def test_experts_load_is_given() -> None:
 
 def test_no_thread_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """It must also run where Python has no threads, processes or sockets."""
+
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a thread, process or socket")
 
-    for module, name in ((threading.Thread, "start"), (socket, "socket"), (subprocess, "Popen"), (os, "fork")):
+    for module, name in (
+        (threading.Thread, "start"),
+        (socket, "socket"),
+        (subprocess, "Popen"),
+        (os, "fork"),
+    ):
         monkeypatch.setattr(module, name, refuse)
-    for plan in (Plan(dp=2, zero=1, offload="optimizer"), Plan(pp=2, tp=2), Plan(dp=2, zero=3, offload="all")):
+    for plan in (
+        Plan(dp=2, zero=1, offload="optimizer"),
+        Plan(pp=2, tp=2),
+        Plan(dp=2, zero=3, offload="all"),
+    ):
         assert run_rank(plan, GPTConfig(**SMALL), rows=8).events
 
 
 def test_offload_moves_on_lanes() -> None:
     trace = run_rank(Plan(dp=2, zero=1, offload="optimizer"), GPTConfig(**SMALL), rows=8)
-    moves = [event for event in trace.events[trace.steps[0]:] if isinstance(event, Transfer)]
+    moves = [event for event in trace.events[trace.steps[0] :] if isinstance(event, Transfer)]
     assert {move.lane for move in moves} == {"device to host", "host to device"}
-    by_lane = {lane: sum(move.nbytes for move in moves if move.lane == lane) for lane in trace.lanes}
+    by_lane = {
+        lane: sum(move.nbytes for move in moves if move.lane == lane) for lane in trace.lanes
+    }
     assert by_lane == trace.lanes
     assert any(kernel.kind == "host" for kernel, _ in trace.kernels())

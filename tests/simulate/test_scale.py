@@ -2,7 +2,8 @@
 
     pytest -m soak tests/simulate/test_scale.py -s              prints both for each command
 
-Processor time, because other programs cannot lengthen it; each command is one process that computes on one core.
+Processor time, because other programs cannot lengthen it; each command is one process that computes
+on one core.
 """
 
 import os
@@ -16,10 +17,14 @@ from typing import NamedTuple
 import pytest
 
 SECONDS, GIB = 60.0, 4.0
-FOLDED = ("simulate --cluster h100:2048x8 --model llama3-70b --batch 2048 --plan dp=256,pp=8,tp=8 --zero 1 "
-          "--microbatches 8")
-UNFOLDED = ("simulate --cluster h100:128x8 --model llama3-70b --batch 1024 --plan dp=16,pp=8,tp=8 --zero 1 "
-            "--microbatches 8 --unfolded")
+FOLDED = (
+    "simulate --cluster h100:2048x8 --model llama3-70b --batch 2048 --plan dp=256,pp=8,tp=8 "
+    "--zero 1 --microbatches 8"
+)
+UNFOLDED = (
+    "simulate --cluster h100:128x8 --model llama3-70b --batch 1024 --plan dp=16,pp=8,tp=8 --zero 1 "
+    "--microbatches 8 --unfolded"
+)
 
 PLANS = "plan --cluster h100:128x8 --model mixtral-8x7b --batch 1024"
 
@@ -35,7 +40,9 @@ class Used(NamedTuple):
 def used(command: str, folder: Path) -> Used:
     """Run `minidist …` to its end. It may say that the plan does not fit (3)."""
     with open(folder / "output", "w+") as output:
-        process = subprocess.Popen([sys.executable, "-m", "minidist", *shlex.split(command)], stdout=output)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "minidist", *shlex.split(command)], stdout=output
+        )
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         output.seek(0)
@@ -62,6 +69,7 @@ def test_a_hundred_thousand_plans_are_ranked_within_a_minute(tmp_path: Path) -> 
 
 @pytest.mark.soak
 def test_a_sixteenth_of_it_takes_seconds(tmp_path: Path) -> None:
-    """1,024 ranks, folded: each day sees whether the messages of rings of all ranks are walked one by one."""
+    """1,024 ranks, folded: each day sees whether the messages of rings of all ranks are walked one
+    by one."""
     found = used(UNFOLDED.replace(" --unfolded", "").replace("llama3-70b", "llama3-8b"), tmp_path)
     assert found.seconds < 20 and found.gib < 2

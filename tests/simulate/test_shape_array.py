@@ -30,7 +30,7 @@ def kernels(tape: Recording) -> dict[Kernel, int]:
     """What ran since the last look."""
     seen = len(tape.events)
     tape.flush()
-    found: list[Any] = [event.work for event in tape.events[seen:]]     # type: ignore[union-attr]
+    found: list[Any] = [event.work for event in tape.events[seen:]]  # type: ignore[union-attr]
     return {kernel: times for work in found for kernel, times in tape.segments[work]}
 
 
@@ -43,8 +43,14 @@ def views(draw: random.Random, arrays: tuple[Any, Any]) -> tuple[Any, Any]:
         draw.shuffle(order)
         return real.transpose(order), shape.transpose(order)
     if kind == 1 and real.ndim:
-        index = tuple(draw.choice([slice(None), slice(draw.randint(-n, n), None, draw.choice([1, 2, -1])), None, ...])
-                      if draw.random() < 0.8 else slice(0, 1) for n in real.shape[:1])
+        index = tuple(
+            draw.choice(
+                [slice(None), slice(draw.randint(-n, n), None, draw.choice([1, 2, -1])), None, ...]
+            )
+            if draw.random() < 0.8
+            else slice(0, 1)
+            for n in real.shape[:1]
+        )
         return real[index], shape[index]
     if kind == 2:
         return real.reshape(-1), shape.reshape(-1)
@@ -67,8 +73,12 @@ def test_views_and_copies_are_numpys(seed: int, sizes: list[int]) -> None:
         assert found.flags.c_contiguous == real.flags.c_contiguous
         if real.size > 1:
             moved = [(n, step) for n, step in zip(real.shape, real.strides, strict=True) if n > 1]
-            assert [(n, step) for n, step in zip(found.shape, found.strides, strict=True) if n > 1] == moved
-            assert np.may_share_memory(real, before[0]) == found.module.may_share_memory(found, before[1])
+            assert [
+                (n, step) for n, step in zip(found.shape, found.strides, strict=True) if n > 1
+            ] == moved
+            assert np.may_share_memory(real, before[0]) == found.module.may_share_memory(
+                found, before[1]
+            )
 
 
 @given(st.integers(0, 10_000))
@@ -76,7 +86,9 @@ def test_views_and_copies_are_numpys(seed: int, sizes: list[int]) -> None:
 def test_indices_with_arrays_have_numpys_shape(seed: int) -> None:
     draw = random.Random(seed)
     shape = tuple(draw.randint(1, 4) for _ in range(3))
-    index = tuple(draw.choice([slice(None), 0, np.zeros((2, 1), int), np.zeros(3, int)]) for _ in range(3))
+    index = tuple(
+        draw.choice([slice(None), 0, np.zeros((2, 1), int), np.zeros(3, int)]) for _ in range(3)
+    )
     real, found = np.empty(shape)[index], module("cuda").empty(shape)[index]
     assert found.shape == np.shape(real)
     mask = np.random.default_rng(seed).random(shape[0]) < 0.5
@@ -142,8 +154,16 @@ def test_modules_and_devices() -> None:
         _ = x[x > 0]
 
 
-@pytest.mark.parametrize("kinds", [("float32", "float32"), ("float16", "float32"), ("int64", "float32"),
-                                   (ml_dtypes.bfloat16, ml_dtypes.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("float32", "float32"),
+        ("float16", "float32"),
+        ("int64", "float32"),
+        (ml_dtypes.bfloat16, ml_dtypes.bfloat16),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("ufunc", [np.add, np.multiply, np.true_divide, np.greater, np.maximum])
 def test_results_have_numpys_dtype(ufunc: np.ufunc, kinds: tuple[Any, Any]) -> None:
     a, b = (np.ones(2, kind) for kind in kinds)
@@ -157,14 +177,17 @@ def test_an_operation_is_a_kernel_with_its_bytes(tape: Recording) -> None:
     xp = module("cuda")
     a, b = xp.empty((8, 16), np.float32), xp.empty((16, 4), np.float32)
     product = a @ b
-    assert kernels(tape) == {Kernel("matmul", "float32", 2.0 * 8 * 16 * 4, 4.0 * (128 + 64 + 32), (1, 8, 16, 4)): 1}
+    assert kernels(tape) == {
+        Kernel("matmul", "float32", 2.0 * 8 * 16 * 4, 4.0 * (128 + 64 + 32), (1, 8, 16, 4)): 1
+    }
     np.multiply(product, 2.0, out=product)
     product *= 2.0
     assert kernels(tape) == {Kernel("memory", "float32", 0, 4.0 * 2 * 32): 2}
     total = product.T[1:].sum(axis=1)
     assert kernels(tape) == {Kernel("memory", "float32", 0, 4.0 * (24 + 3)): 1}
     total[0:2] += product[0, :2]
-    assert kernels(tape) == {Kernel("memory", "float32", 0, 4.0 * 6): 1}        # and no copy of the view to itself
+    # and no copy of the view to itself
+    assert kernels(tape) == {Kernel("memory", "float32", 0, 4.0 * 6): 1}
     assert total.reshape(3, 1).base is total
     assert kernels(tape) == {}
     with recording.pause():
@@ -177,12 +200,19 @@ def test_an_operation_is_a_kernel_with_its_bytes(tape: Recording) -> None:
 def test_kernels_of_the_project_run_as_one(tape: Recording) -> None:
     from minidist.autograd import ops
     from minidist.autograd.tensor import Tensor
-    x, k, v = (Tensor(module("cuda").empty((2, 4, 32, 64), "bfloat16"), requires_grad=True) for _ in range(3))
+
+    x, k, v = (
+        Tensor(module("cuda").empty((2, 4, 32, 64), "bfloat16"), requires_grad=True)
+        for _ in range(3)
+    )
     y = ops.causal_attention(x, k, v)
     pairs = 2 * 4 * 32 * 32 / 2
     found = [kernel for kernel in kernels(tape) if kernel.kind == "attention"]
     assert [kernel.flops for kernel in found] == [2 * 2 * pairs * 64]
     assert found[0].nbytes == 4 * 2 * 4 * 32 * 64 * 2 + 2 * 4 * 32 * 4
     y.backward(module("cuda").empty(y.shape, "bfloat16"))
-    assert sum(kernel.flops for kernel in kernels(tape) if kernel.kind == "attention") == 2 * 7 * pairs * 64
+    assert (
+        sum(kernel.flops for kernel in kernels(tape) if kernel.kind == "attention")
+        == 2 * 7 * pairs * 64
+    )
     assert x.grad is not None and x.grad.shape == x.shape

@@ -1,4 +1,5 @@
-"""A simulated step: its accounts add up, folded and unfolded agree, and what slows it down is felt."""
+"""A simulated step: its accounts add up, folded and unfolded agree, and what slows it down is
+felt."""
 
 import json
 from dataclasses import replace
@@ -28,7 +29,9 @@ PLAN = Plan(dp=2, pp=2, tp=2, zero=1, precision="bf16", microbatches=4)
 remembered = cache(run_rank)
 
 
-def simulated(plan: Plan = PLAN, config: GPTConfig = CONFIG, cluster: str = "h100:2x4", **options: Any) -> Simulation:
+def simulated(
+    plan: Plan = PLAN, config: GPTConfig = CONFIG, cluster: str = "h100:2x4", **options: Any
+) -> Simulation:
     """A step; a rank's trace is made once."""
     return simulate(plan, config, cluster, **{"batch": 16, "traces": remembered, **options})
 
@@ -39,27 +42,36 @@ def found() -> Simulation:
 
 
 def test_md_simulate_is_the_function_and_the_package() -> None:
-    for _ in range(2):                          # the second time the package is loaded, and stands in the name
+    for _ in range(2):  # the second time the package is loaded, and stands in the name
         again = md.simulate(PLAN, CONFIG, "h100:2x4", batch=16, traces=remembered)
         assert isinstance(again, Simulation)
-    assert md.simulate.results.Simulation is Simulation        # type: ignore[attr-defined]
+    assert md.simulate.results.Simulation is Simulation  # type: ignore[attr-defined]
 
 
 def test_the_parts_of_a_step_add_up(found: Simulation) -> None:
-    assert sum(sum(parts.values()) for parts in found.parts.values()) == pytest.approx(found.step_seconds)
+    assert sum(sum(parts.values()) for parts in found.parts.values()) == pytest.approx(
+        found.step_seconds
+    )
     assert sum(found.path_parts.values()) == pytest.approx(found.step_seconds)
-    assert {"forward", "backward"} < set(found.parts["busy"]) and {"tp", "pp", "dp"} <= set(found.axes)
+    assert {"forward", "backward"} < set(found.parts["busy"]) and {"tp", "pp", "dp"} <= set(
+        found.axes
+    )
     assert found.tokens == 16 * 256 and found.tokens_per_second == found.tokens / found.step_seconds
     assert 0 < found.mfu < found.hfu * 1.5 < 1.5
 
 
 def test_the_traffic_is_the_ledgers(found: Simulation) -> None:
-    """Of a plan that divides evenly by formula: tp's all-reduces of a block, two in forward and two in backward."""
+    """Of a plan that divides evenly by formula: tp's all-reduces of a block, two in forward and two
+    in backward."""
     sent = found.axes["tp"].nbytes
-    rows = [row for rank in range(8) for row in found.traces[found.role_of[rank]].last_step
-            if row["axis"] == "tp" and row["phase"] == "step"]
+    rows = [
+        row
+        for rank in range(8)
+        for row in found.traces[found.role_of[rank]].last_step
+        if row["axis"] == "tp" and row["phase"] == "step"
+    ]
     assert sent == sum(row["nbytes"] for row in rows) > 4 * CONFIG.layers * 16 * 256 * 256 * 2
-    assert found.axes["pp"].messages == 2 * 4 * PLAN.dp * PLAN.tp          # a microbatch there and back
+    assert found.axes["pp"].messages == 2 * 4 * PLAN.dp * PLAN.tp  # a microbatch there and back
 
 
 def test_folded_and_unfolded_agree(found: Simulation) -> None:
@@ -75,7 +87,10 @@ def test_memory_over_time_peaks_where_the_account_does(found: Simulation) -> Non
         assert [when for when, _ in changes] == sorted({when for when, _ in changes})
         highest = max(sum(held.values()) for _, held in changes)
         assert 0.9 < highest / found.peak(rank)["total"] <= 1.0
-    assert found.fits and not simulated(replace(PLAN, device_memory=found.peak(found.fullest)["total"] - 1)).fits
+    assert (
+        found.fits
+        and not simulated(replace(PLAN, device_memory=found.peak(found.fullest)["total"] - 1)).fits
+    )
 
 
 def test_a_straggler_holds_everybody_up(found: Simulation) -> None:
@@ -83,7 +98,9 @@ def test_a_straggler_holds_everybody_up(found: Simulation) -> None:
     busy = found.times[0].busy["forward"] + found.times[0].busy["backward"]
     assert slow.step_seconds > found.step_seconds + 1.5 * busy
     assert slow.bubble > 2 * found.bubble
-    assert {piece.rank for piece in slow.path if piece.kind == "busy" and piece.name == "backward"} >= {5}
+    assert {
+        piece.rank for piece in slow.path if piece.kind == "busy" and piece.name == "backward"
+    } >= {5}
 
 
 def test_a_rank_that_fails_stops_its_tensor_group_first_and_then_all(found: Simulation) -> None:
@@ -116,11 +133,14 @@ def test_the_axis_inside_a_node_is_a_choice(found: Simulation) -> None:
 
 
 def test_the_bubble_of_long_stages_is_the_schedules() -> None:
-    """Blocks alone: the waiting share is the checker's, of forward and backward as long as they are here."""
+    """Blocks alone: the waiting share is the checker's, of forward and backward as long as they are
+    here."""
     config = GPTConfig(vocabulary=8, context=128, layers=4, width=1024, heads=8, positions="rotary")
     found = simulated(Plan(pp=4, microbatches=6, schedule="gpipe"), config, "h100:1x4", batch=6)
     busy = found.times[0].busy
-    clock = clock_of(make_schedule("gpipe", 4, 6), Times(forward=busy["forward"], backward=busy["backward"]))
+    clock = clock_of(
+        make_schedule("gpipe", 4, 6), Times(forward=busy["forward"], backward=busy["backward"])
+    )
     assert found.bubble == pytest.approx(clock.bubble, rel=0.1)
 
 
@@ -132,17 +152,22 @@ def test_energy_and_price_by_hand(found: Simulation) -> None:
     each = device.watts * busy + idle * (found.step_seconds - busy) + host * found.step_seconds
     assert found.joules == pytest.approx(8 * each)
     whole = found.for_tokens(1e9)
-    assert whole.steps == 1e9 / 4096 and whole.seconds == pytest.approx(whole.steps * found.step_seconds)
-    assert whole.dollars == pytest.approx(8 * device.price_an_hour * whole.seconds / 3600)      # type: ignore[operator]
+    assert whole.steps == 1e9 / 4096 and whole.seconds == pytest.approx(
+        whole.steps * found.step_seconds
+    )
+    assert whole.dollars == pytest.approx(8 * device.price_an_hour * whole.seconds / 3600)  # type: ignore[operator]
 
 
 def test_flops_of_gpt3() -> None:
-    """Brown et al. 2020, table D.1: 3.14e23 FLOPs for 300e9 tokens, 6 a weight, without attention's."""
+    """Brown et al. 2020, table D.1: 3.14e23 FLOPs for 300e9 tokens, 6 a weight, without
+    attention's."""
     config = GPTConfig(vocabulary=50257, context=2048, layers=96, width=12288, heads=96)
     assert 6 * weights_used(config) * 300e9 == pytest.approx(3.14e23, rel=0.01)
     assert flops_a_token(config) == 6 * weights_used(config) + 12 * 96 * 12288 * 2048
     experts = replace(config, mixture=MixtureConfig(experts=8, top_k=2))
-    assert weights_used(experts) == pytest.approx(weights_used(config) + 96 * 12288 * (8 * 12288 + 8))
+    assert weights_used(experts) == pytest.approx(
+        weights_used(config) + 96 * 12288 * (8 * 12288 + 8)
+    )
 
 
 def test_json_timelines_and_picture(found: Simulation, tmp_path: Path) -> None:
@@ -151,7 +176,9 @@ def test_json_timelines_and_picture(found: Simulation, tmp_path: Path) -> None:
     assert record["memory"]["fits"] and len(record["roles"]["of_rank"]) == 8
     shown = timelines(found, range(8))
     for timeline in shown:
-        assert all(0 <= span.start < span.stop <= found.step_seconds + 1e-12 for span in timeline.spans)
+        assert all(
+            0 <= span.start < span.stop <= found.step_seconds + 1e-12 for span in timeline.spans
+        )
         assert {"compute", "communication"} <= {span.row for span in timeline.spans}
     write_perfetto(tmp_path / "trace.json", shown)
     assert len(json.loads((tmp_path / "trace.json").read_text())["traceEvents"]) > 100
@@ -160,14 +187,35 @@ def test_json_timelines_and_picture(found: Simulation, tmp_path: Path) -> None:
     assert (tmp_path / "step.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("plan, options, told", [
-    (Plan(dp=2), {}, "dp=2 are 2 ranks, h100:2x4 has 8 devices; choose dp=8, or the cluster h100:2"),
-    (Plan(dp=3, tp=4), {}, "dp=3 × tp=4 are 12 ranks, h100:2x4 has 8 devices; choose dp=2, or the cluster h100:3x4"),
-    (Plan(dp=4, pp=2, microbatches=8), {}, "a batch of 16 sequences for 4 data ranks of 8 microbatches each; choose at "
-                                           "least 32, or fewer microbatches"),
-    (PLAN, {"stragglers": {8: 2.0}}, "no rank 8 can be slow: the plan has 8 ranks; choose one below 8"),
-    (PLAN, {"order": ("dp", "xp")}, "order dp,xp: name different axes"),
-    (PLAN, {"cluster": "h10:2x4"}, "no cluster 'h10'; did you mean h100?")])
+@pytest.mark.parametrize(
+    "plan, options, told",
+    [
+        (
+            Plan(dp=2),
+            {},
+            "dp=2 are 2 ranks, h100:2x4 has 8 devices; choose dp=8, or the cluster h100:2",
+        ),
+        (
+            Plan(dp=3, tp=4),
+            {},
+            "dp=3 × tp=4 are 12 ranks, h100:2x4 has 8 devices; choose dp=2, or the cluster "
+            "h100:3x4",
+        ),
+        (
+            Plan(dp=4, pp=2, microbatches=8),
+            {},
+            "a batch of 16 sequences for 4 data ranks of 8 microbatches each; choose at "
+            "least 32, or fewer microbatches",
+        ),
+        (
+            PLAN,
+            {"stragglers": {8: 2.0}},
+            "no rank 8 can be slow: the plan has 8 ranks; choose one below 8",
+        ),
+        (PLAN, {"order": ("dp", "xp")}, "order dp,xp: name different axes"),
+        (PLAN, {"cluster": "h10:2x4"}, "no cluster 'h10'; did you mean h100?"),
+    ],
+)
 def test_what_cannot_be_is_one_line(plan: Plan, options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         simulated(plan, **options)

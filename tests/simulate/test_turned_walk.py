@@ -1,4 +1,5 @@
-"""One program for all ranks, and all ranks at once: the same as the messages of each rank, one by one."""
+"""One program for all ranks, and all ranks at once: the same as the messages of each rank, one by
+one."""
 
 import pytest
 
@@ -14,8 +15,14 @@ from minidist.simulate.turned_walk import TurnedWalk
 from minidist.simulate.walk import walk
 
 ALL = [(verb, name) for verb, names in ALGORITHMS.items() for name in names if name != "native"]
-TURNED = {("all_gather", "ring"), ("all_reduce", "direct"), ("all_to_all", "pairwise"), ("barrier", "dissemination"),
-          ("all_reduce", "ring"), ("reduce_scatter", "ring")}
+TURNED = {
+    ("all_gather", "ring"),
+    ("all_reduce", "direct"),
+    ("all_to_all", "pairwise"),
+    ("barrier", "dissemination"),
+    ("all_reduce", "ring"),
+    ("reduce_scatter", "ring"),
+}
 """Those that every size of ranks can walk at once, if the parts are equal."""
 WIRE = Wire("near", 2e-6, 1e9, 0.5e-6, 0.3e-9, 0.2e-9)
 FAR = Wire("far", 7e-6, 2e8, 1.5e-6, 0.3e-9, 0.1e-9)
@@ -24,10 +31,16 @@ FAR = Wire("far", 7e-6, 2e8, 1.5e-6, 0.3e-9, 0.1e-9)
 def clusters(size):
     """Links of each rank; nodes of three behind one card; a line; routes that meet at spines."""
     device = Cluster.parse("h100:1x8").device
-    topologies = [Topology(size, WIRE), Topology(3, WIRE, between=FAR, nics=1, slow={"node1.*": 1.7}),
-                  Topology(1, WIRE, "", torus=(size,)),
-                  Topology(2, WIRE, "pcie", between=FAR, nics=2, nodes_per_leaf=2, spines=2)]
-    return [Cluster("test", "test", device, -(-size // each.per_node), each.per_node, each) for each in topologies]
+    topologies = [
+        Topology(size, WIRE),
+        Topology(3, WIRE, between=FAR, nics=1, slow={"node1.*": 1.7}),
+        Topology(1, WIRE, "", torus=(size,)),
+        Topology(2, WIRE, "pcie", between=FAR, nics=2, nodes_per_leaf=2, spines=2),
+    ]
+    return [
+        Cluster("test", "test", device, -(-size // each.per_node), each.per_node, each)
+        for each in topologies
+    ]
 
 
 def places(size):
@@ -56,10 +69,13 @@ def test_all_at_once_is_message_by_message(verb, algorithm, size):
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 1001])
-@pytest.mark.parametrize(("verb", "algorithm"), [("all_reduce", "ring"), ("reduce_scatter", "ring"),
-                                                 ("all_reduce", "halving-doubling")])
+@pytest.mark.parametrize(
+    ("verb", "algorithm"),
+    [("all_reduce", "ring"), ("reduce_scatter", "ring"), ("all_reduce", "halving-doubling")],
+)
 def test_unequal_chunks_are_not_taken_for_equal_ones(verb, algorithm, length):
-    """If one program is taken for all ranks, then all ranks have the same bytes, in each message."""
+    """If one program is taken for all ranks, then all ranks have the same bytes, in each
+    message."""
     for size in (3, 7, 12, 16):
         turned = record_turned(verb, algorithm, Operands(4 * length, (), 4), size)
         if turned is not None:
@@ -80,12 +96,15 @@ def test_ranks_that_did_not_run_do_the_same(verb, algorithm, size):
 
 def test_one_rank_that_differs_is_seen(monkeypatch):
     """The last rank sends twice as much: no program stands for all."""
+
     def exchange(self, dst, outgoing, src, into, reduce=None, **told):
         twice = RecordingCall.workspace(self, 2 * len(outgoing), outgoing.dtype)
         more = outgoing if self.rank < self.size - 1 else twice
         Call.exchange(self, dst, more, src, into, reduce, **told)
 
-    assert isinstance(record_turned("reduce_scatter", "ring", Operands(4096, (), 4), 8), TurnedProgram)
+    assert isinstance(
+        record_turned("reduce_scatter", "ring", Operands(4096, (), 4), 8), TurnedProgram
+    )
     monkeypatch.setattr(RecordingCall, "exchange", exchange)
     assert record_turned("reduce_scatter", "ring", Operands(4096, (), 4), 8) is None
 
@@ -100,7 +119,8 @@ def test_a_planted_bug_is_seen(monkeypatch):
 
 
 def test_rounds_are_left_out_only_when_all_clocks_go_on_alike(monkeypatch):
-    """Routes that meet at spines: the first rounds differ. All of them played, or most left out: the same."""
+    """Routes that meet at spines: the first rounds differ. All of them played, or most left out:
+    the same."""
     cluster, program = clusters(24)[3], record_turned("all_gather", "ring", Operands(3000), 24)
     short = walk(program, range(24), cluster)
     rounds = played(monkeypatch)
@@ -108,9 +128,12 @@ def test_rounds_are_left_out_only_when_all_clocks_go_on_alike(monkeypatch):
     assert 1 < len(rounds) < 23
     monkeypatch.setattr(turned_walk, "EVEN", -1.0)
     rounds.clear()
-    assert short == (pytest.approx(walk(program, range(24), cluster).seconds, rel=1e-12), *short[1:])
+    assert short == (
+        pytest.approx(walk(program, range(24), cluster).seconds, rel=1e-12),
+        *short[1:],
+    )
     assert len(rounds) == 23
-    monkeypatch.setattr(turned_walk, "EVEN", 1e9)       # planted: after one round, whatever it did
+    monkeypatch.setattr(turned_walk, "EVEN", 1e9)  # planted: after one round, whatever it did
     assert walk(program, range(24), cluster).seconds != pytest.approx(short.seconds, rel=1e-3)
 
 

@@ -1,4 +1,5 @@
-"""What the tests of checkpoints share: jobs that save and go on, and a checkpoint's tensors, put together by hand."""
+"""What the tests of checkpoints share: jobs that save and go on, and a checkpoint's tensors, put
+together by hand."""
 
 import json
 from pathlib import Path
@@ -10,11 +11,19 @@ from training import global_batch, tiny
 
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
-DTYPES = {"float64": np.float64, "float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+DTYPES = {
+    "float64": np.float64,
+    "float32": np.float32,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float16": np.float16,
+}
 
 
-def make(world: Any, plan: dict[str, Any], changes: dict[str, Any], options: dict[str, Any]) -> Trainer:
-    """A Trainer of a tiny GPT. `options`: the Trainer's, and loss_scale: (first value, good steps until it grows)."""
+def make(
+    world: Any, plan: dict[str, Any], changes: dict[str, Any], options: dict[str, Any]
+) -> Trainer:
+    """A Trainer of a tiny GPT. `options`: the Trainer's, and loss_scale: (first value, good steps
+    until it grows)."""
     options = {"optimizer": "adamw", "lr": 1e-2, "clip": 0.5, "seed": 3, **options}
     scale = options.pop("loss_scale", None)
     trainer = Trainer(Plan(**{"bucket_bytes": 2048, **plan}), tiny(**changes), world, **options)
@@ -27,11 +36,20 @@ def make(world: Any, plan: dict[str, Any], changes: dict[str, Any], options: dic
 def steps(trainer: Trainer, count: int, sequences: int = 5) -> list[float]:
     """The losses of so many further steps."""
     first = trainer.steps_done
-    return [trainer.step(global_batch(step, sequences, trainer.config)) for step in range(first, first + count)]
+    return [
+        trainer.step(global_batch(step, sequences, trainer.config))
+        for step in range(first, first + count)
+    ]
 
 
-def saved(world: Any, folder: str, plan: dict[str, Any], changes: dict[str, Any], options: dict[str, Any],
-          count: int = 2) -> dict[str, Any]:
+def saved(
+    world: Any,
+    folder: str,
+    plan: dict[str, Any],
+    changes: dict[str, Any],
+    options: dict[str, Any],
+    count: int = 2,
+) -> dict[str, Any]:
     """Train some steps and save; what a rank holds then."""
     trainer = make(world, plan, changes, options)
     losses = steps(trainer, count)
@@ -39,9 +57,17 @@ def saved(world: Any, folder: str, plan: dict[str, Any], changes: dict[str, Any]
     return ended(trainer, losses)
 
 
-def resumed(world: Any, folder: str, plan: dict[str, Any], changes: dict[str, Any], options: dict[str, Any],
-            count: int = 2, again: str | None = None) -> dict[str, Any]:
-    """Load into a Trainer that began otherwise, save what came (`again`), go on; what a rank holds then."""
+def resumed(
+    world: Any,
+    folder: str,
+    plan: dict[str, Any],
+    changes: dict[str, Any],
+    options: dict[str, Any],
+    count: int = 2,
+    again: str | None = None,
+) -> dict[str, Any]:
+    """Load into a Trainer that began otherwise, save what came (`again`), go on; what a rank holds
+    then."""
     trainer = make(world, plan, changes, {**options, "seed": 99})
     trainer.load(folder)
     if again is not None:
@@ -52,27 +78,43 @@ def resumed(world: Any, folder: str, plan: dict[str, Any], changes: dict[str, An
 def ended(trainer: Trainer, losses: list[float]) -> dict[str, Any]:
     """What a rank holds, and the end of its Trainer."""
     trainer.check_replicas()
-    result = {"losses": losses, "digest": trainer.weights_sha256(), "precision": trainer.precision.state(),
-              "steps": trainer.steps_done, "updates": trainer.updates_done}
+    result = {
+        "losses": losses,
+        "digest": trainer.weights_sha256(),
+        "precision": trainer.precision.state(),
+        "steps": trainer.steps_done,
+        "updates": trainer.updates_done,
+    }
     trainer.close()
     return result
 
 
 def whole_state(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """(whole tensors by key, updates and precision) of a checkpoint, read number by number, without the library."""
+    """(whole tensors by key, updates and precision) of a checkpoint, read number by number, without
+    the library."""
     manifest = json.loads((folder / "manifest.json").read_text())
     tensors: dict[str, np.ndarray] = {}
     times: dict[str, np.ndarray] = {}
     for shard in manifest["shards"]:
         content = (folder / shard["file"]).read_bytes()
         for array in shard["arrays"]:
-            kind, size = np.dtype(DTYPES[array["dtype"]]), int(np.prod(array["shape"], dtype=np.int64))
-            numbers = np.frombuffer(content, kind, array["nbytes"] // kind.itemsize, array["offset"])
-            at = [start + step * i + j for start, length, step, count in array["stripes"]
-                  for i in range(count) for j in range(length)]
+            kind, size = (
+                np.dtype(DTYPES[array["dtype"]]),
+                int(np.prod(array["shape"], dtype=np.int64)),
+            )
+            numbers = np.frombuffer(
+                content, kind, array["nbytes"] // kind.itemsize, array["offset"]
+            )
+            at = [
+                start + step * i + j
+                for start, length, step, count in array["stripes"]
+                for i in range(count)
+                for j in range(length)
+            ]
             whole = tensors.setdefault(array["key"], np.zeros(size, kind))
             seen = times.setdefault(array["key"], np.zeros(size, np.int64))
-            assert np.array_equal(whole[at][seen[at] > 0], numbers[seen[at] > 0]), array["key"]     # copies are equal
+            # copies are equal
+            assert np.array_equal(whole[at][seen[at] > 0], numbers[seen[at] > 0]), array["key"]
             whole[at], seen[at] = numbers, seen[at] + 1
     for key, count in times.items():
         assert count.all(), f"{key} is not complete"
@@ -82,5 +124,8 @@ def whole_state(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 def same_state(first: Path, second: Path) -> bool:
     """Whether two checkpoints hold the same bits, whatever plans wrote them."""
     (ours, state), (theirs, other) = whole_state(first), whole_state(second)
-    return state == other and ours.keys() == theirs.keys() and all(
-        ours[key].tobytes() == theirs[key].tobytes() for key in ours)
+    return (
+        state == other
+        and ours.keys() == theirs.keys()
+        and all(ours[key].tobytes() == theirs[key].tobytes() for key in ours)
+    )

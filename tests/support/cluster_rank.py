@@ -1,7 +1,8 @@
 """What the cluster tests start on several hosts: `python cluster_rank.py MODE [ARGUMENT]`.
 
     meet            rank 0 prints, as JSON, which host each rank is on, and the transport
-    conformance     every verb by every algorithm, and the demands on a transport; rank 0 prints how many, as JSON
+    conformance     every verb by every algorithm, and the demands on a transport; rank 0 prints how
+                    many, as JSON
     kill RANK       that rank is killed; each other one prints when it heard of it, and what
     wait RANK       all say that they have met, and wait for that rank, which sleeps
     long            a short message, and one of 1 MiB
@@ -55,14 +56,17 @@ def run_conformance(world: Group) -> None:
     counted = world.all_reduce(counted)
     for fields, row in zip(cases, counted.tolist(), strict=True):
         case, formula = Drawn(**fields), FORMULAS[fields["verb"], fields["algorithm"]]
-        assert row == [formula.messages_of(cost_case(case)), formula.bytes_of(cost_case(case))], (case, row)
+        assert row == [formula.messages_of(cost_case(case)), formula.bytes_of(cost_case(case))], (
+            case,
+            row,
+        )
     if world.rank == 0:
         say(cases=len(cases), transport=world.transport.name)
 
 
 def kill(world: Group, victim: int) -> None:
     world.barrier()
-    time.sleep(0.3)                                         # all of them wait
+    time.sleep(0.3)  # all of them wait
     if world.rank == victim:
         say(died=time.time(), host=platform.node(), pid=os.getpid())
         os.kill(os.getpid(), signal.SIGKILL)
@@ -82,7 +86,10 @@ def wait(world: Group, sleeper: int) -> None:
 
 
 def main() -> None:
-    world = md.init(transport=os.environ.get("CLUSTER_TRANSPORT"), limit=float(os.environ.get("CLUSTER_LIMIT", "100")))
+    world = md.init(
+        transport=os.environ.get("CLUSTER_TRANSPORT"),
+        limit=float(os.environ.get("CLUSTER_LIMIT", "100")),
+    )
     match sys.argv[1:]:
         case ["meet"]:
             meet(world)

@@ -1,4 +1,5 @@
-"""Several hosts on this machine for a test: tests/clusters/up.sh, and how a command is started on one of them."""
+"""Several hosts on this machine for a test: tests/clusters/up.sh, and how a command is started on
+one of them."""
 
 import contextlib
 import os
@@ -13,7 +14,7 @@ import pytest
 
 SCRIPTS = Path(__file__).parents[1] / "clusters"
 RANK = str(Path(__file__).parent / "cluster_rank.py")
-ADDRESS = "10.214.0."       # and the number of the host, from 1
+ADDRESS = "10.214.0."  # and the number of the host, from 1
 
 
 @dataclass(frozen=True)
@@ -29,14 +30,17 @@ class Cluster:
 
     def ask(self, host: str, *command: str) -> str:
         """What the command prints there."""
-        return subprocess.run(self.on(host, *command), capture_output=True, text=True, check=True, timeout=30).stdout
+        return subprocess.run(
+            self.on(host, *command), capture_output=True, text=True, check=True, timeout=30
+        ).stdout
 
     def address(self, host: str) -> str:
         return f"{ADDRESS}{self.hosts.index(host) + 1}"
 
     @property
     def ssh(self) -> str:
-        """The ssh of hosts with sshd; else what is in its place, for this machine only: no host can enter another."""
+        """The ssh of hosts with sshd; else what is in its place, for this machine only: no host can
+        enter another."""
         return str(self.folder / "ssh" if self.has_sshd else SCRIPTS / "ssh.sh")
 
     @property
@@ -55,16 +59,26 @@ class Cluster:
     def processes(self) -> set[str]:
         """What runs on the hosts: host, process number there, and command line."""
         ask = "for p in /proc/[0-9]*; do echo ${p#/proc/} $(tr '\\0' ' ' < $p/cmdline); done"
-        return {f"{host} {line}" for host in self.hosts for line in self.ask(host, "sh", "-c", ask).splitlines()
-                if " " in line and "/proc/[0-9]*" not in line}
+        return {
+            f"{host} {line}"
+            for host in self.hosts
+            for line in self.ask(host, "sh", "-c", ask).splitlines()
+            if " " in line and "/proc/[0-9]*" not in line
+        }
 
 
 @contextlib.contextmanager
 def hosts_up(*hosts: str, options: Sequence[str] = ()) -> Iterator[Cluster]:
-    """Hosts as up.sh takes them ("a", "b:loopback"), for the block. Skips the test where this machine cannot."""
+    """Hosts as up.sh takes them ("a", "b:loopback"), for the block. Skips the test where this
+    machine cannot."""
     folder = Path(tempfile.mkdtemp(prefix="minidist-hosts-")) / "state"
-    with subprocess.Popen([str(SCRIPTS / "up.sh"), "--state", str(folder), *options, *hosts], text=True,
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as up:
+    with subprocess.Popen(
+        [str(SCRIPTS / "up.sh"), "--state", str(folder), *options, *hosts],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as up:
         assert up.stdin is not None and up.stdout is not None and up.stderr is not None
         try:
             if not up.stdout.readline().startswith("up: "):

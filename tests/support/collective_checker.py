@@ -1,10 +1,13 @@
-"""The checker of collectives: runs one drawn case on ranks and holds results, arguments, bits and ledger to account.
+"""The checker of collectives: runs one drawn case on ranks and holds results, arguments, bits and
+ledger to account.
 
-`examine(case)` raises AssertionError (or what a rank raised) if the algorithm is wrong in any way that can be seen from
-outside. tests/comm/collectives/test_mutants.py shows that it does, on algorithms that are wrong on purpose.
+`examine(case)` raises AssertionError (or what a rank raised) if the algorithm is wrong in any way
+that can be seen from outside. tests/comm/collectives/test_mutants.py shows that it does, on
+algorithms that are wrong on purpose.
 
-Values are whole numbers so small that every order of additions gives the same sum in the dtype, so results are compared
-bit for bit with NumPy; "rough" values are not, and are compared within rounding, but with the same bits on all ranks.
+Values are whole numbers so small that every order of additions gives the same sum in the dtype, so
+results are compared bit for bit with NumPy; "rough" values are not, and are compared within
+rounding, but with the same bits on all ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,19 +28,26 @@ ROOTED = ("broadcast", "scatter", "reduce", "gather")
 ONLY_ON = {"native": ("mpi",), "shared": ("shm",)}
 """Algorithms that not every transport has."""
 
-ALL_PAIRS = [(verb, algorithm) for verb, algorithms in ALGORITHMS.items() for algorithm in algorithms]
+ALL_PAIRS = [
+    (verb, algorithm) for verb, algorithms in ALGORITHMS.items() for algorithm in algorithms
+]
 PAIRS = [pair for pair in ALL_PAIRS if pair[1] not in ONLY_ON]
 LAYOUTS = ("plain", "strided", "read-only", "transposed")
-WIDE = {np.dtype(np.float16): np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16): np.dtype(np.float32)}
+WIDE = {
+    np.dtype(np.float16): np.dtype(np.float32),
+    np.dtype(ml_dtypes.bfloat16): np.dtype(np.float32),
+}
 
 
 @dataclass(frozen=True)
 class Drawn:
     """One call on all ranks.
 
-    Attributes: lengths  elements (rows, for a gather) that each rank brings; for all_to_all, lengths[src][dst]
+    Attributes: lengths  elements (rows, for a gather) that each rank brings; for all_to_all,
+                         lengths[src][dst]
                 layout   how the argument lies in memory
-                how      "new" result, "out" given, "in place" (out is the argument), or "start" and wait
+                how      "new" result, "out" given, "in place" (out is the argument), or "start" and
+                         wait
                 nodes    the machine each rank is on; empty: one machine
                 rough    values whose sums depend on the order of additions
     """
@@ -61,7 +71,8 @@ class Drawn:
 
 
 def values(case: Drawn, rank: int, length: int, salt: int = 0) -> np.ndarray:
-    """What a rank brings: another value for each rank and index, as far as the dtype can tell them apart."""
+    """What a rank brings: another value for each rank and index, as far as the dtype can tell them
+    apart."""
     kind, index = case.kind(), np.arange(length) + 7 * rank + 13 * salt
     if case.rough:
         real, imaginary = np.random.default_rng([rank, salt]).standard_normal((2, length))
@@ -89,16 +100,21 @@ def laid_out(array: np.ndarray, layout: str) -> np.ndarray:
 
 
 def bring(case: Drawn, rank: int) -> Any:
-    """The argument of one rank: an array, a list of arrays for all_to_all, or None where the verb takes none."""
+    """The argument of one rank: an array, a list of arrays for all_to_all, or None where the verb
+    takes none."""
     if case.verb == "barrier" or (case.verb in ("broadcast", "scatter") and rank != case.root):
         return None
     if case.verb == "all_to_all":
-        return [laid_out(values(case, rank, length, salt=dst), case.layout)
-                for dst, length in enumerate(case.lengths[rank])]
+        return [
+            laid_out(values(case, rank, length, salt=dst), case.layout)
+            for dst, length in enumerate(case.lengths[rank])
+        ]
     length = case.lengths[rank]
     if case.verb in ("scatter", "gather", "all_gather"):
         return laid_out(values(case, rank, 2 * length).reshape(length, 2), case.layout)
-    return laid_out(values(case, rank, length).reshape((2, -1) if length % 2 == 0 else (-1,)), case.layout)
+    return laid_out(
+        values(case, rank, length).reshape((2, -1) if length % 2 == 0 else (-1,)), case.layout
+    )
 
 
 def reduced(case: Drawn) -> np.ndarray:
@@ -149,17 +165,26 @@ def on_rank(world: Group, case: Drawn) -> tuple[Any, bool, dict[str, Any]]:
     x, want = bring(case, world.rank), expected(case)[world.rank]
     out: Any = None
     if case.how == "out" and want is not None:
-        out = [np.empty_like(one) for one in want] if isinstance(want, list) else np.empty_like(want)
+        out = (
+            [np.empty_like(one) for one in want] if isinstance(want, list) else np.empty_like(want)
+        )
     elif case.how == "in place":
         out = x
     world.nodes = tuple(case.nodes or (0,) * case.size)
     result = call(world, case, x, out)
     if out is not None and want is not None:
-        assert all(a is b for a, b in zip(result, out, strict=True)) if isinstance(out, list) else result is out, \
-            "the result is not the array given as out="
+        assert (
+            all(a is b for a, b in zip(result, out, strict=True))
+            if isinstance(out, list)
+            else result is out
+        ), "the result is not the array given as out="
     again = bring(case, world.rank)
     untouched = case.how == "in place" or same(x, again)
-    return result, untouched, {"rows": world.ledger.rows(), "lends": world.board is not None and world.board.lends}
+    return (
+        result,
+        untouched,
+        {"rows": world.ledger.rows(), "lends": world.board is not None and world.board.lends},
+    )
 
 
 def same(a: Any, b: Any) -> bool:
@@ -191,29 +216,49 @@ def cost_case(case: Drawn) -> Case:
     if case.verb == "scatter":
         return replace(seen, blocks=chunk_bytes(lengths[case.root], 2 * itemsize, case.size))
     length = lengths[case.root if case.verb == "broadcast" else 0]
-    return replace(seen, nbytes=length * itemsize, itemsize=itemsize, blocks=chunk_bytes(length, itemsize, case.size))
+    return replace(
+        seen,
+        nbytes=length * itemsize,
+        itemsize=itemsize,
+        blocks=chunk_bytes(length, itemsize, case.size),
+    )
 
 
 def examine(case: Drawn, run: Callable[..., list[Any]] = run) -> list[Any]:
     """Run the case and hold it to account; returns each rank's result."""
     outcomes = run(on_rank, case, size=case.size, transport=case.transport, limit=case.limit)
     results = [result for result, _, _ in outcomes]
-    for rank, (want, (result, untouched, _)) in enumerate(zip(expected(case), outcomes, strict=True)):
+    for rank, (want, (result, untouched, _)) in enumerate(
+        zip(expected(case), outcomes, strict=True)
+    ):
         assert untouched, f"rank {rank}: the argument was changed"
         if case.rough and case.verb in REDUCING and want is not None:
-            assert result.dtype == want.dtype, f"rank {rank}: dtype {result.dtype}, expected {want.dtype}"
-            np.testing.assert_allclose(result.astype(np.complex128), want.astype(np.complex128), err_msg=f"rank {rank}",
-                                       **tolerance(case))
+            assert result.dtype == want.dtype, (
+                f"rank {rank}: dtype {result.dtype}, expected {want.dtype}"
+            )
+            np.testing.assert_allclose(
+                result.astype(np.complex128),
+                want.astype(np.complex128),
+                err_msg=f"rank {rank}",
+                **tolerance(case),
+            )
         else:
             assert same(result, want), f"rank {rank}: got {result!r}, expected {want!r}"
     if case.verb == "all_reduce":
-        assert all(bits(result) == bits(results[0]) for result in results), "ranks hold different bits"
+        assert all(bits(result) == bits(results[0]) for result in results), (
+            "ranks hold different bits"
+        )
     rows = [row for _, _, counted in outcomes for row in counted["rows"]]
-    assert all((row["verb"], row["algorithm"], row["axis"]) == (case.verb, case.algorithm, "world") for row in rows)
+    assert all(
+        (row["verb"], row["algorithm"], row["axis"]) == (case.verb, case.algorithm, "world")
+        for row in rows
+    )
     formula = FORMULAS[case.verb, case.algorithm]
     messages, nbytes = sum(row["messages"] for row in rows), sum(row["nbytes"] for row in rows)
     seen = replace(cost_case(case), lends=outcomes[0][2]["lends"])
-    assert messages == formula.messages_of(seen), f"{messages} messages, {formula.messages} expected"
+    assert messages == formula.messages_of(seen), (
+        f"{messages} messages, {formula.messages} expected"
+    )
     assert nbytes == formula.bytes_of(seen), f"{nbytes} bytes, {formula.nbytes} expected"
     return results
 

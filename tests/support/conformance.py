@@ -1,7 +1,8 @@
-"""What every transport must do, as functions of (world) that run on its ranks; run by tests/comm/test_conformance.py.
+"""What every transport must do, as functions of (world) that run on its ranks; run by
+tests/comm/test_conformance.py.
 
-They stand in a module of their own so that ranks started by mpirun can import them. PEACEFUL checks leave the job as it
-was and run one after the other in one job; each of the others ends its job.
+They stand in a module of their own so that ranks started by mpirun can import them. PEACEFUL checks
+leave the job as it was and run one after the other in one job; each of the others ends its job.
 """
 
 import os
@@ -54,7 +55,9 @@ def meeting(world: Group) -> Callable[[], None]:
             return Path(folder, str(world.rank)).touch()
         deadline = time.monotonic() + limit
         while len(os.listdir(folder)) < last:
-            assert time.monotonic() < deadline, f"after {limit:g} s only ranks {os.listdir(folder)} have come"
+            assert time.monotonic() < deadline, (
+                f"after {limit:g} s only ranks {os.listdir(folder)} have come"
+            )
             time.sleep(0.01)
         return shutil.rmtree(folder)
 
@@ -120,12 +123,14 @@ def pieces_cover_the_target_once(world: Group) -> None:
         for n in (0, 1, 1000, 777_777):
             edges = [0]
 
-            def add(target: np.ndarray, start: int, piece: np.ndarray, edges: list[int] = edges) -> None:
+            def add(
+                target: np.ndarray, start: int, piece: np.ndarray, edges: list[int] = edges
+            ) -> None:
                 assert start == edges[-1], "pieces come in order"
                 assert piece.dtype == target.dtype
                 assert piece.ndim == 1
                 edges.append(start + len(piece))
-                target[start:start + len(piece)] += piece
+                target[start : start + len(piece)] += piece
 
             total = np.ones(n, kind)
             arriving = recv(world, before, 5, total, add)
@@ -139,8 +144,15 @@ def pieces_cover_the_target_once(world: Group) -> None:
 def any_dtype_and_no_bytes(world: Group) -> None:
     after, before = neighbours(world)
     pair = np.dtype([("key", "i4"), ("weight", "f2")])
-    for array in (np.array([True, False]), np.array([1.5, -2.5], ml_dtypes.bfloat16), np.array([(1, 2.0)], pair),
-                  np.array([1 + 2j]), np.array([b"ab", b"c"]), np.array([], np.float32), np.zeros(3, "M8[s]")):
+    for array in (
+        np.array([True, False]),
+        np.array([1.5, -2.5], ml_dtypes.bfloat16),
+        np.array([(1, 2.0)], pair),
+        np.array([1 + 2j]),
+        np.array([b"ab", b"c"]),
+        np.array([], np.float32),
+        np.zeros(3, "M8[s]"),
+    ):
         array.flags.writeable = False
         got = np.empty_like(array)
         arriving = recv(world, before, 6, got)
@@ -154,7 +166,11 @@ def many_in_flight(world: Group) -> None:
     peers = [peer for peer in range(world.size) if peer != world.rank]
     got = {(peer, i): np.zeros(i + 1, np.int64) for peer in peers for i in range(30)}
     handles = [recv(world, peer, 100 + i, array) for (peer, i), array in got.items()]
-    handles += [send(world, peer, 100 + i, np.full(i + 1, 1000 * world.rank + i)) for peer in peers for i in range(30)]
+    handles += [
+        send(world, peer, 100 + i, np.full(i + 1, 1000 * world.rank + i))
+        for peer in peers
+        for i in range(30)
+    ]
     for handle in reversed(handles):
         handle.wait()
         assert handle.done()
@@ -188,7 +204,8 @@ def several_threads(world: Group) -> None:
 
 
 def waiting_moves_the_other_handles_on(world: Group) -> None:
-    """Rank 1 sends the second message only when the large first one is gone; rank 0 waits for the second alone."""
+    """Rank 1 sends the second message only when the large first one is gone; rank 0 waits for the
+    second alone."""
     n = 2_000_000
     if world.rank == 1:
         send(world, 0, 7, np.ones(n)).wait()
@@ -197,7 +214,7 @@ def waiting_moves_the_other_handles_on(world: Group) -> None:
         large, small = np.ones(n), np.zeros(1)
 
         def add(target: np.ndarray, start: int, piece: np.ndarray) -> None:
-            target[start:start + len(piece)] += piece
+            target[start : start + len(piece)] += piece
 
         first = recv(world, 1, 7, large, add)
         recv(world, 1, 8, small).wait()
@@ -209,6 +226,7 @@ def waiting_moves_the_other_handles_on(world: Group) -> None:
 def refused_message_leaves_the_link_whole(world: Group) -> None:
     after, before = neighbours(world)
     for n in (1, 500_000):
+
         def refuse(meta: bytes, nbytes: int) -> np.ndarray:
             raise MismatchError(f"not what I want: {meta.decode()}")
 
@@ -259,17 +277,30 @@ def waiting_burns_no_core(world: Group) -> None:
         start, burnt = time.monotonic(), time.thread_time()
         recv(world, 1, 11, np.zeros(1)).wait()
         waited, burnt = time.monotonic() - start, time.thread_time() - burnt
-        assert burnt < 0.25 * max(waited, 0.4), f"{burnt:.2f} s of processor time to wait {waited:.2f} s"
+        assert burnt < 0.25 * max(waited, 0.4), (
+            f"{burnt:.2f} s of processor time to wait {waited:.2f} s"
+        )
 
 
-PEACEFUL = (attributes, order_within_a_tag_and_none_between_tags, header_arrives_whole, everyone_sends_much_at_once,
-            pieces_cover_the_target_once, any_dtype_and_no_bytes, many_in_flight, several_threads,
-            waiting_moves_the_other_handles_on, refused_message_leaves_the_link_whole, limit_ends_a_wait,
-            waiting_burns_no_core)
+PEACEFUL = (
+    attributes,
+    order_within_a_tag_and_none_between_tags,
+    header_arrives_whole,
+    everyone_sends_much_at_once,
+    pieces_cover_the_target_once,
+    any_dtype_and_no_bytes,
+    many_in_flight,
+    several_threads,
+    waiting_moves_the_other_handles_on,
+    refused_message_leaves_the_link_whole,
+    limit_ends_a_wait,
+    waiting_burns_no_core,
+)
 
 
 BLOCKING = PEACEFUL
-"""The checks that hold a transport whose sends block, plain_tcp.py: no peaceful one needs a send that returns early."""
+"""The checks that hold a transport whose sends block, plain_tcp.py: no peaceful one needs a send
+that returns early."""
 
 
 def all_peaceful(world: Group) -> None:
@@ -283,7 +314,8 @@ def all_peaceful(world: Group) -> None:
 
 
 def verbs(world: Group, cases: list[dict[str, Any]]) -> list[list[Any]]:
-    """Calls by Drawn's fields, each result checked here. Returns what the ledger counted: [messages, bytes] of each."""
+    """Calls by Drawn's fields, each result checked here. Returns what the ledger counted:
+    [messages, bytes] of each."""
     counted = []
     for fields in cases:
         case = Drawn(**fields)
@@ -302,9 +334,11 @@ MPI_DTYPES = ("float32", "uint8", "int64", "float64", "int16", "uint32")
 
 
 def fixed_cases(size: int, transport: str, *, every: bool = False) -> Iterator[dict[str, Any]]:
-    """Every verb by every algorithm of the transport: lengths around the group's size, several dtypes and roots.
+    """Every verb by every algorithm of the transport: lengths around the group's size, several
+    dtypes and roots.
 
-    On three ranks two of the six lengths each, others with the next algorithm, unless `every` is asked for.
+    On three ranks two of the six lengths each, others with the next algorithm, unless `every` is
+    asked for.
     """
     for number, (verb, algorithm) in enumerate(ALL_PAIRS):
         if algorithm in ONLY_ON and transport not in ONLY_ON[algorithm]:
@@ -318,24 +352,31 @@ def fixed_cases(size: int, transport: str, *, every: bool = False) -> Iterator[d
                 lengths = [[length + src + dst for dst in range(size)] for src in range(size)]
             elif verb in ("gather", "all_gather") and turn % 2:
                 lengths = [length + rank for rank in range(size)]
-            yield {"verb": verb, "algorithm": algorithm, "size": size, "lengths": lengths,
-                   "dtype": dtypes[(number + turn) % len(dtypes)],
-                   "op": ("sum", "max", "prod", "min")[turn % 4] if verb in REDUCING else "sum",
-                   "root": (turn + 1) % size if verb in ROOTED else 0,
-                   "layout": ("plain", "strided", "read-only")[turn % 3],
-                   "how": ("new", "start", "out")[turn % 3] if verb != "barrier" else "new",
-                   "nodes": [7, 3, 3, 7][:size] if algorithm == "hierarchical" else []}
+            yield {
+                "verb": verb,
+                "algorithm": algorithm,
+                "size": size,
+                "lengths": lengths,
+                "dtype": dtypes[(number + turn) % len(dtypes)],
+                "op": ("sum", "max", "prod", "min")[turn % 4] if verb in REDUCING else "sum",
+                "root": (turn + 1) % size if verb in ROOTED else 0,
+                "layout": ("plain", "strided", "read-only")[turn % 3],
+                "how": ("new", "start", "out")[turn % 3] if verb != "barrier" else "new",
+                "nodes": [7, 3, 3, 7][:size] if algorithm == "hierarchical" else [],
+            }
 
 
 BESIDE_MPI = ("float32", "int64", "float64", "uint8")
 
 
 def as_mpi_has_it(world: Group) -> int:
-    """Every verb by every algorithm beside what mpi4py's own collectives give; returns how many were compared.
+    """Every verb by every algorithm beside what mpi4py's own collectives give; returns how many
+    were compared.
 
     On three ranks, in the default run, in two of the dtypes.
     """
     from mpi4py import MPI
+
     mpi, compared = MPI.COMM_WORLD, 0
     ops = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
     counts = [len(part) for part in np.array_split(np.empty(7), world.size)]
@@ -352,49 +393,72 @@ def as_mpi_has_it(world: Group) -> int:
             mpi.Reduce_scatter(x, chunk, counts, ops[op])
             wanted: dict[str, tuple[Any, dict[str, Any]]] = {
                 "reduce": (total if world.rank == root else None, {"op": op, "root": root}),
-                "broadcast": (full, {"root": root}), "all_reduce": (summed, {"op": op}),
-                "reduce_scatter": (chunk, {"op": op}), "all_gather": (whole, {}),
+                "broadcast": (full, {"root": root}),
+                "all_reduce": (summed, {"op": op}),
+                "reduce_scatter": (chunk, {"op": op}),
+                "all_gather": (whole, {}),
                 "gather": (whole if world.rank == root else None, {"root": root}),
-                "scatter": (np.array_split(full, world.size)[world.rank], {"root": root}), "all_to_all": (parts, {})}
+                "scatter": (np.array_split(full, world.size)[world.rank], {"root": root}),
+                "all_to_all": (parts, {}),
+            }
             for verb, (want, more) in wanted.items():
                 own = list(np.array_split(x, world.size)) if verb == "all_to_all" else x
                 for algorithm in filter(lambda name: name != "shared", ALGORITHMS[verb]):
                     got = getattr(world, verb)(own, algorithm=algorithm, **more)
-                    assert same(got, want), f"{verb} {algorithm} {op} {dtype}: got {got}, MPI {want}"
+                    assert same(got, want), (
+                        f"{verb} {algorithm} {op} {dtype}: got {got}, MPI {want}"
+                    )
                     compared += 1
     return compared
 
 
-BITS = ("ring", "tree", "direct", "naive", "doubling", "halving-doubling", "hierarchical", "torus",
-        "torus-both")
+BITS = (
+    "ring",
+    "tree",
+    "direct",
+    "naive",
+    "doubling",
+    "halving-doubling",
+    "hierarchical",
+    "torus",
+    "torus-both",
+)
 
 
 def bits(world: Group) -> list[bytes]:
-    """All-reduces of numbers whose sum depends on the order of additions, and hierarchical's on who shares a node."""
+    """All-reduces of numbers whose sum depends on the order of additions, and hierarchical's on who
+    shares a node."""
     world.nodes = tuple(rank % 2 for rank in range(world.size))
     x = np.random.default_rng(world.rank).standard_normal(100_003).astype(np.float32)
     return [world.all_reduce(x, algorithm=algorithm).tobytes() for algorithm in BITS]
 
 
-def calls_in_one_job(world: Group, cases: list[dict[str, Any]]) -> tuple[list[list[Any]], list[bytes], int]:
-    """`verbs`, with what one size is enough for in the same job: on four ranks all demands, on three the bits.
+def calls_in_one_job(
+    world: Group, cases: list[dict[str, Any]]
+) -> tuple[list[list[Any]], list[bytes], int]:
+    """`verbs`, with what one size is enough for in the same job: on four ranks all demands, on
+    three the bits.
 
     Over mpi also `as_mpi_has_it`.
     """
     if world.size == 4:
         all_peaceful(world)
-    counted, compared = verbs(world, cases), as_mpi_has_it(world) if world.transport.name == "mpi" else 0
+    counted, compared = (
+        verbs(world, cases),
+        as_mpi_has_it(world) if world.transport.name == "mpi" else 0,
+    )
     return counted, bits(world) if world.size == 3 else [], compared
 
 
 def aborted(world: Group) -> bool:
-    """A wait of rank 0 that another thread aborts while rank 1 does not wait; and every wait of both after it."""
+    """A wait of rank 0 that another thread aborts while rank 1 does not wait; and every wait of
+    both after it."""
     caught, meet = [], meeting(world)
     timer = threading.Timer(0.05, world.transport.abort, (CommError("enough"),))
     timer.start()
     if world.rank == 1:
         timer.join()
-        meet()                  # its end, as a wait for the other, would make that one's a deadlock
+        meet()  # its end, as a wait for the other, would make that one's a deadlock
     for _ in range(2):
         try:
             recv(world, (world.rank + 1) % world.size, 12, np.zeros(1)).wait()
@@ -407,7 +471,8 @@ def aborted(world: Group) -> bool:
 
 
 def one_rank_fails(world: Group, folder: str, failing: int) -> None:
-    """Rank `failing` raises; what each other rank then gets from a wait goes to a file of the folder."""
+    """Rank `failing` raises; what each other rank then gets from a wait goes to a file of the
+    folder."""
     start = time.monotonic()
     try:
         world.barrier()

@@ -1,14 +1,17 @@
-"""A process of an elastic job that the tests start: `python elastic_rank.py FOLDER SETTINGS`, the settings as JSON.
+"""A process of an elastic job that the tests start: `python elastic_rank.py FOLDER SETTINGS`, the
+settings as JSON.
 
-    zero     the ZeRO stage; plan: further axes, as {"tp": 2}; options: further ones of the plan, as {"local_steps": 4}
-    steps    of the training
-    pause    seconds that each step takes at least
-    wait     the step at which rank 0 of generation 2 waits until the launcher has more ranks
-    agree    {process: seconds}: it takes so long to say that it knows the step to stop after
-    agree_limit  seconds that rank 0 waits for that
-    deaths   {process: [step, how]}, once: it is killed "before" the step, "within" it, "copying" its state after it, in
-             the "meeting" after it, "joining" a generation, or "serving" after so many updates; or stopped: "stop"; or
-             its connection to a rank is "cut"; or to the monitor: "deaf"; or what has started it is killed: "host"
+zero     the ZeRO stage; plan: further axes, as {"tp": 2}; options: further ones of the plan, as
+         {"local_steps": 4}
+steps    of the training
+pause    seconds that each step takes at least
+wait     the step at which rank 0 of generation 2 waits until the launcher has more ranks
+agree    {process: seconds}: it takes so long to say that it knows the step to stop after
+agree_limit  seconds that rank 0 waits for that
+deaths   {process: [step, how]}, once: it is killed "before" the step, "within" it, "copying" its
+         state after it, in the "meeting" after it, "joining" a generation, or "serving" after so
+         many updates; or stopped: "stop"; or its connection to a rank is "cut"; or to the monitor:
+         "deaf"; or what has started it is killed: "host"
 """
 
 import json
@@ -34,7 +37,7 @@ from minidist.survive.kept_shards import KeptShards
 
 CONFIG = GPTConfig(vocabulary=11, context=8, layers=2, width=16, heads=4, dtype="float64")
 ROWS = 12
-WAIT_LIMIT = 20.0       # seconds until more ranks can take part
+WAIT_LIMIT = 20.0  # seconds until more ranks can take part
 
 
 def batch_of(step):
@@ -46,9 +49,15 @@ def batch_of(step):
 def make_trainer(world, settings):
     inner = settings.get("plan", {})
     size = world.size // int(np.prod([1, *inner.values()]))
-    return md.Trainer(md.Plan(dp=size, zero=settings.get("zero", 0), **inner,
-                               **settings.get("options", {})), CONFIG, world, lr=1e-2, seed=3,
-                      optimizer=settings.get("optimizer", "adamw"), clip=settings.get("clip", 1.0))
+    return md.Trainer(
+        md.Plan(dp=size, zero=settings.get("zero", 0), **inner, **settings.get("options", {})),
+        CONFIG,
+        world,
+        lr=1e-2,
+        seed=3,
+        optimizer=settings.get("optimizer", "adamw"),
+        clip=settings.get("clip", 1.0),
+    )
 
 
 def die(number=signal.SIGKILL):
@@ -67,7 +76,9 @@ def wait_for_more(job):
     deadline = time.monotonic() + WAIT_LIMIT
     while not job.asked and job.stop_at is None:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"in {WAIT_LIMIT:g} s no process came that could join generation {job.number}")
+            raise RuntimeError(
+                f"in {WAIT_LIMIT:g} s no process came that could join generation {job.number}"
+            )
         time.sleep(0.01)
 
 
@@ -85,13 +96,14 @@ def agree_late(job, seconds):
 
 def train(world, job, survivor, settings, folder):
     """All steps; rank 0 writes what came of it."""
-    death, when = settings.get("deaths", {}).pop(str(job.process), (-1, ""))       # once
+    death, when = settings.get("deaths", {}).pop(str(job.process), (-1, ""))  # once
     trainer = make_trainer(world, settings)
     survivor.begin(trainer)
     if when == "serving":
         update = trainer.strategy.service._update
-        trainer.strategy.service._update = lambda *args: die() if trainer.strategy.service.version >= death else \
-            update(*args)
+        trainer.strategy.service._update = lambda *args: (
+            die() if trainer.strategy.service.version >= death else update(*args)
+        )
     serves = survivor.serve(trainer, batch_of(0))
     while trainer.steps_done < settings["steps"] and not serves:
         step = trainer.steps_done
@@ -103,7 +115,11 @@ def train(world, job, survivor, settings, folder):
             os.kill(os.getppid(), signal.SIGKILL)
         if step == death and when in ("cut", "deaf"):
             links = world.transport._polled
-            cut(links[min(links)].fileno() if when == "cut" else membership.current().joined.link._sock.fileno())
+            cut(
+                links[min(links)].fileno()
+                if when == "cut"
+                else membership.current().joined.link._sock.fileno()
+            )
         if step == death and when == "within":
             Group.all_gather = Group._start = lambda *_, **__: die()
         if step == death and when == "meeting":
@@ -113,15 +129,20 @@ def train(world, job, survivor, settings, folder):
         start = time.perf_counter()
         time.sleep(settings.get("pause", 0.0))
         loss = trainer.start_step(batch_of(step))
-        survivor.after_step(trainer, loss, time.perf_counter() - start, behind=int("options" in settings))
+        survivor.after_step(
+            trainer, loss, time.perf_counter() - start, behind=int("options" in settings)
+        )
     survivor.finish(trainer)
     digest, weights = trainer.weights_sha256(), trainer.state_dict()
     if serves:
         (folder / f"record-{world.rank}.json").write_text(json.dumps(trainer.strategy.record))
     if world.rank == 0:
         np.savez(folder / "weights.npz", **weights)
-        (folder / "result.json").write_text(json.dumps({
-            "losses": survivor.losses, "sha256": digest, "elastic": describe(job.records())}))
+        (folder / "result.json").write_text(
+            json.dumps(
+                {"losses": survivor.losses, "sha256": digest, "elastic": describe(job.records())}
+            )
+        )
     left = trainer.survivors()
     trainer.close()
     left.barrier()
@@ -129,10 +150,12 @@ def train(world, job, survivor, settings, folder):
 
 
 def replay(folder, settings, changes):
-    """Losses and digest of a training on threads that changes its ranks on purpose, through the disk.
+    """Losses and digest of a training on threads that changes its ranks on purpose, through the
+    disk.
 
     Args: changes: (ranks, the first step that they make) of each part.
     """
+
     def part(world, number):
         trainer = make_trainer(world, settings)
         if number:
@@ -152,17 +175,28 @@ def replay(folder, settings, changes):
 def main(folder, settings):
     libraries = warm_up(settings.get("transport"))
     fork_on_demand()
-    membership.ThreadpoolController = exits.ModuleType = None       # a fork looks for nothing that warm_up has found
+    # a fork looks for nothing that warm_up has found
+    membership.ThreadpoolController = exits.ModuleType = None
     job = Generations.from_environment(libraries)
     agree_late(job, settings.get("agree", {}).get(str(job.process), 0.0))
     generations.AGREE_LIMIT = settings.get("agree_limit", generations.AGREE_LIMIT)
     options = settings.get("options", {})
-    survivor = Survivor(job, copies=KeptShards(settings.get("every", 50)) if options.get("asynchronous") else
-                        KeptReplica(options["local_steps"]) if "local_steps" in options else None)
+    survivor = Survivor(
+        job,
+        copies=KeptShards(settings.get("every", 50))
+        if options.get("asynchronous")
+        else KeptReplica(options["local_steps"])
+        if "local_steps" in options
+        else None,
+    )
     if settings.get("deaths", {}).get(str(job.process), [0, ""])[1] == "joining":
         survivor.begin = lambda trainer: die()
-    return go_on(survivor, lambda world: train(world, job, survivor, settings, folder),
-                 transport=settings.get("transport"), threads=1)
+    return go_on(
+        survivor,
+        lambda world: train(world, job, survivor, settings, folder),
+        transport=settings.get("transport"),
+        threads=1,
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""A process of `minidist train --elastic` that the tests start: `python elastic_train.py DEATHS WORD …`.
+"""A process of `minidist train --elastic` that the tests start: `python elastic_train.py DEATHS
+WORD …`.
 
-DEATHS is JSON, {process: [step, how], …}: before that step it is killed, "kill", together with all others that are
-to be killed then; or it has its launcher told to stop, "tell", and waits until that has come back.
+DEATHS is JSON, {process: [step, how], …}: before that step it is killed, "kill", together with all
+others that are to be killed then; or it has its launcher told to stop, "tell", and waits until that
+has come back.
 """
 
 import json
@@ -19,7 +21,8 @@ STEP = Trainer.start_step
 
 
 def step(trainer, batch, **options):
-    """In place of Trainer.start_step; a process may have got its number after it has loaded this."""
+    """In place of Trainer.start_step; a process may have got its number after it has loaded
+    this."""
     process = os.environ["MINIDIST_PROCESS"]
     when, how = DEATHS.get(process, (-1, ""))
     if trainer.steps_done == when:
@@ -42,7 +45,9 @@ def tell():
 
 def meet(others, process):
     """Wait until the others have come here, too."""
-    folder = Path(next(word for word in sys.argv if word.startswith("--out=")).removeprefix("--out="))
+    folder = Path(
+        next(word for word in sys.argv if word.startswith("--out=")).removeprefix("--out=")
+    )
     (folder / f"dying-{process}").touch()
     wait(lambda: all((folder / f"dying-{other}").exists() for other in others))
 

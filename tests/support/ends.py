@@ -1,6 +1,8 @@
-"""Every phase of a rank's joining and leaving, as a point at which it is killed: `die_at(phase)` in that rank.
+"""Every phase of a rank's joining and leaving, as a point at which it is killed: `die_at(phase)` in
+that rank.
 
-A point is before or after the n-th call of a function; so the kill comes there, however busy the machine is.
+A point is before or after the n-th call of a function; so the kill comes there, however busy the
+machine is.
 """
 
 import functools

@@ -18,11 +18,25 @@ from minidist.parallel.step.single import Single
 MOE: dict[str, Any] = {"experts": 5, "top_k": 2, "noise": 0.05}
 
 
-def train(world: Any, moe: dict[str, Any], changes: dict[str, Any], *, steps: int = STEPS, sequences: int = 5,
-          clip: float | None = 0.5, accumulate: int = 1, checkpoint: str = "none", seed: int = 3,
-          precision: str | None = None, optimizer: Any = AdamW, spoil: Any = None, copies: int = 1) -> dict[str, Any]:
-    """What a rank holds after some steps: whole weights, losses, loads of each step, what was sent, memory; rows sent
-    to experts of other ranks, copies to other nodes, and the placement that was measured.
+def train(
+    world: Any,
+    moe: dict[str, Any],
+    changes: dict[str, Any],
+    *,
+    steps: int = STEPS,
+    sequences: int = 5,
+    clip: float | None = 0.5,
+    accumulate: int = 1,
+    checkpoint: str = "none",
+    seed: int = 3,
+    precision: str | None = None,
+    optimizer: Any = AdamW,
+    spoil: Any = None,
+    copies: int = 1,
+) -> dict[str, Any]:
+    """What a rank holds after some steps: whole weights, losses, loads of each step, what was sent,
+    memory; rows sent to experts of other ranks, copies to other nodes, and the placement that was
+    measured.
 
     Args:    copies: groups that each hold all experts.
     """
@@ -31,7 +45,7 @@ def train(world: Any, moe: dict[str, Any], changes: dict[str, Any], *, steps: in
         group, same = world, None
         model = mixture(GPT(config), MixtureConfig(**{**MOE, **moe}))
         if world.size > 1:
-            if copies > 1:                      # data × experts, the experts' ranks neighbours
+            if copies > 1:  # data × experts, the experts' ranks neighbours
                 group = world.split(world.rank // (world.size // copies), axis="ep")
                 same = world.split(world.rank % (world.size // copies), axis="dp")
             expert_parallel(model, group, copies=same)
@@ -46,15 +60,24 @@ def train(world: Any, moe: dict[str, Any], changes: dict[str, Any], *, steps: in
             return model.loss(part.inputs, part.targets, divisor, key=key)
 
         kind = {} if precision is None else {"precision": MixedPrecision(precision)}
-        strategy: Any = (Single(model, loss=loss, **kind) if world.size == 1 else
-                         ExpertParallel(model, group, everyone=world, loss=loss, **kind))
+        strategy: Any = (
+            Single(model, loss=loss, **kind)
+            if world.size == 1
+            else ExpertParallel(model, group, everyone=world, loss=loss, **kind)
+        )
         update = optimizer(strategy.parameters, 1e-2)
         losses, counted, rows, away = [], [], 0, 0
         with world.ledger.during("step"):
             for step in range(steps):
                 state["step"] = step
-                losses.append(strategy.step(global_batch(step, sequences, config), update, clip=clip,
-                                            accumulate=accumulate))
+                losses.append(
+                    strategy.step(
+                        global_batch(step, sequences, config),
+                        update,
+                        clip=clip,
+                        accumulate=accumulate,
+                    )
+                )
                 if world.size == 1:
                     counted.append(loads(model))
                     rebalance(model, counted[-1])
@@ -64,11 +87,24 @@ def train(world: Any, moe: dict[str, Any], changes: dict[str, Any], *, steps: in
                     away += int(strategy.load.copies.sum())
         sent = world.ledger.sent_bytes("step")
         formula = elements_sent(model, ranks=world.size, rows=0)
-        return {"weights": strategy.state_dict(), "losses": losses, "sent": sent, "memory": memory.snapshot(),
-                "loads": np.stack(counted), "rows": rows, "dense": formula, "config": config.as_dict(), "copies": away,
-                "placed": strategy.load.placed(world.split(world.rank)) if len(set(world.nodes)) > 1 else None}
+        return {
+            "weights": strategy.state_dict(),
+            "losses": losses,
+            "sent": sent,
+            "memory": memory.snapshot(),
+            "loads": np.stack(counted),
+            "rows": rows,
+            "dense": formula,
+            "config": config.as_dict(),
+            "copies": away,
+            "placed": strategy.load.placed(world.split(world.rank))
+            if len(set(world.nodes)) > 1
+            else None,
+        }
 
 
-def in_processes(world: Any, moe: dict[str, Any], changes: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+def in_processes(
+    world: Any, moe: dict[str, Any], changes: dict[str, Any], options: dict[str, Any]
+) -> dict[str, Any]:
     """The same, with arguments that can travel to ranks of a new mpirun."""
     return train(world, moe, changes, **options)

@@ -1,9 +1,11 @@
-"""A CuPy without a GPU: what minidist's device code uses of it, true to its streams, events and addresses.
+"""A CuPy without a GPU: what minidist's device code uses of it, true to its streams, events and
+addresses.
 
-Every stream is a thread that works off a queue, so what is not ordered by an event goes wrong here as on a GPU; memory
-begins and ends as rubbish; NCCL's and IPC's calls work on raw addresses. Each thread has a current device, the first
-until it takes another, and on each a default stream of its own. NCCL's kernels wait for each other in the streams, take
-their time, and end when their communicator is aborted.
+Every stream is a thread that works off a queue, so what is not ordered by an event goes wrong here
+as on a GPU; memory begins and ends as rubbish; NCCL's and IPC's calls work on raw addresses. Each
+thread has a current device, the first until it takes another, and on each a default stream of its
+own. NCCL's kernels wait for each other in the streams, take their time, and end when their
+communicator is aborted.
 """
 
 import ctypes
@@ -19,15 +21,18 @@ from types import ModuleType, SimpleNamespace
 import ml_dtypes
 import numpy as np
 
-PATIENCE = 20.0     # seconds that a stream waits for anything
+PATIENCE = 20.0  # seconds that a stream waits for anything
 _numbers = itertools.count(1000)
 _local = threading.local()
 _streams, _events = {}, {}
-_begins = {}                                # address -> the arrays that begin there, weakly, for kernels' tables
-_pinned, _pinned_lock = weakref.WeakValueDictionary(), threading.Lock()    # host arrays that the GPU reads, by address
+_begins = {}  # address -> the arrays that begin there, weakly, for kernels' tables
+# host arrays that the GPU reads, by address
+_pinned, _pinned_lock = weakref.WeakValueDictionary(), threading.Lock()
 
 
-# --- streams ---------------------------------------------------------------------------------------------------------
+# --- streams
+# ---------------------------------------------------------------------------------------------------------
+
 
 class Stream:
     def __init__(self, null=False, non_blocking=False):
@@ -57,7 +62,9 @@ class Stream:
 
     def __enter__(self):
         if self.device_id != _device():
-            raise RuntimeError(f"a stream of device {self.device_id}, but the current one is {_device()}")
+            raise RuntimeError(
+                f"a stream of device {self.device_id}, but the current one is {_device()}"
+            )
         _stack().append(self)
         return self
 
@@ -117,7 +124,9 @@ def _device():
     return getattr(_local, "devices", [0])[-1]
 
 
-# --- arrays ----------------------------------------------------------------------------------------------------------
+# --- arrays
+# ----------------------------------------------------------------------------------------------------------
+
 
 def at(address, nbytes):
     """The bytes at an address."""
@@ -135,7 +144,13 @@ class ndarray:
             weakref.finalize(self, self.stream.put, partial(_spoil, host, 0x5A)).atexit = False
         self.host, self.base = host, base
         self.shape, self.dtype, self.strides, self.size, self.ndim, self.nbytes = (
-            host.shape, host.dtype, host.strides, host.size, host.ndim, host.nbytes)
+            host.shape,
+            host.dtype,
+            host.strides,
+            host.size,
+            host.ndim,
+            host.nbytes,
+        )
         self.device = Device()
         self.flags = SimpleNamespace(c_contiguous=host.flags.c_contiguous)
         self.data = SimpleNamespace(ptr=host.__array_interface__["data"][0] if host.size else 0)
@@ -156,7 +171,9 @@ class ndarray:
 
     def __setitem__(self, index, value):
         target, source = self.host[index], _host(value)
-        assert isinstance(value, ndarray | int | float), "a NumPy array cannot be assigned to CuPy's"
+        assert isinstance(value, ndarray | int | float), (
+            "a NumPy array cannot be assigned to CuPy's"
+        )
         get_current_stream().put(lambda: np.copyto(target, source, casting="unsafe"))
 
     def reshape(self, *shape):
@@ -172,7 +189,9 @@ class ndarray:
     def astype(self, dtype, copy=True):
         if not copy and self.dtype == dtype:
             return self
-        return _computed(self.shape, np.dtype(dtype), lambda out: np.copyto(out, self.host, casting="unsafe"))
+        return _computed(
+            self.shape, np.dtype(dtype), lambda out: np.copyto(out, self.host, casting="unsafe")
+        )
 
     def sum(self):
         return _computed((), self.dtype, lambda out: np.sum(self.host, out=out))
@@ -181,7 +200,10 @@ class ndarray:
         return _computed(self.shape, self.dtype, lambda out: np.divide(self.host, number, out=out))
 
     def get(self, stream=None, order="C", out=None, blocking=True):
-        stream, out = stream or get_current_stream(), np.empty_like(self.host) if out is None else out
+        stream, out = (
+            stream or get_current_stream(),
+            np.empty_like(self.host) if out is None else out,
+        )
         assert out.dtype == self.dtype and out.shape == self.shape and out.flags.c_contiguous
         stream.put(lambda: np.copyto(out, self.host))
         if blocking:
@@ -190,13 +212,18 @@ class ndarray:
 
     def set(self, values, stream=None):
         """Returns at once; what is not pinned has been copied aside then."""
-        assert isinstance(values, np.ndarray) and values.dtype == self.dtype and values.shape == self.shape
+        assert (
+            isinstance(values, np.ndarray)
+            and values.dtype == self.dtype
+            and values.shape == self.shape
+        )
         source = values if _is_pinned(values.__array_interface__["data"][0]) else values.copy()
         (stream or get_current_stream()).put(lambda: np.copyto(self.host, source))
 
 
 def _spoil(host, rubbish):
-    """Memory is anybody's: when it is new, and, to the stream that it was allocated for, once nothing refers to it."""
+    """Memory is anybody's: when it is new, and, to the stream that it was allocated for, once
+    nothing refers to it."""
     host.reshape(-1).view(np.uint8)[:] = rubbish
 
 
@@ -225,12 +252,15 @@ def _computed(shape, dtype, fill):
 def _ufunc(ufunc):
     def call(a, b):
         return _computed(a.shape, a.dtype, lambda out: ufunc(a.host, b.host, out=out))
+
     return call
 
 
 def concatenate(arrays):
     length = sum(map(len, arrays))
-    return _computed((length,), arrays[0].dtype, lambda out: np.concatenate([_host(x) for x in arrays], out=out))
+    return _computed(
+        (length,), arrays[0].dtype, lambda out: np.concatenate([_host(x) for x in arrays], out=out)
+    )
 
 
 def asarray(values):
@@ -245,7 +275,8 @@ def _contiguous(x):
 
 
 class Memory:
-    """cudaMalloc's. It ends with the last reference, or with the process: here, the thread that made it."""
+    """cudaMalloc's. It ends with the last reference, or with the process: here, the thread that
+    made it."""
 
     def __init__(self, size):
         self._bytes = np.full(size, 0xA5, np.uint8)
@@ -284,8 +315,8 @@ class CUDARuntimeError(RuntimeError):
 
 
 class Runtime:
-    """cupy.cuda.runtime. `exported` counts for each address who has it open, `freed_under_others` has those that were
-    freed meanwhile, which leaves CUDA undefined; `refuses` turns IPC off."""
+    """cupy.cuda.runtime. `exported` counts for each address who has it open, `freed_under_others`
+    has those that were freed meanwhile, which leaves CUDA undefined; `refuses` turns IPC off."""
 
     CUDARuntimeError = CUDARuntimeError
     exported, freed_under_others = {}, []
@@ -329,7 +360,7 @@ class Runtime:
     def ipcCloseMemHandle(self, ptr):
         with self._lock:
             self.exported[ptr] -= 1
-        if ptr in vars(_local).get("opened", []):           # another thread of the rank may have opened it
+        if ptr in vars(_local).get("opened", []):  # another thread of the rank may have opened it
             _local.opened.remove(ptr)
 
     def ipcOpenEventHandle(self, handle):
@@ -342,7 +373,9 @@ class Runtime:
         _streams[stream].wait_event(_events[event])
 
 
-# --- NCCL ------------------------------------------------------------------------------------------------------------
+# --- NCCL
+# ------------------------------------------------------------------------------------------------------------
+
 
 class NcclError(RuntimeError):
     pass
@@ -363,7 +396,9 @@ class _Hub:
     def wait(self, key, ranks, comm):
         """What these ranks bring, when all have; None once the communicator is aborted."""
         with self.changed:
-            self.changed.wait_for(lambda: comm.aborted or set(ranks) <= self.table.get(key, {}).keys(), PATIENCE)
+            self.changed.wait_for(
+                lambda: comm.aborted or set(ranks) <= self.table.get(key, {}).keys(), PATIENCE
+            )
             return None if comm.aborted else dict(self.table[key])
 
 
@@ -389,25 +424,65 @@ class NcclCommunicator:
             raise NcclError(self.failed)
 
     def allReduce(self, send, recv, count, kind, op, stream):
-        self._add(stream, "allReduce", (count, kind, op), send, recv, lambda all: (0, _reduced(all, count, kind, op)))
+        self._add(
+            stream,
+            "allReduce",
+            (count, kind, op),
+            send,
+            recv,
+            lambda all: (0, _reduced(all, count, kind, op)),
+        )
 
     def reduce(self, send, recv, count, kind, op, root, stream):
-        self._add(stream, "reduce", (count, kind, op, root), send, recv,
-                  lambda all: (0, _reduced(all, count, kind, op)) if self.rank == root else None)
+        self._add(
+            stream,
+            "reduce",
+            (count, kind, op, root),
+            send,
+            recv,
+            lambda all: (0, _reduced(all, count, kind, op)) if self.rank == root else None,
+        )
 
     def reduceScatter(self, send, recv, count, kind, op, stream):
         nbytes = count * _DTYPES[kind].itemsize
-        self._add(stream, "reduceScatter", (count, kind, op), send, recv, lambda all: (0, _reduced(
-            {rank: address + self.rank * nbytes for rank, address in all.items()}, count, kind, op)))
+        self._add(
+            stream,
+            "reduceScatter",
+            (count, kind, op),
+            send,
+            recv,
+            lambda all: (
+                0,
+                _reduced(
+                    {rank: address + self.rank * nbytes for rank, address in all.items()},
+                    count,
+                    kind,
+                    op,
+                ),
+            ),
+        )
 
     def broadcast(self, send, recv, count, kind, root, stream):
         nbytes = count * _DTYPES[kind].itemsize
-        self._add(stream, "broadcast", (count, kind, root), send, recv, lambda all: (0, at(all[root], nbytes).copy()))
+        self._add(
+            stream,
+            "broadcast",
+            (count, kind, root),
+            send,
+            recv,
+            lambda all: (0, at(all[root], nbytes).copy()),
+        )
 
     def allGather(self, send, recv, count, kind, stream):
         nbytes = count * _DTYPES[kind].itemsize
-        self._add(stream, "allGather", (count, kind), send, recv, lambda all: (0, np.concatenate(
-            [at(all[rank], nbytes) for rank in range(self.size)])))
+        self._add(
+            stream,
+            "allGather",
+            (count, kind),
+            send,
+            recv,
+            lambda all: (0, np.concatenate([at(all[rank], nbytes) for rank in range(self.size)])),
+        )
 
     def send(self, ptr, count, kind, peer, stream):
         _group().append((self, stream, ("send", peer, ptr, count * _DTYPES[kind].itemsize)))
@@ -422,7 +497,9 @@ class NcclCommunicator:
         """The kernel of one group of calls."""
         time.sleep(self.kernel_seconds)
         passing = [work for work in works if work[0] in ("send", "recv")]
-        for verb, what, send, recv, outcome in (work for work in works if work[0] not in ("send", "recv")):
+        for verb, what, send, recv, outcome in (
+            work for work in works if work[0] not in ("send", "recv")
+        ):
             self.steps += 1
             self.hub.put((self.steps, "begin"), self.rank, ((verb, what), send))
             begun = self.hub.wait((self.steps, "begin"), range(self.size), self)
@@ -441,7 +518,8 @@ class NcclCommunicator:
         numbers = []
         for way, peer, ptr, nbytes in works:
             pair = (self.rank, peer) if way == "send" else (peer, self.rank)
-            number = self.sent[way, pair] = self.sent.get((way, pair), 0) + 1       # of what goes to itself, too
+            # of what goes to itself, too
+            number = self.sent[way, pair] = self.sent.get((way, pair), 0) + 1
             numbers.append((pair, number))
             if way == "send":
                 self.hub.put((pair, number, "there"), self.rank, at(ptr, nbytes))
@@ -470,10 +548,31 @@ def _reduced(addresses, count, kind, op):
     return total
 
 
-_DTYPES = {0: np.dtype("i1"), 1: np.dtype("u1"), 2: np.dtype("i4"), 3: np.dtype("u4"), 4: np.dtype("i8"),
-           5: np.dtype("u8"), 6: np.dtype("f2"), 7: np.dtype("f4"), 8: np.dtype("f8"), 9: np.dtype(ml_dtypes.bfloat16)}
+_DTYPES = {
+    0: np.dtype("i1"),
+    1: np.dtype("u1"),
+    2: np.dtype("i4"),
+    3: np.dtype("u4"),
+    4: np.dtype("i8"),
+    5: np.dtype("u8"),
+    6: np.dtype("f2"),
+    7: np.dtype("f4"),
+    8: np.dtype("f8"),
+    9: np.dtype(ml_dtypes.bfloat16),
+}
 _UFUNCS = {0: np.add, 1: np.multiply, 2: np.maximum, 3: np.minimum}
-_NAMES = ("INT8", "UINT8", "INT32", "UINT32", "INT64", "UINT64", "FLOAT16", "FLOAT32", "FLOAT64", "BFLOAT16")
+_NAMES = (
+    "INT8",
+    "UINT8",
+    "INT32",
+    "UINT32",
+    "INT64",
+    "UINT64",
+    "FLOAT16",
+    "FLOAT32",
+    "FLOAT64",
+    "BFLOAT16",
+)
 
 
 def _group_start():
@@ -489,23 +588,28 @@ def _group_end():
         _streams[stream].put(lambda comm=comm, mine=mine: comm.run(mine))
 
 
-# --- kernels ---------------------------------------------------------------------------------------------------------
+# --- kernels
+# ---------------------------------------------------------------------------------------------------------
+
 
 class CompileException(Exception):
     pass
 
 
 class RawModule:
-    """CUDA source whose kernels run on the CPU build, after what was put in the current stream before."""
+    """CUDA source whose kernels run on the CPU build, after what was put in the current stream
+    before."""
 
     def __init__(self, code, options=(), name_expressions=()):
         from minidist.kernels.loader import Source  # noqa: PLC0415 - the transports' tests need no kernels
 
-        self._source, self._functions = Source(code.split('"')[1], name_expressions), {}    # #line 1 "softmax.cu"
+        # #line 1 "softmax.cu"
+        self._source, self._functions = Source(code.split('"')[1], name_expressions), {}
         vars(self._source)["text"] = code
 
     def get_function(self, name):
-        """Built now, as CuPy compiles, and not in the stream, which nobody waits for as long as g++ may take."""
+        """Built now, as CuPy compiles, and not in the stream, which nobody waits for as long as g++
+        may take."""
         from minidist.kernels import on_cpu  # noqa: PLC0415
 
         on_cpu.build(self._source)
@@ -513,7 +617,8 @@ class RawModule:
 
 
 class RawKernel:
-    """A kernel's table of pointers is an array of addresses, at which arrays that are alive begin."""
+    """A kernel's table of pointers is an array of addresses, at which arrays that are alive
+    begin."""
 
     def __init__(self, source, name):
         self._source, self._name, self.max_dynamic_shared_size_bytes = source, name, 48 * 1024
@@ -524,8 +629,13 @@ class RawKernel:
         assert shared_mem <= self.max_dynamic_shared_size_bytes, "CUDA_ERROR_INVALID_VALUE"
         parameters = self._source.parameters(self._name)
         for parameter, arg in zip(parameters, args, strict=True):
-            assert isinstance(arg, ndarray) or arg.dtype == (np.uint64 if parameter.pointer else parameter.kind)
-        values = [(parameter, self._value(parameter, arg)) for parameter, arg in zip(parameters, args, strict=True)]
+            assert isinstance(arg, ndarray) or arg.dtype == (
+                np.uint64 if parameter.pointer else parameter.kind
+            )
+        values = [
+            (parameter, self._value(parameter, arg))
+            for parameter, arg in zip(parameters, args, strict=True)
+        ]
         self.put(lambda: on_cpu.run(self._source, self._name, grid, block, values, shared_mem))
 
     def put(self, work):
@@ -538,44 +648,83 @@ class RawKernel:
             return None if parameter.pointer else arg
         if not parameter.table:
             return arg.host
-        return Table([_longest(address).reshape(-1).view(parameter.kind) for address in arg.host.tolist()])
+        return Table(
+            [_longest(address).reshape(-1).view(parameter.kind) for address in arg.host.tolist()]
+        )
 
 
 def _longest(address):
     """The longest array that begins there; kernels may write into any of them."""
-    return max((array.host for array in (ref() for ref in _begins[address]) if array is not None),
-               key=lambda host: host.nbytes)
+    return max(
+        (array.host for array in (ref() for ref in _begins[address]) if array is not None),
+        key=lambda host: host.nbytes,
+    )
 
 
 RawModule.Kernel = RawKernel
 
 
 def modules():
-    """The modules to stand in sys.modules: cupy, cupy.cuda, cupy.cuda.compiler, cupy.cuda.nccl, cupyx."""
+    """The modules to stand in sys.modules: cupy, cupy.cuda, cupy.cuda.compiler, cupy.cuda.nccl,
+    cupyx."""
     names = ("cupy", "cupy.cuda", "cupy.cuda.compiler", "cupy.cuda.nccl", "cupyx")
     cupy, cuda, compiler, nccl, extra = (ModuleType(name) for name in names)
     compiler.CompileException = CompileException
-    vars(cupy).update(ndarray=ndarray, empty=ndarray, asarray=asarray, concatenate=concatenate, cuda=cuda,
-                      RawModule=RawModule, is_available=lambda: True, ascontiguousarray=_contiguous,
-                      add=_ufunc(np.add), multiply=_ufunc(np.multiply),
-                      maximum=_ufunc(np.maximum), minimum=_ufunc(np.minimum),
-                      may_share_memory=lambda a, b: np.may_share_memory(a.host, b.host))
-    vars(cuda).update(Stream=Stream, Event=Event, Device=Device, get_current_stream=get_current_stream, nccl=nccl,
-                      compiler=compiler, Memory=Memory, UnownedMemory=UnownedMemory, MemoryPointer=MemoryPointer,
-                      runtime=Runtime())
-    vars(nccl).update({f"NCCL_{name}": number for number, name in enumerate(_NAMES)}, NCCL_SUM=0, NCCL_PROD=1,
-                      NCCL_MAX=2, NCCL_MIN=3, available=True, NcclError=NcclError, NcclCommunicator=NcclCommunicator,
-                      get_version=lambda: 22707, groupStart=_group_start, groupEnd=_group_end,
-                      get_unique_id=lambda: next(_numbers).to_bytes(128, "little"))
+    vars(cupy).update(
+        ndarray=ndarray,
+        empty=ndarray,
+        asarray=asarray,
+        concatenate=concatenate,
+        cuda=cuda,
+        RawModule=RawModule,
+        is_available=lambda: True,
+        ascontiguousarray=_contiguous,
+        add=_ufunc(np.add),
+        multiply=_ufunc(np.multiply),
+        maximum=_ufunc(np.maximum),
+        minimum=_ufunc(np.minimum),
+        may_share_memory=lambda a, b: np.may_share_memory(a.host, b.host),
+    )
+    vars(cuda).update(
+        Stream=Stream,
+        Event=Event,
+        Device=Device,
+        get_current_stream=get_current_stream,
+        nccl=nccl,
+        compiler=compiler,
+        Memory=Memory,
+        UnownedMemory=UnownedMemory,
+        MemoryPointer=MemoryPointer,
+        runtime=Runtime(),
+    )
+    vars(nccl).update(
+        {f"NCCL_{name}": number for number, name in enumerate(_NAMES)},
+        NCCL_SUM=0,
+        NCCL_PROD=1,
+        NCCL_MAX=2,
+        NCCL_MIN=3,
+        available=True,
+        NcclError=NcclError,
+        NcclCommunicator=NcclCommunicator,
+        get_version=lambda: 22707,
+        groupStart=_group_start,
+        groupEnd=_group_end,
+        get_unique_id=lambda: next(_numbers).to_bytes(128, "little"),
+    )
     extra.empty_pinned = empty_pinned
     return dict(zip(names, (cupy, cuda, compiler, nccl, extra), strict=True))
 
 
 def stand_in(monkeypatch, modules):
-    """Put these in sys.modules until the test ends. Kernels forget what an earlier stand-in compiled."""
+    """Put these in sys.modules until the test ends. Kernels forget what an earlier stand-in
+    compiled."""
     from minidist.kernels.compile import sources  # noqa: PLC0415 - who takes modules() alone needs no kernels
 
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     for source in sources():
-        monkeypatch.setattr(source, "__dict__", {key: value for key, value in vars(source).items() if key != "module"})
+        monkeypatch.setattr(
+            source,
+            "__dict__",
+            {key: value for key, value in vars(source).items() if key != "module"},
+        )

@@ -1,14 +1,18 @@
-"""A CuPy without a GPU that computes at once, for whole training steps: NumPy's functions, on arrays of CuPy's class.
+"""A CuPy without a GPU that computes at once, for whole training steps: NumPy's functions, on
+arrays of CuPy's class.
 
-fake_cupy.py is true to streams and has a few functions; this has most of NumPy's, and no streams. It is true to which
-side an array is on: an operation of a device array and a NumPy array is an error, as in CuPy. And it is true to who
-waits: `waits` holds, for each time that the host would wait for the GPU, what did it and on which line of minidist:
-reading a number or an array; a copy by `set`; a result whose size depends on values (nonzero, a mask as an index);
-bincount, which looks at its numbers; sorts, which CuPy leaves to Thrust, and that returns when it is done.
+fake_cupy.py is true to streams and has a few functions; this has most of NumPy's, and no streams.
+It is true to which side an array is on: an operation of a device array and a NumPy array is an
+error, as in CuPy. And it is true to who
+waits: `waits` holds, for each time that the host would wait for the GPU, what did it and on which
+line of minidist: reading a number or an array; a copy by `set`; a result whose size depends on
+values (nonzero, a mask as an index); bincount, which looks at its numbers; sorts, which CuPy leaves
+to Thrust, and that returns when it is done.
 
-While a stream is captured nothing is computed: each operation is written down, with the arrays that it reads and the
-one that it writes, which holds rubbish until the graph is launched. Arrays that the capture made stay where they are,
-as in a graph's pool. Whatever would wait, and any copy from the host, ends the capture with CUDA's error.
+While a stream is captured nothing is computed: each operation is written down, with the arrays that
+it reads and the one that it writes, which holds rubbish until the graph is launched. Arrays that
+the capture made stay where they are, as in a graph's pool. Whatever would wait, and any copy from
+the host, ends the capture with CUDA's error.
 """
 
 import os
@@ -24,27 +28,43 @@ import numpy as np
 import minidist
 from minidist.device import cublas
 
-HOME = os.path.dirname(minidist.__file__) + os.sep        # not any folder of this name: a checkout's may have it, too
-PRODUCTS = {"matmul", "dot", "tensordot", "einsum", "inner", "vdot"}        # by CuPy's cuBLAS
-WAITING = {"nonzero", "flatnonzero", "argwhere", "unique", "bincount", "sort", "argsort", "compress", "extract"}
+# not any folder of this name: a checkout's may have it, too
+HOME = os.path.dirname(minidist.__file__) + os.sep
+PRODUCTS = {"matmul", "dot", "tensordot", "einsum", "inner", "vdot"}  # by CuPy's cuBLAS
+WAITING = {
+    "nonzero",
+    "flatnonzero",
+    "argwhere",
+    "unique",
+    "bincount",
+    "sort",
+    "argsort",
+    "compress",
+    "extract",
+}
 waits = []
-_owners = weakref.WeakValueDictionary()     # id of a host array that owns its memory -> the device array of it
+# id of a host array that owns its memory -> the device array of it
+_owners = weakref.WeakValueDictionary()
 
 
 def wait(what):
     """Note that the host waits."""
     outside(what)
     frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(HOME)]
-    where = f"{frames[-1].filename.removeprefix(HOME)}:{frames[-1].lineno}" if frames else "the test"
+    where = (
+        f"{frames[-1].filename.removeprefix(HOME)}:{frames[-1].lineno}" if frames else "the test"
+    )
     waits.append(f"{what} at {where}")
 
 
-# --- graphs ----------------------------------------------------------------------------------------------------------
+# --- graphs
+# ----------------------------------------------------------------------------------------------------------
+
 
 class Graph:
     """What was written down, in order, and the arrays that were made meanwhile."""
 
-    captured = None             # the one that is being written
+    captured = None  # the one that is being written
 
     def __init__(self):
         self.works, self.arrays = [], []
@@ -57,7 +77,9 @@ class Graph:
 def outside(what):
     """What no captured stream may do."""
     if Graph.captured is not None:
-        raise RuntimeError(f"cudaErrorStreamCaptureUnsupported: not permitted when stream is capturing: {what}")
+        raise RuntimeError(
+            f"cudaErrorStreamCaptureUnsupported: not permitted when stream is capturing: {what}"
+        )
 
 
 def do(work):
@@ -69,10 +91,15 @@ def do(work):
 
 
 def made(run):
-    """The result of run() on the device: a view of an array there, or another array, computed at each launch."""
+    """The result of run() on the device: a view of an array there, or another array, computed at
+    each launch."""
     result = run()
     result = np.asarray(result) if isinstance(result, np.generic) else result
-    if Graph.captured is not None and isinstance(result, np.ndarray) and id(_owner(result)) not in _owners:
+    if (
+        Graph.captured is not None
+        and isinstance(result, np.ndarray)
+        and id(_owner(result)) not in _owners
+    ):
         result.reshape(-1).view(np.uint8)[:] = 0xFF
         Graph.captured.works.append(lambda: np.copyto(result, run()))
     return on_device(result)
@@ -84,7 +111,9 @@ def _owner(array):
     return array
 
 
-# --- arrays ----------------------------------------------------------------------------------------------------------
+# --- arrays
+# ----------------------------------------------------------------------------------------------------------
+
 
 def on_host(value, *, index=False):
     """Arguments as NumPy takes them."""
@@ -114,20 +143,23 @@ def on_device(result):
 
 
 def computed(function, args, options):
-    """function(*args), on the device; low precision multiplies matrices in float32 and rounds once."""
+    """function(*args), on the device; low precision multiplies matrices in float32 and rounds
+    once."""
     if function.__name__ in WAITING:
         wait(function.__name__)
     if function.__name__ in PRODUCTS:
         outside("CuPy's cuBLAS")
     if function is np.take:
-        options = {**options, "mode": "wrap"}       # CuPy looks at no index
+        options = {**options, "mode": "wrap"}  # CuPy looks at no index
     out = options.pop("out", None)
     hosts, options = on_host(args), {name: on_host(value) for name, value in options.items()}
 
     def run():
         with np.errstate(all="ignore"):
             if function is np.matmul and hosts[0].dtype.itemsize == 2:
-                return np.matmul(*(host.astype(np.float32) for host in hosts)).astype(hosts[0].dtype)
+                return np.matmul(*(host.astype(np.float32) for host in hosts)).astype(
+                    hosts[0].dtype
+                )
             return function(*hosts, **options)
 
     if out is None:
@@ -140,10 +172,10 @@ def computed(function, args, options):
     return out
 
 
-class ndarray(fake_cupy.ndarray):       # noqa: N801 - CuPy's name
+class ndarray(fake_cupy.ndarray):  # noqa: N801 - CuPy's name
     """An array on the device; `host` is where its numbers are."""
 
-    __array_ufunc__ = None              # a NumPy number times this asks __rmul__ below
+    __array_ufunc__ = None  # a NumPy number times this asks __rmul__ below
 
     def __init__(self, host, base=None):
         super().__init__(None, host=host, base=base)
@@ -152,14 +184,16 @@ class ndarray(fake_cupy.ndarray):       # noqa: N801 - CuPy's name
         self.itemsize = host.itemsize
 
     @property
-    def T(self):                        # noqa: N802 - NumPy's name
+    def T(self):  # noqa: N802 - NumPy's name
         return on_device(self.host.T)
 
     def __getattr__(self, name):
         if name.startswith("__") or name == "host" or not hasattr(self.host, name):
             raise AttributeError(name)
+
         def method(*args, **options):
             return computed(getattr(np.ndarray, name), (self, *args), options)
+
         return method
 
     def __getitem__(self, index):
@@ -193,13 +227,18 @@ class ndarray(fake_cupy.ndarray):       # noqa: N801 - CuPy's name
         def run():
             with np.errstate(all="ignore"):
                 return self.host.astype(dtype, copy=copy)
+
         return made(run)
 
     def sum(self, *args, **options):
         return computed(np.ndarray.sum, (self, *args), options)
 
     def set(self, values, stream=None):
-        assert isinstance(values, np.ndarray) and values.dtype == self.dtype and values.shape == self.shape
+        assert (
+            isinstance(values, np.ndarray)
+            and values.dtype == self.dtype
+            and values.shape == self.shape
+        )
         outside("set")
         if stream is None:
             wait("set")
@@ -224,22 +263,45 @@ class ndarray(fake_cupy.ndarray):       # noqa: N801 - CuPy's name
 
 def _operators():
     compared = ("eq", "ne", "lt", "le", "gt", "ge")
-    names = {"add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide", "floordiv": "floor_divide",
-             "mod": "remainder", "pow": "power", "matmul": "matmul", "and": "bitwise_and", "or": "bitwise_or",
-             "xor": "bitwise_xor", "lshift": "left_shift", "rshift": "right_shift", "eq": "equal", "ne": "not_equal",
-             "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal"}
+    names = {
+        "add": "add",
+        "sub": "subtract",
+        "mul": "multiply",
+        "truediv": "divide",
+        "floordiv": "floor_divide",
+        "mod": "remainder",
+        "pow": "power",
+        "matmul": "matmul",
+        "and": "bitwise_and",
+        "or": "bitwise_or",
+        "xor": "bitwise_xor",
+        "lshift": "left_shift",
+        "rshift": "right_shift",
+        "eq": "equal",
+        "ne": "not_equal",
+        "lt": "less",
+        "le": "less_equal",
+        "gt": "greater",
+        "ge": "greater_equal",
+    }
     for name, numpy_name in names.items():
         ufunc = getattr(np, numpy_name)
         setattr(ndarray, f"__{name}__", lambda a, b, ufunc=ufunc: computed(ufunc, (a, b), {}))
         if name not in compared:
             setattr(ndarray, f"__r{name}__", lambda a, b, ufunc=ufunc: computed(ufunc, (b, a), {}))
-            setattr(ndarray, f"__i{name}__", lambda a, b, ufunc=ufunc: computed(ufunc, (a, b), {"out": a}))
+            setattr(
+                ndarray,
+                f"__i{name}__",
+                lambda a, b, ufunc=ufunc: computed(ufunc, (a, b), {"out": a}),
+            )
     for name, ufunc in (("neg", np.negative), ("abs", np.absolute), ("invert", np.invert)):
         setattr(ndarray, f"__{name}__", lambda a, ufunc=ufunc: computed(ufunc, (a,), {}))
     for name, kind in (("float", float), ("int", int), ("bool", bool), ("index", int)):
+
         def read(array, kind=kind, name=name):
             wait(name)
             return kind(array.host)
+
         setattr(ndarray, f"__{name}__", read)
 
 
@@ -352,21 +414,52 @@ class Cublas:
         self.calls.append("destroy")
         return 0
 
-    def cublasGemmEx(self, handle, turn_x, turn_y, m, n, k, alpha, x, x_kind, x_step, y, y_kind, y_step, beta,
-                     z, z_kind, z_step, compute, algorithm):
-        """z (m, n) = alpha x y + beta z, of matrices whose columns lie one after the other, turned or not."""
-        assert handle.value == 7 and self.has_stream and self.workspace and (compute, algorithm) == (68, -1)
+    def cublasGemmEx(
+        self,
+        handle,
+        turn_x,
+        turn_y,
+        m,
+        n,
+        k,
+        alpha,
+        x,
+        x_kind,
+        x_step,
+        y,
+        y_kind,
+        y_step,
+        beta,
+        z,
+        z_kind,
+        z_step,
+        compute,
+        algorithm,
+    ):
+        """z (m, n) = alpha x y + beta z, of matrices whose columns lie one after the other, turned
+        or not."""
+        assert (
+            handle.value == 7
+            and self.has_stream
+            and self.workspace
+            and (compute, algorithm) == (68, -1)
+        )
         assert (alpha._obj.value, beta._obj.value) == (1.0, 0.0)
         if x_step < (k if turn_x else m) or y_step < (n if turn_y else k) or z_step < m:
-            return 7            # CUBLAS_STATUS_INVALID_VALUE
-        one, two = _matrix(x, x_kind, (m, k), turn_x, x_step), _matrix(y, y_kind, (k, n), turn_y, y_step)
+            return 7  # CUBLAS_STATUS_INVALID_VALUE
+        one, two = (
+            _matrix(x, x_kind, (m, k), turn_x, x_step),
+            _matrix(y, y_kind, (k, n), turn_y, y_step),
+        )
         result = _matrix(z, z_kind, (m, n), 0, z_step)
         self.calls.append((turn_x, turn_y, m, n, k))
-        self.has_stream = False             # the next product may be in another
+        self.has_stream = False  # the next product may be in another
 
         def run():
-            wide = np.matmul(two.T.astype(np.float32), one.T.astype(np.float32))     # as `computed` does
+            # as `computed` does
+            wide = np.matmul(two.T.astype(np.float32), one.T.astype(np.float32))
             np.copyto(result.T, wide.astype(result.dtype))
+
         do(run)
         return 0
 
@@ -375,8 +468,12 @@ def _matrix(address, kind, shape, turned, step):
     """A matrix of the given shape: element (i, j) lies at i + j step, or turned at j + i step."""
     size = np.dtype(Cublas.DTYPES[kind]).itemsize
     strides = (step * size, size) if turned else (size, step * size)
-    nbytes = sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True)) + size
-    return np.ndarray(shape, Cublas.DTYPES[kind], fake_cupy.at(address.value, nbytes), strides=strides)
+    nbytes = (
+        sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True)) + size
+    )
+    return np.ndarray(
+        shape, Cublas.DTYPES[kind], fake_cupy.at(address.value, nbytes), strides=strides
+    )
 
 
 class Event(fake_cupy.Event):
@@ -392,7 +489,7 @@ def install(monkeypatch):
     found = modules()
     fake_cupy.stand_in(monkeypatch, found)
     monkeypatch.setattr(cublas, "load", Cublas)
-    monkeypatch.setattr(cublas._current, "own", {})         # of an earlier stand-in
+    monkeypatch.setattr(cublas._current, "own", {})  # of an earlier stand-in
     monkeypatch.setattr(Graph, "captured", None)
     waits.clear()
     return found["cupy"]
@@ -403,9 +500,21 @@ def modules():
     found = fake_cupy.modules()
     cupy = _CuPy("cupy")
     cuda, pinned = found["cupy.cuda"], found["cupyx"]
-    vars(cuda).update(Event=Event, Stream=Stream, get_current_stream=Stream, MemoryPool=MemoryPool,
-                      using_allocator=lambda malloc: nullcontext())
+    vars(cuda).update(
+        Event=Event,
+        Stream=Stream,
+        get_current_stream=Stream,
+        MemoryPool=MemoryPool,
+        using_allocator=lambda malloc: nullcontext(),
+    )
     pinned.empty_pinned = np.empty
-    vars(cupy).update(ndarray=ndarray, cuda=cuda, RawModule=RawModule, is_available=lambda: True, empty=empty,
-                      asarray=asarray, array=array)
+    vars(cupy).update(
+        ndarray=ndarray,
+        cuda=cuda,
+        RawModule=RawModule,
+        is_available=lambda: True,
+        empty=empty,
+        asarray=asarray,
+        array=array,
+    )
     return {**found, "cupy": cupy}

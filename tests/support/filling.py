@@ -11,20 +11,24 @@ from minidist.grading import Grade, answer_key, grade, load_module
 
 
 def fill(source: str, answers: Mapping[int, str]) -> str:
-    """`source` with hole(n, …) replaced by answers[n]: an expression, or statements if the hole is a line by itself."""
+    """`source` with hole(n, …) replaced by answers[n]: an expression, or statements if the hole is
+    a line by itself."""
     lines = source.splitlines(keepends=True)
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)
-             and isinstance(node.func, ast.Name) and node.func.id == "hole"]
+    calls = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "hole"
+    ]
     for call in sorted(calls, key=lambda call: (-call.lineno, -call.col_offset)):
         number = call.args[0].value
         if number not in answers:
             continue
         first, last = call.lineno - 1, call.end_lineno - 1
-        before, after = lines[first][:call.col_offset], lines[last][call.end_col_offset:]
+        before, after = lines[first][: call.col_offset], lines[last][call.end_col_offset :]
         code = textwrap.dedent(answers[number]).strip()
         if not before.strip():  # the hole is a statement
             code = textwrap.indent(code, before).lstrip()
-        lines[first:last + 1] = [before + code + after]
+        lines[first : last + 1] = [before + code + after]
     return "".join(lines)
 
 
@@ -37,7 +41,9 @@ def graded(number: str, answers: Mapping[int, str], folder: Path) -> Grade:
     """The grade of lesson `number`'s exercise filled with `answers`."""
     lesson = lessons.find(number)
     file = folder / f"exercise_{number}.py"
-    file.write_text(fill(lesson.part("exercise.py").read_text(encoding="utf-8"), answers), encoding="utf-8")
+    file.write_text(
+        fill(lesson.part("exercise.py").read_text(encoding="utf-8"), answers), encoding="utf-8"
+    )
     return grade(number, lesson.part("check.py"), file)
 
 

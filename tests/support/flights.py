@@ -1,4 +1,5 @@
-"""Flight recorders of a job that never ran: real rings in files, written at times that the test chooses."""
+"""Flight recorders of a job that never ran: real rings in files, written at times that the test
+chooses."""
 
 import os
 import time
@@ -12,7 +13,7 @@ from minidist.comm.flight.recorder import FlightRecorder
 from minidist.comm.signature import Signature
 from minidist.launch.flight import ring_file
 
-GONE = 1 << 30      # the number of no process
+GONE = 1 << 30  # the number of no process
 
 
 def made(flight: FlightRecorder, *signature, axis: str, world_ranks, begun: bool = False) -> int:
@@ -23,20 +24,32 @@ def made(flight: FlightRecorder, *signature, axis: str, world_ranks, begun: bool
 
 
 class VirtualJob:
-    """A job of `size` ranks whose rings lie in `folder`; `now` is its time in seconds, 0.0 the present.
+    """A job of `size` ranks whose rings lie in `folder`; `now` is its time in seconds, 0.0 the
+    present.
 
-    Args: alive: whether its ranks' processes run (all are this one). hosts: of the ranks (this one); skew: by which
+    Args: alive: whether its ranks' processes run (all are this one). hosts: of the ranks (this
+    one); skew: by which
           their clocks are ahead, in seconds.
     """
 
-    def __init__(self, folder: Path, size: int, *, alive: bool = False, hosts: dict[int, str] | None = None,
-                 skew: dict[int, float] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        size: int,
+        *,
+        alive: bool = False,
+        hosts: dict[int, str] | None = None,
+        skew: dict[int, float] | None = None,
+    ) -> None:
         self.size, self.now, self.sequences = size, 0.0, {}
         self._start, self.skew = time.time(), skew or {}
         self.flights = [FlightRecorder(rank) for rank in range(size)]
         for rank, flight in enumerate(self.flights):
             host = (hosts or {}).get(rank, os.uname().nodename)
-            with self.at(rank, -3600.0), patch.object(recorder.platform, "node", lambda host=host: host):
+            with (
+                self.at(rank, -3600.0),
+                patch.object(recorder.platform, "node", lambda host=host: host),
+            ):
                 flight.keep_in(ring_file(folder, rank), size=size)
                 flight.pid = os.getpid() if alive else GONE
                 flight._know(0, "world", range(self.size))
@@ -50,27 +63,65 @@ class VirtualJob:
         with patch.object(recorder, "time", clock):
             yield
 
-    def call(self, rank: int, begun: float, ended: float | None, *, verb: str = "all_reduce", shape=(4,),
-             dtype: str = "<f4", op: str | None = "sum", where: str = "train.py:40", failed: bool = False,
-             sequence: int | None = None, group: int = 0, ranks=None, axis: str = "world") -> int:
-        """A collective call of a rank; `ended` None: it is in it still. Returns: its record's number."""
+    def call(
+        self,
+        rank: int,
+        begun: float,
+        ended: float | None,
+        *,
+        verb: str = "all_reduce",
+        shape=(4,),
+        dtype: str = "<f4",
+        op: str | None = "sum",
+        where: str = "train.py:40",
+        failed: bool = False,
+        sequence: int | None = None,
+        group: int = 0,
+        ranks=None,
+        axis: str = "world",
+    ) -> int:
+        """A collective call of a rank; `ended` None: it is in it still. Returns: its record's
+        number."""
         flight = self.flights[rank]
         self.sequences[rank, group] = sequence or self.sequences.get((rank, group), 0) + 1
         with self.at(rank, begun):
-            number = made(flight, group, self.sequences[rank, group], verb, "ring", op, None, dtype, shape, where,
-                          axis=axis, world_ranks=ranks or range(self.size))
+            number = made(
+                flight,
+                group,
+                self.sequences[rank, group],
+                verb,
+                "ring",
+                op,
+                None,
+                dtype,
+                shape,
+                where,
+                axis=axis,
+                world_ranks=ranks or range(self.size),
+            )
             flight.begun(number)
         if ended is not None:
             with self.at(rank, ended):
                 flight.ended(number, 16, 2, failed=failed, blocking=True)
         return number
 
-    def message(self, rank: int, begun: float, ended: float | None, sequence: int = 1, **way: int) -> None:
+    def message(
+        self, rank: int, begun: float, ended: float | None, sequence: int = 1, **way: int
+    ) -> None:
         """A message of a rank, to `dst` or from `src`; one that stays open is waited for."""
         flight = self.flights[rank]
         with self.at(rank, begun):
-            number = flight.message(0, sequence, "send" if "dst" in way else "recv", "<f4", (4,), "pipe.py:7",
-                                    axis="world", world_ranks=range(self.size), **way)
+            number = flight.message(
+                0,
+                sequence,
+                "send" if "dst" in way else "recv",
+                "<f4",
+                (4,),
+                "pipe.py:7",
+                axis="world",
+                world_ranks=range(self.size),
+                **way,
+            )
             if ended is None:
                 flight.waiting("a message", [*way.values()])
         if ended is not None:

@@ -37,6 +37,7 @@ def tape_gradients(call: Callable[..., Any], arrays: Sequence[np.ndarray]) -> li
 
 def numeric_gradients(call: Callable[..., Any], arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The same gradients by moving every number a little to both sides."""
+
     def loss() -> float:
         return weigh(call(*[tensor(a) for a in arrays])).item()
 
@@ -58,7 +59,9 @@ def check_gradients(call: Callable[..., Any], arrays: Sequence[np.ndarray]) -> N
     """Assert that both agree, number by number."""
     ours, numeric = tape_gradients(call, arrays), numeric_gradients(call, arrays)
     for which, (a, b) in enumerate(zip(ours, numeric, strict=True)):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7, err_msg=f"gradient of argument {which}")
+        np.testing.assert_allclose(
+            a, b, rtol=1e-5, atol=1e-7, err_msg=f"gradient of argument {which}"
+        )
 
 
 def nodes_behind(result: Any) -> list[Node]:

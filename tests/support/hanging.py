@@ -1,4 +1,5 @@
-"""Ways in which ranks come to wait in vain, as functions of (world), for tests/comm/test_never_hangs.py.
+"""Ways in which ranks come to wait in vain, as functions of (world), for
+tests/comm/test_never_hangs.py.
 
 In each of WAYS rank 1 is the odd one; `says` is what every error must name.
 """
@@ -56,27 +57,81 @@ def started(world: Group) -> None:
 
 MISMATCH = rf"rank \d calls .*, at {HERE}.*\n  rank \d calls .*, at {HERE}"
 WAYS = {
-    "verb": Way(lambda w: w.all_reduce(ONES), lambda w: w.reduce_scatter(ONES), "MismatchError", MISMATCH),
-    "shape": Way(lambda w: w.all_reduce(ONES), lambda w: w.all_reduce(ONES.reshape(2, 3)), "MismatchError", MISMATCH),
-    "dtype": Way(lambda w: w.all_reduce(ONES), lambda w: w.all_reduce(ONES.view(np.int32)), "MismatchError", MISMATCH),
-    "op": Way(lambda w: w.all_reduce(ONES), lambda w: w.all_reduce(ONES, op="max"), "MismatchError", MISMATCH),
-    "root": Way(lambda w: w.broadcast(ONES, root=0), lambda w: w.broadcast(ONES, root=1), "MismatchError", MISMATCH),
-    "algorithm": Way(lambda w: w.all_reduce(ONES, algorithm="ring"), lambda w: w.all_reduce(ONES, algorithm="tree"),
-                     "MismatchError", MISMATCH),
-    "group": Way(lambda w: in_order(w, 0, 1), lambda w: in_order(w, 1, 0), "MismatchError",
-                 rf"ranks disagree in group:\n  {MISMATCH}"),
-    "order": Way(lambda w: (w.all_reduce(ONES), w.all_gather(ONES)), lambda w: (w.all_gather(ONES), w.all_reduce(ONES)),
-                 "MismatchError", MISMATCH),
-    "one rank in a message": Way(lambda w: w.all_reduce(ONES), lambda w: w.recv(src=0), "MismatchError",
-                                 rf"rank 1 calls recv\(\), its call 1, at {HERE}"),
-    "one rank in a message, the others in started calls": Way(started, lambda w: w.recv(src=0), "MismatchError",
-                                                              rf"rank 1 calls recv\(\), its call 1, at {HERE}"),
-    "one rank not calling": Way(lambda w: w.all_reduce(ONES), lambda w: None, "DeadlockError",
-                                rf"\d waits for 1 at {HERE}, rank 1 has ended"),
-    "a ring of receives": Way(ring, ring, "DeadlockError", rf"\d waits for \d at {HERE}, \d waits for \d at {HERE}"),
-    "a ring of sends": Way(much, much, "DeadlockError", rf"calls send\(uint8 \(20971520,\)\), its call 1, at {HERE}"),
-    "a receive from oneself": Way(lambda w: w.recv(src=w.rank), lambda w: w.recv(src=1), "DeadlockError",
-                                  rf"(\d) waits for \1 at {HERE}"),
+    "verb": Way(
+        lambda w: w.all_reduce(ONES), lambda w: w.reduce_scatter(ONES), "MismatchError", MISMATCH
+    ),
+    "shape": Way(
+        lambda w: w.all_reduce(ONES),
+        lambda w: w.all_reduce(ONES.reshape(2, 3)),
+        "MismatchError",
+        MISMATCH,
+    ),
+    "dtype": Way(
+        lambda w: w.all_reduce(ONES),
+        lambda w: w.all_reduce(ONES.view(np.int32)),
+        "MismatchError",
+        MISMATCH,
+    ),
+    "op": Way(
+        lambda w: w.all_reduce(ONES),
+        lambda w: w.all_reduce(ONES, op="max"),
+        "MismatchError",
+        MISMATCH,
+    ),
+    "root": Way(
+        lambda w: w.broadcast(ONES, root=0),
+        lambda w: w.broadcast(ONES, root=1),
+        "MismatchError",
+        MISMATCH,
+    ),
+    "algorithm": Way(
+        lambda w: w.all_reduce(ONES, algorithm="ring"),
+        lambda w: w.all_reduce(ONES, algorithm="tree"),
+        "MismatchError",
+        MISMATCH,
+    ),
+    "group": Way(
+        lambda w: in_order(w, 0, 1),
+        lambda w: in_order(w, 1, 0),
+        "MismatchError",
+        rf"ranks disagree in group:\n  {MISMATCH}",
+    ),
+    "order": Way(
+        lambda w: (w.all_reduce(ONES), w.all_gather(ONES)),
+        lambda w: (w.all_gather(ONES), w.all_reduce(ONES)),
+        "MismatchError",
+        MISMATCH,
+    ),
+    "one rank in a message": Way(
+        lambda w: w.all_reduce(ONES),
+        lambda w: w.recv(src=0),
+        "MismatchError",
+        rf"rank 1 calls recv\(\), its call 1, at {HERE}",
+    ),
+    "one rank in a message, the others in started calls": Way(
+        started,
+        lambda w: w.recv(src=0),
+        "MismatchError",
+        rf"rank 1 calls recv\(\), its call 1, at {HERE}",
+    ),
+    "one rank not calling": Way(
+        lambda w: w.all_reduce(ONES),
+        lambda w: None,
+        "DeadlockError",
+        rf"\d waits for 1 at {HERE}, rank 1 has ended",
+    ),
+    "a ring of receives": Way(
+        ring, ring, "DeadlockError", rf"\d waits for \d at {HERE}, \d waits for \d at {HERE}"
+    ),
+    "a ring of sends": Way(
+        much, much, "DeadlockError", rf"calls send\(uint8 \(20971520,\)\), its call 1, at {HERE}"
+    ),
+    "a receive from oneself": Way(
+        lambda w: w.recv(src=w.rank),
+        lambda w: w.recv(src=1),
+        "DeadlockError",
+        rf"(\d) waits for \1 at {HERE}",
+    ),
 }
 
 
@@ -85,15 +140,30 @@ def hang(world: Group, way: str) -> Any:
     return (WAYS[way].odd if world.rank == 1 else WAYS[way].usual)(world)
 
 
-# --- ranks that disagree at random -----------------------------------------------------------------------------------
+# --- ranks that disagree at random
+# -----------------------------------------------------------------------------------
 
 KINDS = ("verb", "shape", "dtype", "op", "root", "algorithm", "group", "order", "not calling")
-ALL_REDUCES = ("auto", "naive", "tree", "ring", "direct", "pairwise", "doubling", "halving-doubling")
+ALL_REDUCES = (
+    "auto",
+    "naive",
+    "tree",
+    "ring",
+    "direct",
+    "pairwise",
+    "doubling",
+    "halving-doubling",
+)
 CALLS: dict[str, Callable[[Group, np.ndarray], Any]] = {
-    "all_reduce": lambda w, x: w.all_reduce(x), "reduce_scatter": lambda w, x: w.reduce_scatter(x),
-    "all_gather": lambda w, x: w.all_gather(x), "all_to_all": lambda w, x: w.all_to_all([x] * w.size),
-    "barrier": lambda w, x: w.barrier(), "reduce": lambda w, x: w.reduce(x), "gather": lambda w, x: w.gather(x),
-    "broadcast": lambda w, x: w.broadcast(x), "scatter": lambda w, x: w.scatter(x),
+    "all_reduce": lambda w, x: w.all_reduce(x),
+    "reduce_scatter": lambda w, x: w.reduce_scatter(x),
+    "all_gather": lambda w, x: w.all_gather(x),
+    "all_to_all": lambda w, x: w.all_to_all([x] * w.size),
+    "barrier": lambda w, x: w.barrier(),
+    "reduce": lambda w, x: w.reduce(x),
+    "gather": lambda w, x: w.gather(x),
+    "broadcast": lambda w, x: w.broadcast(x),
+    "scatter": lambda w, x: w.scatter(x),
 }
 """In the first four every rank hears of every other, so that after one of them nobody is ahead."""
 
@@ -103,10 +173,18 @@ def drawn(draw: Any) -> dict[str, Any]:
     kind, size = draw.choice(KINDS), draw.choice((2, 3, 4))
     one, other = draw.sample(sorted(CALLS), 2)
     algorithm, another = draw.sample(ALL_REDUCES[1:], 2)
-    return {"kind": kind, "size": size, "odd": draw.randrange(size), "length": draw.choice((1, 7, 5000, 300_000)),
-            "before": draw.choice((0, 1, 5)), "verbs": [one, other], "algorithms": [algorithm, another],
-            "ops": draw.sample(("sum", "max", "min", "prod"), 2), "roots": draw.sample(range(size), 2),
-            "start": draw.random() < 0.3}
+    return {
+        "kind": kind,
+        "size": size,
+        "odd": draw.randrange(size),
+        "length": draw.choice((1, 7, 5000, 300_000)),
+        "before": draw.choice((0, 1, 5)),
+        "verbs": [one, other],
+        "algorithms": [algorithm, another],
+        "ops": draw.sample(("sum", "max", "min", "prod"), 2),
+        "roots": draw.sample(range(size), 2),
+        "start": draw.random() < 0.3,
+    }
 
 
 def disagree(world: Group, case: dict[str, Any]) -> None:
@@ -149,22 +227,27 @@ def _all_reduce(world: Group, case: dict[str, Any], x: np.ndarray, **options: st
         world.all_reduce(x, **options)
 
 
-# --- long waits that end ---------------------------------------------------------------------------------------------
+# --- long waits that end
+# ---------------------------------------------------------------------------------------------
+
 
 def patient(world: Group, alpha: float, rounds: int, seed: int) -> int:
-    """Rounds of calls over links so slow that every wait is told; and ranks that come late. Returns what it counted."""
+    """Rounds of calls over links so slow that every wait is told; and ranks that come late. Returns
+    what it counted."""
     with delayed(world, alpha=alpha, beta=0.0) as slow:
         after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
         total = int(slow.exchange(world.rank, dst=after, src=before))
         total += int(slow.all_reduce(world.rank, algorithm="direct"))
-        draw = random.Random(seed)                          # the same on every rank
+        draw = random.Random(seed)  # the same on every rank
         for _ in range(rounds):
             lazy, seconds = draw.randrange(world.size), draw.uniform(0.0, 3 * alpha)
             if world.rank == lazy:
                 time.sleep(seconds)
             kind, pending = draw.randrange(4), None
             if kind == 0:
-                pending = slow.start_all_reduce(world.rank, algorithm=draw.choice(("ring", "tree", "direct")))
+                pending = slow.start_all_reduce(
+                    world.rank, algorithm=draw.choice(("ring", "tree", "direct"))
+                )
             if kind == 1:
                 total += int(slow.exchange(world.rank, dst=after, src=before))
             if kind == 2 and world.rank == lazy:

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from minidist.comm.transports.threads import run_threads
 
-if TYPE_CHECKING:       # ranks of an mpirun import this
+if TYPE_CHECKING:  # ranks of an mpirun import this
     import pytest
 
 THREADS = ("threads", "threads-unbuffered")
 MIXED = "auto, two nodes"
 """Shared memory inside a node, TCP between nodes; odd ranks play the second."""
 LIMIT = 20.0  # seconds; a test that waits longer hangs
-SOON = LIMIT / 2  # seconds; what ends sooner, on however busy a machine, did not wait for its limit; how soon it is, is
-                  # for tests/comm/test_kills.py, which knows how late threads wake, and for the soak tests
+# seconds; what ends sooner, on however busy a machine, did not wait for its limit; how soon it is,
+# is for tests/comm/test_kills.py, which knows how late threads wake, and for the soak tests
+SOON = LIMIT / 2
 
 
 @contextlib.contextmanager
@@ -46,7 +47,8 @@ def lateness() -> Iterator[list[float]]:
 
 
 def becomes_unhurried(transport: Any) -> bool:
-    """Wait until the rank of `transport` waits without a limit in effect; False if it does not come to that."""
+    """Wait until the rank of `transport` waits without a limit in effect; False if it does not come
+    to that."""
     from minidist.observe.records import A_DAY  # noqa: PLC0415 - the ranks of an mpirun do without it
 
     deadline = time.monotonic() + LIMIT
@@ -64,20 +66,34 @@ def nobodys_port() -> Iterator[tuple[str, int]]:
 
 
 def limit_comes(patch: "pytest.MonkeyPatch", here: Callable[[], bool]) -> None:
-    """The limit of the next run of threads comes when `here()`, whatever the clock says; seen when a rank tells."""
-    looks = itertools.count()       # the first is at the start
-    patch.setattr("minidist.comm.transports.threads.time", SimpleNamespace(
-        monotonic=lambda: time.monotonic() + (2 * LIMIT if next(looks) and here() else 0.0)))
+    """The limit of the next run of threads comes when `here()`, whatever the clock says; seen when
+    a rank tells."""
+    looks = itertools.count()  # the first is at the start
+    patch.setattr(
+        "minidist.comm.transports.threads.time",
+        SimpleNamespace(
+            monotonic=lambda: time.monotonic() + (2 * LIMIT if next(looks) and here() else 0.0)
+        ),
+    )
 
 
-def run(fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads", limit: float = LIMIT) -> list[Any]:
+def run(
+    fn: Callable[..., Any], *args: Any, size: int, transport: str = "threads", limit: float = LIMIT
+) -> list[Any]:
     """`fn(world, *args)` on `size` ranks; what each returned, in rank order."""
     if transport in THREADS:
         return run_threads(fn, args, size, limit, unbuffered=transport == "threads-unbuffered")
     if transport == MIXED:
         from minidist.launch.forked import run_forked  # noqa: PLC0415 - the thread tests do without the launcher
-        return run_forked(fn, args, size=size, transport="auto", limit=limit,
-                          nodes=[rank % 2 for rank in range(size)])
+
+        return run_forked(
+            fn,
+            args,
+            size=size,
+            transport="auto",
+            limit=limit,
+            nodes=[rank % 2 for rank in range(size)],
+        )
     from minidist.launch import run as launch_run  # noqa: PLC0415
 
     return launch_run(fn, *args, size=size, transport=transport, limit=limit)

@@ -1,4 +1,5 @@
-"""The program of test_namespaces.py: rank 0 prints, as JSON, how the job lies on hosts and what calls take there."""
+"""The program of test_namespaces.py: rank 0 prints, as JSON, how the job lies on hosts and what
+calls take there."""
 
 import json
 import os
@@ -33,16 +34,26 @@ def main() -> None:
     world = md.init(limit=20)
     inside, across = world.split(world.rank // 2), world.split(world.rank % 2)
     seen: list[str] = []
-    world.ledger.subscribe(lambda event: seen.append(event.details["algorithm"]) if event.kind == "call" else None)
+    world.ledger.subscribe(
+        lambda event: seen.append(event.details["algorithm"]) if event.kind == "call" else None
+    )
     world.all_reduce(np.ones(NBYTES // 4, np.float32))
     peers = vars(world.transport)["_peers"].values()
-    connections = {peer.rank: peer.link.fileno() for peer in peers if type(peer.link).__name__ == "TcpLink"}
-    systems = world.all_gather(np.frombuffer(shared_by(0).encode().rjust(200), np.uint8).reshape(1, -1))
-    told = {"nodes": world.nodes, "links": [type(peer.link).__name__ for peer in peers],
-            "boards": [group.board is not None for group in (world, inside, across)], "auto": seen[0],
-            "systems": [systems.tolist().index(row) for row in systems.tolist()],
-            "listens": addresses(connections[2]) if world.rank == 0 else [],
-            "seconds": {algorithm: seconds(world, algorithm) for algorithm in ("ring", "hierarchical")}}
+    connections = {
+        peer.rank: peer.link.fileno() for peer in peers if type(peer.link).__name__ == "TcpLink"
+    }
+    systems = world.all_gather(
+        np.frombuffer(shared_by(0).encode().rjust(200), np.uint8).reshape(1, -1)
+    )
+    told = {
+        "nodes": world.nodes,
+        "links": [type(peer.link).__name__ for peer in peers],
+        "boards": [group.board is not None for group in (world, inside, across)],
+        "auto": seen[0],
+        "systems": [systems.tolist().index(row) for row in systems.tolist()],
+        "listens": addresses(connections[2]) if world.rank == 0 else [],
+        "seconds": {algorithm: seconds(world, algorithm) for algorithm in ("ring", "hierarchical")},
+    }
     if world.rank == 0:
         print(json.dumps(told))
 

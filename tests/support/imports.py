@@ -1,4 +1,5 @@
-"""What each module imports, read from the source: imports inside functions and for type checkers, too."""
+"""What each module imports, read from the source: imports inside functions and for type checkers,
+too."""
 
 import ast
 from collections.abc import Iterator
@@ -7,7 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-HOMES = {"minidist": ROOT / "minidist", "minidist.kernels": ROOT / "kernels", "minidist.lessons": ROOT / "lessons"}
+HOMES = {
+    "minidist": ROOT / "minidist",
+    "minidist.kernels": ROOT / "kernels",
+    "minidist.lessons": ROOT / "lessons",
+}
 
 
 class Import(NamedTuple):
@@ -24,10 +29,13 @@ class Import(NamedTuple):
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module of minidist by its dotted name. `minidist.lessons` has its package's own files, no chapter's."""
+    """Every module of minidist by its dotted name. `minidist.lessons` has its package's own files,
+    no chapter's."""
     found = {}
     for package, folder in HOMES.items():
-        for path in sorted(folder.rglob("*.py") if package != "minidist.lessons" else folder.glob("*.py")):
+        for path in sorted(
+            folder.rglob("*.py") if package != "minidist.lessons" else folder.glob("*.py")
+        ):
             name = ".".join((package, *path.relative_to(folder).with_suffix("").parts))
             found[name.removesuffix(".__init__")] = path
     return found
@@ -48,8 +56,14 @@ def _read(module: str) -> tuple[tuple[Import, ...], tuple[tuple[str, int], ...]]
     """Imports and classes of a module: its source is parsed once."""
     path = modules()[module]
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    found = tuple(Import(module, name, path, node.lineno) for node in ast.walk(tree) for name in _imported(node))
-    return found, tuple((node.name, node.lineno) for node in tree.body if isinstance(node, ast.ClassDef))
+    found = tuple(
+        Import(module, name, path, node.lineno)
+        for node in ast.walk(tree)
+        for name in _imported(node)
+    )
+    return found, tuple(
+        (node.name, node.lineno) for node in tree.body if isinstance(node, ast.ClassDef)
+    )
 
 
 def _imported(node: ast.AST) -> Iterator[str]:
@@ -64,13 +78,18 @@ def _imported(node: ast.AST) -> Iterator[str]:
 
 
 def reached(module: str, inside: str, without: str = "") -> list[str]:
-    """`module`, and what it imports inside the package `inside`, and what those import there, and so on."""
+    """`module`, and what it imports inside the package `inside`, and what those import there, and
+    so on."""
     seen, left = {module}, [module]
     while left:
         for found in imports(left.pop()):
             name = found.imported
             packages = modules()[name].name == "__init__.py"
-            if name.startswith(f"{inside}.") and not packages and not (without and name.startswith(f"{without}.")):
+            if (
+                name.startswith(f"{inside}.")
+                and not packages
+                and not (without and name.startswith(f"{without}."))
+            ):
                 left += [name] if name not in seen else []
                 seen.add(name)
     return sorted(seen)

@@ -1,6 +1,8 @@
-"""`mpirun -n P python in_turn.py FOLDER NN...`: each lesson's script as it stands, its tables in FOLDER/NN.json.
+"""`mpirun -n P python in_turn.py FOLDER NN...`: each lesson's script as it stands, its tables in
+FOLDER/NN.json.
 
-Several lessons share the start of Python, of MPI and of minidist, which costs as much as a short lesson.
+Several lessons share the start of Python, of MPI and of minidist, which costs as much as a short
+lesson.
 """
 
 import runpy

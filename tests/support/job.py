@@ -1,4 +1,5 @@
-"""What the launch tests start: `python job.py MODE [TRANSPORT [RANK]]`. Rank 2, or RANK, does what MODE says."""
+"""What the launch tests start: `python job.py MODE [TRANSPORT [RANK]]`. Rank 2, or RANK, does what
+MODE says."""
 
 import atexit
 import contextlib
@@ -48,9 +49,9 @@ def misbehave(mode: str) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         case "sleep":
             time.sleep(60)
-        case "cut":                                     # the link, by the test, while this rank is awaited
+        case "cut":  # the link, by the test, while this rank is awaited
             time.sleep(60)
-        case "hold":                                    # no other thread of this rank runs meanwhile
+        case "hold":  # no other thread of this rank runs meanwhile
             ctypes.PyDLL(None).usleep(6_500_000)
         case "interrupt":
             raise KeyboardInterrupt
@@ -66,25 +67,28 @@ def main() -> None:
     victim = int(sys.argv[3]) if len(sys.argv) > 3 else 2
     if mode.startswith("killed "):
         from ends import die_at
+
         if launchers.detect().world_rank == victim:
             die_at(mode.removeprefix("killed "))
     if mode == "mixed":
         transport = ["tcp", "shm"][int(os.environ["RANK"]) % 2]
-    if mode.startswith("after "):                       # registered first, so done last: after the goodbye
+    if mode.startswith("after "):  # registered first, so done last: after the goodbye
         atexit.register(lambda: world.rank == victim and misbehave(mode.removeprefix("after ")))
-        membership.ENDING = 5 if mode == "after stop" else 2     # a stop is found within 3 s
-    world = md.init(transport=transport, limit=20, patience=0.4 if mode == "after stop" else PATIENCE)
+        membership.ENDING = 5 if mode == "after stop" else 2  # a stop is found within 3 s
+    world = md.init(
+        transport=transport, limit=20, patience=0.4 if mode == "after stop" else PATIENCE
+    )
     assert md.init() is world
     if mode in ("sleep", "stubborn", "cut"):
-        membership.current().joined.link.grace = 0.5   # a test has no 5 seconds
+        membership.current().joined.link.grace = 0.5  # a test has no 5 seconds
     total = world.all_reduce(np.arange(3.0) + world.rank)
     np.testing.assert_array_equal(total, world.size * np.arange(3.0) + sum(range(world.size)))
     say(f"hello from {world.rank} of {world.size} over {world.transport.name}")
     if mode == "sleep" or (mode == "stubborn" and world.rank == 1):
-        if mode == "stubborn":                          # neither waits nor ends
+        if mode == "stubborn":  # neither waits nor ends
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         time.sleep(60)
-    if mode == "busy" and world.rank == 1:              # computes, and will not hear of anything for a while
+    if mode == "busy" and world.rank == 1:  # computes, and will not hear of anything for a while
         time.sleep(60)
     if world.rank == victim or (mode == "stop all" and world.rank > 2):
         misbehave({"stop all": "stop", "stubborn": "kill", "busy": "raise"}.get(mode, mode))
@@ -96,10 +100,10 @@ def main() -> None:
             os.wait()
     if mode == "all config":
         misbehave("config")
-    if mode == "unwaited":                              # the ranks disagree, and the program never learns of it
+    if mode == "unwaited":  # the ranks disagree, and the program never learns of it
         world.start_all_reduce(np.ones(3 + world.rank))
         return
-    if mode == "ok":                                    # neither ends the rank
+    if mode == "ok":  # neither ends the rank
         with contextlib.suppress(SystemExit):
             sys.exit(3)
         alone = threading.Thread(target=sys.exit, args=(3,))

@@ -1,4 +1,5 @@
-"""Whether a job left anything behind: processes (also grandchildren), threads, sockets, files in /dev/shm."""
+"""Whether a job left anything behind: processes (also grandchildren), threads, sockets, files in
+/dev/shm."""
 
 import contextlib
 import gc
@@ -14,12 +15,17 @@ MARK = "LEFTOVERS_MARK"
 
 
 def _processes(mark: str) -> list[str]:
-    """Command lines of living processes that carry the mark in their environment, other than this one."""
+    """Command lines of living processes that carry the mark in their environment, other than this
+    one."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            if int(folder.name) != os.getpid() and state != "Z" and mark.encode() in (folder / "environ").read_bytes():
+            if (
+                int(folder.name) != os.getpid()
+                and state != "Z"
+                and mark.encode() in (folder / "environ").read_bytes()
+            ):
                 found.append((folder / "cmdline").read_text().replace("\0", " ") or folder.name)
     return found
 
@@ -45,9 +51,11 @@ def _sockets() -> set[str]:
 
 
 def open_files() -> Counter[str]:
-    """What this process has open, each name as often as it is; what only garbage holds is closed first.
+    """What this process has open, each name as often as it is; what only garbage holds is closed
+    first.
 
-    Something of an earlier test may be closed at any moment: a test asks what is there that was not, by subtraction.
+    Something of an earlier test may be closed at any moment: a test asks what is there that was
+    not, by subtraction.
     """
     gc.collect()
     names: Counter[str] = Counter()
@@ -64,7 +72,8 @@ def _segments() -> set[str]:
 
 @contextlib.contextmanager
 def nothing_left(limit: float = 30.0) -> Iterator[dict[str, str]]:
-    """Gives an environment for subprocesses; afterwards asserts that, within `limit` s, none of it is left."""
+    """Gives an environment for subprocesses; afterwards asserts that, within `limit` s, none of it
+    is left."""
     mark = uuid.uuid4().hex
     threads, children, segments = set(threading.enumerate()), set(_children()), _segments()
     sockets = _sockets()
@@ -72,8 +81,13 @@ def nothing_left(limit: float = 30.0) -> Iterator[dict[str, str]]:
     deadline = time.monotonic() + limit
 
     def left() -> list[object]:
-        return [*_processes(mark), *(set(threading.enumerate()) - threads), *(set(_children()) - children),
-                *(_segments() - segments), *(_sockets() - sockets)]
+        return [
+            *_processes(mark),
+            *(set(threading.enumerate()) - threads),
+            *(set(_children()) - children),
+            *(_segments() - segments),
+            *(_sockets() - sockets),
+        ]
 
     while (found := left()) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -1,4 +1,5 @@
-"""What ranks of a new mpirun run for tests/launch/test_mpirun.py: they import this module, without pytest."""
+"""What ranks of a new mpirun run for tests/launch/test_mpirun.py: they import this module, without
+pytest."""
 
 import os
 import signal
@@ -30,11 +31,17 @@ def end(world: Any, how: str) -> int:
     """Rank 1 ends so, while the others wait for it."""
     world.barrier()
     if world.rank == 1:
-        {"raise": lambda: int("no number"), "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-         "exit": lambda: throw(SystemExit(256)), "leave": sys.exit, "sleep": lambda: time.sleep(60),
-         "mute": lambda: throw(Mute("mine")), "surrogate": lambda: throw(ValueError("\ud800")),
-         "start": lambda: None}[how]()
-    if how == "start":                                  # the ranks disagree, and none waits for it
+        {
+            "raise": lambda: int("no number"),
+            "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+            "exit": lambda: throw(SystemExit(256)),
+            "leave": sys.exit,
+            "sleep": lambda: time.sleep(60),
+            "mute": lambda: throw(Mute("mine")),
+            "surrogate": lambda: throw(ValueError("\ud800")),
+            "start": lambda: None,
+        }[how]()
+    if how == "start":  # the ranks disagree, and none waits for it
         world.start_all_reduce(np.ones(3 + world.rank))
     elif how != "sleep":
         world.barrier()

@@ -1,4 +1,5 @@
-"""What ranks of mpi do in tests/comm/collectives/test_native.py: in a module of its own, so that they can import it."""
+"""What ranks of mpi do in tests/comm/collectives/test_native.py: in a module of its own, so that
+they can import it."""
 
 import os
 import time
@@ -13,21 +14,29 @@ from minidist.errors import CommError, ConfigError, TimeoutError
 
 
 def in_many_groups(world: Group) -> list[Any]:
-    """Native calls in the world, in two halves of it, and in a group that is the world again; two of them at once."""
+    """Native calls in the world, in two halves of it, and in a group that is the world again; two
+    of them at once."""
     half, again = world.split(world.rank // 2), world.split(0, key=-world.rank)
     assert half is not None
     assert again is not None
-    started = [half.start_all_reduce(np.full(5000, world.rank + 2.0), algorithm="native"),
-               again.start_all_gather(np.array([world.rank]), algorithm="native"),
-               world.start_all_reduce(np.array([world.rank]), op="max", algorithm="native")]
+    started = [
+        half.start_all_reduce(np.full(5000, world.rank + 2.0), algorithm="native"),
+        again.start_all_gather(np.array([world.rank]), algorithm="native"),
+        world.start_all_reduce(np.array([world.rank]), op="max", algorithm="native"),
+    ]
     return [pending.wait().tolist()[:8] for pending in reversed(started)]
 
 
 def refused(world: Group) -> list[str]:
-    """What MPI does not know is refused on every rank before anything is sent; the group stays usable."""
+    """What MPI does not know is refused on every rank before anything is sent; the group stays
+    usable."""
     texts = []
-    for x, op in ((np.ones(3, np.float16), "sum"), (np.ones(3, ">f4"), "sum"), (np.ones(3, np.complex64), "max"),
-                  (np.ones(3, bool), "sum")):
+    for x, op in (
+        (np.ones(3, np.float16), "sum"),
+        (np.ones(3, ">f4"), "sum"),
+        (np.ones(3, np.complex64), "max"),
+        (np.ones(3, bool), "sum"),
+    ):
         try:
             world.all_reduce(x, op=op, algorithm="native")
         except ConfigError as error:
@@ -41,8 +50,11 @@ def in_its_place(world: Group) -> list[Any]:
     results = []
     for length in (0, 1, 3, 5):
         x = np.arange(float(length))
-        results.append(world.reduce_scatter(x, out=np.array_split(x, world.size)[world.rank],
-                                            algorithm="native").tolist())
+        results.append(
+            world.reduce_scatter(
+                x, out=np.array_split(x, world.size)[world.rank], algorithm="native"
+            ).tolist()
+        )
     return results
 
 
@@ -54,7 +66,9 @@ ONES = np.ones(6, np.float32)
 HERE = r".*native_calls\.py:\d+"
 
 
-def reduced(world: Group, x: np.ndarray = ONES, *, op: str = "sum", algorithm: str = "native") -> Any:
+def reduced(
+    world: Group, x: np.ndarray = ONES, *, op: str = "sum", algorithm: str = "native"
+) -> Any:
     return world.all_reduce(x, op=op, algorithm=algorithm)
 
 
@@ -71,13 +85,15 @@ def in_groups(world: Group, *order: int) -> None:
         reduced(group)
 
 
-WAYS = {                        # what all ranks but one do, and what that one does
+WAYS = {  # what all ranks but one do, and what that one does
     "verb": (reduced, lambda w: w.reduce_scatter(ONES, algorithm="native")),
     "shape": (reduced, lambda w: reduced(w, ONES.reshape(2, 3))),
     "dtype": (reduced, lambda w: reduced(w, ONES.view(np.int32))),
     "op": (reduced, lambda w: reduced(w, op="max")),
-    "root": (lambda w: w.broadcast(ONES, root=0, algorithm="native"),
-             lambda w: w.broadcast(ONES, root=1, algorithm="native")),
+    "root": (
+        lambda w: w.broadcast(ONES, root=0, algorithm="native"),
+        lambda w: w.broadcast(ONES, root=1, algorithm="native"),
+    ),
     "algorithm": (reduced, lambda w: reduced(w, algorithm="ring")),
     "group": (lambda w: in_groups(w, 0, 1), lambda w: in_groups(w, 1, 0)),
     "order": (lambda w: (reduced(w), gathered(w)), lambda w: (gathered(w), reduced(w))),
@@ -94,7 +110,8 @@ def disagree(world: Group, kind: str, odd: int, folder: str) -> None:
     except CommError as error:
         text = f"{type(error).__name__}: {error}"
         Path(folder, str(world.rank)).write_text(text)
-        deadline = time.monotonic() + 5         # mpirun kills the others within milliseconds of the first end
+        # mpirun kills the others within milliseconds of the first end
+        deadline = time.monotonic() + 5
         while len(os.listdir(folder)) < world.size and time.monotonic() < deadline:
             time.sleep(0.01)
         raise
@@ -117,7 +134,7 @@ def left_waiting(world: Group) -> float:
             world.transport.limit = limit
         assert 0.2 < time.monotonic() - began < limit / 2
         assert time.thread_time() - burnt < 0.1
-    meet()      # in the barrier already, it would be seen that each waits for the other
+    meet()  # in the barrier already, it would be seen that each waits for the other
     world.barrier()
     if world.rank != 0:
         native.barrier()

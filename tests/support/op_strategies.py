@@ -1,4 +1,5 @@
-"""For every op, a strategy of calls to check: small float64 arrays of drawn shapes, broadcasts and options."""
+"""For every op, a strategy of calls to check: small float64 arrays of drawn shapes, broadcasts and
+options."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ class Case:
 
 def case(name: str) -> Callable[[Callable[..., Case]], Callable[..., Case]]:
     """Register a composite strategy function as the one of op `name`."""
+
     def register(build: Callable[..., Case]) -> Callable[..., Case]:
         CASES[name] = st.composite(build)()
         return build
@@ -32,9 +34,9 @@ def case(name: str) -> Callable[[Callable[..., Case]], Callable[..., Case]]:
     return register
 
 
-# ---------------------------------------------------------------------------------------------------- shapes, values
+# ----------------------------------------------------------------------------------- shapes, values
 
-seeds = st.integers(0, 2 ** 16)
+seeds = st.integers(0, 2**16)
 sizes = st.integers(1, 3)
 shapes = st.lists(sizes, max_size=3).map(tuple)
 
@@ -48,7 +50,8 @@ def normal(draw: Any, shape: tuple[int, ...], scale: float = 1.0) -> np.ndarray:
 
 
 def apart(draw: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Distinct numbers at least 0.1 from each other and from 0: no kink lies within a difference step."""
+    """Distinct numbers at least 0.1 from each other and from 0: no kink lies within a difference
+    step."""
     n = int(np.prod(shape))
     values = (np.arange(n) - n // 2) * 0.2 + 0.1
     return np.random.default_rng(draw(seeds)).permutation(values).reshape(shape)
@@ -63,7 +66,7 @@ def broadcast_pair(draw: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     whole = draw(shapes)
 
     def part() -> tuple[int, ...]:
-        kept = whole[draw(st.integers(0, len(whole))):]
+        kept = whole[draw(st.integers(0, len(whole))) :]
         return tuple(n if draw(st.booleans()) else 1 for n in kept)
 
     return (whole, part()) if draw(st.booleans()) else (part(), whole)
@@ -78,7 +81,8 @@ def some_dims(draw: Any, ndim: int) -> Any:
     return draw(dim) if draw(st.booleans()) else draw(several)
 
 
-# ---------------------------------------------------------------------------------------------------- arithmetic
+# --------------------------------------------------------------------------------------- arithmetic
+
 
 def _binary(name: str, second: Callable[..., np.ndarray] = normal) -> None:
     def build(draw: Any) -> Case:
@@ -107,7 +111,9 @@ _unary("relu", apart)
 @case("gelu")
 def _(draw: Any) -> Case:
     shape = (*draw(shapes), draw(sizes))
-    return Case(ops.gelu, [normal(draw, shape), normal(draw, shape[-1:])][:draw(st.integers(1, 2))])
+    return Case(
+        ops.gelu, [normal(draw, shape), normal(draw, shape[-1:])][: draw(st.integers(1, 2))]
+    )
 
 
 @case("swiglu")
@@ -125,8 +131,12 @@ def _(draw: Any) -> Case:
 @case("where")
 def _(draw: Any) -> Case:
     a, b = broadcast_pair(draw)
-    condition = np.asarray(np.random.default_rng(draw(seeds)).random(np.broadcast_shapes(a, b)) < 0.5)
-    return Case(lambda x, y: ops.where(beside(condition, x.data), x, y), [normal(draw, a), normal(draw, b)])
+    condition = np.asarray(
+        np.random.default_rng(draw(seeds)).random(np.broadcast_shapes(a, b)) < 0.5
+    )
+    return Case(
+        lambda x, y: ops.where(beside(condition, x.data), x, y), [normal(draw, a), normal(draw, b)]
+    )
 
 
 @case("cast")
@@ -134,7 +144,8 @@ def _(draw: Any) -> Case:
     return Case(lambda a: ops.cast(a, a.dtype), [normal(draw, draw(shapes))])
 
 
-# ---------------------------------------------------------------------------------------------------- reductions
+# --------------------------------------------------------------------------------------- reductions
+
 
 def _reduction(name: str, values: Callable[..., np.ndarray] = normal) -> None:
     def build(draw: Any) -> Case:
@@ -164,7 +175,8 @@ def _(draw: Any) -> Case:
     return Case(lambda x: ops.log_softmax(x, dim=dim), [normal(draw, shape)])
 
 
-# ---------------------------------------------------------------------------------------------------- shapes
+# ------------------------------------------------------------------------------------------- shapes
+
 
 @case("reshape")
 def _(draw: Any) -> Case:
@@ -182,9 +194,21 @@ def _(draw: Any) -> Case:
 
 @case("getitem")
 def _(draw: Any) -> Case:
-    index = draw(st.sampled_from([0, -1, slice(1, None), (slice(None, None, -2), 1), (Ellipsis, None, 2), None,
-                                  np.array([0, 1, 1]), (slice(None), np.array([[2, 0], [2, 2]])),
-                                  np.array([[True, False, True], [False, True, True]])]))
+    index = draw(
+        st.sampled_from(
+            [
+                0,
+                -1,
+                slice(1, None),
+                (slice(None, None, -2), 1),
+                (Ellipsis, None, 2),
+                None,
+                np.array([0, 1, 1]),
+                (slice(None), np.array([[2, 0], [2, 2]])),
+                np.array([[True, False, True], [False, True, True]]),
+            ]
+        )
+    )
     return Case(lambda x: ops.getitem(x, index), [normal(draw, (2, 3))])
 
 
@@ -204,29 +228,39 @@ def placement(draw: Any) -> Placement:
 
 def placed_beside(there: Placement, x: Tensor) -> Placement:
     """The placement on the device of x."""
-    return Placement(there.shape, *(beside(array, x.data) for array in (there.choices, there.experts, there.counts)))
+    return Placement(
+        there.shape,
+        *(beside(array, x.data) for array in (there.choices, there.experts, there.counts)),
+    )
 
 
 @case("to_experts")
 def _(draw: Any) -> Case:
     there = placement(draw)
-    return Case(lambda x: ops.to_experts(x, placed_beside(there, x)), [normal(draw, (there.shape[0], draw(sizes)))])
+    return Case(
+        lambda x: ops.to_experts(x, placed_beside(there, x)),
+        [normal(draw, (there.shape[0], draw(sizes)))],
+    )
 
 
 @case("from_experts")
 def _(draw: Any) -> Case:
     there = placement(draw)
     rows = len(there.tokens)
-    return Case(lambda x, w: ops.from_experts(x, w, placed_beside(there, x)),
-                [normal(draw, (rows, draw(sizes))), normal(draw, (rows,))])
+    return Case(
+        lambda x, w: ops.from_experts(x, w, placed_beside(there, x)),
+        [normal(draw, (rows, draw(sizes))), normal(draw, (rows,))],
+    )
 
 
 @case("grouped_linear")
 def _(draw: Any) -> Case:
     counts = draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
     k, n = draw(sizes), draw(sizes)
-    return Case(lambda x, w: ops.grouped_linear(x, w, counts=counts),
-                [normal(draw, (sum(counts), k)), normal(draw, (len(counts), k, n))])
+    return Case(
+        lambda x, w: ops.grouped_linear(x, w, counts=counts),
+        [normal(draw, (sum(counts), k)), normal(draw, (len(counts), k, n))],
+    )
 
 
 @case("concat")
@@ -256,7 +290,8 @@ def _(draw: Any) -> Case:
     return Case(call, [normal(draw, tuple(shape))])
 
 
-# ---------------------------------------------------------------------------------------------------- layers
+# ------------------------------------------------------------------------------------------- layers
+
 
 @case("matmul")
 def _(draw: Any) -> Case:
@@ -280,8 +315,11 @@ def _(draw: Any) -> Case:
 
 @case("layer_norm")
 def _(draw: Any) -> Case:
-    n = draw(st.integers(2, 4))  # of one number a row, the norm is 0 and its gradient a quotient of roundings
-    return Case(ops.layer_norm, [normal(draw, (*draw(shapes), n)), normal(draw, (n,)), normal(draw, (n,))])
+    # of one number a row, the norm is 0 and its gradient a quotient of roundings
+    n = draw(st.integers(2, 4))
+    return Case(
+        ops.layer_norm, [normal(draw, (*draw(shapes), n)), normal(draw, (n,)), normal(draw, (n,))]
+    )
 
 
 @case("rms_norm")
@@ -301,32 +339,54 @@ def _(draw: Any) -> Case:
 def _(draw: Any) -> Case:
     t, n = draw(sizes), draw(st.sampled_from([2, 4]))
     positions = np.random.default_rng(draw(seeds)).integers(0, 1000, size=t)
-    return Case(lambda x: ops.rotary(x, beside(positions, x.data)), [normal(draw, (*draw(shapes), t, n))])
+    return Case(
+        lambda x: ops.rotary(x, beside(positions, x.data)), [normal(draw, (*draw(shapes), t, n))]
+    )
 
 
 @case("causal_attention")
 def _(draw: Any) -> Case:
-    b, kv_heads, group, t, d = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(sizes), draw(sizes), draw(sizes)
+    b, kv_heads, group, t, d = (
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 2)),
+        draw(sizes),
+        draw(sizes),
+        draw(sizes),
+    )
     kv = (b, kv_heads, t, d)
-    return Case(ops.causal_attention, [normal(draw, (b, kv_heads * group, t, d)), normal(draw, kv), normal(draw, kv)])
+    return Case(
+        ops.causal_attention,
+        [normal(draw, (b, kv_heads * group, t, d)), normal(draw, kv), normal(draw, kv)],
+    )
 
 
 @case("causal_attention_packed")
 def _(draw: Any) -> Case:
     heads, d = draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    return Case(lambda x: ops.causal_attention_packed(x, heads=heads),
-                [normal(draw, (draw(st.integers(1, 2)), draw(sizes), 3 * heads * d))])
+    return Case(
+        lambda x: ops.causal_attention_packed(x, heads=heads),
+        [normal(draw, (draw(st.integers(1, 2)), draw(sizes), 3 * heads * d))],
+    )
 
 
 @case("sparse_attention")
 def _(draw: Any) -> Case:
-    kv_heads, group, t, d = draw(st.integers(1, 2)), draw(sizes), draw(st.integers(1, 7)), draw(sizes)
+    kv_heads, group, t, d = (
+        draw(st.integers(1, 2)),
+        draw(sizes),
+        draw(st.integers(1, 7)),
+        draw(sizes),
+    )
     side = draw(st.integers(1, 4))
     count = -(-t // side)
-    blocks = np.random.default_rng(draw(seeds)).random((count, count)) < draw(st.sampled_from([0.3, 0.7, 1.0]))
+    blocks = np.random.default_rng(draw(seeds)).random((count, count)) < draw(
+        st.sampled_from([0.3, 0.7, 1.0])
+    )
     kv = (2, kv_heads, t, d)
-    return Case(lambda q, k, v: ops.sparse_attention(q, k, v, blocks=blocks, side=side),
-                [normal(draw, (2, kv_heads * group, t, d)), normal(draw, kv), normal(draw, kv)])
+    return Case(
+        lambda q, k, v: ops.sparse_attention(q, k, v, blocks=blocks, side=side),
+        [normal(draw, (2, kv_heads * group, t, d)), normal(draw, kv), normal(draw, kv)],
+    )
 
 
 @case("cross_entropy")
@@ -334,12 +394,17 @@ def _(draw: Any) -> Case:
     lead, vocabulary = draw(shapes), draw(st.integers(1, 4))
     targets = np.random.default_rng(draw(seeds)).integers(0, vocabulary, size=lead)
     divisor = draw(st.none() | st.integers(1, 100))
-    return Case(lambda x: ops.cross_entropy(x, targets, divisor=divisor), [normal(draw, (*lead, vocabulary))])
+    return Case(
+        lambda x: ops.cross_entropy(x, targets, divisor=divisor),
+        [normal(draw, (*lead, vocabulary))],
+    )
 
 
 @case("dropout")
 def _(draw: Any) -> Case:
     rate, step = draw(st.sampled_from([0.0, 0.3, 0.9])), draw(st.integers(0, 9))
-    shape, arrays = (*draw(shapes), draw(sizes)), draw(st.integers(1, 2))       # x, perhaps a residual
-    return Case(lambda *arrays: ops.dropout(*arrays, rate=rate, name="layer", seed=1, step=step),
-                [normal(draw, shape) for _ in range(arrays)])
+    shape, arrays = (*draw(shapes), draw(sizes)), draw(st.integers(1, 2))  # x, perhaps a residual
+    return Case(
+        lambda *arrays: ops.dropout(*arrays, rate=rate, name="layer", seed=1, step=step),
+        [normal(draw, shape) for _ in range(arrays)],
+    )

@@ -1,4 +1,5 @@
-"""What the tests of elastic local steps share: a run with changes of membership in one process, on whole vectors."""
+"""What the tests of elastic local steps share: a run with changes of membership in one process, on
+whole vectors."""
 
 from typing import Any
 
@@ -11,13 +12,32 @@ from minidist.optim import AdamW
 class Serial:
     """Every process's model and inner optimizer, and what they have in common.
 
-    Args: every, fragments, delay, mix, lr, momentum: as of streaming DiLoCo; batch(step): the global batch.
+    Args: every, fragments, delay, mix, lr, momentum: as of streaming DiLoCo; batch(step): the
+    global batch.
     """
 
-    def __init__(self, batch: Any, config: Any, *, every: int, fragments: int = 1, delay: int = 0, mix: float = 0.0,
-                 lr: float = 0.7, momentum: float = 0.9, inner_lr: float = 1e-2, clip: float | None = 1.0) -> None:
+    def __init__(
+        self,
+        batch: Any,
+        config: Any,
+        *,
+        every: int,
+        fragments: int = 1,
+        delay: int = 0,
+        mix: float = 0.0,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        inner_lr: float = 1e-2,
+        clip: float | None = 1.0,
+    ) -> None:
         self.batch, self.config, self.inner_lr, self.clip = batch, config, inner_lr, clip
-        self.between, self.delay, self.mix, self.lr, self.momentum = every // fragments, delay, mix, lr, momentum
+        self.between, self.delay, self.mix, self.lr, self.momentum = (
+            every // fragments,
+            delay,
+            mix,
+            lr,
+            momentum,
+        )
         self.models: dict[int, Any] = {}
         self.inner: dict[int, AdamW] = {}
         self.merged: dict[int, int] = {}
@@ -40,8 +60,10 @@ class Serial:
     def meet(self, processes: list[int], shares: list[float]) -> None:
         """The next outer gradient of all: one outer step."""
         place = self.places[self.met % len(self.places)]
-        gradient = sum(share * (self.common[place] - vector_of(self.models[process])[place])
-                       for process, share in zip(processes, shares, strict=True))
+        gradient = sum(
+            share * (self.common[place] - vector_of(self.models[process])[place])
+            for process, share in zip(processes, shares, strict=True)
+        )
         self.speed[place] = self.momentum * self.speed[place] + gradient
         self.common[place] -= self.lr * (gradient + self.momentum * self.speed[place])
         self.met += 1
@@ -56,11 +78,15 @@ class Serial:
             self.merged[process] += 1
 
     def part(self, begin: dict[str, Any], end: dict[str, Any]) -> None:
-        """One generation: from its record to that of the next; of the last, with `met` of the end of the run."""
+        """One generation: from its record to that of the next; of the last, with `met` of the end
+        of the run."""
         processes, step, size = begin["processes"], begin["step"], len(begin["processes"])
         made = begin.get("made") or [None] * size
         assert self.met == begin.get("met", 0)
-        teacher = next((process for process, steps in zip(processes, made, strict=True) if steps is not None), None)
+        teacher = next(
+            (process for process, steps in zip(processes, made, strict=True) if steps is not None),
+            None,
+        )
         for process, steps in zip(processes, made, strict=True):
             if steps is None:
                 self.join(process, teacher)
@@ -68,17 +94,35 @@ class Serial:
             self.mix_in(process, step)
         rows = [len(part) for part in np.array_split(np.arange(len(self.batch(0)[0])), size)]
         shares = [count / sum(rows) for count in rows]
-        ends = {process: steps for process, steps in zip(end["processes"], end["made"], strict=True)
-                if steps is not None}
+        ends = {
+            process: steps
+            for process, steps in zip(end["processes"], end["made"], strict=True)
+            if steps is not None
+        }
         while self.met < step // self.between and self.met < end["met"]:
             self.meet(processes, shares)
         for process in processes:
             self.mix_in(process, step)
         for now in range(step + 1, end["step"] + 1):
-            there = [rank for rank, process in enumerate(processes) if ends.get(process, end["step"]) >= now]
-            told = [alone(self.models[processes[rank]], self.inner[processes[rank]], self.batch(now - 1), size, rank,
-                          self.clip) for rank in there]
-            self.losses[now] = sum(loss * share for loss, share in told) / sum(share for _, share in told)
+            there = [
+                rank
+                for rank, process in enumerate(processes)
+                if ends.get(process, end["step"]) >= now
+            ]
+            told = [
+                alone(
+                    self.models[processes[rank]],
+                    self.inner[processes[rank]],
+                    self.batch(now - 1),
+                    size,
+                    rank,
+                    self.clip,
+                )
+                for rank in there
+            ]
+            self.losses[now] = sum(loss * share for loss, share in told) / sum(
+                share for _, share in told
+            )
             while self.met < min(now // self.between, end["met"]):
                 assert len(there) == size
                 self.meet(processes, shares)
@@ -86,8 +130,11 @@ class Serial:
                 self.mix_in(processes[rank], now)
 
 
-def replay(records: list[dict[str, Any]], steps: int, batch: Any, config: Any, **options: Any) -> Serial:
-    """The run whose generations have these records (step, processes, met, made): its common weights at the end."""
+def replay(
+    records: list[dict[str, Any]], steps: int, batch: Any, config: Any, **options: Any
+) -> Serial:
+    """The run whose generations have these records (step, processes, met, made): its common weights
+    at the end."""
     run = Serial(batch, config, **options)
     last = {"step": steps, "met": steps // run.between, "processes": [], "made": []}
     for begin, end in zip(records, [*records[1:], last], strict=True):

@@ -1,4 +1,5 @@
-"""Ranks of `minidist bench compress` without processes: a virtual clock, and losses by a formula."""
+"""Ranks of `minidist bench compress` without processes: a virtual clock, and losses by a
+formula."""
 
 from typing import Any
 
@@ -9,7 +10,8 @@ SIGN_STEP = LocalStep(0.13, 1e5, 8, [0.07, 0.10], [3, 1])
 
 
 class ShapedRanks:
-    """Two ranks, the second a little faster. Args: steps: of each way over a link of no time, by its name."""
+    """Two ranks, the second a little faster. Args: steps: of each way over a link of no time, by
+    its name."""
 
     def __init__(self, steps: dict[str, LocalStep], losses: dict[str, float] | None = None) -> None:
         self.steps, self.losses = steps, losses or {}
@@ -26,7 +28,9 @@ class ShapedRanks:
             return [4.0 - self.losses[self.way] * self.done] * 2
         return [self._steps(**question), {**self._steps(**question, faster=0.9), "moments": []}]
 
-    def _steps(self, steps: int, alpha: float = 0.0, beta: float = 0.0, faster: float = 1.0) -> dict[str, Any]:
+    def _steps(
+        self, steps: int, alpha: float = 0.0, beta: float = 0.0, faster: float = 1.0
+    ) -> dict[str, Any]:
         """What Training.run returns: bucket i leaves when it is ready and the port is free."""
         step = self.steps[self.way]
         self.done += steps if faster == 1.0 else 0
@@ -35,5 +39,10 @@ class ShapedRanks:
             part = size / sum(step.sizes)
             free = max(free, ready) + part * (step.messages * alpha + step.nbytes * beta)
         seconds = step.seconds + free - max(step.moments, default=0.0)
-        return {"seconds": [faster * seconds] * steps, "nbytes": steps * step.nbytes, "messages": steps * step.messages,
-                "moments": list(step.moments), "sizes": list(step.sizes)}
+        return {
+            "seconds": [faster * seconds] * steps,
+            "nbytes": steps * step.nbytes,
+            "messages": steps * step.messages,
+            "moments": list(step.moments),
+            "sizes": list(step.sizes),
+        }

@@ -1,8 +1,10 @@
-"""Jobs that really train, on processes of this machine, with one fault in each: for the tests of diagnosis.
+"""Jobs that really train, on processes of this machine, with one fault in each: for the tests of
+diagnosis.
 
-    fault = Fault("slow compute", victim=2, size=4, at=6, seed=0)
-    run = sick_job(tmp_path, fault)         # run.found: what minidist diagnose finds; run.seconds: after which time
-    judge(fault, run.found)                 # (culprit is right, cause is right)
+fault = Fault("slow compute", victim=2, size=4, at=6, seed=0)
+run = sick_job(tmp_path, fault)         # run.found: what minidist diagnose finds; run.seconds:
+                                        after which time
+judge(fault, run.found)                 # (culprit is right, cause is right)
 """
 
 import os
@@ -36,18 +38,34 @@ from minidist.parallel.data.ddp import DDP
 from minidist.parallel.step.step import Part
 
 CONFIG = GPTConfig(vocabulary=32, context=32, layers=2, width=48, heads=2, dtype="float32")
-ROWS = 8                            # sequences of a rank: steps of 20 ms or so
-STUCK = 2.0                         # seconds: the limit from which a call is a hang
-LINK = 0.004                        # seconds that every message of a delayed job takes
-# A rank that makes two calls in the other order fails in the first of them: as if it had left that call out.
-CAUSES = {"slow compute": {"slow compute"}, "slow link": {"slow link"}, "late reader": {"late reader"},
-          "uneven data": {"uneven data"}, "leak": {"leak"}, "hog": {"hogs the interpreter"},
-          "wrong shape": {"wrong shape"}, "wrong dtype": {"wrong dtype"}, "wrong order": {"wrong order", "left out"},
-          "left out": {"left out", "wrong order"}, "behind": {"behind"}, "stopped": {"stopped"}, "killed": {"killed"},
-          "not finite": {"not finite"}, "bad weight": {"not finite"}, "loss jumps": {"loss jumps"},
-          "drift": {"replicas differ"}, "skew": {"clock skew"}, "none": set()}
+ROWS = 8  # sequences of a rank: steps of 20 ms or so
+STUCK = 2.0  # seconds: the limit from which a call is a hang
+LINK = 0.004  # seconds that every message of a delayed job takes
+# A rank that makes two calls in the other order fails in the first of them: as if it had left that
+# call out.
+CAUSES = {
+    "slow compute": {"slow compute"},
+    "slow link": {"slow link"},
+    "late reader": {"late reader"},
+    "uneven data": {"uneven data"},
+    "leak": {"leak"},
+    "hog": {"hogs the interpreter"},
+    "wrong shape": {"wrong shape"},
+    "wrong dtype": {"wrong dtype"},
+    "wrong order": {"wrong order", "left out"},
+    "left out": {"left out", "wrong order"},
+    "behind": {"behind"},
+    "stopped": {"stopped"},
+    "killed": {"killed"},
+    "not finite": {"not finite"},
+    "bad weight": {"not finite"},
+    "loss jumps": {"loss jumps"},
+    "drift": {"replicas differ"},
+    "skew": {"clock skew"},
+    "none": set(),
+}
 KINDS = [kind for kind in CAUSES if kind != "none"]
-LIVE = ("behind", "stopped")        # found while the job runs: it would not end
+LIVE = ("behind", "stopped")  # found while the job runs: it would not end
 
 
 @dataclass(frozen=True)
@@ -64,7 +82,11 @@ class Fault:
 
     @property
     def culprits(self) -> set[int]:
-        return {self.victim, (self.victim + 1) % self.size} if self.kind == "slow link" else {self.victim}
+        return (
+            {self.victim, (self.victim + 1) % self.size}
+            if self.kind == "slow link"
+            else {self.victim}
+        )
 
 
 @dataclass(frozen=True)
@@ -86,7 +108,8 @@ def judge(fault: Fault, found: list[Any]) -> tuple[bool, bool]:
 
 
 def sick_job(folder: Path, fault: Fault) -> SickRun:
-    """Run a job with the fault; what diagnosis finds: of a live fault once it finds something, else at its end."""
+    """Run a job with the fault; what diagnosis finds: of a live fault once it finds something, else
+    at its end."""
     child = os.fork()
     if not child:
         null = os.open(os.devnull, os.O_WRONLY)
@@ -94,7 +117,15 @@ def sick_job(folder: Path, fault: Fault) -> SickRun:
         os.dup2(null, 2)
         status = 1
         with suppress(BaseException):
-            md.run(_rank, str(folder), fault, size=fault.size, transport="tcp", limit=60 + fault.steps, patience=30)
+            md.run(
+                _rank,
+                str(folder),
+                fault,
+                size=fault.size,
+                transport="tcp",
+                limit=60 + fault.steps,
+                patience=30,
+            )
             status = 0
         os._exit(status)
     try:
@@ -139,7 +170,7 @@ def _end(folder: Path, fault: Fault, child: int) -> None:
     os.waitpid(child, 0)
 
 
-# ------------------------------------------------------------------------------------------------------- inside a rank
+# ------------------------------------------------------------------------------------ inside a rank
 
 
 class OneSlowLink(Delayed):
@@ -168,8 +199,11 @@ class UnevenDDP(DDP):
         return Part(batch[0][rows], batch[1][rows], begin)
 
 
-def batch_of(step: int, rows: int, seed: int, noisy: range = range(0)) -> tuple[np.ndarray, np.ndarray]:
-    """Counting sequences, which are learnt in a few steps; of `noisy` rows the targets are random."""
+def batch_of(
+    step: int, rows: int, seed: int, noisy: range = range(0)
+) -> tuple[np.ndarray, np.ndarray]:
+    """Counting sequences, which are learnt in a few steps; of `noisy` rows the targets are
+    random."""
     random_numbers = np.random.default_rng([seed, step])
     start = random_numbers.integers(0, CONFIG.vocabulary, (rows, 1))
     ids = (start + np.arange(CONFIG.context + 1)) % CONFIG.vocabulary
@@ -182,7 +216,7 @@ def batch_of(step: int, rows: int, seed: int, noisy: range = range(0)) -> tuple[
 def _rank(world: Any, folder: str, fault: Fault) -> None:
     """One rank: DDP on a small GPT, recorded as minidist train records it."""
     sick = fault.kind != "none" and world.rank == fault.victim
-    warnings.simplefilter("ignore")         # pytest makes errors of them, and numbers are to go wrong here
+    warnings.simplefilter("ignore")  # pytest makes errors of them, and numbers are to go wrong here
     if fault.kind == "skew" and sick:
         real, time.time = time.time, lambda: real() + 5.0
         platform.node = lambda: "far"
@@ -193,17 +227,24 @@ def _rank(world: Any, folder: str, fault: Fault) -> None:
         _delay(world, slow)
     timeline = Timeline(world.world_rank, limit=10)
     timeline.follow(world.ledger)
-    trainer = md.Trainer(md.Plan(dp=world.size), CONFIG, world, seed=fault.seed, lr=0.01, recorder=timeline)
+    trainer = md.Trainer(
+        md.Plan(dp=world.size), CONFIG, world, seed=fault.seed, lr=0.01, recorder=timeline
+    )
     if fault.kind == "uneven data":
         trainer.strategy.__class__ = UnevenDDP
         trainer.strategy.victim = fault.victim
-    records = RankRecords(trainer, folder, batch=fault.rows * world.size, context=CONFIG.context, digest_every=4)
+    records = RankRecords(
+        trainer, folder, batch=fault.rows * world.size, context=CONFIG.context, digest_every=4
+    )
     injector = Injector(fault, world, trainer, Path(folder)) if sick else None
     for step in range(fault.steps):
         on = injector is not None and step >= fault.at
         with records.input():
-            noisy = range(fault.victim * fault.rows, (fault.victim + 1) * fault.rows) \
-                if fault.kind == "loss jumps" and step >= fault.at else range(0)
+            noisy = (
+                range(fault.victim * fault.rows, (fault.victim + 1) * fault.rows)
+                if fault.kind == "loss jumps" and step >= fault.at
+                else range(0)
+            )
             batch = batch_of(step, fault.rows * world.size, fault.seed, noisy)
             if on and fault.kind == "late reader":
                 time.sleep(0.6 * injector.usual)
@@ -236,7 +277,7 @@ def _other_calls(world: Any, injector: "Injector | None") -> None:
     calls = [lambda: world.all_reduce(norms), lambda: world.all_gather(counts)]
     if kind == "wrong order":
         calls.reverse()
-    for call in calls[kind == "left out":]:
+    for call in calls[kind == "left out" :]:
         call()
 
 
@@ -250,7 +291,8 @@ class Injector:
 
     @property
     def usual(self) -> float:
-        """How long a step takes without the fault: the middle one; on a busy machine one is five times another."""
+        """How long a step takes without the fault: the middle one; on a busy machine one is five
+        times another."""
         return statistics.median(self._seconds[2:] or [0.02])
 
     def measure(self, seconds: float, on: bool) -> None:
@@ -302,7 +344,9 @@ class Injector:
     def _not_finite(self, first: bool) -> Callable[[], None] | None:
         if not first:
             return None
-        op = tape.REGISTRY[random.Random(self.fault.seed).choice(["gelu", "layer_norm", "causal_attention_packed"])]
+        op = tape.REGISTRY[
+            random.Random(self.fault.seed).choice(["gelu", "layer_norm", "causal_attention_packed"])
+        ]
         usual = op.forward
 
         def broken(*args: Any, **options: Any) -> Any:
@@ -334,9 +378,18 @@ def faults(count: int, seed: int = 0) -> list[Fault]:
     """So many faults of all kinds in turn, on 4 and 8 ranks."""
     draw = random.Random(seed)
     made = []
-    for number in range(count):     # of a slow link's messages half tell nothing, on a busy machine two thirds
+    # of a slow link's messages half tell nothing, on a busy machine two thirds
+    for number in range(count):
         size = draw.choice([4, 4, 8])
         kind = KINDS[number % len(KINDS)]
-        made.append(Fault(kind, draw.randrange(size), size, at=draw.randrange(6, 11), seed=number,
-                          steps=100 if kind == "slow link" else 26))
+        made.append(
+            Fault(
+                kind,
+                draw.randrange(size),
+                size,
+                at=draw.randrange(6, 11),
+                seed=number,
+                steps=100 if kind == "slow link" else 26,
+            )
+        )
     return made

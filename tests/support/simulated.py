@@ -1,4 +1,5 @@
-"""A plan run for real, on ranks that are threads, beside each of its ranks run alone on arrays without data."""
+"""A plan run for real, on ranks that are threads, beside each of its ranks run alone on arrays
+without data."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -26,7 +27,8 @@ Counts = dict[tuple[str, ...], tuple[int, int]]
 
 @dataclass
 class Measured:
-    """Of one rank: bytes and messages by (phase, axis, verb, algorithm), peaks of device and host, bytes moved."""
+    """Of one rank: bytes and messages by (phase, axis, verb, algorithm), peaks of device and host,
+    bytes moved."""
 
     sent: Counts
     peak: dict[str, int]
@@ -36,8 +38,13 @@ class Measured:
 
 def sent_of(rows: list[dict[str, Any]]) -> Counts:
     """A ledger's rows as a table."""
-    return {tuple(row[key] for key in ("phase", "axis", "verb", "algorithm")): (row["nbytes"], row["messages"])
-            for row in rows}
+    return {
+        tuple(row[key] for key in ("phase", "axis", "verb", "algorithm")): (
+            row["nbytes"],
+            row["messages"],
+        )
+        for row in rows
+    }
 
 
 def batch_of(config: GPTConfig, rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -55,20 +62,35 @@ def really(plan: Plan, config: GPTConfig, rows: int, *, device: str = "cpu") -> 
             trainer = md.Trainer(plan, config, world, device=device)
             for _ in range(STEPS):
                 trainer.step(batch)
-            peak, host, moved = memory.peak, trainer.store.host.peak, dict(trainer.store.traffic.step)
-            trainer.close()             # a last gather may still be on its way
+            peak, host, moved = (
+                memory.peak,
+                trainer.store.host.peak,
+                dict(trainer.store.traffic.step),
+            )
+            trainer.close()  # a last gather may still be on its way
         return Measured(sent_of(world.ledger.rows()), peak, host, moved)
 
     return md.run(train, size=plan.size)
 
 
-def alone(plan: Plan, config: GPTConfig, rows: int, rank: int, *, device_kind: str = "cpu") -> RankTrace:
+def alone(
+    plan: Plan, config: GPTConfig, rows: int, rank: int, *, device_kind: str = "cpu"
+) -> RankTrace:
     """One rank of the plan on arrays without data."""
-    return run_rank(plan, config, rank, rows=rows, steps=STEPS, device_kind=device_kind, batch=batch_of(config, rows))
+    return run_rank(
+        plan,
+        config,
+        rank,
+        rows=rows,
+        steps=STEPS,
+        device_kind=device_kind,
+        batch=batch_of(config, rows),
+    )
 
 
 class AtOnce(Pending):
-    """A call that its start has carried out; done() is as that of a rank alone, which does not know when it ends."""
+    """A call that its start has carried out; done() is as that of a rank alone, which does not know
+    when it ends."""
 
     def __init__(self, result: Any) -> None:
         self.result = result
@@ -91,11 +113,15 @@ def move_at_once(lane: TransferLane, what: str, nbytes: int, work: Callable[[], 
 def one_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real ranks do as ranks alone where they could do otherwise.
 
-    A started collective is carried out at once: a worker's thread would choose the moment, and so whether the workspace
-    of the call lies beside what the rank holds then. So is a move between memories: what goes down is held until it
-    is there. Mixtures choose experts evenly, whatever their gates say.
+    A started collective is carried out at once: a worker's thread would choose the moment, and so
+    whether the workspace of the call lies beside what the rank holds then. So is a move between
+    memories: what goes down is held until it is there. Mixtures choose experts evenly, whatever
+    their gates say.
     """
     monkeypatch.setattr(Group, "_start", lambda self, call: AtOnce(self._run(call)))
     monkeypatch.setattr(TransferLane, "start", move_at_once)
-    monkeypatch.setattr(moe, "top_positions",
-                        lambda scores, k: beside(experts.drawn_positions(scores.shape, k), scores))
+    monkeypatch.setattr(
+        moe,
+        "top_positions",
+        lambda scores, k: beside(experts.drawn_positions(scores.shape, k), scores),
+    )

@@ -1,4 +1,5 @@
-"""What the tests of tensor, sequence and context parallelism share: a GPT trained by either, beside one process."""
+"""What the tests of tensor, sequence and context parallelism share: a GPT trained by either, beside
+one process."""
 
 from typing import Any
 
@@ -18,18 +19,39 @@ Rank = dict[str, Any]
 
 BOUND = 1e-10
 SIZES: dict[str, Any] = {"heads": 8, "width": 16, "vocabulary": 13}
-GROUPED = {"heads": 8, "kv_heads": 2, "width": 32, "positions": "rotary", "activation": "silu", "norm": "rms",
-           "tied": True}
-STEPS = 2       # the second shows what the first has left in weights and in the optimizer
+GROUPED = {
+    "heads": 8,
+    "kv_heads": 2,
+    "width": 32,
+    "positions": "rotary",
+    "activation": "silu",
+    "norm": "rms",
+    "tied": True,
+}
+STEPS = 2  # the second shows what the first has left in weights and in the optimizer
 
 
-def train(world: Any, cut: Any, strategy_of: Any, changes: dict[str, Any], *, steps: int = STEPS, sequences: int = 3,
-          clip: float | None = 0.5, accumulate: int = 1, checkpoint: str = "none", seed: int = 3,
-          precision: str | None = None, optimizer: Any = AdamW, spoil: Any = None,
-          whole: bool | None = None) -> dict[str, Any]:
+def train(
+    world: Any,
+    cut: Any,
+    strategy_of: Any,
+    changes: dict[str, Any],
+    *,
+    steps: int = STEPS,
+    sequences: int = 3,
+    clip: float | None = 0.5,
+    accumulate: int = 1,
+    checkpoint: str = "none",
+    seed: int = 3,
+    precision: str | None = None,
+    optimizer: Any = AdamW,
+    spoil: Any = None,
+    whole: bool | None = None,
+) -> dict[str, Any]:
     """What a rank holds after some steps: whole and own weights, losses, what was sent, memory.
 
-    Args:    cut: makes the model a part of itself; strategy_of: trains it; both not used if `whole` (on one rank).
+    Args:    cut: makes the model a part of itself; strategy_of: trains it; both not used if `whole`
+             (on one rank).
              spoil: is given the cut model before its weights are drawn.
     """
     config = tiny(**{**SIZES, **changes})
@@ -45,25 +67,44 @@ def train(world: Any, cut: Any, strategy_of: Any, changes: dict[str, Any], *, st
         state = {"step": 0}
 
         def loss(part: Any, divisor: int) -> Any:
-            key = (DropoutKey.of_sequences(seed, state["step"], part.first, *part.inputs.shape)
-                   if config.dropout else None)
+            key = (
+                DropoutKey.of_sequences(seed, state["step"], part.first, *part.inputs.shape)
+                if config.dropout
+                else None
+            )
             return model.loss(part.inputs, part.targets, divisor, key=key)
 
         kind = {} if precision is None else {"precision": MixedPrecision(precision)}
-        strategy = (Single(model, loss=loss, **kind) if whole else strategy_of(model, world, loss=loss, **kind))
+        strategy = (
+            Single(model, loss=loss, **kind)
+            if whole
+            else strategy_of(model, world, loss=loss, **kind)
+        )
         update = optimizer(strategy.parameters, 1e-2)
         losses = []
         with world.ledger.during("step"):
             for step in range(steps):
                 state["step"] = step
-                losses.append(strategy.step(global_batch(step, sequences, config), update, clip=clip,
-                                            accumulate=accumulate))
+                losses.append(
+                    strategy.step(
+                        global_batch(step, sequences, config),
+                        update,
+                        clip=clip,
+                        accumulate=accumulate,
+                    )
+                )
         sent = world.ledger.sent_bytes("step")
-        return {"weights": strategy.state_dict(), "losses": losses, "sent": sent, "memory": memory.snapshot(),
-                "config": config.as_dict()}
+        return {
+            "weights": strategy.state_dict(),
+            "losses": losses,
+            "sent": sent,
+            "memory": memory.snapshot(),
+            "config": config.as_dict(),
+        }
 
 
 # Each is given its options as a dict, so that they can travel to ranks of a new mpirun.
+
 
 def tensor(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> Rank:
     """`train` under tensor parallelism."""
@@ -93,28 +134,48 @@ def swapped(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> Ran
     return train(world, ulysses, ContextParallel, changes, **options)
 
 
-def run(kind: Any, size: int, changes: dict[str, Any], *, transport: str = "threads", **options: Any) -> list[Rank]:
+def run(
+    kind: Any, size: int, changes: dict[str, Any], *, transport: str = "threads", **options: Any
+) -> list[Rank]:
     """What each of `size` ranks holds after training by one of the four."""
     return md.run(kind, changes, options, size=size, transport=transport)
 
 
-# --------------------------------------------------------------------------------------------------- what must hold
+# ----------------------------------------------------------------------------------- what must hold
+
 
 def any_job(**changes: Any) -> Any:
-    """Decorates a test of (size, changes, options); `changes`: strategies for a config's fields beside those of all."""
+    """Decorates a test of (size, changes, options); `changes`: strategies for a config's fields
+    beside those of all."""
     from hypothesis import given  # noqa: PLC0415 - ranks of an mpirun import this module
     from hypothesis import strategies as st  # noqa: PLC0415
 
     return given(
-        size=st.integers(2, 5), changes=st.fixed_dictionaries({
-            "heads": st.sampled_from([6, 8]), "kv_heads": st.sampled_from([None, 1, 2]), "width": st.just(48),
-            "tied": st.booleans(), "activation": st.sampled_from(["gelu", "silu"]), "layers": st.integers(1, 2),
-            "norm": st.sampled_from(["layer", "rms"]), "positions": st.sampled_from(["learned", "rotary"]),
-            "dropout": st.sampled_from([0.0, 0.2]), **changes}),
-        options=st.fixed_dictionaries({
-            "sequences": st.integers(1, 4), "clip": st.sampled_from([None, 0.1]),
-            "optimizer": st.sampled_from([AdamW, SGD]), "accumulate": st.integers(1, 2),
-            "checkpoint": st.sampled_from(["none", "scores", "all", "0"])}))
+        size=st.integers(2, 5),
+        changes=st.fixed_dictionaries(
+            {
+                "heads": st.sampled_from([6, 8]),
+                "kv_heads": st.sampled_from([None, 1, 2]),
+                "width": st.just(48),
+                "tied": st.booleans(),
+                "activation": st.sampled_from(["gelu", "silu"]),
+                "layers": st.integers(1, 2),
+                "norm": st.sampled_from(["layer", "rms"]),
+                "positions": st.sampled_from(["learned", "rotary"]),
+                "dropout": st.sampled_from([0.0, 0.2]),
+                **changes,
+            }
+        ),
+        options=st.fixed_dictionaries(
+            {
+                "sequences": st.integers(1, 4),
+                "clip": st.sampled_from([None, 0.1]),
+                "optimizer": st.sampled_from([AdamW, SGD]),
+                "accumulate": st.integers(1, 2),
+                "checkpoint": st.sampled_from(["none", "scores", "all", "0"]),
+            }
+        ),
+    )
 
 
 def check_equal(ranks: list[Rank], alone: Rank) -> None:
@@ -129,36 +190,59 @@ def same_bits(one: Rank, other: Rank) -> bool:
     """Whether two ranks hold the same whole weights."""
     names = one["weights"].keys()
     return names == other["weights"].keys() and all(
-        one["weights"][name].tobytes() == other["weights"][name].tobytes() for name in names)
+        one["weights"][name].tobytes() == other["weights"][name].tobytes() for name in names
+    )
 
 
 def check_same_bits(kind: Any, transport: str) -> None:
     """Three ranks over `transport` end where three threads end."""
-    there, here = (run(kind, 3, GROUPED, steps=2, transport=name)[0] for name in (transport, "threads"))
+    there, here = (
+        run(kind, 3, GROUPED, steps=2, transport=name)[0] for name in (transport, "threads")
+    )
     assert same_bits(there, here)
 
 
 def check_twenty_steps(kind: Any, size: int, transport: str, *, context: int) -> None:
     """Equal to one process, with and without key heads that ranks share."""
     for changes in ({"context": context}, GROUPED):
-        check_equal(run(kind, size, changes, steps=20, transport=transport), run(kind, 1, changes, steps=20)[0])
+        check_equal(
+            run(kind, size, changes, steps=20, transport=transport),
+            run(kind, 1, changes, steps=20)[0],
+        )
 
 
-def check_job(kind: Any, elements_sent: Any, size: int, changes: dict[str, Any], options: dict[str, Any], *,
-              steps: int) -> None:
+def check_job(
+    kind: Any,
+    elements_sent: Any,
+    size: int,
+    changes: dict[str, Any],
+    options: dict[str, Any],
+    *,
+    steps: int,
+) -> None:
     """Ranks of `kind` equal one process and each other, and send what its formula says."""
     ranks, alone = (run(kind, count, changes, steps=steps, **options) for count in (size, 1))
     check_equal(ranks, alone[0])
     parameters = sum(array.size for array in alone[0]["weights"].values())
-    formula = elements_sent(GPTConfig(**ranks[0]["config"]), parameters, ranks=size, sequences=options["sequences"],
-                            recomputed=blocks_again(ranks[0], options.get("checkpoint", "none")))
+    formula = elements_sent(
+        GPTConfig(**ranks[0]["config"]),
+        parameters,
+        ranks=size,
+        sequences=options["sequences"],
+        recomputed=blocks_again(ranks[0], options.get("checkpoint", "none")),
+    )
     assert sent_along_the_axis(ranks) == 8 * steps * formula
 
 
 def sent_along_the_axis(ranks: list[Rank]) -> int:
     """Bytes that all ranks sent, but for `control`."""
-    return sum(nbytes for rank in ranks for axis, verbs in rank["sent"].items() if axis != "control"
-               for nbytes in verbs.values())
+    return sum(
+        nbytes
+        for rank in ranks
+        for axis, verbs in rank["sent"].items()
+        if axis != "control"
+        for nbytes in verbs.values()
+    )
 
 
 def blocks_again(rank: Rank, checkpoint: str = "none") -> int:

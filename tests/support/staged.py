@@ -1,19 +1,27 @@
-"""Steps on a made-up clock: the spans that a timeline of DDP or ZeRO-3 would record, without a run, in milliseconds."""
+"""Steps on a made-up clock: the spans that a timeline of DDP or ZeRO-3 would record, without a run,
+in milliseconds."""
 
 from collections.abc import Mapping, Sequence
 
 from minidist.observe.timeline import Span, Timeline
 
-LINE = "train.py:40"        # where buckets are asked for
+LINE = "train.py:40"  # where buckets are asked for
 FORWARD, OPTIMIZER, SCALAR = 20.0, 3.0, 0.5
 
 
-def ddp_step(ready: Sequence[Sequence[float]], transfer: Sequence[float], backward: Sequence[float], *,
-             wakes: Mapping[int, float] | None = None) -> list[Timeline]:
+def ddp_step(
+    ready: Sequence[Sequence[float]],
+    transfer: Sequence[float],
+    backward: Sequence[float],
+    *,
+    wakes: Mapping[int, float] | None = None,
+) -> list[Timeline]:
     """One step of ranks that reduce buckets behind backward; all times in ms, spans in seconds.
 
-    Args:    ready: of each rank, when each bucket is asked for, from the step's begin. transfer: of each bucket alone.
-             backward: when each rank's ends. wakes: rank -> by how much it goes on later after its last bucket.
+    Args:    ready: of each rank, when each bucket is asked for, from the step's begin. transfer: of
+             each bucket alone.
+             backward: when each rank's ends. wakes: rank -> by how much it goes on later after its
+             last bucket.
     """
     ranks, ends, now = range(len(ready)), [], 0.0
     begins = []
@@ -23,11 +31,21 @@ def ddp_step(ready: Sequence[Sequence[float]], transfer: Sequence[float], backwa
         ends.append(now)
     waited = [max([backward[rank], *ends[-1:]]) + (wakes or {}).get(rank, 0.0) for rank in ranks]
     scalar = max(waited) + SCALAR
-    return [_timeline(rank, ready[rank], begins, ends, backward[rank], waited[rank], scalar) for rank in ranks]
+    return [
+        _timeline(rank, ready[rank], begins, ends, backward[rank], waited[rank], scalar)
+        for rank in ranks
+    ]
 
 
-def _timeline(rank: int, ready: Sequence[float], begins: Sequence[float], ends: Sequence[float], backward: float,
-              waited: float, scalar: float) -> Timeline:
+def _timeline(
+    rank: int,
+    ready: Sequence[float],
+    begins: Sequence[float],
+    ends: Sequence[float],
+    backward: float,
+    waited: float,
+    scalar: float,
+) -> Timeline:
     timeline = Timeline(rank)
 
     def add(name: str, row: str, start: float, stop: float, **details: object) -> None:
@@ -37,22 +55,61 @@ def _timeline(rank: int, ready: Sequence[float], begins: Sequence[float], ends: 
     add("backward", "compute", FORWARD, backward)
     now = backward
     for number, (asked, begin, end) in enumerate(zip(ready, begins, ends, strict=True)):
-        add(f"bucket {number}", "communication", begin, end, axis="dp", verb="all_reduce", algorithm="ring",
-            where=LINE, nbytes=1000, messages=2, group="a", sequence=number, queued=(begin - asked) / 1e3,
-            blocking=False)
+        add(
+            f"bucket {number}",
+            "communication",
+            begin,
+            end,
+            axis="dp",
+            verb="all_reduce",
+            algorithm="ring",
+            where=LINE,
+            nbytes=1000,
+            messages=2,
+            group="a",
+            sequence=number,
+            queued=(begin - asked) / 1e3,
+            blocking=False,
+        )
         goes_on = waited if number == len(ready) - 1 else max(now, end)
-        add("wait", "waits", now, goes_on, axis="dp", group="a", sequence=number, where="train.py:50")
+        add(
+            "wait",
+            "waits",
+            now,
+            goes_on,
+            axis="dp",
+            group="a",
+            sequence=number,
+            where="train.py:50",
+        )
         now = goes_on
     add("wait for gradients", "compute", backward, waited)
-    add("all_gather", "communication", waited, scalar, axis="control", verb="all_gather", algorithm="ring",
-        where="train.py:60", nbytes=8, messages=1, group="a", sequence=len(ready), queued=0.0, blocking=True)
+    add(
+        "all_gather",
+        "communication",
+        waited,
+        scalar,
+        axis="control",
+        verb="all_gather",
+        algorithm="ring",
+        where="train.py:60",
+        nbytes=8,
+        messages=1,
+        group="a",
+        sequence=len(ready),
+        queued=0.0,
+        blocking=True,
+    )
     add("optimizer", "compute", scalar, scalar + OPTIMIZER)
     add("step", "compute", 0.0, scalar + OPTIMIZER)
     return timeline
 
 
-def gathered_forward(work: Sequence[float], transfer: float, *, ahead: int, ranks: int = 2) -> list[Timeline]:
-    """A forward that gathers each unit's weights before its turn, `ahead` units ahead, as ZeRO-3 does.
+def gathered_forward(
+    work: Sequence[float], transfer: float, *, ahead: int, ranks: int = 2
+) -> list[Timeline]:
+    """A forward that gathers each unit's weights before its turn, `ahead` units ahead, as ZeRO-3
+    does.
 
     Args:    work: of each unit, transfer: of any of them, in ms.
     """
@@ -64,16 +121,47 @@ def gathered_forward(work: Sequence[float], transfer: float, *, ahead: int, rank
             if other not in asked:
                 asked[other], begin = now, max(now, free)
                 free = begin + transfer
-                spans.append(Span(f"all_gather {other}", "communication", begin / 1e3, free / 1e3, {
-                    "step": 0, "axis": "dp", "verb": "all_gather", "algorithm": "ring", "where": LINE, "nbytes": 1000,
-                    "messages": 1, "group": "a", "sequence": other, "queued": (begin - now) / 1e3, "blocking": False}))
-        here = next(span for span in spans if span.name == f"all_gather {unit}" and span.row == "communication")
+                spans.append(
+                    Span(
+                        f"all_gather {other}",
+                        "communication",
+                        begin / 1e3,
+                        free / 1e3,
+                        {
+                            "step": 0,
+                            "axis": "dp",
+                            "verb": "all_gather",
+                            "algorithm": "ring",
+                            "where": LINE,
+                            "nbytes": 1000,
+                            "messages": 1,
+                            "group": "a",
+                            "sequence": other,
+                            "queued": (begin - now) / 1e3,
+                            "blocking": False,
+                        },
+                    )
+                )
+        here = next(
+            span
+            for span in spans
+            if span.name == f"all_gather {unit}" and span.row == "communication"
+        )
         stop = max(now, here.stop * 1e3)
-        spans.append(Span("wait", "waits", now / 1e3, stop / 1e3, {"step": 0, "axis": "dp", "group": "a",
-                                                                   "sequence": unit, "where": LINE}))
+        spans.append(
+            Span(
+                "wait",
+                "waits",
+                now / 1e3,
+                stop / 1e3,
+                {"step": 0, "axis": "dp", "group": "a", "sequence": unit, "where": LINE},
+            )
+        )
         now = stop + work[unit]
-    spans += [Span("forward", "compute", 0.0, now / 1e3, {"step": 0}), Span("step", "compute", 0.0, now / 1e3,
-                                                                            {"step": 0})]
+    spans += [
+        Span("forward", "compute", 0.0, now / 1e3, {"step": 0}),
+        Span("step", "compute", 0.0, now / 1e3, {"step": 0}),
+    ]
     timelines = [Timeline(rank) for rank in range(ranks)]
     for timeline in timelines:
         timeline.spans = list(spans)

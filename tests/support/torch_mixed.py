@@ -1,9 +1,10 @@
-"""`minidist train` on the default text, by PyTorch, for test_mixed_precision.py: prints the held-out loss at the end.
+"""`minidist train` on the default text, by PyTorch, for test_mixed_precision.py: prints the
+held-out loss at the end.
 
     python torch_mixed.py PRECISION ARGUMENTS…      # fp32 or bf16; arguments of `minidist train`
 
-The same model, first weights, batches, rates, decay and clipping; in bf16 as its users do it by hand: a module in
-bfloat16, float32 masters that AdamW updates, and the loss of logits in float32.
+The same model, first weights, batches, rates, decay and clipping; in bf16 as its users do it by
+hand: a module in bfloat16, float32 masters that AdamW updates, and the loss of logits in float32.
 """
 
 import argparse
@@ -28,7 +29,9 @@ class RotaryBlock(TorchBlock):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config.width, config.heads)
         half = config.head_width // 2
-        angles = torch.arange(config.context)[:, None] * 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+        angles = torch.arange(config.context)[:, None] * 10000.0 ** (
+            -torch.arange(half, dtype=torch.float64) / half
+        )
         self.cos, self.sin = angles.cos().float(), angles.sin().float()
 
     def turn(self, x: torch.Tensor) -> torch.Tensor:
@@ -39,7 +42,9 @@ class RotaryBlock(TorchBlock):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, C) -> (B, T, C)"""
         batch, context, width = x.shape
-        qkv = self.qkv(self.norm_attention(x)).view(batch, context, 3, self.heads, width // self.heads)
+        qkv = self.qkv(self.norm_attention(x)).view(
+            batch, context, 3, self.heads, width // self.heads
+        )
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(self.turn(q), self.turn(k), v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, context, width))
@@ -61,7 +66,9 @@ class RotaryGPT(nn.Module):
         x = self.tokens(torch.tensor(inputs))
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), torch.tensor(targets).long().flatten())
+        return F.cross_entropy(
+            self.head(self.norm(x)).flatten(0, 1).float(), torch.tensor(targets).long().flatten()
+        )
 
 
 def train(settings: train_settings.Settings, precision: str) -> float:
@@ -73,13 +80,16 @@ def train(settings: train_settings.Settings, precision: str) -> float:
     model.load_state_dict(torch_weights(ours.state_dict()))
     masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
     model = model.to({"fp32": torch.float32, "bf16": torch.bfloat16}[precision])
-    groups: list[dict[str, Any]] = [{"params": [m for m in masters if m.ndim >= 2], "weight_decay": 0.01},
-                                    {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": [m for m in masters if m.ndim >= 2], "weight_decay": 0.01},
+        {"params": [m for m in masters if m.ndim < 2], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups)
     for step in range(args.steps):
         for group in optimizer.param_groups:
-            group["lr"] = warmup_cosine(step, peak=args.lr, warmup=options["warmup"], total=args.steps,
-                                        floor=0.1 * args.lr)
+            group["lr"] = warmup_cosine(
+                step, peak=args.lr, warmup=options["warmup"], total=args.steps, floor=0.1 * args.lr
+            )
         model.zero_grad()
         model(*settings.training_batch(step)).backward()
         for p, master in zip(model.parameters(), masters, strict=True):
@@ -91,7 +101,9 @@ def train(settings: train_settings.Settings, precision: str) -> float:
                 p.copy_(master)
     with torch.no_grad():
         batches = settings.validation_batches()
-        return sum(model(*batch).item() * batch[1].size for batch in batches) / sum(b[1].size for b in batches)
+        return sum(model(*batch).item() * batch[1].size for batch in batches) / sum(
+            b[1].size for b in batches
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Saves that are killed: file-system calls are counted, and at a chosen one the process sends itself SIGKILL.
+"""Saves that are killed: file-system calls are counted, and at a chosen one the process sends
+itself SIGKILL.
 
-    python torn_saves.py BASE OUT SAMPLE     kills a save of two ranks (threads of one process, which all die) in copies
-                                             of the run BASE, at SAMPLE calls of each rank, spread evenly (0: at each)
+    python torn_saves.py BASE OUT SAMPLE     kills a save of two ranks (threads of one process,
+                                             which all die) in copies of the run BASE, at SAMPLE
+                                             calls of each rank, spread evenly (0: at each)
 
 Prints a JSON list of [folder of the copy, rank, number of the call, the call].
 """
@@ -20,26 +22,48 @@ from typing import Any
 
 import numpy as np
 
-CALLS = ("open", "pwrite", "fsync", "close", "rename", "replace", "mkdir", "unlink", "rmdir", "stat", "scandir")
+CALLS = (
+    "open",
+    "pwrite",
+    "fsync",
+    "close",
+    "rename",
+    "replace",
+    "mkdir",
+    "unlink",
+    "rmdir",
+    "stat",
+    "scandir",
+)
 CHANGES: dict[str, Any] = {"layers": 1}
 PLAN: dict[str, Any] = {"dp": 2, "zero": 2}
 
 
 @contextmanager
 def watched(before: Callable[..., Any]) -> Iterator[None]:
-    """In the block `before(name, *arguments)` is called ahead of each file-system call, in the thread that makes it.
+    """In the block `before(name, *arguments)` is called ahead of each file-system call, in the
+    thread that makes it.
 
     It may raise; or return a number, which the call then returns, and which is not made.
     """
+
     def watching(name: str, call: Any) -> Any:
         def made(*arguments: Any, **options: Any) -> Any:
             instead = before(name, *arguments)
             return call(*arguments, **options) if instead is None else instead
+
         return made
 
-    saved = [(os, name, getattr(os, name)) for name in CALLS] + [(pathlib.Path, "open", pathlib.Path.open)]
-    accessor = getattr(pathlib, "_normal_accessor", None)   # in Python 3.10 a Path took its calls from os before this
-    saved += [(accessor, name, getattr(accessor, name)) for name in set(CALLS) - {"open"} if hasattr(accessor, name)]
+    saved = [(os, name, getattr(os, name)) for name in CALLS] + [
+        (pathlib.Path, "open", pathlib.Path.open)
+    ]
+    # in Python 3.10 a Path took its calls from os before this
+    accessor = getattr(pathlib, "_normal_accessor", None)
+    saved += [
+        (accessor, name, getattr(accessor, name))
+        for name in set(CALLS) - {"open"}
+        if hasattr(accessor, name)
+    ]
     for owner, name, call in saved:
         setattr(owner, name, watching(name, call))
     try:
@@ -50,11 +74,13 @@ def watched(before: Callable[..., Any]) -> Iterator[None]:
 
 
 def torn_save(world: Any, folder: str, victim: int, at: int, told: str = "") -> None:
-    """Train two steps and save; rank `victim` is killed at call number `at` of the save, a write half made.
+    """Train two steps and save; rank `victim` is killed at call number `at` of the save, a write
+    half made.
 
     `told`: a file that gets the names of the calls so far.
     """
     from checkpoints import make, steps
+
     trainer = make(world, PLAN, CHANGES, {})
     steps(trainer, 2)
     me, names = threading.current_thread(), list[str]()
@@ -66,12 +92,12 @@ def torn_save(world: Any, folder: str, victim: int, at: int, told: str = "") -> 
         if len(names) == at:
             if name == "pwrite":
                 descriptor, data, start = arguments
-                pwrite(descriptor, data[:len(data) // 2], start)
+                pwrite(descriptor, data[: len(data) // 2], start)
             os.kill(os.getpid(), signal.SIGKILL)
         names.append(name)
 
     world.barrier()
-    if world.rank == victim:                # threads share `os`: one of them watches it
+    if world.rank == victim:  # threads share `os`: one of them watches it
         with watched(before):
             world.barrier()
             trainer.save(folder)
@@ -88,6 +114,7 @@ def torn_save(world: Any, folder: str, victim: int, at: int, told: str = "") -> 
 def in_fork(*arguments: Any) -> int:
     """How a process that runs torn_save on two threads ends: its exit status."""
     import minidist as md
+
     child = os.fork()
     if not child:
         try:
@@ -105,7 +132,11 @@ def main(base: str, out: str, sample: int) -> None:
         shutil.copytree(base, counted)
         assert in_fork(str(counted / "step-000002"), victim, -1, str(names)) == 0
         calls = json.loads(names.read_text())
-        for at in range(len(calls)) if not sample else np.linspace(1, len(calls) - 1, sample).astype(int).tolist():
+        for at in (
+            range(len(calls))
+            if not sample
+            else np.linspace(1, len(calls) - 1, sample).astype(int).tolist()
+        ):
             run = Path(out, f"run-{victim}-{at}")
             shutil.copytree(base, run)
             assert in_fork(str(run / "step-000002"), victim, at) == -signal.SIGKILL, (victim, at)

@@ -4,7 +4,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from minidist.observe.events import Await, Busy, Event, GroupCall, Memory, Start
-from minidist.parallel.pipeline.instructions import COMPUTES, SENDS, Instruction, Schedule, received_as, sent_as
+from minidist.parallel.pipeline.instructions import (
+    COMPUTES,
+    SENDS,
+    Instruction,
+    Schedule,
+    received_as,
+    sent_as,
+)
 
 
 class Job(NamedTuple):
@@ -36,8 +43,11 @@ class Ids:
         return [self.start(call), Await(self.last)]
 
 
-def instructions_trace(schedule: Schedule, rank: int, *, layers: int = 0, nbytes: int = 1 << 20) -> Iterator[Event]:
-    """A pipeline rank's instructions as events; with `layers` each compute is so many pieces with a call along tp."""
+def instructions_trace(
+    schedule: Schedule, rank: int, *, layers: int = 0, nbytes: int = 1 << 20
+) -> Iterator[Event]:
+    """A pipeline rank's instructions as events; with `layers` each compute is so many pieces with a
+    call along tp."""
     ids = Ids()
     for one in schedule.lists[rank]:
         if isinstance(one, COMPUTES):
@@ -47,43 +57,70 @@ def instructions_trace(schedule: Schedule, rank: int, *, layers: int = 0, nbytes
                 if layers:
                     yield from ids.blocking(GroupCall("tp", "all_reduce", "ring", nbytes))
         elif isinstance(one, SENDS):
-            yield ids.start(GroupCall("pp", "send", "direct", nbytes, peer=schedule.rank_of(received_as(one).stage)))
+            yield ids.start(
+                GroupCall(
+                    "pp", "send", "direct", nbytes, peer=schedule.rank_of(received_as(one).stage)
+                )
+            )
         else:
-            call = GroupCall("pp", "recv", "direct", nbytes, peer=schedule.rank_of(sent_as(one).stage))
+            call = GroupCall(
+                "pp", "recv", "direct", nbytes, peer=schedule.rank_of(sent_as(one).stage)
+            )
             yield from ids.blocking(call)
     if layers:
         first = ids.start(GroupCall("dp", "reduce_scatter", "ring", 50 * nbytes, name="bucket 0"))
-        yield from [first, *ids.blocking(GroupCall("dp", "reduce_scatter", "ring", 20 * nbytes, name="bucket 1"))]
-        yield from [Await(first.id), Busy("update", "update"),
-                    *ids.blocking(GroupCall("dp", "all_gather", "ring", 70 * nbytes)),
-                    *ids.blocking(GroupCall("world", "all_reduce", "tree", 8))]
+        yield from [
+            first,
+            *ids.blocking(GroupCall("dp", "reduce_scatter", "ring", 20 * nbytes, name="bucket 1")),
+        ]
+        yield from [
+            Await(first.id),
+            Busy("update", "update"),
+            *ids.blocking(GroupCall("dp", "all_gather", "ring", 70 * nbytes)),
+            *ids.blocking(GroupCall("world", "all_reduce", "tree", 8)),
+        ]
 
 
 def _work(one: Instruction) -> Any:
     return type(one).__name__
 
 
-def grid(schedule: Schedule, *, dp: int = 1, tp: int = 1, layers: int = 0, alike: bool = False) -> Job:
-    """A job dp × pp × tp, tp innermost; a role for each stage and tensor rank, or if these are alike for each stage."""
+def grid(
+    schedule: Schedule, *, dp: int = 1, tp: int = 1, layers: int = 0, alike: bool = False
+) -> Job:
+    """A job dp × pp × tp, tp innermost; a role for each stage and tensor rank, or if these are
+    alike for each stage."""
     pp, each = schedule.ranks, 1 if alike else tp
-    traces = [list(instructions_trace(schedule, stage, layers=layers)) for stage in range(pp) for _ in range(each)]
+    traces = [
+        list(instructions_trace(schedule, stage, layers=layers))
+        for stage in range(pp)
+        for _ in range(each)
+    ]
 
     def members(axis: str, rank: int) -> tuple[int, ...]:
         data, stage, tensor = rank // (pp * tp), rank // tp % pp, rank % tp
-        return {"tp": tuple((data * pp + stage) * tp + one for one in range(tp)),
-                "pp": tuple((data * pp + one) * tp + tensor for one in range(pp)),
-                "dp": tuple((one * pp + stage) * tp + tensor for one in range(dp)),
-                "world": tuple(range(dp * pp * tp))}[axis]
+        return {
+            "tp": tuple((data * pp + stage) * tp + one for one in range(tp)),
+            "pp": tuple((data * pp + one) * tp + tensor for one in range(pp)),
+            "dp": tuple((one * pp + stage) * tp + tensor for one in range(dp)),
+            "world": tuple(range(dp * pp * tp)),
+        }[axis]
 
     return Job(traces, [rank % (pp * tp) * each // tp for rank in range(dp * pp * tp)], members)
 
 
-def node_cost(call: GroupCall, group: tuple[int, ...], *, node: int = 4, slow: tuple[Any, ...] = ()) -> Any:
-    """Seconds and loads of a ring over nodes of `node` ranks with one network link each way; `slow` takes 3 times."""
+def node_cost(
+    call: GroupCall, group: tuple[int, ...], *, node: int = 4, slow: tuple[Any, ...] = ()
+) -> Any:
+    """Seconds and loads of a ring over nodes of `node` ranks with one network link each way; `slow`
+    takes 3 times."""
     loads: dict[Any, float] = {}
     for one, other in zip(group, group[1:] + group[:1], strict=True):
-        ways = ([("out", one // node), ("in", other // node)] if one // node != other // node
-                else [("up", one), ("down", other)])
+        ways = (
+            [("out", one // node), ("in", other // node)]
+            if one // node != other // node
+            else [("up", one), ("down", other)]
+        )
         for way in ways:
             loads[way] = min(1.0, loads.get(way, 0.0) + 0.6)
     rate = 4e10 if ("out", group[0] // node) in loads else 4e11

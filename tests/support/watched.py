@@ -9,19 +9,32 @@ from flights import VirtualJob
 from minidist.device.account import CATEGORIES
 from minidist.observe.step_log import STEP_LOG, StepLog, StepState
 
-SECONDS = 0.2       # of a step
+SECONDS = 0.2  # of a step
 
 
 class WatchedRun:
-    """A run folder with the recorders of `size` ranks, which call after 50 ms of each step, and reduce in 50 ms.
+    """A run folder with the recorders of `size` ranks, which call after 50 ms of each step, and
+    reduce in 50 ms.
 
-    Args: alive: whether the ranks' processes run; slow: a rank that computes 80 ms longer, from step `since` on; quiet:
+    Args: alive: whether the ranks' processes run; slow: a rank that computes 80 ms longer, from
+    step `since` on; quiet:
           seconds since the newest record.
     """
 
-    def __init__(self, folder: Path, size: int = 4, *, steps: int = 20, of: int = 50, alive: bool = True,
-                 slow: int | None = None, since: int = 0, quiet: float = 0.0, limit: int | None = 64 << 20,
-                 log: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        size: int = 4,
+        *,
+        steps: int = 20,
+        of: int = 50,
+        alive: bool = True,
+        slow: int | None = None,
+        since: int = 0,
+        quiet: float = 0.0,
+        limit: int | None = 64 << 20,
+        log: bool = True,
+    ) -> None:
         self.folder, self.size, self.of = folder, size, of
         self.job = VirtualJob(folder / "flight", size, alive=alive)
         self.begin = -SECONDS * steps - quiet
@@ -31,10 +44,14 @@ class WatchedRun:
             now = self.begin + SECONDS * step
             for rank in range(size):
                 self.job.step(rank, step, now)
-                self.job.call(rank, now + 0.05 + late[rank], now + 0.1 + max(late.values()), axis="dp")
+                self.job.call(
+                    rank, now + 0.05 + late[rank], now + 0.1 + max(late.values()), axis="dp"
+                )
                 with self.job.at(rank, now + SECONDS - 0.001):
                     memory = [10 * place + rank << 10 for place in range(len(CATEGORIES))]
-                    self.job.flights[rank].state(memory, [*memory, sum(memory)], limit, 2.0 * step, "estimate")
+                    self.job.flights[rank].state(
+                        memory, [*memory, sum(memory)], limit, 2.0 * step, "estimate"
+                    )
             if log:
                 lines.write(self.state(step + 1).line(time.time() + now))
         for rank in range(size):
@@ -43,13 +60,23 @@ class WatchedRun:
 
     def state(self, step: int) -> StepState:
         """What rank 0 tells of a step."""
-        return StepState(step=step, steps=self.of, loss=4.0 - step / 20, seconds=SECONDS, tokens_per_second=5120.0,
-                         sent_bytes={"dp": {"all_reduce": 16}}, memory={"total": 1}, joules=2.0 * step,
-                         energy_source="estimate")
+        return StepState(
+            step=step,
+            steps=self.of,
+            loss=4.0 - step / 20,
+            seconds=SECONDS,
+            tokens_per_second=5120.0,
+            sent_bytes={"dp": {"all_reduce": 16}},
+            memory={"total": 1},
+            joules=2.0 * step,
+            energy_source="estimate",
+        )
 
     def finish(self) -> None:
         """Write metrics.json."""
-        (self.folder / "metrics.json").write_text(json.dumps({"losses": [2.0] * self.of, "validation_loss": 1.5}))
+        (self.folder / "metrics.json").write_text(
+            json.dumps({"losses": [2.0] * self.of, "validation_loss": 1.5})
+        )
 
     def end(self, *ranks: int, why: str = "") -> None:
         """These ranks leave the job, now."""

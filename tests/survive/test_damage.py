@@ -1,4 +1,5 @@
-"""Flipped bits, and files that are cut, swapped, missing or foreign: each is found, and named in one line."""
+"""Flipped bits, and files that are cut, swapped, missing or foreign: each is found, and named in
+one line."""
 
 import json
 import random
@@ -46,8 +47,15 @@ def read_everything(folder: Path) -> str:
     try:
         shards = read_manifest(folder)["shards"]
         entries = {entry["key"]: entry for shard in shards for entry in shard["arrays"]}
-        places = [Place(*key.split("/"), tuple(entry["shape"]), np.array([[0, prod(entry["shape"])]]),
-                        dtype(entry["dtype"])) for key, entry in entries.items()]
+        places = [
+            Place(
+                *key.split("/"),
+                tuple(entry["shape"]),
+                np.array([[0, prod(entry["shape"])]]),
+                dtype(entry["dtype"]),
+            )
+            for key, entry in entries.items()
+        ]
         read_state(folder, shards, [(place, np.empty(place.size, place.dtype)) for place in places])
     except CheckpointError as error:
         assert "\n" not in str(error)
@@ -67,7 +75,9 @@ def place_of(shards: list[dict[str, Any]], file: str, at: int) -> str:
     return f"{file}: has another header"
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 11))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 11))]
+)
 def test_two_hundred_flipped_bits(seed: int, folder: Path, tmp_path: Path) -> None:
     """200 of 200 are found, with shard and tensor named."""
     choose, copy = random.Random(f"flips {seed}"), tmp_path / "copy"
@@ -79,9 +89,10 @@ def test_two_hundred_flipped_bits(seed: int, folder: Path, tmp_path: Path) -> No
     for number in range(200):
         file = copy / choose.choice(names)
         content = file.read_bytes()
-        some = headers.get(file.name, len(content)) if number % 5 == 0 else len(content)    # headers too
+        # headers too
+        some = headers.get(file.name, len(content)) if number % 5 == 0 else len(content)
         at, bit = choose.randrange(some), 1 << choose.randrange(8)
-        file.write_bytes(content[:at] + bytes([content[at] ^ bit]) + content[at + 1:])
+        file.write_bytes(content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :])
         told = read_everything(copy)
         assert place_of(shards, file.name, at) in told, (file.name, at, bit, told)
         file.write_bytes(content)
@@ -95,7 +106,9 @@ def test_the_case_of_every_letter_of_a_manifest_counts(tmp_path: Path) -> None:
     assert read_manifest(tmp_path)["about"] == about
     content = (tmp_path / MANIFEST).read_bytes()
     for at in range(len(content)):
-        (tmp_path / MANIFEST).write_bytes(content[:at] + bytes([content[at] ^ 0x20]) + content[at + 1:])
+        (tmp_path / MANIFEST).write_bytes(
+            content[:at] + bytes([content[at] ^ 0x20]) + content[at + 1 :]
+        )
         with pytest.raises(CheckpointError, match=MANIFEST):
             read_manifest(tmp_path)
 
@@ -150,15 +163,25 @@ def no_table(folder: Path) -> None:
     (folder / MANIFEST).write_text("[1]")
 
 
-@pytest.mark.parametrize(("damage", "says"), [
-    (cut, r"shard-00001.safetensors: has [\d,]+ bytes, the manifest says"), (swap, "shard-0000[01].safetensors: "),
-    (foreign, "shard-00000.safetensors: has another header"), (of_another_run, "shard-0000.*is damaged"),
-    (of_another_format, "has format 4, this minidist reads 1 to 3"), (no_manifest, "no complete checkpoint is here"),
-    (no_shard, "shard-00001.safetensors: No such file"), (a_folder, "shard-00001.safetensors: "),
-    (empty, "manifest.json: is damaged"), (no_table, "manifest.json: is damaged")], ids=lambda value: getattr(
-        value, "__name__", ""))
-def test_what_is_not_the_checkpoint_is_refused(damage: Callable[[Path], None], says: str, folder: Path,
-                                              tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (cut, r"shard-00001.safetensors: has [\d,]+ bytes, the manifest says"),
+        (swap, "shard-0000[01].safetensors: "),
+        (foreign, "shard-00000.safetensors: has another header"),
+        (of_another_run, "shard-0000.*is damaged"),
+        (of_another_format, "has format 4, this minidist reads 1 to 3"),
+        (no_manifest, "no complete checkpoint is here"),
+        (no_shard, "shard-00001.safetensors: No such file"),
+        (a_folder, "shard-00001.safetensors: "),
+        (empty, "manifest.json: is damaged"),
+        (no_table, "manifest.json: is damaged"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_is_not_the_checkpoint_is_refused(
+    damage: Callable[[Path], None], says: str, folder: Path, tmp_path: Path
+) -> None:
     shutil.copytree(folder, tmp_path / "copy")
     damage(tmp_path / "copy")
     assert re.search(says, told := read_everything(tmp_path / "copy")), told
@@ -176,5 +199,5 @@ def test_every_rank_is_told_of_damage_that_one_finds(folder: Path, tmp_path: Pat
     file = tmp_path / "copy" / "shard-00001.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    told, = set(md.run(refusal, str(tmp_path / "copy"), size=3))
+    (told,) = set(md.run(refusal, str(tmp_path / "copy"), size=3))
     assert re.search("^rank [12]: .*shard-00001.safetensors: v/.* is damaged", told)

@@ -1,4 +1,5 @@
-"""Elastic jobs: ranks are killed, and the losses are those of a training without them, or with its changes of plan."""
+"""Elastic jobs: ranks are killed, and the losses are those of a training without them, or with its
+changes of plan."""
 
 import json
 import os
@@ -33,7 +34,11 @@ RANK = str(Path(__file__).parents[1] / "support" / "elastic_rank.py")
 
 def test_what_a_step_and_a_save_load_at_their_first_use_is_there_before_a_fork():
     """Else each of eight ranks loads it, while all wait: numpy.ma, for a median, takes 10 ms."""
-    done = subprocess.run([sys.executable, "-c", """
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            """
 import sys
 import numpy as np
 from minidist.launch.generations import warm_up
@@ -43,18 +48,29 @@ warm_up("tcp")
 before = set(sys.modules)
 np.median([0.5]), "127.0.0.1".encode("idna")
 print(sorted(set(sys.modules) - before))
-"""], capture_output=True, text=True, check=True)
+""",
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout == "[]\n"
 
 
 def run_job(folder, elastic, **settings):
     """The result that rank 0 wrote, and the events; the status must be 0."""
     with nothing_left():
-        status = spawn_elastic([sys.executable, RANK, str(folder), json.dumps(settings)], elastic,
-                               record=folder / "elastic.jsonl", forks=True)
+        status = spawn_elastic(
+            [sys.executable, RANK, str(folder), json.dumps(settings)],
+            elastic,
+            record=folder / "elastic.jsonl",
+            forks=True,
+        )
     assert status == 0
-    return (json.loads((folder / "result.json").read_text()),
-            [json.loads(line) for line in (folder / "elastic.jsonl").read_text().splitlines()])
+    return (
+        json.loads((folder / "result.json").read_text()),
+        [json.loads(line) for line in (folder / "elastic.jsonl").read_text().splitlines()],
+    )
 
 
 def check(folder, settings, result, sizes):
@@ -67,7 +83,8 @@ def check(folder, settings, result, sizes):
 
 @pytest.fixture
 def late_fork(monkeypatch, tmp_path):
-    """A replacement is forked when generation 2 has made a step: the ranks that are left do not wait for the fork."""
+    """A replacement is forked when generation 2 has made a step: the ranks that are left do not
+    wait for the fork."""
     fork, record, waited = Template.fork, tmp_path / "elastic.jsonl", []
 
     def fork_late(template, number, variables):
@@ -86,75 +103,130 @@ def late_fork(monkeypatch, tmp_path):
 def has_stepped(record, generation):
     """Whether the launcher's record has a step of this generation."""
     events = [json.loads(line) for line in record.read_text().splitlines()]
-    return any((event["event"], event.get("generation")) == ("stepped", generation) for event in events)
+    return any(
+        (event["event"], event.get("generation")) == ("stepped", generation) for event in events
+    )
 
 
 def test_a_spare_takes_the_place_of_a_killed_rank(tmp_path, capfd):
-    """Under ZeRO only the partner has the lost shards. The bits are those of a training that nothing disturbs."""
+    """Under ZeRO only the partner has the lost shards. The bits are those of a training that
+    nothing disturbs."""
     settings = {"zero": 1, "steps": 8, "deaths": {"1": (3, "within")}}
     elastic = Elastic((3,), spares=1)
     result, _ = run_job(tmp_path, elastic, **settings)
     assert [one["size"] for one in result["elastic"]] == [3, 3]
     assert replay(tmp_path, settings, [(3, 0)]) == (result["losses"], result["sha256"])
     second = result["elastic"][1]
-    assert (second["step"], len(second["joined"]), second["lost"][0]["how"]) == (3, 1, "was killed by SIGKILL")
+    assert (second["step"], len(second["joined"]), second["lost"][0]["how"]) == (
+        3,
+        1,
+        "was killed by SIGKILL",
+    )
     assert "was killed by SIGKILL" in capfd.readouterr().err
 
 
 @pytest.mark.soak
 def test_a_job_shrinks_and_grows_again(tmp_path, late_fork):
-    """The ranks that are left go on at once; when the replacement has started, all stop after the same step."""
+    """The ranks that are left go on at once; when the replacement has started, all stop after the
+    same step."""
     settings = {"steps": 9, "wait": 6, "deaths": {"0": (4, "before")}}
     result, events = run_job(tmp_path, Elastic((3, 4), restarts=1), **settings)
     check(tmp_path, settings, result, [4, 3, 4])
     left = next(event for event in events if event["event"] == "left")
-    assert left["step"] == result["elastic"][2]["step"] > 4     # the step that rank 0 named was made, and not again
+    # the step that rank 0 named was made, and not again
+    assert left["step"] == result["elastic"][2]["step"] > 4
     assert [event["event"] for event in events if event["event"] != "at"] == [
-        "forming", "formed", "stepped", "broken", "reached", "forming", "formed", "stepped", "left", "reached",
-        "forming", "formed", "stepped", "done", "end"]
+        "forming",
+        "formed",
+        "stepped",
+        "broken",
+        "reached",
+        "forming",
+        "formed",
+        "stepped",
+        "left",
+        "reached",
+        "forming",
+        "formed",
+        "stepped",
+        "done",
+        "end",
+    ]
 
 
 def seldom(folder, elastic, **settings):
-    """An elastic job of local steps is the replay of its record: the common weights, and all losses that came whole."""
+    """An elastic job of local steps is the replay of its record: the common weights, and all losses
+    that came whole."""
     result, _ = run_job(folder, elastic, **settings)
-    records, options = [one for one in result["elastic"] if one["step"] is not None], {**settings["options"]}
-    one = replay_seldom(records, settings["steps"], batch_of, CONFIG, every=options.pop("local_steps"), **options)
+    records, options = (
+        [one for one in result["elastic"] if one["step"] is not None],
+        {**settings["options"]},
+    )
+    one = replay_seldom(
+        records, settings["steps"], batch_of, CONFIG, every=options.pop("local_steps"), **options
+    )
     with np.load(folder / "weights.npz") as file:
-        weights = np.concatenate([file[name].ravel() for name, _ in new_model(CONFIG).named_parameters()])
+        weights = np.concatenate(
+            [file[name].ravel() for name, _ in new_model(CONFIG).named_parameters()]
+        )
     np.testing.assert_allclose(weights, one.common, rtol=0, atol=1e-10)
-    broken = [step for record in records[1:] for step in range(record["step"] - 2, record["step"] + 1)]
+    broken = [
+        step for record in records[1:] for step in range(record["step"] - 2, record["step"] + 1)
+    ]
     ours = {step: loss for step, loss in enumerate(result["losses"], start=1) if step not in broken}
     assert len(result["losses"]) == settings["steps"]
     np.testing.assert_allclose(list(ours.values()), [one.losses[step] for step in ours], rtol=1e-9)
     return records
 
 
-@pytest.mark.soak       # others join above and below; test_kept_replica.py has the weights
+@pytest.mark.soak  # others join above and below; test_kept_replica.py has the weights
 def test_ranks_that_meet_seldom_go_on_from_weights_of_their_own(tmp_path, late_fork):
-    """One is killed in a meeting, the others go on at once; its replacement comes late, and joins after a meeting."""
-    settings = {"steps": 24, "wait": 14, "options": {"local_steps": 4}, "deaths": {"1": (7, "meeting")}}
+    """One is killed in a meeting, the others go on at once; its replacement comes late, and joins
+    after a meeting."""
+    settings = {
+        "steps": 24,
+        "wait": 14,
+        "options": {"local_steps": 4},
+        "deaths": {"1": (7, "meeting")},
+    }
     records = seldom(tmp_path, Elastic((2, 3), restarts=1), **settings)
     assert [record["size"] for record in records] == [3, 2, 3]
-    assert records[1]["step"] == max(records[1]["made"]) in (7, 8)      # on a busy machine one may not be there yet
+    # on a busy machine one may not be there yet
+    assert records[1]["step"] == max(records[1]["made"]) in (7, 8)
     assert records[2]["step"] % 4 == 0 and sorted(map(str, records[2]["made"])) == [
-        *2 * [str(records[2]["step"])], "None"]
+        *2 * [str(records[2]["step"])],
+        "None",
+    ]
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("options", [{}, {"local_steps": 4}])
-@pytest.mark.parametrize(("seconds", "limit", "ended"), [(12.0, None, "left"), (3.0, 1.5, "broken")])
+@pytest.mark.parametrize(
+    ("seconds", "limit", "ended"), [(12.0, None, "left"), (3.0, 1.5, "broken")]
+)
 def test_a_rank_that_agrees_late(seconds, limit, ended, options, tmp_path, late_fork):
-    """Rank 0 does not go on past the step that others stop after: it waits, or the generation breaks."""
-    settings = {"steps": 24, "wait": 14, "deaths": {"1": (7, "before")}, "agree": {"2": seconds},
-                **({"agree_limit": limit} if limit else {}), **({"options": options} if options else {})}
+    """Rank 0 does not go on past the step that others stop after: it waits, or the generation
+    breaks."""
+    settings = {
+        "steps": 24,
+        "wait": 14,
+        "deaths": {"1": (7, "before")},
+        "agree": {"2": seconds},
+        **({"agree_limit": limit} if limit else {}),
+        **({"options": options} if options else {}),
+    }
     result, events = run_job(tmp_path, Elastic((2, 3), restarts=1), **settings)
     assert [one["size"] for one in result["elastic"]] == [3, 2, 3]
-    assert [event["event"] for event in events if event["event"] in ("left", "broken")] == ["broken", ended]
+    assert [event["event"] for event in events if event["event"] in ("left", "broken")] == [
+        "broken",
+        ended,
+    ]
 
 
 @pytest.mark.soak
 def test_a_template_that_hangs_delays_no_rank(tmp_path, monkeypatch):
-    """Its fork is given up after FORK_LIMIT s. Meanwhile the ranks that are left go on; then a process is started."""
+    """Its fork is given up after FORK_LIMIT s. Meanwhile the ranks that are left go on; then a
+    process is started."""
     fork, record, stopped = Template.fork, tmp_path / "elastic.jsonl", []
 
     def stop_first(template, number, variables):
@@ -172,9 +244,11 @@ def test_a_template_that_hangs_delays_no_rank(tmp_path, monkeypatch):
 
 
 SELDOM = {
-    "before a step": {"deaths": {"0": (6, "before")}}, "in a meeting": {"deaths": {"2": (11, "meeting")}},
+    "before a step": {"deaths": {"0": (6, "before")}},
+    "in a meeting": {"deaths": {"2": (11, "meeting")}},
     "one after another": {"deaths": {"1": (5, "before"), "2": (7, "meeting"), "4": (13, "before")}},
-    "stopped": {"deaths": {"1": (6, "stop")}}, "a connection cut": {"transport": "tcp", "deaths": {"1": (6, "cut")}},
+    "stopped": {"deaths": {"1": (6, "stop")}},
+    "a connection cut": {"transport": "tcp", "deaths": {"1": (6, "cut")}},
     "the replacement, too": {"deaths": {"1": (6, "before"), "4": (0, "joining")}},
     "two at once": {"deaths": {"0": (7, "meeting"), "2": (7, "meeting")}},
 }
@@ -185,8 +259,14 @@ SELDOM = {
 @pytest.mark.parametrize("options", [{}, {"fragments": 2, "delay": 1, "mix": 0.25}])
 @pytest.mark.parametrize("case", SELDOM)
 def test_any_death_between_meetings(case, options, spares, tmp_path):
-    """Ranks die in any way: what goes on is the replay of the changes, and no step is made again."""
-    settings = {"steps": 24, "pause": 0.05, **SELDOM[case], "options": {"local_steps": 4, **options}}
+    """Ranks die in any way: what goes on is the replay of the changes, and no step is made
+    again."""
+    settings = {
+        "steps": 24,
+        "pause": 0.05,
+        **SELDOM[case],
+        "options": {"local_steps": 4, **options},
+    }
     records = seldom(tmp_path, Elastic((1, 2, 3, 4), restarts=4, spares=spares), **settings)
     assert len(records) > 1
 
@@ -195,8 +275,15 @@ SERVERS = {"strategy": "parameter-server", "asynchronous": True}
 
 
 def central(folder, elastic, **settings):
-    """An elastic job of asynchronous servers: its records, after all workers have made all steps."""
-    settings = {"clip": None, "pause": 0.05, "steps": 30, **settings, "options": {**SERVERS, **settings["options"]}}
+    """An elastic job of asynchronous servers: its records, after all workers have made all
+    steps."""
+    settings = {
+        "clip": None,
+        "pause": 0.05,
+        "steps": 30,
+        **settings,
+        "options": {**SERVERS, **settings["options"]},
+    }
     result, events = run_job(folder, elastic, **settings)
     assert len(result["losses"]) == settings["steps"]
     return result["elastic"], events
@@ -205,20 +292,45 @@ def central(folder, elastic, **settings):
 def replayed(folder, records, optimizer="adamw"):
     """The weights by name that the server's record gives, of a job whose size and server stayed."""
     size = records[0]["size"]
-    found = [Update(*update[:2], tuple(update[2]), update[3])
-             for update in json.loads((folder / f"record-{size - 1}.json").read_text())]
+    found = [
+        Update(*update[:2], tuple(update[2]), update[3])
+        for update in json.loads((folder / f"record-{size - 1}.json").read_text())
+    ]
     model = new_model(CONFIG)
-    replay_updates(model, [found], batch_of, lambda pieces: OPTIMIZERS[optimizer](pieces, 1e-2), workers=size - 1)
+    replay_updates(
+        model,
+        [found],
+        batch_of,
+        lambda pieces: OPTIMIZERS[optimizer](pieces, 1e-2),
+        workers=size - 1,
+    )
     return found, {name: p.data for name, p in model.named_parameters()}
 
 
 def test_a_lost_worker_stops_no_rank(tmp_path):
-    """Its replacement joins the others, which pause between two steps. The record goes on: its replay is the run."""
-    records, events = central(tmp_path, Elastic((2, 4), restarts=1, apart=True), options={}, steps=16, pause=0.03,
-                              deaths={"1": (6, "before")})
+    """Its replacement joins the others, which pause between two steps. The record goes on: its
+    replay is the run."""
+    records, events = central(
+        tmp_path,
+        Elastic((2, 4), restarts=1, apart=True),
+        options={},
+        steps=16,
+        pause=0.03,
+        deaths={"1": (6, "before")},
+    )
     assert [record["size"] for record in records] == [4, 4] and records[1]["made"][1] is None
     assert [event["event"] for event in events if event["event"] not in ("at", "reached")] == [
-        "forming", "formed", "stepped", "spared", "left", "forming", "formed", "stepped", "done", "end"]
+        "forming",
+        "formed",
+        "stepped",
+        "spared",
+        "left",
+        "forming",
+        "formed",
+        "stepped",
+        "done",
+        "end",
+    ]
     found, weights = replayed(tmp_path, records)
     with np.load(tmp_path / "weights.npz") as file:
         for name, array in weights.items():
@@ -229,16 +341,34 @@ def test_a_lost_worker_stops_no_rank(tmp_path):
 @pytest.mark.soak
 @pytest.mark.parametrize("spares", [0, 1])
 @pytest.mark.parametrize("options", [{}, {"local_steps": 3}, {"servers": 2}, {"staleness": None}])
-@pytest.mark.parametrize("deaths", [
-    {"3": (40, "serving")}, {"3": (25, "serving"), "4": (60, "serving")}, {"0": (5, "before")},
-    {"0": (5, "before"), "1": (5, "before"), "2": (6, "stop")}, {"1": (4, "before"), "3": (13, "serving")},
-    {"2": (9, "before"), "4": (0, "joining")}], ids=str)
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        {"3": (40, "serving")},
+        {"3": (25, "serving"), "4": (60, "serving")},
+        {"0": (5, "before")},
+        {"0": (5, "before"), "1": (5, "before"), "2": (6, "stop")},
+        {"1": (4, "before"), "3": (13, "serving")},
+        {"2": (9, "before"), "4": (0, "joining")},
+    ],
+    ids=str,
+)
 def test_any_death_beside_asynchronous_servers(deaths, options, spares, tmp_path):
-    """Workers and servers die: the job makes all steps, and what a server has is never older than its last copy."""
-    deaths = {number: (update // (3 if "local_steps" in options else 1), when) if when == "serving" else (update, when)
-              for number, (update, when) in deaths.items()}
-    records, _ = central(tmp_path, Elastic((3, 4), restarts=4, spares=spares, wait=20.0, apart=True), every=10,
-                         options=options, deaths=deaths)
+    """Workers and servers die: the job makes all steps, and what a server has is never older than
+    its last copy."""
+    deaths = {
+        number: (update // (3 if "local_steps" in options else 1), when)
+        if when == "serving"
+        else (update, when)
+        for number, (update, when) in deaths.items()
+    }
+    records, _ = central(
+        tmp_path,
+        Elastic((3, 4), restarts=4, spares=spares, wait=20.0, apart=True),
+        every=10,
+        options=options,
+        deaths=deaths,
+    )
     lost = {number: update for number, (update, when) in deaths.items() if when == "serving"}
     versions = [record["versions"][-1] for record in records[1:] if "versions" in record]
     if lost and "servers" not in options:
@@ -247,10 +377,19 @@ def test_any_death_beside_asynchronous_servers(deaths, options, spares, tmp_path
 
 @pytest.mark.soak
 def test_a_job_of_one_server_goes_on_with_fewer_workers(tmp_path):
-    """Without a replacement a worker's place stays empty; when the server is lost, too, a worker takes its part."""
-    records, events = central(tmp_path, Elastic((2, 3, 4), apart=True), every=5, options={"staleness": None},
-                              deaths={"0": (5, "before"), "3": (50, "serving")})
-    assert [(record["size"], record["processes"]) for record in records] == [(4, [0, 1, 2, 3]), (2, [1, 2])]
+    """Without a replacement a worker's place stays empty; when the server is lost, too, a worker
+    takes its part."""
+    records, events = central(
+        tmp_path,
+        Elastic((2, 3, 4), apart=True),
+        every=5,
+        options={"staleness": None},
+        deaths={"0": (5, "before"), "3": (50, "serving")},
+    )
+    assert [(record["size"], record["processes"]) for record in records] == [
+        (4, [0, 1, 2, 3]),
+        (2, [1, 2]),
+    ]
     assert [event["rank"] for event in events if event["event"] == "spared"] == [0]
 
 
@@ -263,7 +402,10 @@ CASES = {
     "tensor parallel alone": {"plan": {"tp": 4}, "deaths": {"1": (3, "copying")}},
     "stopped": {"zero": 1, "deaths": {"1": (3, "stop")}},
     "the replacement, too": {"zero": 1, "deaths": {"1": (3, "before"), "4": (0, "joining")}},
-    "one after another": {"zero": 1, "deaths": {"1": (3, "before"), "2": (4, "within"), "4": (5, "copying")}},
+    "one after another": {
+        "zero": 1,
+        "deaths": {"1": (3, "before"), "2": (4, "within"), "4": (5, "copying")},
+    },
     "a connection cut over tcp": {"zero": 1, "transport": "tcp", "deaths": {"1": (3, "cut")}},
     "its monitor out of reach": {"zero": 1, "deaths": {"1": (3, "deaf")}},
     "two at once": {"zero": 1, "deaths": {"0": (3, "before"), "2": (3, "before")}},
@@ -285,26 +427,40 @@ def test_a_job_that_cannot_go_on_says_why(tmp_path, capfd):
     """The rank and its partner are lost, and with them the only copies of a part of the state."""
     settings = {"zero": 1, "steps": 8, "deaths": {"1": (3, "before"), "2": (3, "before")}}
     with nothing_left():
-        status = spawn_elastic([sys.executable, RANK, str(tmp_path), json.dumps(settings)], Elastic((1, 2, 3)))
+        status = spawn_elastic(
+            [sys.executable, RANK, str(tmp_path), json.dumps(settings)], Elastic((1, 2, 3))
+        )
     assert status == 1
-    assert "minidist: ranks were lost with the only copies of their state, and there is no checkpoint; " \
-        "the job ends" in capfd.readouterr().err.splitlines()
-    status = spawn_elastic([sys.executable, RANK, str(tmp_path), json.dumps(settings)], Elastic((2, 3)))
-    assert (status, "1 processes are left, and the job needs 2" in capfd.readouterr().err) == (1, True)
+    assert (
+        "minidist: ranks were lost with the only copies of their state, and there is no "
+        "checkpoint; the job ends" in capfd.readouterr().err.splitlines()
+    )
+    status = spawn_elastic(
+        [sys.executable, RANK, str(tmp_path), json.dumps(settings)], Elastic((2, 3))
+    )
+    assert (status, "1 processes are left, and the job needs 2" in capfd.readouterr().err) == (
+        1,
+        True,
+    )
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_launcher_that_is_told_to_stop_or_killed(number, tmp_path):
     """No process of the job stays."""
-    script = ("import sys; from pathlib import Path; from minidist.launch.elastic_job import spawn_elastic; "
-              "from minidist.launch.generation import Elastic; "
-              "sys.exit(spawn_elastic(sys.argv[2:], Elastic((2, 3), spares=1), record=Path(sys.argv[1])))")
+    script = (
+        "import sys; from pathlib import Path; from minidist.launch.elastic_job import "
+        "spawn_elastic; from minidist.launch.generation import Elastic; "
+        "sys.exit(spawn_elastic(sys.argv[2:], Elastic((2, 3), spares=1), "
+        "record=Path(sys.argv[1])))"
+    )
     settings = json.dumps({"steps": 10**6, "deaths": {}})
     with nothing_left() as environment:
         log = tmp_path / "log"
-        job = start([sys.executable, "-c", script, str(log), sys.executable, RANK, str(tmp_path), settings],
-                    environment)
+        job = start(
+            [sys.executable, "-c", script, str(log), sys.executable, RANK, str(tmp_path), settings],
+            environment,
+        )
         while not log.exists() or "stepped" not in log.read_text():
             time.sleep(0.05)
         job.send_signal(number)
@@ -316,34 +472,45 @@ def test_a_launcher_that_is_told_to_stop_or_killed(number, tmp_path):
 
 
 def two_hosts(folder, here, there):
-    """This machine as two hosts of a job, with so many ranks on each: a shell in the place of ssh."""
+    """This machine as two hosts of a job, with so many ranks on each: a shell in the place of
+    ssh."""
     ssh = folder / "ssh"
-    ssh.write_text("#!/bin/sh\nshift; exec sh -c \"$*\"\n")
+    ssh.write_text('#!/bin/sh\nshift; exec sh -c "$*"\n')
     ssh.chmod(0o755)
     return OtherHosts([HostRanks(platform.node(), here), HostRanks("127.0.0.2", there)], str(ssh))
 
 
 def test_a_rank_on_another_host_is_killed_and_replaced(tmp_path, capfd):
-    """The spare is here, so the next generation is on other hosts; under ZeRO the partner's copies are across, too."""
+    """The spare is here, so the next generation is on other hosts; under ZeRO the partner's copies
+    are across, too."""
     settings = {"zero": 1, "steps": 6, "deaths": {"1": (3, "within")}}
     with nothing_left():
-        status = spawn_elastic([sys.executable, RANK, str(tmp_path), json.dumps(settings)], Elastic((2,), spares=1),
-                               record=tmp_path / "elastic.jsonl", forks=True, others=two_hosts(tmp_path, 1, 1))
+        status = spawn_elastic(
+            [sys.executable, RANK, str(tmp_path), json.dumps(settings)],
+            Elastic((2,), spares=1),
+            record=tmp_path / "elastic.jsonl",
+            forks=True,
+            others=two_hosts(tmp_path, 1, 1),
+        )
     error = capfd.readouterr().err
     assert status == 0, error
     result = json.loads((tmp_path / "result.json").read_text())
-    assert [one["hosts"] for one in result["elastic"]] == [[platform.node(), "127.0.0.2"], 2 * [platform.node()]]
+    assert [one["hosts"] for one in result["elastic"]] == [
+        [platform.node(), "127.0.0.2"],
+        2 * [platform.node()],
+    ]
     assert replay(tmp_path, settings, [(2, 0)]) == (result["losses"], result["sha256"])
     assert "on 127.0.0.2) was killed by SIGKILL" in error
 
 
 def take_orphans(limit=10):
-    """Wait for the processes that became this one's, because the lost host is this machine; their numbers."""
+    """Wait for the processes that became this one's, because the lost host is this machine; their
+    numbers."""
     found, deadline = [], time.monotonic() + limit
     while time.monotonic() < deadline:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:                           # none is left
+        except ChildProcessError:  # none is left
             break
         found += [pid] if pid else []
         time.sleep(0.01)
@@ -353,13 +520,18 @@ def take_orphans(limit=10):
 @pytest.mark.soak
 @pytest.mark.parametrize("restarts", [0, 2])
 def test_a_lost_host_is_lost_with_all_its_ranks(restarts, tmp_path, capfd):
-    """Two of three ranks. Their copies are on this host's, which goes on alone, or with two others in their place."""
+    """Two of three ranks. Their copies are on this host's, which goes on alone, or with two others
+    in their place."""
     settings = {"zero": 1, "steps": 8, "deaths": {"1": (3, "host")}}
     elastic = Elastic((1, 2, 3), restarts=restarts, wait=30.0 * bool(restarts))
     with nothing_left():
-        status = spawn_elastic([sys.executable, RANK, str(tmp_path), json.dumps(settings)], elastic, forks=True,
-                               others=two_hosts(tmp_path, 1, 2))
-        assert len(take_orphans()) == 3                     # of the lost host: its template, and two processes
+        status = spawn_elastic(
+            [sys.executable, RANK, str(tmp_path), json.dumps(settings)],
+            elastic,
+            forks=True,
+            others=two_hosts(tmp_path, 1, 2),
+        )
+        assert len(take_orphans()) == 3  # of the lost host: its template, and two processes
     error = capfd.readouterr().err
     assert status == 0, error
     assert "minidist: host 127.0.0.2 is lost (" in error and "is lost with host 127.0.0.2" in error
@@ -373,16 +545,32 @@ def test_a_lost_host_is_lost_with_all_its_ranks(restarts, tmp_path, capfd):
 @pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_process_stays_on_another_host(number, tmp_path):
-    """When the launcher is told to stop or killed, the other host's processes end, and what started them."""
+    """When the launcher is told to stop or killed, the other host's processes end, and what started
+    them."""
     two_hosts(tmp_path, 1, 1)
-    script = ("import sys, platform; from pathlib import Path; from minidist.launch.elastic_hosts import OtherHosts; "
-              "from minidist.launch.elastic_job import spawn_elastic; from minidist.launch.generation import Elastic; "
-              "from minidist.launch.hosts import HostRanks; folder = Path(sys.argv[1]); "
-              "sys.exit(spawn_elastic(sys.argv[2:], Elastic((3,)), record=folder / 'log', forks=True, others="
-              "OtherHosts([HostRanks(platform.node(), 1), HostRanks('127.0.0.2', 2)], str(folder / 'ssh'))))")
+    script = (
+        "import sys, platform; from pathlib import Path; from minidist.launch.elastic_hosts "
+        "import OtherHosts; from minidist.launch.elastic_job import spawn_elastic; from "
+        "minidist.launch.generation import Elastic; from minidist.launch.hosts import "
+        "HostRanks; folder = Path(sys.argv[1]); sys.exit(spawn_elastic(sys.argv[2:], "
+        "Elastic((3,)), record=folder / 'log', forks=True, "
+        "others=OtherHosts([HostRanks(platform.node(), 1), HostRanks('127.0.0.2', 2)], "
+        "str(folder / 'ssh'))))"
+    )
     with nothing_left() as environment:
-        job = start([sys.executable, "-c", script, str(tmp_path), sys.executable, RANK, str(tmp_path),
-                     json.dumps({"steps": 10**6})], environment)
+        job = start(
+            [
+                sys.executable,
+                "-c",
+                script,
+                str(tmp_path),
+                sys.executable,
+                RANK,
+                str(tmp_path),
+                json.dumps({"steps": 10**6}),
+            ],
+            environment,
+        )
         log, deadline = tmp_path / "log", time.monotonic() + 60
         while not (log.exists() and "stepped" in log.read_text()) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -392,11 +580,21 @@ def test_no_process_stays_on_another_host(number, tmp_path):
     assert "Traceback" not in done.stderr, done
 
 
-@pytest.mark.parametrize(("ssh", "said"), [
-    ("echo no route >&2; exit 255", "host 127.0.0.2: ssh ended with 255 (no route); try `"),
-    ("exit 127", "host 127.0.0.2: ssh ended with 127 (it said nothing); is minidist installed there, at "),
-    ("echo 'minidist host: {\"hello\": \"b\", \"version\": \"0.0\"}'; read line",
-     "host 127.0.0.2: it has minidist 0.0, this host ")])
+@pytest.mark.parametrize(
+    ("ssh", "said"),
+    [
+        ("echo no route >&2; exit 255", "host 127.0.0.2: ssh ended with 255 (no route); try `"),
+        (
+            "exit 127",
+            "host 127.0.0.2: ssh ended with 127 (it said nothing); is minidist installed there, "
+            "at ",
+        ),
+        (
+            'echo \'minidist host: {"hello": "b", "version": "0.0"}\'; read line',
+            "host 127.0.0.2: it has minidist 0.0, this host ",
+        ),
+    ],
+)
 def test_a_host_that_cannot_take_part_is_named_in_one_line(ssh, said, tmp_path):
     others = two_hosts(tmp_path, 1, 1)
     (tmp_path / "ssh").write_text(f"#!/bin/sh\n{ssh}\n")
@@ -410,5 +608,8 @@ def test_a_process_that_is_stopped_at_its_start_is_killed(capfd):
     stops = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"]
     with nothing_left():
         assert spawn_elastic(stops, Elastic((1,)), patience=0.3) == 1
-    assert re.search(r"minidist: process 0 \(process \d+\) was frozen \(stopped\) at its start, and is killed\n"
-                     "minidist: 0 processes are left", capfd.readouterr().err)
+    assert re.search(
+        r"minidist: process 0 \(process \d+\) was frozen \(stopped\) at its start, and is killed\n"
+        "minidist: 0 processes are left",
+        capfd.readouterr().err,
+    )

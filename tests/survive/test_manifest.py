@@ -12,8 +12,10 @@ from minidist.errors import CheckpointError
 from minidist.survive.manifest import MANIFEST, packed, read_manifest, unpacked, write_manifest
 
 
-@pytest.mark.parametrize(("dtype", "history"), [("<f8", [0.1, 2.0 ** -1074, -math.inf]), ("<i4", [0, 1, 2**31 - 1]),
-                                                ("<f8", [])])
+@pytest.mark.parametrize(
+    ("dtype", "history"),
+    [("<f8", [0.1, 2.0**-1074, -math.inf]), ("<i4", [0, 1, 2**31 - 1]), ("<f8", [])],
+)
 def test_a_history_has_the_same_bits_again(dtype: str, history: list[Any], tmp_path: Path) -> None:
     write_manifest(tmp_path, {"metrics": {"losses": packed(history, dtype)}}, [])
     again = unpacked(read_manifest(tmp_path)["about"]["metrics"]["losses"])
@@ -28,7 +30,9 @@ def test_a_loss_of_nan_is_nan_again() -> None:
 def test_a_manifest_of_a_format_before_is_read(kind: int, tmp_path: Path) -> None:
     """And checked: its digest is of the content, and its text is that of json.dumps(indent=1)."""
     content = {"format": kind, "about": {"metrics": {"losses": [0.5, 1e-7]}}, "shards": []}
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    digest = hashlib.sha256(
+        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
     text = json.dumps(content | {"digest": digest}, indent=1)
     (tmp_path / MANIFEST).write_text(text)
     assert unpacked(read_manifest(tmp_path)["about"]["metrics"]["losses"]) == [0.5, 1e-7]
@@ -48,5 +52,7 @@ def test_a_changed_byte_is_seen(tmp_path: Path) -> None:
 def test_reading_makes_no_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That took 19 of 22 ms, on each rank that goes on from a checkpoint."""
     write_manifest(tmp_path, {"text": "é"}, [])
-    monkeypatch.setattr(json, "dumps", lambda *_, **__: pytest.fail("it compares with a text of its own"))
+    monkeypatch.setattr(
+        json, "dumps", lambda *_, **__: pytest.fail("it compares with a text of its own")
+    )
     assert read_manifest(tmp_path)["about"] == {"text": "é"}

@@ -11,24 +11,33 @@ from minidist.survive import peer_copies
 from minidist.survive.peer_copies import PeerCopies, partners
 
 
-@pytest.mark.parametrize("nodes", [[0] * 3 + [3] * 4, [0, 0, 0, 0, 0, 5], [0, 1, 0, 1], [0, 0, 2, 2, 4, 4, 4],
-                                   [0, 1, 1, 1, 0]])
+@pytest.mark.parametrize(
+    "nodes",
+    [[0] * 3 + [3] * 4, [0, 0, 0, 0, 0, 5], [0, 1, 0, 1], [0, 0, 2, 2, 4, 4, 4], [0, 1, 1, 1, 0]],
+)
 def test_each_partner_is_on_another_node(nodes):
     chosen = partners(nodes)
     assert all(nodes[rank] != nodes[partner] for rank, partner in enumerate(chosen))
     wards = [chosen.count(rank) for rank in range(len(nodes))]
-    assert sum(wards) == len(nodes) and max(wards) <= -(-max(map(nodes.count, nodes)) // min(
-        len(nodes) - nodes.count(node) for node in nodes)) + 1
+    assert (
+        sum(wards) == len(nodes)
+        and max(wards)
+        <= -(-max(map(nodes.count, nodes)) // min(len(nodes) - nodes.count(node) for node in nodes))
+        + 1
+    )
 
 
-@pytest.mark.parametrize(("nodes", "expected"), [
-    ([0], [0]), ([0, 0, 0], [1, 2, 0]), ([0, 0, 2, 2], [2, 3, 0, 1]), ([0, 1, 1], [1, 0, 0])])
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [([0], [0]), ([0, 0, 0], [1, 2, 0]), ([0, 0, 2, 2], [2, 3, 0, 1]), ([0, 1, 1], [1, 0, 0])],
+)
 def test_partners_by_hand(nodes, expected):
     assert partners(nodes) == expected
 
 
 def survive(nodes: list[int], lost: int) -> None:
-    """Train on these nodes; each node in turn is lost: the others hold the state whole, to the bit."""
+    """Train on these nodes; each node in turn is lost: the others hold the state whole, to the
+    bit."""
     copies = [PeerCopies() for _ in nodes]
 
     def train(world: Group) -> tuple[dict[str, np.ndarray], int]:
@@ -66,6 +75,10 @@ def test_a_whole_node_may_be_lost(lost):
 
 
 def test_partners_beside_each_other_would_lose_a_node(monkeypatch):
-    monkeypatch.setattr(peer_copies, "partners", lambda nodes: [(rank + 1) % len(nodes) for rank in range(len(nodes))])
+    monkeypatch.setattr(
+        peer_copies,
+        "partners",
+        lambda nodes: [(rank + 1) % len(nodes) for rank in range(len(nodes))],
+    )
     with pytest.raises((AssertionError, md.errors.MinidistError)):
         survive([0, 1, 1, 1], 1)

@@ -24,20 +24,36 @@ from minidist.survive.manifest import MANIFEST, checkpoints, step_folder
 from minidist.survive.save_async import AsyncSaver, plain_start_save
 
 ON_DISK = checkpoint.write_shard
-LONG = 0.7              # seconds of a slow disk: many times what a wait lasts before the deadlock detector is told
-PLANS = [{"dp": 2, "zero": 3}, {"dp": 2}, {"dp": 1, "pp": 2}, {"dp": 2, "tp": 2, "zero": 1},
-         {"dp": 2, "zero": 3, "offload": "all"}]
+# seconds of a slow disk: many times what a wait lasts before the deadlock detector is told
+LONG = 0.7
+PLANS = [
+    {"dp": 2, "zero": 3},
+    {"dp": 2},
+    {"dp": 1, "pp": 2},
+    {"dp": 2, "tp": 2, "zero": 1},
+    {"dp": 2, "zero": 3, "offload": "all"},
+]
 
 
 def trainer_of(world: Any, plan: dict[str, Any] | None = None, **options: Any) -> Trainer:
     plan = {"dp": world.size, **(plan or {})}
-    return Trainer(Plan(bucket_bytes=2048, **plan), tiny(), world, optimizer="adamw", lr=1e-2, clip=0.5, seed=3,
-                   **options)
+    return Trainer(
+        Plan(bucket_bytes=2048, **plan),
+        tiny(),
+        world,
+        optimizer="adamw",
+        lr=1e-2,
+        clip=0.5,
+        seed=3,
+        **options,
+    )
 
 
 def steps(trainer: Trainer, count: int) -> list[float]:
     first = trainer.steps_done
-    return [trainer.step(global_batch(step, 5, trainer.config)) for step in range(first, first + count)]
+    return [
+        trainer.step(global_batch(step, 5, trainer.config)) for step in range(first, first + count)
+    ]
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -46,6 +62,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def on_rank(rank: int, fails: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """`fails()` runs before a rank writes its shard."""
+
     def write(file: Path, *rest: Any) -> Any:
         if file.name == checkpoint.shard_name(rank):
             fails()
@@ -59,11 +76,13 @@ def no_space() -> None:
 
 
 def said(capfd: pytest.CaptureFixture[str]) -> list[str]:
-    """The lines of standard error, without those of a disk so slow that a save waited for the one before it."""
+    """The lines of standard error, without those of a disk so slow that a save waited for the one
+    before it."""
     return [line for line in capfd.readouterr().err.splitlines() if "training waited" not in line]
 
 
-# ---------------------------------------------------------------------------------------------------- what they hold
+# ----------------------------------------------------------------------------------- what they hold
+
 
 def test_the_plain_version_holds_the_state_of_its_start(tmp_path: Path) -> None:
     state, room = np.arange(9.0), np.empty(9)
@@ -77,8 +96,9 @@ def test_the_plain_version_holds_the_state_of_its_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_later_updates_do_not_touch_the_copy(plan: dict[str, Any], tmp_path: Path,
-                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_updates_do_not_touch_the_copy(
+    plan: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go_on = threading.Event()
 
     def job(world: Any) -> None:
@@ -111,7 +131,7 @@ def test_a_run_that_goes_on_from_one_has_the_same_bits(tmp_path: Path) -> None:
         trainer.start_save(tmp_path / "a")
         losses += steps(trainer, 3)
         digest = trainer.weights_sha256()
-        trainer.close()                                     # waits for the save
+        trainer.close()  # waits for the save
         return losses, digest
 
     def rest(world: Any) -> tuple[list[float], str]:
@@ -126,11 +146,13 @@ def test_a_run_that_goes_on_from_one_has_the_same_bits(tmp_path: Path) -> None:
     assert run(rest, size=2)[0] == (losses[2:], digest)
 
 
-# ----------------------------------------------------------------------------------------- one at a time, also if slow
+# ---------------------------------------------------------------------- one at a time, also if slow
+
 
 @pytest.mark.parametrize("transport", ["threads", "shm"])
-def test_a_slow_disk_on_one_rank_is_no_deadlock_and_holds_up_no_step(transport: str, tmp_path: Path,
-                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_on_one_rank_is_no_deadlock_and_holds_up_no_step(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_rank(1, lambda: time.sleep(LONG), monkeypatch)
 
     def job(world: Any) -> tuple[bool, bool]:
@@ -138,8 +160,8 @@ def test_a_slow_disk_on_one_rank_is_no_deadlock_and_holds_up_no_step(transport: 
         save = trainer.start_save(tmp_path / "a")
         steps(trainer, 2)
         early = save.done()
-        if world.rank == 0:                                 # its program waits, and its thread: for rank 1's thread,
-            save.wait()                                     # whose program waits for rank 0's
+        if world.rank == 0:  # its program waits, and its thread: for rank 1's thread,
+            save.wait()  # whose program waits for rank 0's
         world.barrier()
         late = save.done()
         trainer.close()
@@ -150,8 +172,9 @@ def test_a_slow_disk_on_one_rank_is_no_deadlock_and_holds_up_no_step(transport: 
 
 
 @pytest.mark.soak
-def test_a_second_save_waits_for_the_first_and_says_how_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                             capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_second_save_waits_for_the_first_and_says_how_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     drafts = []
 
     def look() -> None:
@@ -167,7 +190,7 @@ def test_a_second_save_waits_for_the_first_and_says_how_long(tmp_path: Path, mon
             saves.append(trainer.start_save(step_folder(tmp_path, step)))
             assert all(save.done() for save in saves[:-1])
             steps(trainer, 1)
-        trainer.save(step_folder(tmp_path, 3))              # a blocking one waits, too
+        trainer.save(step_folder(tmp_path, 3))  # a blocking one waits, too
         result = [(save.waited, save.seconds > 0.25) for save in saves]
         trainer.close()
         return result
@@ -182,10 +205,12 @@ def test_a_second_save_waits_for_the_first_and_says_how_long(tmp_path: Path, mon
     assert f"{step_folder(tmp_path, 1)}: training waited 0." in lines[0]
 
 
-# ------------------------------------------------------------------------------------------------------- how they fail
+# ------------------------------------------------------------------------------------ how they fail
 
-def test_a_full_disk_on_one_rank_is_told_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                                   capfd: pytest.CaptureFixture[str]) -> None:
+
+def test_a_full_disk_on_one_rank_is_told_once_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     def job(world: Any) -> tuple[list[float], str]:
         trainer = trainer_of(world)
         trainer.start_save(step_folder(tmp_path, 0)).wait()
@@ -210,12 +235,15 @@ def test_a_full_disk_on_one_rank_is_told_once_and_training_goes_on(tmp_path: Pat
 
     assert run(job, size=2)[0][0] == run(undisturbed, size=2)[0]
     assert sorted(os.listdir(tmp_path)) == ["step-000000", "step-000002"]
-    assert said(capfd) == [f"minidist: {step_folder(tmp_path, 1)} was not saved: rank 1 cannot write shard-00001."
-                           f"safetensors: No space left on device; checkpoints before it stay"]
+    assert said(capfd) == [
+        f"minidist: {step_folder(tmp_path, 1)} was not saved: rank 1 cannot write shard-00001."
+        f"safetensors: No space left on device; checkpoints before it stay"
+    ]
 
 
 def test_a_folder_that_cannot_be_made_is_told_and_the_next_save_does_not_raise(
-        tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
 
     def job(world: Any) -> None:
@@ -225,11 +253,15 @@ def test_a_folder_that_cannot_be_made_is_told_and_the_next_save_does_not_raise(
         trainer.close()
 
     run(job, size=2)
-    assert [line.split(" was not saved: rank 0 cannot make a folder")[0].rsplit("/", 1)[1]
-            for line in said(capfd)] == ["a", "b"]
+    assert [
+        line.split(" was not saved: rank 0 cannot make a folder")[0].rsplit("/", 1)[1]
+        for line in said(capfd)
+    ] == ["a", "b"]
 
 
-def test_another_error_in_the_thread_ends_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_error_in_the_thread_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken() -> None:
         raise ValueError("planted")
 
@@ -239,7 +271,7 @@ def test_another_error_in_the_thread_ends_the_job(tmp_path: Path, monkeypatch: p
         trainer = trainer_of(world)
         trainer.start_save(tmp_path / "a")
         started = time.monotonic()
-        while time.monotonic() - started < SOON:            # nobody asks how the save went
+        while time.monotonic() - started < SOON:  # nobody asks how the save went
             steps(trainer, 1)
             world.barrier()
 
@@ -248,8 +280,12 @@ def test_another_error_in_the_thread_ends_the_job(tmp_path: Path, monkeypatch: p
     assert not checkpoints(tmp_path)
 
 
-@pytest.mark.parametrize("slow", [0, 1], ids=["the survivor's disk hangs", "the dead rank's disk hangs"])
-def test_a_rank_killed_while_a_save_is_under_way(slow: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "slow", [0, 1], ids=["the survivor's disk hangs", "the dead rank's disk hangs"]
+)
+def test_a_rank_killed_while_a_save_is_under_way(
+    slow: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_rank(slow, lambda: time.sleep(2 * SOON), monkeypatch)
 
     def job(world: Any) -> None:
@@ -258,7 +294,7 @@ def test_a_rank_killed_while_a_save_is_under_way(slow: int, tmp_path: Path, monk
         steps(trainer, 1)
         if world.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(PeerLostError):                  # before the process is ended for being busy
+        with pytest.raises(PeerLostError):  # before the process is ended for being busy
             save.wait()
         (tmp_path / "told").touch()
         trainer.close()
@@ -271,9 +307,12 @@ def test_a_rank_killed_while_a_save_is_under_way(slow: int, tmp_path: Path, monk
     assert not checkpoints(tmp_path)
 
 
-def test_a_real_disk_limit_on_one_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_real_disk_limit_on_one_process(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     def job(world: Any) -> None:
         import resource  # noqa: PLC0415 - in the rank
+
         trainer = trainer_of(world)
         trainer.start_save(step_folder(tmp_path, 0)).wait()
         if world.rank == 1:
@@ -285,7 +324,9 @@ def test_a_real_disk_limit_on_one_process(tmp_path: Path, capfd: pytest.CaptureF
         with pytest.raises(CheckpointError, match="rank 1 cannot write .*File too large"):
             save.wait()
         if world.rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+            )
         trainer.close()
 
     run(job, size=2, transport="tcp")
@@ -293,7 +334,8 @@ def test_a_real_disk_limit_on_one_process(tmp_path: Path, capfd: pytest.CaptureF
     assert capfd.readouterr().err.count("\n") == 1
 
 
-# ---------------------------------------------------------------------------------------------------------- their cost
+# --------------------------------------------------------------------------------------- their cost
+
 
 def test_copies_are_in_the_account_and_used_again(tmp_path: Path) -> None:
     def job(world: Any) -> tuple[int, int, int, int]:
@@ -307,7 +349,12 @@ def test_copies_are_in_the_account_and_used_again(tmp_path: Path) -> None:
         trainer.close()
         gc.collect()
         shard = checkpoint.read_manifest(tmp_path / "a")["shards"][world.rank]
-        return sum(array["nbytes"] for array in shard["arrays"]), held, peak, trainer.store.host.now["workspace"]
+        return (
+            sum(array["nbytes"] for array in shard["arrays"]),
+            held,
+            peak,
+            trainer.store.host.now["workspace"],
+        )
 
     for nbytes, held, peak, after in run(job, size=2):
         assert nbytes <= held <= nbytes + 64 * 100
@@ -335,10 +382,17 @@ def test_a_save_sends_nothing_in_the_phase_of_a_step(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_training_stands_still_for_one_copy_and_a_half_at_most(tmp_path: Path) -> None:
     """Of its own processor time; on a busy machine the clock says nothing."""
+
     def job(world: Any) -> tuple[float, float]:
-        trainer = Trainer(Plan(), tiny(width=384, layers=8, heads=4, dtype="float32"), world, seed=3)
+        trainer = Trainer(
+            Plan(), tiny(width=384, layers=8, heads=4, dtype="float32"), world, seed=3
+        )
         saver = AsyncSaver(trainer.strategy, trainer.optimizer, world)
-        arrays = [array for slot in trainer.optimizer.slots for array in (slot.weights.data, *slot.state.values())]
+        arrays = [
+            array
+            for slot in trainer.optimizer.slots
+            for array in (slot.weights.data, *slot.state.values())
+        ]
         targets = [np.zeros_like(array) for array in arrays]
         stands, copies = [], []
         for _ in range(15):
@@ -359,8 +413,11 @@ def test_training_stands_still_for_one_copy_and_a_half_at_most(tmp_path: Path) -
 
 
 @pytest.mark.soak
-def test_a_save_in_50_steps_costs_one_percent_of_their_processor_time_at_most(tmp_path: Path) -> None:
+def test_a_save_in_50_steps_costs_one_percent_of_their_processor_time_at_most(
+    tmp_path: Path,
+) -> None:
     """The writer's thread counts, too: so much is lost where all cores compute."""
+
     def job(world: Any) -> tuple[float, float]:
         model = Model()
         trainer = Trainer(Plan(), model.config(), world)
@@ -385,7 +442,7 @@ def test_resident_memory_is_flat_over_500_saves(tmp_path: Path) -> None:
     def job(world: Any) -> list[int]:
         trainer = trainer_of(world)
         process, seen = psutil.Process(), []
-        steps(trainer, 300)         # buffers between ranks have been used to their ends
+        steps(trainer, 300)  # buffers between ranks have been used to their ends
         for save in range(500):
             trainer.start_save(step_folder(tmp_path, save % 2))
             steps(trainer, 1)
@@ -397,5 +454,3 @@ def test_resident_memory_is_flat_over_500_saves(tmp_path: Path) -> None:
 
     for seen in run(job, size=2, transport="shm", limit=600):
         assert max(seen[1:]) - seen[0] < 2 << 20, seen
-
-

@@ -1,4 +1,5 @@
-"""Saves that are cut short: by kill -9 at any file-system call, by a full or slow disk, by a refused permission."""
+"""Saves that are cut short: by kill -9 at any file-system call, by a full or slow disk, by a
+refused permission."""
 
 import errno
 import json
@@ -36,23 +37,31 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(run: Path, base: Path) -> None:
-    """The last complete checkpoint is of step 2, and right; the next save leaves nothing but checkpoints."""
+    """The last complete checkpoint is of step 2, and right; the next save leaves nothing but
+    checkpoints."""
     last = checkpoints(run)[-1]
     assert last.name in ("step-000002", "step-000002~")
-    assert same_state(last, base / "step-000002") and same_state(run / "step-000001", base / "step-000001")
-    again, = md.run(resumed, str(last), {}, CHANGES, {}, 1, str(run / "step-000003"), size=1)
+    assert same_state(last, base / "step-000002") and same_state(
+        run / "step-000001", base / "step-000001"
+    )
+    (again,) = md.run(resumed, str(last), {}, CHANGES, {}, 1, str(run / "step-000003"), size=1)
     assert again["steps"] == 3
     left = {file.name for file in run.iterdir()} - {"step-000002", last.name}
     assert left == {"step-000001", "step-000003"}
     assert same_state(checkpoints(run)[-1], base / "step-000002") and len(checkpoints(run)) == 3
 
 
-@pytest.mark.soak       # the next test kills one rank in a save
+@pytest.mark.soak  # the next test kills one rank in a save
 @pytest.mark.parametrize("sample", [2, 0])
 def test_killed_at_any_call(sample: int, base: Path, tmp_path: Path) -> None:
     """All ranks at once, as when a machine stops."""
-    job = subprocess.run([sys.executable, str(SUPPORT), str(base), str(tmp_path), str(sample)], check=True,
-                         stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(SUPPORT.parent)}, timeout=1500)
+    job = subprocess.run(
+        [sys.executable, str(SUPPORT), str(base), str(tmp_path), str(sample)],
+        check=True,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(SUPPORT.parent)},
+        timeout=1500,
+    )
     killed = json.loads(job.stdout)
     assert len(killed) == 2 * sample or not sample
     for run, victim, at, call in killed:
@@ -65,10 +74,20 @@ def test_killed_at_any_call(sample: int, base: Path, tmp_path: Path) -> None:
     print(f"{len(killed)} kills")
 
 
-@pytest.mark.parametrize(("victim", "at"), [(1, 2)] + [pytest.param(victim, at, marks=pytest.mark.soak)
-                                                     for victim in range(2) for at in range(1, 60, 4)])
-def test_one_rank_of_two_processes_is_killed(victim: int, at: int, base: Path, tmp_path: Path) -> None:
-    """The other one learns it, and ends; or no call of that number was made (rank 1 only writes its shard)."""
+@pytest.mark.parametrize(
+    ("victim", "at"),
+    [(1, 2)]
+    + [
+        pytest.param(victim, at, marks=pytest.mark.soak)
+        for victim in range(2)
+        for at in range(1, 60, 4)
+    ],
+)
+def test_one_rank_of_two_processes_is_killed(
+    victim: int, at: int, base: Path, tmp_path: Path
+) -> None:
+    """The other one learns it, and ends; or no call of that number was made (rank 1 only writes its
+    shard)."""
     run, names = tmp_path / "run", tmp_path / "names"
     shutil.copytree(base, run)
     try:
@@ -80,10 +99,14 @@ def test_one_rank_of_two_processes_is_killed(victim: int, at: int, base: Path, t
     check(run, base)
 
 
-# --------------------------------------------------------------------------------------------------- disks that refuse
+# -------------------------------------------------------------------------------- disks that refuse
 
-def goes_on(world: Any, folder: str, victim: int, call: str, wrong: int) -> tuple[str, dict[str, Any], int]:
-    """A save whose call number `wrong` of this name fails on a rank: (what is told, the run after it, open files)."""
+
+def goes_on(
+    world: Any, folder: str, victim: int, call: str, wrong: int
+) -> tuple[str, dict[str, Any], int]:
+    """A save whose call number `wrong` of this name fails on a rank: (what is told, the run after
+    it, open files)."""
     trainer = make(world, PLAN, CHANGES, {})
     losses, told, me, count = steps(trainer, 2), "", threading.current_thread(), [0]
     trainer.save(folder)
@@ -98,7 +121,7 @@ def goes_on(world: Any, folder: str, victim: int, call: str, wrong: int) -> tupl
     world.barrier()
     with watched(before) if world.rank == victim else nullcontext():
         world.barrier()
-        opened = len(os.listdir("/proc/self/fd")) if not world.rank else 0      # of both ranks
+        opened = len(os.listdir("/proc/self/fd")) if not world.rank else 0  # of both ranks
         world.barrier()
         try:
             trainer.save(folder)
@@ -113,23 +136,42 @@ def goes_on(world: Any, folder: str, victim: int, call: str, wrong: int) -> tupl
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What the ranks of the run hold in which no save failed."""
-    return md.run(saved, str(tmp_path_factory.mktemp("undisturbed") / "a"), PLAN, CHANGES, {}, 4, size=2)
+    return md.run(
+        saved, str(tmp_path_factory.mktemp("undisturbed") / "a"), PLAN, CHANGES, {}, 4, size=2
+    )
 
 
-@pytest.mark.parametrize(("victim", "call", "wrong"), [
-    (1, "pwrite", 1), (0, "fsync", 2), (0, "rename", 2), (0, "mkdir", 2),
-    *(pytest.param(*case, marks=pytest.mark.soak) for case in (
-        (0, "pwrite", 1), (1, "fsync", 1), (0, "rename", 1), (1, "open", 1)))],
-    ids=["shard 1", "manifest", "publish", "draft", "shard 0", "fsync", "move aside", "open"])
-def test_a_full_disk(victim: int, call: str, wrong: int, undisturbed: list[Any], tmp_path: Path) -> None:
-    """Every rank is told in the same line; the older folder of the step stays, as it was; training goes on."""
+@pytest.mark.parametrize(
+    ("victim", "call", "wrong"),
+    [
+        (1, "pwrite", 1),
+        (0, "fsync", 2),
+        (0, "rename", 2),
+        (0, "mkdir", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in ((0, "pwrite", 1), (1, "fsync", 1), (0, "rename", 1), (1, "open", 1))
+        ),
+    ],
+    ids=["shard 1", "manifest", "publish", "draft", "shard 0", "fsync", "move aside", "open"],
+)
+def test_a_full_disk(
+    victim: int, call: str, wrong: int, undisturbed: list[Any], tmp_path: Path
+) -> None:
+    """Every rank is told in the same line; the older folder of the step stays, as it was; training
+    goes on."""
     ranks = md.run(goes_on, str(tmp_path / "run" / "step-000002"), victim, call, wrong, size=2)
     told = {text for text, _, _ in ranks}
     assert len(told) == 1 and "\n" not in (text := told.pop())
     assert f"rank {victim} cannot" in text and "No space left" in text and "before it stay" in text
     assert [run for _, run, _ in ranks] == undisturbed
     assert [file.name for file in (tmp_path / "run").iterdir()] == ["step-000002"]
-    assert md.run(resumed, str(tmp_path / "run" / "step-000002"), {}, CHANGES, {}, 0, size=1)[0]["steps"] == 2
+    assert (
+        md.run(resumed, str(tmp_path / "run" / "step-000002"), {}, CHANGES, {}, 0, size=1)[0][
+            "steps"
+        ]
+        == 2
+    )
     assert [leaks for _, _, leaks in ranks] == [0, 0]
 
 
@@ -149,7 +191,8 @@ def refused_save(world: Any, folder: str) -> tuple[str, int]:
 
 @pytest.mark.parametrize("slow", ["shard-00000.safetensors", "shard-00001.safetensors"])
 def test_the_manifest_comes_last(slow: str, tmp_path: Path) -> None:
-    """All is on the disk before the manifest, which is before the folder has its place, however slow one disk is."""
+    """All is on the disk before the manifest, which is before the folder has its place, however
+    slow one disk is."""
     made, files, opened = list[tuple[str, str]](), dict[int, str](), os.open
 
     def before(name: str, *arguments: Any) -> int | None:
@@ -160,7 +203,9 @@ def test_the_manifest_comes_last(slow: str, tmp_path: Path) -> None:
         if name == "close":
             files.pop(arguments[0], None)
         if name in ("pwrite", "fsync", "rename"):
-            file = arguments[0].name if name == "rename" else files.get(arguments[0], "manifest.json")
+            file = (
+                arguments[0].name if name == "rename" else files.get(arguments[0], "manifest.json")
+            )
             if file == slow:
                 time.sleep(0.01)
             made.append((name, file))
@@ -169,8 +214,12 @@ def test_the_manifest_comes_last(slow: str, tmp_path: Path) -> None:
     with watched(before):
         md.run(saved, str(tmp_path / "run" / "step-000002"), PLAN, CHANGES, {}, 2, size=2)
     (draft,) = [file for name, file in made if name == "rename"]
-    places = [made.index(("fsync", "manifest.json")), made.index(("fsync", draft)), made.index(("rename", draft)),
-              made.index(("fsync", "run"))]
+    places = [
+        made.index(("fsync", "manifest.json")),
+        made.index(("fsync", draft)),
+        made.index(("rename", draft)),
+        made.index(("fsync", "run")),
+    ]
     assert places == sorted(places)
     for rank in range(2):
         shard = f"shard-{rank:05}.safetensors"

@@ -1,4 +1,5 @@
-"""Differentiable functions of Tensors. Every op takes Tensors, arrays or numbers; options are keywords.
+"""Differentiable functions of Tensors. Every op takes Tensors, arrays or numbers; options are
+keywords.
 
     import minidist.autograd.ops as ops
 
@@ -8,7 +9,20 @@ How an op is written: tape.py.
 """
 
 from minidist.autograd.ops.activation import gelu, log_softmax, relu, silu, softmax, swiglu
-from minidist.autograd.ops.arithmetic import add, cast, div, exp, log, mul, neg, power, sqrt, sub, tanh, where
+from minidist.autograd.ops.arithmetic import (
+    add,
+    cast,
+    div,
+    exp,
+    log,
+    mul,
+    neg,
+    power,
+    sqrt,
+    sub,
+    tanh,
+    where,
+)
 from minidist.autograd.ops.attention import causal_attention, causal_attention_packed
 from minidist.autograd.ops.block_sparse import sparse_attention
 from minidist.autograd.ops.experts import from_experts, grouped_linear, to_experts
@@ -22,9 +36,47 @@ from minidist.autograd.ops.rotary import rotary
 from minidist.autograd.ops.shape import concat, getitem, reshape, split, transpose
 
 __all__ = [
-    "add", "cast", "causal_attention", "causal_attention_packed", "concat", "cross_entropy", "div", "dropout",
-    "embedding", "exp", "from_experts", "gelu", "getitem", "grouped_linear", "layer_norm", "linear", "log",
-    "log_softmax", "matmul", "max", "mean", "mul", "neg", "power", "relu", "reshape", "rms_norm", "rotary", "silu",
-    "softmax", "sparse_attention", "split", "sqrt", "sub", "sum", "swiglu", "take", "tanh", "to_experts", "transpose",
-    "unembed", "var", "where",
+    "add",
+    "cast",
+    "causal_attention",
+    "causal_attention_packed",
+    "concat",
+    "cross_entropy",
+    "div",
+    "dropout",
+    "embedding",
+    "exp",
+    "from_experts",
+    "gelu",
+    "getitem",
+    "grouped_linear",
+    "layer_norm",
+    "linear",
+    "log",
+    "log_softmax",
+    "matmul",
+    "max",
+    "mean",
+    "mul",
+    "neg",
+    "power",
+    "relu",
+    "reshape",
+    "rms_norm",
+    "rotary",
+    "silu",
+    "softmax",
+    "sparse_attention",
+    "split",
+    "sqrt",
+    "sub",
+    "sum",
+    "swiglu",
+    "take",
+    "tanh",
+    "to_experts",
+    "transpose",
+    "unembed",
+    "var",
+    "where",
 ]

@@ -1,7 +1,8 @@
 """GELU, SiLU, SwiGLU, ReLU, softmax and log-softmax.
 
-GELU and SiLU compute their slope together with their value, while the block of rows is in the cache, and save it
-instead of x. Then backward is one product. On a GPU kernels keep x, as computing the slope again costs less there.
+GELU and SiLU compute their slope together with their value, while the block of rows is in the
+cache, and save it instead of x. Then backward is one product. On a GPU kernels keep x, as computing
+the slope again costs less there.
 """
 
 from collections.abc import Callable
@@ -16,20 +17,24 @@ from minidist.device.backend import LOW_PRECISION, Array, array_module, narrow, 
 from minidist.device.dispatch import kernel, launcher
 from minidist.errors import ShapeError
 
-_GELU_IN = 0.7978845608028654      # sqrt(2 / pi)
+_GELU_IN = 0.7978845608028654  # sqrt(2 / pi)
 _GELU_CUBE = 0.044715
 
 
-_Bounds: TypeAlias = tuple[float, float]     # of |x|, in float32 and in float64
+_Bounds: TypeAlias = tuple[float, float]  # of |x|, in float32 and in float64
 _Block: TypeAlias = Callable[[Any, Array, Array, bool, Array, Array, Array], None]
 
 
-def _gated(xp: Any, x: Array, u: Array, near: bool, y: Array, slope: Array, dz: Array | None = None) -> None:
-    """y = x h with h = sigmoid(z), u = -z, overwritten; slope = h + y (1 - h) dz/dx. No difference cancels.
+def _gated(
+    xp: Any, x: Array, u: Array, near: bool, y: Array, slope: Array, dz: Array | None = None
+) -> None:
+    """y = x h with h = sigmoid(z), u = -z, overwritten; slope = h + y (1 - h) dz/dx. No difference
+    cancels.
 
-    With r = exp(-z): h = 1 / (1 + r) and 1 - h = r / (1 + r), so each is right to its last digits where it is small.
-    1 + tanh(z/2) would lose all digits of a small h. If x is not near, r = exp(-z/2): h = (1/r) / (r + 1/r) and
-    1 - h = r / (r + 1/r); so r overflows at twice the |z|, for one division more.
+    With r = exp(-z): h = 1 / (1 + r) and 1 - h = r / (1 + r), so each is right to its last digits
+    where it is small. 1 + tanh(z/2) would lose all digits of a small h. If x is not near, r =
+    exp(-z/2): h = (1/r) / (r + 1/r) and 1 - h = r / (r + 1/r); so r overflows at twice the |z|, for
+    one division more.
     """
     if not near:
         u *= 0.5
@@ -37,7 +42,7 @@ def _gated(xp: Any, x: Array, u: Array, near: bool, y: Array, slope: Array, dz: 
     if near:
         xp.add(r, 1.0, out=h)
         xp.reciprocal(h, out=h)
-        r *= h                       # 1 - h
+        r *= h  # 1 - h
     else:
         xp.reciprocal(r, out=h)
         c = xp.reciprocal(r + h)
@@ -50,19 +55,23 @@ def _gated(xp: Any, x: Array, u: Array, near: bool, y: Array, slope: Array, dz: 
     h += r
 
 
-def _gelu_block(xp: Any, x: Array, inner: Array, near: bool, y: Array, slope: Array, room: Array) -> None:
+def _gelu_block(
+    xp: Any, x: Array, inner: Array, near: bool, y: Array, slope: Array, room: Array
+) -> None:
     """z = 2 x (c + k x²), as (1 + tanh a) / 2 = sigmoid(2 a); dz/dx = 2 (c + 3 k x²)."""
     c, k, (u, s) = _GELU_IN, _GELU_IN * _GELU_CUBE, room
     xp.multiply(inner, inner, out=s)
     s *= -2.0 * k
-    s -= 2.0 * c                     # s = -2 (c + k x²)
+    s -= 2.0 * c  # s = -2 (c + k x²)
     xp.multiply(inner, s, out=u)
     s *= -3.0
     s -= 4.0 * c
     _gated(xp, x, u, near, y, slope, s)
 
 
-def _silu_block(xp: Any, x: Array, inner: Array, near: bool, y: Array, slope: Array, room: Array) -> None:
+def _silu_block(
+    xp: Any, x: Array, inner: Array, near: bool, y: Array, slope: Array, room: Array
+) -> None:
     """z = x"""
     _gated(xp, x, xp.negative(inner, out=room[0]), near, y, slope)
 
@@ -72,34 +81,46 @@ def least(dtype: "np.dtype[Any]") -> float:
     return float(np.finfo(dtype).tiny / np.finfo(dtype).eps)
 
 
-def _run_block(xp: Any, block: _Block, near: float, far: float, x: Array, y: Array, slope: Array, room: Array) -> None:
+def _run_block(
+    xp: Any, block: _Block, near: float, far: float, x: Array, y: Array, slope: Array, room: Array
+) -> None:
     """Run a block function. No number's result depends on the others in its block.
 
-    Up to `near` exp(-z) is finite and no result is below `least`. Beyond `far` sigmoid(z) is 0 or 1, up to there
-    exp(-z/2) is finite. On a GPU the host would wait for the answer whether all are near, so none is taken for it.
+    Up to `near` exp(-z) is finite and no result is below `least`. Beyond `far` sigmoid(z) is 0 or
+    1, up to there exp(-z/2) is finite. On a GPU the host would wait for the answer whether all are
+    near, so none is taken for it.
 
-    On the host a result below `least` is 0. Products with it would be subnormal, and a processor takes a hundred cycles
-    and more for each such number: after 1,600 steps 600 in an array made its matrix product six times as long.
+    On the host a result below `least` is 0. Products with it would be subnormal, and a processor
+    takes a hundred cycles and more for each such number: after 1,600 steps 600 in an array made its
+    matrix product six times as long.
     """
     if not on_host(x):
         block(xp, x, xp.clip(x, -far, far), False, y, slope, room)
     elif -near <= x.min() and x.max() <= near:
         block(xp, x, x, True, y, slope, room)
     else:
-        where = np.flatnonzero(~(np.abs(x) <= near))                    # also of NaN
+        where = np.flatnonzero(~(np.abs(x) <= near))  # also of NaN
         few, cut = x[where], np.clip(x, -near, near)
         results = np.empty((2, len(few)), x.dtype)
         block(xp, cut, cut, True, y, slope, room)
-        block(xp, few, np.clip(few, -far, far), False, results[0], results[1], room[:, :len(few)])
+        block(xp, few, np.clip(few, -far, far), False, results[0], results[1], room[:, : len(few)])
         results[np.abs(results) < least(x.dtype)] = 0
         y[where], slope[where] = results
 
 
-def _value_and_slope(block: _Block, near: _Bounds, far: _Bounds, x: Array, bias: Array | None = None,
-                     overwrite: bool = False) -> tuple[Array, Array]:
-    """Run a block function over all of x, or x + bias, in float32 or better. Returns: value and slope in x's dtype.
+def _value_and_slope(
+    block: _Block,
+    near: _Bounds,
+    far: _Bounds,
+    x: Array,
+    bias: Array | None = None,
+    overwrite: bool = False,
+) -> tuple[Array, Array]:
+    """Run a block function over all of x, or x + bias, in float32 or better. Returns: value and
+    slope in x's dtype.
 
-    overwrite: the value may take the place of x: 4 bytes a number less that come from memory and go there.
+    overwrite: the value may take the place of x: 4 bytes a number less that come from memory and go
+    there.
     """
     xp = array_module(x)
     wide = xp.ascontiguousarray(widen(x))
@@ -111,9 +132,18 @@ def _value_and_slope(block: _Block, near: _Bounds, far: _Bounds, x: Array, bias:
     for at in blocks:
         part, value = wide[at], y[at]
         if bias is not None:
-            part = xp.add(part, widen(bias), out=value)     # a block has read x for the last time when it writes y
-        _run_block(xp, block, near[kind], far[kind], part.reshape(-1), value.reshape(-1), slope[at].reshape(-1),
-                   room[:, :part.size])
+            # a block has read x for the last time when it writes y
+            part = xp.add(part, widen(bias), out=value)
+        _run_block(
+            xp,
+            block,
+            near[kind],
+            far[kind],
+            part.reshape(-1),
+            value.reshape(-1),
+            slope[at].reshape(-1),
+            room[:, : part.size],
+        )
     return narrow(y.reshape(x.shape), x.dtype), narrow(slope.reshape(x.shape), x.dtype)
 
 
@@ -127,14 +157,18 @@ def _silu(x: Array) -> tuple[Array, Array]:
 
 @op
 def gelu(x: Array, bias: Array | None = None, *, overwrite: bool = False) -> tuple[Array, Saved]:
-    """x Φ(x) in its tanh form: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x³))). Source: Hendrycks & Gimpel 2016.
+    """x Φ(x) in its tanh form: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x³))). Source: Hendrycks &
+    Gimpel 2016.
 
     Args:    x: (…, columns), floats; bias: (columns,), added to x first, without rounding.
-             overwrite: on the host the result may lie where x lies; for an x that has no other user.
+             overwrite: on the host the result may lie where x lies; for an x that has no other
+             user.
     Raises:  ShapeError if the bias does not fit.
     """
     if bias is not None and bias.shape != x.shape[-1:]:
-        raise ShapeError(f"gelu: a bias of shape {bias.shape} does not fit x {x.shape}; it needs {x.shape[-1:]}")
+        raise ShapeError(
+            f"gelu: a bias of shape {bias.shape} does not fit x {x.shape}; it needs {x.shape[-1:]}"
+        )
     fast = kernel("gelu", *((x,) if bias is None else (x, bias)))
     if fast is not None:
         return fast(x, bias), saved(x=x, bias=bias, slope=None)
@@ -145,7 +179,9 @@ def gelu(x: Array, bias: Array | None = None, *, overwrite: bool = False) -> tup
 @gelu.gradient("x", "bias")
 def _(node: Node, dy: Array) -> tuple[Array, Array | None]:
     if node.slope is None:
-        dx, dbias = launcher("gelu_gradient")(node.x, node.bias, array_module(dy).ascontiguousarray(dy))
+        dx, dbias = launcher("gelu_gradient")(
+            node.x, node.bias, array_module(dy).ascontiguousarray(dy)
+        )
     else:
         dx = narrow(widen(dy) * widen(node.slope), dy.dtype)
         dbias = column_sums(rows(dx)) if node.needs("bias") else None
@@ -183,9 +219,11 @@ def swiglu(gate: Array, up: Array) -> tuple[Array, Saved]:
 @swiglu.gradient("gate", "up")
 def _(node: Node, dy: Array) -> tuple[Array, ...]:
     if node.slope is None:
-        return tuple(launcher("swiglu_gradient")(node.gate, node.up, array_module(dy).ascontiguousarray(dy)))
+        return tuple(
+            launcher("swiglu_gradient")(node.gate, node.up, array_module(dy).ascontiguousarray(dy))
+        )
     wide = widen(dy)
-    dx = widen(narrow(wide * widen(node.up), dy.dtype))         # of silu(gate), rounded as silu gets it
+    dx = widen(narrow(wide * widen(node.up), dy.dtype))  # of silu(gate), rounded as silu gets it
     dx *= widen(node.slope)
     return narrow(dx, dy.dtype), narrow(wide * widen(node.silu), dy.dtype)
 
@@ -204,7 +242,8 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def softmax(x: Array, *, dim: int = -1) -> tuple[Array, Saved]:
-    """exp(x) / sum(exp(x)) along `dim`. The maximum of each row is subtracted first, so no exponential overflows.
+    """exp(x) / sum(exp(x)) along `dim`. The maximum of each row is subtracted first, so no
+    exponential overflows.
 
     A row with only -inf gives zeros (a query without visible keys), not NaN.
     """
@@ -213,7 +252,7 @@ def softmax(x: Array, *, dim: int = -1) -> tuple[Array, Saved]:
         y = fast(x)
         return y, saved(y=y)
     xp, wide = array_module(x), widen(x)
-    if not x.size:                                  # no maximum, no chances
+    if not x.size:  # no maximum, no chances
         return x.copy(), saved(y=x)
     top = wide.max(axis=dim, keepdims=True)
     y = wide - xp.where(xp.isinf(top), xp.zeros_like(top), top)

@@ -1,24 +1,36 @@
 """Arithmetic with broadcasting, and elementwise functions.
 
-Shapes broadcast as NumPy's do; a gradient is summed over the dims that were broadcast. Low precision is computed in
-float32 and rounded once. CuPy does so itself, in one launch, where it adds and multiplies; NumPy does so slowly.
+Shapes broadcast as NumPy's do; a gradient is summed over the dims that were broadcast. Low
+precision is computed in float32 and rounded once. CuPy does so itself, in one launch, where it adds
+and multiplies; NumPy does so slowly.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.device.backend import Array, array_module, dtype, narrow, on_host, sum_by_kernel, widen
+from minidist.device.backend import (
+    Array,
+    array_module,
+    dtype,
+    narrow,
+    on_host,
+    sum_by_kernel,
+    widen,
+)
 from minidist.errors import DtypeError
 
-BLOCK_BYTES = 256 * 1024  # of one array. Smaller ones cost more in calls than the nearer cache saves
+# of one array. Smaller ones cost more in calls than the nearer cache saves
+BLOCK_BYTES = 256 * 1024
 
 
 def row_blocks(x: Array) -> Iterator[slice]:
-    """Slices over dim 0 of x, for a fused op: the temporaries of a block stay in the second-level cache.
+    """Slices over dim 0 of x, for a fused op: the temporaries of a block stay in the second-level
+    cache.
 
-    NumPy makes one pass over memory per operation, so ten passes over 4 MB would read and write 80 MB. On a GPU there
-    is one block, because CuPy launches a kernel per pass, and many small kernels cost more than they save.
+    NumPy makes one pass over memory per operation, so ten passes over 4 MB would read and write 80
+    MB. On a GPU there is one block, because CuPy launches a kernel per pass, and many small kernels
+    cost more than they save.
     """
     n = len(x)
     per_row = max(1, x.nbytes // max(1, n))
@@ -32,12 +44,15 @@ def _computed(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def unbroadcast(gradient: Array, shape: tuple[int, ...], kind: Any = None) -> Array:
-    """Sum `gradient` over the dims in which `shape` was broadcast; rounded once, to `kind` if it is given."""
+    """Sum `gradient` over the dims in which `shape` was broadcast; rounded once, to `kind` if it is
+    given."""
     kind = gradient.dtype if kind is None else kind
     if gradient.shape == shape:
         return narrow(gradient, kind)
     lead = gradient.ndim - len(shape)
-    dims = tuple(range(lead)) + tuple(lead + i for i, n in enumerate(shape) if n == 1 and gradient.shape[lead + i] != 1)
+    dims = tuple(range(lead)) + tuple(
+        lead + i for i, n in enumerate(shape) if n == 1 and gradient.shape[lead + i] != 1
+    )
     return narrow(widen(gradient).sum(axis=dims).reshape(shape), kind)
 
 
@@ -103,7 +118,8 @@ def _(node: Node, dy: Array) -> Array:
 @div.gradient("b")
 def _(node: Node, dy: Array) -> Array:
     b = widen(node.b)
-    return unbroadcast(-widen(dy) * (widen(node.a) / b / b), node.shapes["b"], dy.dtype)       # b² may overflow
+    # b² may overflow
+    return unbroadcast(-widen(dy) * (widen(node.a) / b / b), node.shapes["b"], dy.dtype)
 
 
 @op
@@ -132,17 +148,21 @@ def _raise_to(a: Array, exponent: float) -> Array:
 def power(a: Array, exponent: float) -> tuple[Array, Saved]:
     """a ** exponent. Args: exponent: a plain number. Raises: DtypeError for anything else."""
     if not isinstance(exponent, (int, float)):
-        raise DtypeError(f"power: the exponent is a plain number, not {type(exponent).__name__}; "
-                         f"for a tensor use exp(log(a) * exponent)")
+        raise DtypeError(
+            f"power: the exponent is a plain number, not {type(exponent).__name__}; "
+            f"for a tensor use exp(log(a) * exponent)"
+        )
     return narrow(_raise_to(widen(a), exponent), a.dtype), saved(a=a, exponent=exponent)
 
 
 @power.gradient("a")
 def _(node: Node, dy: Array) -> Array:
     a = widen(node.a)
-    if node.exponent == 0:                                  # 0, also where a ** -1 is infinite
+    if node.exponent == 0:  # 0, also where a ** -1 is infinite
         return array_module(a).zeros_like(dy)
-    return narrow(widen(dy) * (_raise_to(a, node.exponent - 1) * a.dtype.type(node.exponent)), dy.dtype)
+    return narrow(
+        widen(dy) * (_raise_to(a, node.exponent - 1) * a.dtype.type(node.exponent)), dy.dtype
+    )
 
 
 @op
@@ -176,7 +196,8 @@ def tanh(a: Array) -> tuple[Array, Saved]:
 
 @tanh.gradient("a")
 def _(node: Node, dy: Array) -> Array:
-    t = array_module(dy).exp(-abs(widen(node.a)))           # 1 - tanh² = (2t / (1 + t²))², and nothing cancels
+    # 1 - tanh² = (2t / (1 + t²))², and nothing cancels
+    t = array_module(dy).exp(-abs(widen(node.a)))
     return narrow(widen(dy) * (2 * t / (1 + t * t)) ** 2, dy.dtype)
 
 
@@ -201,12 +222,16 @@ def where(condition: Array, a: Array, b: Array) -> tuple[Array, Saved]:
 
 @where.gradient("a")
 def _(node: Node, dy: Array) -> Array:
-    return unbroadcast(array_module(dy).where(node.condition, dy, dy.dtype.type(0)), node.shapes["a"])
+    return unbroadcast(
+        array_module(dy).where(node.condition, dy, dy.dtype.type(0)), node.shapes["a"]
+    )
 
 
 @where.gradient("b")
 def _(node: Node, dy: Array) -> Array:
-    return unbroadcast(array_module(dy).where(node.condition, dy.dtype.type(0), dy), node.shapes["b"])
+    return unbroadcast(
+        array_module(dy).where(node.condition, dy.dtype.type(0), dy), node.shapes["b"]
+    )
 
 
 @op

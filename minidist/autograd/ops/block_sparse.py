@@ -1,14 +1,18 @@
-"""Block-sparse causal attention: blocks of keys that a block of queries does not see are never multiplied.
+"""Block-sparse causal attention: blocks of keys that a block of queries does not see are never
+multiplied.
 
-    blocks   # . . .      a mask of blocks, here of 4 × 4; # is seen: queries of block 2 see the keys of blocks 0 and 2
-             # # . .      scores: 7 of the 10 tiles that causal attention computes; backward skips the same three
+    blocks   # . . .      a mask of blocks, here of 4 × 4; # is seen: queries of block 2 see the
+             keys of blocks 0 and 2
+             # # . .      scores: 7 of the 10 tiles that causal attention computes; backward skips
+                          the same three
              # . # .
              . . # #
 
-For each block of queries the keys that it sees are brought together, with all their values; from there on it is the
-softmax of attention.py, of shorter rows. Inside a query's own block it sees the keys up to itself. Nothing of the
-scores is kept: backward computes the probabilities again from log(sum(exp(scores))). So the work is that of the tiles
-that are seen, and memory grows with the number of tokens.
+For each block of queries the keys that it sees are brought together, with all their values; from
+there on it is the softmax of attention.py, of shorter rows. Inside a query's own block it sees the
+keys up to itself. Nothing of the scores is kept: backward computes the probabilities again from
+log(sum(exp(scores))). So the work is that of the tiles that are seen, and memory grows with the
+number of tokens.
 
 On a GPU kernels/attention.cu does this in half precision, if a block is 64 tokens.
 
@@ -35,11 +39,12 @@ from minidist.device.backend import Array, array_module, beside, matmul, narrow,
 from minidist.device.dispatch import launcher
 from minidist.errors import ShapeError
 
-SIDE = 64                   # tokens of a block: what the mask of kernels/attention.cu has
+SIDE = 64  # tokens of a block: what the mask of kernels/attention.cu has
 
 
 class SeenKeys(NamedTuple):
-    """What a block of queries sees: runs of neighbouring keys, in order; the last `own` keys are the block's own."""
+    """What a block of queries sees: runs of neighbouring keys, in order; the last `own` keys are
+    the block's own."""
 
     queries: slice
     runs: tuple[slice, ...]
@@ -54,13 +59,17 @@ class SeenKeys(NamedTuple):
 def seen_keys(blocks: np.ndarray, length: int, side: int) -> list[SeenKeys]:
     """For each block of queries the keys that it sees; a block that sees none is left out.
 
-    Args:    blocks: (n, n) bool, n = ceil(length / side); what is above the diagonal does not count.
+    Args:    blocks: (n, n) bool, n = ceil(length / side); what is above the diagonal does not
+             count.
     """
     causal = np.zeros((len(blocks), len(blocks) + 2), np.int8)
     causal[:, 1:-1] = np.tril(blocks)
-    number, edge = np.nonzero(np.diff(causal, axis=1))          # runs begin at the even ones, and end at the odd ones
+    # runs begin at the even ones, and end at the odd ones
+    number, edge = np.nonzero(np.diff(causal, axis=1))
     runs: dict[int, list[slice]] = {}
-    for row, begin, end in zip(number[::2].tolist(), edge[::2].tolist(), edge[1::2].tolist(), strict=True):
+    for row, begin, end in zip(
+        number[::2].tolist(), edge[::2].tolist(), edge[1::2].tolist(), strict=True
+    ):
         runs.setdefault(row, []).append(slice(begin * side, min(end * side, length)))
     found = []
     for row, each in runs.items():
@@ -71,33 +80,40 @@ def seen_keys(blocks: np.ndarray, length: int, side: int) -> list[SeenKeys]:
 
 
 def _together(q: Array, seen: list[SeenKeys]) -> Iterator[slice]:
-    """The sequences of (B, H, T, D) to compute together: on the host those whose scores fit the cache."""
+    """The sequences of (B, H, T, D) to compute together: on the host those whose scores fit the
+    cache."""
     b, heads = q.shape[:2]
-    widest = max((len(range(*row.queries.indices(q.shape[2]))) * row.keys for row in seen), default=1)
+    widest = max(
+        (len(range(*row.queries.indices(q.shape[2]))) * row.keys for row in seen), default=1
+    )
     together = max(1, SCORES // max(1, heads * widest)) if on_host(q) else max(1, b)
     for start in range(0, b, together):
         yield slice(start, start + together)
 
 
 def _gather(x: Array, runs: tuple[slice, ...], heads: int) -> Array:
-    """The keys or values of some runs, for all query heads: (b, H_kv, T, D) -> (b, H, K, D); one run is a view."""
+    """The keys or values of some runs, for all query heads: (b, H_kv, T, D) -> (b, H, K, D); one
+    run is a view."""
     parts = [x[..., run, :] for run in runs]
-    return shared(parts[0] if len(parts) == 1 else array_module(x).concatenate(parts, axis=-2), heads)
+    return shared(
+        parts[0] if len(parts) == 1 else array_module(x).concatenate(parts, axis=-2), heads
+    )
 
 
 def _add_to(total: Array, runs: tuple[slice, ...], part: Array) -> None:
     """Add gradients of gathered keys (b, H, K, D) to those of all keys (b, H_kv, T, D)."""
     part, at = sum_heads(part, total.shape[-3]), 0
     for run in runs:
-        total[..., run, :] += part[..., at:at + run.stop - run.start, :]
+        total[..., run, :] += part[..., at : at + run.stop - run.start, :]
         at += run.stop - run.start
 
 
 def _probabilities(q: Array, k: Array, row: SeenKeys, ahead: Array) -> Array:
-    """Scores (b, H, K, Q) of one block: gathered keys (b, H, K, D) times scaled queries; -inf after a query."""
+    """Scores (b, H, K, Q) of one block: gathered keys (b, H, K, D) times scaled queries; -inf after
+    a query."""
     scores = matmul(k, flip(q[..., row.queries, :]))
     if row.own:
-        scores[..., -row.own:, :] += ahead[:row.own, :row.own]
+        scores[..., -row.own :, :] += ahead[: row.own, : row.own]
     return scores
 
 
@@ -108,7 +124,8 @@ def _ahead(like: Array, side: int) -> Array:
 
 
 def _forward(q: Array, k: Array, v: Array, seen: list[SeenKeys], side: int) -> tuple[Array, Array]:
-    """The result (B, H, T, D) and log(sum(exp(scores))) (B, H, 1, T); zeros and -inf for queries that see nothing."""
+    """The result (B, H, T, D) and log(sum(exp(scores))) (B, H, 1, T); zeros and -inf for queries
+    that see nothing."""
     xp, (b, heads, t, d) = array_module(q), q.shape
     y, log_total = xp.zeros(q.shape, q.dtype), xp.full((b, heads, 1, t), -np.inf, q.dtype)
     ahead, scale = _ahead(q, side), q.dtype.type(max(1, d) ** -0.5)
@@ -127,9 +144,11 @@ def _forward(q: Array, k: Array, v: Array, seen: list[SeenKeys], side: int) -> t
 
 
 def _backward(node: Node, seen: list[SeenKeys], dy: Array, side: int) -> tuple[Array, Array, Array]:
-    """dq (B, H, T, D), dk and dv (B, H_kv, T, D). With p the probabilities, c = 1 / sqrt(D), r = sum(dy y) of a query:
+    """dq (B, H, T, D), dk and dv (B, H_kv, T, D). With p the probabilities, c = 1 / sqrt(D), r =
+    sum(dy y) of a query:
 
-    dv = pᵀ dy, ds = p (dy vᵀ - r), dq = c ds k, dk = dsᵀ (c q); each of the tiles that are seen alone.
+    dv = pᵀ dy, ds = p (dy vᵀ - r), dq = c ds k, dk = dsᵀ (c q); each of the tiles that are seen
+    alone.
     """
     q, k, v = widen(node.q), widen(node.k), widen(node.v)
     xp, heads = array_module(q), q.shape[1]
@@ -154,24 +173,32 @@ def _backward(node: Node, seen: list[SeenKeys], dy: Array, side: int) -> tuple[A
 
 
 @op
-def sparse_attention(q: Array, k: Array, v: Array, *, blocks: np.ndarray, side: int = SIDE) -> tuple[Array, Saved]:
-    """causal_attention to the keys of the blocks that a query's block sees: (B, H, T, D) -> (B, H, T, D).
+def sparse_attention(
+    q: Array, k: Array, v: Array, *, blocks: np.ndarray, side: int = SIDE
+) -> tuple[Array, Saved]:
+    """causal_attention to the keys of the blocks that a query's block sees: (B, H, T, D) -> (B, H,
+    T, D).
 
-    Args:    q (B, H, T, D), k and v (B, H_kv, T, D), of any float dtype. blocks: (n, n) bool on the host,
-             n = ceil(T / side): row i says which blocks of `side` keys the i-th `side` queries see; what is above the
-             diagonal does not count. A query that sees nothing gets zeros.
-    Cost:    a head and tile that is seen: forward 4·side²·D FLOPs, backward 10·side²·D; other tiles nothing. Memory:
-             B·H·T numbers beside q, k, v and the result.
+    Args:    q (B, H, T, D), k and v (B, H_kv, T, D), of any float dtype. blocks: (n, n) bool on the
+             host, n = ceil(T / side): row i says which blocks of `side` keys the i-th `side`
+             queries see; what is above the diagonal does not count. A query that sees nothing gets
+             zeros.
+    Cost:    a head and tile that is seen: forward 4·side²·D FLOPs, backward 10·side²·D; other tiles
+             nothing. Memory: B·H·T numbers beside q, k, v and the result.
     Raises:  ShapeError if the shapes do not fit.
     """
     check_shapes("sparse_attention", q, k, v)
     count = -(-q.shape[2] // side) if side > 0 else -1
     if blocks.shape != (count, count):
-        raise ShapeError(f"sparse_attention: blocks {blocks.shape} of side {side}; {q.shape[2]} tokens need a side "
-                         f"from 1 and {(count, count) if side > 0 else 'a square'} of blocks")
+        raise ShapeError(
+            f"sparse_attention: blocks {blocks.shape} of side {side}; {q.shape[2]} tokens need a "
+            f"side from 1 and {(count, count) if side > 0 else 'a square'} of blocks"
+        )
     if side == SIDE and fits_kernel(q):
         xp, mask = array_module(q), beside(np.tril(blocks), q)
-        y, log_total = launcher("attention")(*map(xp.ascontiguousarray, (q, k, v)), causal=True, blocks=mask)
+        y, log_total = launcher("attention")(
+            *map(xp.ascontiguousarray, (q, k, v)), causal=True, blocks=mask
+        )
         return y, saved(q=q, k=k, v=v, y=y, log_total=log_total, mask=mask)
     y, log_total = _forward(widen(q), widen(k), widen(v), seen_keys(blocks, q.shape[2], side), side)
     y = narrow(y, q.dtype)
@@ -183,7 +210,11 @@ def _(node: Node, dy: Array) -> tuple[Array, ...]:
     if node.mask is not None:
         contiguous = array_module(dy).ascontiguousarray
         q, k, v, y, dy = map(contiguous, (node.q, node.k, node.v, node.y, dy))
-        return tuple(launcher("attention_gradient")(q, k, v, y, node.log_total, dy, causal=True, blocks=node.mask))
+        return tuple(
+            launcher("attention_gradient")(
+                q, k, v, y, node.log_total, dy, causal=True, blocks=node.mask
+            )
+        )
     side = node.options.get("side", SIDE)
     seen = seen_keys(node.options["blocks"], dy.shape[2], side)
     return tuple(narrow(x, dy.dtype) for x in _backward(node, seen, widen(dy), side))

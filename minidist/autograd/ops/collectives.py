@@ -1,6 +1,7 @@
 """Differentiable collectives: each verb, and the verb that carries its gradient back.
 
-A verb is a linear map over the ranks, and its gradient is the transposed map, which is a verb again:
+A verb is a linear map over the ranks, and its gradient is the transposed map, which is a verb
+again:
 
     op                forward                       backward                      arrays before and after
     copy_to           x itself                      all_reduce of dy              x whole, equal on all (Megatron's f)
@@ -11,11 +12,13 @@ A verb is a linear map over the ranks, and its gradient is the transposed map, w
     take_shard        own slice of `dim`            all_gather along `dim`        x whole, equal on all, y a shard
     all_to_all        slices of `split` swapped     the same, the other way       x and y shards, of two dims
 
-all_gather and gather_copies compute the same y. If each rank then does something different with y, the gradients differ
-and must be summed. If all ranks do the same, each has the whole gradient already; a sum would count it P times.
+all_gather and gather_copies compute the same y. If each rank then does something different with y,
+the gradients differ and must be summed. If all ranks do the same, each has the whole gradient
+already; a sum would count it P times.
 
-Cost in elements, over all ranks. n: elements of the whole array; n' = P·ceil(d/P)·n/d: the same with its dim d padded,
-because verbs that scatter cut equal chunks (n if P divides d); s: elements that stay on their rank in an exchange.
+Cost in elements, over all ranks. n: elements of the whole array; n' = P·ceil(d/P)·n/d: the same
+with its dim d padded, because verbs that scatter cut equal chunks (n if P divides d); s: elements
+that stay on their rank in an exchange.
 
     op                forward      backward
     copy_to           0            2(P-1) n
@@ -26,12 +29,14 @@ because verbs that scatter cut equal chunks (n if P divides d); s: elements that
     take_shard        0            (P-1) n
     all_to_all        n - s        n - s
 
-Shards are cut as numpy.array_split does, so P need not divide a dim. Sums go round a ring, with the same bits on every
-rank; reduce_from(algorithm="direct") adds in rank order, independent of the layout, and sends more bytes. Every rank of
-the group calls each op. Backward runs them in the same order on all ranks, as the tape follows from the forward.
+Shards are cut as numpy.array_split does, so P need not divide a dim. Sums go round a ring, with the
+same bits on every rank; reduce_from(algorithm="direct") adds in rank order, independent of the
+layout, and sends more bytes. Every rank of the group calls each op. Backward runs them in the same
+order on all ranks, as the tape follows from the forward.
 
 notes:   N2 张量并行; N4 §2
-Source:  Shoeybi et al. 2019, "Megatron-LM" (1909.08053), f and g; Korthikanti et al. 2022 for the sequence's pair.
+Source:  Shoeybi et al. 2019, "Megatron-LM" (1909.08053), f and g; Korthikanti et al. 2022 for the
+         sequence's pair.
 """
 
 from collections.abc import Sequence
@@ -46,11 +51,13 @@ from minidist.comm.group import Group
 from minidist.device.backend import Array, array_module, beside, device_of, widen
 from minidist.errors import ShapeError
 
-# -------------------------------------------------------------------------------------------- whole arrays in and out
+# -------------------------------------------------------------------------- whole arrays in and out
+
 
 @op
 def copy_to(x: Array, *, group: Group) -> tuple[Array, Saved]:
-    """Megatron's f: x unchanged, whole and equal on all ranks, before each rank does its own part of the work."""
+    """Megatron's f: x unchanged, whole and equal on all ranks, before each rank does its own part
+    of the work."""
     return x, saved()
 
 
@@ -70,11 +77,13 @@ def _(node: Node, dy: Array) -> Array:
     return dy
 
 
-# ---------------------------------------------------------------------------------------------------- shards of a dim
+# ---------------------------------------------------------------------------------- shards of a dim
+
 
 @op
 def all_gather(x: Array, *, dim: int, group: Group) -> tuple[Array, Saved]:
-    """Shards joined along `dim`, for ranks that do different work with the result: (…, own, …) -> (…, d, …).
+    """Shards joined along `dim`, for ranks that do different work with the result: (…, own, …) ->
+    (…, d, …).
 
     Raises:  ShapeError if the shards are not numpy.array_split's.
     """
@@ -94,7 +103,8 @@ def reduce_scatter(x: Array, *, dim: int, group: Group) -> tuple[Array, Saved]:
 
 @op
 def gather_copies(x: Array, *, dim: int, group: Group) -> tuple[Array, Saved]:
-    """Shards joined along `dim`, for ranks that all do the same work with the result. Raises: as all_gather."""
+    """Shards joined along `dim`, for ranks that all do the same work with the result. Raises: as
+    all_gather."""
     return _join(x, dim, group), saved()
 
 
@@ -105,7 +115,8 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def take_shard(x: Array, *, dim: int, group: Group) -> tuple[Array, Saved]:
-    """This rank's slice of `dim`, a view; x is whole and equal on all ranks: (…, d, …) -> (…, own, …)."""
+    """This rank's slice of `dim`, a view; x is whole and equal on all ranks: (…, d, …) -> (…, own,
+    …)."""
     return _own(x, dim, group), saved()
 
 
@@ -132,45 +143,59 @@ def _join(x: Array, dim: int, group: Group) -> Array:
     whole = group.all_gather(xp.ascontiguousarray(xp.moveaxis(x, dim, 0)), algorithm="ring")
     own = shard_of(len(whole), group)
     if own.stop - own.start != x.shape[dim]:
-        raise ShapeError(f"{group.axis} rank {group.rank} of {group.size}: a shard of {x.shape[dim]} in dim {dim}, but "
-                         f"of {len(whole)} altogether it should have {own.stop - own.start}; cut as numpy.array_split")
+        raise ShapeError(
+            f"{group.axis} rank {group.rank} of {group.size}: a shard of {x.shape[dim]} in dim "
+            f"{dim}, but of {len(whole)} altogether it should have {own.stop - own.start}; cut "
+            "as numpy.array_split"
+        )
     return xp.ascontiguousarray(xp.moveaxis(whole, 0, dim))
 
 
 def _sum_and_cut(x: Array, dim: int, group: Group) -> Array:
     """This rank's slice of `dim` of the sum of all ranks' x, contiguous.
 
-    The verb cuts the flattened array into equal chunks. If P does not divide the dim, shorter slices are padded.
+    The verb cuts the flattened array into equal chunks. If P does not divide the dim, shorter
+    slices are padded.
     """
     xp, length, own = array_module(x), x.shape[dim], shard_of(x.shape[dim], group)
     slices = xp.moveaxis(x, dim, 0)
     most = longest(length, group.size)
     if length % group.size:
         padded = xp.zeros((group.size, most, *slices.shape[1:]), x.dtype)
-        for slot, part in zip(padded, xp.split(slices, bounds(length, group.size)[1:-1]), strict=True):
-            slot[:len(part)] = part
+        for slot, part in zip(
+            padded, xp.split(slices, bounds(length, group.size)[1:-1]), strict=True
+        ):
+            slot[: len(part)] = part
         slices = padded
     chunk = group.reduce_scatter(xp.ascontiguousarray(slices), algorithm="ring")
-    chunk = chunk.reshape(most, *x.shape[:dim % x.ndim], *x.shape[dim % x.ndim + 1:])[:own.stop - own.start]
+    chunk = chunk.reshape(most, *x.shape[: dim % x.ndim], *x.shape[dim % x.ndim + 1 :])[
+        : own.stop - own.start
+    ]
     return xp.ascontiguousarray(xp.moveaxis(chunk, 0, dim))
 
 
-# ---------------------------------------------------------------------------------------------- from one dim to another
+# -------------------------------------------------------------------------- from one dim to another
+
 
 @op
-def all_to_all(x: Array, *, split: int, join: int, group: Group,
-               counts: Sequence[int] | None = None) -> tuple[Array, Saved]:
-    """Cut x along dim `split`, send each rank its slice, and join the received slices along dim `join`.
+def all_to_all(
+    x: Array, *, split: int, join: int, group: Group, counts: Sequence[int] | None = None
+) -> tuple[Array, Saved]:
+    """Cut x along dim `split`, send each rank its slice, and join the received slices along dim
+    `join`.
 
-    So a whole `split` dim and a shard of `join` become a shard of `split` and a whole `join`; both may be one dim.
+    So a whole `split` dim and a shard of `join` become a shard of `split` and a whole `join`; both
+    may be one dim.
     Args:    counts: the size of the slice for each rank; default: as numpy.array_split cuts.
     Raises:  ShapeError if counts do not add up to the dim.
     """
     length = x.shape[split]
     edges = bounds(length, group.size) if counts is None else (0, *accumulate(map(int, counts)))
     if len(edges) != group.size + 1 or edges[-1] != length:
-        raise ShapeError(f"all_to_all: counts {list(counts or ())} for {group.size} ranks do not cut the {length} of "
-                         f"dim {split}; pass one a rank, which add up to it")
+        raise ShapeError(
+            f"all_to_all: counts {list(counts or ())} for {group.size} ranks do not cut the "
+            f"{length} of dim {split}; pass one a rank, which add up to it"
+        )
     y, came = _swap(x, split, join, edges, group)
     return y, saved(came=came)
 
@@ -181,7 +206,9 @@ def _(node: Node, dy: Array) -> Array:
     return _swap(dy, options["join"], options["split"], node.came, options["group"])[0]
 
 
-def _swap(x: Array, split: int, join: int, edges: Sequence[int], group: Group) -> tuple[Array, tuple[int, ...]]:
+def _swap(
+    x: Array, split: int, join: int, edges: Sequence[int], group: Group
+) -> tuple[Array, tuple[int, ...]]:
     """The slices of all ranks for this rank, joined; and the bounds of each along `join`."""
     xp = array_module(x)
     pieces = [xp.ascontiguousarray(piece) for piece in xp.split(x, edges[1:-1], axis=split)]
@@ -189,21 +216,32 @@ def _swap(x: Array, split: int, join: int, edges: Sequence[int], group: Group) -
     return xp.concatenate(came, axis=join), (0, *accumulate(piece.shape[join] for piece in came))
 
 
-# ------------------------------------------------------------------------------------------------ a split vocabulary
+# ------------------------------------------------------------------------------- a split vocabulary
+
 
 @op
-def split_cross_entropy(logits: Array, targets: Array, *, first: int, vocabulary: int, group: Group,
-                        divisor: float | None = None) -> tuple[Array, Saved]:
-    """As cross_entropy (loss.py), of logits whose rows are divided among the ranks: no rank has a whole one.
+def split_cross_entropy(
+    logits: Array,
+    targets: Array,
+    *,
+    first: int,
+    vocabulary: int,
+    group: Group,
+    divisor: float | None = None,
+) -> tuple[Array, Saved]:
+    """As cross_entropy (loss.py), of logits whose rows are divided among the ranks: no rank has a
+    whole one.
 
-    Of log(s) + (m - t), a first all-reduce computes the maxima m, a second one s and the targets' logits t together.
+    Of log(s) + (m - t), a first all-reduce computes the maxima m, a second one s and the targets'
+    logits t together.
     Args:    logits: (…, own), of the ids first, first + 1, …
              targets: (…), ids of the whole vocabulary, equal on all ranks; on the host their range
              is checked, on a GPU a target outside the vocabulary gives NaN.
     Returns: one number, the same bits on all ranks; float32 for low precision too.
     Raises:  DtypeError, ShapeError if targets do not fit.
-    Cost:    forward: an all-reduce of 3 numbers a token, instead of a gather of `vocabulary` numbers. Backward: none,
-             because the gradient on each rank is (softmax - one-hot) of its own slice.
+    Cost:    forward: an all-reduce of 3 numbers a token, instead of a gather of `vocabulary`
+             numbers. Backward: none, because the gradient on each rank is (softmax - one-hot) of
+             its own slice.
     Source:  Shoeybi et al. 2019, section 3.
     """
     tokens = targets_in("split_cross_entropy", logits, targets, vocabulary).reshape(-1)
@@ -215,17 +253,22 @@ def split_cross_entropy(logits: Array, targets: Array, *, first: int, vocabulary
     mine = (ids >= 0) & (ids < wide.shape[1])
     rows_here = array_module(ids).flatnonzero(mine).astype("int64", copy=False)
     places = beside(rows_here, wide), beside(ids[mine], wide)
-    partial = xp.zeros((2, len(wide)), wide.dtype)                 # sums of exp(logit - highest); the target's logit
+    # sums of exp(logit - highest); the target's logit
+    partial = xp.zeros((2, len(wide)), wide.dtype)
     for where in row_blocks(wide):
         partial[0, where] = xp.exp(wide[where] - highest[where, None]).sum(axis=1)
     partial[1, places[0]] = wide[places]
-    if device_of(tokens) == "cuda":                             # where targets_in checks no range
+    if device_of(tokens) == "cuda":  # where targets_in checks no range
         partial[1, (tokens < 0) | (tokens >= vocabulary)] = xp.nan
     total, target = group.all_reduce(partial, algorithm="ring")
     loss = (xp.log(total) + (highest - target)).sum() / wide.dtype.type(count)
-    return xp.asarray(loss), saved(logits=logits, places=places, highest=highest, total=total, divisor=count)
+    return xp.asarray(loss), saved(
+        logits=logits, places=places, highest=highest, total=total, divisor=count
+    )
 
 
 @split_cross_entropy.gradient("logits")
 def _(node: Node, dy: Array) -> Array:
-    return logits_gradient(node.logits, node.highest[:, None], node.total[:, None], node.places, dy, node.divisor)
+    return logits_gradient(
+        node.logits, node.highest[:, None], node.total[:, None], node.places, dy, node.divisor
+    )

@@ -1,7 +1,7 @@
 """Ops of a mixture of experts: a token that goes to k experts is k rows.
 
-`to_experts` copies tokens to rows, sorted by expert. `grouped_linear` multiplies each run of rows by the matrix of its
-expert. `from_experts` weights the results and sums them per token.
+`to_experts` copies tokens to rows, sorted by expert. `grouped_linear` multiplies each run of rows
+by the matrix of its expert. `from_experts` weights the results and sums them per token.
 """
 
 import math
@@ -24,19 +24,22 @@ from minidist.errors import ShapeError
 
 
 def top_positions(scores: Array, k: int) -> Array:
-    """The positions of the k largest of each row, in descending order; ties: the first. (…, n) -> (…, k) integers."""
+    """The positions of the k largest of each row, in descending order; ties: the first. (…, n) ->
+    (…, k) integers."""
     if is_virtual(scores):
         return drawn_positions(scores.shape, k)
     return array_module(scores).argsort(-widen(scores), axis=-1, kind="stable")[..., :k]
 
 
-_drawn = threading.local()      # `load`: of the ranks that this thread simulates
-_GOLDEN = (5.0 ** 0.5 - 1) / 2  # multiples of it lie evenly between whole numbers, however many there are
+_drawn = threading.local()  # `load`: of the ranks that this thread simulates
+# multiples of it lie evenly between whole numbers, however many there are
+_GOLDEN = (5.0**0.5 - 1) / 2
 
 
 @contextmanager
 def drawn_load(load: Sequence[float] | None) -> Iterator[None]:
-    """Context manager: choices without scores fall on expert e in the proportion load[e] (None: evenly)."""
+    """Context manager: choices without scores fall on expert e in the proportion load[e] (None:
+    evenly)."""
     before, _drawn.load = getattr(_drawn, "load", None), load
     try:
         yield
@@ -47,8 +50,8 @@ def drawn_load(load: Sequence[float] | None) -> Iterator[None]:
 def drawn_positions(shape: tuple[int, ...], k: int) -> np.ndarray:
     """Choices for scores of this shape that have no data: (…, n) -> (…, k) integers.
 
-    Evenly, row r gets k positions from k·r on, round the n; else by systematic sampling of the load, so that the k
-    differ if no expert's part is above 1 / k.
+    Evenly, row r gets k positions from k·r on, round the n; else by systematic sampling of the
+    load, so that the k differ if no expert's part is above 1 / k.
     """
     rows = np.arange(math.prod(shape[:-1]), dtype=np.int64).reshape(shape[:-1])[..., None]
     choices = np.arange(k, dtype=np.int64)
@@ -72,24 +75,31 @@ def places_in_runs(ids: Array) -> Array:
 
 def _runs(counts: Sequence[int]) -> list[tuple[int, slice]]:
     """(group, its rows) of each group."""
-    sizes = [int(count) for count in counts]    # of an array, a sum in its dtype could overflow
-    return [(group, slice(end - size, end))
-            for group, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True))]
+    sizes = [int(count) for count in counts]  # of an array, a sum in its dtype could overflow
+    return [
+        (group, slice(end - size, end))
+        for group, (size, end) in enumerate(zip(sizes, accumulate(sizes), strict=True))
+    ]
 
 
 @op
 def grouped_linear(x: Array, w: Array, *, counts: Sequence[int]) -> tuple[Array, Saved]:
     """Rows sorted by group, each times the matrix of its group: (R, in), (G, in, out) -> (R, out).
 
-    Args:    counts: the number of rows of each group. Raises: ShapeError if they or the shapes do not fit.
+    Args:    counts: the number of rows of each group. Raises: ShapeError if they or the shapes do
+             not fit.
     Cost:    2·R·in·out FLOPs, in one product a group.
     """
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
-        raise ShapeError(f"grouped_linear: x {x.shape} does not fit w {w.shape}; they need shapes (rows, in) and "
-                         f"(groups, in, out)")
+        raise ShapeError(
+            f"grouped_linear: x {x.shape} does not fit w {w.shape}; they need shapes (rows, in) "
+            "and (groups, in, out)"
+        )
     if len(counts) != len(w) or sum(map(int, counts)) != len(x) or min(counts, default=0) < 0:
-        raise ShapeError(f"grouped_linear: counts {list(counts)} do not fit {len(x)} rows of {len(w)} groups; "
-                         f"pass one a group, which add up to the rows")
+        raise ShapeError(
+            f"grouped_linear: counts {list(counts)} do not fit {len(x)} rows of {len(w)} groups; "
+            f"pass one a group, which add up to the rows"
+        )
     y = array_module(x).empty((len(x), w.shape[2]), x.dtype)
     for group, run in _runs(counts):
         multiply(x[run], w[group], out=y[run])
@@ -108,7 +118,7 @@ def _(node: Node, dy: Array) -> Array:
 def _(node: Node, dy: Array) -> Array:
     room = node.room("w")
     dw = array_module(dy).empty(node.shapes["w"], dy.dtype) if room is None else room
-    for group, run in _runs(node.options["counts"]):            # of no rows: zeros
+    for group, run in _runs(node.options["counts"]):  # of no rows: zeros
         multiply(node.x[run].T, dy[run], out=dw[group])
     return dw
 
@@ -117,10 +127,10 @@ def _(node: Node, dy: Array) -> Array:
 class Placement:
     """Which row holds which token. Rows are sorted by expert, the rows of an expert by token."""
 
-    shape: tuple[int, int]      # (T, k): tokens, and choices of each token
-    choices: Array              # (R,) integers: for each row, its index in the flattened (T, k) choices
-    experts: Array              # (R,) integers: the expert of each row
-    counts: Array               # (experts,) integers: the number of rows of each expert
+    shape: tuple[int, int]  # (T, k): tokens, and choices of each token
+    choices: Array  # (R,) integers: for each row, its index in the flattened (T, k) choices
+    experts: Array  # (R,) integers: the expert of each row
+    counts: Array  # (experts,) integers: the number of rows of each expert
 
     @cached_property
     def tokens(self) -> Array:
@@ -137,13 +147,16 @@ class Placement:
 
 
 def place_rows(chosen: Array, kept: Array | None = None, *, experts: int) -> Placement:
-    """The placement of all kept choices: chosen (T, k) integers, kept (T, k) bool or None, which keeps all.
+    """The placement of all kept choices: chosen (T, k) integers, kept (T, k) bool or None, which
+    keeps all.
 
     Raises:  ShapeError if the shapes do not fit.
     """
     if chosen.ndim != 2 or (kept is not None and kept.shape != chosen.shape):
-        raise ShapeError(f"place_rows: chosen {chosen.shape} and kept {None if kept is None else kept.shape}; "
-                         f"they need one shape (tokens, choices)")
+        raise ShapeError(
+            f"place_rows: chosen {chosen.shape} and kept {None if kept is None else kept.shape}; "
+            f"they need one shape (tokens, choices)"
+        )
     xp = array_module(chosen)
     chosen = chosen.astype("int64", copy=False)
     where = xp.arange(chosen.size) if kept is None else xp.flatnonzero(kept)
@@ -156,10 +169,16 @@ def place_rows(chosen: Array, kept: Array | None = None, *, experts: int) -> Pla
 def to_experts(x: Array, placement: Placement) -> tuple[Array, Saved]:
     """Copy the token of each row: (T, n) -> (R, n). Raises: ShapeError."""
     if x.ndim != 2 or len(x) != placement.shape[0]:
-        raise ShapeError(f"to_experts: x {x.shape} does not fit {placement.shape[0]} tokens; "
-                         f"it needs shape (tokens, n)")
+        raise ShapeError(
+            f"to_experts: x {x.shape} does not fit {placement.shape[0]} tokens; "
+            f"it needs shape (tokens, n)"
+        )
     fast = kernel("to_experts", x)
-    y = fast(x, placement) if fast is not None else array_module(x).take(x, placement.tokens, axis=0)
+    y = (
+        fast(x, placement)
+        if fast is not None
+        else array_module(x).take(x, placement.tokens, axis=0)
+    )
     return y, saved(placement=placement)
 
 
@@ -175,13 +194,16 @@ def _(node: Node, dy: Array) -> Array:
 def from_experts(results: Array, weights: Array, placement: Placement) -> tuple[Array, Saved]:
     """The sum of the rows of each token, each times its weight: (R, n), (R,) -> (T, n).
 
-    Products are rounded, then added in the order of the rows; the kernel rounds only once, at the end.
+    Products are rounded, then added in the order of the rows; the kernel rounds only once, at the
+    end.
     Raises:  ShapeError if the shapes do not fit.
     """
     count = len(placement.tokens)
     if results.ndim != 2 or len(results) != count or weights.shape != (count,):
-        raise ShapeError(f"from_experts: results {results.shape} and weights {weights.shape} do not fit {count} rows; "
-                         f"they need shapes (rows, n) and (rows,)")
+        raise ShapeError(
+            f"from_experts: results {results.shape} and weights {weights.shape} do not fit "
+            f"{count} rows; they need shapes (rows, n) and (rows,)"
+        )
     kept = saved(results=results, weights=weights, placement=placement)
     fast = kernel("from_experts", results)
     if fast is not None:

@@ -1,7 +1,8 @@
 """Pick rows by integer position: the embedding of tokens, and `take` along any dim.
 
-Positions may stay on the host while the rows are on a GPU. Then the host checks them, and sorts them for the gradient,
-while the GPU computes. Positions on the GPU are not checked, because the host would have to wait.
+Positions may stay on the host while the rows are on a GPU. Then the host checks them, and sorts
+them for the gradient, while the GPU computes. Positions on the GPU are not checked, because the
+host would have to wait.
 """
 
 import math
@@ -11,7 +12,17 @@ import numpy as np
 
 from minidist.autograd.ops.linear import rows
 from minidist.autograd.tape import Node, Saved, op, saved
-from minidist.device.backend import FLOATS, Array, array_module, beside, device_of, matmul, narrow, on_host, widen
+from minidist.device.backend import (
+    FLOATS,
+    Array,
+    array_module,
+    beside,
+    device_of,
+    matmul,
+    narrow,
+    on_host,
+    widen,
+)
 from minidist.device.dispatch import kernel, launcher
 from minidist.errors import DtypeError, ShapeError
 
@@ -20,11 +31,12 @@ _ONE_HOT_ROWS = 1024  # table rows summed by one matrix product on a GPU
 
 @dataclass(frozen=True)
 class SortedIds:
-    """Positions on a GPU, checked and sorted by the host in advance, so that no op has to do it (cuda_graph.py)."""
+    """Positions on a GPU, checked and sorted by the host in advance, so that no op has to do it
+    (cuda_graph.py)."""
 
-    ids: Array          # int64 (…)
-    order: Array        # int32 (n,): id t is at the positions order[starts[t]:starts[t + 1]]
-    starts: Array       # int32 (count + 1,)
+    ids: Array  # int64 (…)
+    order: Array  # int32 (n,): id t is at the positions order[starts[t]:starts[t + 1]]
+    starts: Array  # int32 (count + 1,)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -39,8 +51,10 @@ def positions_in(name: str, ids: Array, count: int) -> Array:
     if ids.dtype.kind not in "iu":
         raise DtypeError(f"{name}: positions are integers, not {ids.dtype}")
     if device_of(ids) == "cpu" and ids.size and (int(ids.min()) < 0 or int(ids.max()) >= count):
-        raise ShapeError(f"{name}: positions {int(ids.min())}..{int(ids.max())} among {count} rows; "
-                         f"they must lie in 0..{count - 1}")
+        raise ShapeError(
+            f"{name}: positions {int(ids.min())}..{int(ids.max())} among {count} rows; "
+            f"they must lie in 0..{count - 1}"
+        )
     return ids.astype("int64", copy=False)
 
 
@@ -50,13 +64,16 @@ def _picked(x: Array, index: Array, dim: int) -> Array:
     y = xp.take(x, beside(index, x), axis=dim)
     if device_of(index) == "cpu" or x.dtype not in FLOATS:
         return y
-    outside = ((index < 0) | (index >= x.shape[dim])).reshape(*index.shape, *(1,) * (x.ndim - 1 - dim % x.ndim))
+    outside = ((index < 0) | (index >= x.shape[dim])).reshape(
+        *index.shape, *(1,) * (x.ndim - 1 - dim % x.ndim)
+    )
     return xp.where(outside, xp.full((), np.nan, x.dtype), y)
 
 
 @op
 def embedding(table: Array, ids: Array | SortedIds) -> tuple[Array, Saved]:
-    """table[ids]: (V, n), integers (…) -> (…, n). Ids on a GPU that are outside of the table give NaN.
+    """table[ids]: (V, n), integers (…) -> (…, n). Ids on a GPU that are outside of the table give
+    NaN.
 
     Raises:  DtypeError, ShapeError if ids on the host do not fit the table.
     """
@@ -80,12 +97,13 @@ def _(node: Node, dy: Array) -> Array:
 def sum_by_id(ids: Array, values: Array, count: int) -> Array:
     """Row i of the result is the sum of values[j] over all j with ids[j] == i, in a fixed order.
 
-    The host sorts values by id and sums each run, and so does the kernel on a GPU. Otherwise a GPU multiplies by the
-    one-hot matrix, a slice of the table at a time. Atomic additions would differ from run to run.
+    The host sorts values by id and sums each run, and so does the kernel on a GPU. Otherwise a GPU
+    multiplies by the one-hot matrix, a slice of the table at a time. Atomic additions would differ
+    from run to run.
     Args:    ids: (m,) integers; values: (m, n) floats; count: rows of the result.
     Returns: (count, n), values' dtype.
     """
-    xp, fast = array_module(values), kernel("embedding_gradient", values[:0])   # of any layout
+    xp, fast = array_module(values), kernel("embedding_gradient", values[:0])  # of any layout
     if fast is not None:
         return fast(ids, xp.ascontiguousarray(values), count)
     wide = widen(values)
@@ -99,13 +117,16 @@ def sum_by_id(ids: Array, values: Array, count: int) -> Array:
         ids = beside(ids, values)
         for start in range(0, count, _ONE_HOT_ROWS):
             some = xp.arange(start, min(start + _ONE_HOT_ROWS, count), dtype=ids.dtype)
-            result[start:start + len(some)] = matmul((some[:, None] == ids).astype(wide.dtype), wide)
+            result[start : start + len(some)] = matmul(
+                (some[:, None] == ids).astype(wide.dtype), wide
+            )
     return narrow(result, values.dtype)
 
 
 @op
 def take(x: Array, index: Array, *, dim: int = 0) -> tuple[Array, Saved]:
-    """Slices of x along `dim` at the integer positions `index` (any shape, no gradient); NaN as in `embedding`.
+    """Slices of x along `dim` at the integer positions `index` (any shape, no gradient); NaN as in
+    `embedding`.
 
     Raises:  DtypeError, ShapeError if dim or index do not fit x.
     """
@@ -121,5 +142,7 @@ def _(node: Node, dy: Array) -> Array:
     dim, picked = node.options.get("dim", 0) % len(shape), node.index.ndim
     values = xp.moveaxis(dy, range(dim, dim + picked), range(picked))
     rest = values.shape[picked:]
-    sums = sum_by_id(node.index.reshape(-1), values.reshape(node.index.size, math.prod(rest)), shape[dim])
+    sums = sum_by_id(
+        node.index.reshape(-1), values.reshape(node.index.size, math.prod(rest)), shape[dim]
+    )
     return xp.moveaxis(sums.reshape(shape[dim], *rest), 0, dim)

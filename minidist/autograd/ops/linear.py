@@ -17,8 +17,10 @@ def matmul(a: Array, b: Array) -> tuple[Array, Saved]:
     Raises:  ShapeError if the shapes do not fit.
     """
     if a.ndim < 2 or b.ndim < 2 or a.shape[-1] != b.shape[-2]:
-        raise ShapeError(f"matmul: {a.shape} @ {b.shape}: the last dim of a must equal the one before last of b, "
-                         f"and both need two dims or more")
+        raise ShapeError(
+            f"matmul: {a.shape} @ {b.shape}: the last dim of a must equal the one before last of "
+            "b, and both need two dims or more"
+        )
     return multiply(a, b), saved(a=a, b=b)
 
 
@@ -33,12 +35,14 @@ def _(node: Node, dy: Array) -> Array:
 
 
 def rows(x: Array) -> Array:
-    """(…, n) as one matrix (rows, n): a view if x is contiguous. Also for n = 0, where -1 would be any number."""
+    """(…, n) as one matrix (rows, n): a view if x is contiguous. Also for n = 0, where -1 would be
+    any number."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def column_sums(x: Array, out: Array | None = None) -> Array:
-    """(rows, n) -> (n,), by BLAS as ones @ x, which is faster than a sum over dim 0; low precision in float32."""
+    """(rows, n) -> (n,), by BLAS as ones @ x, which is faster than a sum over dim 0; low precision
+    in float32."""
     ones = array_module(x).ones((1, len(x)), x.dtype)
     if out is None:
         return multiply(ones, x)[0]
@@ -48,9 +52,13 @@ def column_sums(x: Array, out: Array | None = None) -> Array:
 
 @op
 def unembed(x: Array, table: Array) -> tuple[Array, Saved]:
-    """Logits from a (tied) embedding table, x @ tableᵀ: (…, n), (V, n) -> (…, V). Raises: ShapeError."""
+    """Logits from a (tied) embedding table, x @ tableᵀ: (…, n), (V, n) -> (…, V). Raises:
+    ShapeError."""
     if table.ndim != 2 or x.ndim < 1 or x.shape[-1] != table.shape[1]:
-        raise ShapeError(f"unembed: x {x.shape} does not fit the table {table.shape}; their last dims must be equal")
+        raise ShapeError(
+            f"unembed: x {x.shape} does not fit the table {table.shape}; their last dims must be "
+            "equal"
+        )
     return multiply(rows(x), table.T).reshape(*x.shape[:-1], len(table)), saved(x=x, table=table)
 
 
@@ -65,9 +73,11 @@ def _(node: Node, dy: Array) -> Array:
 
 
 def product_and_bias(x: Array, w: Array, b: Array | None) -> Array:
-    """(rows, in) @ (in, out) + (out,). On the host low precision comes back in float32, and the caller rounds it once.
+    """(rows, in) @ (in, out) + (out,). On the host low precision comes back in float32, and the
+    caller rounds it once.
 
-    A GPU rounds the product, so that tensor cores can compute it, and rounds again after adding the bias.
+    A GPU rounds the product, so that tensor cores can compute it, and rounds again after adding the
+    bias.
     """
     if b is None:
         return multiply(x, w)
@@ -87,9 +97,13 @@ def linear(x: Array, w: Array, b: Array | None = None) -> tuple[Array, Saved]:
     Raises:  ShapeError if the shapes do not fit.
     """
     if w.ndim != 2 or x.ndim < 1 or x.shape[-1] != w.shape[0]:
-        raise ShapeError(f"linear: x {x.shape} does not fit w {w.shape}; the last dim of x must equal w's first")
+        raise ShapeError(
+            f"linear: x {x.shape} does not fit w {w.shape}; the last dim of x must equal w's first"
+        )
     if b is not None and b.shape != (w.shape[1],):
-        raise ShapeError(f"linear: bias {b.shape} does not fit w {w.shape}; it needs shape ({w.shape[1]},)")
+        raise ShapeError(
+            f"linear: bias {b.shape} does not fit w {w.shape}; it needs shape ({w.shape[1]},)"
+        )
     y = product_and_bias(rows(x), w, b)
     return narrow(y, x.dtype).reshape(*x.shape[:-1], w.shape[1]), saved(x=x, w=w)
 

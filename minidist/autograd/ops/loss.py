@@ -17,23 +17,36 @@ def targets_in(name: str, logits: Array, targets: Array, vocabulary: int) -> Arr
     if targets.dtype.kind not in "iu":
         raise DtypeError(f"{name}: targets are token ids, integers, not {targets.dtype}")
     if logits.ndim < 1 or targets.shape != logits.shape[:-1]:
-        raise ShapeError(f"{name}: targets {targets.shape} do not fit logits {logits.shape}; "
-                         f"they need shape {logits.shape[:-1]}")
-    if device_of(targets) == "cpu" and targets.size and (int(targets.min()) < 0 or int(targets.max()) >= vocabulary):
-        raise ShapeError(f"{name}: targets {int(targets.min())}..{int(targets.max())} outside the vocabulary, "
-                         f"which allows 0..{vocabulary - 1}; logits {logits.shape}")
+        raise ShapeError(
+            f"{name}: targets {targets.shape} do not fit logits {logits.shape}; "
+            f"they need shape {logits.shape[:-1]}"
+        )
+    if (
+        device_of(targets) == "cpu"
+        and targets.size
+        and (int(targets.min()) < 0 or int(targets.max()) >= vocabulary)
+    ):
+        raise ShapeError(
+            f"{name}: targets {int(targets.min())}..{int(targets.max())} outside the vocabulary, "
+            f"which allows 0..{vocabulary - 1}; logits {logits.shape}"
+        )
     return targets.astype("int64", copy=False)
 
 
 @op
-def cross_entropy(logits: Array, targets: Array, *, divisor: float | None = None) -> tuple[Array, Saved]:
+def cross_entropy(
+    logits: Array, targets: Array, *, divisor: float | None = None
+) -> tuple[Array, Saved]:
     """The sum over tokens of -log softmax(logits)[target], divided by `divisor`.
 
-    Let l be the logits of a token, m their maximum, t the logit of the target, and s = sum(exp(l - m)). The loss is
-    log(s) + (m - t), in this order, so that log(s) is not lost beside the large logits of a diverging run.
-    Args:    logits: (…, V), floats; targets: (…), integers. They may stay on the host while logits are on a GPU; then
-             their range is checked. A target on a GPU that is outside the vocabulary gives NaN.
-             divisor: default: the number of tokens. A strategy passes the global token count, so that shards add up.
+    Let l be the logits of a token, m their maximum, t the logit of the target, and s = sum(exp(l -
+    m)). The loss is log(s) + (m - t), in this order, so that log(s) is not lost beside the large
+    logits of a diverging run.
+    Args:    logits: (…, V), floats; targets: (…), integers. They may stay on the host while logits
+             are on a GPU; then their range is checked. A target on a GPU that is outside the
+             vocabulary gives NaN.
+             divisor: default: the number of tokens. A strategy passes the global token count, so
+             that shards add up.
     Returns: one number, in float32 for low precision too.
     Raises:  DtypeError, ShapeError if targets do not fit.
     """
@@ -44,7 +57,9 @@ def cross_entropy(logits: Array, targets: Array, *, divisor: float | None = None
     fast = kernel("cross_entropy", logits)
     if fast is not None:
         losses, _ = fast(logits, targets, scale=1.0, gradient=False)
-        return losses.sum() / losses.dtype.type(count), saved(logits=logits, ids=targets, divisor=count)
+        return losses.sum() / losses.dtype.type(count), saved(
+            logits=logits, ids=targets, divisor=count
+        )
     wide, ids = rows(widen(logits)), targets.reshape(-1)
     top, total = xp.empty((len(wide), 1), wide.dtype), xp.empty((len(wide), 1), wide.dtype)
     for where in row_blocks(wide):
@@ -66,9 +81,11 @@ def _(node: Node, dy: Array) -> Array:
     return logits_gradient(node.logits, node.top, node.total, ids, dy, node.divisor)
 
 
-def logits_gradient(logits: Array, top: Array, total: Array, places: tuple[Array, Array], dy: Array,
-                    divisor: float) -> Array:
-    """(exp(logits - top) / total - one-hot) dy / divisor; `places`: rows and columns of the targets; dy: one number."""
+def logits_gradient(
+    logits: Array, top: Array, total: Array, places: tuple[Array, Array], dy: Array, divisor: float
+) -> Array:
+    """(exp(logits - top) / total - one-hot) dy / divisor; `places`: rows and columns of the
+    targets; dy: one number."""
     xp, wide = array_module(logits), rows(widen(logits))
     dx, scale = xp.empty(wide.shape, wide.dtype), widen(dy) / wide.dtype.type(divisor)
     for where in row_blocks(wide):

@@ -1,6 +1,7 @@
 """Layer norm and RMS norm over the last dim, computed and differentiated a block of rows at a time.
 
-On a GPU kernels/norm.cu does both. Its backward computes the normalized rows again from x, mean and scale.
+On a GPU kernels/norm.cu does both. Its backward computes the normalized rows again from x, mean and
+scale.
 """
 
 from minidist.autograd.ops.arithmetic import row_blocks
@@ -15,20 +16,25 @@ def _check(name: str, x: Array, **weights: Array) -> None:
     """Raises: ShapeError if a weight is not one row of x."""
     for argument, value in weights.items():
         if value.shape != x.shape[-1:]:
-            raise ShapeError(f"{name}: {argument} {value.shape} does not fit x {x.shape}; "
-                             f"it needs shape {x.shape[-1:]}")
+            raise ShapeError(
+                f"{name}: {argument} {value.shape} does not fit x {x.shape}; "
+                f"it needs shape {x.shape[-1:]}"
+            )
 
 
 def _normalize(x: Array, w: Array, b: Array | None, eps: float) -> tuple[Array, Saved]:
-    """hat * w (+ b), where hat is x with each row scaled to mean square 1; with b, the mean is subtracted first."""
+    """hat * w (+ b), where hat is x with each row scaled to mean square 1; with b, the mean is
+    subtracted first."""
     xp = array_module(x)
     wide, w_wide = xp.ascontiguousarray(rows(widen(x))), widen(w)
     b_wide = None if b is None else widen(b)
     n = wide.shape[1]
     y, hat, scale = xp.empty_like(wide), xp.empty_like(wide), xp.empty((len(wide), 1), wide.dtype)
-    average = xp.full((n, 1), 1.0 / max(1, n), wide.dtype)     # x @ average is the mean of each row, by BLAS
+    # x @ average is the mean of each row, by BLAS
+    average = xp.full((n, 1), 1.0 / max(1, n), wide.dtype)
     for where in row_blocks(wide):
-        part, h, out = wide[where], hat[where], y[where]        # written where the next pass reads: no new array
+        # written where the next pass reads: no new array
+        part, h, out = wide[where], hat[where], y[where]
         if b is not None:
             part = xp.subtract(part, part @ average, out=h)
         xp.multiply(part, part, out=out)
@@ -37,12 +43,15 @@ def _normalize(x: Array, w: Array, b: Array | None, eps: float) -> tuple[Array, 
         xp.multiply(h, w_wide, out=out)
         if b is not None:
             out += b_wide
-    return narrow(y.reshape(x.shape), x.dtype), saved(hat=hat, scale=scale, w=w, centre=b is not None)
+    return narrow(y.reshape(x.shape), x.dtype), saved(
+        hat=hat, scale=scale, w=w, centre=b is not None
+    )
 
 
 @op
 def layer_norm(x: Array, w: Array, b: Array, *, eps: float = 1e-5) -> tuple[Array, Saved]:
-    """(x - mean) / sqrt(var + eps) * w + b over the last dim: (…, n), (n,), (n,) -> (…, n). Raises: ShapeError.
+    """(x - mean) / sqrt(var + eps) * w + b over the last dim: (…, n), (n,), (n,) -> (…, n). Raises:
+    ShapeError.
 
     Source: Ba et al. 2016.
     """
@@ -50,7 +59,7 @@ def layer_norm(x: Array, w: Array, b: Array, *, eps: float = 1e-5) -> tuple[Arra
     fast = kernel("layer_norm", x, w, b) if x.dtype == w.dtype == b.dtype else None
     if fast is None:
         return _normalize(x, w, b, eps)
-    y, *sums = fast(x, w, b, eps=eps)               # the mean and the scale of each row
+    y, *sums = fast(x, w, b, eps=eps)  # the mean and the scale of each row
     return y, saved(x=x, w=w, sums=sums, hat=None)
 
 
@@ -71,10 +80,15 @@ def rms_norm(x: Array, w: Array, *, eps: float = 1e-5) -> tuple[Array, Saved]:
 @rms_norm.gradient("x", "w")
 @layer_norm.gradient("x", "w", "b")
 def _(node: Node, dy: Array) -> tuple[Array, ...]:
-    """With g = dy w: dx = scale (g - mean(g) - hat mean(g hat)), without mean(g) for RMS; dw = Σ dy hat, db = Σ dy."""
+    """With g = dy w: dx = scale (g - mean(g) - hat mean(g hat)), without mean(g) for RMS; dw = Σ dy
+    hat, db = Σ dy."""
     xp = array_module(dy)
     if node.hat is None:
-        return tuple(launcher(f"{node.op.name}_gradient")(node.x, node.w, xp.ascontiguousarray(dy), *node.sums))
+        return tuple(
+            launcher(f"{node.op.name}_gradient")(
+                node.x, node.w, xp.ascontiguousarray(dy), *node.sums
+            )
+        )
     wide, hat, scale, w = xp.ascontiguousarray(rows(widen(dy))), node.hat, node.scale, widen(node.w)
     n = wide.shape[1]
     dx, share = xp.empty_like(wide), (w / n).reshape(n, 1)
@@ -84,7 +98,7 @@ def _(node: Node, dy: Array) -> tuple[Array, ...]:
         xp.multiply(g, h, out=d)
         ones = xp.ones((1, len(g)), g.dtype)
         dw += ones @ d
-        along = d @ share                               # mean(dy w hat) of each row
+        along = d @ share  # mean(dy w hat) of each row
         xp.multiply(g, w, out=d)
         d -= h * along
         if node.centre:

@@ -1,23 +1,26 @@
 """Online softmax: attention to keys that arrive block by block.
 
-Softmax needs the maximum and the sum over all keys of a query. If keys arrive in blocks, three numbers or rows are kept
-for each query: the maximum `top` so far, the sum `total` of exp(score - top), and `y`, the sum of values weighted by
-exp(score - top). If a new block raises the maximum, the earlier sums are scaled down to it:
+Softmax needs the maximum and the sum over all keys of a query. If keys arrive in blocks, three
+numbers or rows are kept for each query: the maximum `top` so far, the sum `total` of exp(score -
+top), and `y`, the sum of values weighted by exp(score - top). If a new block raises the maximum,
+the earlier sums are scaled down to it:
 
     now   = max(top, max(scores))
     total = total · exp(top - now) + Σ exp(scores - now)
     y     = y · exp(top - now) + exp(scores - now) v
 
-At the end y / total is the attention to all keys, in whatever order the blocks arrived. No exponent is above 0.
-Backward needs only log(sum(exp(scores))) of each query to compute the probabilities of any block again, and the
-gradients of blocks add up. All arrays are plain ones, (B, H or H_kv, T, D).
+At the end y / total is the attention to all keys, in whatever order the blocks arrived. No exponent
+is above 0. Backward needs only log(sum(exp(scores))) of each query to compute the probabilities of
+any block again, and the gradients of blocks add up. All arrays are plain ones, (B, H or H_kv, T,
+D).
 
-Where kernels/attention.cu takes the arrays (fits_kernel), it attends to each block in one pass, and keeps no scores.
-Two results join by their log_total L, log(sum(exp(scores))):
+Where kernels/attention.cu takes the arrays (fits_kernel), it attends to each block in one pass, and
+keeps no scores. Two results join by their log_total L, log(sum(exp(scores))):
 
     L = log(exp(L1) + exp(L2))      y = y1 exp(L1 - L) + y2 exp(L2 - L)
 
-Source:  Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Dao et al. 2022, "FlashAttention".
+Source:  Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Dao et al. 2022,
+         "FlashAttention".
 """
 
 from collections.abc import Iterator
@@ -25,7 +28,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from minidist.autograd.ops import attention
-from minidist.autograd.ops.attention import block_scores, flip, highest, query_blocks, sequences, shared, sum_heads
+from minidist.autograd.ops.attention import (
+    block_scores,
+    flip,
+    highest,
+    query_blocks,
+    sequences,
+    shared,
+    sum_heads,
+)
 from minidist.device.backend import Array, array_module, matmul, on_host, widen
 from minidist.device.dispatch import launcher
 
@@ -37,7 +48,8 @@ def scaled_queries(q: Array) -> Array:
 
 
 class OnlineSoftmax:
-    """The state of all queries q (B, H, T, D) after some blocks of keys: y (B, H, T, D), top and total (B, H, 1, T)."""
+    """The state of all queries q (B, H, T, D) after some blocks of keys: y (B, H, T, D), top and
+    total (B, H, 1, T)."""
 
     def __init__(self, q: Array) -> None:
         xp, row = array_module(q), (*q.shape[:2], 1, q.shape[2])
@@ -47,7 +59,8 @@ class OnlineSoftmax:
     def absorb(self, q: Array, k: Array, v: Array, queries: slice, *, causal: bool) -> None:
         """Add a block of keys and values to the state of some queries.
 
-        Args:    q: all queries, scaled by 1 / sqrt(D); k, v: the block, (B, H_kv, K, D); queries: which of them.
+        Args:    q: all queries, scaled by 1 / sqrt(D); k, v: the block, (B, H_kv, K, D); queries:
+                 which of them.
                  causal: keys and queries are the same tokens, and a query sees no later key.
         Cost:    4·Q·K·D FLOPs a head, half of it if causal.
         """
@@ -57,22 +70,29 @@ class OnlineSoftmax:
         y, top, total = self.y[:, :, queries], self.top[..., queries], self.total[..., queries]
         for i, rows, keys, mask in _tiles(q, causal):
             p = block_scores(q[i], k[i], rows, keys, mask)
-            _update(p, shared(v[i], q.shape[1])[..., keys, :], y[i][..., rows, :], top[i][..., rows],
-                    total[i][..., rows])
+            _update(
+                p,
+                shared(v[i], q.shape[1])[..., keys, :],
+                y[i][..., rows, :],
+                top[i][..., rows],
+                total[i][..., rows],
+            )
 
     def finish(self) -> tuple[Array, Array]:
-        """Attention to all blocks (B, H, T, D), and log(sum(exp(scores))) of each query (B, H, 1, T); overwrites y."""
+        """Attention to all blocks (B, H, T, D), and log(sum(exp(scores))) of each query (B, H, 1,
+        T); overwrites y."""
         self.y /= flip(self.total)
         return self.y, array_module(self.y).log(self.total) + self.top
 
 
 def _update(scores: Array, v: Array, y: Array, top: Array, total: Array) -> None:
-    """The online softmax: scores (…, K, Q) of new keys, their values (…, K, D); y, top and total are overwritten."""
+    """The online softmax: scores (…, K, Q) of new keys, their values (…, K, D); y, top and total
+    are overwritten."""
     xp = array_module(scores)
     now = xp.maximum(top, highest(scores))
     scores -= now
     p = xp.exp(scores, out=scores)
-    shrink = xp.exp(top - now)                  # 0 for the first block, because top was -inf
+    shrink = xp.exp(top - now)  # 0 for the first block, because top was -inf
     total *= shrink
     total += matmul(xp.ones((1, p.shape[-2]), p.dtype), p)
     y *= flip(shrink)
@@ -83,7 +103,8 @@ def _update(scores: Array, v: Array, y: Array, top: Array, total: Array) -> None
 class OnlineGradients:
     """Gradients block by block, in any order of the blocks.
 
-    Args:    q: scaled queries (B, H, T, D); y, log_total: from OnlineSoftmax.finish; dy: the gradient of y.
+    Args:    q: scaled queries (B, H, T, D); y, log_total: from OnlineSoftmax.finish; dy: the
+             gradient of y.
     Attributes: row   (B, H, 1, T): Σ dy y of each query
                 dq    (B, H, T, D): the sum of the gradients of the unscaled queries so far
     """
@@ -93,11 +114,15 @@ class OnlineGradients:
         self.row = array_module(q).einsum("...td,...td->...t", dy, y)[..., None, :]
         self.dq: Array = array_module(q).zeros(q.shape, q.dtype)
 
-    def add(self, k: Array, v: Array, queries: slice, dk: Array, dv: Array, *, causal: bool) -> None:
+    def add(
+        self, k: Array, v: Array, queries: slice, dk: Array, dv: Array, *, causal: bool
+    ) -> None:
         """Add to dq, dk and dv the gradients of some queries and a block of keys.
 
-        With p the probabilities: dv = pᵀ dy, ds = p (dy vᵀ - row), dq = c ds k, dk = dsᵀ (c q), c = 1 / sqrt(D).
-        Args:    k, v, dk, dv: of the block, (B, H_kv, K, D); dk and dv are added to. queries, causal: as in absorb.
+        With p the probabilities: dv = pᵀ dy, ds = p (dy vᵀ - row), dq = c ds k, dk = dsᵀ (c q), c =
+        1 / sqrt(D).
+        Args:    k, v, dk, dv: of the block, (B, H_kv, K, D); dk and dv are added to. queries,
+                 causal: as in absorb.
         Cost:    10·Q·K·D FLOPs a head, half of it if causal.
         """
         q, dy, dq = self.q[:, :, queries], self.dy[:, :, queries], self.dq[:, :, queries]
@@ -123,7 +148,8 @@ class OnlineGradients:
 
 
 class FusedSoftmax:
-    """OnlineSoftmax whose blocks are passes of a kernel. State: y (B, H, T, D) and log_total (B, H, T), in float32."""
+    """OnlineSoftmax whose blocks are passes of a kernel. State: y (B, H, T, D) and log_total (B, H,
+    T), in float32."""
 
     def __init__(self, q: Array) -> None:
         xp = array_module(q)
@@ -143,14 +169,16 @@ class FusedSoftmax:
         before[...] = log_total
 
     def finish(self) -> tuple[Array, Array]:
-        """Attention to all blocks (B, H, T, D), and log(sum(exp(scores))) of each query (B, H, T)."""
+        """Attention to all blocks (B, H, T, D), and log(sum(exp(scores))) of each query (B, H,
+        T)."""
         return self.y, self.log_total
 
 
 class FusedGradients:
     """OnlineGradients whose blocks are passes of a kernel.
 
-    Args:    q, y, dy: (B, H, T, D) in half precision, q not scaled; log_total: from FusedSoftmax.finish.
+    Args:    q, y, dy: (B, H, T, D) in half precision, q not scaled; log_total: from
+             FusedSoftmax.finish.
     Attributes: dq    (B, H, T, D), float32: the sum of the gradients of the queries so far
     """
 
@@ -158,14 +186,23 @@ class FusedGradients:
         self.q, self.y, self.log_total, self.dy = q, y, log_total, dy
         self.dq: Array = array_module(q).zeros(q.shape, np.float32)
 
-    def add(self, k: Array, v: Array, queries: slice, dk: Array, dv: Array, *, causal: bool) -> None:
+    def add(
+        self, k: Array, v: Array, queries: slice, dk: Array, dv: Array, *, causal: bool
+    ) -> None:
         """As OnlineGradients.add."""
         contiguous = array_module(k).ascontiguousarray
         q, y, dy = (contiguous(x[:, :, queries]) for x in (self.q, self.y, self.dy))
         if not q.shape[2] or not k.shape[2]:
             return
-        found = launcher("attention_gradient")(q, contiguous(k), contiguous(v), y,
-                                               contiguous(self.log_total[..., queries]), dy, causal=causal)
+        found = launcher("attention_gradient")(
+            q,
+            contiguous(k),
+            contiguous(v),
+            y,
+            contiguous(self.log_total[..., queries]),
+            dy,
+            causal=causal,
+        )
         for total, own in zip((self.dq[:, :, queries], dk, dv), found, strict=True):
             total += widen(own)
 
@@ -175,12 +212,15 @@ class FusedGradients:
 
 
 def _tiles(q: Array, causal: bool) -> Iterator[tuple[slice, slice, slice, Array | None]]:
-    """(sequences, queries, keys, mask) of each tile: few queries, so that the scores stay in the cache."""
+    """(sequences, queries, keys, mask) of each tile: few queries, so that the scores stay in the
+    cache."""
     length = q.shape[2]
     height = attention.QUERY_BLOCK if on_host(q) else attention.QUERY_BLOCK_GPU
     for i in sequences(q):
         if causal:
             yield from ((i, rows, keys, mask) for rows, keys, mask in query_blocks(q))
         else:
-            yield from ((i, slice(at, min(at + height, length)), slice(None), None)
-                        for at in range(0, length, height))
+            yield from (
+                (i, slice(at, min(at + height, length)), slice(None), None)
+                for at in range(0, length, height)
+            )

@@ -1,4 +1,5 @@
-"""Sums, means, maxima and variances over dims. Low precision is summed in float32 and rounded once."""
+"""Sums, means, maxima and variances over dims. Low precision is summed in float32 and rounded
+once."""
 
 import math
 from collections.abc import Sequence
@@ -21,14 +22,17 @@ def _dims(dim: Dims, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _stretched(node: Node, y: Array) -> Array:
-    """The node's result or dy with the reduced dims as dims of size 1, so that it broadcasts against x."""
+    """The node's result or dy with the reduced dims as dims of size 1, so that it broadcasts
+    against x."""
     shape, dims = node.shapes["x"], _dims(node.options.get("dim"), node.shapes["x"])
     return y.reshape(tuple(1 if i in dims else n for i, n in enumerate(shape)))
 
 
 def _total(x: Array, dims: tuple[int, ...], keepdims: bool) -> Array:
     """Sum over dims; low precision in float32."""
-    return x.sum(axis=dims, keepdims=keepdims, dtype="float32" if x.dtype in LOW_PRECISION else x.dtype)
+    return x.sum(
+        axis=dims, keepdims=keepdims, dtype="float32" if x.dtype in LOW_PRECISION else x.dtype
+    )
 
 
 @op
@@ -59,7 +63,8 @@ def _(node: Node, dy: Array) -> Array:
 
 @op
 def max(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, Saved]:  # noqa: A001 - as NumPy's
-    """Maximum over all dims, one, or several. Equal maxima share the gradient equally. Args: as sum's."""
+    """Maximum over all dims, one, or several. Equal maxima share the gradient equally. Args: as
+    sum's."""
     y = x.max(axis=_dims(dim, x.shape), keepdims=keepdims)
     return y, saved(x=x, y=y)
 
@@ -67,13 +72,16 @@ def max(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, S
 @max.gradient("x")
 def _(node: Node, dy: Array) -> Array:
     winners = node.x == _stretched(node, node.y)
-    ties = winners.sum(axis=_dims(node.options.get("dim"), node.x.shape), keepdims=True).astype(dy.dtype)
+    ties = winners.sum(axis=_dims(node.options.get("dim"), node.x.shape), keepdims=True).astype(
+        dy.dtype
+    )
     return winners.astype(dy.dtype) * (_stretched(node, dy) / ties)
 
 
 @op
 def var(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, Saved]:
-    """Variance over all dims, one, or several: the mean squared distance to the mean (divisor n). Args: as sum's."""
+    """Variance over all dims, one, or several: the mean squared distance to the mean (divisor n).
+    Args: as sum's."""
     dims, wide = _dims(dim, x.shape), widen(x)
     centred = wide - wide.mean(axis=dims, keepdims=True)
     y = (centred * centred).mean(axis=dims, keepdims=keepdims)

@@ -19,18 +19,22 @@ def _rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 @op
 def rotary(x: Array, positions: Array, *, base: float = 10000.0) -> tuple[Array, Saved]:
-    """Rotate the pairs (x[i], x[i + n/2]) by angles that grow with the global position of the token.
+    """Rotate the pairs (x[i], x[i + n/2]) by angles that grow with the global position of the
+    token.
 
-    Args:    x: (…, T, n), n even; positions: (T,) integers. A shard of the sequence passes its own global positions.
+    Args:    x: (…, T, n), n even; positions: (T,) integers. A shard of the sequence passes its own
+             global positions.
     Raises:  ShapeError if they do not fit.
     Source:  Su et al. 2021; pairs as in GPT-NeoX.
     """
     if x.ndim < 2 or x.shape[-1] % 2 or positions.shape != (x.shape[-2],):
-        raise ShapeError(f"rotary: x {x.shape} with positions {positions.shape}; x needs shape (…, T, even), "
-                         f"positions (T,)")
+        raise ShapeError(
+            f"rotary: x {x.shape} with positions {positions.shape}; x needs shape (…, T, even), "
+            f"positions (T,)"
+        )
     xp, width, kind = array_module(x), x.shape[-1], widen(x).dtype
     speeds = base ** (-2.0 / max(1, width) * xp.arange(width // 2, dtype="float64"))
-    angles = positions.astype("float64")[..., None] * speeds        # p / base^(2 i / width): (T, width/2)
+    angles = positions.astype("float64")[..., None] * speeds  # p / base^(2 i / width): (T, width/2)
     cos, sin = xp.cos(angles).astype(kind), xp.sin(angles).astype(kind)
     fast = kernel("rotary", x)
     return fast(x, cos, sin) if fast is not None else _rotate(x, cos, sin), saved(cos=cos, sin=sin)

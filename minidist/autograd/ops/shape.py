@@ -38,20 +38,26 @@ def _(node: Node, dy: Array) -> Array:
 def _is_basic(index: Any) -> bool:
     """Whether an index has only numbers, slices, None and …, so that no element is picked twice."""
     parts = index if isinstance(index, tuple) else (index,)
-    return all(part is None or part is Ellipsis or isinstance(part, (int, np.integer, slice)) for part in parts)
+    return all(
+        part is None or part is Ellipsis or isinstance(part, (int, np.integer, slice))
+        for part in parts
+    )
 
 
 @op
 def getitem(x: Array, index: Any) -> tuple[Array, Saved]:
     """x[index], with slices (a view), integer arrays or a bool array (a copy).
 
-    A GPU adds the gradients of an element picked several times in no fixed order; `take` adds in a fixed order.
+    A GPU adds the gradients of an element picked several times in no fixed order; `take` adds in a
+    fixed order.
     Raises:  ShapeError if the index does not fit.
     """
     try:
         return x[index], saved(index=index, kind=x.dtype)
     except IndexError as error:
-        raise ShapeError(f"getitem: index {index!r} does not fit shape {x.shape}: {error}") from error
+        raise ShapeError(
+            f"getitem: index {index!r} does not fit shape {x.shape}: {error}"
+        ) from error
 
 
 @getitem.gradient("x")
@@ -81,12 +87,15 @@ def _(node: Node, dy: Array, which: int) -> Array:
 
 
 def concat(parts: Sequence[Any], *, dim: int = 0) -> Tensor:
-    """Join arrays of one dtype along `dim`; their other dims must be equal. Raises: ShapeError for no arrays."""
+    """Join arrays of one dtype along `dim`; their other dims must be equal. Raises: ShapeError for
+    no arrays."""
     return _concat(*parts, dim=dim)
 
 
 @op_of_several
-def split(x: Array, sections: int | Sequence[int], *, dim: int = 0) -> tuple[tuple[Array, ...], Saved]:
+def split(
+    x: Array, sections: int | Sequence[int], *, dim: int = 0
+) -> tuple[tuple[Array, ...], Saved]:
     """Cut x along `dim`: a tuple of views.
 
     Args:    sections: the number of equal parts, or the size of each part.
@@ -94,7 +103,10 @@ def split(x: Array, sections: int | Sequence[int], *, dim: int = 0) -> tuple[tup
     """
     n = x.shape[dim]
     if isinstance(sections, int) and (sections < 1 or n % sections):
-        raise ShapeError(f"split: dim {dim} of shape {x.shape} does not divide into {sections}; pass a list of sizes")
+        raise ShapeError(
+            f"split: dim {dim} of shape {x.shape} does not divide into {sections}; pass a list "
+            "of sizes"
+        )
     # int: a sum in the dtype of an array of sizes could overflow.
     sizes = [n // sections] * sections if isinstance(sections, int) else list(map(int, sections))
     if sum(sizes) != n or min(sizes, default=0) < 0:

@@ -1,9 +1,9 @@
 """What the measurements of `minidist bench compress` are asked to show, and whether they do.
 
-    --full              over 100 Mbit/s a scheme whose last loss is at most 1 % above that of `none` reaches the target
-                        at least 10 times sooner; local steps end at most 1.5 % above; a cell that was run to its end
-                        took steps × median step, to 5 %
-    --advise --check    right in at least 95 % of the cells that count, break-evens to 15 %
+--full              over 100 Mbit/s a scheme whose last loss is at most 1 % above that of `none`
+                    reaches the target at least 10 times sooner; local steps end at most 1.5 %
+                    above; a cell that was run to its end took steps × median step, to 5 %
+--advise --check    right in at least 95 % of the cells that count, break-evens to 15 %
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from minidist.bench.compress.links import bandwidth_text
 from minidist.bench.compress.ways import LOCAL_STEPS, PLAIN
 
-SOONER, SLOW, WORSE = 10.0, 1.25e7, 0.01        # times, over which link, at how much higher a loss
+SOONER, SLOW, WORSE = 10.0, 1.25e7, 0.01  # times, over which link, at how much higher a loss
 LOCAL_WORSE, THROUGH, RIGHT, EDGE = 0.015, 0.05, 0.95, 0.15
 
 
@@ -26,7 +26,10 @@ class AskedBound(NamedTuple):
     @property
     def line(self) -> str:
         """For the notes below a table."""
-        return f"{ {True: 'held', False: 'NOT HELD', None: 'not measured'}[self.held]}: {self.asked}: {self.found}"
+        return (
+            f"{ {True: 'held', False: 'NOT HELD', None: 'not measured'}[self.held] }: "
+            f"{self.asked}: {self.found}"
+        )
 
 
 def bounds_of_times(result: dict[str, Any]) -> list[AskedBound]:
@@ -35,12 +38,18 @@ def bounds_of_times(result: dict[str, Any]) -> list[AskedBound]:
 
 
 def _sooner(result: dict[str, Any]) -> AskedBound:
-    asked = (f"a scheme at most {WORSE:.0%} worse is {SOONER:g} times sooner than none at {bandwidth_text(SLOW)}")
+    asked = (
+        f"a scheme at most {WORSE:.0%} worse is {SOONER:g} times sooner than none at "
+        f"{bandwidth_text(SLOW)}"
+    )
     if SLOW not in result["bandwidths"]:
         return AskedBound(asked, "no such link", None)
     index = result["bandwidths"].index(SLOW)
-    seconds = {row["way"]: row["cells"][index]["seconds"] for row in result["rows"]
-               if row["above_plain"] is not None and row["above_plain"] <= WORSE}
+    seconds = {
+        row["way"]: row["cells"][index]["seconds"]
+        for row in result["rows"]
+        if row["above_plain"] is not None and row["above_plain"] <= WORSE
+    }
     others = {way: time for way, time in seconds.items() if way != PLAIN and time is not None}
     if seconds[PLAIN] is None or not others:
         return AskedBound(asked, "none reaches the target", False)
@@ -52,13 +61,19 @@ def _sooner(result: dict[str, Any]) -> AskedBound:
 def _local_losses(rows: list[dict[str, Any]]) -> Iterator[AskedBound]:
     for row in rows:
         if row["way"].partition(":")[0] == LOCAL_STEPS:
-            yield AskedBound(f"{row['way']} is at most {LOCAL_WORSE:.1%} worse", f"{row['above_plain']:+.2%}",
-                             row["above_plain"] <= LOCAL_WORSE)
+            yield AskedBound(
+                f"{row['way']} is at most {LOCAL_WORSE:.1%} worse",
+                f"{row['above_plain']:+.2%}",
+                row["above_plain"] <= LOCAL_WORSE,
+            )
 
 
 def _run_through(cells: list[dict[str, Any]]) -> Iterator[AskedBound]:
     for cell in cells:
-        asked = f"{cell['way']} at {bandwidth_text(cell['bandwidth'])} takes steps × median step, to {THROUGH:.0%}"
+        asked = (
+            f"{cell['way']} at {bandwidth_text(cell['bandwidth'])} takes steps × median "
+            f"step, to {THROUGH:.0%}"
+        )
         if cell["measured"] is None:
             yield AskedBound(asked, "it does not reach the target", None)
         else:
@@ -70,14 +85,25 @@ def bounds_of_advice(advice: list[dict[str, Any]]) -> list[AskedBound]:
     """Of advice that was checked. Args: advice: check.advise's, for each number of ranks."""
     right, counted = (sum(each["score"][place] for each in advice) for place in (0, 1))
     cells = sum(len(row["cells"]) for each in advice for row in each["rows"])
-    found = [AskedBound(f"the advice is right in {RIGHT:.0%} of the cells that count",
-                        f"{right} of {counted}, of {cells}", right >= RIGHT * counted if counted else None)]
+    found = [
+        AskedBound(
+            f"the advice is right in {RIGHT:.0%} of the cells that count",
+            f"{right} of {counted}, of {cells}",
+            right >= RIGHT * counted if counted else None,
+        )
+    ]
     for each in advice:
         for row in each["rows"]:
             if row["break_even"] and row["measured_break_even"]:
                 off = row["break_even"] / row["measured_break_even"] - 1
-                found.append(AskedBound(f"the break-even of {row['way']} on {each['ranks']} ranks is right to "
-                                        f"{EDGE:.0%}", f"{off:+.0%}{_repeated(row)}", abs(off) <= EDGE))
+                found.append(
+                    AskedBound(
+                        f"the break-even of {row['way']} on {each['ranks']} ranks is right to "
+                        f"{EDGE:.0%}",
+                        f"{off:+.0%}{_repeated(row)}",
+                        abs(off) <= EDGE,
+                    )
+                )
     return found
 
 

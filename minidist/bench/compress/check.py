@@ -1,9 +1,11 @@
-"""The adviser's measurements: steps over a link that takes no time, and with --check over each link.
+"""The adviser's measurements: steps over a link that takes no time, and with --check over each
+link.
 
-Each round makes the same steps of a training. Of each of them a short one counts, below which a tenth of the rounds
-stay, and the mean of these is the step: other programs, and the ranks themselves where they share cores, lengthen most
-steps, each by something else; the very shortest is luck; and some schemes send more in one step than in the next. Steps
-over a link of no time and over each link take turns, so a machine that grows slower grows slower for all of them.
+Each round makes the same steps of a training. Of each of them a short one counts, below which a
+tenth of the rounds stay, and the mean of these is the step: other programs, and the ranks
+themselves where they share cores, lengthen most steps, each by something else; the very shortest is
+luck; and some schemes send more in one step than in the next. Steps over a link of no time and over
+each link take turns, so a machine that grows slower grows slower for all of them.
 """
 
 import statistics
@@ -32,11 +34,11 @@ from minidist.bench.compress.time_to_loss import Links, RankJob, turn
 from minidist.bench.compress.ways import PLAIN, SendingWay
 
 SCHEMES = "fp16,8bit,4bit,top-k,threshold,random-k,sign,powersgd,predict"
-TURNS = 5               # steps of a round over the link of no time
-LOW = 0.1               # the part of the rounds whose step is shorter than the one that counts
+TURNS = 5  # steps of a round over the link of no time
+LOW = 0.1  # the part of the rounds whose step is shorter than the one that counts
 ALL_ROUNDS, HALF, OTHER_HALF = slice(None), slice(0, None, 2), slice(1, None, 2)
 CLAIMED_BYTES, CLAIMED_SPEED = 5.0, 3.5
-WARMUPS = (0.15, 0.2)   # shares of 1-bit Adam's warm-up
+WARMUPS = (0.15, 0.2)  # shares of 1-bit Adam's warm-up
 
 
 class AdviceTimes(NamedTuple):
@@ -52,9 +54,16 @@ class AdviceTimes(NamedTuple):
     def local_step(self, way: str) -> LocalStep:
         """The step that counts; bytes and messages of the mean one."""
         steps = [step for steps in self.local[way] for step in steps]
-        nbytes, messages = (statistics.mean(getattr(step, name) for step in steps) for name in ("nbytes", "messages"))
-        return replace(min(steps, key=lambda step: step.seconds), nbytes=nbytes, messages=messages,
-                       seconds=_short([[step.seconds for step in steps] for steps in self.local[way]]))
+        nbytes, messages = (
+            statistics.mean(getattr(step, name) for step in steps)
+            for name in ("nbytes", "messages")
+        )
+        return replace(
+            min(steps, key=lambda step: step.seconds),
+            nbytes=nbytes,
+            messages=messages,
+            seconds=_short([[step.seconds for step in steps] for steps in self.local[way]]),
+        )
 
     def seconds(self, way: str, link: int, rounds: slice = ALL_ROUNDS) -> float:
         """The step that counts over a link."""
@@ -62,17 +71,28 @@ class AdviceTimes(NamedTuple):
 
 
 def _short(rounds: Sequence[Sequence[float]]) -> float:
-    """The mean over the steps of a round; of each step the time below which LOW of the rounds stay."""
+    """The mean over the steps of a round; of each step the time below which LOW of the rounds
+    stay."""
     return statistics.mean(float(np.quantile(times, LOW)) for times in zip(*rounds, strict=False))
 
 
-def measure_rounds(ranks: RankJob, ways: Sequence[SendingWay], links: Links, rounds: int,
-                   progress: Callable[[str], None], kept: KeptMeasurements, job: str = "") -> AdviceTimes:
+def measure_rounds(
+    ranks: RankJob,
+    ways: Sequence[SendingWay],
+    links: Links,
+    rounds: int,
+    progress: Callable[[str], None],
+    kept: KeptMeasurements,
+    job: str = "",
+) -> AdviceTimes:
     """Each way in each round: steps over a link that takes no time, then over each of `links`.
 
-    Args:    links: with no bandwidths, steps over them are not measured; job: of the ranks, in the kept names.
+    Args:    links: with no bandwidths, steps over them are not measured; job: of the ranks, in the
+             kept names.
     """
-    found = AdviceTimes({way.text: [] for way in ways}, {way.text: [[] for _ in links.bandwidths] for way in ways})
+    found = AdviceTimes(
+        {way.text: [] for way in ways}, {way.text: [[] for _ in links.bandwidths] for way in ways}
+    )
 
     def local_turn(way: SendingWay, number: int) -> list[dict[str, Any]]:
         progress(f"round {number} of {rounds}: {way.text}, a link of no time")
@@ -81,8 +101,10 @@ def measure_rounds(ranks: RankJob, ways: Sequence[SendingWay], links: Links, rou
 
     for number in range(1, rounds + 1):
         for way in ways:
-            steps = kept.once(f"{job}{way.text} over a link of no time, round {number}",
-                              partial(local_turn, way, number))
+            steps = kept.once(
+                f"{job}{way.text} over a link of no time, round {number}",
+                partial(local_turn, way, number),
+            )
             found.local[way.text].append([LocalStep(**step) for step in steps])
             if links.bandwidths:
                 times = turn(ranks, way, links, (number, rounds), progress, kept, job)
@@ -94,58 +116,117 @@ def measure_rounds(ranks: RankJob, ways: Sequence[SendingWay], links: Links, rou
 def _local_step(answers: list[dict[str, Any]]) -> LocalStep:
     """The step of the rank that took longest; bytes and messages are means of the ranks."""
     late = max(answers, key=lambda answer: answer["seconds"])
-    nbytes, messages = (statistics.mean(answer[name] for answer in answers) for name in ("nbytes", "messages"))
+    nbytes, messages = (
+        statistics.mean(answer[name] for answer in answers) for name in ("nbytes", "messages")
+    )
     return LocalStep(sum(late["seconds"]), nbytes, messages, late["moments"], late["sizes"])
 
 
 def advice(local: dict[str, LocalStep], ranks: int, links: Links) -> list[AdviceCell]:
     """The prediction for each scheme at each bandwidth."""
-    return [AdviceCell(way, ranks, bandwidth, (local[PLAIN].over(link), step.over(link)))
-            for way, step in local.items() if way != PLAIN
-            for bandwidth in links.bandwidths for link in [shaped(ranks, links.alpha, bandwidth)]]
+    return [
+        AdviceCell(way, ranks, bandwidth, (local[PLAIN].over(link), step.over(link)))
+        for way, step in local.items()
+        if way != PLAIN
+        for bandwidth in links.bandwidths
+        for link in [shaped(ranks, links.alpha, bandwidth)]
+    ]
 
 
-def advise(ranks: RankJob, size: int, ways: Sequence[SendingWay], links: Links, *, rounds: int, check: bool,
-           progress: Callable[[str], None], kept: KeptMeasurements) -> dict[str, Any]:
+def advise(
+    ranks: RankJob,
+    size: int,
+    ways: Sequence[SendingWay],
+    links: Links,
+    *,
+    rounds: int,
+    check: bool,
+    progress: Callable[[str], None],
+    kept: KeptMeasurements,
+) -> dict[str, Any]:
     """Predictions among `size` ranks, and with `check` what was measured.
 
     Args:    ways: the first is `none`; kept: what was measured before.
     """
-    times = measure_rounds(ranks, ways, links if check else Links(links.alpha, []), rounds, progress, kept,
-                           f"{size} ranks: ")
+    times = measure_rounds(
+        ranks,
+        ways,
+        links if check else Links(links.alpha, []),
+        rounds,
+        progress,
+        kept,
+        f"{size} ranks: ",
+    )
     local = {way.text: times.local_step(way.text) for way in ways}
     cells = advice(local, size, links)
     if check:
-        cells = [replace(cell, measured=_measured(times, cell.scheme, links)[cell.bandwidth]) for cell in cells]
-    return {"ranks": size, "score": score(cells),
-            "rows": [_row(way.text, cells, local, size, links, times) for way in ways if way.text != PLAIN],
-            "plain": {"nbytes": local[PLAIN].nbytes, "seconds": local[PLAIN].seconds}}
+        cells = [
+            replace(cell, measured=_measured(times, cell.scheme, links)[cell.bandwidth])
+            for cell in cells
+        ]
+    return {
+        "ranks": size,
+        "score": score(cells),
+        "rows": [
+            _row(way.text, cells, local, size, links, times) for way in ways if way.text != PLAIN
+        ],
+        "plain": {"nbytes": local[PLAIN].nbytes, "seconds": local[PLAIN].seconds},
+    }
 
 
-def _measured(times: AdviceTimes, way: str, links: Links,
-              rounds: slice = ALL_ROUNDS) -> dict[float, tuple[float, float]]:
+def _measured(
+    times: AdviceTimes, way: str, links: Links, rounds: slice = ALL_ROUNDS
+) -> dict[float, tuple[float, float]]:
     """Bandwidth -> seconds of a plain step, and of this way's."""
-    return {bandwidth: (times.seconds(PLAIN, link, rounds), times.seconds(way, link, rounds))
-            for link, bandwidth in enumerate(links.bandwidths)}
+    return {
+        bandwidth: (times.seconds(PLAIN, link, rounds), times.seconds(way, link, rounds))
+        for link, bandwidth in enumerate(links.bandwidths)
+    }
 
 
-def _row(way: str, cells: Sequence[AdviceCell], local: dict[str, LocalStep], ranks: int, links: Links,
-         times: AdviceTimes) -> dict[str, Any]:
-    """One scheme: its cells, and its break-even bandwidth by the model and as measured, by all rounds and by halves."""
+def _row(
+    way: str,
+    cells: Sequence[AdviceCell],
+    local: dict[str, LocalStep],
+    ranks: int,
+    links: Links,
+    times: AdviceTimes,
+) -> dict[str, Any]:
+    """One scheme: its cells, and its break-even bandwidth by the model and as measured, by all
+    rounds and by halves."""
     gain = predicted_gain(local[PLAIN], local[way], ranks, links.alpha)
     edge = break_even(lambda speed: gain(speed) > 0)
     checked, rounds = bool(times.over[way]), len(times.local[way])
     halves = [HALF, OTHER_HALF] if checked and rounds > 1 else []
-    return {"way": way, "nbytes": local[way].nbytes, "seconds": local[way].seconds,
-            "break_even": edge if isfinite(edge) else None, "always": not isfinite(edge),
-            "measured_break_even": measured_break_even(_measured(times, way, links), gain) if checked else None,
-            "by_halves": [measured_break_even(_measured(times, way, links, half), gain) for half in halves],
-            "cells": [{"bandwidth": cell.bandwidth, "predicted": cell.predicted, "measured": cell.measured,
-                       "compress": cell.compress, "right": cell.right} for cell in cells if cell.scheme == way]}
+    return {
+        "way": way,
+        "nbytes": local[way].nbytes,
+        "seconds": local[way].seconds,
+        "break_even": edge if isfinite(edge) else None,
+        "always": not isfinite(edge),
+        "measured_break_even": measured_break_even(_measured(times, way, links), gain)
+        if checked
+        else None,
+        "by_halves": [
+            measured_break_even(_measured(times, way, links, half), gain) for half in halves
+        ],
+        "cells": [
+            {
+                "bandwidth": cell.bandwidth,
+                "predicted": cell.predicted,
+                "measured": cell.measured,
+                "compress": cell.compress,
+                "right": cell.right,
+            }
+            for cell in cells
+            if cell.scheme == way
+        ],
+    }
 
 
 def claims(plain: LocalStep, compressed: LocalStep, ranks: int, links: Links) -> dict[str, Any]:
-    """The notes' two claims of 1-bit Adam, five times fewer bytes and 3.5 times sooner (N3 §3.2), by the model.
+    """The notes' two claims of 1-bit Adam, five times fewer bytes and 3.5 times sooner (N3 §3.2),
+    by the model.
 
     Args:    plain, compressed: steps of `none` and of 1-bit Adam after its warm-up.
     """
@@ -156,7 +237,15 @@ def claims(plain: LocalStep, compressed: LocalStep, ranks: int, links: Links) ->
         for bandwidth in links.bandwidths:
             link = shaped(ranks, links.alpha, bandwidth)
             speeds.append(speed_ratio(warmup, plain.over(link), compressed.over(link)))
-        rows.append({"warmup": warmup, "bytes_fp16": bytes_ratio(warmup, plain_bits=16, bits=bits),
-                     "bytes_fp32": bytes_ratio(warmup, plain_bits=32, bits=bits), "speeds": speeds,
-                     "bandwidth": bandwidth_for(CLAIMED_SPEED, warmup, plain, compressed, ranks, links.alpha)})
+        rows.append(
+            {
+                "warmup": warmup,
+                "bytes_fp16": bytes_ratio(warmup, plain_bits=16, bits=bits),
+                "bytes_fp32": bytes_ratio(warmup, plain_bits=32, bits=bits),
+                "speeds": speeds,
+                "bandwidth": bandwidth_for(
+                    CLAIMED_SPEED, warmup, plain, compressed, ranks, links.alpha
+                ),
+            }
+        )
     return {"ranks": ranks, "bits": bits, "rows": rows}

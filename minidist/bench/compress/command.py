@@ -1,4 +1,5 @@
-"""What `minidist bench compress` does: checks its options, starts the ranks, and runs one of its two measurements."""
+"""What `minidist bench compress` does: checks its options, starts the ranks, and runs one of its
+two measurements."""
 
 import argparse
 from typing import Any
@@ -24,56 +25,125 @@ MODEL = Model(layers=2, width=64, heads=4, context=64, batch=1, vocab=128)
 FULL = Model(layers=4, width=256, heads=4, context=64, batch=1, vocab=128)
 """3.2 million parameters, 64 tokens a rank and step."""
 WAYS = "none,fp16,8bit,top-k,1-bit,powersgd,adaptive,local-steps"
-MOST_SECONDS = 120          # that a step of plain buckets may take over the slowest link
-MEANS = {"layers": "blocks (2; with --full 4)", "width": "model width (64; with --full 256)",
-         "heads": "attention heads (4)", "context": "tokens a sequence (64)", "batch": "sequences a rank (1)",
-         "vocab": "embedding rows (128)"}
+MOST_SECONDS = 120  # that a step of plain buckets may take over the slowest link
+MEANS = {
+    "layers": "blocks (2; with --full 4)",
+    "width": "model width (64; with --full 256)",
+    "heads": "attention heads (4)",
+    "context": "tokens a sequence (64)",
+    "batch": "sequences a rank (1)",
+    "vocab": "embedding rows (128)",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `minidist bench compress`."""
-    parser.add_argument("--ways", type=split_ways, metavar="WAY,WAY",
-                        help=f"schemes of `minidist train --compress` with their options, and {LOCAL_STEPS}:every=H,"
-                             f"outer=…,lr=…,momentum=…,fragments=F,delay=D,mix=A,compress=NAME,rate=FACTOR ({WAYS}; "
-                             f"with --advise {check.SCHEMES})")
-    parser.add_argument("-n", "--ranks", type=counts, metavar="N", help="ranks (4; with --advise 2,4)")
-    parser.add_argument("--bandwidths", type=bandwidths, metavar="SPEED,SPEED",
-                        help=f"of the links ({FEW}; with --full or --advise {ALL})")
-    parser.add_argument("--alpha", type=positive_number, default=50e-6, metavar="SECONDS",
-                        help="latency of the links (5e-5)")
-    parser.add_argument("--full", action="store_true", help="3.2 million parameters, eight bandwidths, 1000 steps")
-    parser.add_argument("--steps", type=positive, metavar="K", help="steps of a training (200; with --full 1000)")
-    parser.add_argument("--every", type=positive, metavar="K", help="steps from loss to loss (a fiftieth of --steps)")
-    parser.add_argument("--target", type=positive_number, metavar="LOSS",
-                        help=f"the validation loss to reach ({100 * time_to_loss.SLACK:g} %% above the last of `none`)")
-    parser.add_argument("--lr", type=positive_number, default=2e-3, metavar="RATE",
-                        help="peak of the learning rate, of all ways (2e-3)")
-    parser.add_argument("--data", default="python", metavar="PATH", help="the text, as of `minidist train` (python)")
-    parser.add_argument("--rounds", type=positive, default=3, metavar="K", help="turns each way gets (3)")
-    parser.add_argument("--through", type=bandwidths, default=bandwidths("100Mbit"), metavar="SPEED",
-                        help="where the best way is run to its end, beside `none` over the fastest link (100Mbit)")
-    parser.add_argument("--transport", choices=("auto", "tcp", "shm"), default="auto", metavar="NAME",
-                        help="below the throttled links: auto, tcp or shm (auto)")
-    parser.add_argument("--advise", action="store_true",
-                        help="say where each scheme is faster than plain buckets, by the link model and a step over a "
-                             "link of no time; and what 1-bit Adam saves")
-    parser.add_argument("--check", action="store_true", help="with --advise: measure each cell, and count right advice")
-    parser.add_argument("--resume", metavar="FILE",
-                        help="keep what was measured in this file, and measure only what it lacks: an interrupted "
-                             "run goes on")
-    parser.add_argument("--hold", action="store_true",
-                        help="with --full, or --advise --check: end with 1 unless every bound is held that the notes "
-                             "below the table name")
+    parser.add_argument(
+        "--ways",
+        type=split_ways,
+        metavar="WAY,WAY",
+        help="schemes of `minidist train --compress` with their options, and "
+        f"{LOCAL_STEPS}:every=H,outer=…,lr=…,momentum=…,fragments=F,delay=D,mix=A,compress=NAME,rate=FACTOR "
+        f"({WAYS}; with --advise {check.SCHEMES})",
+    )
+    parser.add_argument(
+        "-n", "--ranks", type=counts, metavar="N", help="ranks (4; with --advise 2,4)"
+    )
+    parser.add_argument(
+        "--bandwidths",
+        type=bandwidths,
+        metavar="SPEED,SPEED",
+        help=f"of the links ({FEW}; with --full or --advise {ALL})",
+    )
+    parser.add_argument(
+        "--alpha",
+        type=positive_number,
+        default=50e-6,
+        metavar="SECONDS",
+        help="latency of the links (5e-5)",
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="3.2 million parameters, eight bandwidths, 1000 steps"
+    )
+    parser.add_argument(
+        "--steps", type=positive, metavar="K", help="steps of a training (200; with --full 1000)"
+    )
+    parser.add_argument(
+        "--every",
+        type=positive,
+        metavar="K",
+        help="steps from loss to loss (a fiftieth of --steps)",
+    )
+    parser.add_argument(
+        "--target",
+        type=positive_number,
+        metavar="LOSS",
+        help=f"the validation loss to reach ({100 * time_to_loss.SLACK:g} %% above the last of "
+        "`none`)",
+    )
+    parser.add_argument(
+        "--lr",
+        type=positive_number,
+        default=2e-3,
+        metavar="RATE",
+        help="peak of the learning rate, of all ways (2e-3)",
+    )
+    parser.add_argument(
+        "--data", default="python", metavar="PATH", help="the text, as of `minidist train` (python)"
+    )
+    parser.add_argument(
+        "--rounds", type=positive, default=3, metavar="K", help="turns each way gets (3)"
+    )
+    parser.add_argument(
+        "--through",
+        type=bandwidths,
+        default=bandwidths("100Mbit"),
+        metavar="SPEED",
+        help="where the best way is run to its end, beside `none` over the fastest link (100Mbit)",
+    )
+    parser.add_argument(
+        "--transport",
+        choices=("auto", "tcp", "shm"),
+        default="auto",
+        metavar="NAME",
+        help="below the throttled links: auto, tcp or shm (auto)",
+    )
+    parser.add_argument(
+        "--advise",
+        action="store_true",
+        help="say where each scheme is faster than plain buckets, by the link model and a step "
+        "over a link of no time; and what 1-bit Adam saves",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="with --advise: measure each cell, and count right advice",
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="FILE",
+        help="keep what was measured in this file, and measure only what it lacks: an interrupted "
+        "run goes on",
+    )
+    parser.add_argument(
+        "--hold",
+        action="store_true",
+        help="with --full, or --advise --check: end with 1 unless every bound is held that the "
+        "notes below the table name",
+    )
     for name, means in MEANS.items():
         parser.add_argument(f"--{name}", type=positive, metavar="N", help=means)
 
 
 def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """The measurement that the options ask for. Raises: ConfigError for options that do not go together."""
+    """The measurement that the options ask for. Raises: ConfigError for options that do not go
+    together."""
     if args.check and not args.advise:
         raise ConfigError("--check: measures what --advise predicts; add --advise")
     if args.hold and not (args.check or (args.full and not args.advise)):
-        raise ConfigError("--hold: bounds are for --full, and for --advise --check; add one of them")
+        raise ConfigError(
+            "--hold: bounds are for --full, and for --advise --check; add one of them"
+        )
     sizes = args.ranks or ([2, 4] if args.advise else [4])
     if min(sizes) < 2 or (len(sizes) > 1 and not args.advise):
         raise ConfigError("choose -n of at least 2; several numbers of ranks only with --advise")
@@ -83,11 +153,23 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     words = args.ways or split_ways(check.SCHEMES if args.advise else WAYS)
     ways = [way_of(word, steps) for word in [PLAIN, *(word for word in words if word != PLAIN)]]
     every = args.every or max(1, steps // 50)
-    links = Links(args.alpha, args.bandwidths or bandwidths(ALL if args.full or args.advise else FEW))
+    links = Links(
+        args.alpha, args.bandwidths or bandwidths(ALL if args.full or args.advise else FEW)
+    )
     _require(args, model, ways, sizes, links)
-    result = {"what": "compress", "model": vars(model), "alpha": links.alpha, "bandwidths": list(links.bandwidths),
-              "steps": steps, "lr": args.lr, "advise": args.advise, "transport": args.transport}
-    kept = KeptMeasurements(args.resume, {**result, "data": args.data, "ranks": sizes, "every": every})
+    result = {
+        "what": "compress",
+        "model": vars(model),
+        "alpha": links.alpha,
+        "bandwidths": list(links.bandwidths),
+        "steps": steps,
+        "lr": args.lr,
+        "advise": args.advise,
+        "transport": args.transport,
+    }
+    kept = KeptMeasurements(
+        args.resume, {**result, "data": args.data, "ranks": sizes, "every": every}
+    )
     if args.advise:
         result |= _advise(args, model, ways, sizes, links, steps, progress, kept)
         return _with_bounds(result, bounds_of_advice(result["advice"]) if args.check else [])
@@ -95,9 +177,23 @@ def measure(args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     with closed_at_the_end(jobs):
         jobs.append(_start(args, model, sizes[0], steps))
         parameters = jobs[0].ask(what="open", way=PLAIN)[0]["parameters"]
-        result |= {"ranks": sizes[0], "parameters": parameters, **time_to_loss.measure(
-            jobs[0], ways, links, steps=steps, every=every, rounds=args.rounds,
-            target=args.target, through=args.through[0], progress=progress, keep=progress.keep, kept=kept)}
+        result |= {
+            "ranks": sizes[0],
+            "parameters": parameters,
+            **time_to_loss.measure(
+                jobs[0],
+                ways,
+                links,
+                steps=steps,
+                every=every,
+                rounds=args.rounds,
+                target=args.target,
+                through=args.through[0],
+                progress=progress,
+                keep=progress.keep,
+                kept=kept,
+            ),
+        }
     return _with_bounds(result, bounds_of_times(result) if args.full else [])
 
 
@@ -106,13 +202,17 @@ def _with_bounds(result: dict[str, Any], bounds: list[AskedBound]) -> dict[str, 
     return {**result, "bounds": [{**bound._asdict(), "line": bound.line} for bound in bounds]}
 
 
-def _require(args: argparse.Namespace, model: Model, ways: list[SendingWay], sizes: list[int], links: Links) -> None:
+def _require(
+    args: argparse.Namespace, model: Model, ways: list[SendingWay], sizes: list[int], links: Links
+) -> None:
     """Raise ConfigError, DataError or MemoryLimitError for what cannot end."""
     text.load(args.data).check(context=model.context, vocabulary=model.vocab)
     step.require_memory(model, Plan(dp=max(sizes)))
     if any(way.name == LOCAL_STEPS for way in ways) and args.advise:
-        raise ConfigError("--advise: compares schemes with plain buckets, and local steps train otherwise; leave them "
-                          "out of --ways")
+        raise ConfigError(
+            "--advise: compares schemes with plain buckets, and local steps train otherwise; "
+            "leave them out of --ways"
+        )
     for size in sizes:
         for way in ways:
             way.plan(size)
@@ -120,31 +220,70 @@ def _require(args: argparse.Namespace, model: Model, ways: list[SendingWay], siz
         raise ConfigError("--ways: name each way once")
     seconds = 8 * model.config().numbers / min(links.bandwidths)
     if seconds > MOST_SECONDS:
-        raise ConfigError(f"a plain step takes {seconds:,.0f} s over the slowest of --bandwidths; choose links over "
-                          f"which it takes {MOST_SECONDS} s at the most, or a smaller model")
+        raise ConfigError(
+            f"a plain step takes {seconds:,.0f} s over the slowest of --bandwidths; choose links "
+            f"over which it takes {MOST_SECONDS} s at the most, or a smaller model"
+        )
 
 
 def _start(args: argparse.Namespace, model: Model, size: int, steps: int) -> Job:
-    transport = "shm" if args.transport == "auto" else current_name(args.transport)      # the ranks are on this host
-    return start_workers(MODULE, "compress", size, [*model.arguments(), f"--steps={steps}", f"--lr={args.lr!r}",
-                                                    f"--data={args.data}", f"--transport={transport}"])
+    # the ranks are on this host
+    transport = "shm" if args.transport == "auto" else current_name(args.transport)
+    return start_workers(
+        MODULE,
+        "compress",
+        size,
+        [
+            *model.arguments(),
+            f"--steps={steps}",
+            f"--lr={args.lr!r}",
+            f"--data={args.data}",
+            f"--transport={transport}",
+        ],
+    )
 
 
-def _advise(args: argparse.Namespace, model: Model, ways: list[SendingWay], sizes: list[int], links: Links, steps: int,
-            progress: Progress, kept: KeptMeasurements) -> dict[str, Any]:
+def _advise(
+    args: argparse.Namespace,
+    model: Model,
+    ways: list[SendingWay],
+    sizes: list[int],
+    links: Links,
+    steps: int,
+    progress: Progress,
+    kept: KeptMeasurements,
+) -> dict[str, Any]:
     """The advice for each number of ranks, and the claims for the largest."""
     found, claims = [], {}
     for size in sizes:
         jobs: list[Job] = []
         with closed_at_the_end(jobs):
             jobs.append(_start(args, model, size, steps))
-            found.append(check.advise(jobs[0], size, ways, links, rounds=args.rounds, check=args.check,
-                                      progress=time_to_loss.after(f"{size} ranks", progress), kept=kept))
+            found.append(
+                check.advise(
+                    jobs[0],
+                    size,
+                    ways,
+                    links,
+                    rounds=args.rounds,
+                    check=args.check,
+                    progress=time_to_loss.after(f"{size} ranks", progress),
+                    kept=kept,
+                )
+            )
             if size == max(sizes):
                 one_bit = way_of("1-bit", steps)
-                times = check.measure_rounds(jobs[0], [ways[0], one_bit], Links(links.alpha, []), args.rounds, progress,
-                                             kept, "claims: ")
-                claims = check.claims(times.local_step(PLAIN), times.local_step(one_bit.text), size, links)
+                times = check.measure_rounds(
+                    jobs[0],
+                    [ways[0], one_bit],
+                    Links(links.alpha, []),
+                    args.rounds,
+                    progress,
+                    kept,
+                    "claims: ",
+                )
+                claims = check.claims(
+                    times.local_step(PLAIN), times.local_step(one_bit.text), size, links
+                )
         progress.keep(f"{size} ranks: done")
     return {"advice": found, "claims": claims}
-

@@ -1,7 +1,8 @@
 """What a measurement has found so far, so that one that was interrupted goes on where it stopped.
 
-A file of JSON lines. The first says of what (model, steps, text …); then a line for each thing measured: a training, a
-turn of steps over each link. A second run with the same options reads them, and measures what is missing.
+A file of JSON lines. The first says of what (model, steps, text …); then a line for each thing
+measured: a training, a turn of steps over each link. A second run with the same options reads them,
+and measures what is missing.
 """
 
 import json
@@ -18,7 +19,8 @@ from minidist.reading import parse_json, read_text
 class KeptMeasurements:
     """Measures each thing once, in all runs together.
 
-    Args:    path: of the file, made if it is not there; None: nothing is kept. setting: what all measurements share.
+    Args:    path: of the file, made if it is not there; None: nothing is kept. setting: what all
+             measurements share.
     Raises:  ConfigError if the file is of another setting, or is none of these files.
     """
 
@@ -29,24 +31,32 @@ class KeptMeasurements:
             return
         try:
             text = read_text(path) if Path(path).exists() else ""
-            lines = text[:text.rfind("\n") + 1].splitlines()       # a killed run may have cut its last line short
+            # a killed run may have cut its last line short
+            lines = text[: text.rfind("\n") + 1].splitlines()
             first, *rest = [parse_json(line.encode()) for line in lines] or [head]
             self.found = {line["name"]: line["value"] for line in rest}
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"--resume {path}: cannot be read as measurements ({error}); name a new file") from error
-        if not lines and not json.dumps(head).startswith(text):     # no first line that was cut short
+            raise ConfigError(
+                f"--resume {path}: cannot be read as measurements ({error}); name a new file"
+            ) from error
+        if not lines and not json.dumps(head).startswith(text):  # no first line that was cut short
             first = None
         if first != head:
-            raise ConfigError(f"--resume {path}: has measurements with other options ({_differences(first, head)}); "
-                              f"give the same, or name a new file")
+            raise ConfigError(
+                f"--resume {path}: has measurements with other options "
+                f"({_differences(first, head)}); give the same, or name a new file"
+            )
         try:
             with whole(path) as draft:
-                draft.write_text("".join(f"{line}\n" for line in lines or [json.dumps(head)]), encoding="utf-8")
+                draft.write_text(
+                    "".join(f"{line}\n" for line in lines or [json.dumps(head)]), encoding="utf-8"
+                )
         except OSError as error:
             raise ConfigError(f"--resume {path}: cannot be written ({error})") from error
 
     def once(self, name: str, measure: Callable[[], Any]) -> Any:
-        """The value kept under a name; else it is measured, and kept. Values are what JSON has: lists, not tuples."""
+        """The value kept under a name; else it is measured, and kept. Values are what JSON has:
+        lists, not tuples."""
         if name not in self.found:
             self.found[name] = _plain(measure())
             self._add({"name": name, "value": self.found[name]})
@@ -79,5 +89,8 @@ def _differences(first: Any, head: dict[str, Any]) -> str:
     if not isinstance(was, dict):
         return "it does not begin as such a file"
     now = head["setting"]
-    return ", ".join(f"{key}: {was.get(key)}, now {now.get(key)}" for key in {**was, **now}
-                     if was.get(key) != now.get(key))
+    return ", ".join(
+        f"{key}: {was.get(key)}, now {now.get(key)}"
+        for key in {**was, **now}
+        if was.get(key) != now.get(key)
+    )

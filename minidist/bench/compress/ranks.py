@@ -1,8 +1,9 @@
-"""The ranks' side of `minidist bench compress`: one job, whose link takes another speed when it is told to.
+"""The ranks' side of `minidist bench compress`: one job, whose link takes another speed when it is
+told to.
 
-    open    a training of one way begins, with its warm-up where steps are only timed
-    steps   it goes on for so many steps, over a link of α and β
-    loss    of the validation text, or of some rows of it
+open    a training of one way begins, with its warm-up where steps are only timed
+steps   it goes on for so many steps, over a link of α and β
+loss    of the validation text, or of some rows of it
 """
 
 import time
@@ -36,57 +37,98 @@ class Moments(Silent):
 
 
 class Training:
-    """A training over a link whose speed changes. Every rank of the group makes one and asks it the same.
+    """A training over a link whose speed changes. Every rank of the group makes one and asks it the
+    same.
 
-    Args:    group: over throttled links; model: its batch is that of a rank; steps: of the whole training.
-             lr: the peak of a cosine; source: of the text; rows: of the validation text for a loss by the way,
-             evenly spread.
+    Args:    group: over throttled links; model: its batch is that of a rank; steps: of the whole
+             training.
+             lr: the peak of a cosine; source: of the text; rows: of the validation text for a loss
+             by the way, evenly spread.
     """
 
-    def __init__(self, group: Group, model: Model, *, steps: int, lr: float, source: str = "python",
-                 rows: int = 240) -> None:
+    def __init__(
+        self,
+        group: Group,
+        model: Model,
+        *,
+        steps: int,
+        lr: float,
+        source: str = "python",
+        rows: int = 240,
+    ) -> None:
         assert isinstance(group.transport, Delayed)
-        self.group, self.link, self.model, self.steps, self.lr = group, group.transport, model, steps, lr
+        self.group, self.link, self.model, self.steps, self.lr = (
+            group,
+            group.transport,
+            model,
+            steps,
+            lr,
+        )
         self.text = text.load(source)
         inputs, targets = text.windows(self.text.validation, context=model.context)
-        self.validation = {whole: self._rows(inputs, targets, 1 if whole else max(1, len(inputs) // rows))
-                           for whole in (False, True)}
+        self.validation = {
+            whole: self._rows(inputs, targets, 1 if whole else max(1, len(inputs) // rows))
+            for whole in (False, True)
+        }
         self.moments = Moments()
         self.trainer: Trainer | None = None
 
     def answer(self, what: str, **options: Any) -> Any:
         """What the main process asks."""
-        does: dict[str, Callable[..., Any]] = {"open": self.open, "steps": self.run, "loss": self.loss}
+        does: dict[str, Callable[..., Any]] = {
+            "open": self.open,
+            "steps": self.run,
+            "loss": self.loss,
+        }
         return does[what](**options)
 
     def open(self, way: str, timed: bool = False) -> dict[str, Any]:
-        """Begin a training of this way; with `timed` after its warm-up. Returns: the number of parameters."""
+        """Begin a training of this way; with `timed` after its warm-up. Returns: the number of
+        parameters."""
         self.close()
         self._set_link(0.0, 0.0)
         chosen = way_of(way, self.steps)
         chosen = chosen.timed() if timed else chosen
-        self.trainer = Trainer(chosen.plan(self.group.size), self.model.config(), self.group, seed=SEED,
-                               lr=chosen.rate * self.lr, lr_schedule="cosine", warmup=self.steps // 20,
-                               steps=self.steps, recorder=self.moments)
+        self.trainer = Trainer(
+            chosen.plan(self.group.size),
+            self.model.config(),
+            self.group,
+            seed=SEED,
+            lr=chosen.rate * self.lr,
+            lr_schedule="cosine",
+            warmup=self.steps // 20,
+            steps=self.steps,
+            recorder=self.moments,
+        )
         if timed:
             self._go(max(2, chosen.period))
         return {"parameters": sum(p.size for p in self.trainer.model.parameters())}
 
     def run(self, steps: int, alpha: float = 0.0, beta: float = 0.0) -> dict[str, Any]:
-        """Make steps over a link of α and β. Returns: seconds of each, what was sent, when buckets were ready."""
+        """Make steps over a link of α and β. Returns: seconds of each, what was sent, when buckets
+        were ready."""
         self._set_link(alpha, beta)
         before, messages = self._sent(), self._messages()
         self.moments.seconds.clear()
         begun = time.perf_counter()
         seconds = self._go(steps)
         assert self.trainer is not None
-        scheme = self.trainer.strategy.data_axis.scheme if self.trainer.plan.local_steps is None else None
-        return {"seconds": seconds, "nbytes": self._sent() - before, "messages": self._messages() - messages,
-                "moments": [moment - begun for moment in self.moments.seconds],
-                "sizes": [] if scheme is None else [run.size for run in scheme.runs]}
+        scheme = (
+            self.trainer.strategy.data_axis.scheme
+            if self.trainer.plan.local_steps is None
+            else None
+        )
+        return {
+            "seconds": seconds,
+            "nbytes": self._sent() - before,
+            "messages": self._messages() - messages,
+            "moments": [moment - begun for moment in self.moments.seconds],
+            "sizes": [] if scheme is None else [run.size for run in scheme.runs],
+        }
 
     def loss(self, whole: bool = False) -> float:
-        """The mean loss of a token of some rows of the validation text, or of all; over a link that takes no time."""
+        """The mean loss of a token of some rows of the validation text, or of all; over a link that
+        takes no time."""
         assert self.trainer is not None
         self._set_link(0.0, 0.0)
         return self.trainer.evaluate([self.validation[whole]])
@@ -108,8 +150,15 @@ class Training:
         seconds = []
         for _ in range(steps):
             begun = time.perf_counter()
-            self.trainer.step(text.batch(self.text.train, self.trainer.steps_done, batch=self.model.batch *
-                                         self.group.size, context=self.model.context, seed=SEED))
+            self.trainer.step(
+                text.batch(
+                    self.text.train,
+                    self.trainer.steps_done,
+                    batch=self.model.batch * self.group.size,
+                    context=self.model.context,
+                    seed=SEED,
+                )
+            )
             seconds.append(time.perf_counter() - begun)
         return seconds
 
@@ -148,7 +197,9 @@ def main() -> None:
     limit_blas_threads(1, local_size=1)
     world = md.init(transport=options.transport, threads=1)
     with delayed(world, alpha=0.0, beta=0.0) as group:
-        training = Training(group, Model.of(options), steps=options.steps, lr=options.lr, source=options.data)
+        training = Training(
+            group, Model.of(options), steps=options.steps, lr=options.lr, source=options.data
+        )
         answer(options.meet, world.rank, training.answer)
         training.close()
 

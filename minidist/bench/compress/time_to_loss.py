@@ -1,12 +1,17 @@
-"""The time until a training reaches a loss, by scheme and bandwidth, without training it over each link.
+"""The time until a training reaches a loss, by scheme and bandwidth, without training it over each
+link.
 
-    curve       each way is trained once over a link that takes no time: the link changes no number of a training
-    steps       until the loss of some rows of the validation text first is at most the target, in steps of `every`
-    last loss   of the whole validation text, of which the rows of a curve are a third, evenly spread
+    curve       each way is trained once over a link that takes no time: the link changes no number
+                of a training
+    steps       until the loss of some rows of the validation text first is at most the target, in
+                steps of `every`
+    last loss   of the whole validation text, of which the rows of a curve are a third, evenly
+                spread
     step        measured over each link, the median; of local steps the mean over a period
     time        steps × step; 1-bit Adam's warm-up counts as steps of `none`
 
-Two cells are run to their end over their link. The adaptive ratio follows its link, so each of its cells is.
+Two cells are run to their end over their link. The adaptive ratio follows its link, so each of its
+cells is.
 """
 
 import statistics
@@ -18,10 +23,10 @@ from minidist.bench.compress.kept import KeptMeasurements
 from minidist.bench.compress.links import bandwidth_text
 from minidist.bench.compress.ways import PLAIN, SendingWay
 
-SLACK = 0.015           # the target: so much above the last loss of `none`
-LONG = 2.0              # seconds: a step over a link that takes longer is measured once a round
-TIMES = 5               # a shorter one so often
-SLICE = 60.0            # seconds that one question to the ranks may take, about
+SLACK = 0.015  # the target: so much above the last loss of `none`
+LONG = 2.0  # seconds: a step over a link that takes longer is measured once a round
+TIMES = 5  # a shorter one so often
+SLICE = 60.0  # seconds that one question to the ranks may take, about
 Curve = list[tuple[int, float]]
 
 
@@ -50,12 +55,22 @@ def slowest(answers: list[dict[str, Any]]) -> list[float]:
     return [max(row) for row in zip(*(answer["seconds"] for answer in answers), strict=True)]
 
 
-def train(ranks: RankJob, way: SendingWay, steps: int, every: int, *, alpha: float = 0.0, beta: float = 0.0,
-          until: float | None = None, progress: Callable[[str], None]) -> tuple[Curve, float, int, float]:
+def train(
+    ranks: RankJob,
+    way: SendingWay,
+    steps: int,
+    every: int,
+    *,
+    alpha: float = 0.0,
+    beta: float = 0.0,
+    until: float | None = None,
+    progress: Callable[[str], None],
+) -> tuple[Curve, float, int, float]:
     """Train `way` from its begin.
 
     Args:    until: stop when the loss is at most this.
-    Returns: the curve, of some rows of the validation text; the seconds of its steps; the bytes that rank 0 has sent;
+    Returns: the curve, of some rows of the validation text; the seconds of its steps; the bytes
+    that rank 0 has sent;
              the last loss of the whole validation text.
     """
     ranks.ask(what="open", way=way.text)
@@ -76,30 +91,49 @@ def train(ranks: RankJob, way: SendingWay, steps: int, every: int, *, alpha: flo
     return curve, seconds, nbytes, ranks.ask(what="loss", whole=True)[0]
 
 
-def time_steps(ranks: RankJob, way: SendingWay, links: Links, times: list[list[float]],
-               progress: Callable[[str], None]) -> None:
-    """A turn of one way: seconds of a step over each link, added to `times`, a list for each bandwidth.
+def time_steps(
+    ranks: RankJob,
+    way: SendingWay,
+    links: Links,
+    times: list[list[float]],
+    progress: Callable[[str], None],
+) -> None:
+    """A turn of one way: seconds of a step over each link, added to `times`, a list for each
+    bandwidth.
 
-    Each link sees the same steps of the training, because some schemes send less in later ones (threshold, predict).
+    Each link sees the same steps of the training, because some schemes send less in later ones
+    (threshold, predict).
     """
     for bandwidth, found in zip(links.bandwidths, times, strict=True):
         progress(f"timing {way.text} at {bandwidth_text(bandwidth)}")
         ranks.ask(what="open", way=way.text, timed=True)
         more = 1
         while more:
-            answers = ranks.ask(what="steps", steps=way.period * more, alpha=links.alpha, beta=1 / bandwidth)
+            answers = ranks.ask(
+                what="steps", steps=way.period * more, alpha=links.alpha, beta=1 / bandwidth
+            )
             seconds = slowest(answers)
-            periods = [sum(seconds[at:at + way.period]) for at in range(0, len(seconds), way.period)]
+            periods = [
+                sum(seconds[at : at + way.period]) for at in range(0, len(seconds), way.period)
+            ]
             found += [period / way.period for period in periods]
             more = TIMES - 1 if more == 1 and periods[0] < LONG else 0
 
 
-def turn(ranks: RankJob, way: SendingWay, links: Links, number: tuple[int, int], progress: Callable[[str], None],
-         kept: KeptMeasurements, job: str = "") -> list[list[float]]:
+def turn(
+    ranks: RankJob,
+    way: SendingWay,
+    links: Links,
+    number: tuple[int, int],
+    progress: Callable[[str], None],
+    kept: KeptMeasurements,
+    job: str = "",
+) -> list[list[float]]:
     """A turn of one way, measured or kept: seconds of its steps over each link.
 
     Args:    number: of the round, and of all rounds; job: of the ranks, in the kept names.
     """
+
     def measured() -> list[list[float]]:
         found: list[list[float]] = [[] for _ in links.bandwidths]
         time_steps(ranks, way, links, found, after(f"round {number[0]} of {number[1]}", progress))
@@ -109,8 +143,14 @@ def turn(ranks: RankJob, way: SendingWay, links: Links, number: tuple[int, int],
     return seconds
 
 
-def median_steps(ranks: RankJob, ways: Sequence[SendingWay], links: Links, rounds: int,
-                 progress: Callable[[str], None], kept: KeptMeasurements) -> dict[str, list[float]]:
+def median_steps(
+    ranks: RankJob,
+    ways: Sequence[SendingWay],
+    links: Links,
+    rounds: int,
+    progress: Callable[[str], None],
+    kept: KeptMeasurements,
+) -> dict[str, list[float]]:
     """The median step of each way over each link; ways take turns."""
     times: dict[str, list[list[float]]] = {way.text: [[] for _ in links.bandwidths] for way in ways}
     for number in range(1, rounds + 1):
@@ -126,63 +166,131 @@ def after(words: str, progress: Callable[[str], None]) -> Callable[[str], None]:
     return lambda line: progress(f"{words}: {line}")
 
 
-def measure(ranks: RankJob, ways: Sequence[SendingWay], links: Links, *, steps: int, every: int, rounds: int,
-            target: float | None, through: float, progress: Callable[[str], None],
-            keep: Callable[[str], None], kept: KeptMeasurements) -> dict[str, Any]:
+def measure(
+    ranks: RankJob,
+    ways: Sequence[SendingWay],
+    links: Links,
+    *,
+    steps: int,
+    every: int,
+    rounds: int,
+    target: float | None,
+    through: float,
+    progress: Callable[[str], None],
+    keep: Callable[[str], None],
+    kept: KeptMeasurements,
+) -> dict[str, Any]:
     """Curves, times of steps, times to the target, and the cells that were run to their end.
 
     Args:    ways: the first is `none`; target: a loss, or None for SLACK above the last of `none`.
-             through: the bandwidth at which the best way is run to its end; `none` is at the highest.
+             through: the bandwidth at which the best way is run to its end; `none` is at the
+             highest.
              kept: what was measured before.
     """
     curves, sent, losses = {}, {}, {}
     for way in ways:
         if not way.follows_link:
             curves[way.text], _, nbytes, losses[way.text] = kept.once(
-                f"curve of {way.text}", partial(train, ranks, way, steps, every, progress=progress))
+                f"curve of {way.text}", partial(train, ranks, way, steps, every, progress=progress)
+            )
             sent[way.text] = nbytes / steps
             keep(f"{way.text}: loss {losses[way.text]:.4f} after {steps} steps")
     plain = curves[PLAIN]
     goal = (1 + SLACK) * plain[-1][1] if target is None else target
-    median = median_steps(ranks, [way for way in ways if not way.follows_link], links, rounds, progress, kept)
-    rows = [{"loss": losses[way.text], **_row(way, curves[way.text], sent[way.text], median, links, goal)}
-            for way in ways if not way.follows_link]
+    median = median_steps(
+        ranks, [way for way in ways if not way.follows_link], links, rounds, progress, kept
+    )
+    rows = [
+        {
+            "loss": losses[way.text],
+            **_row(way, curves[way.text], sent[way.text], median, links, goal),
+        }
+        for way in ways
+        if not way.follows_link
+    ]
     for way in ways:
         if way.follows_link:
             rows.append(_run_adaptive(ranks, way, links, steps, every, goal, progress, kept))
-    for row in rows:            # the adaptive ratio's trainings end at the target, if they reach it
+    for row in rows:  # the adaptive ratio's trainings end at the target, if they reach it
         whole = row["way"] in curves or row["cells"][-1]["steps"] is None
         row["above_plain"] = row["loss"] / losses[PLAIN] - 1 if whole else None
-    return {"target": goal, "rows": rows,
-            "through": [_run_through(ranks, way, bandwidth, links, rows, every, progress, kept)
-                        for way, bandwidth in _cells(ways, rows, links, through)]}
+    return {
+        "target": goal,
+        "rows": rows,
+        "through": [
+            _run_through(ranks, way, bandwidth, links, rows, every, progress, kept)
+            for way, bandwidth in _cells(ways, rows, links, through)
+        ],
+    }
 
 
-def _row(way: SendingWay, curve: Curve, nbytes: float, median: dict[str, list[float]], links: Links,
-         goal: float) -> dict[str, Any]:
+def _row(
+    way: SendingWay,
+    curve: Curve,
+    nbytes: float,
+    median: dict[str, list[float]],
+    links: Links,
+    goal: float,
+) -> dict[str, Any]:
     """One way: what it costs over each link until the target is reached."""
     steps = steps_to(curve, goal)
     cells = []
-    for bandwidth, step, plain_step in zip(links.bandwidths, median[way.text], median[PLAIN], strict=True):
+    for bandwidth, step, plain_step in zip(
+        links.bandwidths, median[way.text], median[PLAIN], strict=True
+    ):
         seconds = None if steps is None else way.seconds(steps, step, plain_step)
-        cells.append({"bandwidth": bandwidth, "step_seconds": step, "steps": steps, "seconds": seconds})
+        cells.append(
+            {"bandwidth": bandwidth, "step_seconds": step, "steps": steps, "seconds": seconds}
+        )
     return {"way": way.text, "nbytes": nbytes, "curve": curve, "cells": cells}
 
 
-def _run_adaptive(ranks: RankJob, way: SendingWay, links: Links, steps: int, every: int, goal: float,
-                  progress: Callable[[str], None], kept: KeptMeasurements) -> dict[str, Any]:
-    """The adaptive ratio, trained over each link until the target is reached; loss and curve: of the last link."""
+def _run_adaptive(
+    ranks: RankJob,
+    way: SendingWay,
+    links: Links,
+    steps: int,
+    every: int,
+    goal: float,
+    progress: Callable[[str], None],
+    kept: KeptMeasurements,
+) -> dict[str, Any]:
+    """The adaptive ratio, trained over each link until the target is reached; loss and curve: of
+    the last link."""
     cells, curve, nbytes, loss = [], Curve(), 0, 0.0
     for bandwidth in links.bandwidths:
         curve, seconds, nbytes, loss = kept.once(
             f"{way.text} at {bandwidth_text(bandwidth)} until {goal!r}",
-            partial(train, ranks, way, steps, every, alpha=links.alpha, beta=1 / bandwidth, until=goal,
-                    progress=after(bandwidth_text(bandwidth), progress)))
+            partial(
+                train,
+                ranks,
+                way,
+                steps,
+                every,
+                alpha=links.alpha,
+                beta=1 / bandwidth,
+                until=goal,
+                progress=after(bandwidth_text(bandwidth), progress),
+            ),
+        )
         needed = steps_to(curve, goal)
-        cells.append({"bandwidth": bandwidth, "step_seconds": seconds / curve[-1][0], "steps": needed,
-                      "seconds": None if needed is None else seconds, "loss": curve[-1][1],
-                      "nbytes": nbytes / curve[-1][0]})
-    return {"way": way.text, "loss": loss, "nbytes": nbytes / curve[-1][0], "curve": curve, "cells": cells}
+        cells.append(
+            {
+                "bandwidth": bandwidth,
+                "step_seconds": seconds / curve[-1][0],
+                "steps": needed,
+                "seconds": None if needed is None else seconds,
+                "loss": curve[-1][1],
+                "nbytes": nbytes / curve[-1][0],
+            }
+        )
+    return {
+        "way": way.text,
+        "loss": loss,
+        "nbytes": nbytes / curve[-1][0],
+        "curve": curve,
+        "cells": cells,
+    }
 
 
 def best(rows: Sequence[dict[str, Any]], index: int) -> dict[str, Any] | None:
@@ -191,27 +299,53 @@ def best(rows: Sequence[dict[str, Any]], index: int) -> dict[str, Any] | None:
     return min(there, key=lambda row: row["cells"][index]["seconds"], default=None)
 
 
-def _cells(ways: Sequence[SendingWay], rows: list[dict[str, Any]], links: Links,
-           through: float) -> list[tuple[SendingWay, float]]:
-    """The cells to run to their end: `none` over the fastest link, and the best other way over the given one."""
+def _cells(
+    ways: Sequence[SendingWay], rows: list[dict[str, Any]], links: Links, through: float
+) -> list[tuple[SendingWay, float]]:
+    """The cells to run to their end: `none` over the fastest link, and the best other way over the
+    given one."""
     here = {way.text: way for way in ways}
-    nearest = min(range(len(links.bandwidths)), key=lambda index: abs(links.bandwidths[index] - through))
+    nearest = min(
+        range(len(links.bandwidths)), key=lambda index: abs(links.bandwidths[index] - through)
+    )
     others = [row for row in rows if row["way"] != PLAIN and not here[row["way"]].follows_link]
     found = best(others, nearest)
     chosen = [(here[PLAIN], links.bandwidths[-1])]
     return chosen if found is None else [*chosen, (here[found["way"]], links.bandwidths[nearest])]
 
 
-def _run_through(ranks: RankJob, way: SendingWay, bandwidth: float, links: Links, rows: list[dict[str, Any]],
-                 every: int, progress: Callable[[str], None], kept: KeptMeasurements) -> dict[str, Any]:
+def _run_through(
+    ranks: RankJob,
+    way: SendingWay,
+    bandwidth: float,
+    links: Links,
+    rows: list[dict[str, Any]],
+    every: int,
+    progress: Callable[[str], None],
+    kept: KeptMeasurements,
+) -> dict[str, Any]:
     """Train over the link, for as many steps as the curve needs to the target."""
     row = next(row for row in rows if row["way"] == way.text)
     cell = next(cell for cell in row["cells"] if cell["bandwidth"] == bandwidth)
-    told = {"way": way.text, "bandwidth": bandwidth, "steps": cell["steps"], "predicted": cell["seconds"]}
+    told = {
+        "way": way.text,
+        "bandwidth": bandwidth,
+        "steps": cell["steps"],
+        "predicted": cell["seconds"],
+    }
     if cell["steps"] is None:
         return {**told, "measured": None, "loss": None}
     curve, seconds, _, _ = kept.once(
         f"{way.text} at {bandwidth_text(bandwidth)} to the end, {cell['steps']} steps",
-        partial(train, ranks, way, cell["steps"], every, alpha=links.alpha, beta=1 / bandwidth,
-                progress=after(f"{bandwidth_text(bandwidth)}, to the end", progress)))
+        partial(
+            train,
+            ranks,
+            way,
+            cell["steps"],
+            every,
+            alpha=links.alpha,
+            beta=1 / bandwidth,
+            progress=after(f"{bandwidth_text(bandwidth)}, to the end", progress),
+        ),
+    )
     return {**told, "measured": seconds, "loss": curve[-1][1]}

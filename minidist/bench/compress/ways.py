@@ -1,6 +1,6 @@
 """The ways of `minidist bench compress`: a scheme of chapter 21 by its text, or local steps.
 
-    none   top-k:density=0.01   1-bit:warmup=100   local-steps:every=25,fragments=5,delay=2,compress=4bit
+none   top-k:density=0.01   1-bit:warmup=100   local-steps:every=25,fragments=5,delay=2,compress=4bit
 """
 
 import argparse
@@ -15,22 +15,32 @@ from minidist.parallel.hybrid.plan import Plan
 PLAIN = "none"
 LOCAL_STEPS = "local-steps"
 OPTIONS: dict[str, tuple[str, type]] = {
-    "every": ("local_steps", int), "outer": ("outer", str), "lr": ("outer_lr", float),
-    "momentum": ("outer_momentum", float), "fragments": ("fragments", int), "delay": ("delay", int),
-    "mix": ("mix", float), "compress": ("outer_compress", str), "rate": ("rate", float)}
-"""Of local steps: the option of a way -> the attribute of Plan, and its type; rate is SendingWay's own."""
+    "every": ("local_steps", int),
+    "outer": ("outer", str),
+    "lr": ("outer_lr", float),
+    "momentum": ("outer_momentum", float),
+    "fragments": ("fragments", int),
+    "delay": ("delay", int),
+    "mix": ("mix", float),
+    "compress": ("outer_compress", str),
+    "rate": ("rate", float),
+}
+"""Of local steps: the option of a way -> the attribute of Plan, and its type; rate is SendingWay's
+own."""
 
-WARMUP_SHARE = 5        # 1-bit Adam's warm-up, where a way does not name it: a fifth of the steps, as in the paper
+# 1-bit Adam's warm-up, where a way does not name it: a fifth of the steps, as in the paper
+WARMUP_SHARE = 5
 
 
 @dataclass(frozen=True)
 class SendingWay:
     """One way of sending gradients.
 
-    Attributes: text: as written; period: steps after which the times of steps repeat (local steps: H)
+    Attributes: text: as written; period: steps after which the times of steps repeat (local steps:
+    H)
                 warmup: of 1-bit Adam: so many steps take as long as those of `none`
-                rate: the learning rate, as a multiple of the others': a rank that trains alone has a smaller batch, so
-                its Adam divides by a larger sqrt(v)
+                rate: the learning rate, as a multiple of the others': a rank that trains alone has
+                a smaller batch, so its Adam divides by a larger sqrt(v)
     """
 
     text: str
@@ -49,7 +59,8 @@ class SendingWay:
         return self.name == "adaptive"
 
     def plan(self, ranks: int) -> Plan:
-        """The plan of a job that trains this way. Raises: PlanError, ConfigError for what cannot work."""
+        """The plan of a job that trains this way. Raises: PlanError, ConfigError for what cannot
+        work."""
         if self.name != LOCAL_STEPS:
             return Plan(dp=ranks, compress=self.text)
         options = {"outer": "nesterov", "local_steps": self.period, **_local_options(self.text)}
@@ -61,7 +72,8 @@ class SendingWay:
         return replace(self, text="1-bit:warmup=1") if self.warmup else self
 
     def seconds(self, steps: float, step: float, plain_step: float) -> float:
-        """Seconds of the first `steps` steps. Args: step: of one after the warm-up; plain_step: of `none`."""
+        """Seconds of the first `steps` steps. Args: step: of one after the warm-up; plain_step: of
+        `none`."""
         warm = min(self.warmup, steps)
         return warm * plain_step + (steps - warm) * step
 
@@ -76,11 +88,17 @@ def way_of(text: str, steps: int) -> SendingWay:
         options = {"local_steps": 25, **_local_options(text)}
         way = SendingWay(text, period=options["local_steps"], rate=options.get("rate", 1.0))
         if not 0 < way.rate < inf:
-            raise ConfigError(f"{text!r}: rate={way.rate:g}; choose a factor of the learning rate above 0")
-        way.plan(2)                                 # refuses what does not go together
+            raise ConfigError(
+                f"{text!r}: rate={way.rate:g}; choose a factor of the learning rate above 0"
+            )
+        way.plan(2)  # refuses what does not go together
         return way
     if name == "1-bit":
-        text = text if "warmup" in rest else f"{text}{',' if rest else ':'}warmup={max(1, steps // WARMUP_SHARE)}"
+        text = (
+            text
+            if "warmup" in rest
+            else f"{text}{',' if rest else ':'}warmup={max(1, steps // WARMUP_SHARE)}"
+        )
         scheme: Any = scheme_of(text)
         return SendingWay(text, warmup=scheme.warmup)
     scheme_of(text)
@@ -88,7 +106,7 @@ def way_of(text: str, steps: int) -> SendingWay:
 
 
 def _local_options(text: str) -> dict[str, Any]:
-    """"local-steps:every=25,lr=0.7" -> the attributes of Plan that it names."""
+    """ "local-steps:every=25,lr=0.7" -> the attributes of Plan that it names."""
     options = {}
     for word in filter(None, text.partition(":")[2].split(",")):
         option, _, value = word.partition("=")
@@ -96,13 +114,16 @@ def _local_options(text: str) -> dict[str, Any]:
             name, kind = OPTIONS[option]
             options[name] = kind(value)
         except (KeyError, ValueError) as error:
-            raise ConfigError(f"{text!r}: {word!r} is no option of local steps; write "
-                              f"{'=, '.join(OPTIONS)}= with a value") from error
+            raise ConfigError(
+                f"{text!r}: {word!r} is no option of local steps; write "
+                f"{'=, '.join(OPTIONS)}= with a value"
+            ) from error
     return options
 
 
 def split_ways(text: str) -> list[str]:
-    """'none,top-k:density=0.01,momentum=0.5,sign' -> the text of each way: a word with = but without : is an option."""
+    """'none,top-k:density=0.01,momentum=0.5,sign' -> the text of each way: a word with = but
+    without : is an option."""
     words: list[str] = []
     for word in text.split(","):
         if words and "=" in word and ":" not in word:
@@ -111,5 +132,7 @@ def split_ways(text: str) -> list[str]:
             words.append(word)
     for word in words:
         if (name := word.partition(":")[0]) not in (*SCHEMES, LOCAL_STEPS):
-            raise argparse.ArgumentTypeError(f"no way {name!r}; choose of {', '.join((*SCHEMES, LOCAL_STEPS))}")
+            raise argparse.ArgumentTypeError(
+                f"no way {name!r}; choose of {', '.join((*SCHEMES, LOCAL_STEPS))}"
+            )
     return words

@@ -1,4 +1,5 @@
-"""A case of `minidist bench kernels`: one kernel at one size, its rungs, their right results and least bytes.
+"""A case of `minidist bench kernels`: one kernel at one size, its rungs, their right results and
+least bytes.
 
     inputs = case.draw(model, Draw(seed, "bfloat16"))           # on the host
     work = case.build({name: on the device}, version)           # the function that is timed
@@ -17,14 +18,15 @@ from minidist.bench.step.ranks import Model
 from minidist.device import backend
 from minidist.device.backend import Array, dtype_name, is_array, to_device, to_host
 
-KIND = "bfloat16"                       # dtype of the rungs that take it
+KIND = "bfloat16"  # dtype of the rungs that take it
 EAGER, COMPILED = "PyTorch eager", "torch.compile"
-COPY, MATRIX = "copy", "matrix"         # ceilings of a case: bandwidth of a copy, rate of matrix products
-FLASH = 0.5                             # the aim of attention: this share of PyTorch's flash attention's speed
-COPY_SHARE = 0.85                       # the aim of all other kernels: this share of the copy bandwidth
-_BLOCK = 1 << 24                        # numbers drawn at once
+COPY, MATRIX = "copy", "matrix"  # ceilings of a case: bandwidth of a copy, rate of matrix products
+FLASH = 0.5  # the aim of attention: this share of PyTorch's flash attention's speed
+COPY_SHARE = 0.85  # the aim of all other kernels: this share of the copy bandwidth
+_BLOCK = 1 << 24  # numbers drawn at once
 
-# Error of rounding once, over the largest number; for float32 the error of a sum of ten thousand numbers in a row.
+# Error of rounding once, over the largest number; for float32 the error of a sum of ten thousand
+# numbers in a row.
 ROUNDING = {"float32": 2e-5, "float16": 5e-4, "bfloat16": 4e-3}
 
 Inputs = dict[str, Any]
@@ -58,11 +60,15 @@ class KernelCase:
     Attributes: name, family     "softmax_gradient", of kernels/softmax.py
                 versions         its rungs, from naive to fast
                 draw             draw(model, draw) -> the inputs, on the host
-                build            build(inputs, version) -> work() -> outputs: a rung over arrays of any device
-                want             want(inputs, rows) -> the right outputs in float64 or integers, whole or only `rows`
-                operations       operations(inputs): arithmetic operations, as the kernel's header states them
+                build            build(inputs, version) -> work() -> outputs: a rung over arrays of
+                                 any device
+                want             want(inputs, rows) -> the right outputs in float64 or integers,
+                                 whole or only `rows`
+                operations       operations(inputs): arithmetic operations, as the kernel's header
+                                 states them
                 moved            moved(inputs, outputs): the least bytes
-                rows             rows(inputs): number of parts of an output that can be checked one by one
+                rows             rows(inputs): number of parts of an output that can be checked one
+                                 by one
                 held             its ceiling, COPY or MATRIX
                 flash            whether it has attention's aim, FLASH
                 float32          versions that take only float32
@@ -103,7 +109,7 @@ class Draw:
         array = np.empty(shape, backend.dtype(kind or self.kind))
         flat = array.reshape(-1)
         for start in range(0, flat.size, _BLOCK):
-            part = flat[start:start + _BLOCK]
+            part = flat[start : start + _BLOCK]
             part[...] = scale * self.rng.standard_normal(part.size, np.float32)
         return array
 
@@ -119,10 +125,17 @@ def wide(array: np.ndarray) -> np.ndarray:
 
 def place(inputs: Inputs, device: str) -> Inputs:
     """The inputs on a device; on the host, copies, because some rungs overwrite their inputs."""
+
     def there(value: Any) -> Any:
         if isinstance(value, list):
             return [there(one) for one in value]
-        return value if not is_array(value) else value.copy() if device == "cpu" else to_device(value, device)
+        return (
+            value
+            if not is_array(value)
+            else value.copy()
+            if device == "cpu"
+            else to_device(value, device)
+        )
 
     return {name: there(value) for name, value in inputs.items()}
 
@@ -136,16 +149,22 @@ def sample(case: KernelCase, inputs: Inputs, rng: np.random.Generator) -> np.nda
     return np.sort(np.concatenate([[0, count - 1], between]))
 
 
-def error(case: KernelCase, inputs: Inputs, rows: np.ndarray, want: list[np.ndarray], outputs: Outputs) -> float:
-    """The largest difference between outputs and `want` over the largest number in `want`, in ROUNDINGs.
+def error(
+    case: KernelCase, inputs: Inputs, rows: np.ndarray, want: list[np.ndarray], outputs: Outputs
+) -> float:
+    """The largest difference between outputs and `want` over the largest number in `want`, in
+    ROUNDINGs.
 
-    Returns: inf for a wrong integer, NaN, a wrong size, or a number that was never written (memory holds bits of all
+    Returns: inf for a wrong integer, NaN, a wrong size, or a number that was never written (memory
+    holds bits of all
              ones before the launch).
     """
     if len(outputs) != len(want):
         return float("inf")
-    return max(_error(to_host(output), one, rows, case.rows(inputs))
-               for output, one in zip(outputs, want, strict=True))
+    return max(
+        _error(to_host(output), one, rows, case.rows(inputs))
+        for output, one in zip(outputs, want, strict=True)
+    )
 
 
 def _error(got: np.ndarray, want: np.ndarray, rows: np.ndarray, count: int) -> float:
@@ -165,7 +184,8 @@ def _error(got: np.ndarray, want: np.ndarray, rows: np.ndarray, count: int) -> f
 
 
 def _unwritten(array: np.ndarray) -> bool:
-    """Whether a floating-point number has all ones in its bits: a NaN, as memory held it before the launch."""
+    """Whether a floating-point number has all ones in its bits: a NaN, as memory held it before the
+    launch."""
     if dtype_name(array.dtype) not in ROUNDING:
         return False
     bits: Any = np.uint32 if array.itemsize == 4 else np.uint16

@@ -1,19 +1,20 @@
-"""Cases of `minidist bench kernels` over all numbers of a model: the optimizer, the norm, casts, what travels."""
+"""Cases of `minidist bench kernels` over all numbers of a model: the optimizer, the norm, casts,
+what travels."""
 
 from typing import Any
 
 import numpy as np
-from minidist.kernels import adam, casts, global_norm, quantise, ring_add, selection
 
 from minidist.bench.kernels.case import Draw, Inputs, KernelCase, Outputs, once, wide
 from minidist.bench.step.ranks import Model
 from minidist.device.backend import Array
+from minidist.kernels import adam, casts, global_norm, quantise, ring_add, selection
 from minidist.nn import GPT
 
-ROW = 1024                              # numbers that are looked at together; whole groups of every kind
+ROW = 1024  # numbers that are looked at together; whole groups of every kind
 LR, BETAS, DECAY, LIMIT = 1e-3, (0.9, 0.999), 0.1, 1.0
-LOOKED_AT = 6                           # tensors of adam: the tables and the first block's
-TAKEN = 100                             # of so many numbers, one is selected
+LOOKED_AT = 6  # tensors of adam: the tables and the first block's
+TAKEN = 100  # of so many numbers, one is selected
 
 
 def shapes(model: Model) -> list[tuple[int, ...]]:
@@ -33,11 +34,14 @@ def _flat(kind: str | None, name: str = "x") -> Any:
 
 def _activations(kind: str) -> Any:
     """What comes out of an MLP's first linear, and a scale."""
-    return lambda model, draw: {"x": draw.normal(model.batch * model.context, 4 * model.width, kind=kind),
-                                "scale": np.array([16.0], np.float32)}
+    return lambda model, draw: {
+        "x": draw.normal(model.batch * model.context, 4 * model.width, kind=kind),
+        "scale": np.array([16.0], np.float32),
+    }
 
 
-# --------------------------------------------------------------------------------------------------- adam, the norm
+# ----------------------------------------------------------------------------------- adam, the norm
+
 
 def _gradients(model: Model, draw: Draw) -> Inputs:
     return {"gradients": [draw.normal(*shape) for shape in shapes(model)]}
@@ -46,8 +50,11 @@ def _gradients(model: Model, draw: Draw) -> Inputs:
 def _state(model: Model, draw: Draw) -> Inputs:
     """Weights in float32, gradients and copies in the bench's dtype."""
     given = _gradients(model, draw)
-    return {**given, "masters": [draw.normal(*g.shape, kind="float32", scale=0.02) for g in given["gradients"]],
-            "copies": [np.zeros_like(g) for g in given["gradients"]]}
+    return {
+        **given,
+        "masters": [draw.normal(*g.shape, kind="float32", scale=0.02) for g in given["gradients"]],
+        "copies": [np.zeros_like(g) for g in given["gradients"]],
+    }
 
 
 def _norm(i: Inputs, version: int) -> Any:
@@ -61,7 +68,9 @@ def _adam(i: Inputs, version: int) -> Any:
     norm = global_norm.global_norm(gradients)
 
     def work() -> Outputs:
-        adam.adam_step(tensors, gradients, lr=LR, betas=BETAS, norm=norm, limit=LIMIT, version=version)
+        adam.adam_step(
+            tensors, gradients, lr=LR, betas=BETAS, norm=norm, limit=LIMIT, version=version
+        )
         return (*tensors.masters.arrays[:LOOKED_AT], *i["copies"][:LOOKED_AT])
 
     return work
@@ -74,8 +83,11 @@ def _adam_wanted(i: Inputs, rows: np.ndarray) -> list[np.ndarray]:
     weights = []
     for p, g in zip(i["masters"][:LOOKED_AT], i["gradients"], strict=False):
         zero = np.zeros(p.shape)
-        weights.append(adam.adam_reference(wide(p), wide(g) * factor, zero, zero, lr=LR, betas=BETAS, step=1,
-                                           decay=DECAY)[0])
+        weights.append(
+            adam.adam_reference(
+                wide(p), wide(g) * factor, zero, zero, lr=LR, betas=BETAS, step=1, decay=DECAY
+            )[0]
+        )
     return weights * 2
 
 
@@ -88,7 +100,8 @@ def _numbers(i: Inputs) -> int:
     return sum(g.size for g in i["gradients"])
 
 
-# ----------------------------------------------------------------------------------------------------- what travels
+# ------------------------------------------------------------------------------------- what travels
+
 
 def _fp8(i: Inputs, version: int) -> Any:
     return lambda: casts.cast(i["x"], "float8_e4m3fn", i["scale"], version=version)
@@ -100,7 +113,10 @@ def _fp8_wanted(i: Inputs, rows: np.ndarray) -> list[np.ndarray]:
 
 
 def _half_wanted(i: Inputs, rows: np.ndarray) -> list[np.ndarray]:
-    return [wide(casts.cast_reference(i["x"][rows], "bfloat16")[0]), np.array([float(abs(i["x"]).max())])]
+    return [
+        wide(casts.cast_reference(i["x"][rows], "bfloat16")[0]),
+        np.array([float(abs(i["x"]).max())]),
+    ]
 
 
 def _adding(model: Model, draw: Draw) -> Inputs:
@@ -129,15 +145,20 @@ def _like(x: Array) -> Array:
 def _quantised(bits: int) -> Any:
     def wanted(i: Inputs, rows: np.ndarray) -> list[np.ndarray]:
         codes, scales = quantise.quantise_reference(i["x"][rows], bits)
-        return [codes if bits == 8 else (codes[::2] & 15 | codes[1::2] << 4).astype(np.int8), wide(scales)]
+        return [
+            codes if bits == 8 else (codes[::2] & 15 | codes[1::2] << 4).astype(np.int8),
+            wide(scales),
+        ]
 
     return wanted
 
 
 def _codes(model: Model, draw: Draw) -> Inputs:
     rows = _count(model)
-    return {"codes": draw.rng.integers(-127, 128, (rows, ROW), np.int8).reshape(-1),
-            "scales": draw.rng.random(rows * ROW // quantise.GROUP, np.float32)}
+    return {
+        "codes": draw.rng.integers(-127, 128, (rows, ROW), np.int8).reshape(-1),
+        "scales": draw.rng.random(rows * ROW // quantise.GROUP, np.float32),
+    }
 
 
 def _restored_wanted(i: Inputs, rows: np.ndarray) -> list[np.ndarray]:
@@ -152,8 +173,10 @@ def _signs_wanted(i: Inputs, rows: np.ndarray) -> list[np.ndarray]:
 
 def _words(model: Model, draw: Draw) -> Inputs:
     rows = _count(model)
-    return {"words": draw.rng.integers(0, 2 ** 32, rows * ROW // 32, np.uint32), "scales": draw.rng.random(
-        rows, np.float32)}
+    return {
+        "words": draw.rng.integers(0, 2**32, rows * ROW // 32, np.uint32),
+        "scales": draw.rng.random(rows, np.float32),
+    }
 
 
 def _signs_restored(i: Inputs, rows: np.ndarray) -> list[np.ndarray]:
@@ -185,34 +208,119 @@ def _size(times: float, name: str = "x") -> Any:
     return lambda i: times * i[name].size
 
 
-_ROWS_OF_CODES: Any = lambda i: i["codes"].size // ROW      # noqa: E731 - a field of KernelCase
+_ROWS_OF_CODES: Any = lambda i: i["codes"].size // ROW  # noqa: E731 - a field of KernelCase
 CASES = [
-    KernelCase("adam", "adam", adam.VERSIONS, _state, _adam, _adam_wanted, lambda i: 14.0 * _numbers(i), _adam_moved,
-               float32=(1,), slack=1.5),
-    KernelCase("global_norm", "global_norm", global_norm.VERSIONS, _gradients, _norm,
-               lambda i, rows: [np.array([global_norm.global_norm_reference(i["gradients"])])],
-               lambda i: 2.0 * _numbers(i), float32=(1,), slack=5.0),
-    KernelCase("cast_bf16", "casts", casts.VERSIONS, _activations("float32"),
-               lambda i, v: lambda: casts.cast(i["x"], "bfloat16", version=v), _half_wanted, _size(3)),
-    KernelCase("cast_fp8", "casts", casts.VERSIONS, _activations("bfloat16"), _fp8, _fp8_wanted, _size(3)),
-    KernelCase("ring_add", "ring_add", ring_add.VERSIONS, _adding, _ring_add,
-               lambda i, rows: [ring_add.ring_add_reference(i["incoming"][rows], wide(i["own"][rows]))],
-               _size(1, "own")),
-    KernelCase("quantise_8", "quantise", quantise.VERSIONS, _flat("float32"),
-               lambda i, v: lambda: quantise.quantise(i["x"], bits=8, version=v), _quantised(8), _size(5)),
-    KernelCase("quantise_4", "quantise", quantise.VERSIONS, _flat("float32"),
-               lambda i, v: lambda: quantise.quantise(i["x"], bits=4, version=v), _quantised(4), _size(5)),
-    KernelCase("restore_8", "quantise", (1,), _codes,
-               lambda i, v: lambda: (quantise.restore(i["codes"], i["scales"], i["codes"].size, bits=8),),
-               _restored_wanted, _size(1, "codes"), rows=_ROWS_OF_CODES),
-    KernelCase("pack_signs", "quantise", quantise.SIGN_VERSIONS, _flat("float32"),
-               lambda i, v: lambda: quantise.pack_signs(i["x"], version=v), _signs_wanted, _size(3)),
-    KernelCase("restore_signs", "quantise", (1,), _words,
-               lambda i, v: lambda: (quantise.restore_signs(i["words"], i["scales"], 32 * i["words"].size),),
-               _signs_restored, _size(32, "words"), rows=lambda i: len(i["scales"])),
-    KernelCase("top_k", "selection", selection.VERSIONS, _of_token,
-               lambda i, v: lambda: selection.top_k(i["x"], i["x"].size // TAKEN, version=v), _top_wanted, _size(10),
-               _six_reads, left_out={1: "it reads all numbers once for each of them"}),
-    KernelCase("at_least", "selection", (1,), _of_token, lambda i, v: lambda: selection.at_least(i["x"], 2.5),
-               _threshold_wanted, _size(2)),
+    KernelCase(
+        "adam",
+        "adam",
+        adam.VERSIONS,
+        _state,
+        _adam,
+        _adam_wanted,
+        lambda i: 14.0 * _numbers(i),
+        _adam_moved,
+        float32=(1,),
+        slack=1.5,
+    ),
+    KernelCase(
+        "global_norm",
+        "global_norm",
+        global_norm.VERSIONS,
+        _gradients,
+        _norm,
+        lambda i, rows: [np.array([global_norm.global_norm_reference(i["gradients"])])],
+        lambda i: 2.0 * _numbers(i),
+        float32=(1,),
+        slack=5.0,
+    ),
+    KernelCase(
+        "cast_bf16",
+        "casts",
+        casts.VERSIONS,
+        _activations("float32"),
+        lambda i, v: lambda: casts.cast(i["x"], "bfloat16", version=v),
+        _half_wanted,
+        _size(3),
+    ),
+    KernelCase(
+        "cast_fp8", "casts", casts.VERSIONS, _activations("bfloat16"), _fp8, _fp8_wanted, _size(3)
+    ),
+    KernelCase(
+        "ring_add",
+        "ring_add",
+        ring_add.VERSIONS,
+        _adding,
+        _ring_add,
+        lambda i, rows: [ring_add.ring_add_reference(i["incoming"][rows], wide(i["own"][rows]))],
+        _size(1, "own"),
+    ),
+    KernelCase(
+        "quantise_8",
+        "quantise",
+        quantise.VERSIONS,
+        _flat("float32"),
+        lambda i, v: lambda: quantise.quantise(i["x"], bits=8, version=v),
+        _quantised(8),
+        _size(5),
+    ),
+    KernelCase(
+        "quantise_4",
+        "quantise",
+        quantise.VERSIONS,
+        _flat("float32"),
+        lambda i, v: lambda: quantise.quantise(i["x"], bits=4, version=v),
+        _quantised(4),
+        _size(5),
+    ),
+    KernelCase(
+        "restore_8",
+        "quantise",
+        (1,),
+        _codes,
+        lambda i, v: lambda: (quantise.restore(i["codes"], i["scales"], i["codes"].size, bits=8),),
+        _restored_wanted,
+        _size(1, "codes"),
+        rows=_ROWS_OF_CODES,
+    ),
+    KernelCase(
+        "pack_signs",
+        "quantise",
+        quantise.SIGN_VERSIONS,
+        _flat("float32"),
+        lambda i, v: lambda: quantise.pack_signs(i["x"], version=v),
+        _signs_wanted,
+        _size(3),
+    ),
+    KernelCase(
+        "restore_signs",
+        "quantise",
+        (1,),
+        _words,
+        lambda i, v: (
+            lambda: (quantise.restore_signs(i["words"], i["scales"], 32 * i["words"].size),)
+        ),
+        _signs_restored,
+        _size(32, "words"),
+        rows=lambda i: len(i["scales"]),
+    ),
+    KernelCase(
+        "top_k",
+        "selection",
+        selection.VERSIONS,
+        _of_token,
+        lambda i, v: lambda: selection.top_k(i["x"], i["x"].size // TAKEN, version=v),
+        _top_wanted,
+        _size(10),
+        _six_reads,
+        left_out={1: "it reads all numbers once for each of them"},
+    ),
+    KernelCase(
+        "at_least",
+        "selection",
+        (1,),
+        _of_token,
+        lambda i, v: lambda: selection.at_least(i["x"], 2.5),
+        _threshold_wanted,
+        _size(2),
+    ),
 ]

@@ -1,8 +1,10 @@
-"""How `minidist bench kernels` times a GPU: events, caches emptied before each run, ceilings measured first.
+"""How `minidist bench kernels` times a GPU: events, caches emptied before each run, ceilings
+measured first.
 
-A launch takes the host longer than a short kernel takes the GPU; timed alone, the GPU would wait between the events.
-So the GPU first reads a buffer, long enough for the host to queue all work of a contender behind it. The buffer is four
-times as large as the second-level cache, so the reading also empties that cache.
+A launch takes the host longer than a short kernel takes the GPU; timed alone, the GPU would wait
+between the events. So the GPU first reads a buffer, long enough for the host to queue all work of a
+contender behind it. The buffer is four times as large as the second-level cache, so the reading
+also empties that cache.
 """
 
 import math
@@ -20,13 +22,13 @@ import numpy as np
 from minidist.device.backend import Array, dtype, matmul, module_for
 from minidist.errors import DeviceError
 
-COPIED = 1 << 30            # bytes of the array that is copied to find the bandwidth
-SIDE = 8192                 # of the matrices multiplied to find the rate
+COPIED = 1 << 30  # bytes of the array that is copied to find the bandwidth
+SIDE = 8192  # of the matrices multiplied to find the rate
 DTYPES = ("bfloat16", "float32")
-READ_CACHES = 4             # bytes read before each run, in second-level caches
-WARM_UPS = 5                # runs before any is timed
-MOST_READINGS = 200         # of the buffer, before one run
-ROUNDS = 10                 # a ceiling is the median of so many runs
+READ_CACHES = 4  # bytes read before each run, in second-level caches
+WARM_UPS = 5  # runs before any is timed
+MOST_READINGS = 200  # of the buffer, before one run
+ROUNDS = 10  # a ceiling is the median of so many runs
 
 Work = Callable[[], Any]
 
@@ -34,18 +36,20 @@ Work = Callable[[], Any]
 class CudaGpu:
     """The current GPU, through CuPy (or its stand-in).
 
-    Args:    cache: bytes of the buffer that is read before each run (default: READ_CACHES second-level caches).
+    Args:    cache: bytes of the buffer that is read before each run (default: READ_CACHES
+             second-level caches).
     Raises:  DeviceError without CuPy or a GPU.
     """
 
-    device = "cuda"     # as backend.to_device names it
+    device = "cuda"  # as backend.to_device names it
 
     def __init__(self, *, cache: int | None = None) -> None:
         try:
             self.xp = module_for("cuda")
         except DeviceError as error:
-            raise DeviceError(f"{_without_advice(error)}; without a GPU, --count counts what each rung "
-                              f"moves") from error
+            raise DeviceError(
+                f"{_without_advice(error)}; without a GPU, --count counts what each rung moves"
+            ) from error
         self.cuda = self.xp.cuda
         self.properties = self.cuda.runtime.getDeviceProperties(self.cuda.Device().id)
         nbytes = cache or READ_CACHES * self.properties["l2CacheSize"]
@@ -84,7 +88,8 @@ class CudaGpu:
 
     @contextmanager
     def poisoned(self) -> Iterator[None]:
-        """In the block, new arrays have all bits set, so that an element without a write is found."""
+        """In the block, new arrays have all bits set, so that an element without a write is
+        found."""
         pool = self.xp.get_default_memory_pool()
 
         def allocate(nbytes: int) -> Any:
@@ -102,15 +107,22 @@ class CudaGpu:
         self.xp.get_default_pinned_memory_pool().free_all_blocks()
 
     def ceilings(self, kinds: Sequence[str] = DTYPES) -> dict[str, Any]:
-        """Measured rates: "copy", bytes a second read and written; "matrix", cuBLAS's operations a second by dtype."""
+        """Measured rates: "copy", bytes a second read and written; "matrix", cuBLAS's operations a
+        second by dtype."""
         from_, to = (self.xp.empty((COPIED // 4,), np.float32) for _ in range(2))
         from_[...] = 1.0
         copy = 2 * COPIED / self.median(lambda: to.data.copy_from_device_async(from_.data, COPIED))
-        return {"copy": copy, "matrix": {kind: 2 * SIDE ** 3 / self.median(self._product(kind)) for kind in kinds}}
+        return {
+            "copy": copy,
+            "matrix": {kind: 2 * SIDE**3 / self.median(self._product(kind)) for kind in kinds},
+        }
 
     def _product(self, kind: str) -> Work:
         rng = np.random.default_rng()
-        a, b = (self.xp.asarray(rng.standard_normal((SIDE, SIDE), np.float32)).astype(dtype(kind)) for _ in range(2))
+        a, b = (
+            self.xp.asarray(rng.standard_normal((SIDE, SIDE), np.float32)).astype(dtype(kind))
+            for _ in range(2)
+        )
         return lambda: matmul(a, b)
 
     def median(self, work: Work) -> float:
@@ -120,26 +132,44 @@ class CudaGpu:
 
     def about(self) -> dict[str, Any]:
         """Name, driver and versions of the GPU and its libraries."""
-        return {"name": self.properties["name"].decode(), "multiprocessors": self.properties["multiProcessorCount"],
-                "cupy": self.xp.__version__, "cuda": self.cuda.runtime.runtimeGetVersion(), "driver": _driver()}
+        return {
+            "name": self.properties["name"].decode(),
+            "multiprocessors": self.properties["multiProcessorCount"],
+            "cupy": self.xp.__version__,
+            "cuda": self.cuda.runtime.runtimeGetVersion(),
+            "driver": _driver(),
+        }
 
 
 def readings(queueing: float, reading: float) -> int:
-    """How often to read the buffer: for twice the time that the host takes to queue the work, and at least once."""
+    """How often to read the buffer: for twice the time that the host takes to queue the work, and
+    at least once."""
     return min(MOST_READINGS, 1 + math.ceil(2 * queueing / reading)) if reading else MOST_READINGS
 
 
 def _without_advice(error: DeviceError) -> str:
     """The message without its advice to choose another device."""
-    return str(error).removesuffix("choose --device cpu").rstrip().removesuffix(", or").removesuffix(";")
+    return (
+        str(error)
+        .removesuffix("choose --device cpu")
+        .rstrip()
+        .removesuffix(", or")
+        .removesuffix(";")
+    )
 
 
 def _driver() -> str:
     """The driver's version, or "" without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return ""
-    told = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True,
-                          text=True, errors="replace", timeout=30, check=False)
+    told = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=30,
+        check=False,
+    )
     return (told.stdout.splitlines() or [""])[0].strip()
 
 

@@ -1,8 +1,10 @@
-"""What PyTorch has for each kernel of `minidist bench kernels`, as its users would write it, eager and compiled.
+"""What PyTorch has for each kernel of `minidist bench kernels`, as its users would write it, eager
+and compiled.
 
-A peer is a function of (torch, tensors by name, wrap) that gives the work to time; `wrap` is torch.compile, or nothing.
-Gradients are PyTorch's own backward, of a forward that ran before. Attention's peer is the flash backend of
-scaled_dot_product_attention; of the block-sparse one, the same function with a mask.
+A peer is a function of (torch, tensors by name, wrap) that gives the work to time; `wrap` is
+torch.compile, or nothing. Gradients are PyTorch's own backward, of a forward that ran before.
+Attention's peer is the flash backend of scaled_dot_product_attention; of the block-sparse one, the
+same function with a mask.
 """
 
 import importlib
@@ -32,7 +34,9 @@ def find() -> tuple[Any, str]:
     return torch, ""
 
 
-def peers_of(torch: Any, names: Sequence[str], case: KernelCase, inputs: Inputs) -> tuple[dict[str, Work], list[str]]:
+def peers_of(
+    torch: Any, names: Sequence[str], case: KernelCase, inputs: Inputs
+) -> tuple[dict[str, Work], list[str]]:
     """timing.Peers: those named, EAGER and COMPILED, and a line for each that does not run.
 
     PyTorch's errors are its own: whatever it raises says in one line why it was left out.
@@ -40,29 +44,44 @@ def peers_of(torch: Any, names: Sequence[str], case: KernelCase, inputs: Inputs)
     works: dict[str, Work] = {}
     left_out = []
     ways = {EAGER: lambda function: function, COMPILED: torch.compile}
-    torch.cuda.empty_cache()            # of the kernel before
+    torch.cuda.empty_cache()  # of the kernel before
     for name in names:
         wrap = ways[name]
-        torch.compiler.reset()          # else it gives up compiling after a few functions
+        torch.compiler.reset()  # else it gives up compiling after a few functions
         try:
             works[name] = PEERS[case.name](torch, tensors(torch, inputs), wrap)
             works[name]()
-        except (RuntimeError, TypeError, ValueError, NotImplementedError, AttributeError, ImportError,
-                BufferError) as error:
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+            NotImplementedError,
+            AttributeError,
+            ImportError,
+            BufferError,
+        ) as error:
             works.pop(name, None)
-            left_out.append(f"{case.name}, {name}: {(str(error) or type(error).__name__).splitlines()[0]}")
+            left_out.append(
+                f"{case.name}, {name}: {(str(error) or type(error).__name__).splitlines()[0]}"
+            )
     return works, left_out
 
 
 def tensors(torch: Any, inputs: Inputs) -> Tensors:
     """The same memory as PyTorch's tensors; what is no array stays."""
-    return {name: [as_torch(torch, one) for one in value] if isinstance(value, list) else
-            as_torch(torch, value) if next(every([value]), None) is not None else value
-            for name, value in inputs.items()}
+    return {
+        name: [as_torch(torch, one) for one in value]
+        if isinstance(value, list)
+        else as_torch(torch, value)
+        if next(every([value]), None) is not None
+        else value
+        for name, value in inputs.items()
+    }
 
 
 def _call(function: Any, *names: str) -> Peer:
     """A forward: function(torch, *those tensors)."""
+
     def peer(torch: Any, t: Tensors, wrap: Any) -> Work:
         wrapped = wrap(lambda *given: function(torch, *given))
         return lambda: wrapped(*(t[name] for name in names))
@@ -72,9 +91,10 @@ def _call(function: Any, *names: str) -> Peer:
 
 def _back(function: Any, *names: str, dy: str = "dy") -> Peer:
     """The backward of a forward that ran before; `names`: what gradients are taken of."""
+
     def peer(torch: Any, t: Tensors, wrap: Any) -> Work:
         config: Any = importlib.import_module("torch._functorch.config")
-        if hasattr(config, "donated_buffer"):                       # else a compiled backward runs only once
+        if hasattr(config, "donated_buffer"):  # else a compiled backward runs only once
             config.donated_buffer = False
         leaves = [t[name].detach().requires_grad_() for name in names]
         y = wrap(lambda *given: function(torch, *given))(*leaves)
@@ -97,12 +117,13 @@ def _cross_entropy(torch: Any, t: Tensors, wrap: Any) -> Work:
 
 def _embedding(torch: Any, t: Tensors, wrap: Any) -> Work:
     table = torch.zeros((t["count"], t["dy"].shape[1]), dtype=t["dy"].dtype, device=t["dy"].device)
-    lookup = lambda torch, table: torch.nn.functional.embedding(t["ids"], table)     # noqa: E731
+    lookup = lambda torch, table: torch.nn.functional.embedding(t["ids"], table)  # noqa: E731
     return _back(lookup, "table")(torch, {**t, "table": table}, wrap)
 
 
 def _adam(torch: Any, t: Tensors, wrap: Any) -> Work:
-    """AdamW's fused form, without clipping; weights and gradients in float32, as its users keep them."""
+    """AdamW's fused form, without clipping; weights and gradients in float32, as its users keep
+    them."""
     weights = [master.clone().requires_grad_() for master in t["masters"]]
     for weight, gradient in zip(weights, t["gradients"], strict=True):
         weight.grad = gradient.float()
@@ -111,7 +132,9 @@ def _adam(torch: Any, t: Tensors, wrap: Any) -> Work:
 
 
 def _norm(torch: Any, *gradients: Any) -> Any:
-    return torch.linalg.vector_norm(torch.stack([n.float() for n in torch._foreach_norm(list(gradients))]))
+    return torch.linalg.vector_norm(
+        torch.stack([n.float() for n in torch._foreach_norm(list(gradients))])
+    )
 
 
 def _global_norm(torch: Any, t: Tensors, wrap: Any) -> Work:
@@ -195,7 +218,9 @@ def _threshold(torch: Any, x: Any) -> Any:
 
 def _rows_of(torch: Any, chosen: Any) -> Any:
     """Each row's token, as ops.experts.place_rows sorts them."""
-    return torch.div(chosen.reshape(-1).argsort(stable=True), chosen.shape[1], rounding_mode="floor")
+    return torch.div(
+        chosen.reshape(-1).argsort(stable=True), chosen.shape[1], rounding_mode="floor"
+    )
 
 
 def _to_experts(torch: Any, t: Tensors, wrap: Any) -> Work:
@@ -208,8 +233,9 @@ def _from_experts(torch: Any, t: Tensors, wrap: Any) -> Work:
 
     def combine(results: Any, weights: Any) -> Any:
         weighed = results * weights[:, None].to(results.dtype)
-        return torch.zeros((count, results.shape[1]), dtype=results.dtype, device=results.device).index_add(
-            0, tokens, weighed)
+        return torch.zeros(
+            (count, results.shape[1]), dtype=results.dtype, device=results.device
+        ).index_add(0, tokens, weighed)
 
     wrapped = wrap(combine)
     return lambda: wrapped(t["results"], t["weights"])
@@ -228,6 +254,7 @@ def _from_experts_back(torch: Any, t: Tensors, wrap: Any) -> Work:
 
 def _flash(peer: Peer) -> Peer:
     """With PyTorch's flash attention and no other, forward and (where it is timed) backward."""
+
     def flash(torch: Any, t: Tensors, wrap: Any) -> Work:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
             work = peer(torch, t, wrap)
@@ -254,28 +281,51 @@ def _attend(torch: Any, q: Any, k: Any, v: Any) -> Any:
 
 def _masked(torch: Any, t: Tensors, wrap: Any) -> Work:
     tokens, side = t["q"].shape[2], 64
-    mask = t["blocks"].repeat_interleave(side, 0).repeat_interleave(side, 1)[:tokens, :tokens].tril()
-    wrapped = wrap(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask))
+    mask = (
+        t["blocks"].repeat_interleave(side, 0).repeat_interleave(side, 1)[:tokens, :tokens].tril()
+    )
+    wrapped = wrap(
+        lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    )
     return lambda: wrapped(t["q"], t["k"], t["v"])
 
 
 PEERS: dict[str, Peer] = {
-    "softmax": _call(_softmax, "x"), "softmax_gradient": _back(_softmax, "y"), "cross_entropy": _cross_entropy,
-    "layer_norm": _call(_layer, "x", "w", "b"), "layer_norm_gradient": _back(_layer, "x", "w", "b"),
-    "rms_norm": _call(_rms, "x", "w"), "rms_norm_gradient": _back(_rms, "x", "w"),
-    "bias_gelu": _call(_gelu, "x", "bias"), "bias_gelu_gradient": _back(_gelu, "x", "bias"),
-    "swiglu": _call(_swiglu, "gate", "up"), "swiglu_gradient": _back(_swiglu, "gate", "up"),
-    "residual_dropout": _call(_dropout, "x", "residual"), "rotary": _call(_rotary, "x", "cos", "sin"),
+    "softmax": _call(_softmax, "x"),
+    "softmax_gradient": _back(_softmax, "y"),
+    "cross_entropy": _cross_entropy,
+    "layer_norm": _call(_layer, "x", "w", "b"),
+    "layer_norm_gradient": _back(_layer, "x", "w", "b"),
+    "rms_norm": _call(_rms, "x", "w"),
+    "rms_norm_gradient": _back(_rms, "x", "w"),
+    "bias_gelu": _call(_gelu, "x", "bias"),
+    "bias_gelu_gradient": _back(_gelu, "x", "bias"),
+    "swiglu": _call(_swiglu, "gate", "up"),
+    "swiglu_gradient": _back(_swiglu, "gate", "up"),
+    "residual_dropout": _call(_dropout, "x", "residual"),
+    "rotary": _call(_rotary, "x", "cos", "sin"),
     "add": _call(lambda torch, x, residual: x + residual, "x", "residual"),
-    "embedding_gradient": _embedding, "to_experts": _to_experts, "from_experts": _from_experts,
-    "from_experts_gradient": _from_experts_back, "adam": _adam, "global_norm": _global_norm,
+    "embedding_gradient": _embedding,
+    "to_experts": _to_experts,
+    "from_experts": _from_experts,
+    "from_experts_gradient": _from_experts_back,
+    "adam": _adam,
+    "global_norm": _global_norm,
     "cast_bf16": _call(lambda torch, x: (x.to(torch.bfloat16), x.abs().max()), "x"),
     "cast_fp8": _call(_fp8, "x", "scale"),
-    "ring_add": _call(lambda torch, came, own: (came.float() + own).to(came.dtype), "incoming", "own"),
-    "quantise_8": _call(_quantise(8), "x"), "quantise_4": _call(_quantise(4), "x"),
-    "restore_8": _call(_restore, "codes", "scales"), "pack_signs": _call(_pack, "x"),
-    "restore_signs": _call(_unpack, "words", "scales"), "top_k": _call(_top, "x"), "at_least": _call(_threshold, "x"),
-    "matmul": _call(lambda torch, a, b: a @ b, "a", "b"), "matmul_float8": _float8_product,
+    "ring_add": _call(
+        lambda torch, came, own: (came.float() + own).to(came.dtype), "incoming", "own"
+    ),
+    "quantise_8": _call(_quantise(8), "x"),
+    "quantise_4": _call(_quantise(4), "x"),
+    "restore_8": _call(_restore, "codes", "scales"),
+    "pack_signs": _call(_pack, "x"),
+    "restore_signs": _call(_unpack, "words", "scales"),
+    "top_k": _call(_top, "x"),
+    "at_least": _call(_threshold, "x"),
+    "matmul": _call(lambda torch, a, b: a @ b, "a", "b"),
+    "matmul_float8": _float8_product,
     "attention": _flash(_call(_attend, "q", "k", "v")),
-    "attention_gradient": _flash(_back(_attend, "q", "k", "v")), "block_sparse_attention": _masked,
+    "attention_gradient": _flash(_back(_attend, "q", "k", "v")),
+    "block_sparse_attention": _masked,
 }

@@ -1,28 +1,38 @@
-"""Cases of `minidist bench kernels` held against the rate of matrix products: the product itself, and attention."""
+"""Cases of `minidist bench kernels` held against the rate of matrix products: the product itself,
+and attention."""
 
 from typing import Any
 
 import numpy as np
-from minidist.kernels import attention, casts, matmul
-from minidist.kernels.matmul_float8 import E4M3, matmul_float8, matmul_float8_reference
 
 from minidist.bench.kernels.case import MATRIX, Draw, Inputs, KernelCase, wide
 from minidist.bench.step.ranks import Model
+from minidist.kernels import attention, casts, matmul
+from minidist.kernels.matmul_float8 import E4M3, matmul_float8, matmul_float8_reference
 
-BAND = 4            # where attention is sparse: blocks of 64 keys that a block of queries sees, its own the last
+# where attention is sparse: blocks of 64 keys that a block of queries sees, its own the last
+BAND = 4
 
 
 def _matrices(model: Model, draw: Draw) -> Inputs:
     """A layer's MLP: tokens times the first linear."""
-    return {"a": draw.normal(model.batch * model.context, model.width),
-            "b": draw.normal(model.width, 4 * model.width)}
+    return {
+        "a": draw.normal(model.batch * model.context, model.width),
+        "b": draw.normal(model.width, 4 * model.width),
+    }
 
 
 def _bytes(model: Model, draw: Draw) -> Inputs:
     """The same in fp8."""
     one = np.ones(1, np.float32)
-    return {**{name: casts.cast_reference(array, E4M3)[0].view(np.uint8) for name, array in
-               _matrices(model, draw).items()}, "scale_a": one, "scale_b": one}
+    return {
+        **{
+            name: casts.cast_reference(array, E4M3)[0].view(np.uint8)
+            for name, array in _matrices(model, draw).items()
+        },
+        "scale_a": one,
+        "scale_b": one,
+    }
 
 
 def _heads(model: Model, draw: Draw) -> Inputs:
@@ -42,21 +52,31 @@ def _banded(model: Model, draw: Draw) -> Inputs:
 
 
 def _attend(i: Inputs, version: int) -> Any:
-    return lambda: attention.attention(i["q"], i["k"], i["v"], causal=True, blocks=i.get("blocks"), version=version)
+    return lambda: attention.attention(
+        i["q"], i["k"], i["v"], causal=True, blocks=i.get("blocks"), version=version
+    )
 
 
 def _back(i: Inputs, version: int) -> Any:
     kept = attention.attention(i["q"], i["k"], i["v"], causal=True)
-    return lambda: attention.attention_gradient(i["q"], i["k"], i["v"], *kept, i["dy"], causal=True, version=version)
+    return lambda: attention.attention_gradient(
+        i["q"], i["k"], i["v"], *kept, i["dy"], causal=True, version=version
+    )
 
 
 def _some_heads(i: Inputs, rows: np.ndarray) -> list[np.ndarray]:
     """Those heads, as one sequence's: (1, heads, T, D) in float64."""
-    return [wide(i[name].reshape(-1, *i[name].shape[2:])[rows])[None] for name in ("q", "k", "v", "dy") if name in i]
+    return [
+        wide(i[name].reshape(-1, *i[name].shape[2:])[rows])[None]
+        for name in ("q", "k", "v", "dy")
+        if name in i
+    ]
 
 
 def _attention_wanted(i: Inputs, rows: np.ndarray) -> list[np.ndarray]:
-    return list(attention.attention_reference(*_some_heads(i, rows), causal=True, blocks=i.get("blocks")))
+    return list(
+        attention.attention_reference(*_some_heads(i, rows), causal=True, blocks=i.get("blocks"))
+    )
 
 
 def _back_wanted(i: Inputs, rows: np.ndarray) -> list[np.ndarray]:
@@ -79,18 +99,64 @@ def _all_heads(i: Inputs) -> int:
 
 
 CASES = [
-    KernelCase("matmul", "matmul", matmul.VERSIONS, _matrices,
-               lambda i, v: lambda: (matmul.matmul(i["a"], i["b"], version=v),),
-               lambda i, rows: [matmul.matmul_reference(wide(i["a"][rows]), wide(i["b"]))],
-               lambda i: 2.0 * i["a"].size * i["b"].shape[1], held=MATRIX),
-    KernelCase("matmul_float8", "matmul_float8", (1,), _bytes,
-               lambda i, v: lambda: (matmul_float8(i["a"], i["b"], (i["scale_a"], i["scale_b"])),),
-               lambda i, rows: [matmul_float8_reference(i["a"][rows], i["b"], (1.0, 1.0))],
-               lambda i: 2.0 * i["a"].size * i["b"].shape[1], held=MATRIX),
-    KernelCase("attention", "attention", attention.VERSIONS, _heads, _attend, _attention_wanted, _operations(2),
-               rows=_all_heads, held=MATRIX, flash=True, sampled=4, slack=1.5),
-    KernelCase("attention_gradient", "attention", attention.VERSIONS, _with_dy, _back, _back_wanted, _operations(5),
-               rows=_all_heads, held=MATRIX, sampled=4, slack=2.0),
-    KernelCase("block_sparse_attention", "attention", attention.VERSIONS, _banded, _attend, _attention_wanted,
-               _operations(2), rows=_all_heads, held=MATRIX, sampled=4, slack=1.5),
+    KernelCase(
+        "matmul",
+        "matmul",
+        matmul.VERSIONS,
+        _matrices,
+        lambda i, v: lambda: (matmul.matmul(i["a"], i["b"], version=v),),
+        lambda i, rows: [matmul.matmul_reference(wide(i["a"][rows]), wide(i["b"]))],
+        lambda i: 2.0 * i["a"].size * i["b"].shape[1],
+        held=MATRIX,
+    ),
+    KernelCase(
+        "matmul_float8",
+        "matmul_float8",
+        (1,),
+        _bytes,
+        lambda i, v: lambda: (matmul_float8(i["a"], i["b"], (i["scale_a"], i["scale_b"])),),
+        lambda i, rows: [matmul_float8_reference(i["a"][rows], i["b"], (1.0, 1.0))],
+        lambda i: 2.0 * i["a"].size * i["b"].shape[1],
+        held=MATRIX,
+    ),
+    KernelCase(
+        "attention",
+        "attention",
+        attention.VERSIONS,
+        _heads,
+        _attend,
+        _attention_wanted,
+        _operations(2),
+        rows=_all_heads,
+        held=MATRIX,
+        flash=True,
+        sampled=4,
+        slack=1.5,
+    ),
+    KernelCase(
+        "attention_gradient",
+        "attention",
+        attention.VERSIONS,
+        _with_dy,
+        _back,
+        _back_wanted,
+        _operations(5),
+        rows=_all_heads,
+        held=MATRIX,
+        sampled=4,
+        slack=2.0,
+    ),
+    KernelCase(
+        "block_sparse_attention",
+        "attention",
+        attention.VERSIONS,
+        _banded,
+        _attend,
+        _attention_wanted,
+        _operations(2),
+        rows=_all_heads,
+        held=MATRIX,
+        sampled=4,
+        slack=1.5,
+    ),
 ]

@@ -1,17 +1,22 @@
-"""`minidist bench kernels`: each rung of each kernel beside PyTorch, as a fraction of what the GPU can do.
+"""`minidist bench kernels`: each rung of each kernel beside PyTorch, as a fraction of what the GPU
+can do.
 
-    minidist bench kernels                          every kernel, at the sizes of a step of GPT-2 124M
+    minidist bench kernels                          every kernel, at the sizes of a step of GPT-2
+                                                    124M
     minidist bench kernels softmax matmul           those of kernels/softmax.py and matmul.py
-    minidist bench kernels --count                  on a laptop: what each rung moves, counted on the CPU build
+    minidist bench kernels --count                  on a laptop: what each rung moves, counted on
+                                                    the CPU build
 
-Kernels that move bytes are compared with the bandwidth of a large copy, products and attention with cuBLAS's rate, both
-measured in the same run. Inputs are drawn anew in each run. A rung is checked against its NumPy reference before
-it is timed, over memory with all bits set; a wrong one has no time. Contenders take turns in every round, each
-with empty caches, timed by CUDA events; the median counts.
+Kernels that move bytes are compared with the bandwidth of a large copy, products and attention with
+cuBLAS's rate, both measured in the same run. Inputs are drawn anew in each run. A rung is checked
+against its NumPy reference before it is timed, over memory with all bits set; a wrong one has no
+time. Contenders take turns in every round, each with empty caches, timed by CUDA events; the median
+counts.
 
-A fraction is the least bytes that the kernel's inputs and outputs are (or the operations of its header) over the time,
-over the ceiling. Aims, of each kernel's last rung: 85 % of the copy bandwidth and no slower than PyTorch eager; of
-attention half the speed of PyTorch's flash attention.
+A fraction is the least bytes that the kernel's inputs and outputs are (or the operations of its
+header) over the time, over the ceiling. Aims, of each kernel's last rung: 85 % of the copy
+bandwidth and no slower than PyTorch eager; of attention half the speed of PyTorch's flash
+attention.
 """
 
 import statistics
@@ -81,39 +86,69 @@ class KernelRow:
 
 
 def chosen(names: Sequence[str]) -> list[KernelCase]:
-    """The cases of these kernels, or of modules of kernels/; all where none is named. Raises: ConfigError."""
+    """The cases of these kernels, or of modules of kernels/; all where none is named. Raises:
+    ConfigError."""
     families = list(dict.fromkeys(case.family for case in CASES))
     known = [*families, *(case.name for case in CASES)]
     for name in names:
         if name not in known:
-            raise ConfigError(f"no kernel {name!r}{meant(name, known)}; choose from "
-                              f"{', '.join(families)}, or a kernel of one")
+            raise ConfigError(
+                f"no kernel {name!r}{meant(name, known)}; choose from "
+                f"{', '.join(families)}, or a kernel of one"
+            )
     return [case for case in CASES if not names or case.name in names or case.family in names]
 
 
-def measured(names: Sequence[str], peers_named: Sequence[str], rounds: int, seed: int | None,
-             progress: Progress) -> dict[str, Any]:
-    """The result for table and JSON. Raises: ConfigError for an unknown name; DeviceError without a GPU."""
-    cases, seed = chosen(names), time.time_ns() % 2 ** 32 if seed is None else seed
+def measured(
+    names: Sequence[str],
+    peers_named: Sequence[str],
+    rounds: int,
+    seed: int | None,
+    progress: Progress,
+) -> dict[str, Any]:
+    """The result for table and JSON. Raises: ConfigError for an unknown name; DeviceError without a
+    GPU."""
+    cases, seed = chosen(names), time.time_ns() % 2**32 if seed is None else seed
     gpu = CudaGpu()
     progress("the ceilings: a large copy, and cuBLAS")
     ceilings = gpu.ceilings()
     torch, why = find() if peers_named else (None, "")
-    peers: Peers = (lambda case, inputs: ({}, [])) if torch is None else partial(peers_of, torch, peers_named)
-    rows, left_out = measure_all(cases, STEP, gpu, ceilings, peers, rounds=rounds, seed=seed, progress=progress)
-    return {"what": "kernels", "gpu": gpu.about(), "model": vars(STEP), "ceilings": ceilings, "rounds": rounds,
-            "seed": seed, "rows": [asdict(row) for row in rows], "left_out": [*([why] if why else []), *left_out],
-            "counts": None}
+    peers: Peers = (
+        (lambda case, inputs: ({}, [])) if torch is None else partial(peers_of, torch, peers_named)
+    )
+    rows, left_out = measure_all(
+        cases, STEP, gpu, ceilings, peers, rounds=rounds, seed=seed, progress=progress
+    )
+    return {
+        "what": "kernels",
+        "gpu": gpu.about(),
+        "model": vars(STEP),
+        "ceilings": ceilings,
+        "rounds": rounds,
+        "seed": seed,
+        "rows": [asdict(row) for row in rows],
+        "left_out": [*([why] if why else []), *left_out],
+        "counts": None,
+    }
 
 
-# -------------------------------------------------------------------------------------------------------------- timing
+# ------------------------------------------------------------------------------------------- timing
 
 Peers = Callable[[KernelCase, Inputs], tuple[dict[str, Work], list[str]]]
 """peers(case, inputs on the device) -> work by contender, and a line for each that was left out."""
 
 
-def measure_all(cases: list[KernelCase], model: Model, gpu: CudaGpu, ceilings: dict[str, Any], peers: Peers, *,
-                rounds: int, seed: int, progress: Progress) -> tuple[list[KernelRow], list[str]]:
+def measure_all(
+    cases: list[KernelCase],
+    model: Model,
+    gpu: CudaGpu,
+    ceilings: dict[str, Any],
+    peers: Peers,
+    *,
+    rounds: int,
+    seed: int,
+    progress: Progress,
+) -> tuple[list[KernelRow], list[str]]:
     """Measure every contender of every case.
 
     Args:    ceilings: {"copy": bytes a second, "matrix": {dtype: operations a second}}.
@@ -127,8 +162,16 @@ def measure_all(cases: list[KernelCase], model: Model, gpu: CudaGpu, ceilings: d
     return rows, left_out
 
 
-def _measure(case: KernelCase, model: Model, gpu: CudaGpu, ceilings: dict[str, Any], peers: Peers, rounds: int,
-             seed: int, progress: Progress) -> tuple[list[KernelRow], list[str]]:
+def _measure(
+    case: KernelCase,
+    model: Model,
+    gpu: CudaGpu,
+    ceilings: dict[str, Any],
+    peers: Peers,
+    rounds: int,
+    seed: int,
+    progress: Progress,
+) -> tuple[list[KernelRow], list[str]]:
     """One case: in each dtype that its rungs need, draw, check, then time in turn."""
     rows: list[KernelRow] = []
     left_out = [f"{case.name} v{version}: {why}" for version, why in case.left_out.items()]
@@ -141,7 +184,11 @@ def _measure(case: KernelCase, model: Model, gpu: CudaGpu, ceilings: dict[str, A
         left_out += without
         if not checked:
             continue
-        works = {row.contender: work for row, work in checked if row.error is not None and row.error <= case.slack}
+        works = {
+            row.contender: work
+            for row, work in checked
+            if row.error is not None and row.error <= case.slack
+        }
         rows += [row for row, _ in checked]
         template = rows[-1]
         if kind == case.kind(versions[-1], KIND):
@@ -149,13 +196,23 @@ def _measure(case: KernelCase, model: Model, gpu: CudaGpu, ceilings: dict[str, A
             works, left_out = {**works, **theirs}, left_out + without
             rows += [replace(template, contender=name, error=None) for name in theirs]
         times = _take_turns(works, gpu, rounds, lambda name: progress(f"{case.name}: {name}"))
-        rows = [timed(row, times.get(row.contender), ceilings) if row.dtype == template.dtype else row for row in rows]
+        rows = [
+            timed(row, times.get(row.contender), ceilings) if row.dtype == template.dtype else row
+            for row in rows
+        ]
     return judged(rows, case), left_out
 
 
-def _checked(case: KernelCase, inputs: Inputs, versions: list[int], gpu: CudaGpu, seed: int,
-             progress: Progress) -> tuple[list[tuple[KernelRow, Work]], list[str]]:
-    """Run each rung once. Returns: rows with errors, without times; and a line for each rung that does not run."""
+def _checked(
+    case: KernelCase,
+    inputs: Inputs,
+    versions: list[int],
+    gpu: CudaGpu,
+    seed: int,
+    progress: Progress,
+) -> tuple[list[tuple[KernelRow, Work]], list[str]]:
+    """Run each rung once. Returns: rows with errors, without times; and a line for each rung that
+    does not run."""
     picked = sample(case, inputs, np.random.default_rng(seed))
     want = case.want(inputs, picked)
     dtype, operations = dtype_name(next(every(inputs.values())).dtype), case.operations(inputs)
@@ -171,12 +228,27 @@ def _checked(case: KernelCase, inputs: Inputs, versions: list[int], gpu: CudaGpu
         except (KernelError, MemoryError) as failure:
             left_out.append(f"{case.name} v{version}: {str(failure).splitlines()[0]}")
             continue
-        checked.append((KernelRow(case.name, case.family, f"v{version}", dtype, case.held, case.moved(inputs, outputs),
-                                  operations, error=off), work))
+        checked.append(
+            (
+                KernelRow(
+                    case.name,
+                    case.family,
+                    f"v{version}",
+                    dtype,
+                    case.held,
+                    case.moved(inputs, outputs),
+                    operations,
+                    error=off,
+                ),
+                work,
+            )
+        )
     return checked, left_out
 
 
-def _take_turns(works: dict[str, Work], gpu: CudaGpu, rounds: int, progress: Progress) -> dict[str, float]:
+def _take_turns(
+    works: dict[str, Work], gpu: CudaGpu, rounds: int, progress: Progress
+) -> dict[str, float]:
     """Median seconds of each; every round runs each once."""
     timers = {}
     for name, work in works.items():
@@ -190,8 +262,11 @@ def timed(row: KernelRow, seconds: float | None, ceilings: dict[str, Any]) -> Ke
     """The row with its time, rate and fraction of the ceiling; unchanged if `seconds` is None."""
     if seconds is None:
         return row
-    work, ceiling = (row.bytes, ceilings["copy"]) if row.held == COPY else (
-        row.operations, ceilings["matrix"][row.dtype])
+    work, ceiling = (
+        (row.bytes, ceilings["copy"])
+        if row.held == COPY
+        else (row.operations, ceilings["matrix"][row.dtype])
+    )
     return replace(row, seconds=seconds, rate=work / seconds, fraction=work / seconds / ceiling)
 
 
@@ -211,14 +286,20 @@ def judged(rows: list[KernelRow], case: KernelCase) -> list[KernelRow]:
 
 
 def verdict(case: KernelCase, row: KernelRow, beside_eager: float | None) -> str:
-    """ "met", what is missing, or "" for a kernel without an aim (the ladder of the product, attention's gradient)."""
+    """ "met", what is missing, or "" for a kernel without an aim (the ladder of the product,
+    attention's gradient)."""
     if row.error is not None and row.error > case.slack:
         return f"wrong: off by {row.error:.1f} roundings"
     if row.fraction is None or case.held != COPY and not case.flash:
         return ""
     if case.flash:
-        return ("flash attention not measured" if beside_eager is None else "met" if beside_eager >= FLASH else
-                f"{beside_eager:.0%} of flash attention, not {FLASH:.0%}")
+        return (
+            "flash attention not measured"
+            if beside_eager is None
+            else "met"
+            if beside_eager >= FLASH
+            else f"{beside_eager:.0%} of flash attention, not {FLASH:.0%}"
+        )
     missing = []
     if row.fraction < COPY_SHARE:
         missing.append(f"{row.fraction:.0%} of a copy, not {COPY_SHARE:.0%}")

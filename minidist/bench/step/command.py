@@ -31,20 +31,30 @@ Result = dict[str, Any]
 
 
 def measure(args: argparse.Namespace, progress: Progress) -> Result:
-    """Measure what the options ask for. Raises: ConfigError for options that contradict each other."""
+    """Measure what the options ask for. Raises: ConfigError for options that contradict each
+    other."""
     named = MODELS[args.model] if args.model else Model()
     model = Model(**{name: getattr(args, name) or value for name, value in vars(named).items()})
-    require_memory(model, Plan(dp=1))      # a model that cannot be is refused before anything starts
+    require_memory(model, Plan(dp=1))  # a model that cannot be is refused before anything starts
     if args.model or args.device or args.precision or args.graph:
         return device.measure_asked(args, model, progress)
     plans = _plans(args, model)
-    transport = "shm" if args.transport == "auto" else current_name(args.transport)     # the ranks are on this host
-    result = {"what": "step", "model": vars(model), "transport": transport, "zero": args.zero, "plans": [*plans],
-              "left_out": []}
+    # the ranks are on this host
+    transport = "shm" if args.transport == "auto" else current_name(args.transport)
+    result = {
+        "what": "step",
+        "model": vars(model),
+        "transport": transport,
+        "zero": args.zero,
+        "plans": [*plans],
+        "left_out": [],
+    }
     rows: list[Any] = []
     if plans and not args.zero:
         for axes, plan in plans.items():
-            more, without = measure_plan(axes, plan, model, args.rounds, args.steps, transport, progress)
+            more, without = measure_plan(
+                axes, plan, model, args.rounds, args.steps, transport, progress
+            )
             rows, result["left_out"] = rows + more, result["left_out"] + without
             if len(plans) > 1:
                 progress.keep(tables.plan_line([vars(row) for row in more]))
@@ -53,18 +63,27 @@ def measure(args: argparse.Namespace, progress: Progress) -> Result:
         if min(ranks) < 2:
             raise ConfigError("--zero: one rank divides nothing; choose -n of at least 2")
         require_memory(model, Plan(dp=max(ranks), zero=min(args.zero)))
-        rows, result["left_out"] = measure_stages(model, ranks, args.zero, args.rounds, args.steps, transport, progress)
+        rows, result["left_out"] = measure_stages(
+            model, ranks, args.zero, args.rounds, args.steps, transport, progress
+        )
     else:
         require_memory(model, Plan(dp=max(args.ranks or [2])))
-        rows = measure_all(model, args.ranks or [1, 2], args.rounds, args.steps, transport, progress)
+        rows = measure_all(
+            model, args.ranks or [1, 2], args.rounds, args.steps, transport, progress
+        )
     return {**result, "rows": [vars(row) for row in rows]}
 
 
 def require_memory(model: Model, plan: Plan) -> None:
-    """Raise MemoryLimitError if a step under the plan cannot fit here, ConfigError if there is no such model."""
+    """Raise MemoryLimitError if a step under the plan cannot fit here, ConfigError if there is no
+    such model."""
     needed = training_bytes(model.config(), plan, model.batch * plan.size)
-    console.require_memory(f"a step of {plural(model.layers, 'layer')} of width {model.width} on "
-                           f"{plural(plan.size, 'rank')}", needed, processes=plan.size)
+    console.require_memory(
+        f"a step of {plural(model.layers, 'layer')} of width {model.width} on "
+        f"{plural(plan.size, 'rank')}",
+        needed,
+        processes=plan.size,
+    )
 
 
 def _plans(args: argparse.Namespace, model: Model) -> dict[str, Plan]:
@@ -73,14 +92,20 @@ def _plans(args: argparse.Namespace, model: Model) -> dict[str, Plan]:
     for axes in args.plan:
         plan = Plan.parse(axes)
         if plan.size == 1:
-            raise ConfigError(f"--plan {axes}: one rank is what each plan stands beside; cut an axis: pp=2")
+            raise ConfigError(
+                f"--plan {axes}: one rank is what each plan stands beside; cut an axis: pp=2"
+            )
         if args.ranks not in (None, [plan.size]):
             raise ConfigError(f"--plan {axes} is for {plan.size} ranks; leave -n out")
         if args.zero and plan.dp < plan.size:
-            raise ConfigError(f"--plan {axes} with --zero: its peers divide the data axis alone; leave "
-                              f"--zero out, or the other axes")
+            raise ConfigError(
+                f"--plan {axes} with --zero: its peers divide the data axis alone; leave "
+                f"--zero out, or the other axes"
+            )
         if plan.pp > 1:
-            plan = replace(plan, schedule=args.schedule or plan.schedule, microbatches=args.microbatches)
+            plan = replace(
+                plan, schedule=args.schedule or plan.schedule, microbatches=args.microbatches
+            )
         plan.require_model(model.config())
         require_memory(model, plan)
         plans[axes] = plan

@@ -1,13 +1,16 @@
-"""`minidist bench step --model gpt2-124m --device cuda --precision bf16`: a training step of one process on one device.
+"""`minidist bench step --model gpt2-124m --device cuda --precision bf16`: a training step of one
+process on one device.
 
-Beside ours: PyTorch eager, with flash attention where the precision has it, and torch.compile of the same model, as
-their users write it: autocast, float32 weights, AdamW (fused on a GPU), clipping. Contenders are processes of their own
-and take turns round by round; a turn is several steps, timed from first to last with the device idle before and after.
+Beside ours: PyTorch eager, with flash attention where the precision has it, and torch.compile of
+the same model, as their users write it: autocast, float32 weights, AdamW (fused on a GPU),
+clipping. Contenders are processes of their own and take turns round by round; a turn is several
+steps, timed from first to last with the device idle before and after.
 
-The rate of matrix products and the bandwidth of a copy are measured first, on the same device. Utilisation is the
-model's operations (floor.py: products, and a causal attention's half of the scores) over the time, over that rate. The
-floor is the time of a step whose parts all run at these rates. Several ranks, ZeRO stages and plans are `bench step`
-without --device. With --graph our step has two rows, the second captured as one CUDA graph (cuda_graph.py).
+The rate of matrix products and the bandwidth of a copy are measured first, on the same device.
+Utilisation is the model's operations (floor.py: products, and a causal attention's half of the
+scores) over the time, over that rate. The floor is the time of a step whose parts all run at these
+rates. Several ranks, ZeRO stages and plans are `bench step` without --device. With --graph our step
+has two rows, the second captured as one CUDA graph (cuda_graph.py).
 """
 
 import argparse
@@ -30,10 +33,15 @@ from minidist.launch.membership import limit_blas_threads
 from minidist.launch.own_python import module_command
 
 MODULE = "minidist.bench.step.device"
-EAGER, COMPILED, CEILINGS, CAPTURED = "PyTorch eager", "torch.compile", "ceilings", "minidist, one graph"
+EAGER, COMPILED, CEILINGS, CAPTURED = (
+    "PyTorch eager",
+    "torch.compile",
+    "ceilings",
+    "minidist, one graph",
+)
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
-WARM_UP = 3                         # steps before the first turn
-COPIED, SIDE, ROUNDS = 64 << 20, 1024, 10       # of a CPU's ceilings: bytes, a matrix' side, runs
+WARM_UP = 3  # steps before the first turn
+COPIED, SIDE, ROUNDS = 64 << 20, 1024, 10  # of a CPU's ceilings: bytes, a matrix' side, runs
 
 Progress = Callable[[str], None]
 Turn = Callable[..., dict[str, Any]]
@@ -60,20 +68,46 @@ class DeviceRow:
 
 
 def measure_asked(args: argparse.Namespace, model: Model, progress: Progress) -> dict[str, Any]:
-    """Measure one process by the options of `minidist bench step`. Raises: ConfigError for options of several ranks."""
-    if args.ranks not in (None, [1]) or args.plan or args.zero or args.schedule or args.microbatches:
-        raise ConfigError("--model, --device and --precision time one process on one device; leave -n, "
-                          "--plan and --zero out")
+    """Measure one process by the options of `minidist bench step`. Raises: ConfigError for options
+    of several ranks."""
+    if (
+        args.ranks not in (None, [1])
+        or args.plan
+        or args.zero
+        or args.schedule
+        or args.microbatches
+    ):
+        raise ConfigError(
+            "--model, --device and --precision time one process on one device; leave -n, "
+            "--plan and --zero out"
+        )
     if args.graph and (args.device, args.precision) != ("cuda", "bf16"):
-        raise ConfigError("--graph captures a step on a GPU in bf16; add --device cuda --precision bf16, "
-                          "or leave it out")
-    found = measure(model, args.device or "cpu", args.precision or "fp32", args.rounds, args.steps, progress,
-                    graph=args.graph)
+        raise ConfigError(
+            "--graph captures a step on a GPU in bf16; add --device cuda --precision bf16, "
+            "or leave it out"
+        )
+    found = measure(
+        model,
+        args.device or "cpu",
+        args.precision or "fp32",
+        args.rounds,
+        args.steps,
+        progress,
+        graph=args.graph,
+    )
     return {"what": "step", "model": vars(model), "zero": None, "plans": [], **found}
 
 
-def measure(model: Model, device: str, precision: str, rounds: int, steps: int, progress: Progress, *,
-            graph: bool = False) -> dict[str, Any]:
+def measure(
+    model: Model,
+    device: str,
+    precision: str,
+    rounds: int,
+    steps: int,
+    progress: Progress,
+    *,
+    graph: bool = False,
+) -> dict[str, Any]:
     """The result for table and JSON. Raises: DeviceError without that device."""
     module_for(device)
     progress("the ceilings: a large copy, and matrix products")
@@ -81,7 +115,11 @@ def measure(model: Model, device: str, precision: str, rounds: int, steps: int, 
     mine = [OURS, CAPTURED] if graph else [OURS]
     names = [*mine, EAGER, COMPILED] if importlib.util.find_spec("torch") else mine
     jobs: list[Job] = []
-    left_out = [] if EAGER in names else ['PyTorch was left out: it is not installed; pip install -e ".[bench]"']
+    left_out = (
+        []
+        if EAGER in names
+        else ['PyTorch was left out: it is not installed; pip install -e ".[bench]"']
+    )
     with closed_at_the_end(jobs):
         for name in names:
             progress(f"starting {name}")
@@ -94,14 +132,25 @@ def measure(model: Model, device: str, precision: str, rounds: int, steps: int, 
         turns, lost = _take_turns(jobs, rounds, steps, progress)
     parts = step_floor.step_parts(model, itemsize(precision))
     rows = [row_of(name, answers, model, parts, ceilings) for name, answers in turns.items()]
-    return {"device": device, "precision": precision, "ceilings": ceilings, "rounds": rounds, "steps": steps,
-            "rows": [asdict(row) for row in rows], "left_out": left_out + lost,
-            "parts": [{**asdict(part), "seconds": part.seconds(ceilings["copy"], ceilings["matrix"])}
-                      for part in parts], "parameters": step_floor.parameters(model)}
+    return {
+        "device": device,
+        "precision": precision,
+        "ceilings": ceilings,
+        "rounds": rounds,
+        "steps": steps,
+        "rows": [asdict(row) for row in rows],
+        "left_out": left_out + lost,
+        "parts": [
+            {**asdict(part), "seconds": part.seconds(ceilings["copy"], ceilings["matrix"])}
+            for part in parts
+        ],
+        "parameters": step_floor.parameters(model),
+    }
 
 
 def ceilings_of(device: str, precision: str) -> dict[str, Any]:
-    """{"copy": bytes a second, "matrix": operations a second, "about": the GPU}, from a process that then ends."""
+    """{"copy": bytes a second, "matrix": operations a second, "about": the GPU}, from a process
+    that then ends."""
     job = _start(CEILINGS, Model(), device, precision)
     with closed_at_the_end([job]):
         found: dict[str, Any] = job.ask()[0]
@@ -114,13 +163,20 @@ def itemsize(precision: str) -> int:
 
 
 def _start(name: str, model: Model, device: str, precision: str) -> Job:
-    return Job(name, 1, module_command(MODULE, name, *model.arguments(), f"--device={device}",
-                                        f"--precision={precision}"))
+    return Job(
+        name,
+        1,
+        module_command(
+            MODULE, name, *model.arguments(), f"--device={device}", f"--precision={precision}"
+        ),
+    )
 
 
-def _take_turns(jobs: list[Job], rounds: int, steps: int,
-                progress: Progress) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
-    """Each job's answers; every round asks each in turn. Returns also a line for each peer that failed."""
+def _take_turns(
+    jobs: list[Job], rounds: int, steps: int, progress: Progress
+) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
+    """Each job's answers; every round asks each in turn. Returns also a line for each peer that
+    failed."""
     turns: dict[str, list[dict[str, Any]]] = {job.name: [] for job in jobs}
     lost = []
     for round_number in range(rounds):
@@ -136,23 +192,40 @@ def _take_turns(jobs: list[Job], rounds: int, steps: int,
     return turns, lost
 
 
-def row_of(name: str, turns: list[dict[str, Any]], model: Model, parts: list[step_floor.FloorPart],
-           ceilings: dict[str, float]) -> DeviceRow:
+def row_of(
+    name: str,
+    turns: list[dict[str, Any]],
+    model: Model,
+    parts: list[step_floor.FloorPart],
+    ceilings: dict[str, float],
+) -> DeviceRow:
     """Medians and fractions of a contender's answers."""
     seconds = statistics.median(turn["seconds"] for turn in turns)
     least = step_floor.floor(parts, copy=ceilings["copy"], matrix=ceilings["matrix"])
-    return DeviceRow(name, seconds, model.batch * model.context / seconds,
-                     step_floor.operations(parts) / seconds / ceilings["matrix"], least / seconds,
-                     turns[-1]["peak_bytes"], turns[-1]["memory"])
+    return DeviceRow(
+        name,
+        seconds,
+        model.batch * model.context / seconds,
+        step_floor.operations(parts) / seconds / ceilings["matrix"],
+        least / seconds,
+        turns[-1]["peak_bytes"],
+        turns[-1]["memory"],
+    )
 
 
 # ---------------------------------------------------------------- the contenders' side
 
 
-def timed(start_step: Callable[[], Any], finish: Callable[[Any], float], memory: Callable[[], dict[str, Any]]) -> Turn:
-    """A function that answers {"steps": K}: mean seconds of K steps in a row, the last loss, and `memory()`.
+def timed(
+    start_step: Callable[[], Any],
+    finish: Callable[[Any], float],
+    memory: Callable[[], dict[str, Any]],
+) -> Turn:
+    """A function that answers {"steps": K}: mean seconds of K steps in a row, the last loss, and
+    `memory()`.
 
-    Args:    start_step: queue a step and return its loss. finish: wait until the device is idle; the loss as a number.
+    Args:    start_step: queue a step and return its loss. finish: wait until the device is idle;
+             the loss as a number.
     """
     done = 0
 
@@ -171,14 +244,20 @@ def timed(start_step: Callable[[], Any], finish: Callable[[Any], float], memory:
 
 
 def ours(model: Model, device: str, precision: str, *, captured: bool = False) -> Turn:
-    """One rank of minidist, in bf16 with float32 master weights; its step as it is, or as one graph."""
+    """One rank of minidist, in bf16 with float32 master weights; its step as it is, or as one
+    graph."""
     import minidist as md
     from minidist.parallel.hybrid.cuda_graph import CapturedStep
 
     limit_blas_threads(1, local_size=1)
     floor, xp = resident_peak(), module_for(device)
-    trainer = md.Trainer(md.Plan(precision=precision), model.config(tied=True), md.init(threads=1), clip=CLIP,
-                         device=device)
+    trainer = md.Trainer(
+        md.Plan(precision=precision),
+        model.config(tied=True),
+        md.init(threads=1),
+        clip=CLIP,
+        device=device,
+    )
     batch = random_batch(model.vocab, model.batch, model.context)
     graph = CapturedStep(trainer) if captured else None
     start_step = trainer.start_step if graph is None else graph.start_step
@@ -191,14 +270,15 @@ def ours(model: Model, device: str, precision: str, *, captured: bool = False) -
     def finish(loss: Any) -> float:
         number = float(loss.wait())
         if xp is not np:
-            xp.cuda.get_current_stream().synchronize()      # the update comes after the loss
+            xp.cuda.get_current_stream().synchronize()  # the update comes after the loss
         return number
 
     return timed(lambda: start_step(batch), finish, memory)
 
 
 def measured_ceilings(device: str, precision: str) -> dict[str, Any]:
-    """The result of ceilings_of. On a CPU products are in float32, as low precision is computed there."""
+    """The result of ceilings_of. On a CPU products are in float32, as low precision is computed
+    there."""
     limit_blas_threads(1, local_size=1)
     if device == "cuda":
         from minidist.bench.kernels.gpu import CudaGpu
@@ -208,8 +288,11 @@ def measured_ceilings(device: str, precision: str) -> dict[str, Any]:
         return {"copy": found["copy"], "matrix": found["matrix"][kind], "about": gpu.about()}
     source, target = np.ones(COPIED // 4, np.float32), np.empty(COPIED // 4, np.float32)
     matrix = np.random.default_rng(0).standard_normal((SIDE, SIDE), np.float32)
-    return {"copy": 2 * COPIED / _median(lambda: np.copyto(target, source)),
-            "matrix": 2 * SIDE ** 3 / _median(lambda: matrix @ matrix), "about": None}
+    return {
+        "copy": 2 * COPIED / _median(lambda: np.copyto(target, source)),
+        "matrix": 2 * SIDE**3 / _median(lambda: matrix @ matrix),
+        "about": None,
+    }
 
 
 def _median(work: Callable[[], Any]) -> float:
@@ -231,8 +314,13 @@ def theirs(model: Model, device: str, precision: str, *, compiled: bool) -> Turn
         raise LaunchError(f"PyTorch {torch.__version__} sees no GPU")
     torch.set_num_threads(1)
     floor = resident_peak()
-    step = torch_device_step(model.config(tied=True), device=device, precision=precision, compiled=compiled, clip=CLIP)
-    ids, targets = (torch.from_numpy(each).to(device) for each in random_batch(model.vocab, model.batch, model.context))
+    step = torch_device_step(
+        model.config(tied=True), device=device, precision=precision, compiled=compiled, clip=CLIP
+    )
+    ids, targets = (
+        torch.from_numpy(each).to(device)
+        for each in random_batch(model.vocab, model.batch, model.context)
+    )
 
     def memory() -> dict[str, Any]:
         peak = torch.cuda.max_memory_reserved() if device == "cuda" else resident_peak() - floor
@@ -261,7 +349,9 @@ def turn_of(options: argparse.Namespace, model: Model) -> Turn:
     if options.contender == CEILINGS:
         return lambda: measured_ceilings(options.device, options.precision)
     if options.contender in (OURS, CAPTURED):
-        return ours(model, options.device, options.precision, captured=options.contender == CAPTURED)
+        return ours(
+            model, options.device, options.precision, captured=options.contender == CAPTURED
+        )
     return theirs(model, options.device, options.precision, compiled=options.contender == COMPILED)
 
 

@@ -1,7 +1,8 @@
 """The peers of `minidist bench step`: the same GPT in PyTorch eager, as its users would write it.
 
-Pre-norm blocks, biases, GELU in its tanh form (GPT-2's), `scaled_dot_product_attention`, AdamW, clipping by global
-norm; several ranks over gloo, with PyTorch's counterpart of each ZeRO stage (PEERS).
+Pre-norm blocks, biases, GELU in its tanh form (GPT-2's), `scaled_dot_product_attention`, AdamW,
+clipping by global norm; several ranks over gloo, with PyTorch's counterpart of each ZeRO stage
+(PEERS).
 """
 
 from collections.abc import Callable, Mapping
@@ -51,11 +52,13 @@ class TorchGPT(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(config.vocabulary, config.width)
         self.positions = nn.Embedding(config.context, config.width)
-        self.blocks = nn.ModuleList(TorchBlock(config.width, config.heads) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(
+            TorchBlock(config.width, config.heads) for _ in range(config.layers)
+        )
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         if config.tied:
-            nn.init.normal_(self.tokens.weight, std=0.02)       # as logits need it
+            nn.init.normal_(self.tokens.weight, std=0.02)  # as logits need it
             self.head.weight = self.tokens.weight
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -67,18 +70,27 @@ class TorchGPT(nn.Module):
 
 
 def torch_weights(weights: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-    """Weights of our GPT (learned positions, untied head) under the names and in the layout of TorchGPT."""
+    """Weights of our GPT (learned positions, untied head) under the names and in the layout of
+    TorchGPT."""
     found = {}
     for name, array in weights.items():
-        matrix = array.ndim == 2 and not name.startswith(("tokens.", "positions."))     # (in, out) -> (out, in)
+        # (in, out) -> (out, in)
+        matrix = array.ndim == 2 and not name.startswith(("tokens.", "positions."))
         flat_name = name.replace(".attention.", ".").replace(".mlp.", ".")
         found[flat_name] = torch.from_numpy(np.ascontiguousarray(array.T if matrix else array))
     return found
 
 
-def torch_step(config: GPTConfig, *, ranks: int, clip: float | None, peer: str = "DDP",
-               weights: Mapping[str, np.ndarray] | None = None) -> Step:
-    """Build the model, wrapped as `peer` where a process group of several ranks is up; returns its training step.
+def torch_step(
+    config: GPTConfig,
+    *,
+    ranks: int,
+    clip: float | None,
+    peer: str = "DDP",
+    weights: Mapping[str, np.ndarray] | None = None,
+) -> Step:
+    """Build the model, wrapped as `peer` where a process group of several ranks is up; returns its
+    training step.
 
     It starts with `weights` of our GPT, or draws its own.
     """
@@ -99,11 +111,14 @@ def torch_step(config: GPTConfig, *, ranks: int, clip: float | None, peer: str =
     return step
 
 
-def torch_device_step(config: GPTConfig, *, device: str, precision: str, compiled: bool,
-                      clip: float) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Build the model on `device`; returns its training step, which gives the loss there and waits for nothing.
+def torch_device_step(
+    config: GPTConfig, *, device: str, precision: str, compiled: bool, clip: float
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """Build the model on `device`; returns its training step, which gives the loss there and waits
+    for nothing.
 
-    Weights are float32. bf16: autocast, and flash attention alone; fp32: products of float32 may take TF32.
+    Weights are float32. bf16: autocast, and flash attention alone; fp32: products of float32 may
+    take TF32.
     """
     torch.set_float32_matmul_precision("high")
     gpt = TorchGPT(config).to(device)
@@ -113,8 +128,12 @@ def torch_device_step(config: GPTConfig, *, device: str, precision: str, compile
 
     def step(ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(device, torch.bfloat16, enabled=half), flash_attention() if half else nullcontext():
-            loss: Any = model(ids, targets)         # Tensor.backward has no types in some releases of PyTorch
+        with (
+            torch.autocast(device, torch.bfloat16, enabled=half),
+            flash_attention() if half else nullcontext(),
+        ):
+            # Tensor.backward has no types in some releases of PyTorch
+            loss: Any = model(ids, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(gpt.parameters(), clip)
         optimizer.step()
@@ -152,7 +171,9 @@ def _zero_redundancy(gpt: TorchGPT) -> Wrapped:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = nn.parallel.DistributedDataParallel(gpt)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-3
+    )
     return model, optimizer, _clip(model)
 
 
@@ -161,8 +182,13 @@ def _fsdp1(gpt: TorchGPT, *, strategy: str) -> Wrapped:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    model = FullyShardedDataParallel(gpt, auto_wrap_policy=ModuleWrapPolicy({TorchBlock}), use_orig_params=True,
-                                     sharding_strategy=ShardingStrategy[strategy], device_id=torch.device("cpu"))
+    model = FullyShardedDataParallel(
+        gpt,
+        auto_wrap_policy=ModuleWrapPolicy({TorchBlock}),
+        use_orig_params=True,
+        sharding_strategy=ShardingStrategy[strategy],
+        device_id=torch.device("cpu"),
+    )
     return model, _adamw(model), model.clip_grad_norm_
 
 

@@ -1,12 +1,14 @@
-"""`minidist bench step --plan pp=2 --plan tp=2`: the step under each plan beside one rank's and beside PyTorch's.
+"""`minidist bench step --plan pp=2 --plan tp=2`: the step under each plan beside one rank's and
+beside PyTorch's.
 
     minidist    the plan over its ranks; and one rank
-    separate    as many processes of ours that train without communication: the limit of this machine's cores
+    separate    as many processes of ours that train without communication: the limit of this
+                machine's cores
     PyTorch     the same plan by PyTorch's own means, over gloo (plan_peers.py); and one process
 
-Each takes `batch` sequences and one BLAS thread a rank, and its turn in every round. PyTorch's ranks begin with our
-weights and take our rows in as many microbatches. PyTorch is timed only if its first losses equal ours: then both do
-the same work.
+Each takes `batch` sequences and one BLAS thread a rank, and its turn in every round. PyTorch's
+ranks begin with our weights and take our rows in as many microbatches. PyTorch is timed only if its
+first losses equal ours: then both do the same work.
 """
 
 import importlib.util
@@ -18,7 +20,16 @@ from typing import Any
 import numpy as np
 
 from minidist.bench.jobs import Job, answer, join_gloo, start_workers, worker_arguments
-from minidist.bench.step.ranks import CLIP, OURS, PEER, SEPARATE, Model, random_batch, take_turns, timed
+from minidist.bench.step.ranks import (
+    CLIP,
+    OURS,
+    PEER,
+    SEPARATE,
+    Model,
+    random_batch,
+    take_turns,
+    timed,
+)
 from minidist.bench.step.ranks import start_job as start_ranks
 from minidist.errors import LaunchError, PeerLostError
 from minidist.launch.membership import limit_blas_threads
@@ -34,7 +45,8 @@ SEED = 0
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One contender of a plan. `cut`: how it divides the job; None if each of its ranks trains alone."""
+    """One contender of a plan. `cut`: how it divides the job; None if each of its ranks trains
+    alone."""
 
     plan: str
     name: str
@@ -51,18 +63,28 @@ def words(plan: Plan) -> str:
 
 
 def plan_label(row: dict[str, Any]) -> str:
-    """A contender of `minidist bench step --plan`, as tables and pictures call it: "PyTorch 1F1B + DTensor"."""
-    return f"{row['name']} {row['cut']}" if row["cut"] and row["name"] == "PyTorch" else str(row["name"])
+    """A contender of `minidist bench step --plan`, as tables and pictures call it: "PyTorch 1F1B +
+    DTensor"."""
+    return (
+        f"{row['name']} {row['cut']}"
+        if row["cut"] and row["name"] == "PyTorch"
+        else str(row["name"])
+    )
 
 
 def replicates(plan: Plan) -> str:
-    """PyTorch's wrapper for the data axis: DDP takes no DTensor, and its reducer miscounts under GPipe (2.13)."""
+    """PyTorch's wrapper for the data axis: DDP takes no DTensor, and its reducer miscounts under
+    GPipe (2.13)."""
     return "DDP" if plan.tp == 1 and (plan.pp == 1 or plan.schedule != "gpipe") else "FSDP2 keep"
 
 
 def peer_of(plan: Plan) -> str:
     """PyTorch's counterpart of a plan, axis by axis."""
-    kinds = ((plan.dp, replicates(plan)), (plan.pp, SCHEDULES.get(plan.schedule, plan.schedule)), (plan.tp, "DTensor"))
+    kinds = (
+        (plan.dp, replicates(plan)),
+        (plan.pp, SCHEDULES.get(plan.schedule, plan.schedule)),
+        (plan.tp, "DTensor"),
+    )
     return " + ".join(kind for ranks, kind in kinds if ranks > 1)
 
 
@@ -72,21 +94,41 @@ def lacks(plan: Plan, model: Model) -> str | None:
     if plan.pp > 1 and plan.schedule not in SCHEDULES:
         return f"it is compared under the schedules {', '.join(SCHEDULES)}"
     if plan.pp > 1 and rows % plan.pieces:
-        return f"a PipelineStage's microbatches are all alike, and {rows} rows are not {plan.pieces} equal parts"
+        return (
+            f"a PipelineStage's microbatches are all alike, and {rows} rows are not "
+            f"{plan.pieces} equal parts"
+        )
     if model.heads % plan.tp:
-        return f"DTensor's shards are whole heads, and {model.heads} heads are not {plan.tp} equal parts"
+        return (
+            f"DTensor's shards are whole heads, and {model.heads} heads are not {plan.tp} "
+            "equal parts"
+        )
     return None
 
 
 def start_job(contender: str, plan: Plan, axes: str, model: Model, transport: str) -> Job:
     """Start the ranks of ours, or of PyTorch's."""
-    options = [*model.arguments(), f"--plan={axes}", f"--schedule={plan.schedule}", f"--transport={transport}",
-               *([f"--microbatches={plan.microbatches}"] if plan.microbatches else [])]
-    return start_workers(MODULE, contender, plan.size, options, by="launch" if contender == OURS else "rank")
+    options = [
+        *model.arguments(),
+        f"--plan={axes}",
+        f"--schedule={plan.schedule}",
+        f"--transport={transport}",
+        *([f"--microbatches={plan.microbatches}"] if plan.microbatches else []),
+    ]
+    return start_workers(
+        MODULE, contender, plan.size, options, by="launch" if contender == OURS else "rank"
+    )
 
 
-def measure_plan(axes: str, plan: Plan, model: Model, rounds: int, steps: int, transport: str,
-                 progress: Callable[[str], None]) -> tuple[list[PlanRow], list[str]]:
+def measure_plan(
+    axes: str,
+    plan: Plan,
+    model: Model,
+    rounds: int,
+    steps: int,
+    transport: str,
+    progress: Callable[[str], None],
+) -> tuple[list[PlanRow], list[str]]:
     """Measure all contenders of a plan, which take turns within every round.
 
     Returns: a row for each, ours first; and a line with the reason if PyTorch's was left out.
@@ -95,8 +137,11 @@ def measure_plan(axes: str, plan: Plan, model: Model, rounds: int, steps: int, t
     left_out: list[str] = []
     try:
         progress(f"{words(plan)}: starting")
-        jobs = [start_job(OURS, plan, axes, model, transport), start_ranks(OURS, 1, model, transport),
-                start_ranks(SEPARATE, plan.size, model, transport)]
+        jobs = [
+            start_job(OURS, plan, axes, model, transport),
+            start_ranks(OURS, 1, model, transport),
+            start_ranks(SEPARATE, plan.size, model, transport),
+        ]
         cuts: list[str | None] = [words(plan), None, None]
         if importlib.util.find_spec("torch"):
             jobs.append(start_ranks(PEER, 1, model, transport))
@@ -104,20 +149,32 @@ def measure_plan(axes: str, plan: Plan, model: Model, rounds: int, steps: int, t
             if why:
                 left_out.append(f"PyTorch {peer_of(plan)} beside {words(plan)}: {why}")
             jobs += [peer] if peer else []
-            cuts += [None, peer_of(plan)][:1 + bool(peer)]
+            cuts += [None, peer_of(plan)][: 1 + bool(peer)]
     except BaseException:
         for job in jobs:
             job.close()
         raise
     rows = []
-    for job, cut, answers in zip(jobs, cuts, take_turns(jobs, rounds, steps, progress), strict=True):
+    for job, cut, answers in zip(
+        jobs, cuts, take_turns(jobs, rounds, steps, progress), strict=True
+    ):
         median = statistics.median(answers.seconds)
-        rows.append(PlanRow(words(plan), job.name, cut, job.size, median,
-                            model.batch * model.context * job.size / median))
+        rows.append(
+            PlanRow(
+                words(plan),
+                job.name,
+                cut,
+                job.size,
+                median,
+                model.batch * model.context * job.size / median,
+            )
+        )
     return rows, left_out
 
 
-def _start_peer(ours: Job, plan: Plan, axes: str, model: Model, transport: str) -> tuple[Job | None, str | None]:
+def _start_peer(
+    ours: Job, plan: Plan, axes: str, model: Model, transport: str
+) -> tuple[Job | None, str | None]:
     """PyTorch's ranks if their first losses equal ours; else None and the reason."""
     why = lacks(plan, model)
     if why:
@@ -137,8 +194,11 @@ def _start_peer(ours: Job, plan: Plan, axes: str, model: Model, transport: str) 
 
 
 def first_losses(job: Job) -> list[float]:
-    """Losses of the warm-up steps and one more: each the mean over the ranks that know their rows' loss."""
-    known = [answered["losses"] for answered in job.ask(steps=1) if answered["losses"][0] is not None]
+    """Losses of the warm-up steps and one more: each the mean over the ranks that know their rows'
+    loss."""
+    known = [
+        answered["losses"] for answered in job.ask(steps=1) if answered["losses"][0] is not None
+    ]
     return [float(np.mean(losses)) for losses in zip(*known, strict=True)]
 
 
@@ -151,8 +211,14 @@ def our_step(model: Model, plan: Plan, transport: str) -> tuple[int, Callable[[]
 
     limit_blas_threads(1, local_size=1)
     world = md.init(transport=transport, threads=1)
-    trainer = md.Trainer(plan, model.config(), world, seed=SEED, clip=CLIP,
-                         optimizer_options={"weight_decay": 0.01, "decay": lambda weights: True})
+    trainer = md.Trainer(
+        plan,
+        model.config(),
+        world,
+        seed=SEED,
+        clip=CLIP,
+        optimizer_options={"weight_decay": 0.01, "decay": lambda weights: True},
+    )
     batch = random_batch(model.vocab, model.batch * world.size, model.context)
     return world.rank, lambda: trainer.step(batch)
 
@@ -181,12 +247,16 @@ def main() -> None:
     Model.add_options(parser)
     options: Any = parser.parse_args()
     model = Model.of(options)
-    plan = replace(Plan.parse(options.plan), schedule=options.schedule, microbatches=options.microbatches)
+    plan = replace(
+        Plan.parse(options.plan), schedule=options.schedule, microbatches=options.microbatches
+    )
     if options.contender == OURS:
         rank, step = our_step(model, plan, options.transport)
         answer(options.meet, rank, timed(step))
     else:
-        answer(options.meet, options.rank, timed(torch_step(model, plan, options.meet, options.rank)))
+        answer(
+            options.meet, options.rank, timed(torch_step(model, plan, options.meet, options.rank))
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
-"""The peers of `minidist bench step --plan`: the same GPT cut by PyTorch along the same axes, over gloo.
+"""The peers of `minidist bench step --plan`: the same GPT cut by PyTorch along the same axes, over
+gloo.
 
-    tp    DTensor: parallelize_module with column- and row-wise linears, a split vocabulary and loss_parallel
-    pp    torch.distributed.pipelining: a PipelineStage for each of ours, under the schedule of the same name
-    dp    DistributedDataParallel; where that does not go with the others, fully_shard that keeps weights gathered
+    tp    DTensor: parallelize_module with column- and row-wise linears, a split vocabulary and
+          loss_parallel
+    pp    torch.distributed.pipelining: a PipelineStage for each of ours, under the schedule of the
+          same name
+    dp    DistributedDataParallel; where that does not go with the others, fully_shard that keeps
+          weights gathered
 
-They begin with our weights and take our rows in as many microbatches, so their losses must be ours. PyTorch is imported
-only here, when asked for.
+They begin with our weights and take our rows in as many microbatches, so their losses must be ours.
+PyTorch is imported only here, when asked for.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -18,9 +22,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from minidist.bench.step.peers import TorchGPT, torch_weights
@@ -30,18 +44,32 @@ from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.pipeline.stages import balanced_layers
 
 ForwardBackward = Callable[[torch.Tensor, torch.Tensor], float | None]
-"""Gradients of the mean loss of ids and targets, each (rows, T): returns that loss where this rank knows it."""
+"""Gradients of the mean loss of ids and targets, each (rows, T): returns that loss where this rank
+knows it."""
 
-_SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
-_IN_BLOCKS = {"qkv": ColwiseParallel(), "out": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
-_AT_ENDS = {"tokens": RowwiseParallel(input_layouts=Replicate()),
-            "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+_SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+}
+_IN_BLOCKS = {
+    "qkv": ColwiseParallel(),
+    "out": RowwiseParallel(),
+    "up": ColwiseParallel(),
+    "down": RowwiseParallel(),
+}
+_AT_ENDS = {
+    "tokens": RowwiseParallel(input_layouts=Replicate()),
+    "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+}
 
 
 class TorchStage(nn.Module):
-    """Some neighbouring layers of a TorchGPT: ids (B, T) or activations (B, T, C) -> activations, or logits.
+    """Some neighbouring layers of a TorchGPT: ids (B, T) or activations (B, T, C) -> activations,
+    or logits.
 
-    Args:    layers: of the blocks; first, last: whether the embeddings, or norm and head, are its own too.
+    Args:    layers: of the blocks; first, last: whether the embeddings, or norm and head, are its
+             own too.
     """
 
     def __init__(self, gpt: TorchGPT, layers: range, *, first: bool, last: bool) -> None:
@@ -61,15 +89,18 @@ class TorchStage(nn.Module):
         return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
 
-# ------------------------------------------------------------------------------------------------------- partition
+# ---------------------------------------------------------------------------------------- partition
 
-def _make_stages(config: GPTConfig, plan: Plan, mesh: DeviceMesh, weights: Mapping[str, np.ndarray]) -> list[nn.Module]:
+
+def _make_stages(
+    config: GPTConfig, plan: Plan, mesh: DeviceMesh, weights: Mapping[str, np.ndarray]
+) -> list[nn.Module]:
     """This rank's stages, as many and of as many layers as ours, cut by tp and wrapped by dp."""
     gpt = TorchGPT(config)
     gpt.load_state_dict(torch_weights(weights))
     counts, stages = balanced_layers([1.0] * config.layers, plan.stages), []
     for number in range(mesh["pp"].get_local_rank(), plan.stages, plan.pp):
-        layers = range(sum(counts[:number]), sum(counts[:number + 1]))
+        layers = range(sum(counts[:number]), sum(counts[: number + 1]))
         stage = TorchStage(gpt, layers, first=number == 0, last=number == plan.stages - 1)
         if plan.tp > 1:
             _cut_by_tensor(stage, mesh["tp"])
@@ -81,12 +112,14 @@ def _cut_by_tensor(stage: TorchStage, tp: DeviceMesh) -> None:
     """Each rank its heads, hidden numbers and slice of the vocabulary; the rest is whole on all."""
     blocks: Any = stage.blocks
     for block in blocks:
-        for tensor in block.qkv.parameters():       # rows (3, heads, …) -> (ranks, 3, own heads, …)
+        for tensor in block.qkv.parameters():  # rows (3, heads, …) -> (ranks, 3, own heads, …)
             rows = tensor.data.unflatten(0, (3, tp.size(), -1))
             tensor.data = rows.transpose(0, 1).flatten(0, 2).contiguous()
         block.heads //= tp.size()
         parallelize_module(block, tp, _IN_BLOCKS)
-    parallelize_module(stage, tp, {name: way for name, way in _AT_ENDS.items() if getattr(stage, name) is not None})
+    parallelize_module(
+        stage, tp, {name: way for name, way in _AT_ENDS.items() if getattr(stage, name) is not None}
+    )
 
 
 def _replicated(stage: TorchStage, plan: Plan, dp: DeviceMesh) -> nn.Module:
@@ -98,13 +131,17 @@ def _replicated(stage: TorchStage, plan: Plan, dp: DeviceMesh) -> nn.Module:
     return stage
 
 
-# ------------------------------------------------------------------------------------------------------------ step
+# --------------------------------------------------------------------------------------------- step
 
-def plan_step(config: GPTConfig, plan: Plan, *, clip: float, weights: Mapping[str, np.ndarray]) -> ForwardBackward:
+
+def plan_step(
+    config: GPTConfig, plan: Plan, *, clip: float, weights: Mapping[str, np.ndarray]
+) -> ForwardBackward:
     """The training step under a plan; the process group of all its ranks is up.
 
     Args:    weights: of our GPT, whole.
-    Returns: a function of the *global* batch, that returns the mean loss of this data rank's rows where it is known.
+    Returns: a function of the *global* batch, that returns the mean loss of this data rank's rows
+    where it is known.
     """
     mesh = init_device_mesh("cpu", (plan.dp, plan.pp, plan.tp), mesh_dim_names=("dp", "pp", "tp"))
     stages = _make_stages(config, plan, mesh, weights)
@@ -131,8 +168,10 @@ def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def _whole(model: nn.Module) -> ForwardBackward:
     """Without a pipeline."""
+
     def run(ids: torch.Tensor, targets: torch.Tensor) -> float:
-        loss: Any = _loss(model(ids), targets)      # Tensor.backward has no types in some releases of PyTorch
+        # Tensor.backward has no types in some releases of PyTorch
+        loss: Any = _loss(model(ids), targets)
         loss.backward()
         return float(loss.item())
 
@@ -142,27 +181,41 @@ def _whole(model: nn.Module) -> ForwardBackward:
 def _pipelined(stages: list[nn.Module], plan: Plan, pp: DeviceMesh) -> ForwardBackward:
     """Under PyTorch's schedule of the plan's name."""
     rank, device = pp.get_local_rank(), torch.device("cpu")
-    own = [PipelineStage(stage, rank + place * plan.pp, plan.stages, device, group=pp.get_group())
-           for place, stage in enumerate(stages)]
-    schedule = _SCHEDULES[plan.schedule](own if plan.stages > plan.pp else own[0], plan.pieces, loss_fn=_loss)
+    own = [
+        PipelineStage(stage, rank + place * plan.pp, plan.stages, device, group=pp.get_group())
+        for place, stage in enumerate(stages)
+    ]
+    schedule = _SCHEDULES[plan.schedule](
+        own if plan.stages > plan.pp else own[0], plan.pieces, loss_fn=_loss
+    )
     first, last = rank == 0, rank == plan.pp - 1
 
     def run(ids: torch.Tensor, targets: torch.Tensor) -> float | None:
         losses: list[torch.Tensor] = []
-        schedule.step(*([ids] if first else []), target=targets if last else None, losses=losses,
-                      return_outputs=False)
+        schedule.step(
+            *([ids] if first else []),
+            target=targets if last else None,
+            losses=losses,
+            return_outputs=False,
+        )
         return torch.stack([_local(loss) for loss in losses]).mean().item() if last else None
 
     return run
 
 
 def _clip(parameters: Iterable[torch.Tensor], bound: float, pp: DeviceMesh) -> None:
-    """Clip by the norm of the whole gradient: PyTorch takes one mesh's at a time; stages add up over pp."""
+    """Clip by the norm of the whole gradient: PyTorch takes one mesh's at a time; stages add up
+    over pp."""
     kinds: dict[Any, list[torch.Tensor]] = {}
     for parameter in parameters:
         kinds.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    squares = sum((_local(get_total_norm([p.grad for p in some if p.grad is not None])) ** 2
-                   for some in kinds.values()), torch.zeros(()))
+    squares = sum(
+        (
+            _local(get_total_norm([p.grad for p in some if p.grad is not None])) ** 2
+            for some in kinds.values()
+        ),
+        torch.zeros(()),
+    )
     if pp.size() > 1:
         torch.distributed.all_reduce(squares, group=pp.get_group())
     for some in kinds.values():

@@ -1,13 +1,14 @@
-"""`minidist bench step`: one training step of ours beside PyTorch eager's, in one run, one BLAS thread a rank.
+"""`minidist bench step`: one training step of ours beside PyTorch eager's, in one run, one BLAS
+thread a rank.
 
-Beside ours on P ranks there are P processes of ours that train without communication: the limit of the machine when P
-cores compute at once (two threads of one core give little more than one). The distance to them is the cost of
-communication.
+Beside ours on P ranks there are P processes of ours that train without communication: the limit of
+the machine when P cores compute at once (two threads of one core give little more than one). The
+distance to them is the cost of communication.
 
 With `--zero 0,1,2,3` each stage of ours stands beside PyTorch's counterpart over gloo (PEERS).
 
-Jobs take turns round by round. Memory is the peak resident size minus that after the imports and one warm-up step of a
-tiny model, which loads the modules of first use.
+Jobs take turns round by round. Memory is the peak resident size minus that after the imports and
+one warm-up step of a tiny model, which loads the modules of first use.
 """
 
 import argparse
@@ -23,7 +24,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidist.bench.jobs import Job, answer, closed_at_the_end, join_gloo, start_workers, worker_arguments
+from minidist.bench.jobs import (
+    Job,
+    answer,
+    closed_at_the_end,
+    join_gloo,
+    start_workers,
+    worker_arguments,
+)
 from minidist.errors import LaunchError
 from minidist.launch.membership import limit_blas_threads
 from minidist.nn import GPTConfig
@@ -32,9 +40,14 @@ from minidist.parallel.hybrid.plan import ZERO_STAGES
 OURS, SEPARATE, PEER = "minidist", "separate", "PyTorch"
 MODULE = "minidist.bench.step.ranks"
 CLIP = 1.0
-PEERS = {0: ("DDP",), 1: ("ZeroRedundancyOptimizer",), 2: ("FSDP1 SHARD_GRAD_OP", "FSDP2 keep"),
-         3: ("FSDP1 FULL_SHARD", "FSDP2 reshard")}
-"""PyTorch's counterparts of each ZeRO stage (peers.py); FSDP that keeps weights after forward divides as stage 2."""
+PEERS = {
+    0: ("DDP",),
+    1: ("ZeroRedundancyOptimizer",),
+    2: ("FSDP1 SHARD_GRAD_OP", "FSDP2 keep"),
+    3: ("FSDP1 FULL_SHARD", "FSDP2 reshard"),
+}
+"""PyTorch's counterparts of each ZeRO stage (peers.py); FSDP that keeps weights after forward
+divides as stage 2."""
 
 STAGES = {0: "DDP", 1: "ZeRO-1", 2: "ZeRO-2", 3: "ZeRO-3"}
 
@@ -52,8 +65,14 @@ class Model:
 
     def config(self, *, tied: bool = False) -> GPTConfig:
         """The model's GPTConfig; tied: the output layer is the embedding's table, as in GPT-2."""
-        return GPTConfig(vocabulary=self.vocab, context=self.context, layers=self.layers, width=self.width,
-                         heads=self.heads, tied=tied)
+        return GPTConfig(
+            vocabulary=self.vocab,
+            context=self.context,
+            layers=self.layers,
+            width=self.width,
+            heads=self.heads,
+            tied=tied,
+        )
 
     def arguments(self) -> list[str]:
         """The same, as the worker's arguments."""
@@ -84,7 +103,8 @@ def stages(text: str) -> list[int]:
 
 @dataclass(frozen=True)
 class StepRow:
-    """One contender: median seconds a step, tokens/s over all ranks, peak bytes above import of its largest rank."""
+    """One contender: median seconds a step, tokens/s over all ranks, peak bytes above import of its
+    largest rank."""
 
     name: str
     ranks: int
@@ -96,21 +116,45 @@ class StepRow:
 
 def start_job(contender: str, ranks: int, model: Model, transport: str, zero: int = 0) -> Job:
     """Start the ranks of one contender."""
-    options = [*model.arguments(), f"--zero={zero}", *([f"--transport={transport}"] if contender == OURS else [])]
-    return start_workers(MODULE, contender, ranks, options, by="launch" if contender == OURS else "rank")
+    options = [
+        *model.arguments(),
+        f"--zero={zero}",
+        *([f"--transport={transport}"] if contender == OURS else []),
+    ]
+    return start_workers(
+        MODULE, contender, ranks, options, by="launch" if contender == OURS else "rank"
+    )
 
 
-def measure_all(model: Model, ranks: list[int], rounds: int, steps: int, transport: str,
-                progress: Callable[[str], None]) -> list[StepRow]:
-    """A row for ours at each number of ranks, and for PyTorch's if it is installed; jobs take turns in every round."""
+def measure_all(
+    model: Model,
+    ranks: list[int],
+    rounds: int,
+    steps: int,
+    transport: str,
+    progress: Callable[[str], None],
+) -> list[StepRow]:
+    """A row for ours at each number of ranks, and for PyTorch's if it is installed; jobs take turns
+    in every round."""
     names = [OURS, SEPARATE, PEER] if importlib.util.find_spec("torch") else [OURS, SEPARATE]
-    jobs = [start_job(name, count, model, transport) for count in ranks for name in names
-            if count > 1 or name != SEPARATE]
+    jobs = [
+        start_job(name, count, model, transport)
+        for count in ranks
+        for name in names
+        if count > 1 or name != SEPARATE
+    ]
     return measure_jobs(jobs, model, rounds, steps, progress)
 
 
-def measure_stages(model: Model, ranks: list[int], stages: list[int], rounds: int, steps: int, transport: str,
-                   progress: Callable[[str], None]) -> tuple[list[StepRow], list[str]]:
+def measure_stages(
+    model: Model,
+    ranks: list[int],
+    stages: list[int],
+    rounds: int,
+    steps: int,
+    transport: str,
+    progress: Callable[[str], None],
+) -> tuple[list[StepRow], list[str]]:
     """Measure each stage of ours and its peers in PyTorch at each number of ranks.
 
     The contenders of one stage and number of ranks take turns within every round.
@@ -126,30 +170,46 @@ def measure_stages(model: Model, ranks: list[int], stages: list[int], rounds: in
                 try:
                     jobs.append(start_job(peer, count, model, transport))
                 except LaunchError as error:
-                    left_out.append(f"PyTorch {peer} on {count} ranks: {str(error).splitlines()[-1]}")
-            rows += [replace(row, zero=zero) for row in measure_jobs(jobs, model, rounds, steps, progress)]
+                    left_out.append(
+                        f"PyTorch {peer} on {count} ranks: {str(error).splitlines()[-1]}"
+                    )
+            rows += [
+                replace(row, zero=zero)
+                for row in measure_jobs(jobs, model, rounds, steps, progress)
+            ]
     return rows, left_out
 
 
 class Answers(NamedTuple):
-    """A job's answers over all rounds: seconds of each step on the slowest rank, peak bytes of the largest rank."""
+    """A job's answers over all rounds: seconds of each step on the slowest rank, peak bytes of the
+    largest rank."""
 
     seconds: list[float]
     peak_bytes: int
 
 
-def measure_jobs(jobs: list[Job], model: Model, rounds: int, steps: int,
-                 progress: Callable[[str], None]) -> list[StepRow]:
+def measure_jobs(
+    jobs: list[Job], model: Model, rounds: int, steps: int, progress: Callable[[str], None]
+) -> list[StepRow]:
     """A row for each job; every round asks each in turn. Ends the jobs."""
     rows = []
     for job, answers in zip(jobs, take_turns(jobs, rounds, steps, progress), strict=True):
         median = statistics.median(answers.seconds)
-        rows.append(StepRow(job.name, job.size, median, model.batch * model.context * job.size / median,
-                            answers.peak_bytes))
+        rows.append(
+            StepRow(
+                job.name,
+                job.size,
+                median,
+                model.batch * model.context * job.size / median,
+                answers.peak_bytes,
+            )
+        )
     return rows
 
 
-def take_turns(jobs: list[Job], rounds: int, steps: int, progress: Callable[[str], None]) -> list[Answers]:
+def take_turns(
+    jobs: list[Job], rounds: int, steps: int, progress: Callable[[str], None]
+) -> list[Answers]:
     """Each job's steps; every round asks each job in turn. Ends the jobs."""
     taken = [Answers([], 0) for _ in jobs]
     with closed_at_the_end(jobs):
@@ -158,7 +218,9 @@ def take_turns(jobs: list[Job], rounds: int, steps: int, progress: Callable[[str
                 progress(f"round {round_number + 1} of {rounds}: {job.name}, {job.size} ranks")
                 answers = job.ask(steps=steps)
                 slowest = [max(row) for row in zip(*(a["seconds"] for a in answers), strict=True)]
-                taken[index] = Answers(taken[index].seconds + slowest, max(a["peak_bytes"] for a in answers))
+                taken[index] = Answers(
+                    taken[index].seconds + slowest, max(a["peak_bytes"] for a in answers)
+                )
     return taken
 
 
@@ -166,7 +228,8 @@ def take_turns(jobs: list[Job], rounds: int, steps: int, progress: Callable[[str
 
 
 def resident_peak() -> int:
-    """Peak resident bytes of this process since it started: VmHWM of Linux, elsewhere getrusage's, in bytes (macOS).
+    """Peak resident bytes of this process since it started: VmHWM of Linux, elsewhere getrusage's,
+    in bytes (macOS).
 
     On Linux getrusage's would be that of the process that forked this one, if it was larger.
     """
@@ -177,8 +240,11 @@ def resident_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def our_rank(model: Model, transport: str, zero: int) -> tuple[int, Callable[[int], dict[str, Any]]]:
-    """One rank of minidist: a ZeRO stage over the ranks that the launcher started, or a world of its own."""
+def our_rank(
+    model: Model, transport: str, zero: int
+) -> tuple[int, Callable[[int], dict[str, Any]]]:
+    """One rank of minidist: a ZeRO stage over the ranks that the launcher started, or a world of
+    its own."""
     import minidist as md
 
     limit_blas_threads(1, local_size=1)
@@ -195,8 +261,9 @@ def our_rank(model: Model, transport: str, zero: int) -> tuple[int, Callable[[in
     return world.rank, timed(lambda: full.step(batch), floor)
 
 
-def torch_rank(model: Model, folder: str, rank: int, size: int,
-               peer: str) -> tuple[int, Callable[[int], dict[str, Any]]]:
+def torch_rank(
+    model: Model, folder: str, rank: int, size: int, peer: str
+) -> tuple[int, Callable[[int], dict[str, Any]]]:
     """One rank of PyTorch eager; several ranks communicate over gloo."""
     import torch
 
@@ -206,7 +273,9 @@ def torch_rank(model: Model, folder: str, rank: int, size: int,
         join_gloo(folder, rank, size)
     torch.set_num_threads(1)
     tiny = GPTConfig(vocabulary=16, context=8, layers=1, width=8, heads=2)
-    torch_step(tiny, ranks=size, clip=CLIP, peer=peer)(*map(torch.from_numpy, random_batch(16, 1, 8)))
+    torch_step(tiny, ranks=size, clip=CLIP, peer=peer)(
+        *map(torch.from_numpy, random_batch(16, 1, 8))
+    )
     floor = resident_peak()
     step = torch_step(model.config(), ranks=size, clip=CLIP, peer=peer)
     ids, targets = map(torch.from_numpy, random_batch(model.vocab, model.batch, model.context))
@@ -221,7 +290,8 @@ def random_batch(vocabulary: int, sequences: int, context: int) -> tuple[np.ndar
 
 
 def timed(step: Callable[[], Any], floor: int = 0) -> Callable[[int], dict[str, Any]]:
-    """A function that runs `steps` steps (the first time after two to warm up) and returns seconds, peak bytes, losses.
+    """A function that runs `steps` steps (the first time after two to warm up) and returns seconds,
+    peak bytes, losses.
 
     The losses are those of all steps so far, as `step` returned them.
     """

@@ -6,7 +6,14 @@ from typing import Any
 
 from minidist.cli.limits import add_limits
 from minidist.cli.train.rate import add_rate
-from minidist.cli.train.values import GivenFlag, GivenValue, attention_pattern, bucket_size, node_counts, save_steps
+from minidist.cli.train.values import (
+    GivenFlag,
+    GivenValue,
+    attention_pattern,
+    bucket_size,
+    node_counts,
+    save_steps,
+)
 from minidist.comm.health.process_state import PATIENCE
 from minidist.console import (
     MOST_RANKS,
@@ -48,277 +55,664 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for kind in (None, "store"):
         parser.register("action", kind, GivenValue)
     parser.register("action", "store_true", GivenFlag)
-    groups = {"the job": _job, "an elastic job": _elastic, "the plan": division, "other strategies": _strategy,
-              "ranks that meet seldom": seldom, "device memory": memory, "activations": activations, "the data": _data,
-              "the model": _model, "a mixture of experts": _placed_experts, "the training": _training,
-              "checkpoints": _checkpoints, "the result": _result}
+    groups = {
+        "the job": _job,
+        "an elastic job": _elastic,
+        "the plan": division,
+        "other strategies": _strategy,
+        "ranks that meet seldom": seldom,
+        "device memory": memory,
+        "activations": activations,
+        "the data": _data,
+        "the model": _model,
+        "a mixture of experts": _placed_experts,
+        "the training": _training,
+        "checkpoints": _checkpoints,
+        "the result": _result,
+    }
     for title, options in groups.items():
         options(parser.add_argument_group(title).add_argument)
 
 
 def _job(add: Add) -> None:
-    add("-n", "--ranks", type=rank_count, metavar="N", help="start N ranks here (without mpirun or another launcher)")
-    add("--transport", choices=(*PROCESSES, *THREADS, "sockets"), metavar="NAME",
-        help="how ranks exchange bytes: " + ", ".join(PROCESSES) + "; threads, threads-unbuffered: -n ranks as threads "
-             "of one process, for debugging (default: mpi under mpirun, else auto)")
-    add("--bucket-bytes", type=bucket_size, metavar="SIZE|auto",
-        help="largest size of a bucket of gradients (default: 2MiB); auto: of the least exposed seconds, by the link's "
-             "latency and bandwidth that `minidist bench calibrate` measured")
+    add(
+        "-n",
+        "--ranks",
+        type=rank_count,
+        metavar="N",
+        help="start N ranks here (without mpirun or another launcher)",
+    )
+    add(
+        "--transport",
+        choices=(*PROCESSES, *THREADS, "sockets"),
+        metavar="NAME",
+        help="how ranks exchange bytes: "
+        + ", ".join(PROCESSES)
+        + "; threads, threads-unbuffered: -n ranks as threads "
+        "of one process, for debugging (default: mpi under mpirun, else auto)",
+    )
+    add(
+        "--bucket-bytes",
+        type=bucket_size,
+        metavar="SIZE|auto",
+        help="largest size of a bucket of gradients (default: 2MiB); auto: of the least exposed "
+        "seconds, by the link's latency and bandwidth that `minidist bench calibrate` "
+        "measured",
+    )
     add("--device", choices=["cpu", "cuda"], default="cpu", help="where arrays live (default: cpu)")
-    add("--graph", action="store_true",
-        help="capture the third step as one CUDA graph, and launch that from then on (one process, with --device "
-             "cuda --precision bf16)")
-    add("--threads", type=whole_number(1, 4096), metavar="N",
-        help="BLAS threads a rank or replica (default: this machine's cores // its ranks or replicas)")
+    add(
+        "--graph",
+        action="store_true",
+        help="capture the third step as one CUDA graph, and launch that from then on (one "
+        "process, with --device cuda --precision bf16)",
+    )
+    add(
+        "--threads",
+        type=whole_number(1, 4096),
+        metavar="N",
+        help="BLAS threads a rank or replica (default: this machine's cores // its ranks or "
+        "replicas)",
+    )
     add_limits(add, "of this host")
-    add("--patience", type=positive_number, default=PATIENCE, metavar="SECONDS",
-        help="how long a rank's process may be stopped (Ctrl-Z, SIGSTOP) before it is lost (default: %(default)s)")
+    add(
+        "--patience",
+        type=positive_number,
+        default=PATIENCE,
+        metavar="SECONDS",
+        help="how long a rank's process may be stopped (Ctrl-Z, SIGSTOP) before it is lost "
+        "(default: %(default)s)",
+    )
 
 
 def _elastic(add: Add) -> None:
-    add("--elastic", metavar="LEAST:MOST",
-        help="with -n: ranks may die; the others go on with at least so many, and others join (default: the first "
-             "loss ends the job)")
-    add("--hosts", metavar="LIST",
-        help="a:3,b:4: the hosts of an elastic job and the ranks of each, started from here by ssh; all see the folder "
-             "that this command runs in (default: this host)")
+    add(
+        "--elastic",
+        metavar="LEAST:MOST",
+        help="with -n: ranks may die; the others go on with at least so many, and others join "
+        "(default: the first loss ends the job)",
+    )
+    add(
+        "--hosts",
+        metavar="LIST",
+        help="a:3,b:4: the hosts of an elastic job and the ranks of each, started from here by "
+        "ssh; all see the folder that this command runs in (default: this host)",
+    )
     add("--ssh", metavar="COMMAND", help=f"how --hosts reaches a host (default: {SSH})")
-    add("--max-restarts", type=whole_number(0, 10**9), metavar="N",
-        help="processes that may be started in place of lost ones (default: 0)")
-    add("--spares", type=whole_number(0, MOST_RANKS), metavar="N",
-        help="processes that wait, ready to take a lost rank's place, so that the plan stays (default: 0)")
-    add("--elastic-wait", type=not_negative, metavar="SECONDS",
-        help="how long ranks wait for a replacement before they go on with fewer (default: 0)")
-    add("--peer-copies", type=positive, metavar="K",
-        help="every K steps, keep a copy of the state in memory, and of what no other rank has one in a partner's "
-             "(default: 1); asynchronous servers: every K updates, in a worker's memory (default: 50)")
+    add(
+        "--max-restarts",
+        type=whole_number(0, 10**9),
+        metavar="N",
+        help="processes that may be started in place of lost ones (default: 0)",
+    )
+    add(
+        "--spares",
+        type=whole_number(0, MOST_RANKS),
+        metavar="N",
+        help="processes that wait, ready to take a lost rank's place, so that the plan stays "
+        "(default: 0)",
+    )
+    add(
+        "--elastic-wait",
+        type=not_negative,
+        metavar="SECONDS",
+        help="how long ranks wait for a replacement before they go on with fewer (default: 0)",
+    )
+    add(
+        "--peer-copies",
+        type=positive,
+        metavar="K",
+        help="every K steps, keep a copy of the state in memory, and of what no other rank has "
+        "one in a partner's (default: 1); asynchronous servers: every K updates, in a "
+        "worker's memory (default: 50)",
+    )
 
 
 def division(add: Add) -> None:
     """How the job is cut."""
-    add("--plan", metavar="dp=N,pp=N,…",
-        help="how the job is cut: ranks along the axes dp (data), pp (pipeline), ep (experts), cp (context) and tp "
-             "(tensor) (default: dp=all)")
-    add("--order", default=ORDER, metavar="AXIS,…",
-        help="which axis lies inside nodes: the last (default: %(default)s)")
-    add("--placement", choices=PLACEMENTS, default="node",
-        help="which ranks are neighbours: those of one node, however the launcher dealt them, or those with "
-             "neighbouring numbers (default: node)")
-    add("--zero", type=int, choices=ZERO_STAGES,
-        help="divide among ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too (default: 0; "
-             "with --offload all 3)")
-    add("--shard", type=rank_count, metavar="N",
-        help="with --zero: hybrid sharding, each group of N neighbours has a copy of the state of its own "
-             "(default: all ranks share one copy)")
-    add("--keep-gathered", action="store_true",
-        help="with --zero 3: keep weights from forward to backward: a third less traffic, more memory")
-    add("--schedule", choices=list(ORDERS), default="1f1b",
-        help="order of forward and backward passes, with pp=2 or more; zb-v, dualpipe-v: each rank has two stages, "
-             "the first rank both ends of the model; pipedream: each microbatch makes an update of its own (needs "
-             "--clip 0) (default: 1f1b)")
-    add("--stages-per-rank", type=positive, metavar="V",
-        help="with --schedule interleaved: stages of a rank (default: 2)")
-    add("--microbatches", type=positive, metavar="M",
-        help="with pp=2 or more: microbatches of a pass through the pipeline (default: 4 a stage)")
-    add("--stage-layers", default="even", metavar="even|measured|N,N,…",
-        help="with pp=2 or more: layers of each stage; measured: the fastest slowest stage, by the measured times of a "
-             "block, the embedding and the output (default: even)")
-    add("--attention", choices=ATTENTIONS, default="ring",
-        help="with cp=2 or more: pass keys and values around, or exchange heads for tokens (default: ring)")
-    add("--sequence-parallel", action="store_true",
-        help="with tp=2 or more: divide tokens outside the tensor-parallel regions")
+    add(
+        "--plan",
+        metavar="dp=N,pp=N,…",
+        help="how the job is cut: ranks along the axes dp (data), pp (pipeline), ep (experts), "
+        "cp (context) and tp (tensor) (default: dp=all)",
+    )
+    add(
+        "--order",
+        default=ORDER,
+        metavar="AXIS,…",
+        help="which axis lies inside nodes: the last (default: %(default)s)",
+    )
+    add(
+        "--placement",
+        choices=PLACEMENTS,
+        default="node",
+        help="which ranks are neighbours: those of one node, however the launcher dealt them, "
+        "or those with neighbouring numbers (default: node)",
+    )
+    add(
+        "--zero",
+        type=int,
+        choices=ZERO_STAGES,
+        help="divide among ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too "
+        "(default: 0; with --offload all 3)",
+    )
+    add(
+        "--shard",
+        type=rank_count,
+        metavar="N",
+        help="with --zero: hybrid sharding, each group of N neighbours has a copy of the state "
+        "of its own (default: all ranks share one copy)",
+    )
+    add(
+        "--keep-gathered",
+        action="store_true",
+        help="with --zero 3: keep weights from forward to backward: a third less traffic, more "
+        "memory",
+    )
+    add(
+        "--schedule",
+        choices=list(ORDERS),
+        default="1f1b",
+        help="order of forward and backward passes, with pp=2 or more; zb-v, dualpipe-v: each "
+        "rank has two stages, the first rank both ends of the model; pipedream: each "
+        "microbatch makes an update of its own (needs --clip 0) (default: 1f1b)",
+    )
+    add(
+        "--stages-per-rank",
+        type=positive,
+        metavar="V",
+        help="with --schedule interleaved: stages of a rank (default: 2)",
+    )
+    add(
+        "--microbatches",
+        type=positive,
+        metavar="M",
+        help="with pp=2 or more: microbatches of a pass through the pipeline (default: 4 a stage)",
+    )
+    add(
+        "--stage-layers",
+        default="even",
+        metavar="even|measured|N,N,…",
+        help="with pp=2 or more: layers of each stage; measured: the fastest slowest stage, by "
+        "the measured times of a block, the embedding and the output (default: even)",
+    )
+    add(
+        "--attention",
+        choices=ATTENTIONS,
+        default="ring",
+        help="with cp=2 or more: pass keys and values around, or exchange heads for tokens "
+        "(default: ring)",
+    )
+    add(
+        "--sequence-parallel",
+        action="store_true",
+        help="with tp=2 or more: divide tokens outside the tensor-parallel regions",
+    )
 
-
-    add("--compress", default="none", metavar="NAME[:OPTION=VALUE,…]",
-        help=f"send fewer bytes of gradients, with --zero 0 to 2: {', '.join(SCHEMES)}; with options, as "
-             "8bit:block=64,rounding=stochastic (default: none)")
+    add(
+        "--compress",
+        default="none",
+        metavar="NAME[:OPTION=VALUE,…]",
+        help=f"send fewer bytes of gradients, with --zero 0 to 2: {', '.join(SCHEMES)}; with "
+        "options, as 8bit:block=64,rounding=stochastic (default: none)",
+    )
 
 
 def _strategy(add: Add) -> None:
-    add("--strategy", choices=STRATEGIES, default="ddp",
-        help="ddp: all ranks are equal; data-parallel: one process, a thread a replica; parameter-server: the "
-             "last ranks keep the weights (default: ddp)")
-    add("--replicas", type=rank_count, metavar="R", help="of data-parallel: number of devices (default: 2)")
-    add("--devices", default="", metavar="N,N,…",
-        help="of data-parallel with --device cuda: the GPU of each replica, as 0,1,2,3 (default: all on one)")
-    add("--servers", type=rank_count, default=1, metavar="S",
-        help="of parameter-server: number of servers (default: 1)")
-    add("--server-device", choices=SERVER_DEVICES, default="same",
-        help="of parameter-server: where servers keep and update the weights, as cpu beside --device cuda (default: "
-             "same)")
-    add("--server-dtype", choices=SERVER_DTYPES, default="same",
-        help="of synchronous servers: their masters, sums and update; what travels has the workers' (default: same; "
-             "with --precision bf16 float32)")
-    add("--asynchronous", action="store_true",
-        help="of parameter-server: update with each worker's gradient as it arrives")
-    add("--staleness", type=whole_number(-10**9, 10**9), metavar="K",
-        help="most steps that an asynchronous worker may be ahead; below 0: no limit (default: 2)")
+    add(
+        "--strategy",
+        choices=STRATEGIES,
+        default="ddp",
+        help="ddp: all ranks are equal; data-parallel: one process, a thread a replica; "
+        "parameter-server: the last ranks keep the weights (default: ddp)",
+    )
+    add(
+        "--replicas",
+        type=rank_count,
+        metavar="R",
+        help="of data-parallel: number of devices (default: 2)",
+    )
+    add(
+        "--devices",
+        default="",
+        metavar="N,N,…",
+        help="of data-parallel with --device cuda: the GPU of each replica, as 0,1,2,3 "
+        "(default: all on one)",
+    )
+    add(
+        "--servers",
+        type=rank_count,
+        default=1,
+        metavar="S",
+        help="of parameter-server: number of servers (default: 1)",
+    )
+    add(
+        "--server-device",
+        choices=SERVER_DEVICES,
+        default="same",
+        help="of parameter-server: where servers keep and update the weights, as cpu beside "
+        "--device cuda (default: same)",
+    )
+    add(
+        "--server-dtype",
+        choices=SERVER_DTYPES,
+        default="same",
+        help="of synchronous servers: their masters, sums and update; what travels has the "
+        "workers' (default: same; with --precision bf16 float32)",
+    )
+    add(
+        "--asynchronous",
+        action="store_true",
+        help="of parameter-server: update with each worker's gradient as it arrives",
+    )
+    add(
+        "--staleness",
+        type=whole_number(-(10**9), 10**9),
+        metavar="K",
+        help="most steps that an asynchronous worker may be ahead; below 0: no limit (default: 2)",
+    )
 
 
 def seldom(add: Add) -> None:
     """Local steps, and what the ranks do when they meet."""
-    add("--local-steps", type=positive, metavar="H",
-        help="each rank trains alone for H steps, then all meet once (default: every gradient is summed); with "
-             "--asynchronous each worker meets the servers by itself")
-    add("--outer", choices=OUTER_OPTIMIZERS, default="nesterov",
-        help="what the ranks make of the way that each has come: sgd (the mean: local SGD) or nesterov (DiLoCo) "
-             "(default: nesterov)")
-    add("--outer-lr", type=positive_number, metavar="RATE", help="of --outer (default: sgd 1, nesterov 0.7)")
-    add("--outer-momentum", type=fraction, metavar="M", help="of --outer (default: sgd 0, nesterov 0.9)")
-    add("--fragments", type=positive, default=1, metavar="F",
-        help="the weights travel in F parts, one after the other over the H steps (default: 1)")
-    add("--delay", type=whole_number(0, 10**9), default=0, metavar="D",
-        help="a part is on its way for D more steps, and no rank waits (default: 0)")
-    add("--mix", type=fraction, default=0.0, metavar="A",
-        help="what then stays of a rank's own weights: A × own + (1 - A) × common (default: 0)")
-    add("--outer-compress", default="none", metavar="NAME",
-        help=f"how that way travels: {', '.join(OUTER_SCHEMES)}, with options as those of --compress (default: none)")
+    add(
+        "--local-steps",
+        type=positive,
+        metavar="H",
+        help="each rank trains alone for H steps, then all meet once (default: every gradient "
+        "is summed); with --asynchronous each worker meets the servers by itself",
+    )
+    add(
+        "--outer",
+        choices=OUTER_OPTIMIZERS,
+        default="nesterov",
+        help="what the ranks make of the way that each has come: sgd (the mean: local SGD) or "
+        "nesterov (DiLoCo) (default: nesterov)",
+    )
+    add(
+        "--outer-lr",
+        type=positive_number,
+        metavar="RATE",
+        help="of --outer (default: sgd 1, nesterov 0.7)",
+    )
+    add(
+        "--outer-momentum",
+        type=fraction,
+        metavar="M",
+        help="of --outer (default: sgd 0, nesterov 0.9)",
+    )
+    add(
+        "--fragments",
+        type=positive,
+        default=1,
+        metavar="F",
+        help="the weights travel in F parts, one after the other over the H steps (default: 1)",
+    )
+    add(
+        "--delay",
+        type=whole_number(0, 10**9),
+        default=0,
+        metavar="D",
+        help="a part is on its way for D more steps, and no rank waits (default: 0)",
+    )
+    add(
+        "--mix",
+        type=fraction,
+        default=0.0,
+        metavar="A",
+        help="what then stays of a rank's own weights: A × own + (1 - A) × common (default: 0)",
+    )
+    add(
+        "--outer-compress",
+        default="none",
+        metavar="NAME",
+        help=f"how that way travels: {', '.join(OUTER_SCHEMES)}, with options as those of "
+        "--compress (default: none)",
+    )
 
 
 def memory(add: Add) -> None:
     """What a plan does to need less device memory."""
-    add("--accumulate", type=positive, default=1, metavar="A",
-        help="divide each rank's sequences into A passes, which needs less activation memory (default: 1)")
-    add("--accumulate-tokens", type=positive, metavar="N",
-        help="an update for at least N tokens: --batch is then what one pass takes, and as many passes follow each "
-             "other as make N tokens")
-    add("--checkpoint-blocks", nargs="?", const="all", default="none", metavar="WHICH",
-        help="keep only the inputs of blocks and recompute the rest in backward: all (default with the option), "
-             "numbers as in 0,2, or scores: those of attention")
-    add("--offload", choices=OFFLOADS, default="none",
-        help="keep off the device, with any axes: optimizer, its state and update on the host; all, every lasting "
-             "array on disk (default: none)")
-    add("--offload-dir", metavar="DIR",
-        help="folder of the files of --offload all, which are removed after the run (default: the system's "
-             "temporary folder)")
-    add("--device-memory", type=number_of_bytes, metavar="SIZE",
-        help="limit of a rank's device memory, as 64MiB; more is an error (default: no limit)")
+    add(
+        "--accumulate",
+        type=positive,
+        default=1,
+        metavar="A",
+        help="divide each rank's sequences into A passes, which needs less activation memory "
+        "(default: 1)",
+    )
+    add(
+        "--accumulate-tokens",
+        type=positive,
+        metavar="N",
+        help="an update for at least N tokens: --batch is then what one pass takes, and as many "
+        "passes follow each other as make N tokens",
+    )
+    add(
+        "--checkpoint-blocks",
+        nargs="?",
+        const="all",
+        default="none",
+        metavar="WHICH",
+        help="keep only the inputs of blocks and recompute the rest in backward: all (default "
+        "with the option), numbers as in 0,2, or scores: those of attention",
+    )
+    add(
+        "--offload",
+        choices=OFFLOADS,
+        default="none",
+        help="keep off the device, with any axes: optimizer, its state and update on the host; "
+        "all, every lasting array on disk (default: none)",
+    )
+    add(
+        "--offload-dir",
+        metavar="DIR",
+        help="folder of the files of --offload all, which are removed after the run (default: "
+        "the system's temporary folder)",
+    )
+    add(
+        "--device-memory",
+        type=number_of_bytes,
+        metavar="SIZE",
+        help="limit of a rank's device memory, as 64MiB; more is an error (default: no limit)",
+    )
 
 
 def activations(add: Add) -> None:
     """How checkpointed blocks keep their inputs, and which blocks these are."""
-    add("--keep-activations", default="whole", metavar="8bit|shard|offload",
-        help="with --checkpoint-blocks: keep the inputs of blocks in 8 bits, cut over the ranks of tp, or on the host; "
-             "several joined by commas (default: whole)")
-    add("--activation-memory", type=number_of_bytes, metavar="SIZE",
-        help="choose the blocks to recompute by measured time and bytes, so that a rank's activations take at most "
-             "SIZE, as 64MiB (default: as --checkpoint-blocks says)")
+    add(
+        "--keep-activations",
+        default="whole",
+        metavar="8bit|shard|offload",
+        help="with --checkpoint-blocks: keep the inputs of blocks in 8 bits, cut over the ranks "
+        "of tp, or on the host; several joined by commas (default: whole)",
+    )
+    add(
+        "--activation-memory",
+        type=number_of_bytes,
+        metavar="SIZE",
+        help="choose the blocks to recompute by measured time and bytes, so that a rank's "
+        "activations take at most SIZE, as 64MiB (default: as --checkpoint-blocks says)",
+    )
 
 
 def _data(add: Add) -> None:
-    add("--data", default="python", metavar="PATH",
-        help="a text file, a folder of them, `shakespeare`, or `python`: the reference of every CPython")
-    add("--batch", type=positive, default=16, metavar="SEQUENCES",
-        help="sequences a step, of the whole job (default: 16)")
-    add("--context", type=positive, default=128, metavar="TOKENS", help="tokens a sequence (default: 128)")
-    add("--validate", type=positive, default=512, metavar="N",
-        help="most sequences of held-out text for the validation loss (default: 512)")
+    add(
+        "--data",
+        default="python",
+        metavar="PATH",
+        help="a text file, a folder of them, `shakespeare`, or `python`: the reference of every "
+        "CPython",
+    )
+    add(
+        "--batch",
+        type=positive,
+        default=16,
+        metavar="SEQUENCES",
+        help="sequences a step, of the whole job (default: 16)",
+    )
+    add(
+        "--context",
+        type=positive,
+        default=128,
+        metavar="TOKENS",
+        help="tokens a sequence (default: 128)",
+    )
+    add(
+        "--validate",
+        type=positive,
+        default=512,
+        metavar="N",
+        help="most sequences of held-out text for the validation loss (default: 512)",
+    )
 
 
 def _model(add: Add) -> None:
     add("--layers", type=positive, default=4, metavar="N", help="blocks (default: 4)")
     add("--width", type=positive, default=128, metavar="N", help="model width (default: 128)")
     add("--heads", type=positive, default=4, metavar="N", help="attention heads (default: 4)")
-    add("--vocab", type=positive, metavar="N",
-        help="embedding rows, at least one for each symbol of the data (default: as many)")
-    add("--positions", choices=["learned", "rotary"], default="rotary",
-        help="how positions enter the model (default: rotary)")
+    add(
+        "--vocab",
+        type=positive,
+        metavar="N",
+        help="embedding rows, at least one for each symbol of the data (default: as many)",
+    )
+    add(
+        "--positions",
+        choices=["learned", "rotary"],
+        default="rotary",
+        help="how positions enter the model (default: rotary)",
+    )
     pattern(add)
     add("--tied", action="store_true", help="one matrix for embedding and output")
-    add("--dropout", type=fraction, default=0.0, metavar="RATE", help="share of activations dropped (default: 0)")
-    add("--dtype", choices=["float64", "float32"], default="float32",
-        help="of weights and activations (default: float32)")
-    add("--precision", choices=PRECISIONS, default="fp32",
-        help="weights and gradients as --dtype says (fp32), or in bf16 or fp16 beside float32 master "
-        "weights; fp16 with a loss scale; fp8: bf16, and products of one byte (default: fp32)")
+    add(
+        "--dropout",
+        type=fraction,
+        default=0.0,
+        metavar="RATE",
+        help="share of activations dropped (default: 0)",
+    )
+    add(
+        "--dtype",
+        choices=["float64", "float32"],
+        default="float32",
+        help="of weights and activations (default: float32)",
+    )
+    add(
+        "--precision",
+        choices=PRECISIONS,
+        default="fp32",
+        help="weights and gradients as --dtype says (fp32), or in bf16 or fp16 beside float32 "
+        "master weights; fp16 with a loss scale; fp8: bf16, and products of one byte "
+        "(default: fp32)",
+    )
 
 
 def pattern(add: Add) -> None:
     """Which keys attention computes."""
-    add("--attention-pattern", type=attention_pattern, metavar="PATTERN",
-        help="which keys a query sees, in blocks of 64 tokens; the others are not computed: local:N, the query's "
-             "block and those before it, N tokens in all; global:G, the first G blocks; strided:N, the query's block "
-             "and those N, 2N, … tokens before it; block:FILE, a line of 0 and 1 for each block of queries; joined by "
-             "+, as local:256+global:2 (default: all keys up to the query)")
+    add(
+        "--attention-pattern",
+        type=attention_pattern,
+        metavar="PATTERN",
+        help="which keys a query sees, in blocks of 64 tokens; the others are not computed: "
+        "local:N, the query's block and those before it, N tokens in all; global:G, the "
+        "first G blocks; strided:N, the query's block and those N, 2N, … tokens before it; "
+        "block:FILE, a line of 0 and 1 for each block of queries; joined by +, as "
+        "local:256+global:2 (default: all keys up to the query)",
+    )
 
 
 def experts(add: Add) -> None:
     """A mixture of experts."""
-    add("--experts", type=positive, metavar="E",
-        help="E experts in place of each block's MLP; plan axis ep divides them (default: an MLP)")
+    add(
+        "--experts",
+        type=positive,
+        metavar="E",
+        help="E experts in place of each block's MLP; plan axis ep divides them (default: an MLP)",
+    )
     add("--top-k", type=positive, metavar="K", help="experts of a token (default: 2)")
-    add("--capacity", type=positive_number, metavar="FACTOR",
-        help="most tokens of a sequence for an expert, as a multiple of the even share; the rest is dropped "
-             "(default: no limit)")
-    add("--gate-noise", type=not_negative, metavar="STD", help="added to the gate's scores (default: 0)")
-    add("--balance", choices=BALANCES,
-        help="keep experts evenly loaded by a loss, by biases that move against the load, or not (default: loss)")
-    add("--balance-weight", type=not_negative, metavar="W", help="of the balance loss (default: 0.01)")
-    add("--bias-rate", type=not_negative, metavar="R", help="change of a bias in a step (default: 0.001)")
-    add("--shared-experts", type=positive, metavar="S", help="experts that get every token, besides the others "
-        "(default: none)")
-    add("--expert-width", type=positive, metavar="N",
-        help="numbers inside an expert (default: as inside the MLP, 4 × width)")
+    add(
+        "--capacity",
+        type=positive_number,
+        metavar="FACTOR",
+        help="most tokens of a sequence for an expert, as a multiple of the even share; the "
+        "rest is dropped (default: no limit)",
+    )
+    add(
+        "--gate-noise",
+        type=not_negative,
+        metavar="STD",
+        help="added to the gate's scores (default: 0)",
+    )
+    add(
+        "--balance",
+        choices=BALANCES,
+        help="keep experts evenly loaded by a loss, by biases that move against the load, or "
+        "not (default: loss)",
+    )
+    add(
+        "--balance-weight",
+        type=not_negative,
+        metavar="W",
+        help="of the balance loss (default: 0.01)",
+    )
+    add(
+        "--bias-rate",
+        type=not_negative,
+        metavar="R",
+        help="change of a bias in a step (default: 0.001)",
+    )
+    add(
+        "--shared-experts",
+        type=positive,
+        metavar="S",
+        help="experts that get every token, besides the others (default: none)",
+    )
+    add(
+        "--expert-width",
+        type=positive,
+        metavar="N",
+        help="numbers inside an expert (default: as inside the MLP, 4 × width)",
+    )
 
 
 def _placed_experts(add: Add) -> None:
     """A mixture, and where its experts lie, which the simulator does not know."""
     experts(add)
-    add("--node-limit", type=positive, metavar="M",
-        help="a token chooses its experts on at most M nodes, those with the best ones (default: on any)")
-    add("--expert-nodes", type=node_counts, metavar="N|E,E,…",
-        help="with --node-limit: on how many nodes the experts count as lying, or how many experts on each "
-             "(default: as the ranks along ep lie)")
-    add("--expert-placement", metavar="RUN",
-        help="experts that tokens of that run folder chose together, or that tokens of a node chose, lie on one node "
-             "(default: by number); for a run on several nodes, resumed or new")
+    add(
+        "--node-limit",
+        type=positive,
+        metavar="M",
+        help="a token chooses its experts on at most M nodes, those with the best ones "
+        "(default: on any)",
+    )
+    add(
+        "--expert-nodes",
+        type=node_counts,
+        metavar="N|E,E,…",
+        help="with --node-limit: on how many nodes the experts count as lying, or how many "
+        "experts on each (default: as the ranks along ep lie)",
+    )
+    add(
+        "--expert-placement",
+        metavar="RUN",
+        help="experts that tokens of that run folder chose together, or that tokens of a node "
+        "chose, lie on one node (default: by number); for a run on several nodes, resumed "
+        "or new",
+    )
 
 
 def _training(add: Add) -> None:
     add("--steps", type=positive, default=500, metavar="K", help="optimizer steps (default: 500)")
-    add("--seed", type=seed_number, default=0, metavar="S", help="of weights and batches (default: 0)")
-    add("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="the optimizer (default: adamw)")
+    add(
+        "--seed",
+        type=seed_number,
+        default=0,
+        metavar="S",
+        help="of weights and batches (default: 0)",
+    )
+    add(
+        "--optimizer",
+        choices=list(OPTIMIZERS),
+        default="adamw",
+        help="the optimizer (default: adamw)",
+    )
     add_rate(add)
-    add("--clip", type=not_negative, default=1.0, metavar="NORM",
-        help="bound of the gradients' norm; 0: none (default: 1)")
+    add(
+        "--clip",
+        type=not_negative,
+        default=1.0,
+        metavar="NORM",
+        help="bound of the gradients' norm; 0: none (default: 1)",
+    )
 
 
 def _checkpoints(add: Add) -> None:
-    add("--save-every", type=save_steps, metavar="K|auto",
-        help="write a checkpoint each K steps, after the last, and when the job is told to stop (SIGTERM; under srun "
-             "SIGUSR1 too): it then ends with status 75. With --out, a job that Slurm or torchrun starts again goes on "
-             "from the newest. auto: the interval that loses the least time, by the measured seconds of a save and "
-             "--interruptions-per-day")
-    add("--interruptions-per-day", type=positive_number, metavar="N",
-        help="with --save-every: how often the whole job is interrupted, on average; shows the expected goodput (the "
-             "part of the time that goes into work that is kept), and at the end the measured one")
-    add("--save-async", action="store_true",
-        help="the steps go on while a checkpoint is written; only a copy in memory is waited for")
-    add("--keep", type=positive, default=3, metavar="N",
-        help="checkpoints that stay: the newest N (default: 3)")
-    add("--resume", metavar="RUN",
-        help="go on from the newest checkpoint of a run folder, or from a checkpoint; its options hold, and only how "
-             "the job runs may be given anew: -n, --transport, --device, --plan with its options, memory, more --steps "
-             "(the end of the learning rate's schedule moves, its warm-up stays)")
+    add(
+        "--save-every",
+        type=save_steps,
+        metavar="K|auto",
+        help="write a checkpoint each K steps, after the last, and when the job is told to stop "
+        "(SIGTERM; under srun SIGUSR1 too): it then ends with status 75. With --out, a job "
+        "that Slurm or torchrun starts again goes on from the newest. auto: the interval "
+        "that loses the least time, by the measured seconds of a save and "
+        "--interruptions-per-day",
+    )
+    add(
+        "--interruptions-per-day",
+        type=positive_number,
+        metavar="N",
+        help="with --save-every: how often the whole job is interrupted, on average; shows the "
+        "expected goodput (the part of the time that goes into work that is kept), and at "
+        "the end the measured one",
+    )
+    add(
+        "--save-async",
+        action="store_true",
+        help="the steps go on while a checkpoint is written; only a copy in memory is waited for",
+    )
+    add(
+        "--keep",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="checkpoints that stay: the newest N (default: 3)",
+    )
+    add(
+        "--resume",
+        metavar="RUN",
+        help="go on from the newest checkpoint of a run folder, or from a checkpoint; its "
+        "options hold, and only how the job runs may be given anew: -n, --transport, "
+        "--device, --plan with its options, memory, more --steps (the end of the learning "
+        "rate's schedule moves, its warm-up stays)",
+    )
 
 
 def _result(add: Add) -> None:
-    add("--out", metavar="DIR", help="run folder (default: runs/DATE-TIME-PROCESS; with --resume that run's)")
+    add(
+        "--out",
+        metavar="DIR",
+        help="run folder (default: runs/DATE-TIME-PROCESS; with --resume that run's)",
+    )
     add("--json", metavar="FILE", help="also write metrics.json here")
-    add("--metrics-port", type=whole_number(1, 65535), metavar="P",
-        help="serve the newest step as Prometheus text at http://127.0.0.1:P/metrics while the run lasts")
-    add("--watts", type=positive_number, metavar="W",
-        help="of one busy core, or with --device cuda of the GPU: for the estimate of energy where no counter can be "
-             f"read (default: {ASSUMED_WATTS['cpu']:g}, or {ASSUMED_WATTS['cuda']:g} of a GPU, both assumed)")
-    add("--digest-every", type=whole_number(0, 10**9), default=DIGEST_EVERY, metavar="K",
-        help="each K steps every rank notes a digest of the weights that others hold too, so that `minidist diagnose` "
-             "sees which drifted apart; 0: never (default: %(default)s)")
-    add("--verify", action="store_true",
-        help="after the run, repeat its first 20 steps on one process and compare the weights")
-    add("--why", action="store_true",
-        help="explain a recorded step of middle length: its critical path, the lower bound, and each millisecond in "
-             "which a rank stood still, with its call, line and cause; also in metrics.json and why.png")
-    add("--watch", action="store_true",
-        help="in place of the progress bar, the live view of `minidist watch`: each rank's time, bytes, memory, power, "
-             "and the rank that is slow")
+    add(
+        "--metrics-port",
+        type=whole_number(1, 65535),
+        metavar="P",
+        help="serve the newest step as Prometheus text at http://127.0.0.1:P/metrics while the "
+        "run lasts",
+    )
+    add(
+        "--watts",
+        type=positive_number,
+        metavar="W",
+        help="of one busy core, or with --device cuda of the GPU: for the estimate of energy "
+        f"where no counter can be read (default: {ASSUMED_WATTS['cpu']:g}, or "
+        f"{ASSUMED_WATTS['cuda']:g} of a GPU, both assumed)",
+    )
+    add(
+        "--digest-every",
+        type=whole_number(0, 10**9),
+        default=DIGEST_EVERY,
+        metavar="K",
+        help="each K steps every rank notes a digest of the weights that others hold too, so "
+        "that `minidist diagnose` sees which drifted apart; 0: never (default: %(default)s)",
+    )
+    add(
+        "--verify",
+        action="store_true",
+        help="after the run, repeat its first 20 steps on one process and compare the weights",
+    )
+    add(
+        "--why",
+        action="store_true",
+        help="explain a recorded step of middle length: its critical path, the lower bound, and "
+        "each millisecond in which a rank stood still, with its call, line and cause; also "
+        "in metrics.json and why.png",
+    )
+    add(
+        "--watch",
+        action="store_true",
+        help="in place of the progress bar, the live view of `minidist watch`: each rank's "
+        "time, bytes, memory, power, and the rank that is slow",
+    )
     add("--quiet", action="store_true", help="print nothing")

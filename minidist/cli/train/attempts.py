@@ -1,6 +1,8 @@
-"""What follows the results of a run: each piece fails by itself, with one line, and the others are made.
+"""What follows the results of a run: each piece fails by itself, with one line, and the others are
+made.
 
-    with by_itself("the sample"):                       # on one rank alone, which sends nothing meanwhile
+    with by_itself("the sample"):                       # on one rank alone, which sends nothing
+                                                        meanwhile
         ...
     loss = together(world, "the validation", evaluate)  # on all ranks, which send to each other
 
@@ -26,7 +28,8 @@ OF_THE_JOB = (CommError, Stopped, Regrouping)
 
 @contextmanager
 def by_itself(what: str) -> Iterator[None]:
-    """In the block an error ends only the block, and is told in one line that begins with `what`."""
+    """In the block an error ends only the block, and is told in one line that begins with
+    `what`."""
     try:
         yield
     except OF_THE_JOB:
@@ -36,12 +39,14 @@ def by_itself(what: str) -> Iterator[None]:
 
 
 def together(world: Group, what: str, work: Callable[[], Result]) -> Result | None:
-    """Return `work()`, or None on every rank if it fails on one, which is told in one line. Every rank calls it.
+    """Return `work()`, or None on every rank if it fails on one, which is told in one line. Every
+    rank calls it.
 
     The ranks wait for the slowest as long as it works.
 
     Cost:    two all-gathers of small records, counted under `control`.
-    Raises:  what ends the job; the error of the work if other ranks still send in it, so that they cannot go on.
+    Raises:  what ends the job; the error of the work if other ranks still send in it, so that they
+             cannot go on.
     """
     result, failed = None, None
     try:

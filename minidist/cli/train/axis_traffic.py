@@ -22,7 +22,8 @@ WIDE = 4
 
 
 def formula(trainer: Trainer, data: dict[str, Any], batch: Batch) -> dict[str, Any]:
-    """Bytes of all ranks and steps by axis, and the number of this rank's parameters. Every rank calls it.
+    """Bytes of all ranks and steps by axis, and the number of this rank's parameters. Every rank
+    calls it.
 
     Args:    data: the formula of this rank's group of the data axis. batch: one batch of the run.
     Cost:    two all-gathers of a few integers a rank, under `control`.
@@ -31,31 +32,60 @@ def formula(trainer: Trainer, data: dict[str, Any], batch: Batch) -> dict[str, A
     strategy = cast(Hybrid, trainer.strategy)
     config, sequences = replace(trainer.config, context=batch[0].shape[1]), len(batch[0])
     again = recomputed_steps(trainer)
-    axes = _of_all_steps(partial(elements_sent, config, plan, sequences), trainer.steps_here, sum(again), itemsize)
+    axes = _of_all_steps(
+        partial(elements_sent, config, plan, sequences), trainer.steps_here, sum(again), itemsize
+    )
     if itemsize < WIDE:
-        wide = _of_all_steps(partial(wide_elements, config, plan, sequences), trainer.steps_here, sum(again),
-                             WIDE - itemsize)
+        wide = _of_all_steps(
+            partial(wide_elements, config, plan, sequences),
+            trainer.steps_here,
+            sum(again),
+            WIDE - itemsize,
+        )
         axes = {axis: nbytes + wide.get(axis, 0) for axis, nbytes in axes.items()}
     if "shard" in plan.ways:
         numbers = sequences * config.context * config.width
-        axes["tp"] += sum(again) * (plan.tp - 1) * bytes_of(numbers, config.width, itemsize, plan.ways)
+        axes["tp"] += (
+            sum(again) * (plan.tp - 1) * bytes_of(numbers, config.width, itemsize, plan.ways)
+        )
     with trainer.world.ledger.control():
-        shared = dict.fromkeys((strategy.data_axis.group.axis, *([trainer.mesh.experts.axis] if plan.ep > 1 else [])))
-        own = np.array([[data[kind].get(axis, 0) for axis in shared] for kind in ("axes", "plain")], np.int64)
+        shared = dict.fromkeys(
+            (strategy.data_axis.group.axis, *([trainer.mesh.experts.axis] if plan.ep > 1 else []))
+        )
+        own = np.array(
+            [[data[kind].get(axis, 0) for axis in shared] for kind in ("axes", "plain")], np.int64
+        )
         each = strategy.cut.all_gather(own).reshape(-1, *own.shape).sum(axis=0)
-        numbers = trainer.world.all_gather(np.array([passes * trainer.loads.sent_by(layer) for layer, passes in (
-            (layer, 3 if again[layer] else 2) for layer in range(config.layers))], np.int64))
+        numbers = trainer.world.all_gather(
+            np.array(
+                [
+                    passes * trainer.loads.sent_by(layer)
+                    for layer, passes in (
+                        (layer, 3 if again[layer] else 2) for layer in range(config.layers)
+                    )
+                ],
+                np.int64,
+            )
+        )
     sent, plain = (dict(zip(shared, map(int, counts), strict=True)) for counts in each)
     unknown = data["plain"].keys() - data["axes"].keys()
     axes = {**sent, **axes}
     if plan.ep > 1:
         axes["ep"] = int(numbers.sum()) * itemsize
-    axes = {axis: nbytes for axis, nbytes in axes.items()
-            if axis not in unknown and math.prod(plan.axes[name] for name in axis.split(",")) > 1}
-    return {"sent_bytes": None if unknown else sum(axes.values()), "messages": None, "buckets": data["buckets"],
-            "axes": axes, **({"plain": plain} if plan.compress != "none" else {}),
-            "held": sum(p.size for p in strategy.model.parameters()),
-            "held_experts": sum(p.size for p in strategy.model.parameters() if p.shared_by is not None)}
+    axes = {
+        axis: nbytes
+        for axis, nbytes in axes.items()
+        if axis not in unknown and math.prod(plan.axes[name] for name in axis.split(",")) > 1
+    }
+    return {
+        "sent_bytes": None if unknown else sum(axes.values()),
+        "messages": None,
+        "buckets": data["buckets"],
+        "axes": axes,
+        **({"plain": plain} if plan.compress != "none" else {}),
+        "held": sum(p.size for p in strategy.model.parameters()),
+        "held_experts": sum(p.size for p in strategy.model.parameters() if p.shared_by is not None),
+    }
 
 
 def recomputed_steps(trainer: Trainer) -> list[int]:
@@ -67,11 +97,16 @@ def recomputed_steps(trainer: Trainer) -> list[int]:
     return [trainer.steps_here * (layer in blocks) for layer in range(layers)]
 
 
-def _of_all_steps(sent: Callable[..., dict[str, int]], steps: int, again: int, itemsize: int) -> dict[str, int]:
-    """Bytes of so many steps by axis, in which blocks were computed again so often in all; `sent`: elements of a step.
-    """
+def _of_all_steps(
+    sent: Callable[..., dict[str, int]], steps: int, again: int, itemsize: int
+) -> dict[str, int]:
+    """Bytes of so many steps by axis, in which blocks were computed again so often in all; `sent`:
+    elements of a step."""
     once, more = sent(recomputed=0), sent(recomputed=1)
-    return {axis: (steps * count + again * (more[axis] - count)) * itemsize for axis, count in once.items()}
+    return {
+        axis: (steps * count + again * (more[axis] - count)) * itemsize
+        for axis, count in once.items()
+    }
 
 
 def stage_layers(trainer: Trainer) -> list[int] | None:
@@ -86,13 +121,20 @@ def traffic_table(metrics: dict[str, Any]) -> Table:
     sent = dict.fromkeys(by_formula, 0)
     for rank in metrics["ranks"]:
         for axis, verbs in rank["sent_bytes"].items():
-            name = axis.split(".")[0]       # the parts of dp under hybrid sharding count as dp
+            name = axis.split(".")[0]  # the parts of dp under hybrid sharding count as dp
             sent[name] = sent.get(name, 0) + sum(verbs.values())
-    table = Table("axis", *(Column(name, justify="right") for name in ("ranks", "bytes", "formula")),
-                  header_style="bold")
+    table = Table(
+        "axis",
+        *(Column(name, justify="right") for name in ("ranks", "bytes", "formula")),
+        header_style="bold",
+    )
     for axis, nbytes in sent.items():
         if axis in by_formula or (nbytes and axis != "control"):
             ranks = math.prod(metrics["plan"].get(name, 1) for name in axis.split(","))
-            table.add_row(axis, str(ranks), exactly(nbytes / steps),
-                          exactly(by_formula[axis] / steps) if axis in by_formula else "")
+            table.add_row(
+                axis,
+                str(ranks),
+                exactly(nbytes / steps),
+                exactly(by_formula[axis] / steps) if axis in by_formula else "",
+            )
     return table

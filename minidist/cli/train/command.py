@@ -1,10 +1,11 @@
 """`minidist train`: teach a GPT a text, on the ranks that started it or on ranks it starts itself.
 
-    mpirun -n 4 minidist train                # the ranks mpirun started
-    minidist train -n 4                       # four ranks, started here
-    minidist train -n 4 --transport threads   # four ranks as threads of this process, for a debugger
-    minidist train                            # one process
-    minidist train --resume RUN               # goes on from the newest checkpoint that --save-every wrote
+mpirun -n 4 minidist train                # the ranks mpirun started
+minidist train -n 4                       # four ranks, started here
+minidist train -n 4 --transport threads   # four ranks as threads of this process, for a debugger
+minidist train                            # one process
+minidist train --resume RUN               # goes on from the newest checkpoint that --save-every
+                                          wrote
 """
 
 import argparse
@@ -65,10 +66,12 @@ from minidist.terminal import Console
 __all__ = ["add_arguments", "run", "train_steps"]
 
 TRACE_SPANS = 5000
-"""Spans of a rank that trace.json keeps: about the first and the last 75 steps, a few megabytes for four ranks."""
+"""Spans of a rank that trace.json keeps: about the first and the last 75 steps, a few megabytes for
+four ranks."""
 
 WAIT_LIMIT = 120.0
-"""Limit of one wait of ranks that are threads, in seconds, as in md.init; the run itself has none in effect."""
+"""Limit of one wait of ranks that are threads, in seconds, as in md.init; the run itself has none
+in effect."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,7 +89,9 @@ def run(args: argparse.Namespace) -> int:
         args.ranks = args.ranks or sum(host.ranks for host in others.hosts)
     as_threads = args.transport in THREADS
     require_own_ranks(args, launch, as_threads=as_threads)
-    starts_ranks = launch.launcher == "alone" and ((args.ranks or 1) > 1 or as_threads or bool(args.memory_limit))
+    starts_ranks = launch.launcher == "alone" and (
+        (args.ranks or 1) > 1 or as_threads or bool(args.memory_limit)
+    )
     check_starts(args, launch, starts_ranks=starts_ranks)
     if not starts_ranks:
         _check_started(args, launch, as_threads=as_threads)
@@ -94,8 +99,11 @@ def run(args: argparse.Namespace) -> int:
     plan = settings.plan(size)
     plan.require(size, settings.config)
     plan.require_model(settings.config)
-    here = (size if starts_ranks else launch.local_size) if others is None else \
-        max(min(size, *(host.ranks for host in others.hosts)), -(-size // len(others.hosts)))
+    here = (
+        (size if starts_ranks else launch.local_size)
+        if others is None
+        else max(min(size, *(host.ranks for host in others.hosts)), -(-size // len(others.hosts)))
+    )
     settings.require_memory(plan, here, processes=0 if as_threads else here)
     if starts_ranks and args.transport == "mpi":
         fail(f"--transport mpi: its ranks are mpirun's to start: mpirun -n {size} minidist train")
@@ -105,8 +113,19 @@ def run(args: argparse.Namespace) -> int:
     if as_threads:
         threads = limit_blas_threads(args.threads, size * plan.replicas)
         with saves as told, run_folder(settings.out):
-            return int(max(run_function(_train_in_thread, settings, threads, told, size=size, transport=args.transport,
-                                        limit=MOST_SECONDS)))
+            return int(
+                max(
+                    run_function(
+                        _train_in_thread,
+                        settings,
+                        threads,
+                        told,
+                        size=size,
+                        transport=args.transport,
+                        limit=MOST_SECONDS,
+                    )
+                )
+            )
     if starts_ranks:
         return _start_ranks(args, settings, size)
     threads = limit_blas_threads(args.threads, launch.local_size * plan.replicas)
@@ -121,40 +140,61 @@ def _check_started(args: argparse.Namespace, launch: Launch, *, as_threads: bool
     if args.ranks and args.ranks != launch.world_size:
         fail(f"-n {args.ranks}: {launch.launcher} started {launch.world_size} ranks; leave -n out")
     if as_threads:
-        fail(f"--transport {args.transport}: its ranks are threads of one process, and {launch.launcher} started "
-             f"several; run: minidist train -n {launch.world_size} --transport {args.transport}")
+        fail(
+            f"--transport {args.transport}: its ranks are threads of one process, and "
+            f"{launch.launcher} started several; run: minidist train -n {launch.world_size} "
+            f"--transport {args.transport}"
+        )
 
 
 def _start_ranks(args: argparse.Namespace, settings: Settings, size: int) -> int:
     """Start a process for each rank, and wait for all. Returns the exit status."""
-    args.out = str(settings.out)                            # the same for all ranks: its default is the time of day
+    args.out = str(settings.out)  # the same for all ranks: its default is the time of day
     if args.elastic:
         return start_elastic(settings, size, train)
     with run_folder(settings.out):
-        status = spawn(module_command("minidist", "train", *as_arguments(args)), size,
-                       patience=args.patience, limits=limits_of(args, settings.out))
+        status = spawn(
+            module_command("minidist", "train", *as_arguments(args)),
+            size,
+            patience=args.patience,
+            limits=limits_of(args, settings.out),
+        )
         drop_rings(settings.out, status)
         return status
 
 
 def _train_in_thread(world: Group, settings: Settings, threads: int, told: Told | None) -> int:
-    """Run one rank of `--transport threads`, where all ranks are in this process (useful in a debugger)."""
+    """Run one rank of `--transport threads`, where all ranks are in this process (useful in a
+    debugger)."""
     world.transport.limit = WAIT_LIMIT
     return train(settings, world, threads, told)
 
 
-def train(settings: Settings, world: Group, threads: int, told: Told | None = None,
-          lives: Lives | None = None) -> int:
-    """Run from the first step to the report; only rank 0 prints and writes files. Returns: the exit status."""
+def train(
+    settings: Settings,
+    world: Group,
+    threads: int,
+    told: Told | None = None,
+    lives: Lives | None = None,
+) -> int:
+    """Run from the first step to the report; only rank 0 prints and writes files. Returns: the exit
+    status."""
     settings.require_alike(world)
     args = settings.args
     speaks = world.rank == 0 and not args.quiet
     console, on_terminal = make_console() if speaks else (Console(quiet=True), False)
-    timeline = Timeline(world.world_rank, limit=TRACE_SPANS) if lives is None else lives.follow(world)
+    timeline = (
+        Timeline(world.world_rank, limit=TRACE_SPANS) if lives is None else lives.follow(world)
+    )
     if lives is None:
         timeline.follow(world.ledger, waits=args.why, receives=True)
-    trainer = Trainer(settings.plan_on(world), settings.config, world, recorder=timeline,
-                      **settings.trainer_options())
+    trainer = Trainer(
+        settings.plan_on(world),
+        settings.config,
+        world,
+        recorder=timeline,
+        **settings.trainer_options(),
+    )
     settings = replace(settings, config=trainer.config)
     trainer.require_room(args.batch)
     timeline.follow_memory(trainer.account)
@@ -167,13 +207,28 @@ def train(settings: Settings, world: Group, threads: int, told: Told | None = No
         announce(console, settings, trainer)
     if settings.resume is not None and (lives is None or not lives.job.begun):
         settings.resume.tell_jump(trainer, args)
-    report = Telemetry(report_of(settings, console, on_terminal=on_terminal), trainer, settings, threads=threads)
+    report = Telemetry(
+        report_of(settings, console, on_terminal=on_terminal), trainer, settings, threads=threads
+    )
     saves = Saves() if lives is None else lives.saves
     saver = Saver(trainer, settings, told or Told(), report, saves) if args.save_every else None
     try:
-        course = (train_steps(trainer, settings, report, saver) if lives is None else
-                  elastic_steps(trainer, settings, report, lives, saver))
-        return conclude(trainer, settings, course, saver, report, timeline, console, threads=threads, lives=lives)
+        course = (
+            train_steps(trainer, settings, report, saver)
+            if lives is None
+            else elastic_steps(trainer, settings, report, lives, saver)
+        )
+        return conclude(
+            trainer,
+            settings,
+            course,
+            saver,
+            report,
+            timeline,
+            console,
+            threads=threads,
+            lives=lives,
+        )
     except Stopped:
         assert saver is not None
         trainer.close()
@@ -183,17 +238,28 @@ def train(settings: Settings, world: Group, threads: int, told: Told | None = No
         report.end()
 
 
-def conclude(trainer: Trainer, settings: Settings, course: Course, saver: Saver | None, report: Telemetry,
-             timeline: Timeline, console: Console, *, threads: int, lives: Lives | None) -> int:
-    """Write the results, then make of them what can be made. Every rank calls it. Returns: the exit status.
+def conclude(
+    trainer: Trainer,
+    settings: Settings,
+    course: Course,
+    saver: Saver | None,
+    report: Telemetry,
+    timeline: Timeline,
+    console: Console,
+    *,
+    threads: int,
+    lives: Lives | None,
+) -> int:
+    """Write the results, then make of them what can be made. Every rank calls it. Returns: the exit
+    status.
 
     The ranks wait for rank 0, which works alone here, as long as it works.
 
-    Raises:  Stopped; MismatchError if the replicas differ; on rank 0 ConfigError or OSError if the results, or the file
-             of --json, cannot be written.
+    Raises:  Stopped; MismatchError if the replicas differ; on rank 0 ConfigError or OSError if the
+             results, or the file of --json, cannot be written.
     """
     world = trainer.survivors()
-    memory = trainer.account.snapshot()         # first: what follows takes memory of its own
+    memory = trainer.account.snapshot()  # first: what follows takes memory of its own
     metrics, problem = _write_results(trainer, settings, course, saver, threads=threads)
     with unhurried(world):
         written = hand_out_record(world, problem is None)
@@ -208,16 +274,17 @@ def conclude(trainer: Trainer, settings: Settings, course: Course, saver: Saver 
             problem = _present(trainer, settings, metrics, timelines, console)
     trainer.close()
     with unhurried(world):
-        world.barrier()         # no rank ends the job before rank 0 has written its files
+        world.barrier()  # no rank ends the job before rank 0 has written its files
     if problem is not None:
-        raise problem           # the others have ended well, so it is one line
+        raise problem  # the others have ended well, so it is one line
     return status
 
 
-def _write_results(trainer: Trainer, settings: Settings, course: Course, saver: Saver | None, *,
-                   threads: int) -> tuple[Metrics, Exception | None]:
-    """Write the weights and what is known of the run, on rank 0; return its metrics, and the problem if there is one.
-    """
+def _write_results(
+    trainer: Trainer, settings: Settings, course: Course, saver: Saver | None, *, threads: int
+) -> tuple[Metrics, Exception | None]:
+    """Write the weights and what is known of the run, on rank 0; return its metrics, and the
+    problem if there is one."""
     weights = trainer.state_dict()
     if trainer.survivors().rank != 0:
         return {}, None
@@ -229,8 +296,15 @@ def _write_results(trainer: Trainer, settings: Settings, course: Course, saver: 
     return metrics, None
 
 
-def _complete(trainer: Trainer, settings: Settings, metrics: Metrics, memory: dict[str, Any], report: Telemetry,
-              saver: Saver | None, lives: Lives | None) -> None:
+def _complete(
+    trainer: Trainer,
+    settings: Settings,
+    metrics: Metrics,
+    memory: dict[str, Any],
+    report: Telemetry,
+    saver: Saver | None,
+    lives: Lives | None,
+) -> None:
     """Add to the metrics what takes further work of all ranks."""
     world = trainer.survivors()
 
@@ -246,18 +320,28 @@ def _complete(trainer: Trainer, settings: Settings, metrics: Metrics, memory: di
         lives.add_to(metrics, world)
 
 
-def _present(trainer: Trainer, settings: Settings, metrics: Metrics, timelines: list[Timeline] | None,
-             console: Console) -> Exception | None:
+def _present(
+    trainer: Trainer,
+    settings: Settings,
+    metrics: Metrics,
+    timelines: list[Timeline] | None,
+    console: Console,
+) -> Exception | None:
     """On rank 0, explain, draw and print what is known; a problem with the file of --json."""
     args, problem = settings.args, None
     if timelines is not None:
-        metrics["trace"] = {"spans": sum(len(each.spans) for each in timelines),
-                            "left_out": sum(each.dropped for each in timelines)}
+        metrics["trace"] = {
+            "spans": sum(len(each.spans) for each in timelines),
+            "left_out": sum(each.dropped for each in timelines),
+        }
         if args.why:
             with by_itself("--why"):
                 step = typical_step(timelines)
-                metrics["why"] = {"step": step, **why(record_step(timelines, step)),
-                                  "foresight": foresight(timelines, step)}
+                metrics["why"] = {
+                    "step": step,
+                    **why(record_step(timelines, step)),
+                    "foresight": foresight(timelines, step),
+                }
     write_views(settings.out, metrics, timelines)
     try:
         if args.json:
@@ -266,7 +350,8 @@ def _present(trainer: Trainer, settings: Settings, metrics: Metrics, timelines: 
         problem = error
     if not args.quiet and problem is None:
         written = None
-        with by_itself("the sample"), account.use(account.MemoryAccount()):     # without the run's memory limit
+        # without the run's memory limit
+        with by_itself("the sample"), account.use(account.MemoryAccount()):
             written = sample(whole_model(trainer, settings.out), settings.text, seed=args.seed)
         with by_itself("the report"):
             print_report(console, metrics, written, settings.out)
@@ -286,16 +371,29 @@ def whole_model(trainer: Trainer, out: Path) -> GPT:
 
 def announce(console: Console, settings: Settings, trainer: Trainer) -> None:
     """Print the data, the model and the ranks, and from which step a resumed run goes on."""
-    config, text, world, stages = settings.config, settings.text, trainer.world, stage_layers(trainer)
+    config, text, world, stages = (
+        settings.config,
+        settings.text,
+        trainer.world,
+        stage_layers(trainer),
+    )
     split = f" (in stages of {', '.join(map(str, stages))})" if stages else ""
     pattern = config.attention_pattern
     attention = "" if pattern is None else f", attention {shown_pattern(pattern)}"
-    console.print(f"{text.source}: {len(text.train):,} symbols to learn from, {len(text.validation):,} held out, "
-                  f"{len(text.symbols)} different; {plural(config.layers, 'layer')}{split} of width {config.width}"
-                  f"{attention}, {settings.args.batch} × {config.context} tokens a step, {plural(world.size, 'rank')} "
-                  f"over {world.transport.name}", markup=False, soft_wrap=True)
+    console.print(
+        f"{text.source}: {len(text.train):,} symbols to learn from, {len(text.validation):,} "
+        f"held out, {len(text.symbols)} different; {plural(config.layers, 'layer')}{split} of "
+        f"width {config.width}{attention}, {settings.args.batch} × {config.context} tokens a "
+        f"step, {plural(world.size, 'rank')} over {world.transport.name}",
+        markup=False,
+        soft_wrap=True,
+    )
     if text.left_out:
         console.print(f"left out of {text.source}: {text.left_out}", markup=False, soft_wrap=True)
     if settings.resume is not None:
-        console.print(f"going on from step {trainer.steps_done} of {settings.args.steps}, as "
-                      f"{settings.resume.how_saved} saved it in {settings.resume.run}", markup=False, soft_wrap=True)
+        console.print(
+            f"going on from step {trainer.steps_done} of {settings.args.steps}, as "
+            f"{settings.resume.how_saved} saved it in {settings.resume.run}",
+            markup=False,
+            soft_wrap=True,
+        )

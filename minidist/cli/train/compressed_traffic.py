@@ -1,4 +1,5 @@
-"""Traffic of a plan that compresses gradients: bytes by each rank beside the formula, and how many are saved."""
+"""Traffic of a plan that compresses gradients: bytes by each rank beside the formula, and how many
+are saved."""
 
 from typing import Any
 
@@ -11,27 +12,54 @@ Metrics = dict[str, Any]
 
 def sent_by(rank: dict[str, Any], kind: str, axes: Any = None) -> int:
     """Bytes or messages of a rank in all steps, without scalars; `axes`: along these alone."""
-    return sum(count for axis, verbs in rank[kind].items() for count in verbs.values()
-               if axis != "control" and (axes is None or axis.split(".")[0] in axes))
+    return sum(
+        count
+        for axis, verbs in rank[kind].items()
+        for count in verbs.values()
+        if axis != "control" and (axes is None or axis.split(".")[0] in axes)
+    )
 
 
 def saving(metrics: Metrics) -> str:
-    """One line: the bytes of gradients and weights in a step, and what they would be without the scheme."""
-    plain, steps, scheme = metrics["formula"]["plain"], metrics["steps"], metrics["plan"]["compress"]
+    """One line: the bytes of gradients and weights in a step, and what they would be without the
+    scheme."""
+    plain, steps, scheme = (
+        metrics["formula"]["plain"],
+        metrics["steps"],
+        metrics["plan"]["compress"],
+    )
     sent = sum(sent_by(rank, "sent_bytes", plain) for rank in metrics["ranks"]) / steps
     whole = sum(plain.values()) / steps
     less = f"{whole / sent:.1f} times fewer" if 0 < sent < whole else "none saved"
-    return f"{scheme}: {exactly(sent)} bytes a step along {' and '.join(plain)} instead of {exactly(whole)}: {less}"
+    return (
+        f"{scheme}: {exactly(sent)} bytes a step along {' and '.join(plain)} instead of "
+        f"{exactly(whole)}: {less}"
+    )
 
 
 def traffic_table(metrics: Metrics) -> Table:
-    """Each rank's bytes and messages in a step; the sum of the bytes beside the formula, unless the numbers decide."""
+    """Each rank's bytes and messages in a step; the sum of the bytes beside the formula, unless the
+    numbers decide."""
     steps, total = metrics["steps"], metrics["formula"]["sent_bytes"]
-    table = Table(*(Column(name, justify="right") for name in ("rank", "bytes", "by formula", "messages")),
-                  header_style="bold")
-    sent, messages = ([sent_by(rank, kind) for rank in metrics["ranks"]] for kind in ("sent_bytes", "messages"))
+    table = Table(
+        *(Column(name, justify="right") for name in ("rank", "bytes", "by formula", "messages")),
+        header_style="bold",
+    )
+    sent, messages = (
+        [sent_by(rank, kind) for rank in metrics["ranks"]] for kind in ("sent_bytes", "messages")
+    )
     for rank, (nbytes, count) in enumerate(zip(sent, messages, strict=True)):
-        table.add_row(str(rank), exactly(nbytes / steps), "", exactly(count / steps), end_section=rank == len(sent) - 1)
-    table.add_row("all", exactly(sum(sent) / steps), "" if total is None else exactly(total / steps),
-                  exactly(sum(messages) / steps))
+        table.add_row(
+            str(rank),
+            exactly(nbytes / steps),
+            "",
+            exactly(count / steps),
+            end_section=rank == len(sent) - 1,
+        )
+    table.add_row(
+        "all",
+        exactly(sum(sent) / steps),
+        "" if total is None else exactly(total / steps),
+        exactly(sum(messages) / steps),
+    )
     return table

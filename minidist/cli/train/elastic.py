@@ -47,19 +47,26 @@ RECORD = "elastic.jsonl"
 STATELESS = ("fp16", "bf16")
 """Values of --outer-compress that keep nothing from one meeting to the next."""
 MOST_SPANS, SPANS_EACH = 10000, 2500
-"""Spans of a process that trace.json keeps: of the whole job, and of one generation (its first and last 35 steps)."""
+"""Spans of a process that trace.json keeps: of the whole job, and of one generation (its first and
+last 35 steps)."""
 
 
 class Lives(Survivor):
-    """A process of an elastic training: beside its state it keeps what it has noted in all generations.
+    """A process of an elastic training: beside its state it keeps what it has noted in all
+    generations.
 
-    Attributes: saves: the checkpoints that were written; timeline; resumed_from: steps of the run that --resume names;
+    Attributes: saves: the checkpoints that were written; timeline; resumed_from: steps of the run
+    that --resume names;
                 early: with --verify, the early weights.
     """
 
     def __init__(self, job: Generations, settings: Settings) -> None:
         super().__init__(job, copies=_copies(settings.args), newest=lambda: _newest(settings))
-        self.saves, self.timeline, self.resumed_from = Saves(), Timeline(0), None if settings.resume is None else 0
+        self.saves, self.timeline, self.resumed_from = (
+            Saves(),
+            Timeline(0),
+            None if settings.resume is None else 0,
+        )
         self.verifies, self.early = bool(settings.args.verify), cast(Weights | None, None)
 
     def begin(self, trainer: Trainer) -> None:
@@ -79,18 +86,26 @@ class Lives(Survivor):
         if any(have) and not all(have):
             source = have.index(True)
             with world.ledger.control():
-                packed = world.broadcast(np.frombuffer(pack(self.early), np.uint8) if world.rank == source else None,
-                                         root=source)
+                packed = world.broadcast(
+                    np.frombuffer(pack(self.early), np.uint8) if world.rank == source else None,
+                    root=source,
+                )
             self.early = unpack(packed.tobytes())
 
     def follow(self, world: Group) -> Timeline:
         """The timeline, which goes on in a new world."""
-        self.timeline.go_on(world.rank, world.ledger, limit=min(MOST_SPANS, len(self.timeline.spans) + SPANS_EACH),
-                            generation=self.job.number, process=self.job.process)
+        self.timeline.go_on(
+            world.rank,
+            world.ledger,
+            limit=min(MOST_SPANS, len(self.timeline.spans) + SPANS_EACH),
+            generation=self.job.number,
+            process=self.job.process,
+        )
         return self.timeline
 
     def add_to(self, metrics: dict[str, Any], world: Group) -> None:
-        """What metrics.json has of an elastic job beside the figures of its last generation. Every rank calls it."""
+        """What metrics.json has of an elastic job beside the figures of its last generation. Every
+        rank calls it."""
         metrics["elastic"], metrics["generation"] = self.records(world), self.job.number
         metrics["generations"], metrics["resumed_from"] = self.generations, self.resumed_from
 
@@ -99,17 +114,26 @@ def _copies(args: Namespace) -> PeerCopies | KeptReplica | KeptShards:
     """How a process of this job keeps its state."""
     if args.asynchronous:
         return KeptShards(args.peer_copies or UPDATES)
-    return PeerCopies(args.peer_copies or 1) if args.local_steps is None else KeptReplica(args.local_steps)
+    return (
+        PeerCopies(args.peer_copies or 1)
+        if args.local_steps is None
+        else KeptReplica(args.local_steps)
+    )
 
 
 def _newest(settings: Settings) -> list[Path]:
-    """Checkpoints of the run, the newest first; after them those that --resume names, of another folder."""
+    """Checkpoints of the run, the newest first; after them those that --resume names, of another
+    folder."""
     found = checkpoints(settings.out)[::-1]
-    return found + [folder for folder in (settings.resume.folders if settings.resume else []) if folder not in found]
+    return found + [
+        folder
+        for folder in (settings.resume.folders if settings.resume else [])
+        if folder not in found
+    ]
 
 
 def bounds(text: str) -> tuple[int, int]:
-    """"4:8" -> the fewest and the most ranks that may work. Raises: ConfigError."""
+    """ "4:8" -> the fewest and the most ranks that may work. Raises: ConfigError."""
     match = re.fullmatch("([0-9]{1,5}):([0-9]{1,5})", text)
     least, most = match.groups() if match else ("0", "0")
     if not 1 <= int(least) <= int(most):
@@ -124,37 +148,60 @@ def check_elastic(args: Namespace) -> None:
     if args.elastic is None:
         for option in ("max_restarts", "spares", "elastic_wait", "peer_copies"):
             if getattr(args, option) is not None:
-                fail(f"--{option.replace('_', '-')}: is for an elastic job; add --elastic LEAST:MOST")
+                fail(
+                    f"--{option.replace('_', '-')}: is for an elastic job; add --elastic LEAST:MOST"
+                )
         if args.hosts is not None:
-            fail(f"--hosts: is for an elastic job; add --elastic LEAST:MOST, or start the ranks with minidist launch "
-                 f"--hosts {args.hosts} -m minidist train")
+            fail(
+                "--hosts: is for an elastic job; add --elastic LEAST:MOST, or start the ranks "
+                f"with minidist launch --hosts {args.hosts} -m minidist train"
+            )
         return
     bounds(args.elastic)
     if args.node_limit is not None and args.expert_nodes is None:
-        fail("--elastic: with --node-limit the choice of experts would change as nodes come and go; say on how many "
-             "nodes the experts count, with --expert-nodes 2")
+        fail(
+            "--elastic: with --node-limit the choice of experts would change as nodes come and "
+            "go; say on how many nodes the experts count, with --expert-nodes 2"
+        )
     if args.local_steps is not None and args.peer_copies is not None and not args.asynchronous:
-        fail(f"--peer-copies {args.peer_copies}: ranks with --local-steps go on from weights of their own and keep no "
-             f"copies; leave it out")
-    if args.outer_compress.partition(":")[0] not in ("none", *STATELESS) or "feedback" in args.outer_compress:
-        fail(f"--elastic: with --outer-compress {args.outer_compress} a lost rank takes what it has not sent yet with "
-             f"it; choose {', '.join(STATELESS)} or none")
+        fail(
+            f"--peer-copies {args.peer_copies}: ranks with --local-steps go on from weights of "
+            "their own and keep no copies; leave it out"
+        )
+    if (
+        args.outer_compress.partition(":")[0] not in ("none", *STATELESS)
+        or "feedback" in args.outer_compress
+    ):
+        fail(
+            f"--elastic: with --outer-compress {args.outer_compress} a lost rank takes what it "
+            f"has not sent yet with it; choose {', '.join(STATELESS)} or none"
+        )
     if args.graph or args.strategy not in ("ddp", *["parameter-server"] * args.asynchronous):
-        fail("--elastic: ranks come and go between steps of ddp or of --strategy parameter-server --asynchronous; "
-             "leave out --graph and other strategies")
+        fail(
+            "--elastic: ranks come and go between steps of ddp or of --strategy "
+            "parameter-server --asynchronous; leave out --graph and other strategies"
+        )
     if args.transport not in (None, "auto", "tcp", "shm"):
-        fail(f"--elastic: its ranks are processes that meet again after a loss, over auto, tcp or shm; "
-             f"--transport {args.transport} cannot")
+        fail(
+            "--elastic: its ranks are processes that meet again after a loss, over auto, tcp or "
+            f"shm; --transport {args.transport} cannot"
+        )
 
 
 def check_starts(args: Namespace, launch: Launch, *, starts_ranks: bool) -> None:
     """Raise ConfigError if the ranks of an elastic job are not this process's to start."""
     if args.elastic and launch.launcher != "alone":
-        fail(f"--elastic {args.elastic}: {launch.launcher} started this rank, and only the launcher of an elastic job "
-             f"can put another in its place; use minidist train -n N --elastic {args.elastic}, on several hosts "
-             f"minidist train --hosts a:3,b:4 --elastic {args.elastic}, or --save-every without --elastic")
+        fail(
+            f"--elastic {args.elastic}: {launch.launcher} started this rank, and only the "
+            "launcher of an elastic job can put another in its place; use minidist train -n N "
+            f"--elastic {args.elastic}, on several hosts minidist train --hosts a:3,b:4 "
+            f"--elastic {args.elastic}, or --save-every without --elastic"
+        )
     if args.elastic and not starts_ranks:
-        fail(f"--elastic {args.elastic}: is for ranks that are started here; give -n, without another launcher")
+        fail(
+            f"--elastic {args.elastic}: is for ranks that are started here; give -n, without "
+            "another launcher"
+        )
 
 
 Train = Callable[[Settings, Group, int, Told | None, "Lives"], int]
@@ -169,24 +216,35 @@ def start_elastic(settings: Settings, size: int, train: Train) -> int:
     least, most = bounds(args.elastic)
     if not least <= size <= most:
         fail(f"-n {size}: --elastic {args.elastic} allows {least} to {most} ranks")
-    elastic = Elastic(tuple(count for count in range(least, size + 1) if _fits(settings, count)),
-                      restarts=args.max_restarts or 0, spares=args.spares or 0, wait=args.elastic_wait or 0.0,
-                      apart=args.asynchronous)
-    args.elastic = f"{least}:{size}"                        # so a checkpoint says how many ranks the job wants
+    elastic = Elastic(
+        tuple(count for count in range(least, size + 1) if _fits(settings, count)),
+        restarts=args.max_restarts or 0,
+        spares=args.spares or 0,
+        wait=args.elastic_wait or 0.0,
+        apart=args.asynchronous,
+    )
+    args.elastic = f"{least}:{size}"  # so a checkpoint says how many ranks the job wants
     words, template = as_arguments(args), None
     if may_fork() and args.device == "cpu" and not (args.cores or args.memory_limit or args.hosts):
         try:
             template = fork_template()
         except OSError:
-            pass                                            # it is started, or there is none
+            pass  # it is started, or there is none
         else:
             if template is None:
                 return elastic_process(_of_a_process(words), train)
     try:
-        with run_folder(settings.out):                      # locked here: a copy of this process would hold it, too
-            return spawn_elastic(module_command("minidist", "train", *words), elastic, template=template,
-                                 record=settings.out / RECORD, patience=args.patience, forks=args.device == "cpu",
-                                 limits=limits_of(args, settings.out), others=others_of(args))
+        with run_folder(settings.out):  # locked here: a copy of this process would hold it, too
+            return spawn_elastic(
+                module_command("minidist", "train", *words),
+                elastic,
+                template=template,
+                record=settings.out / RECORD,
+                patience=args.patience,
+                forks=args.device == "cpu",
+                limits=limits_of(args, settings.out),
+                others=others_of(args),
+            )
     finally:
         if template is not None:
             template.close()
@@ -200,8 +258,13 @@ def _of_a_process(words: list[str]) -> Settings:
 
 
 def others_of(args: Namespace) -> OtherHosts | None:
-    """The hosts of --hosts, or None without it. Raises: LaunchError, one line, if a word names no host."""
-    return None if args.hosts is None else OtherHosts(hosts_of(args.hosts), SSH if args.ssh is None else args.ssh)
+    """The hosts of --hosts, or None without it. Raises: LaunchError, one line, if a word names no
+    host."""
+    return (
+        None
+        if args.hosts is None
+        else OtherHosts(hosts_of(args.hosts), SSH if args.ssh is None else args.ssh)
+    )
 
 
 def _fits(settings: Settings, size: int) -> bool:
@@ -215,7 +278,8 @@ def _fits(settings: Settings, size: int) -> bool:
 
 
 def elastic_process(settings: Settings, train: Train) -> int:
-    """Be a process of an elastic job, and a rank of one generation after another; the exit status."""
+    """Be a process of an elastic job, and a rank of one generation after another; the exit
+    status."""
     args = settings.args
     rehearse(args.zero or 0)
     libraries = warm_up(args.transport)
@@ -234,17 +298,22 @@ def elastic_process(settings: Settings, train: Train) -> int:
         return go_on(lives, work, transport=args.transport, threads=args.threads)
 
 
-def elastic_steps(trainer: Trainer, settings: Settings, report: ProgressReport, lives: Lives,
-                  saver: Saver | None) -> Course:
-    """Make every step that is not made yet. Raises: Stopped as train_steps, and what Survivor.after_step does."""
+def elastic_steps(
+    trainer: Trainer, settings: Settings, report: ProgressReport, lives: Lives, saver: Saver | None
+) -> Course:
+    """Make every step that is not made yet. Raises: Stopped as train_steps, and what
+    Survivor.after_step does."""
     args, ledger = settings.args, trainer.world.ledger
-    behind = int(args.local_steps is not None and saver is None)    # losses on their way; a saver needs them all
+    # losses on their way; a saver needs them all
+    behind = int(args.local_steps is not None and saver is None)
 
     def save() -> None:
         if args.verify and trainer.steps_done == min(STEPS, args.steps):
             lives.early = trainer.state_dict()
         if saver is not None:
-            saver.after_step(lives.losses, lambda: float(np.median(lives.seconds)), generations=lives.generations)
+            saver.after_step(
+                lives.losses, lambda: float(np.median(lives.seconds)), generations=lives.generations
+            )
 
     try:
         served = lives.serve(trainer, settings.training_batch(0))
@@ -256,9 +325,18 @@ def elastic_steps(trainer: Trainer, settings: Settings, report: ProgressReport, 
             if not behind:
                 loss.wait()
             lives.after_step(trainer, loss, time.perf_counter() - start, then=save, behind=behind)
-            sent = sum(sum(verbs.values()) for axis, verbs in ledger.sent_bytes("step").items() if axis != "control")
+            sent = sum(
+                sum(verbs.values())
+                for axis, verbs in ledger.sent_bytes("step").items()
+                if axis != "control"
+            )
             for number in range(told, len(lives.losses)):
-                report.step(number + 1, lives.losses[number], args.batch * args.context / lives.seconds[number], sent)
+                report.step(
+                    number + 1,
+                    lives.losses[number],
+                    args.batch * args.context / lives.seconds[number],
+                    sent,
+                )
         lives.finish(trainer)
         if saver is not None:
             saver.settle()
@@ -266,11 +344,13 @@ def elastic_steps(trainer: Trainer, settings: Settings, report: ProgressReport, 
             lives.job.tell("trained", step=trainer.steps_done)
     except Regrouping:
         if saver is not None:
-            saver.settle()      # no save goes on behind a world that is closed
+            saver.settle()  # no save goes on behind a world that is closed
         raise
     finally:
         report.close()
     if args.verify and lives.early is None and trainer.world.rank == 0:
-        say_line(f"minidist train: --verify: the weights after step {STEPS} were lost with the ranks that had them; "
-                 "nothing is compared")
+        say_line(
+            f"minidist train: --verify: the weights after step {STEPS} were lost with the ranks "
+            "that had them; nothing is compared"
+        )
     return Course(lives.losses, lives.seconds, early=lives.early)

@@ -31,42 +31,73 @@ from minidist.parallel.step.strategy import Collective
 Metrics = dict[str, Any]
 
 
-def result_metrics(trainer: Trainer, settings: Settings, course: Course, saver: Saver | None, weights: Weights, *,
-                   threads: int) -> Metrics:
-    """Return what metrics.json holds of the training itself: all that is known without any further work.
+def result_metrics(
+    trainer: Trainer,
+    settings: Settings,
+    course: Course,
+    saver: Saver | None,
+    weights: Weights,
+    *,
+    threads: int,
+) -> Metrics:
+    """Return what metrics.json holds of the training itself: all that is known without any further
+    work.
 
     Args:    threads: BLAS threads a rank.
     """
     args, count = settings.args, sum(array.size for array in weights.values())
     tokens = args.batch * args.context
-    return {"parameters": count, "parameter_bytes": count * next(trainer.model.parameters()).dtype.itemsize,
-            "weights_sha256": weights_digest(weights),
-            "plan": trainer.plan.as_dict(), "size": trainer.survivors().size,
-            "transport": trainer.world.transport.name, "threads": threads, "device": args.device,
-            "optimizer_moments": len(trainer.optimizer.state_names), "skipped_steps": trainer.precision.skipped,
-            "losses": course.losses, "validation_loss": None, "step_seconds": course.step_seconds,
-            "tokens_per_second": tokens / course.step_seconds if course.step_seconds else 0.0,
-            "steps": trainer.steps_here,
-            "resumed_from": trainer.steps_before if settings.resume else None,
-            "checkpoint": saver and saver.record(), "vocabulary": settings.text.symbols,
-            "config": asdict(settings.config), "data_left_out": settings.text.left_out,
-            "options": {name: value for name, value in vars(args).items()
-                        if value is None or isinstance(value, (str, int, float))}}
+    return {
+        "parameters": count,
+        "parameter_bytes": count * next(trainer.model.parameters()).dtype.itemsize,
+        "weights_sha256": weights_digest(weights),
+        "plan": trainer.plan.as_dict(),
+        "size": trainer.survivors().size,
+        "transport": trainer.world.transport.name,
+        "threads": threads,
+        "device": args.device,
+        "optimizer_moments": len(trainer.optimizer.state_names),
+        "skipped_steps": trainer.precision.skipped,
+        "losses": course.losses,
+        "validation_loss": None,
+        "step_seconds": course.step_seconds,
+        "tokens_per_second": tokens / course.step_seconds if course.step_seconds else 0.0,
+        "steps": trainer.steps_here,
+        "resumed_from": trainer.steps_before if settings.resume else None,
+        "checkpoint": saver and saver.record(),
+        "vocabulary": settings.text.symbols,
+        "config": asdict(settings.config),
+        "data_left_out": settings.text.left_out,
+        "options": {
+            name: value
+            for name, value in vars(args).items()
+            if value is None or isinstance(value, (str, int, float))
+        },
+    }
 
 
 def run_metrics(trainer: Trainer, settings: Settings, memory: dict[str, Any]) -> Metrics:
-    """Return what metrics.json holds beside the results: formulas, the machine, the ranks. Every rank calls it.
+    """Return what metrics.json holds beside the results: formulas, the machine, the ranks. Every
+    rank calls it.
 
-    Args:    memory: of this rank's account after the last step; what followed took memory of its own.
+    Args:    memory: of this rank's account after the last step; what followed took memory of its
+             own.
     Cost:    gathers of small records, counted under `control`.
     """
     args, world = settings.args, trainer.survivors()
-    return {"memory_limit_bytes": limit_here(), "formula": gradient_formula(trainer, settings.training_batch(0)),
-            **expert_record(trainer), **budget_record(trainer), "stage_layers": axis_traffic.stage_layers(trainer),
-            "machine": machine() | {"command": command_line(args, world.size)},
-            "versions": {"python": platform.python_version(),
-                         **{name: version(name) for name in ("minidist", "numpy", "mpi4py")}},
-            "ranks": rank_records(trainer, world, memory)}
+    return {
+        "memory_limit_bytes": limit_here(),
+        "formula": gradient_formula(trainer, settings.training_batch(0)),
+        **expert_record(trainer),
+        **budget_record(trainer),
+        "stage_layers": axis_traffic.stage_layers(trainer),
+        "machine": machine() | {"command": command_line(args, world.size)},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("minidist", "numpy", "mpi4py")},
+        },
+        "ranks": rank_records(trainer, world, memory),
+    }
 
 
 def command_line(args: argparse.Namespace, size: int) -> str:
@@ -74,41 +105,66 @@ def command_line(args: argparse.Namespace, size: int) -> str:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     usual = vars(parser.parse_args([]))
-    others = argparse.Namespace(**{name: value for name, value in vars(args).items()
-                                   if name in ("given", "resume") or usual.get(name) != value})
+    others = argparse.Namespace(
+        **{
+            name: value
+            for name, value in vars(args).items()
+            if name in ("given", "resume") or usual.get(name) != value
+        }
+    )
     launcher = detect().launcher
-    before = {"mpich": ["mpirun", "-n"], "openmpi": ["mpirun", "-n"], "slurm": ["srun", "-n"]}.get(launcher)
+    before = {"mpich": ["mpirun", "-n"], "openmpi": ["mpirun", "-n"], "slurm": ["srun", "-n"]}.get(
+        launcher
+    )
     words = ["minidist", "train", *([] if before else ["-n", str(size)]), *as_arguments(others)]
     return shlex.join([*before, str(size), *words] if before else words)
 
 
-def rank_records(trainer: Trainer, world: Group, memory: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """On rank 0: coordinates of each rank, bytes and messages sent in training steps, and memory by category.
+def rank_records(
+    trainer: Trainer, world: Group, memory: dict[str, Any]
+) -> list[dict[str, Any]] | None:
+    """On rank 0: coordinates of each rank, bytes and messages sent in training steps, and memory by
+    category.
 
     Of one process that drives several devices: the same of every device.
     """
     if trainer.plan.strategy == "data-parallel":
         return central_traffic.device_records(trainer)
-    return gather_records(world, {
-        "rank": world.world_rank, "coordinates": {axis: place for axis, place in trainer.mesh.coordinates.items()
-                                                  if axis == "dp" or trainer.mesh.shape[axis] > 1},
-        "sent_bytes": world.ledger.sent_bytes("step"), "messages": world.ledger.messages("step"),
-        "sent_to": {str(rank): axes for rank, axes in world.ledger.sent_to("step").items()},
-        "sent_to_nodes": sent_to_nodes(world), "host": platform.node(),
-        "cores": cores.usable(), "memory": memory, "shared_bytes": world.transport.shared_bytes,
-        **offload_record(trainer), **({} if trainer.keeper is None else {"kept_inputs": trainer.keeper.record()})})
+    return gather_records(
+        world,
+        {
+            "rank": world.world_rank,
+            "coordinates": {
+                axis: place
+                for axis, place in trainer.mesh.coordinates.items()
+                if axis == "dp" or trainer.mesh.shape[axis] > 1
+            },
+            "sent_bytes": world.ledger.sent_bytes("step"),
+            "messages": world.ledger.messages("step"),
+            "sent_to": {str(rank): axes for rank, axes in world.ledger.sent_to("step").items()},
+            "sent_to_nodes": sent_to_nodes(world),
+            "host": platform.node(),
+            "cores": cores.usable(),
+            "memory": memory,
+            "shared_bytes": world.transport.shared_bytes,
+            **offload_record(trainer),
+            **({} if trainer.keeper is None else {"kept_inputs": trainer.keeper.record()}),
+        },
+    )
 
 
 def budget_record(trainer: Trainer) -> dict[str, Any]:
-    """What an activation budget made of each layer: "none", "scores" or "all"; None before it chose."""
+    """What an activation budget made of each layer: "none", "scores" or "all"; None before it
+    chose."""
     return {} if trainer.budget is None else {"activation_choice": trainer.budget.chosen}
 
 
 def expert_record(trainer: Trainer) -> dict[str, Any]:
-    """By layer, the tokens of the run that chose each expert and those that it took. All ranks call it.
+    """By layer, the tokens of the run that chose each expert and those that it took. All ranks call
+    it.
 
-    Of experts on several nodes also the placement that the newest choices suggest, and how many copies of a token left
-    its node: "now", as the experts lay, and "placed", as they would lie.
+    Of experts on several nodes also the placement that the newest choices suggest, and how many
+    copies of a token left its node: "now", as the experts lay, and "placed", as they would lie.
     """
     if trainer.config.mixture is None:
         return {}
@@ -116,13 +172,16 @@ def expert_record(trainer: Trainer) -> dict[str, Any]:
     record = {"chosen": loads[:, 0].tolist(), "taken": loads[:, 1].tolist()}
     if (found := trainer.loads.placed(trainer.mesh["pp"])) is not None:
         order, (tokens, now, placed) = found[0], found[1].T
-        record |= {"placement": order.tolist(), "copies": {"now": (now / tokens).tolist(),
-                                                           "placed": (placed / tokens).tolist()}}
+        record |= {
+            "placement": order.tolist(),
+            "copies": {"now": (now / tokens).tolist(), "placed": (placed / tokens).tolist()},
+        }
     return {"experts": record}
 
 
 def sent_to_nodes(world: Group) -> dict[str, int]:
-    """Bytes that this rank sent to ranks of other nodes in training steps, by axis; empty on one node."""
+    """Bytes that this rank sent to ranks of other nodes in training steps, by axis; empty on one
+    node."""
     nodes, sent = dict(zip(world.world_ranks, world.nodes, strict=True)), Counter[str]()
     for rank, axes in world.ledger.sent_to("step").items():
         if nodes.get(rank) != nodes[world.world_rank]:
@@ -131,16 +190,23 @@ def sent_to_nodes(world: Group) -> dict[str, int]:
 
 
 def offload_record(trainer: Trainer) -> dict[str, Any]:
-    """This rank's host memory, disk bytes and moves in training steps; empty if the plan offloads nothing."""
+    """This rank's host memory, disk bytes and moves in training steps; empty if the plan offloads
+    nothing."""
     if trainer.plan.offload == "none":
         return {}
-    return {"host_memory": trainer.store.host.snapshot(), "disk_bytes": trainer.store.disk_bytes(),
-            "moved_bytes": dict(trainer.store.traffic.step),
-            "moved_formula": {way: trainer.steps_here * nbytes for way, nbytes in moved_in_a_step(trainer).items()}}
+    return {
+        "host_memory": trainer.store.host.snapshot(),
+        "disk_bytes": trainer.store.disk_bytes(),
+        "moved_bytes": dict(trainer.store.traffic.step),
+        "moved_formula": {
+            way: trainer.steps_here * nbytes for way, nbytes in moved_in_a_step(trainer).items()
+        },
+    }
 
 
 def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
-    """Bytes and messages of all ranks and steps by formula, for gradients and under ZeRO for weights."""
+    """Bytes and messages of all ranks and steps by formula, for gradients and under ZeRO for
+    weights."""
     plan = trainer.plan
     if plan.strategy != "ddp":
         return central_traffic.formula(trainer, batch)
@@ -151,17 +217,20 @@ def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
         return axis_traffic.formula(trainer, _data_formula(trainer, calls), batch)
     data = _data_formula(trainer, trainer.strategy.traffic(plan.accumulate))
     return {name: data[name] for name in ("sent_bytes", "messages", "buckets")} | (
-        {"plain": data["plain"]} if plan.compress != "none" else {})
+        {"plain": data["plain"]} if plan.compress != "none" else {}
+    )
 
 
 def _data_formula(trainer: Trainer, calls: Sequence[Collective]) -> dict[str, Any]:
-    """Bytes and messages of one group of the data axis in all steps, from the `calls` of one; bytes also by axis.
+    """Bytes and messages of one group of the data axis in all steps, from the `calls` of one; bytes
+    also by axis.
 
-    "plain": bytes by axis without a scheme. None, or an axis left out: a scheme sends as many as the numbers decide.
+    "plain": bytes by axis without a scheme. None, or an axis left out: a scheme sends as many as
+    the numbers decide.
     """
     plan, steps, axes, messages = trainer.plan, trainer.steps_here, dict[str, int](), 0
     plain, unknown, compressed = dict[str, int](), set[str](), False
-    for call in calls:      # the sum over ranks does not depend on the sizes of their shards
+    for call in calls:  # the sum over ranks does not depend on the sizes of their shards
         size, times = call.group.size, 1 if call.once else plan.copies // call.group.size
         case = Case(size=size, nbytes=call.nbytes, blocks=[call.nbytes] + [0] * (size - 1))
         formula, axis = FORMULAS[call.verb, plan.algorithm], call.group.axis.split(".")[0]
@@ -173,6 +242,10 @@ def _data_formula(trainer: Trainer, calls: Sequence[Collective]) -> dict[str, An
         messages += steps * times * formula.messages_of(case)
     kinds = ("reduce_scatter", "all_gather") if plan.zero >= 2 else ("all_reduce", "reduce_scatter")
     axes = {axis: nbytes for axis, nbytes in axes.items() if axis not in unknown}
-    return {"sent_bytes": None if unknown else sum(axes.values()), "axes": axes, "plain": plain,
-            "messages": None if compressed else messages,
-            "buckets": sum(call.verb in kinds and not call.once for call in calls)}
+    return {
+        "sent_bytes": None if unknown else sum(axes.values()),
+        "axes": axes,
+        "plain": plain,
+        "messages": None if compressed else messages,
+        "buckets": sum(call.verb in kinds and not call.once for call in calls),
+    }

@@ -16,7 +16,8 @@ LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "srun", "orterun", "prterun")
 
 
 class ProgressReport:
-    """Shows the progress of a run: each step, then each batch of held-out text. This one shows nothing (--quiet)."""
+    """Shows the progress of a run: each step, then each batch of held-out text. This one shows
+    nothing (--quiet)."""
 
     def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
         """Show step `number` (from 1) with its `loss`; `sent_bytes` of this rank so far."""
@@ -39,12 +40,18 @@ class ProgressReport:
 class Shown(ProgressReport):
     """Shows the steps on `steps_shown`, and then held-out text on what `for_batches` makes."""
 
-    def __init__(self, steps: int, steps_shown: Progress, for_batches: Callable[[], Progress]) -> None:
+    def __init__(
+        self, steps: int, steps_shown: Progress, for_batches: Callable[[], Progress]
+    ) -> None:
         self.steps, self._steps_shown, self._for_batches = steps, steps_shown, for_batches
 
     def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
-        self._steps_shown.at(number, self.steps, f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  "
-                                                 f"{size_text(sent_bytes)} sent a rank")
+        self._steps_shown.at(
+            number,
+            self.steps,
+            f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s  "
+            f"{size_text(sent_bytes)} sent a rank",
+        )
 
     def line(self, text: str) -> None:
         self._steps_shown.keep(text)
@@ -63,10 +70,12 @@ class Shown(ProgressReport):
 
 
 def launcher_terminal() -> str | None:
-    """The terminal of mpirun or srun, our ancestor, which passes on what rank 0 writes to a pipe; None without one."""
+    """The terminal of mpirun or srun, our ancestor, which passes on what rank 0 writes to a pipe;
+    None without one."""
     import psutil  # here: the other ranks do without it
 
-    with suppress(psutil.Error, OSError):   # another system, or no permission: lines instead of a bar
+    # another system, or no permission: lines instead of a bar
+    with suppress(psutil.Error, OSError):
         for parent in psutil.Process().parents():
             if parent.name() in LAUNCHERS:
                 target = os.readlink(f"/proc/{parent.pid}/fd/1")
@@ -94,11 +103,19 @@ def make_report(steps: int, console: Console, *, on_terminal: bool) -> ProgressR
     if console.quiet:
         return ProgressReport()
     if on_terminal:
-        return Shown(steps, Bar(console, noun="step", stays=True), lambda: Bar(console, noun=HELD_OUT))
+        return Shown(
+            steps, Bar(console, noun="step", stays=True), lambda: Bar(console, noun=HELD_OUT)
+        )
     return line_report(steps, lambda line: console.print(line, markup=False, soft_wrap=True))
 
 
-def line_report(steps: int, print_line: Callable[[str], Any], *, seconds: float = LINES_EVERY) -> ProgressReport:
-    """A line for the first step, for the last, and at most one every `seconds` between; so of held-out text."""
-    return Shown(steps, Lines(print_line, "step", seconds=seconds),
-                 lambda: Lines(print_line, HELD_OUT, seconds=seconds, ends=False))
+def line_report(
+    steps: int, print_line: Callable[[str], Any], *, seconds: float = LINES_EVERY
+) -> ProgressReport:
+    """A line for the first step, for the last, and at most one every `seconds` between; so of
+    held-out text."""
+    return Shown(
+        steps,
+        Lines(print_line, "step", seconds=seconds),
+        lambda: Lines(print_line, HELD_OUT, seconds=seconds, ends=False),
+    )

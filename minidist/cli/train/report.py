@@ -23,7 +23,8 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def print_report(console: Console, metrics: Metrics, sample: str | None, folder: Path) -> None:
-    """Losses, the sample, the ledger and the memory account beside their formulas, and where the files are.
+    """Losses, the sample, the ledger and the memory account beside their formulas, and where the
+    files are.
 
     Args:    sample: None if none could be written.
     """
@@ -48,33 +49,55 @@ def print_report(console: Console, metrics: Metrics, sample: str | None, folder:
         console.print(why_table(metrics["why"], title=""))
         console.print(causes_line(metrics["why"]), markup=False, soft_wrap=True)
         console.print(foresight_line(metrics["why"]["foresight"]), markup=False, soft_wrap=True)
-    there = {name: name for name in ("trace.json", "loss.png", "why.png", "model.safetensors")
-             if name in metrics["files"]}
+    there = {
+        name: name
+        for name in ("trace.json", "loss.png", "why.png", "model.safetensors")
+        if name in metrics["files"]
+    }
     if "trace.json" in there:
         there["trace.json"] += " (open at https://ui.perfetto.dev)"
-    console.print(f"{folder}/: metrics.json, metrics.jsonl (a line a step), {', '.join(there.values())}",
-                  markup=False, soft_wrap=True)
+    console.print(
+        f"{folder}/: metrics.json, metrics.jsonl (a line a step), {', '.join(there.values())}",
+        markup=False,
+        soft_wrap=True,
+    )
     if "trace" in metrics and (left_out := metrics["trace"]["left_out"]):
-        console.print(f"trace.json shows the begin and the end of the run: {metrics['trace']['spans']:,} spans, "
-                      f"{left_out:,} between them are left out", markup=False, soft_wrap=True)
+        console.print(
+            f"trace.json shows the begin and the end of the run: {metrics['trace']['spans']:,} "
+            f"spans, {left_out:,} between them are left out",
+            markup=False,
+            soft_wrap=True,
+        )
     _print_what_next(console, metrics, folder)
 
 
 def _print_what_next(console: Console, metrics: Metrics, folder: Path) -> None:
     """Commands that write text and that go on from the checkpoints."""
     saved, quoted = metrics["checkpoint"], shlex.quote(str(folder))
-    console.print(f"write text:  minidist sample {quoted} --prompt \"…\"", markup=False, soft_wrap=True)
-    console.print(f"see it all:  minidist report {quoted}  (one HTML page)", markup=False, soft_wrap=True)
+    console.print(
+        f'write text:  minidist sample {quoted} --prompt "…"', markup=False, soft_wrap=True
+    )
+    console.print(
+        f"see it all:  minidist report {quoted}  (one HTML page)", markup=False, soft_wrap=True
+    )
     if saved is None:
         return
     if saved["folder"] is not None:
         steps = len(metrics["losses"])
-        console.print(f"train more:  minidist train --resume {quoted} --steps {2 * steps}", markup=False,
-                      soft_wrap=True)
-    told = f"{plural(len(saved['steps']), 'checkpoint')} saved" + (f" in {sum(saved['seconds']):.2f} s"
-                                                                   if saved["steps"] else "")
+        console.print(
+            f"train more:  minidist train --resume {quoted} --steps {2 * steps}",
+            markup=False,
+            soft_wrap=True,
+        )
+    told = f"{plural(len(saved['steps']), 'checkpoint')} saved" + (
+        f" in {sum(saved['seconds']):.2f} s" if saved["steps"] else ""
+    )
     failed = f", {plural(saved['failed'], 'save')} failed" if saved["failed"] else ""
-    console.print(f"{told}{failed}; look into them:  minidist checkpoint {quoted}", markup=False, soft_wrap=True)
+    console.print(
+        f"{told}{failed}; look into them:  minidist checkpoint {quoted}",
+        markup=False,
+        soft_wrap=True,
+    )
     if saved["goodput"] is not None:
         console.print(summary(saved["goodput"]), markup=False, soft_wrap=True)
 
@@ -85,23 +108,36 @@ def _rule(console: Console, title: str) -> None:
 
 def _print_summary(console: Console, metrics: Metrics) -> None:
     """Losses and speed."""
-    recent = metrics["losses"][-max(1, len(metrics["losses"]) // 20):]
-    console.print(f"\ntraining loss {fmean(recent):.4f} (mean of the last {plural(len(recent), 'step')}), "
-                  f"validation loss {loss_text(metrics['validation_loss'])} nats a token; "
-                  f"guessing blindly gives {log(metrics['config']['vocabulary']):.2f}", markup=False)
-    console.print(f"{metrics['step_seconds'] * 1e3:,.1f} ms a step (median), {metrics['tokens_per_second']:,.0f} "
-                  f"tokens/s, {metrics['parameters']:,} parameters, {plural(metrics['size'], 'rank')} over "
-                  f"{metrics['transport']}, {plural(metrics['threads'], 'BLAS thread')} each", markup=False)
+    recent = metrics["losses"][-max(1, len(metrics["losses"]) // 20) :]
+    console.print(
+        f"\ntraining loss {fmean(recent):.4f} (mean of the last {plural(len(recent), 'step')}), "
+        f"validation loss {loss_text(metrics['validation_loss'])} nats a token; "
+        f"guessing blindly gives {log(metrics['config']['vocabulary']):.2f}",
+        markup=False,
+    )
+    console.print(
+        f"{metrics['step_seconds'] * 1e3:,.1f} ms a step (median), "
+        f"{metrics['tokens_per_second']:,.0f} tokens/s, {metrics['parameters']:,} parameters, "
+        f"{plural(metrics['size'], 'rank')} over {metrics['transport']}, "
+        f"{plural(metrics['threads'], 'BLAS thread')} each",
+        markup=False,
+    )
     if metrics["energy"] is not None:
         console.print(energy_in_words(metrics["energy"]), markup=False, soft_wrap=True)
     if "elastic" in metrics:
         sizes = [str(generation["size"]) for generation in metrics["elastic"]]
         told = ", ".join(sizes if len(sizes) <= 8 else ["…", *sizes[-8:]])
-        console.print(f"{plural(len(sizes), 'generation')} of {told} ranks (elastic.jsonl); the tables are of the last",
-                      markup=False)
+        console.print(
+            f"{plural(len(sizes), 'generation')} of {told} ranks (elastic.jsonl); the tables are "
+            "of the last",
+            markup=False,
+        )
     if metrics["skipped_steps"]:
-        console.print(f"{plural(metrics['skipped_steps'], 'step')} skipped, whose gradients overflowed float16 under "
-                      f"the loss scale", markup=False)
+        console.print(
+            f"{plural(metrics['skipped_steps'], 'step')} skipped, whose gradients overflowed "
+            "float16 under the loss scale",
+            markup=False,
+        )
     console.print()
 
 
@@ -116,23 +152,43 @@ def _print_traffic(console: Console, metrics: Metrics) -> None:
 
 
 def traffic_tables(metrics: Metrics) -> tuple[list[tuple[str, Table]], list[str]]:
-    """Bytes sent in a step beside the formula, by device or server, by axis, or by rank: (title, table); and lines."""
+    """Bytes sent in a step beside the formula, by device or server, by axis, or by rank: (title,
+    table); and lines."""
     lines = [compressed_traffic.saving(metrics)] if metrics["plan"]["compress"] != "none" else []
     if metrics["plan"]["strategy"] != "ddp":
-        return [("what each sent in a step, in bytes and messages, measured and by formula",
-                 central_traffic.traffic_table(metrics))], lines
+        return [
+            (
+                "what each sent in a step, in bytes and messages, measured and by formula",
+                central_traffic.traffic_table(metrics),
+            )
+        ], lines
     if "axes" in metrics["formula"]:
-        return [("what all ranks sent in a step along each axis, in bytes, measured and by formula",
-                 axis_traffic.traffic_table(metrics))], lines
+        return [
+            (
+                "what all ranks sent in a step along each axis, in bytes, measured and by formula",
+                axis_traffic.traffic_table(metrics),
+            )
+        ], lines
     if metrics["plan"]["compress"] != "none":
-        return [("what each rank sent in a step, in bytes and messages, measured and by the scheme's formula",
-                 compressed_traffic.traffic_table(metrics))], lines
+        return [
+            (
+                "what each rank sent in a step, in bytes and messages, measured and by the "
+                "scheme's formula",
+                compressed_traffic.traffic_table(metrics),
+            )
+        ], lines
     if metrics["size"] > 1:
-        what = "gradients and weights in a step" if metrics["plan"]["zero"] else "gradients in a step"
+        what = (
+            "gradients and weights in a step" if metrics["plan"]["zero"] else "gradients in a step"
+        )
         if (every := metrics["plan"]["local_steps"]) is not None:
             what = f"outer gradients in {plural(every, 'step')}"
-        return [(f"what each rank sent for {what}, in bytes and messages, measured and by formula",
-                 traffic_table(metrics))], lines
+        return [
+            (
+                f"what each rank sent for {what}, in bytes and messages, measured and by formula",
+                traffic_table(metrics),
+            )
+        ], lines
     return [], lines
 
 
@@ -140,14 +196,24 @@ def _print_memory(console: Console, metrics: Metrics) -> None:
     """Rank 0's memory, and its bytes a parameter."""
     _rule(console, "what fills the memory of rank 0, in bytes, measured and by formula")
     console.print(memory_table(metrics))
-    console.print(f"parameters + gradients + optimizer: {in_words(bytes_a_parameter(metrics))} bytes a parameter",
-                  markup=False)
+    console.print(
+        f"parameters + gradients + optimizer: {in_words(bytes_a_parameter(metrics))} bytes a "
+        "parameter",
+        markup=False,
+    )
     if metrics["plan"]["ep"] > 1:
-        console.print(f"of the experts' {in_words(bytes_a_parameter(metrics, experts=True))}, which ep has divided "
-                      f"before", markup=False)
+        console.print(
+            f"of the experts' {in_words(bytes_a_parameter(metrics, experts=True))}, which ep has "
+            "divided before",
+            markup=False,
+        )
     if shared := metrics["ranks"][0].get("shared_bytes"):
-        console.print(f"beside it, of what ranks of one host share (the transport's rings and boards), at most "
-                      f"{shared:,} bytes are rank 0's", markup=False, soft_wrap=True)
+        console.print(
+            "beside it, of what ranks of one host share (the transport's rings and boards), at "
+            f"most {shared:,} bytes are rank 0's",
+            markup=False,
+            soft_wrap=True,
+        )
     console.print()
 
 
@@ -155,25 +221,43 @@ def _print_offload(console: Console, metrics: Metrics) -> None:
     """Bytes that rank 0 moved in a step, and its bytes on host and disk."""
     first, steps = metrics["ranks"][0], metrics["steps"]
     _rule(console, "what rank 0 moved in a step, in bytes, measured and by formula")
-    table = Table("way", *(Column(name, justify="right") for name in ("bytes", "formula")), header_style="bold")
+    table = Table(
+        "way",
+        *(Column(name, justify="right") for name in ("bytes", "formula")),
+        header_style="bold",
+    )
     for way, nbytes in sorted(first["moved_formula"].items()):
         table.add_row(way, f"{first['moved_bytes'].get(way, 0) // steps:,}", f"{nbytes // steps:,}")
     console.print(table)
-    told = ", ".join(f"{name} {now['peak']:,}" for name, now in first["host_memory"].items() if now["peak"])
-    console.print(f"host memory of rank 0 at its peak: {told} bytes; on disk: {first['disk_bytes']:,}\n", markup=False)
+    told = ", ".join(
+        f"{name} {now['peak']:,}" for name, now in first["host_memory"].items() if now["peak"]
+    )
+    console.print(
+        f"host memory of rank 0 at its peak: {told} bytes; on disk: {first['disk_bytes']:,}\n",
+        markup=False,
+    )
 
 
 def _print_activations(console: Console, metrics: Metrics) -> None:
     """A line on the inputs that blocks kept, and one on the choice of an activation budget."""
     kept, choice = metrics["ranks"][0].get("kept_inputs"), metrics.get("activation_choice")
     if kept is not None and metrics["steps"]:
-        console.print(f"inputs of blocks kept by rank 0 in a step: {kept['input_bytes'] // metrics['steps']:,} bytes, "
-                      f"as {kept['kept_bytes'] // metrics['steps']:,} ({metrics['plan']['keep_activations']})\n",
-                      markup=False, soft_wrap=True)
+        console.print(
+            "inputs of blocks kept by rank 0 in a step: "
+            f"{kept['input_bytes'] // metrics['steps']:,} bytes, "
+            f"as {kept['kept_bytes'] // metrics['steps']:,} "
+            f"({metrics['plan']['keep_activations']})\n",
+            markup=False,
+            soft_wrap=True,
+        )
     if choice is not None:
-        console.print(f"activation memory {metrics['plan']['activation_memory']:,} bytes: computed again are "
-                      f"{choice.count('all')} of {len(choice)} blocks, of {choice.count('scores')} the scores\n",
-                      markup=False, soft_wrap=True)
+        console.print(
+            f"activation memory {metrics['plan']['activation_memory']:,} bytes: computed again are "
+            f"{choice.count('all')} of {len(choice)} blocks, of {choice.count('scores')} the "
+            "scores\n",
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def short(number: float) -> str:
@@ -187,22 +271,38 @@ def in_words(each: dict[str, float]) -> str:
 
 
 def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, float]:
-    """Bytes a parameter that a rank holds between steps by theory, by category; ZeRO divides some of them.
+    """Bytes a parameter that a rank holds between steps by theory, by category; ZeRO divides some
+    of them.
 
-    Args:    experts: of the experts' parameters, which ep has divided already; ZeRO divides them over dp and cp.
+    Args:    experts: of the experts' parameters, which ep has divided already; ZeRO divides them
+             over dp and cp.
     """
     plan = metrics["plan"]
-    each = Each.of(metrics["parameter_bytes"] // metrics["parameters"], moments=metrics["optimizer_moments"],
-                   masters=plan["precision"] != "fp32")
+    each = Each.of(
+        metrics["parameter_bytes"] // metrics["parameters"],
+        moments=metrics["optimizer_moments"],
+        masters=plan["precision"] != "fp32",
+    )
     ranks = plan["dp"] * plan["cp"] * (1 if experts else plan["ep"])
-    held = state_bytes(1, each, zero=plan["zero"], ranks=ranks, shard=None if experts else plan["shard"])
-    elsewhere = {"none": (), "optimizer": ("optimizer",) if plan["zero"] == 1 else ("optimizer", "gradients"),
-                 "all": STATE}[plan["offload"]]
-    if plan["local_steps"] is not None:     # its own and the common weights; servers have the outer momentum
-        momentum = plan["strategy"] == "ddp" and (plan["outer"] == "nesterov" or bool(plan["outer_momentum"]))
-        held |= {"parameters": 2 * each.parameters, "optimizer": each.optimizer + momentum * each.parameters}
+    held = state_bytes(
+        1, each, zero=plan["zero"], ranks=ranks, shard=None if experts else plan["shard"]
+    )
+    elsewhere = {
+        "none": (),
+        "optimizer": ("optimizer",) if plan["zero"] == 1 else ("optimizer", "gradients"),
+        "all": STATE,
+    }[plan["offload"]]
+    # its own and the common weights; servers have the outer momentum
+    if plan["local_steps"] is not None:
+        momentum = plan["strategy"] == "ddp" and (
+            plan["outer"] == "nesterov" or bool(plan["outer_momentum"])
+        )
+        held |= {
+            "parameters": 2 * each.parameters,
+            "optimizer": each.optimizer + momentum * each.parameters,
+        }
     elif plan["strategy"] == "parameter-server":
-        elsewhere = ("optimizer",)      # rank 0 is a worker
+        elsewhere = ("optimizer",)  # rank 0 is a worker
     return {category: 0.0 if category in elsewhere else held[category] for category in STATE}
 
 
@@ -214,7 +314,8 @@ def periods(metrics: Metrics) -> float:
 def traffic_header(metrics: Metrics) -> tuple[str, str]:
     """Bytes and messages of a rank in a step, as formulas for the table's header."""
     size, plan, formula = metrics["size"], metrics["plan"], metrics["formula"]
-    whole = int(formula["sent_bytes"] / periods(metrics)) // (size - 1)     # gathered or reduced: at least 2Ψ
+    # gathered or reduced: at least 2Ψ
+    whole = int(formula["sent_bytes"] / periods(metrics)) // (size - 1)
     if plan["shard"] not in (None, size):
         copies = f"{size // plan['shard']} copies of {plan['shard']} ranks"
         return f"by formula, {copies}", f"by formula, {copies}"
@@ -224,58 +325,118 @@ def traffic_header(metrics: Metrics) -> tuple[str, str]:
 
 
 def traffic_table(metrics: Metrics) -> Table:
-    """Each rank's bytes and messages in a step, without scalars, beside the formula; the sums are exact."""
+    """Each rank's bytes and messages in a step, without scalars, beside the formula; the sums are
+    exact."""
     size, steps, formula = metrics["size"], periods(metrics), metrics["formula"]
     share, by_formula = formula["sent_bytes"] / steps / size, traffic_header(metrics)
     columns = ("rank", "bytes", by_formula[0], "messages", by_formula[1])
     table = Table(*(Column(name, justify="right") for name in columns), header_style="bold")
-    sent, messages = ([sum(count for axis, verbs in rank[kind].items() if axis != "control" for count in verbs.values())
-                       / steps for rank in metrics["ranks"]] for kind in ("sent_bytes", "messages"))
+    sent, messages = (
+        [
+            sum(
+                count
+                for axis, verbs in rank[kind].items()
+                if axis != "control"
+                for count in verbs.values()
+            )
+            / steps
+            for rank in metrics["ranks"]
+        ]
+        for kind in ("sent_bytes", "messages")
+    )
     for rank in range(size):
-        table.add_row(str(rank), exactly(sent[rank]), exactly(share), exactly(messages[rank]),
-                      exactly(formula["messages"] / steps / size), end_section=rank == size - 1)
-    table.add_row("all", exactly(sum(sent)), exactly(formula["sent_bytes"] / steps), exactly(sum(messages)),
-                  exactly(formula["messages"] / steps))
+        table.add_row(
+            str(rank),
+            exactly(sent[rank]),
+            exactly(share),
+            exactly(messages[rank]),
+            exactly(formula["messages"] / steps / size),
+            end_section=rank == size - 1,
+        )
+    table.add_row(
+        "all",
+        exactly(sum(sent)),
+        exactly(formula["sent_bytes"] / steps),
+        exactly(sum(messages)),
+        exactly(formula["messages"] / steps),
+    )
     return table
 
 
 def expert_table(metrics: Metrics) -> Table:
-    """A row a layer: fewest and most tokens of an expert beside the even share, and a bar for each expert."""
-    chosen, taken = (np.array(metrics["experts"][kind]) / metrics["steps"] for kind in ("chosen", "taken"))
+    """A row a layer: fewest and most tokens of an expert beside the even share, and a bar for each
+    expert."""
+    chosen, taken = (
+        np.array(metrics["experts"][kind]) / metrics["steps"] for kind in ("chosen", "taken")
+    )
     columns = ("layer", "even share", "fewest", "most", "most / even", "dropped")
-    table = Table(*(Column(name, justify="right") for name in columns),
-                  "experts, the fullest bar twice the even share", header_style="bold")
+    table = Table(
+        *(Column(name, justify="right") for name in columns),
+        "experts, the fullest bar twice the even share",
+        header_style="bold",
+    )
     for layer, (tokens, kept) in enumerate(zip(chosen, taken, strict=True)):
         even = tokens.mean()
         heights = np.clip(tokens / (2 * even) * len(BARS), 0, len(BARS) - 1).astype(int)
-        table.add_row(str(layer), f"{even:,.1f}", f"{tokens.min():,.1f}", f"{tokens.max():,.1f}",
-                      f"{tokens.max() / even:.2f}", f"{1 - kept.sum() / tokens.sum():.1%}",
-                      "".join(BARS[height] for height in heights))
+        table.add_row(
+            str(layer),
+            f"{even:,.1f}",
+            f"{tokens.min():,.1f}",
+            f"{tokens.max():,.1f}",
+            f"{tokens.max() / even:.2f}",
+            f"{1 - kept.sum() / tokens.sum():.1%}",
+            "".join(BARS[height] for height in heights),
+        )
     return table
 
 
 def copies_line(metrics: Metrics) -> str:
-    """What experts on several nodes had to send between these in a step, and what a measured placement would send."""
+    """What experts on several nodes had to send between these in a step, and what a measured
+    placement would send."""
     steps, copies = metrics["steps"], metrics["experts"]["copies"]
-    nbytes = sum(count for rank in metrics["ranks"] for axis, count in rank["sent_to_nodes"].items()
-                 if axis.partition(".")[0] == "ep")
+    nbytes = sum(
+        count
+        for rank in metrics["ranks"]
+        for axis, count in rank["sent_to_nodes"].items()
+        if axis.partition(".")[0] == "ep"
+    )
     now, placed = (fmean(copies[kind]) for kind in ("now", "placed"))
-    return (f"to experts on other nodes: {nbytes / steps:,.0f} bytes a step; lately {now:.3f} copies of a token and "
-            f"layer, and {placed:.3f} with experts placed by these choices (--expert-placement RUN)")
+    return (
+        f"to experts on other nodes: {nbytes / steps:,.0f} bytes a step; lately {now:.3f} copies "
+        f"of a token and layer, and {placed:.3f} with experts placed by these choices "
+        "(--expert-placement RUN)"
+    )
 
 
 def memory_table(metrics: Metrics) -> Table:
     """Rank 0's memory by category, now and at the peak, beside the formula."""
     experts = metrics["formula"].get("held_experts", 0)
     count = metrics["formula"].get("held", metrics["parameters"]) - experts
-    parts = [(count, bytes_a_parameter(metrics)), (experts, bytes_a_parameter(metrics, experts=True))]
-    table = Table("what", *(Column(name, justify="right") for name in ("now", "peak", "formula")), header_style="bold")
+    parts = [
+        (count, bytes_a_parameter(metrics)),
+        (experts, bytes_a_parameter(metrics, experts=True)),
+    ]
+    table = Table(
+        "what",
+        *(Column(name, justify="right") for name in ("now", "peak", "formula")),
+        header_style="bold",
+    )
     for category, held in metrics["ranks"][0]["memory"].items():
-        if category == "residuals" and not held["peak"]:        # of schemes of chapter 21
+        if category == "residuals" and not held["peak"]:  # of schemes of chapter 21
             continue
         formula = ""
         if category in STATE:
-            terms = " + ".join(f"{short(each[category])} × {numbers:,}" for numbers, each in parts if numbers)
-            formula = f"{terms} = {exactly(sum(each[category] * numbers for numbers, each in parts))}"
-        table.add_row(category, f"{held['now']:,}", f"{held['peak']:,}", formula, end_section=category == "workspace")
+            terms = " + ".join(
+                f"{short(each[category])} × {numbers:,}" for numbers, each in parts if numbers
+            )
+            formula = (
+                f"{terms} = {exactly(sum(each[category] * numbers for numbers, each in parts))}"
+            )
+        table.add_row(
+            category,
+            f"{held['now']:,}",
+            f"{held['peak']:,}",
+            formula,
+            end_section=category == "workspace",
+        )
     return table

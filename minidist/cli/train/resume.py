@@ -1,15 +1,17 @@
-"""`minidist train --resume RUN`: the options of a run come from its newest checkpoint, and so does its state.
+"""`minidist train --resume RUN`: the options of a run come from its newest checkpoint, and so does
+its state.
 
-What defines the numbers (model, data, batch, seed, optimizer) stays. What says how they are computed may be given anew:
-ranks, transport, device, the plan and its options. A new --plan brings its options anew: those that are not given with
-it are the defaults again. So do -n, --plan and --elastic with the options of an elastic job. A run without local steps
-may go on with --local-steps, and then with another --lr: each rank begins with the weights and the state of all.
+What defines the numbers (model, data, batch, seed, optimizer) stays. What says how they are
+computed may be given anew: ranks, transport, device, the plan and its options. A new --plan brings
+its options anew: those that are not given with it are the defaults again. So do -n, --plan and
+--elastic with the options of an elastic job. A run without local steps may go on with
+--local-steps, and then with another --lr: each rank begins with the weights and the state of all.
 
-More --steps move the end of the learning rate's schedule, and nothing else of it (LearningRate.extended); the jump of
-the rate that this may make is told before the first step.
+More --steps move the end of the learning rate's schedule, and nothing else of it
+(LearningRate.extended); the jump of the rate that this may make is told before the first step.
 
-A job that its launcher has started again (Slurm's --requeue, torchrun's --max-restarts) goes on by itself, with the
-command line that it began with.
+A job that its launcher has started again (Slurm's --requeue, torchrun's --max-restarts) goes on by
+itself, with the command line that it began with.
 """
 
 import argparse
@@ -33,26 +35,102 @@ from minidist.nn import GPTConfig
 from minidist.observe.step_log import STEP_LOG, read_step_log
 from minidist.parallel.hybrid.hybrid import AXES, Plan, Trainer
 from minidist.parallel.hybrid.option_checks import OF_LOCAL_STEPS
-from minidist.survive.manifest import checkpoints, read_manifest, require_run, require_told, step_of, unpacked
+from minidist.survive.manifest import (
+    checkpoints,
+    read_manifest,
+    require_run,
+    require_told,
+    step_of,
+    unpacked,
+)
 
-NEVER_KEPT = ("command", "cores", "given", "hosts", "json", "memory_limit", "metrics_port", "out", "patience", "quiet",
-              "ranks", "resume", "ssh", "verify", "watch", "why")
+NEVER_KEPT = (
+    "command",
+    "cores",
+    "given",
+    "hosts",
+    "json",
+    "memory_limit",
+    "metrics_port",
+    "out",
+    "patience",
+    "quiet",
+    "ranks",
+    "resume",
+    "ssh",
+    "verify",
+    "watch",
+    "why",
+)
 """Options that say nothing of the run's numbers, and hold for one command only."""
 
-OF_THE_PLAN = ("plan", "order", "placement", "zero", "shard", "keep_gathered", "schedule", "microbatches",
-               "stages_per_rank", "stage_layers", "attention", "sequence_parallel", "strategy", "replicas", "servers",
-               "devices", "server_device", "server_dtype")
+OF_THE_PLAN = (
+    "plan",
+    "order",
+    "placement",
+    "zero",
+    "shard",
+    "keep_gathered",
+    "schedule",
+    "microbatches",
+    "stages_per_rank",
+    "stage_layers",
+    "attention",
+    "sequence_parallel",
+    "strategy",
+    "replicas",
+    "servers",
+    "devices",
+    "server_device",
+    "server_dtype",
+)
 OF_AN_ELASTIC_JOB = ("elastic", "max_restarts", "spares", "elastic_wait", "peer_copies")
-MAY_CHANGE = (*OF_THE_PLAN, *OF_AN_ELASTIC_JOB, "ranks", "transport", "bucket_bytes", "device", "graph", "threads",
-              "cores", "memory_limit", "patience", "accumulate", "checkpoint_blocks", "keep_activations",
-              "activation_memory", "offload", "offload_dir", "device_memory", "compress", "data", "validate", "steps",
-              "save_every", "interruptions_per_day", "save_async", "keep", "resume", "out", "json", "quiet", "why",
-              "metrics_port", "watch", "watts", "digest_every", "expert_placement", "hosts", "ssh")
+MAY_CHANGE = (
+    *OF_THE_PLAN,
+    *OF_AN_ELASTIC_JOB,
+    "ranks",
+    "transport",
+    "bucket_bytes",
+    "device",
+    "graph",
+    "threads",
+    "cores",
+    "memory_limit",
+    "patience",
+    "accumulate",
+    "checkpoint_blocks",
+    "keep_activations",
+    "activation_memory",
+    "offload",
+    "offload_dir",
+    "device_memory",
+    "compress",
+    "data",
+    "validate",
+    "steps",
+    "save_every",
+    "interruptions_per_day",
+    "save_async",
+    "keep",
+    "resume",
+    "out",
+    "json",
+    "quiet",
+    "why",
+    "metrics_port",
+    "watch",
+    "watts",
+    "digest_every",
+    "expert_placement",
+    "hosts",
+    "ssh",
+)
 
 
 @dataclass
 class Resumption:
-    """The checkpoints that a run may go on from, the newest first, and what the first readable one says.
+    """The checkpoints that a run may go on from, the newest first, and what the first readable one
+    says.
 
     Attributes: run: the run folder; problems: a line for each checkpoint that cannot be used.
     """
@@ -69,11 +147,14 @@ class Resumption:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step of the job before: the median of its log, if the checkpoint does not say; 0: unknown."""
+        """Seconds of a step of the job before: the median of its log, if the checkpoint does not
+        say; 0: unknown."""
         if "step_seconds" in self.about["metrics"]:
             return float(self.about["metrics"]["step_seconds"])
         with suppress(OSError):
-            seconds = [line["seconds"] for line in read_step_log(self.run / STEP_LOG) if "seconds" in line]
+            seconds = [
+                line["seconds"] for line in read_step_log(self.run / STEP_LOG) if "seconds" in line
+            ]
             return statistics.median(seconds) if seconds else 0.0
         return 0.0
 
@@ -91,14 +172,21 @@ class Resumption:
 
     def tell_jump(self, trainer: Trainer, args: argparse.Namespace) -> None:
         """On rank 0, before the first step: say how the learning rate jumps, if it does."""
-        line = jump(learning_rate(self.recorded(args)), trainer.learning_rate, trainer.updates_done, trainer.steps_done)
+        line = jump(
+            learning_rate(self.recorded(args)),
+            trainer.learning_rate,
+            trainer.updates_done,
+            trainer.steps_done,
+        )
         if line is not None and trainer.world.rank == 0:
             say_line(f"minidist train: {line}")
 
     def choose_ranks(self, args: argparse.Namespace, launch: Launch) -> None:
-        """What is not given anew and depends on the launcher: alone, as many ranks as the plan needs or the run had.
+        """What is not given anew and depends on the launcher: alone, as many ranks as the plan
+        needs or the run had.
 
-        An elastic run wants as many as at its start; under another launcher it is elastic no longer.
+        An elastic run wants as many as at its start; under another launcher it is elastic no
+        longer.
         """
         given = getattr(args, "given", ())
         if launch.launcher != "alone" and "elastic" not in given:
@@ -108,18 +196,22 @@ class Resumption:
         elif launch.launcher == "alone" and args.ranks is None:
             args.ranks = Plan.parse(args.plan).size if "plan" in given else self.about["ranks"]
         if "transport" not in given and (
-                (args.transport == "mpi" and not launch.by_mpirun)
-                or (args.transport in THREADS and launch.launcher != "alone")):
+            (args.transport == "mpi" and not launch.by_mpirun)
+            or (args.transport in THREADS and launch.launcher != "alone")
+        ):
             args.transport = None
 
     def require_text(self, text: Text) -> None:
         """Raise ConfigError unless the text is the one that the run began with."""
         if text_digest(text) != self.about["data"]["sha256"]:
-            fail(f"--resume {self.run}: the text {text.source} is not the one that the run learns from: it has changed "
-                 f"since; give that text with --data, or start a new run")
+            fail(
+                f"--resume {self.run}: the text {text.source} is not the one that the run learns "
+                "from: it has changed since; give that text with --data, or start a new run"
+            )
 
     def load(self, trainer: Trainer) -> None:
-        """Have a trainer go on from the newest checkpoint that is whole. Every rank calls it; rank 0 tells of others.
+        """Have a trainer go on from the newest checkpoint that is whole. Every rank calls it; rank
+        0 tells of others.
 
         Raises:  ConfigError if none is.
         """
@@ -136,40 +228,64 @@ class Resumption:
             fail(f"--resume {self.run}: no checkpoint can be used: {problems[0]}")
         if trainer.world.rank == 0:
             for problem in problems:
-                say_line(f"minidist train: {problem.removesuffix('; take an older checkpoint')}; taking {folder.name}")
+                say_line(
+                    f"minidist train: {problem.removesuffix('; take an older checkpoint')}; "
+                    f"taking {folder.name}"
+                )
 
 
 def resumed(args: argparse.Namespace, *, begins: bool = True) -> Resumption | None:
     """Find what --resume names, and fill `args` with the run's options; None without --resume.
 
-    Args:    begins: the job begins with this process; if it was started again, it goes on from those of --out.
-    Raises:  ConfigError, one line: there is no checkpoint, or an option is given that cannot change.
+    Args:    begins: the job begins with this process; if it was started again, it goes on from
+             those of --out.
+    Raises:  ConfigError, one line: there is no checkpoint, or an option is given that cannot
+             change.
     """
-    again = bool(begins and restarts() and args.out and args.save_every and checkpoints(Path(args.out)))
+    again = bool(
+        begins and restarts() and args.out and args.save_every and checkpoints(Path(args.out))
+    )
     if again:
         if args.verify and detect().world_rank == 0:
-            say_line("minidist train: --verify is left out: the first steps were made before the job was started again")
+            say_line(
+                "minidist train: --verify is left out: the first steps were made before the job "
+                "was started again"
+            )
         args.resume, args.verify = args.out, False
         args.given = [*getattr(args, "given", ()), "resume"]
     if args.resume is None:
         return None
     given = set(getattr(args, "given", ()))
     if args.verify:
-        fail("--verify: compares the first steps of a run, which a resumed one has made before; leave it out")
+        fail(
+            "--verify: compares the first steps of a run, which a resumed one has made before; "
+            "leave it out"
+        )
     found = _find(Path(args.resume))
     options = _options(found, args)
-    if again:                                               # the same command line names what stays, too
-        given -= {name for name in given - {*MAY_CHANGE} if options.get(name) == getattr(args, name)} | {"verify"}
+    if again:  # the same command line names what stays, too
+        given -= {
+            name for name in given - {*MAY_CHANGE} if options.get(name) == getattr(args, name)
+        } | {"verify"}
         args.given = sorted(given)
     begins_alone = options.get("local_steps") is None and "local_steps" in given
-    if wrong := sorted(given - {*MAY_CHANGE, *(("local_steps", "lr", *OF_LOCAL_STEPS) if begins_alone else ())}):
+    if wrong := sorted(
+        given - {*MAY_CHANGE, *(("local_steps", "lr", *OF_LOCAL_STEPS) if begins_alone else ())}
+    ):
         was = options.get(wrong[0])
         was = "off" if was is False else "on" if was is True else "none" if was is None else was
-        fail(f"--{wrong[0].replace('_', '-')}: a resumed run keeps what it has ({was}); leave the option out, or start "
-             "a new run")
+        fail(
+            f"--{wrong[0].replace('_', '-')}: a resumed run keeps what it has ({was}); leave the "
+            "option out, or start a new run"
+        )
     if "steps" in given and args.steps < options["steps"]:
-        fail(f"--steps {args.steps}: the run is to make {options['steps']}, and may make more, but not fewer")
-    stays = {name: value for name, value in options.items() if name not in given and hasattr(args, name)}
+        fail(
+            f"--steps {args.steps}: the run is to make {options['steps']}, and may make more, "
+            "but not fewer"
+        )
+    stays = {
+        name: value for name, value in options.items() if name not in given and hasattr(args, name)
+    }
     if "plan" in given:
         stays = {name: value for name, value in stays.items() if name not in OF_THE_PLAN}
     if given & {"plan", "ranks", "elastic"}:
@@ -182,15 +298,23 @@ def resumed(args: argparse.Namespace, *, begins: bool = True) -> Resumption | No
 
 
 def _options(found: Resumption, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that the checkpoint names, read as the command line reads them. Raises: ConfigError."""
-    from minidist.cli.train.arguments import add_arguments  # which imports settings.py, which imports this
+    """Return the options that the checkpoint names, read as the command line reads them. Raises:
+    ConfigError."""
+    # which imports settings.py, which imports this
+    from minidist.cli.train.arguments import add_arguments
 
-    told = {name: value for name, value in found.about["options"].items()
-            if name not in NEVER_KEPT and hasattr(args, name) and value != ""}      # "": as left out
+    told = {
+        name: value
+        for name, value in found.about["options"].items()
+        if name not in NEVER_KEPT and hasattr(args, name) and value != ""
+    }  # "": as left out
     parser = Parser(prog="minidist train", add_help=False)
     add_arguments(parser)
-    words = [f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')}={value}"
-             for name, value in told.items() if value is not None and value is not False]
+    words = [
+        f"--{name.replace('_', '-')}" if value is True else f"--{name.replace('_', '-')}={value}"
+        for name, value in told.items()
+        if value is not None and value is not False
+    ]
     where = f"--resume {found.run}: the options in the checkpoint {found.folders[0].name}"
     try:
         read = vars(parser.parse_args(words))
@@ -205,9 +329,13 @@ def _options(found: Resumption, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that define a run, as its checkpoints keep them; data by a path that holds in any folder."""
-    options = {name: value for name, value in vars(args).items()
-               if name not in NEVER_KEPT and (value is None or isinstance(value, str | int | float))}
+    """The options that define a run, as its checkpoints keep them; data by a path that holds in any
+    folder."""
+    options = {
+        name: value
+        for name, value in vars(args).items()
+        if name not in NEVER_KEPT and (value is None or isinstance(value, str | int | float))
+    }
     return options | {"data": args.data if args.data in NAMED else os.path.abspath(args.data)}
 
 
@@ -224,8 +352,14 @@ def _find(place: Path) -> Resumption:
     asked = f"--resume {place}"
     try:
         if step_of(place) is not None:
-            folders = [place, *(older for older in reversed(checkpoints(place.parent))
-                                if (step_of(older) or 0) < (step_of(place) or 0))]
+            folders = [
+                place,
+                *(
+                    older
+                    for older in reversed(checkpoints(place.parent))
+                    if (step_of(older) or 0) < (step_of(place) or 0)
+                ),
+            ]
         else:
             folders = checkpoints(place)[::-1]
     except OSError as error:
@@ -238,7 +372,10 @@ def _find(place: Path) -> Resumption:
             problems.append(str(error))
             continue
         if not {"options", "metrics", "data"} <= about.keys():
-            fail(f"{asked}: {folder} was saved by another program than minidist train; load it with Trainer.load")
+            fail(
+                f"{asked}: {folder} was saved by another program than minidist train; load it "
+                "with Trainer.load"
+            )
         try:
             require_told(folder, about, "plan", "ranks", "config", "steps_done")
             require_run(folder, about)
@@ -248,5 +385,8 @@ def _find(place: Path) -> Resumption:
             continue
         break
     else:
-        fail(f"{asked}: {problems[0] if problems else 'there is no complete checkpoint; train with --save-every'}")
-    return Resumption(folder.parent, folders[len(problems):], about, problems)
+        fail(
+            f"{asked}: "
+            f"{problems[0] if problems else 'there is no complete checkpoint; train with --save-every'}"
+        )
+    return Resumption(folder.parent, folders[len(problems) :], about, problems)

@@ -14,22 +14,26 @@ from minidist.launch.flight import ring_file
 from minidist.observe.rank_steps import FOLDER as STEPS
 
 FOLDER = "flight"
-GOING = 5.0     # seconds: a job whose newest record is younger was going when it was told to stop
-BAD_INPUT, STOPPED = 2, (130, 143)      # exit statuses
+GOING = 5.0  # seconds: a job whose newest record is younger was going when it was told to stop
+BAD_INPUT, STOPPED = 2, (130, 143)  # exit statuses
 
 
 def keep_ring(run: Path, world: Group) -> None:
-    """Keep this rank's ring in the run folder; where it cannot be, one line says so, and the training goes on.
+    """Keep this rank's ring in the run folder; where it cannot be, one line says so, and the
+    training goes on.
 
     A full disk is not told here, because the run's other files tell it.
     """
     if (run / FOLDER).is_symlink():
-        say_line(f"minidist train: rank {world.world_rank} keeps no flight recorder: {run / FOLDER} is a link, which "
-                 f"is not followed; remove it")
+        say_line(
+            f"minidist train: rank {world.world_rank} keeps no flight recorder: {run / FOLDER} "
+            "is a link, which is not followed; remove it"
+        )
         return
     try:
-        world.ledger.flight.keep_in(ring_file(run / FOLDER, world.world_rank), size=world.size,
-                                    link=world.transport.inside)
+        world.ledger.flight.keep_in(
+            ring_file(run / FOLDER, world.world_rank), size=world.size, link=world.transport.inside
+        )
     except ConfigError as error:
         with suppress(OSError):
             (run / FOLDER).rmdir()
@@ -38,7 +42,8 @@ def keep_ring(run: Path, world: Group) -> None:
 
 
 def drop_rings(run: Path, status: int) -> None:
-    """Remove the rings and records of steps of a job that ended with `status`, if they tell nothing.
+    """Remove the rings and records of steps of a job that ended with `status`, if they tell
+    nothing.
 
     That is after bad input, and of a job that was stopped while it went well.
 

@@ -1,4 +1,5 @@
-"""The run folder of `minidist train`: made before the first step, filled after the last, removed if it stays empty."""
+"""The run folder of `minidist train`: made before the first step, filled after the last, removed if
+it stays empty."""
 
 import fcntl
 import hashlib
@@ -31,17 +32,19 @@ from minidist.survive.shard_file import DTYPES, header_bytes
 
 MANIFEST = "metrics.json"
 WEIGHTS = "model.safetensors"
-PAGE = "report.html"            # of minidist report
-OF_THE_RESULTS = ("trace.json", "loss.png", "why.png", PAGE)    # made of them: it goes when the next run's come
+PAGE = "report.html"  # of minidist report
+# made of them: it goes when the next run's come
+OF_THE_RESULTS = ("trace.json", "loss.png", "why.png", PAGE)
 
 
 @contextmanager
 def run_folder(folder: Path) -> Iterator[None]:
-    """Make the run folder before the first step: a run that cannot write its results does not start.
+    """Make the run folder before the first step: a run that cannot write its results does not
+    start.
 
     In the block it is this job's alone. What killed runs left of their drafts there goes.
-    If the folder is still empty at the end, but for flight recorders that tell nothing, it goes again with the parents
-    made for it, also after a SIGTERM.
+    If the folder is still empty at the end, but for flight recorders that tell nothing, it goes
+    again with the parents made for it, also after a SIGTERM.
     Raises:  ConfigError if it cannot be made, or another job has it.
     """
     made = [missing for missing in (folder, *folder.parents) if not os.path.exists(missing)]
@@ -70,7 +73,7 @@ def run_folder(folder: Path) -> Iterator[None]:
         drop_rings(folder, BAD_INPUT if isinstance(error, ConfigError) else 130)
         raise
     except PeerLostError as error:
-        if error.world_rank == LAUNCHER:                    # it was told to stop, and ends its ranks
+        if error.world_rank == LAUNCHER:  # it was told to stop, and ends its ranks
             drop_rings(folder, 143)
         raise
     finally:
@@ -82,7 +85,8 @@ def run_folder(folder: Path) -> Iterator[None]:
 
 
 def claim(folder: Path) -> int | None:
-    """Make the folder and lock it, as long as the descriptor is open; None if this rank's launcher has done so.
+    """Make the folder and lock it, as long as the descriptor is open; None if this rank's launcher
+    has done so.
 
     Raises: ConfigError if another job has it; OSError if it cannot be made.
     """
@@ -90,16 +94,18 @@ def claim(folder: Path) -> int | None:
         return None
     while True:
         folder.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):                   # a run that is ending has just removed it
+        with suppress(FileNotFoundError):  # a run that is ending has just removed it
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 process = lock_holder(lock)
                 os.close(lock)
-                fail(f"--out {folder}: another run{f' (process {process})' if process else ''} writes there; wait for "
-                     "its end, or name another folder")
-            except OSError:                                 # a file system without locks
+                fail(
+                    f"--out {folder}: another run{f' (process {process})' if process else ''} "
+                    "writes there; wait for its end, or name another folder"
+                )
+            except OSError:  # a file system without locks
                 pass
             if folder.exists() and os.path.samestat(folder.stat(), os.fstat(lock)):
                 return lock
@@ -107,10 +113,11 @@ def claim(folder: Path) -> int | None:
 
 
 def write_results(folder: Path, metrics: dict[str, Any], weights: dict[str, np.ndarray]) -> None:
-    """Write model.safetensors and metrics.json, the results of a run; neither takes its place before both are there.
+    """Write model.safetensors and metrics.json, the results of a run; neither takes its place
+    before both are there.
 
-    metrics.json goes first and comes back last, with the digest of the weights: where it is, the files that it names
-    are of one run, also if the folder is used again and a run is killed here.
+    metrics.json goes first and comes back last, with the digest of the weights: where it is, the
+    files that it names are of one run, also if the folder is used again and a run is killed here.
     Raises: ConfigError if a file cannot be written; OSError if the disk is full or fails.
     """
     with writing(folder), scratch(folder) as drafts:
@@ -118,14 +125,15 @@ def write_results(folder: Path, metrics: dict[str, Any], weights: dict[str, np.n
         metrics["files"] = {WEIGHTS: sha256(drafts / WEIGHTS)}
         write_json(drafts / MANIFEST, metrics)
         (folder / MANIFEST).unlink(missing_ok=True)
-        for name in OF_THE_RESULTS:     # of a run before
+        for name in OF_THE_RESULTS:  # of a run before
             (folder / name).unlink(missing_ok=True)
         for name in (WEIGHTS, MANIFEST):
             (drafts / name).replace(folder / name)
 
 
 def write_views(folder: Path, metrics: dict[str, Any], timelines: list[Timeline] | None) -> None:
-    """Write what is made of the results: trace.json, loss.png and with --why why.png; then metrics.json anew.
+    """Write what is made of the results: trace.json, loss.png and with --why why.png; then
+    metrics.json anew.
 
     One that fails is told in a line, and left out.
     """
@@ -147,8 +155,13 @@ def write_views(folder: Path, metrics: dict[str, Any], timelines: list[Timeline]
 
 
 def _draw_loss(place: Path, metrics: dict[str, Any]) -> None:
-    draw_loss(place, metrics["losses"], validation=metrics["validation_loss"],
-              title=f"{metrics['parameters']:,} parameters, {metrics['size']} ranks over {metrics['transport']}")
+    draw_loss(
+        place,
+        metrics["losses"],
+        validation=metrics["validation_loss"],
+        title=f"{metrics['parameters']:,} parameters, {metrics['size']} ranks over "
+        f"{metrics['transport']}",
+    )
 
 
 def _draw_why(place: Path, metrics: dict[str, Any]) -> None:
@@ -158,15 +171,18 @@ def _draw_why(place: Path, metrics: dict[str, Any]) -> None:
 def save_weights(file: Path, weights: dict[str, np.ndarray], config: dict[str, Any]) -> None:
     """Write weights and the model's sizes in the format of safetensors. Raises: OSError.
 
-    It is written here, because the library writes its metadata in another order each time: equal weights are equal
-    files.
+    It is written here, because the library writes its metadata in another order each time: equal
+    weights are equal files.
     """
     about = {"config": json.dumps(config), "minidist": minidist.__version__}
     tensors: dict[str, Any] = {"__metadata__": about}
     end = 0
     for name, array in weights.items():
-        tensors[name] = {"dtype": DTYPES[dtype_name(array.dtype)], "shape": [*array.shape],
-                         "data_offsets": [end, end + array.nbytes]}
+        tensors[name] = {
+            "dtype": DTYPES[dtype_name(array.dtype)],
+            "shape": [*array.shape],
+            "data_offsets": [end, end + array.nbytes],
+        }
         end += array.nbytes
     with file.open("wb") as stream:
         stream.write(header_bytes(tensors))
@@ -185,7 +201,8 @@ def sha256(file: Path) -> str:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """An OSError in the block names --out; it becomes a ConfigError unless the disk is full or fails."""
+    """An OSError in the block names --out; it becomes a ConfigError unless the disk is full or
+    fails."""
     try:
         yield
     except OSError as error:

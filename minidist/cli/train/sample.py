@@ -3,9 +3,9 @@
 from minidist.data.text import Text
 from minidist.nn import GPT
 
-BEGUN = 32          # symbols of a line that the model is given
-WRITTEN = 130       # symbols that the model adds
-MARK = "▸"          # stands between the two
+BEGUN = 32  # symbols of a line that the model is given
+WRITTEN = 130  # symbols that the model adds
+MARK = "▸"  # stands between the two
 TEMPERATURE = 0.6
 
 
@@ -14,12 +14,13 @@ def sample(model: GPT, text: Text, *, seed: int, count: int = 3) -> str:
     pieces = []
     for i, begun in enumerate(beginnings(text, count)):
         ids = model.generate(text.encode(begun), WRITTEN, temperature=TEMPERATURE, seed=seed + i)
-        pieces.append(begun.strip("\n") + MARK + text.decode(ids[len(begun):]).rstrip())
+        pieces.append(begun.strip("\n") + MARK + text.decode(ids[len(begun) :]).rstrip())
     return "\n\n".join(pieces)
 
 
 def beginnings(text: Text, count: int) -> list[str]:
-    """Beginnings of held-out lines of prose, spread over the text; without prose, the first symbols."""
+    """Beginnings of held-out lines of prose, spread over the text; without prose, the first
+    symbols."""
     held_out = text.decode(text.validation)
     lines = [line[:BEGUN] for line in held_out.split("\n") if is_prose(line[:BEGUN])]
     if not lines:
@@ -29,6 +30,7 @@ def beginnings(text: Text, count: int) -> list[str]:
 
 
 def is_prose(beginning: str) -> bool:
-    """Whether a line begins with a letter, and at least nine tenths of it are letters and spaces."""
+    """Whether a line begins with a letter, and at least nine tenths of it are letters and
+    spaces."""
     letters = sum(symbol.isalpha() or symbol == " " for symbol in beginning)
     return len(beginning) == BEGUN and beginning.strip()[:1].isalpha() and letters >= 0.9 * BEGUN

@@ -1,12 +1,15 @@
 """How often `minidist train` saves, and the part of its time that goes into work that is kept.
 
-    δ   seconds that the steps stand still for a save: measured, the median of this run's; the slowest rank's
+    δ   seconds that the steps stand still for a save: measured, the median of this run's; the
+        slowest rank's
     M   mean seconds between two interruptions, 86,400 / --interruptions-per-day: given
-    τ   √(2 δ M), seconds of work between two saves (survive/interval.py), as steps of the measured length
+    τ   √(2 δ M), seconds of work between two saves (survive/interval.py), as steps of the measured
+        length
 
-With --save-every auto the first save comes after FIRST steps. It tells δ, and each later save tells it anew. What is
-expected is shown when it is known, and stands beside what was measured at the end: the run's time from its first step
-on, with all that was lost or passed until a killed run was resumed.
+With --save-every auto the first save comes after FIRST steps. It tells δ, and each later save tells
+it anew. What is expected is shown when it is known, and stands beside what was measured at the end:
+the run's time from its first step on, with all that was lost or passed until a killed run was
+resumed.
 """
 
 import statistics
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from minidist.cli.train.saving import Saves
 
 DAY = 86_400.0
-FIRST = 5       # steps before the first save of `auto`
+FIRST = 5  # steps before the first save of `auto`
 
 
 class SaveInterval:
@@ -38,7 +41,11 @@ class SaveInterval:
         self.settings, self.saves = settings, saves
         self.auto = settings.args.save_every == AUTO
         self.between = DAY / settings.args.interruptions_per_day
-        before = settings.resume.about["metrics"].get("interval") if settings.resume is not None else None
+        before = (
+            settings.resume.about["metrics"].get("interval")
+            if settings.resume is not None
+            else None
+        )
         if before is not None and not saves.since:
             vars(saves).update(before, interruptions=before["interruptions"] + 1)
         saves.since = saves.since or time.time()
@@ -49,7 +56,11 @@ class SaveInterval:
     @property
     def save_seconds(self) -> float:
         """δ; 0 while nothing is saved."""
-        return statistics.median(self.saves.standstill_seconds[-20:]) if self.saves.standstill_seconds else 0.0
+        return (
+            statistics.median(self.saves.standstill_seconds[-20:])
+            if self.saves.standstill_seconds
+            else 0.0
+        )
 
     @property
     def steps(self) -> int:
@@ -59,7 +70,11 @@ class SaveInterval:
     @property
     def best_steps(self) -> int:
         """√(2 δ M), in steps; 0 while δ is not known."""
-        return steps_between(self.save_seconds, self.between, self.saves.step_seconds) if self.save_seconds else 0
+        return (
+            steps_between(self.save_seconds, self.between, self.saves.step_seconds)
+            if self.save_seconds
+            else 0
+        )
 
     def due(self, step: int) -> bool:
         """Whether the state after so many steps is to be saved, with `auto`."""
@@ -74,49 +89,70 @@ class SaveInterval:
         self.saves.saving_seconds += self._passed()
 
     def saved(self, step: int, standstill: float, step_seconds: float, world: Group) -> None:
-        """The steps go on after a save that took so long; the slowest rank's figures count. Cost: an all-reduce."""
+        """The steps go on after a save that took so long; the slowest rank's figures count. Cost:
+        an all-reduce."""
         with world.ledger.control():
             slowest = world.all_reduce(np.array([standstill, step_seconds]), op="max")
         self.saves.standstill_seconds.append(float(slowest[0]))
         self.saves.step_seconds, self._last = float(slowest[1]), step
 
     def expected(self, steps: int) -> float:
-        """The part of the time that goes into work that is kept, on average, with so many steps between saves."""
-        return goodput(steps * self.saves.step_seconds, save=self.save_seconds, between=self.between,
-                       restart=self.saves.restart_seconds)
+        """The part of the time that goes into work that is kept, on average, with so many steps
+        between saves."""
+        return goodput(
+            steps * self.saves.step_seconds,
+            save=self.save_seconds,
+            between=self.between,
+            restart=self.saves.restart_seconds,
+        )
 
     def announcement(self) -> str | None:
         """A line once the interval is known; None before, and when it has been told."""
         if self.saves.expected_at_first or not self.save_seconds:
             return None
         self.saves.expected_at_first = self.expected(self.steps)
-        line = (f"a save takes {duration(self.save_seconds)}, an interruption comes every {duration(self.between)} on "
-                f"average: saving every {self._in_words(self.steps)}, "
-                f"expected goodput {self.saves.expected_at_first:.2%}")
+        line = (
+            f"a save takes {duration(self.save_seconds)}, an interruption comes every "
+            f"{duration(self.between)} on average: saving every {self._in_words(self.steps)}, "
+            f"expected goodput {self.saves.expected_at_first:.2%}"
+        )
         if not self.auto and self.best_steps != self.steps:
-            line += (f"; --save-every auto: every {self._in_words(self.best_steps)}, "
-                     f"{self.expected(self.best_steps):.2%}")
+            line += (
+                f"; --save-every auto: every {self._in_words(self.best_steps)}, "
+                f"{self.expected(self.best_steps):.2%}"
+            )
         return line
 
     def about(self) -> dict[str, Any]:
         """What a checkpoint keeps, so that a resumed run goes on with it."""
         saves = self.saves
-        return {"standstill_seconds": saves.standstill_seconds[-20:], "step_seconds": saves.step_seconds,
-                "since": saves.since, "work_seconds": saves.work_seconds, "saving_seconds": saves.saving_seconds,
-                "interruptions": saves.interruptions}
+        return {
+            "standstill_seconds": saves.standstill_seconds[-20:],
+            "step_seconds": saves.step_seconds,
+            "since": saves.since,
+            "work_seconds": saves.work_seconds,
+            "saving_seconds": saves.saving_seconds,
+            "interruptions": saves.interruptions,
+        }
 
     def record(self) -> dict[str, Any]:
         """For metrics.json; parts of the time are between 0 and 1."""
         saves, known = self.saves, self.save_seconds > 0
         whole = max(self._end - saves.since, saves.work_seconds + saves.saving_seconds)
-        return {"interruptions_per_day": self.settings.args.interruptions_per_day, "save_seconds": self.save_seconds,
-                "restart_seconds": saves.restart_seconds, "interval_steps": self.steps,
-                "interval_seconds": self.steps * saves.step_seconds,
-                "expected_at_first": saves.expected_at_first if known else None,
-                "expected": self.expected(self.steps) if known else None, "measured": saves.work_seconds / whole,
-                "work_seconds": saves.work_seconds, "saving_seconds": saves.saving_seconds,
-                "lost_seconds": whole - saves.work_seconds - saves.saving_seconds,
-                "interruptions": saves.interruptions}
+        return {
+            "interruptions_per_day": self.settings.args.interruptions_per_day,
+            "save_seconds": self.save_seconds,
+            "restart_seconds": saves.restart_seconds,
+            "interval_steps": self.steps,
+            "interval_seconds": self.steps * saves.step_seconds,
+            "expected_at_first": saves.expected_at_first if known else None,
+            "expected": self.expected(self.steps) if known else None,
+            "measured": saves.work_seconds / whole,
+            "work_seconds": saves.work_seconds,
+            "saving_seconds": saves.saving_seconds,
+            "lost_seconds": whole - saves.work_seconds - saves.saving_seconds,
+            "interruptions": saves.interruptions,
+        }
 
     def _passed(self) -> float:
         before, self._mark, self._end = self._mark, time.perf_counter(), time.time()
@@ -130,10 +166,14 @@ def summary(record: dict[str, Any]) -> str:
     """The line at the end of a run: measured beside expected."""
     whole = record["work_seconds"] + record["saving_seconds"] + record["lost_seconds"]
     expected = "" if record["expected"] is None else f", expected {record['expected']:.2%}"
-    return (f"goodput {record['measured']:.2%} in {duration(whole)}{expected} (at {record['interruptions_per_day']:g} "
-            f"interruptions a day, a save every {plural(record['interval_steps'], 'step')}): saving took "
-            f"{duration(record['saving_seconds'])}, {plural(record['interruptions'], 'interruption')} and all else "
-            f"{duration(record['lost_seconds'])}")
+    return (
+        f"goodput {record['measured']:.2%} in {duration(whole)}{expected} (at "
+        f"{record['interruptions_per_day']:g} interruptions a day, a save every "
+        f"{plural(record['interval_steps'], 'step')}): saving took "
+        f"{duration(record['saving_seconds'])}, "
+        f"{plural(record['interruptions'], 'interruption')} and all else "
+        f"{duration(record['lost_seconds'])}"
+    )
 
 
 def duration(seconds: float) -> str:

@@ -1,9 +1,11 @@
 """Checkpoints of `minidist train`: every K steps, at the end, and when the job is told to stop.
 
-Which rank hears of the stop is chance, so the ranks agree after each step: all save the same one, then all end.
+Which rank hears of the stop is chance, so the ranks agree after each step: all save the same one,
+then all end.
 
-With --save-async a save that is due while another is written is made later: after the first step that finds the other
-one on the disk. So a slow disk gets fewer checkpoints, and no step waits for it. Only the last save of a run waits.
+With --save-async a save that is due while another is written is made later: after the first step
+that finds the other one on the disk. So a slow disk gets fewer checkpoints, and no step waits for
+it. Only the last save of a run waits.
 """
 
 import signal
@@ -31,10 +33,10 @@ from minidist.parallel.step.step import Batch
 from minidist.survive.manifest import checkpoints, packed, remove, step_folder, step_of
 from minidist.survive.save_async import PendingSave
 
-LONG = 2.0      # seconds after which a save is told of while it lasts
+LONG = 2.0  # seconds after which a save is told of while it lasts
 
 
-class Stopped(Exception):     # noqa: N818 - no error
+class Stopped(Exception):  # noqa: N818 - no error
     """The job was told to stop. All ranks raise it, after the same step."""
 
 
@@ -46,9 +48,11 @@ class Told:
 
 @contextmanager
 def hearing(launch: Launch) -> Iterator[Told]:
-    """In the block SIGTERM breaks off nothing; it is noted. Under srun so is SIGUSR1, which MPICH uses for itself.
+    """In the block SIGTERM breaks off nothing; it is noted. Under srun so is SIGUSR1, which MPICH
+    uses for itself.
 
-    A launcher passes the signal on, to a process of a group perhaps once more. In the main thread, which alone may.
+    A launcher passes the signal on, to a process of a group perhaps once more. In the main thread,
+    which alone may.
     """
     told = Told()
 
@@ -63,18 +67,20 @@ def hearing(launch: Launch) -> Iterator[Told]:
     try:
         yield told
     finally:
-        for number, handler in before.items():      # the end of a rank is not broken off either
+        for number, handler in before.items():  # the end of a rank is not broken off either
             signal.signal(number, handler if launch.launcher == "alone" else signal.SIG_IGN)
 
 
 @dataclass
 class Saves:
-    """The saves of a job: the step and the seconds of each, and how many failed; then what SaveInterval counts.
+    """The saves of a job: the step and the seconds of each, and how many failed; then what
+    SaveInterval counts.
 
     Attributes: standstill_seconds  how long each save stops the steps
                 step_seconds        of one step, known at the last save
                 since               when the run made its first step, seconds of the epoch
-                work_seconds        of the run's time, the part spent in steps; saving_seconds: in saves
+                work_seconds        of the run's time, the part spent in steps; saving_seconds: in
+                                    saves
                 restart_seconds     from reading the options to the first step of a process
                 interruptions       how often the run was resumed
                 expected_at_first   the goodput that was shown
@@ -100,24 +106,32 @@ class Saver:
              saves: those of the job so far, which grow.
     """
 
-    def __init__(self, trainer: Trainer, settings: Settings, told: Told, report: ProgressReport,
-                 saves: Saves) -> None:
+    def __init__(
+        self, trainer: Trainer, settings: Settings, told: Told, report: ProgressReport, saves: Saves
+    ) -> None:
         self.trainer, self.settings, self.told, self.report = trainer, settings, told, report
         self.saves = saves
         rate = settings.args.interruptions_per_day
         self.interval = SaveInterval(settings, saves, trainer.steps_done) if rate else None
         self._tell_interval()
-        self._pending: tuple[int, PendingSave] | None = None        # of which step
-        self._writing = False       # a save of some rank was under way when stopping() was last called
-        self._put_off = self._told_late = False     # a save that was due; the user knows that the disk is slow
+        self._pending: tuple[int, PendingSave] | None = None  # of which step
+        self._writing = False  # a save of some rank was under way when stopping() was last called
+        # a save that was due; the user knows that the disk is slow
+        self._put_off = self._told_late = False
         self._speaks = trainer.world.rank == 0
         self._about: dict[str, Any] = {}
         if self._speaks:
             text = settings.text
-            self._about = {"options": options_of(settings.args), "vocabulary": text.symbols,
-                           "data": {"source": text.source, "sha256": text_digest(text)}}
-        self._before = {step for folder in checkpoints(settings.out) if (step := step_of(folder)) is not None
-                        and step <= trainer.steps_done}
+            self._about = {
+                "options": options_of(settings.args),
+                "vocabulary": text.symbols,
+                "data": {"source": text.source, "sha256": text_digest(text)},
+            }
+        self._before = {
+            step
+            for folder in checkpoints(settings.out)
+            if (step := step_of(folder)) is not None and step <= trainer.steps_done
+        }
 
     def due(self, step: int) -> bool:
         """Whether the state after so many steps is to be saved."""
@@ -127,29 +141,38 @@ class Saver:
         return step == args.steps or bool(step % args.save_every == 0)
 
     def stopping(self) -> int:
-        """The signal by which any rank was told to stop, or 0; the same on every rank, as is then `_writing`.
+        """The signal by which any rank was told to stop, or 0; the same on every rank, as is then
+        `_writing`.
 
         Cost: an all-reduce.
         """
-        world, writing = self.trainer.world, self._pending is not None and not self._pending[1].done()
+        world, writing = (
+            self.trainer.world,
+            self._pending is not None and not self._pending[1].done(),
+        )
         if world.size == 1:
             self._writing = writing
             return self.told.number
         with world.ledger.control():
-            number, any_writing = world.all_reduce(np.array([self.told.number, int(writing)]), op="max").tolist()
+            number, any_writing = world.all_reduce(
+                np.array([self.told.number, int(writing)]), op="max"
+            ).tolist()
         self._writing = bool(any_writing)
         return int(number)
 
     def heeding(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches one by one. Raises: Stopped between two of them, if a rank was told to stop."""
+        """The batches one by one. Raises: Stopped between two of them, if a rank was told to
+        stop."""
         for batch in batches:
             if self.stopping():
                 raise Stopped
             yield batch
 
-    def after_step(self, losses: Sequence[float], step_seconds: Callable[[], float],
-                   **histories: Sequence[int]) -> None:
-        """Do what is due. Every rank calls it. Raises: Stopped, once the state is saved, if the job is to stop.
+    def after_step(
+        self, losses: Sequence[float], step_seconds: Callable[[], float], **histories: Sequence[int]
+    ) -> None:
+        """Do what is due. Every rank calls it. Raises: Stopped, once the state is saved, if the job
+        is to stop.
 
         Args:    losses: of all steps; histories: more with a number a step, for the checkpoint.
         """
@@ -169,11 +192,16 @@ class Saver:
     def _tell_late(self, step: int) -> None:
         """Once: the disk is slower than the steps from save to save."""
         if self._speaks and not self._told_late and self._pending is not None:
-            say_line(f"minidist train: the save after step {step} is put off: the disk still writes that of step "
-                     f"{self._pending[0]}; the steps go on; save less often, or to a faster disk")
+            say_line(
+                f"minidist train: the save after step {step} is put off: the disk still writes "
+                f"that of step {self._pending[0]}; the steps go on; save less often, or to a "
+                "faster disk"
+            )
         self._told_late = True
 
-    def _save_timed(self, losses: Sequence[float], step_seconds: float, histories: Mapping[str, Sequence[int]]) -> None:
+    def _save_timed(
+        self, losses: Sequence[float], step_seconds: float, histories: Mapping[str, Sequence[int]]
+    ) -> None:
         """Save; the time that the steps stand still for it decides when the next save is due."""
         interval = self.interval
         if interval is None:
@@ -181,17 +209,23 @@ class Saver:
             return
         start = time.perf_counter()
         self.save(losses, step_seconds, histories)
-        interval.saved(self.trainer.steps_done, time.perf_counter() - start, step_seconds, self.trainer.world)
+        interval.saved(
+            self.trainer.steps_done, time.perf_counter() - start, step_seconds, self.trainer.world
+        )
         interval.stood_still()
         self._tell_interval()
 
     def _tell_interval(self) -> None:
-        """Once, as soon as it is known: of a resumed run at its start, else after the first save."""
+        """Once, as soon as it is known: of a resumed run at its start, else after the first
+        save."""
         if self.interval is not None and (line := self.interval.announcement()) is not None:
             self.report.line(line)
 
-    def save(self, losses: Sequence[float], step_seconds: float, histories: Mapping[str, Sequence[int]]) -> None:
-        """Write a checkpoint, or with --save-async begin to; a failure is told in one line, and the run goes on."""
+    def save(
+        self, losses: Sequence[float], step_seconds: float, histories: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Write a checkpoint, or with --save-async begin to; a failure is told in one line, and the
+        run goes on."""
         self.settle()
         step, start = self.trainer.steps_done, time.perf_counter()
         folder = step_folder(self.settings.out, step)
@@ -210,11 +244,13 @@ class Saver:
                 return
         self._saved(step, time.perf_counter() - start)
 
-    def _described(self, losses: Sequence[float], step_seconds: float,
-                   histories: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+    def _described(
+        self, losses: Sequence[float], step_seconds: float, histories: Mapping[str, Sequence[int]]
+    ) -> dict[str, Any]:
         """What the manifest says of the run.
 
-        Measured times are in it only where a resumed job goes by them, so that equal runs write equal checkpoints.
+        Measured times are in it only where a resumed job goes by them, so that equal runs write
+        equal checkpoints.
         """
         metrics: dict[str, Any] = {"losses": packed(losses, "<f8")}
         if histories or self.interval is not None:
@@ -246,32 +282,52 @@ class Saver:
             self._remove_old()
 
     def farewell(self) -> int:
-        """When all ranks have stopped: say how the run goes on. Returns: the exit status, 1 without a checkpoint."""
+        """When all ranks have stopped: say how the run goes on. Returns: the exit status, 1 without
+        a checkpoint."""
         there = checkpoints(self.settings.out)
         if not self._speaks:
             return AGAIN if there else 1
-        where = f"; go on with `minidist train --resume {self.settings.out}`" if there else "; no checkpoint is there"
-        say_line(f"minidist train: told to stop after step {self.trainer.steps_done} of {self.settings.args.steps}"
-                 + (f", saved in {there[-1]}" if there and step_of(there[-1]) == self.trainer.steps_done else "")
-                 + where)
+        where = (
+            f"; go on with `minidist train --resume {self.settings.out}`"
+            if there
+            else "; no checkpoint is there"
+        )
+        say_line(
+            f"minidist train: told to stop after step {self.trainer.steps_done} of "
+            f"{self.settings.args.steps}"
+            + (
+                f", saved in {there[-1]}"
+                if there and step_of(there[-1]) == self.trainer.steps_done
+                else ""
+            )
+            + where
+        )
         return AGAIN if there else 1
 
     def record(self) -> dict[str, Any]:
         """For metrics.json: the newest checkpoint, and the step and seconds of each save."""
         there = checkpoints(self.settings.out)
-        return {"folder": str(there[-1]) if there else None, "steps": self.saves.steps, "seconds": self.saves.seconds,
-                "failed": self.saves.failed, "goodput": self.interval and self.interval.record()}
+        return {
+            "folder": str(there[-1]) if there else None,
+            "steps": self.saves.steps,
+            "seconds": self.saves.seconds,
+            "failed": self.saves.failed,
+            "goodput": self.interval and self.interval.record(),
+        }
 
     def _remove_old(self) -> None:
-        """All but the newest `keep` of this run, and those of steps that it has gone back behind."""
+        """All but the newest `keep` of this run, and those of steps that it has gone back
+        behind."""
         there = checkpoints(self.settings.out)
         ours = [folder for folder in there if step_of(folder) in {*self._before, *self.saves.steps}]
         try:
             for folder in there:
-                if folder not in ours[-self.settings.args.keep:]:
+                if folder not in ours[-self.settings.args.keep :]:
                     remove(folder)
         except OSError as error:
-            say_line(f"minidist train: an old checkpoint in {self.settings.out} stays: {error.strerror}")
+            say_line(
+                f"minidist train: an old checkpoint in {self.settings.out} stays: {error.strerror}"
+            )
 
     @contextmanager
     def _shown(self, folder: Path) -> Iterator[None]:

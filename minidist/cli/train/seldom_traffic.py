@@ -8,13 +8,19 @@ from minidist.parallel.hybrid.hybrid import Trainer
 
 
 def formula(trainer: Trainer) -> dict[str, Any]:
-    """Bytes and messages of all ranks and steps. A scheme's messages are those of its exchange in two phases."""
+    """Bytes and messages of all ranks and steps. A scheme's messages are those of its exchange in
+    two phases."""
     strategy, sent, messages = cast(LocalSteps, trainer.strategy), 0, 0
     times = strategy.sends(trainer.steps_before, trainer.steps_done)
-    for call, often, fragment in zip(strategy.traffic(trainer.plan.accumulate), times, strategy.fragments, strict=True):
+    for call, often, fragment in zip(
+        strategy.traffic(trainer.plan.accumulate), times, strategy.fragments, strict=True
+    ):
         case, ranks = Case(size=call.group.size, nbytes=call.nbytes), call.group.size
         by_ring = FORMULAS[call.verb, trainer.plan.algorithm]
         sent += often * (by_ring.bytes_of(case) if call.sent is None else call.sent)
-        messages += often * (by_ring.messages_of(case) if call.sent is None else
-                             2 * ranks * (ranks - 1) * len(fragment.stretches))
+        messages += often * (
+            by_ring.messages_of(case)
+            if call.sent is None
+            else 2 * ranks * (ranks - 1) * len(fragment.stretches)
+        )
     return {"sent_bytes": sent, "messages": messages, "buckets": len(times)}

@@ -38,11 +38,21 @@ from minidist.parallel.step.step import Batch
 from minidist.reading import Rank, read_json, require
 from minidist.survive.manifest import checkpoints
 
-MIXTURE_OPTIONS = {"top_k": "top_k", "capacity": "capacity", "gate_noise": "noise", "balance": "balance",
-                   "balance_weight": "balance_weight", "bias_rate": "bias_rate", "shared_experts": "shared",
-                   "expert_width": "hidden", "node_limit": "node_limit", "expert_nodes": "nodes",
-                   "expert_placement": "placement"}
-"""Options that are fields of MixtureConfig, besides --experts; the last two are words, read by mixture_of."""
+MIXTURE_OPTIONS = {
+    "top_k": "top_k",
+    "capacity": "capacity",
+    "gate_noise": "noise",
+    "balance": "balance",
+    "balance_weight": "balance_weight",
+    "bias_rate": "bias_rate",
+    "shared_experts": "shared",
+    "expert_width": "hidden",
+    "node_limit": "node_limit",
+    "expert_nodes": "nodes",
+    "expert_placement": "placement",
+}
+"""Options that are fields of MixtureConfig, besides --experts; the last two are words, read by
+mixture_of."""
 
 AUTO = "auto"
 """The value of --save-every and --bucket-bytes that has it computed."""
@@ -66,7 +76,8 @@ class _PlacementOfRun(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Settings:
-    """Checked options, with the text and the model's sizes. Equal on all ranks, but for when this one `begun`."""
+    """Checked options, with the text and the model's sizes. Equal on all ranks, but for when this
+    one `begun`."""
 
     args: argparse.Namespace
     text: text.Text
@@ -84,30 +95,41 @@ class Settings:
         digest = text_digest(self.text)[:16]
         parts: dict[str, Any] = {"the text": f"{symbols:,} symbols with digest {digest}"}
         options = options_of(self.args)
-        for name in ("verify", "why"):      # no options of the run, but all ranks work for them
+        for name in ("verify", "why"):  # no options of the run, but all ranks work for them
             options[name] = getattr(self.args, name)
         for name in options.keys() - {*OF_A_RANK}:
             parts[f"--{name.replace('_', '-')}"] = options[name]
         try:
-            check_alike(world, parts, advice="give every rank the same text and options; `python` is "
-                                             "another text in another version of CPython")
+            check_alike(
+                world,
+                parts,
+                advice="give every rank the same text and options; `python` is "
+                "another text in another version of CPython",
+            )
         except MismatchError as error:
             raise ConfigError(f"the ranks disagree (MismatchError): {error}") from error
 
     def training_batch(self, step: int) -> Batch:
         """The global batch of step `step`, which depends on seed and step alone."""
         args = self.args
-        return text.batch(self.text.train, step, batch=args.batch, context=args.context, seed=args.seed)
+        return text.batch(
+            self.text.train, step, batch=args.batch, context=args.context, seed=args.seed
+        )
 
     def validation_batches(self) -> list[Batch]:
         """Held-out text in order, in global batches: at most --validate sequences."""
-        inputs, targets = (rows[:self.args.validate] for rows in
-                           text.windows(self.text.validation, context=self.args.context))
+        inputs, targets = (
+            rows[: self.args.validate]
+            for rows in text.windows(self.text.validation, context=self.args.context)
+        )
         size = self.args.batch
-        return [(inputs[at:at + size], targets[at:at + size]) for at in range(0, len(inputs), size)]
+        return [
+            (inputs[at : at + size], targets[at : at + size]) for at in range(0, len(inputs), size)
+        ]
 
     def plan(self, size: int) -> Plan:
-        """The plan for a job of `size` ranks: options named like a field of Plan, over the axes of --plan.
+        """The plan for a job of `size` ranks: options named like a field of Plan, over the axes of
+        --plan.
 
         An elastic job of fewer ranks keeps the inner axes.
         """
@@ -117,19 +139,24 @@ class Settings:
             plan = replace(plan, dp=size // inner)
         args = self.args
         named = len(args.devices.split(",")) if args.devices else 2
-        given: dict[str, Any] = {"replicas": args.replicas or (named if args.strategy == "data-parallel" else 1)}
-        if args.staleness is not None:      # else as Plan has it
+        given: dict[str, Any] = {
+            "replicas": args.replicas or (named if args.strategy == "data-parallel" else 1)
+        }
+        if args.staleness is not None:  # else as Plan has it
             given["staleness"] = None if args.staleness < 0 else args.staleness
         if args.elastic and plan.copies == 1:
-            given["compress"] = "none"      # of all ranks one is left on the data axis
+            given["compress"] = "none"  # of all ranks one is left on the data axis
         plan = replace(plan, **{**plan_options(args), **given})
         if plan.local_steps is not None and args.batch < plan.workers:
-            fail(f"--batch {args.batch}: with --local-steps each of {plan.workers} ranks trains on its own sequences; "
-                 f"give at least {plan.workers}")
+            fail(
+                f"--batch {args.batch}: with --local-steps each of {plan.workers} ranks trains "
+                f"on its own sequences; give at least {plan.workers}"
+            )
         return plan
 
     def plan_on(self, world: Group) -> Plan:
-        """The plan for the ranks of a job that has met. With --bucket-bytes auto their link decides.
+        """The plan for the ranks of a job that has met. With --bucket-bytes auto their link
+        decides.
 
         Raises:  ConfigError if the link was not measured.
         """
@@ -137,15 +164,21 @@ class Settings:
         if self.args.bucket_bytes != AUTO:
             return plan
         if world.link is None:
-            fail(f"--bucket-bytes auto: what messages over {world.transport.name} cost was not measured; run `minidist "
-                 f"bench calibrate` first, or give a size")
+            fail(
+                f"--bucket-bytes auto: what messages over {world.transport.name} cost was not "
+                "measured; run `minidist bench calibrate` first, or give a size"
+            )
         itemsize = dtype(self.args.dtype if self.args.precision == "fp32" else "float16").itemsize
-        return replace(plan, bucket_bytes=best_bucket_bytes(itemsize * self.config.numbers, world.size, world.link))
+        return replace(
+            plan,
+            bucket_bytes=best_bucket_bytes(itemsize * self.config.numbers, world.size, world.link),
+        )
 
     def with_one_folder(self, world: Group) -> "Settings":
         """Return the settings with rank 0's run folder for all, where no option names one.
 
-        The default is made of a rank's own clock and process number, so that of each rank is another.
+        The default is made of a rank's own clock and process number, so that of each rank is
+        another.
 
         Cost:    without --out a broadcast of its name, counted under `control`.
         """
@@ -154,26 +187,46 @@ class Settings:
         return replace(self, out=Path(hand_out_record(world, str(self.out))))
 
     def require_memory(self, plan: Plan, ranks: int, *, processes: int) -> None:
-        """Raise MemoryLimitError if these `ranks` of the plan, of which so many are processes, cannot fit here."""
+        """Raise MemoryLimitError if these `ranks` of the plan, of which so many are processes,
+        cannot fit here."""
         args = self.args
         optimizer: Any = OPTIMIZERS[args.optimizer]
         if args.device == "cpu":
-            needed = training_bytes(self.config, plan, args.batch, moments=len(optimizer.state_names))
-            require_memory(f"{plural(args.layers, 'layer')} of width {args.width} on {plural(plan.size, 'rank')}",
-                           needed * ranks // plan.size, processes=processes)
+            needed = training_bytes(
+                self.config, plan, args.batch, moments=len(optimizer.state_names)
+            )
+            require_memory(
+                f"{plural(args.layers, 'layer')} of width {args.width} on "
+                f"{plural(plan.size, 'rank')}",
+                needed * ranks // plan.size,
+                processes=processes,
+            )
 
     def trainer_options(self) -> dict[str, Any]:
         """Trainer's keyword arguments, but for the recorder."""
         args = self.args
-        return {"seed": args.seed, "optimizer": args.optimizer, "lr": args.lr, "lr_schedule": args.lr_schedule,
-                "warmup": warmup_steps(args), "steps": args.steps, "lr_options": lr_options(args),
-                "clip": args.clip or None, "device": args.device, "offload_dir": args.offload_dir}
+        return {
+            "seed": args.seed,
+            "optimizer": args.optimizer,
+            "lr": args.lr,
+            "lr_schedule": args.lr_schedule,
+            "warmup": warmup_steps(args),
+            "steps": args.steps,
+            "lr_options": lr_options(args),
+            "clip": args.clip or None,
+            "device": args.device,
+            "offload_dir": args.offload_dir,
+        }
 
 
 def plan_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Options that are named like a field of Plan, but for those whose default depends on others."""
-    given = {each.name: getattr(args, each.name) for each in fields(Plan)
-             if each.name not in ("staleness", "replicas", "bucket_bytes") and hasattr(args, each.name)}
+    """Options that are named like a field of Plan, but for those whose default depends on
+    others."""
+    given = {
+        each.name: getattr(args, each.name)
+        for each in fields(Plan)
+        if each.name not in ("staleness", "replicas", "bucket_bytes") and hasattr(args, each.name)
+    }
     if isinstance(getattr(args, "bucket_bytes", None), int):
         given["bucket_bytes"] = args.bucket_bytes
     if args.zero is None:
@@ -184,28 +237,43 @@ def plan_options(args: argparse.Namespace) -> dict[str, Any]:
 def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
     """Check all that can be checked before a rank starts.
 
-    Args:    begins: the job begins with this process; else its run folder may hold checkpoints of it already.
+    Args:    begins: the job begins with this process; else its run folder may hold checkpoints of
+             it already.
     Raises:  ConfigError (DataError, DeviceError, PlanError, ShardError), a message of one line.
     """
     resume = resumed(args, begins=begins)
     if args.plan:
         Plan.parse(args.plan)
     if args.graph and ((args.device, args.precision) != ("cuda", "bf16") or (args.ranks or 1) > 1):
-        fail("--graph: a step is captured on a GPU, in bf16, by one process; add --device cuda --precision bf16 and "
-             "leave -n out, or leave out --graph")
+        fail(
+            "--graph: a step is captured on a GPU, in bf16, by one process; add --device cuda "
+            "--precision bf16 and leave -n out, or leave out --graph"
+        )
     module_for(args.device)
     if args.devices and args.device != "cuda":
-        fail(f"--devices {args.devices}: these are numbers of GPUs; add --device cuda, or leave --devices out")
+        fail(
+            f"--devices {args.devices}: these are numbers of GPUs; add --device cuda, or leave "
+            "--devices out"
+        )
     if args.server_device != "same":
         module_for(args.server_device)
     data = text.load(args.data)
     if resume is not None:
         resume.require_text(data)
     data.check(context=args.context, vocabulary=args.vocab)
-    config = GPTConfig(vocabulary=args.vocab or len(data.symbols), context=args.context, layers=args.layers,
-                       width=args.width, heads=args.heads, positions=args.positions, tied=args.tied,
-                       dropout=args.dropout, dtype=args.dtype, mixture=mixture_of(args, resume),
-                       attention_pattern=args.attention_pattern)
+    config = GPTConfig(
+        vocabulary=args.vocab or len(data.symbols),
+        context=args.context,
+        layers=args.layers,
+        width=args.width,
+        heads=args.heads,
+        positions=args.positions,
+        tied=args.tied,
+        dropout=args.dropout,
+        dtype=args.dtype,
+        mixture=mixture_of(args, resume),
+        attention_pattern=args.attention_pattern,
+    )
     check_batch(args)
     chosen(args.checkpoint_blocks, args.layers)
     check_dtype(args.precision, args.dtype)
@@ -215,39 +283,59 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
     if args.offload == "all":
         writable(args.offload_dir)
     elif args.offload_dir:
-        fail(f"--offload-dir {args.offload_dir}: only --offload all has files; add it, or leave --offload-dir out")
+        fail(
+            f"--offload-dir {args.offload_dir}: only --offload all has files; add it, or leave "
+            "--offload-dir out"
+        )
     out = out_folder(args.out, resume) if begins else Path(args.out)
     check_writable("--json", args.json)
     return Settings(args, data, config, out, resume)
 
 
 def check_batch(args: argparse.Namespace) -> None:
-    """Turn --accumulate-tokens into a batch. Raises: ConfigError for a batch, rate or division that cannot be."""
+    """Turn --accumulate-tokens into a batch. Raises: ConfigError for a batch, rate or division that
+    cannot be."""
     check_rate(args)
-    if args.accumulate_tokens is not None:      # once: then a batch has as many
+    if args.accumulate_tokens is not None:  # once: then a batch has as many
         passes = passes_until(args.accumulate_tokens, sequences=args.batch, length=args.context)
         args.batch, args.accumulate = args.batch * passes, args.accumulate * passes
     for option in ("accumulate", "microbatches"):
         if (getattr(args, option) or 1) > args.batch:
-            fail(f"--{option} {getattr(args, option)}: a step has {plural(args.batch, 'sequence')}; choose at most so "
-                 f"many, or a larger --batch")
+            fail(
+                f"--{option} {getattr(args, option)}: a step has "
+                f"{plural(args.batch, 'sequence')}; choose at most so many, or a larger --batch"
+            )
 
 
 def check_ways(args: argparse.Namespace) -> None:
     """Raise ConfigError for ways of working that do not go together."""
     if args.staleness is not None and not args.asynchronous:
-        fail(f"--staleness {args.staleness}: synchronous workers are never ahead; add --asynchronous, or leave it out")
+        fail(
+            f"--staleness {args.staleness}: synchronous workers are never ahead; add "
+            "--asynchronous, or leave it out"
+        )
     if args.local_steps is not None and (rest := args.steps % args.local_steps):
         every = args.local_steps
-        ways = " or ".join(str(steps) for steps in (args.steps - rest, args.steps - rest + every) if steps)
-        fail(f"--steps {args.steps}: with --local-steps {every} ranks meet after each {every} steps, and nothing would "
-             f"come of the last {rest}; choose {ways}")
+        ways = " or ".join(
+            str(steps) for steps in (args.steps - rest, args.steps - rest + every) if steps
+        )
+        fail(
+            f"--steps {args.steps}: with --local-steps {every} ranks meet after each {every} "
+            f"steps, and nothing would come of the last {rest}; choose {ways}"
+        )
     if args.schedule in UPDATING and args.clip:
-        fail(f"--schedule {args.schedule}: each stage updates by itself after each microbatch, and no rank knows the "
-             f"norm of all gradients; add --clip 0")
-    if args.why and (args.elastic or args.asynchronous or args.graph or args.strategy == "data-parallel"):
-        fail("--why: explains a step that all ranks make together, each in a process or thread of its own; leave out "
-             "--elastic, --asynchronous, --graph and --strategy data-parallel, or --why")
+        fail(
+            f"--schedule {args.schedule}: each stage updates by itself after each microbatch, "
+            "and no rank knows the norm of all gradients; add --clip 0"
+        )
+    if args.why and (
+        args.elastic or args.asynchronous or args.graph or args.strategy == "data-parallel"
+    ):
+        fail(
+            "--why: explains a step that all ranks make together, each in a process or thread "
+            "of its own; leave out --elastic, --asynchronous, --graph and --strategy "
+            "data-parallel, or --why"
+        )
     if args.watch and args.quiet:
         fail("--watch: --quiet prints nothing; leave out one of the two")
 
@@ -255,15 +343,24 @@ def check_ways(args: argparse.Namespace) -> None:
 def check_saving(args: argparse.Namespace) -> None:
     """Raise ConfigError for options of saving that do not go together."""
     if args.asynchronous and args.save_every:
-        fail("--save-every: workers of asynchronous servers are never at the same step; leave out --asynchronous or "
-             "--save-every")
+        fail(
+            "--save-every: workers of asynchronous servers are never at the same step; leave "
+            "out --asynchronous or --save-every"
+        )
     if args.save_every == AUTO and not args.interruptions_per_day:
-        fail("--save-every auto: how often to save follows from how often the run is interrupted; add "
-             "--interruptions-per-day N, or give a number of steps")
+        fail(
+            "--save-every auto: how often to save follows from how often the run is "
+            "interrupted; add --interruptions-per-day N, or give a number of steps"
+        )
     if args.interruptions_per_day and not args.save_every:
-        fail("--interruptions-per-day: nothing is saved without --save-every; add --save-every auto, or leave it out")
+        fail(
+            "--interruptions-per-day: nothing is saved without --save-every; add --save-every "
+            "auto, or leave it out"
+        )
     if args.save_async and not args.save_every:
-        fail("--save-async: nothing is saved without --save-every; add it, or leave --save-async out")
+        fail(
+            "--save-async: nothing is saved without --save-every; add it, or leave --save-async out"
+        )
 
 
 def check_verify(args: argparse.Namespace) -> None:
@@ -271,43 +368,74 @@ def check_verify(args: argparse.Namespace) -> None:
     if not args.verify:
         return
     if args.local_steps is not None:
-        fail("--verify: ranks that meet seldom equal no run of one process; leave out --local-steps or --verify")
+        fail(
+            "--verify: ranks that meet seldom equal no run of one process; leave out "
+            "--local-steps or --verify"
+        )
     if args.compress != "none":
-        fail("--verify: compressed gradients are not those of one process; leave out --compress or --verify")
+        fail(
+            "--verify: compressed gradients are not those of one process; leave out --compress "
+            "or --verify"
+        )
     if args.asynchronous:
-        fail("--verify: an asynchronous run equals no run of one process; leave out --asynchronous or --verify")
+        fail(
+            "--verify: an asynchronous run equals no run of one process; leave out "
+            "--asynchronous or --verify"
+        )
     if args.schedule in UPDATING:
-        fail(f"--verify: under --schedule {args.schedule} stages use older weights, which one process does not; leave "
-             f"out --verify, or choose 1f1b")
-    if "8bit" in ways_of(args.keep_activations) and (args.dtype != "float64" or args.activation_memory):
-        fail("--verify: float32's rounding and measured choices of blocks change which numbers 8bit rounds up; add "
-             "--dtype float64 and --checkpoint-blocks, or leave 8bit or --verify out")
+        fail(
+            f"--verify: under --schedule {args.schedule} stages use older weights, which one "
+            "process does not; leave out --verify, or choose 1f1b"
+        )
+    if "8bit" in ways_of(args.keep_activations) and (
+        args.dtype != "float64" or args.activation_memory
+    ):
+        fail(
+            "--verify: float32's rounding and measured choices of blocks change which numbers "
+            "8bit rounds up; add --dtype float64 and --checkpoint-blocks, or leave 8bit or "
+            "--verify out"
+        )
 
 
 def out_folder(name: str | None, resume: Resumption | None) -> Path:
-    """The run folder. Raises: ConfigError if it cannot be written, or holds the checkpoints of another run."""
+    """The run folder. Raises: ConfigError if it cannot be written, or holds the checkpoints of
+    another run."""
     out = Path(name or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     check_folder("--out", out)
-    if (resume is None or os.path.realpath(out) != os.path.realpath(resume.run)) and checkpoints(out):
-        fail(f"--out {out}: holds checkpoints of a run; go on with --resume {out}, or name another folder")
+    if (resume is None or os.path.realpath(out) != os.path.realpath(resume.run)) and checkpoints(
+        out
+    ):
+        fail(
+            f"--out {out}: holds checkpoints of a run; go on with --resume {out}, or name "
+            "another folder"
+        )
     return out
 
 
 def mixture_of(args: argparse.Namespace, resume: Resumption | None = None) -> MixtureConfig | None:
-    """The mixture of experts that the options describe, or None. Raises: ConfigError without --experts.
+    """The mixture of experts that the options describe, or None. Raises: ConfigError without
+    --experts.
 
     Args:    resume: where its experts lay comes from there, unless it is given anew.
     """
-    given = {option: value for option in MIXTURE_OPTIONS if (value := getattr(args, option, None)) is not None}
+    given = {
+        option: value
+        for option in MIXTURE_OPTIONS
+        if (value := getattr(args, option, None)) is not None
+    }
     if args.experts is None:
         if given:
-            fail(f"--{next(iter(given)).replace('_', '-')} is for a mixture of experts; add --experts 8, or leave it "
-                 f"out")
+            fail(
+                f"--{next(iter(given)).replace('_', '-')} is for a mixture of experts; add "
+                "--experts 8, or leave it out"
+            )
         return None
     if "expert_nodes" in given:
         if "node_limit" not in given:
-            fail("--expert-nodes: on how many nodes the experts count matters for a limit alone; add --node-limit 1, "
-                 "or leave it out")
+            fail(
+                "--expert-nodes: on how many nodes the experts count matters for a limit alone; "
+                "add --node-limit 1, or leave it out"
+            )
         counts = tuple(map(int, given["expert_nodes"].split(",")))
         given["expert_nodes"] = counts if len(counts) > 1 else counts[0]
     if resume is not None:
@@ -317,27 +445,36 @@ def mixture_of(args: argparse.Namespace, resume: Resumption | None = None) -> Mi
         given["expert_placement"] = before.get("placement")
     elif "expert_placement" in given:
         given["expert_placement"] = placement_of(Path(given["expert_placement"]))
-    return MixtureConfig(experts=args.experts, **{MIXTURE_OPTIONS[name]: value for name, value in given.items()})
+    return MixtureConfig(
+        experts=args.experts, **{MIXTURE_OPTIONS[name]: value for name, value in given.items()}
+    )
 
 
 def placement_of(run: Path) -> list[list[int]]:
-    """The order of the experts of each layer that a run measured. Raises: ConfigError if it measured none."""
+    """The order of the experts of each layer that a run measured. Raises: ConfigError if it
+    measured none."""
     asked = f"--expert-placement {run}"
     try:
         metrics = read_json(run / "metrics.json", member=True)
     except (OSError, ConfigError) as error:
-        fail(f"{asked}: no metrics.json of a run can be read there ({error}); name the folder of a finished run")
+        fail(
+            f"{asked}: no metrics.json of a run can be read there ({error}); name the folder of "
+            "a finished run"
+        )
     found = None
     with suppress(ConfigError):
         found = require(metrics, _PlacementOfRun).get("experts", {}).get("placement")
     if not found:
-        fail(f"{asked}: that run measured no placement: its experts were not divided over several nodes; train with "
-             f"--plan ep=2 or more on two nodes first")
-    return found    # type: ignore[no-any-return]
+        fail(
+            f"{asked}: that run measured no placement: its experts were not divided over several "
+            "nodes; train with --plan ep=2 or more on two nodes first"
+        )
+    return found  # type: ignore[no-any-return]
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Raise ConfigError if files cannot be written in `folder`, or in the nearest folder above that is there."""
+    """Raise ConfigError if files cannot be written in `folder`, or in the nearest folder above that
+    is there."""
     there = next(place for place in (folder, *folder.parents, Path()) if os.path.exists(place))
     if not there.is_dir():
         fail(f"{option} {folder}: {there} is not a folder")
@@ -345,7 +482,8 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 def as_arguments(args: argparse.Namespace) -> list[str]:
-    """The command-line words that give `args` again, without the number of ranks to start and their limits.
+    """The command-line words that give `args` again, without the number of ranks to start and their
+    limits.
 
     Of a resumed run only what was given anew: each rank takes the rest from the checkpoint.
     """

@@ -18,8 +18,10 @@ from minidist.parallel.step.late_loss import LateLoss
 class Course:
     """What the steps gave.
 
-    Attributes: losses: global, of all steps, those before a resumed job's too; seconds: of each step of this job, on
-                this rank; seconds_before: a step's, of an earlier job; early: with --verify, the early weights.
+    Attributes: losses: global, of all steps, those before a resumed job's too; seconds: of each
+    step of this job, on
+                this rank; seconds_before: a step's, of an earlier job; early: with --verify, the
+                early weights.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -41,7 +43,8 @@ def begun(settings: Settings) -> Course:
 
 
 def _arrived(on_their_way: deque[tuple[LateLoss, float]], leave: int) -> list[tuple[float, float]]:
-    """Take the losses that are there, and all but `leave` of the others, each with the time when its step began."""
+    """Take the losses that are there, and all but `leave` of the others, each with the time when
+    its step began."""
     there = []
     while on_their_way and (len(on_their_way) > leave or on_their_way[0][0].done()):
         late, start = on_their_way.popleft()
@@ -49,8 +52,11 @@ def _arrived(on_their_way: deque[tuple[LateLoss, float]], leave: int) -> list[tu
     return there
 
 
-def train_steps(trainer: Trainer, settings: Settings, report: ProgressReport, saver: Saver | None = None) -> Course:
-    """Make every step. A loss that is not known when its step returns is read after the next step was started.
+def train_steps(
+    trainer: Trainer, settings: Settings, report: ProgressReport, saver: Saver | None = None
+) -> Course:
+    """Make every step. A loss that is not known when its step returns is read after the next step
+    was started.
 
     Raises:  Stopped, once the state is saved, if the saver says that the job is to stop.
     """
@@ -63,10 +69,14 @@ def train_steps(trainer: Trainer, settings: Settings, report: ProgressReport, sa
         nonlocal last
         if there := _arrived(on_their_way, leave):
             since, last = max(there[0][1], last), time.perf_counter()
-        for loss, _ in there:               # of several that have come together each took the same time
+        for loss, _ in there:  # of several that have come together each took the same time
             course.losses.append(loss)
             course.seconds.append((last - since) / len(there))
-            sent = sum(sum(verbs.values()) for axis, verbs in ledger.sent_bytes("step").items() if axis != "control")
+            sent = sum(
+                sum(verbs.values())
+                for axis, verbs in ledger.sent_bytes("step").items()
+                if axis != "control"
+            )
             report.step(len(course.losses), course.losses[-1], tokens / course.seconds[-1], sent)
 
     def seconds_so_far() -> float:

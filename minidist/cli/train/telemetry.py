@@ -1,4 +1,5 @@
-"""What `minidist train` tells of each step besides its progress: energy, metrics.jsonl, steps, and --metrics-port."""
+"""What `minidist train` tells of each step besides its progress: energy, metrics.jsonl, steps, and
+--metrics-port."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -19,57 +20,95 @@ from minidist.observe.step_log import STEP_LOG, StepLog, StepState
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.step.step import Batch
 
-LOOK = 1.0      # seconds of steps after which it is told whether other programs slow this one down
+LOOK = 1.0  # seconds of steps after which it is told whether other programs slow this one down
 
 
 class Telemetry(ProgressReport):
-    """A progress report that also reads the energy counters, and on rank 0 tells each step to file and port.
+    """A progress report that also reads the energy counters, and on rank 0 tells each step to file
+    and port.
 
-    Every rank has one, made before its first step. Args: report: shows the progress; threads: BLAS's, of a rank.
+    Every rank has one, made before its first step. Args: report: shows the progress; threads:
+    BLAS's, of a rank.
     Raises:  ConfigError on rank 0 if the port cannot be had.
     """
 
-    def __init__(self, report: ProgressReport, trainer: Trainer, settings: Settings, *, threads: int = 1) -> None:
+    def __init__(
+        self, report: ProgressReport, trainer: Trainer, settings: Settings, *, threads: int = 1
+    ) -> None:
         args, world = settings.args, trainer.world
-        self.report, self.trainer, self.args, self.steps_before = report, trainer, args, trainer.steps_done
+        self.report, self.trainer, self.args, self.steps_before = (
+            report,
+            trainer,
+            args,
+            trainer.steps_done,
+        )
         goes_on = trainer.steps_done > 0
         self.log = StepLog(settings.out / STEP_LOG, goes_on=goes_on) if world.rank == 0 else None
         self.threads = threads
-        self.others = OtherLoad() if threads > 1 and args.threads is None and world.size == 1 else None
+        self.others = (
+            OtherLoad() if threads > 1 and args.threads is None and world.size == 1 else None
+        )
         self.exporter = None
         if args.metrics_port and world.rank == 0:
-            from minidist.observe.exporter import Exporter  # here: runs without a port do without the library
+            # here: runs without a port do without the library
+            from minidist.observe.exporter import Exporter
 
             self.exporter = Exporter(args.metrics_port)
-        self.meter = Meter(args.device, gpu=_bus_id() if args.device == "cuda" else None, watts=args.watts,
-                           is_thread=world.transport.name in THREADS, powercap=POWERCAP)
+        self.meter = Meter(
+            args.device,
+            gpu=_bus_id() if args.device == "cuda" else None,
+            watts=args.watts,
+            is_thread=world.transport.name in THREADS,
+            powercap=POWERCAP,
+        )
         if self.meter.problem and world.rank == 0 and not args.quiet:
-            say_line(f"minidist train: {self.meter.problem}"
-                     + ("; energy is an estimate" if self.meter.source == "estimate" else ""))
-        self.records = RankRecords(trainer, settings.out, batch=args.batch, context=args.context,
-                                   digest_every=args.digest_every)
+            say_line(
+                f"minidist train: {self.meter.problem}"
+                + ("; energy is an estimate" if self.meter.source == "estimate" else "")
+            )
+        self.records = RankRecords(
+            trainer,
+            settings.out,
+            batch=args.batch,
+            context=args.context,
+            digest_every=args.digest_every,
+        )
 
     def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
         self.records.step_done(number)
-        self._tell(number, loss, tokens_per_second)         # first: a step that is shown has its line
+        self._tell(number, loss, tokens_per_second)  # first: a step that is shown has its line
         self.report.step(number, loss, tokens_per_second, sent_bytes)
         if self.others is not None and self.others.seconds() >= LOOK:
             line = advice(self.threads, self.others.cores())
             if line is not None:
                 self.report.line(line)
-            self.others = None                              # said once, or never
+            self.others = None  # said once, or never
 
     def _tell(self, number: int, loss: float, tokens_per_second: float) -> None:
-        """On every rank read the counters and record them with the memory; on rank 0 write the line, and serve it."""
+        """On every rank read the counters and record them with the memory; on rank 0 write the
+        line, and serve it."""
         joules, account, world = self.meter.read(), self.trainer.account, self.trainer.world
         memory, peak = account.now, account.peak
-        world.ledger.flight.state([memory[name] for name in CATEGORIES],
-                                  [peak[name] for name in (*CATEGORIES, "total")], account.limit, joules,
-                                  self.meter.source)
+        world.ledger.flight.state(
+            [memory[name] for name in CATEGORIES],
+            [peak[name] for name in (*CATEGORIES, "total")],
+            account.limit,
+            joules,
+            self.meter.source,
+        )
         if self.log is None:
             return
-        state = StepState(number, self.args.steps, loss, self.args.batch * self.args.context / tokens_per_second,
-                          tokens_per_second, world.ledger.sent_bytes("step"), memory, joules, self.meter.source)
+        state = StepState(
+            number,
+            self.args.steps,
+            loss,
+            self.args.batch * self.args.context / tokens_per_second,
+            tokens_per_second,
+            world.ledger.sent_bytes("step"),
+            memory,
+            joules,
+            self.meter.source,
+        )
         self.log.write(state.line(time.time()))
         if self.exporter is not None:
             self.exporter.show(state)
@@ -107,7 +146,9 @@ class Telemetry(ProgressReport):
         if records is None:
             return None
         steps = self.trainer.steps_done - self.steps_before
-        return energy_of_run(records, steps=steps, tokens=steps * self.args.batch * self.args.context)
+        return energy_of_run(
+            records, steps=steps, tokens=steps * self.args.batch * self.args.context
+        )
 
 
 def _bus_id() -> str:

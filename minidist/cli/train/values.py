@@ -1,4 +1,5 @@
-"""What the options of `minidist train` take beyond plain numbers, and how an option is noted as given."""
+"""What the options of `minidist train` take beyond plain numbers, and how an option is noted as
+given."""
 
 import argparse
 from typing import Any
@@ -10,10 +11,16 @@ from minidist.nn.attention_pattern import NAMES, SPELLINGS, read_pattern
 
 
 class GivenValue(argparse._StoreAction):
-    """Stores a value, and notes in `given` that the user gave this option: --resume takes the others from the run."""
+    """Stores a value, and notes in `given` that the user gave this option: --resume takes the
+    others from the run."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
-                 option_string: str | None = None) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
         super().__call__(parser, namespace, values, option_string)
         namespace.given = [*getattr(namespace, "given", []), self.dest]
 
@@ -21,8 +28,13 @@ class GivenValue(argparse._StoreAction):
 class GivenFlag(argparse._StoreTrueAction):
     """The same of an option without a value."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any,
-                 option_string: str | None = None) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
         super().__call__(parser, namespace, values, option_string)
         namespace.given = [*getattr(namespace, "given", []), self.dest]
 
@@ -53,11 +65,14 @@ def bucket_size(text: str) -> int | str:
 
 
 def attention_pattern(text: str) -> str:
-    """The value of --attention-pattern, with a file's contents in place of its name. Raises: ArgumentTypeError."""
+    """The value of --attention-pattern, with a file's contents in place of its name. Raises:
+    ArgumentTypeError."""
     try:
         pattern = read_pattern(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    if unknown := [term for term in pattern.split("+") if term.partition(":")[0] not in (*NAMES, "rows")]:
+    if unknown := [
+        term for term in pattern.split("+") if term.partition(":")[0] not in (*NAMES, "rows")
+    ]:
         raise argparse.ArgumentTypeError(f"{shown(unknown[0])} is no pattern; write {SPELLINGS}")
     return pattern

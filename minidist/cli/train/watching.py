@@ -1,4 +1,5 @@
-"""`minidist train --watch`: rank 0 starts `minidist watch` beside itself, which draws; the ranks lose no time to it."""
+"""`minidist train --watch`: rank 0 starts `minidist watch` beside itself, which draws; the ranks
+lose no time to it."""
 
 import os
 import subprocess
@@ -15,12 +16,14 @@ from minidist.launch.own_python import module_command
 from minidist.parallel.step.step import Batch
 from minidist.terminal import Console
 
-LAST_LOOK = 10.0        # seconds that the view may take to end
+LAST_LOOK = 10.0  # seconds that the view may take to end
 
 
 def report_of(settings: Settings, console: Console, *, on_terminal: bool) -> ProgressReport:
     """How the progress of a run is shown; not at all on a console that is quiet."""
-    report = make_report(settings.args.steps, console, on_terminal=on_terminal and not settings.args.watch)
+    report = make_report(
+        settings.args.steps, console, on_terminal=on_terminal and not settings.args.watch
+    )
     return report if console.quiet or not settings.args.watch else Watched(settings.out, report)
 
 
@@ -34,8 +37,13 @@ class Watched(ProgressReport):
         self.rest = rest
         with _terminal() as stdout:
             self._view: subprocess.Popen[str] | None = subprocess.Popen(
-                module_command("minidist", "watch", str(run), "--beside-train"), stdin=subprocess.PIPE,
-                stdout=stdout, encoding="utf-8", errors="backslashreplace", env=clean_environment(os.environ))
+                module_command("minidist", "watch", str(run), "--beside-train"),
+                stdin=subprocess.PIPE,
+                stdout=stdout,
+                encoding="utf-8",
+                errors="backslashreplace",
+                env=clean_environment(os.environ),
+            )
 
     def line(self, text: str) -> None:
         if self._view is not None and self._view.poll() is None:
@@ -69,7 +77,8 @@ class Watched(ProgressReport):
 
 @contextmanager
 def _terminal() -> Iterator[IO[bytes] | None]:
-    """Where the view is drawn: mpirun's terminal if what we print goes there by way of a pipe; None: our stdout."""
+    """Where the view is drawn: mpirun's terminal if what we print goes there by way of a pipe;
+    None: our stdout."""
     terminal = None if sys.stdout.isatty() else launcher_terminal()
     if terminal is None:
         yield None

@@ -1,4 +1,5 @@
-"""Calls under way: what a `start_…` verb returns, and the worker that carries a group's calls out in order."""
+"""Calls under way: what a `start_…` verb returns, and the worker that carries a group's calls out
+in order."""
 
 import threading
 import time
@@ -19,13 +20,15 @@ from minidist.comm.transport import Transport
 from minidist.device import account
 from minidist.errors import CommError
 
-_IDLE = 0.5  # seconds without a call after which the worker's thread ends; the next call starts another
+# seconds without a call after which the worker's thread ends; the next call starts another
+_IDLE = 0.5
 _LOOK = 1.0  # seconds between checks that the worker still lives
 
 
 @entries
 class Pending(ABC):
-    """A call that was started. Its argument must not change before wait() returned, nor `out` be read."""
+    """A call that was started. Its argument must not change before wait() returned, nor `out` be
+    read."""
 
     @abstractmethod
     def wait(self) -> Any:
@@ -42,7 +45,8 @@ class Pending(ABC):
 
 @entries
 class PendingCall(Pending, RunningCall):
-    """A collective in a worker's queue; on a GPU the worker takes the stream of the thread that started it."""
+    """A collective in a worker's queue; on a GPU the worker takes the stream of the thread that
+    started it."""
 
     def __init__(self, call: Call, worker: "CallWorker") -> None:
         self.call, self.worker, self.program = call, worker, program()
@@ -64,11 +68,15 @@ class PendingCall(Pending, RunningCall):
         with self:
             if not self.finished.wait(QUIET):
                 with self.worker.transport.waits.lasting("this rank's worker", tuple):
-                    while not self.finished.wait(_LOOK):    # each wait of the call itself, in the worker, has a limit
+                    # each wait of the call itself, in the worker, has a limit
+                    while not self.finished.wait(_LOOK):
                         if not self.worker.alive():
-                            raise CommError(f"the group was closed before {self.signature.describe()} was carried out")
+                            raise CommError(
+                                f"the group was closed before {self.signature.describe()} was "
+                                "carried out"
+                            )
             if self.error is not None:
-                self.worker.told = True     # the program knows of it now
+                self.worker.told = True  # the program knows of it now
                 raise self.error
             return self.call.settle(self.result)
 
@@ -76,16 +84,24 @@ class PendingCall(Pending, RunningCall):
         return self.finished.is_set()
 
     def ended_within(self, seconds: float) -> bool:
-        """Whether the call has ended at the latest after so many seconds; no wait of the program, and none is told."""
+        """Whether the call has ended at the latest after so many seconds; no wait of the program,
+        and none is told."""
         return self.finished.wait(seconds)
 
 
 @entries
 class PendingMessage(Pending, RunningCall):
-    """A send, a receive, or both, already with the transport; wait() drives them in the calling thread."""
+    """A send, a receive, or both, already with the transport; wait() drives them in the calling
+    thread."""
 
-    def __init__(self, signature: Signature, world_ranks: tuple[int, ...], handles: list[Handle],
-                 deliver: Callable[[], Any], over: Callable[[bool, float], None]) -> None:
+    def __init__(
+        self,
+        signature: Signature,
+        world_ranks: tuple[int, ...],
+        handles: list[Handle],
+        deliver: Callable[[], Any],
+        over: Callable[[bool, float], None],
+    ) -> None:
         """`over(failed, seconds of the wait)` is called when wait() knows the outcome."""
         self.signature, self.world_ranks = signature, world_ranks
         self.handles, self.deliver, self.over = handles, deliver, over
@@ -109,16 +125,18 @@ class PendingMessage(Pending, RunningCall):
 
 
 class CallWorker:
-    """The thread that carries out a group's started calls, one after the other, in the order they were started.
+    """The thread that carries out a group's started calls, one after the other, in the order they
+    were started.
 
-    It uses the memory account of the thread that made it. An error is raised by the call's wait(), and aborts the
-    transport, so that the rank learns of it at its next wait of any kind; the calls behind it end in the same error.
+    It uses the memory account of the thread that made it. An error is raised by the call's wait(),
+    and aborts the transport, so that the rank learns of it at its next wait of any kind; the calls
+    behind it end in the same error.
     """
 
     def __init__(self, name: str, transport: Transport) -> None:
         self.unfinished = 0
-        self.error: BaseException | None = None     # of the first call that failed
-        self.told = False                           # a wait() has raised it
+        self.error: BaseException | None = None  # of the first call that failed
+        self.told = False  # a wait() has raised it
         self.transport, self._account = transport, account.current()
         self._queue: SimpleQueue[PendingCall | None] = SimpleQueue()
         self._lock, self._name = threading.Lock(), name
@@ -146,9 +164,10 @@ class CallWorker:
         return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
-        """Carry out what is queued, then end the thread. Raises: the error of a call whose wait() was never called."""
+        """Carry out what is queued, then end the thread. Raises: the error of a call whose wait()
+        was never called."""
         self._queue.put(None)
-        with self._lock:        # another thread may be starting it
+        with self._lock:  # another thread may be starting it
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
@@ -160,15 +179,16 @@ class CallWorker:
             while (pending := self._next()) is not None:
                 finished = pending.finished
                 self._carry_out(pending)
-                del pending     # before wait() returns: only its caller keeps the arrays then
-                with self._lock:        # both at once: idle means done, and done means idle
+                del pending  # before wait() returns: only its caller keeps the arrays then
+                with self._lock:  # both at once: idle means done, and done means idle
                     self.unfinished -= 1
                     if not self.unfinished:
                         self.transport.waits.workers.discard(threading.get_ident())
                     finished.set()
 
     def _next(self) -> PendingCall | None:
-        """The next call; None, which ends the thread, once the group is closed, or where none has come for _IDLE s."""
+        """The next call; None, which ends the thread, once the group is closed, or where none has
+        come for _IDLE s."""
         while True:
             with suppress(Empty):
                 return self._queue.get(timeout=_IDLE)
@@ -184,5 +204,10 @@ class CallWorker:
                 pending.result = call.deliver(call.work(call), call.device)
         except BaseException as error:  # raised by wait()
             pending.error, self.error = error, self.error or error
-            self.transport.abort(error if isinstance(error, CommError) else CommError(
-                f"{call.signature.describe()} failed: {type(error).__name__}: {words(error)}"))
+            self.transport.abort(
+                error
+                if isinstance(error, CommError)
+                else CommError(
+                    f"{call.signature.describe()} failed: {type(error).__name__}: {words(error)}"
+                )
+            )

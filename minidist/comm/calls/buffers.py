@@ -1,7 +1,8 @@
 """The arrays of a call: the caller's argument made ready to send, and where its result goes.
 
-Algorithms see contiguous NumPy arrays, except in calls that a device transport carries out on the GPU (device_lane.py).
-Other arrays are copied here, once on their way in or out; between GPU and host by pinned memory (backend.to_host).
+Algorithms see contiguous NumPy arrays, except in calls that a device transport carries out on the
+GPU (device_lane.py). Other arrays are copied here, once on their way in or out; between GPU and
+host by pinned memory (backend.to_host).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,12 +23,18 @@ PlaceOf = Callable[[int], Place]
 
 
 def argument(verb: str, x: Any, device: str = "cpu") -> np.ndarray:
-    """`x` (array, scalar or nested list) as a contiguous array on `device`: itself, or a copy if it has to be.
+    """`x` (array, scalar or nested list) as a contiguous array on `device`: itself, or a copy if it
+    has to be.
 
-    Raises: DtypeError for a dtype that cannot travel, and for what is no plain array; ShapeError for uneven lists.
+    Raises: DtypeError for a dtype that cannot travel, and for what is no plain array; ShapeError
+    for uneven lists.
     """
     plain = type(x) is np.ndarray
-    array = x if plain or (backend.is_array(x) and backend.device_of(x) == "cuda") else as_array(verb, x)
+    array = (
+        x
+        if plain or (backend.is_array(x) and backend.device_of(x) == "cuda")
+        else as_array(verb, x)
+    )
     try:
         dtype_code(array.dtype)
     except DtypeError as error:
@@ -41,42 +48,66 @@ def argument(verb: str, x: Any, device: str = "cpu") -> np.ndarray:
 
 
 def as_array(verb: str, x: Any) -> np.ndarray:
-    """`x`, converted by NumPy. Raises: ShapeError, DtypeError with NumPy's reason; DtypeError for a masked array."""
+    """`x`, converted by NumPy. Raises: ShapeError, DtypeError with NumPy's reason; DtypeError for a
+    masked array."""
     if isinstance(x, np.ma.MaskedArray):
-        raise DtypeError(f"{verb}: x is a masked array, whose mask would be lost; pass x.filled(value), or x.data")
+        raise DtypeError(
+            f"{verb}: x is a masked array, whose mask would be lost; pass x.filled(value), or "
+            "x.data"
+        )
     try:
         return np.asarray(x)
-    except (ValueError, TypeError, RuntimeError) as error:      # uneven lists; what other libraries' arrays say
+    # uneven lists; what other libraries' arrays say
+    except (ValueError, TypeError, RuntimeError) as error:
         kind = ShapeError if isinstance(error, ValueError) else DtypeError
-        raise kind(f"{verb}: x is a {type(x).__name__} that cannot be converted to an array: {error}") from error
+        raise kind(
+            f"{verb}: x is a {type(x).__name__} that cannot be converted to an array: {error}"
+        ) from error
 
 
 def apart(array: np.ndarray, out: Any, part: np.ndarray | None = None) -> np.ndarray:
-    """`array`, or a copy if it shares memory with `out`, unless `out` is the array, or the `part` that it replaces."""
-    if (out is array or not isinstance(out, type(array))
-            or not backend.array_module(array).may_share_memory(array, out)
-            or _same_elements(array if part is None else part, out)):
+    """`array`, or a copy if it shares memory with `out`, unless `out` is the array, or the `part`
+    that it replaces."""
+    if (
+        out is array
+        or not isinstance(out, type(array))
+        or not backend.array_module(array).may_share_memory(array, out)
+        or _same_elements(array if part is None else part, out)
+    ):
         return array
     return account.current().hold(array.copy(), "communication")
 
 
 def check_lists(verb: str, x: Any, out: Any, size: int) -> None:
-    """Raise ShapeError unless the arguments of an all_to_all are lists of an array for each of `size` ranks."""
+    """Raise ShapeError unless the arguments of an all_to_all are lists of an array for each of
+    `size` ranks."""
     for name, arrays in (("x", x), *([] if out is None else [("out", out)])):
         if not hasattr(arrays, "__getitem__") or getattr(arrays, "shape", None) == ():
-            raise ShapeError(f"{verb}: {name} is a {type(arrays).__name__}; pass a list of {size} arrays")
+            raise ShapeError(
+                f"{verb}: {name} is a {type(arrays).__name__}; pass a list of {size} arrays"
+            )
         if len(arrays) != size:
-            raise ShapeError(f"{verb}: {name} has {len(arrays)} arrays; pass one for each of {size} ranks")
+            raise ShapeError(
+                f"{verb}: {name} has {len(arrays)} arrays; pass one for each of {size} ranks"
+            )
     if out is not None and len(set(map(id, out))) < size:
-        raise ShapeError(f"{verb}: out= holds one array several times; pass an array of its own for each rank")
+        raise ShapeError(
+            f"{verb}: out= holds one array several times; pass an array of its own for each rank"
+        )
 
 
-def list_argument(verb: str, x: Sequence[Any], out: Sequence[Any] | None, device: str) -> list[np.ndarray]:
-    """`argument` for a list of arrays of one dtype; copies of all if one shares memory with an array of `out`."""
+def list_argument(
+    verb: str, x: Sequence[Any], out: Sequence[Any] | None, device: str
+) -> list[np.ndarray]:
+    """`argument` for a list of arrays of one dtype; copies of all if one shares memory with an
+    array of `out`."""
     parts = [argument(verb, part, device) for part in x]
     dtypes = {part.dtype for part in parts}
     if len(dtypes) > 1:
-        raise DtypeError(f"{verb}: the arrays have dtypes {', '.join(sorted(map(str, dtypes)))}; cast them to one")
+        raise DtypeError(
+            f"{verb}: the arrays have dtypes {', '.join(sorted(map(str, dtypes)))}; cast them to "
+            "one"
+        )
     share = backend.array_module(parts[0]).may_share_memory
     targets = [array for array in out or () if isinstance(array, type(parts[0]))]
     if any(share(part, target) for target in targets for part in parts):
@@ -85,17 +116,23 @@ def list_argument(verb: str, x: Sequence[Any], out: Sequence[Any] | None, device
 
 
 def _same_elements(a: np.ndarray, b: np.ndarray) -> bool:
-    if a.size and not backend.array_module(a).may_share_memory(a, b):   # quicker than to ask both for their addresses
+    # quicker than to ask both for their addresses
+    if a.size and not backend.array_module(a).may_share_memory(a, b):
         return False
     return a.shape == b.shape and a.strides == b.strides and address_of(a) == address_of(b)
 
 
 def _overlaps_itself(array: np.ndarray) -> bool:
-    """Whether elements may share memory, as a broadcast view's do: a dim does not step over all shorter ones."""
+    """Whether elements may share memory, as a broadcast view's do: a dim does not step over all
+    shorter ones."""
     if array.flags.c_contiguous or array.size == 0:
         return False
     reach = array.itemsize
-    steps = [(abs(stride), length) for stride, length in zip(array.strides, array.shape, strict=True) if length > 1]
+    steps = [
+        (abs(stride), length)
+        for stride, length in zip(array.strides, array.shape, strict=True)
+        if length > 1
+    ]
     for stride, length in sorted(steps):
         if stride < reach:
             return True
@@ -105,7 +142,9 @@ def _overlaps_itself(array: np.ndarray) -> bool:
 
 def address_of(array: Any) -> int:
     """Where an array begins, in the memory of its device."""
-    return int(array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr)
+    return int(
+        array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data.ptr
+    )
 
 
 def bytes_view(array: np.ndarray) -> np.ndarray:
@@ -114,7 +153,8 @@ def bytes_view(array: np.ndarray) -> np.ndarray:
 
 
 def device_of(*arrays: Any) -> str | None:
-    """Where the first of these that is an array lives; "cpu" for other values; None if all are None."""
+    """Where the first of these that is an array lives; "cpu" for other values; None if all are
+    None."""
     for array in arrays:
         if array is not None:
             return "cpu" if isinstance(array, np.ndarray) or not backend.is_array(array) else "cuda"
@@ -127,16 +167,21 @@ class OutputArray:
         array = result.array(shape, dtype)      # contiguous, on `device`: for the algorithm to fill
         return result.deliver(None, "cpu")      # out, or the new array, on the device asked for
 
-    Attributes: out     the caller's; `target` is the same as a plain array, whatever class of array `out` is
+    Attributes: out     the caller's; `target` is the same as a plain array, whatever class of array
+                        `out` is
                 device  where the algorithm works
                 side    what carries it out there, if the array is not made before that; else None
     """
 
-    def __init__(self, verb: str, out: Any = None, device: str = "cpu", side: SideStream | None = None) -> None:
+    def __init__(
+        self, verb: str, out: Any = None, device: str = "cpu", side: SideStream | None = None
+    ) -> None:
         self.verb, self.out, self.device, self.side = verb, out, device, side
         self._array: np.ndarray | None = None
         self.target: Any = out
-        if out is None or (type(out) is np.ndarray and out.flags.c_contiguous and out.flags.writeable):
+        if out is None or (
+            type(out) is np.ndarray and out.flags.c_contiguous and out.flags.writeable
+        ):
             return
         if not backend.is_array(out) or isinstance(out, np.ma.MaskedArray):
             raise DtypeError(f"{verb}: out= must be an array, not {type(out).__name__}")
@@ -145,8 +190,10 @@ class OutputArray:
         if not out.flags.writeable:
             raise ShapeError(f"{verb}: out= is read-only; pass a writable array")
         if _overlaps_itself(out):
-            raise ShapeError(f"{verb}: out= has shape {out.shape} and strides {out.strides}: elements of it share "
-                             "memory and cannot all be written; pass an array of its own memory")
+            raise ShapeError(
+                f"{verb}: out= has shape {out.shape} and strides {out.strides}: elements of it "
+                "share memory and cannot all be written; pass an array of its own memory"
+            )
         self.target = out.view(np.ndarray)
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -170,8 +217,8 @@ class OutputArray:
 
     def _new(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         if self.side is not None and self.device != "cpu":
-            return self.side.allocate(lambda: backend.empty(shape, dtype, self.device))     # type: ignore[no-any-return]
-        return backend.empty(shape, dtype, self.device)                                     # type: ignore[no-any-return]
+            return self.side.allocate(lambda: backend.empty(shape, dtype, self.device))  # type: ignore[no-any-return]
+        return backend.empty(shape, dtype, self.device)  # type: ignore[no-any-return]
 
     def deliver(self, _returned: Any, device: str | None) -> Any:
         """A call's `deliver`: what the caller gets: `out`, filled, or the new array on `device`."""
@@ -186,8 +233,9 @@ class OutputArray:
 class Rows:
     """The result of a gather: blocks of every rank, one after the other along the first dim.
 
-    The blocks' lengths are not known before they arrive. If all are like this rank's own, each is received straight
-    into its place in `whole`, the result; else into arrays of their own that are joined at the end (two copies more).
+    The blocks' lengths are not known before they arrive. If all are like this rank's own, each is
+    received straight into its place in `whole`, the result; else into arrays of their own that are
+    joined at the end (two copies more).
     """
 
     def __init__(self, result: OutputArray, own: np.ndarray, size: int) -> None:
@@ -198,7 +246,8 @@ class Rows:
             self.whole = result.array(shape, own.dtype)
 
     def put_own(self, rank: int) -> np.ndarray:
-        """This rank's block, copied to its place in the result if that is known; `own` is not read any more."""
+        """This rank's block, copied to its place in the result if that is known; `own` is not read
+        any more."""
         if self.whole is None:
             return self._own.copy()
         place = self.place(rank)(self._own.shape, self._own.dtype)
@@ -207,22 +256,30 @@ class Rows:
         return place
 
     def place(self, rank: int, count: int = 1) -> Place:
-        """Where the block of `rank` is received, or those of `count` ranks from `rank` on, already joined."""
+        """Where the block of `rank` is received, or those of `count` ranks from `rank` on, already
+        joined."""
+
         def of_ranks(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
             rows = len(self._own)
             if self.whole is None or shape != (count * rows, *self._own.shape[1:]):
-                return account.current().hold(backend.array_module(self._own).empty(shape, dtype), "communication")
-            return self.whole[rank * rows:(rank + count) * rows]
+                return account.current().hold(
+                    backend.array_module(self._own).empty(shape, dtype), "communication"
+                )
+            return self.whole[rank * rows : (rank + count) * rows]
 
         return of_ranks
 
     def merge(self, rank: int, blocks: list[np.ndarray]) -> np.ndarray:
-        """The blocks of `rank` and of those behind it, as one: a view of the result if all of them stand in it."""
+        """The blocks of `rank` and of those behind it, as one: a view of the result if all of them
+        stand in it."""
         if self.whole is not None:
             start = rank * len(self._own)
             edges = start + np.cumsum([0, *map(len, blocks)])
-            if all(_same_elements(self.whole[edges[i]:edges[i + 1]], block) for i, block in enumerate(blocks)):
-                return self.whole[start:edges[-1]]
+            if all(
+                _same_elements(self.whole[edges[i] : edges[i + 1]], block)
+                for i, block in enumerate(blocks)
+            ):
+                return self.whole[start : edges[-1]]
         return account.current().hold(self._joined(blocks), "communication")
 
     def place_whole(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -235,11 +292,13 @@ class Rows:
         """All blocks in rank order, as the array of the result."""
         if self.whole is not None and all(block.shape == self._own.shape for block in blocks):
             return self.whole
-        return self.complete(self._joined(blocks))  # not into `out`: blocks may stand where equal ones would have
+        # not into `out`: blocks may stand where equal ones would have
+        return self.complete(self._joined(blocks))
 
     def _joined(self, blocks: list[np.ndarray]) -> np.ndarray:
-        xp = backend.array_module(*blocks)      # told the dtype, because its own choice has the machine's order
-        return xp.concatenate(blocks, dtype=self._own.dtype)    # type: ignore[no-any-return]
+        # told the dtype, because its own choice has the machine's order
+        xp = backend.array_module(*blocks)
+        return xp.concatenate(blocks, dtype=self._own.dtype)  # type: ignore[no-any-return]
 
     def complete(self, joined: np.ndarray) -> np.ndarray:
         """The blocks of all ranks, as `merge` gave them, as the array of the result."""

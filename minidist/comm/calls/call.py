@@ -1,12 +1,14 @@
-"""One collective call, as the algorithms see it: neighbours, and messages that are tagged, checked and counted.
+"""One collective call, as the algorithms see it: neighbours, and messages that are tagged, checked
+and counted.
 
-An algorithm is a function of (call, arrays). It names peers by their rank in the group and knows nothing of transports,
-ledgers or other calls. Messages go out under the call's signature; a message of another call raises MismatchError that
-shows both.
+An algorithm is a function of (call, arrays). It names peers by their rank in the group and knows
+nothing of transports, ledgers or other calls. Messages go out under the call's signature; a message
+of another call raises MismatchError that shows both.
 
-All collectives of a group travel under one tag, so that between two ranks they form one stream in the order of the
-calls: a rank that left out or swapped a call meets its peer's next message at once. Tags that counted the calls would
-let both wait for ever.
+All collectives of a group travel under one tag, so that between two ranks they form one stream in
+the order of the
+calls: a rank that left out or swapped a call meets its peer's next message at once. Tags that
+counted the calls would let both wait for ever.
 """
 
 import sys
@@ -48,41 +50,71 @@ def _on_side(call: "Call", begun: Any, work: Work, deliver: Deliver) -> Any:
 
 
 class Call(RunningCall):
-    """A collective that this rank has entered, or will. Inside `with` it is counted, and told to subscribers.
+    """A collective that this rank has entered, or will. Inside `with` it is counted, and told to
+    subscribers.
 
     Attributes: rank, size, next_rank, prev_rank   within the group
                 nodes       the machine each rank is on, as a number
                 world_ranks of the group
                 work        `work(call)` is the algorithm with its arrays
-                deliver     `deliver(returned, device)` makes the call's result of what the algorithm returned
+                deliver     `deliver(returned, device)` makes the call's result of what the
+                            algorithm returned
                 board       memory that the group's ranks share, or None
-                device      where this rank's arrays live; None until a message tells a rank that brought none
+                device      where this rank's arrays live; None until a message tells a rank that
+                            brought none
                 origin      where the array lives from which a block came; None while none has come
-                side        the stream on which the call is carried out on the GPU (device_lane.py), or None
+                side        the stream on which the call is carried out on the GPU (device_lane.py),
+                            or None
                 started     whether the program goes on while a worker carries it out
     """
 
     started = False
-    _asked = _start = 0.0       # when it was made, and when it set out: if the ledger has watchers, or subscribers
+    # when it was made, and when it set out: if the ledger has watchers, or subscribers
+    _asked = _start = 0.0
     _numbers: "dict[tuple[str, int], int] | None" = None
     _done: Any = None
 
-    def __init__(self, group: Members, verb: str, algorithm: str, work: Work, deliver: Deliver = _as_returned, *,
-                 op: str | None = None, root: int | None = None, dtype: np.dtype | None = None,
-                 shape: tuple[int | None, ...] | None = None, device: str | None = "cpu",
-                 side: SideStream | None = None) -> None:
+    def __init__(
+        self,
+        group: Members,
+        verb: str,
+        algorithm: str,
+        work: Work,
+        deliver: Deliver = _as_returned,
+        *,
+        op: str | None = None,
+        root: int | None = None,
+        dtype: np.dtype | None = None,
+        shape: tuple[int | None, ...] | None = None,
+        device: str | None = "cpu",
+        side: SideStream | None = None,
+    ) -> None:
         ledger = group.ledger
-        self.rank, self.size, self.nodes, self.world_ranks = group.rank, group.size, group.nodes, group.world_ranks
+        self.rank, self.size, self.nodes, self.world_ranks = (
+            group.rank,
+            group.size,
+            group.nodes,
+            group.world_ranks,
+        )
         self.next_rank, self.prev_rank = group.next_rank, group.prev_rank
         self.verb, self.algorithm, self.work, self.deliver = verb, algorithm, work, deliver
         self.device = self.origin = device
         self.ledger, self.phase = ledger, ledger.phase
         self.axis = "control" if ledger.in_control else group.axis
-        self.signature = Signature(group.id, group.next_sequence(), verb, algorithm, op, root,
-                                   None if dtype is None else dtype_code(dtype), shape,
-                                   call_site.caller_at(2))      # __init__ < the verb (verbs.py) < Group's method
+        self.signature = Signature(
+            group.id,
+            group.next_sequence(),
+            verb,
+            algorithm,
+            op,
+            root,
+            None if dtype is None else dtype_code(dtype),
+            shape,
+            # __init__ < the verb (verbs.py) < Group's method
+            call_site.caller_at(2),
+        )
         self._meta = b"".join(self.signature.pack())
-        self._group, self._flight = group, 0                # 0: the flight recorder does not know of it yet
+        self._group, self._flight = group, 0  # 0: the flight recorder does not know of it yet
         self._transport, self.board, self._tag = group.transport, group.board, group.tag
         self._nbytes = self._messages = 0
         self._sent_to: dict[int, int] = {}
@@ -90,21 +122,33 @@ class Call(RunningCall):
         if ledger.watchers:
             self._asked = time.perf_counter()
         if side is not None:
-            self.work, self.deliver = partial(_on_side, begun=side.begin(), work=work, deliver=deliver), _as_returned
+            self.work, self.deliver = (
+                partial(_on_side, begun=side.begin(), work=work, deliver=deliver),
+                _as_returned,
+            )
 
     def __enter__(self) -> None:
-        RunningCall.__enter__(self)     # quicker than super(), in each call
+        RunningCall.__enter__(self)  # quicker than super(), in each call
         waits = self._transport.waits
-        failure = self._group.guard.failure or (waits.error and waits.failure(self.world_ranks[self.rank]))
-        if failure is not None:     # nothing is sent: it would be taken for a part of the call that failed
+        failure = self._group.guard.failure or (
+            waits.error and waits.failure(self.world_ranks[self.rank])
+        )
+        # nothing is sent: it would be taken for a part of the call that failed
+        if failure is not None:
             RunningCall.__exit__(self)
             self.queued()
             raise failure
         if self._flight:
             self.ledger.flight.begun(self._flight)
-        else:                       # not by a function of its own: that would be 1 % of a short call
-            self._flight = self.ledger.flight.made(self._group.id, self.signature.sequence, self._meta[8:],
-                                                   self._group.axis, self.world_ranks, True)
+        else:  # not by a function of its own: that would be 1 % of a short call
+            self._flight = self.ledger.flight.made(
+                self._group.id,
+                self.signature.sequence,
+                self._meta[8:],
+                self._group.axis,
+                self.world_ranks,
+                True,
+            )
         if self.ledger.subscribers:
             self._start = time.perf_counter()
 
@@ -113,20 +157,47 @@ class Call(RunningCall):
         ledger = self.ledger
         if kind is not None and isinstance(error, CommError):
             self._group.guard.failure = self._group.guard.failure or error
-        ledger.flight.ended(self._flight, self._nbytes, self._messages, failed=kind is not None,
-                            blocking=not self.started)
-        ledger.record(self.axis, self.verb, self.algorithm, self._nbytes, self._messages, self.phase, self._sent_to)
+        ledger.flight.ended(
+            self._flight,
+            self._nbytes,
+            self._messages,
+            failed=kind is not None,
+            blocking=not self.started,
+        )
+        ledger.record(
+            self.axis,
+            self.verb,
+            self.algorithm,
+            self._nbytes,
+            self._messages,
+            self.phase,
+            self._sent_to,
+        )
         if ledger.subscribers and self._start:
-            self._publish("call", self._start, {
-                "op": self.signature.op, "nbytes": self._nbytes, "size": self.size,
-                "sequence": self.signature.sequence, "where": self.signature.where, **self._for_watchers()})
+            self._publish(
+                "call",
+                self._start,
+                {
+                    "op": self.signature.op,
+                    "nbytes": self._nbytes,
+                    "size": self.size,
+                    "sequence": self.signature.sequence,
+                    "where": self.signature.where,
+                    **self._for_watchers(),
+                },
+            )
 
     def queued(self) -> None:
-        """Tell the flight recorder, if it does not know, that the call was made and has not set out: it is in a queue,
-        or its group has failed."""
+        """Tell the flight recorder, if it does not know, that the call was made and has not set
+        out: it is in a queue, or its group has failed."""
         if not self._flight:
-            self._flight = self.ledger.flight.made(self._group.id, self.signature.sequence, self._meta[8:],
-                                                   self._group.axis, self.world_ranks)
+            self._flight = self.ledger.flight.made(
+                self._group.id,
+                self.signature.sequence,
+                self._meta[8:],
+                self._group.axis,
+                self.world_ranks,
+            )
 
     @property
     def _header(self) -> CallHeader:
@@ -134,28 +205,53 @@ class Call(RunningCall):
         return CallHeader(self.signature, self._group, self.signature.pack()[0], self._meta)
 
     def _for_watchers(self) -> dict[str, Any]:
-        """What only watchers are told of a call: how long it stood in the queue, and what tells it from others."""
-        return {"group": f"{self.signature.group:x}", "messages": self._messages,
-                "queued": self._start - self._asked} if self._asked else {}
+        """What only watchers are told of a call: how long it stood in the queue, and what tells it
+        from others."""
+        return (
+            {
+                "group": f"{self.signature.group:x}",
+                "messages": self._messages,
+                "queued": self._start - self._asked,
+            }
+            if self._asked
+            else {}
+        )
 
     def wait_ended(self, start: float) -> None:
-        """Record that the program has waited for the end of this call since `start`, and tell watchers."""
+        """Record that the program has waited for the end of this call since `start`, and tell
+        watchers."""
         self.ledger.flight.stood(self._flight, time.perf_counter() - start)
         if self.ledger.watchers:
-            self._publish("wait", start, {"group": f"{self.signature.group:x}", "sequence": self.signature.sequence,
-                                          "where": call_site.caller(sys._getframe(1))})
+            self._publish(
+                "wait",
+                start,
+                {
+                    "group": f"{self.signature.group:x}",
+                    "sequence": self.signature.sequence,
+                    "where": call_site.caller(sys._getframe(1)),
+                },
+            )
 
     def settle(self, result: Any) -> Any:
-        """`result`, in the thread that gets it: on a GPU its stream goes on when the side's work is done."""
+        """`result`, in the thread that gets it: on a GPU its stream goes on when the side's work is
+        done."""
         if self.side is not None:
             self.side.join(self._done)
         return result
 
-    # ------------------------------------------------------------------------ messages whose length both sides know
+    # -------------------------------------------------------- messages whose length both sides know
 
-    def start_send(self, dst: int, array: np.ndarray, *, block: bool = False, step: int | None = None,
-                   chunk: int | None = None) -> Handle:
-        """Begin to send a contiguous array to rank `dst`; as a `block`, with its dtype, shape and device in the header.
+    def start_send(
+        self,
+        dst: int,
+        array: np.ndarray,
+        *,
+        block: bool = False,
+        step: int | None = None,
+        chunk: int | None = None,
+    ) -> Handle:
+        """Begin to send a contiguous array to rank `dst`; as a `block`, with its dtype, shape and
+        device in the header.
 
         step and chunk are for the ledger's subscribers.
         """
@@ -163,26 +259,51 @@ class Call(RunningCall):
         start = time.perf_counter() if self.ledger.subscribers else 0.0
         peer = self.world_ranks[dst]
         self._sent_to[peer] = self._sent_to.get(peer, 0) + array.nbytes
-        meta = self._meta + pack_block(array.dtype, array.shape, self.origin or "cpu") if block else self._meta
+        meta = (
+            self._meta + pack_block(array.dtype, array.shape, self.origin or "cpu")
+            if block
+            else self._meta
+        )
         if self.ledger.times is not None and not block:
             self.ledger.times.sent(self.signature.group, peer, array.nbytes)
         handle = self._transport.start_send(peer, self._tag, array.reshape(-1), meta)
         if not start:
             return handle
         known = self._named("sent", dst)
-        return Reported(handle, lambda: self._publish("message", start, {
-            "src": self.world_ranks[self.rank], "dst": peer, "nbytes": array.nbytes, "step": step, "chunk": chunk,
-            "label": "" if chunk is None else f"c{chunk}", **known}))
+        return Reported(
+            handle,
+            lambda: self._publish(
+                "message",
+                start,
+                {
+                    "src": self.world_ranks[self.rank],
+                    "dst": peer,
+                    "nbytes": array.nbytes,
+                    "step": step,
+                    "chunk": chunk,
+                    "label": "" if chunk is None else f"c{chunk}",
+                    **known,
+                },
+            ),
+        )
 
     def start_recv(self, src: int, into: np.ndarray, reduce: Reduce | None = None) -> Handle:
-        """Begin to receive from rank `src` into a contiguous array of the same length, or to `reduce` it there.
+        """Begin to receive from rank `src` into a contiguous array of the same length, or to
+        `reduce` it there.
 
         Raises (in wait): MismatchError if the sender is in another call, or the length differs.
         """
-        known, told, times = self._meta, self.ledger.receivers and into is not _NOTHING, self.ledger.times
+        known, told, times = (
+            self._meta,
+            self.ledger.receivers and into is not _NOTHING,
+            self.ledger.times,
+        )
         into = into.reshape(-1)
-        arrival = (None if times is None else
-                   times.posted(self.signature.group, self.world_ranks[src], into.nbytes))
+        arrival = (
+            None
+            if times is None
+            else times.posted(self.signature.group, self.world_ranks[src], into.nbytes)
+        )
 
         def accept(meta: bytes, nbytes: int) -> np.ndarray:
             if arrival is not None:
@@ -190,9 +311,13 @@ class Call(RunningCall):
             if not meta.startswith(known):
                 self._header.compare(meta, src)
             if nbytes != into.nbytes:
-                raise self._header.refusal(MismatchError(
-                    f"rank {self.world_ranks[self.rank]} in {self.signature.describe()} expects {into.nbytes} bytes "
-                    f"from rank {self.world_ranks[src]}, which sent {nbytes}"))
+                raise self._header.refusal(
+                    MismatchError(
+                        f"rank {self.world_ranks[self.rank]} in {self.signature.describe()} "
+                        f"expects {into.nbytes} bytes from rank {self.world_ranks[src]}, which "
+                        f"sent {nbytes}"
+                    )
+                )
             return into
 
         handle = self._transport.start_recv(self.world_ranks[src], self._tag, accept, reduce)
@@ -200,14 +325,26 @@ class Call(RunningCall):
         return self._told(handle, src, [into]) if told else handle
 
     def _told(self, handle: Handle, src: int, into: Arrays) -> Handle:
-        """A receive that subscribers of receives are told of. Args: into: has the array once it is there."""
+        """A receive that subscribers of receives are told of. Args: into: has the array once it is
+        there."""
         start, known = time.perf_counter(), self._named("received", src)
-        return Reported(handle, lambda: self._publish("receive", start, {
-            "src": self.world_ranks[src], "dst": self.world_ranks[self.rank],
-            "nbytes": sum(array.nbytes for array in into), **known}))
+        return Reported(
+            handle,
+            lambda: self._publish(
+                "receive",
+                start,
+                {
+                    "src": self.world_ranks[src],
+                    "dst": self.world_ranks[self.rank],
+                    "nbytes": sum(array.nbytes for array in into),
+                    **known,
+                },
+            ),
+        )
 
     def _named(self, way: str, peer: int) -> dict[str, str]:
-        """The number of the next message to or from rank `peer`; empty if no listener asks for receives."""
+        """The number of the next message to or from rank `peer`; empty if no listener asks for
+        receives."""
         if not self.ledger.receivers:
             return {}
         self._numbers = self._numbers or {}
@@ -224,7 +361,9 @@ class Call(RunningCall):
         for handle in handles:
             handle.wait()
 
-    def send(self, dst: int, array: np.ndarray, *, step: int | None = None, chunk: int | None = None) -> None:
+    def send(
+        self, dst: int, array: np.ndarray, *, step: int | None = None, chunk: int | None = None
+    ) -> None:
         """start_send and wait."""
         self.start_send(dst, array, step=step, chunk=chunk).wait()
 
@@ -232,27 +371,41 @@ class Call(RunningCall):
         """start_recv and wait."""
         self.start_recv(src, into, reduce).wait()
 
-    def exchange(self, dst: int, outgoing: np.ndarray, src: int, into: np.ndarray, reduce: Reduce | None = None, *,
-                 step: int | None = None, chunk: int | None = None) -> None:
+    def exchange(
+        self,
+        dst: int,
+        outgoing: np.ndarray,
+        src: int,
+        into: np.ndarray,
+        reduce: Reduce | None = None,
+        *,
+        step: int | None = None,
+        chunk: int | None = None,
+    ) -> None:
         """Send to `dst` and receive from `src` at once; no order of the two could deadlock."""
         received = self.start_recv(src, into, reduce)
         sent = self.start_send(dst, outgoing, step=step, chunk=chunk)
-        received.wait()  # first: a peer in another call shows here, and may never take what was sent
+        # first: a peer in another call shows here, and may never take what was sent
+        received.wait()
         sent.wait()
 
-    # ------------------------------------------------------------------ messages that bring their dtype and shape along
+    # ---------------------------------------------- messages that bring their dtype and shape along
 
-    def start_send_block(self, dst: int, block: np.ndarray, *, step: int | None = None,
-                         chunk: int | None = None) -> Handle:
+    def start_send_block(
+        self, dst: int, block: np.ndarray, *, step: int | None = None, chunk: int | None = None
+    ) -> Handle:
         """start_send of a block."""
         return self.start_send(dst, block, block=True, step=step, chunk=chunk)
 
-    def send_block(self, dst: int, block: np.ndarray, *, step: int | None = None, chunk: int | None = None) -> None:
+    def send_block(
+        self, dst: int, block: np.ndarray, *, step: int | None = None, chunk: int | None = None
+    ) -> None:
         """start_send_block and wait."""
         self.start_send_block(dst, block, step=step, chunk=chunk).wait()
 
     def start_recv_block(self, src: int, place: Place) -> tuple[Handle, list[np.ndarray]]:
-        """Begin to receive a block as recv_block does: the handle, and the list that then holds the block."""
+        """Begin to receive a block as recv_block does: the handle, and the list that then holds the
+        block."""
         arrived: list[np.ndarray] = []
 
         def accept(meta: bytes, nbytes: int) -> np.ndarray:
@@ -267,27 +420,42 @@ class Call(RunningCall):
         return self._told(handle, src, arrived) if self.ledger.receivers else handle, arrived
 
     def recv_block(self, src: int, place: Place) -> np.ndarray:
-        """Receive a block from rank `src` into the array that `place(shape, dtype)` returns, and return that."""
+        """Receive a block from rank `src` into the array that `place(shape, dtype)` returns, and
+        return that."""
         handle, arrived = self.start_recv_block(src, place)
         handle.wait()
         return arrived[0]
 
-    def exchange_blocks(self, dst: int, outgoing: np.ndarray, src: int, place: Place, *, step: int | None = None,
-                        chunk: int | None = None) -> np.ndarray:
+    def exchange_blocks(
+        self,
+        dst: int,
+        outgoing: np.ndarray,
+        src: int,
+        place: Place,
+        *,
+        step: int | None = None,
+        chunk: int | None = None,
+    ) -> np.ndarray:
         """Send a block to `dst` and receive one from `src` at once; returns the one received."""
         received, arrived = self.start_recv_block(src, place)
         self.wait([received, self.start_send_block(dst, outgoing, step=step, chunk=chunk)])
         return arrived[0]
 
-    def swap_blocks(self, parts: Arrays, place: PlaceOf) -> tuple[list[Handle], dict[int, np.ndarray]] | None:
-        """Send part r to rank r and take a block from each, where all is short and comes at once (transport.swap).
+    def swap_blocks(
+        self, parts: Arrays, place: PlaceOf
+    ) -> tuple[list[Handle], dict[int, np.ndarray]] | None:
+        """Send part r to rank r and take a block from each, where all is short and comes at once
+        (transport.swap).
 
-        A block is recognised if it looks like the part that goes the other way: so it is where all ranks send alike.
+        A block is recognised if it looks like the part that goes the other way: so it is where all
+        ranks send alike.
 
-        Returns: the handles of what was sent, and the blocks that came, by rank; the others are still to be received.
+        Returns: the handles of what was sent, and the blocks that came, by rank; the others are
+        still to be received.
                  None: nothing was sent.
         """
-        # A swap tells subscribers nothing, and they must hear of every message: with subscribers nothing is swapped.
+        # A swap tells subscribers nothing, and they must hear of every message: with subscribers
+        # nothing is swapped.
         if self.ledger.subscribers or self.device != "cpu" or self.side is not None:
             return None
         came: dict[int, np.ndarray] = {}
@@ -296,29 +464,46 @@ class Call(RunningCall):
             came[rank] = place(rank)(parts[rank].shape, parts[rank].dtype)
             return came[rank].reshape(-1)
 
-        metas = {rank: self._meta + pack_block(parts[rank].dtype, parts[rank].shape, "cpu") for rank in self.others}
+        metas = {
+            rank: self._meta + pack_block(parts[rank].dtype, parts[rank].shape, "cpu")
+            for rank in self.others
+        }
         swapped = self._transport.swap(
-            self._tag, [(self.world_ranks[rank], parts[rank].reshape(-1), meta) for rank, meta in metas.items()],
-            [ShortReceive(self.world_ranks[rank], meta, parts[rank].nbytes, partial(into, rank))
-             for rank, meta in metas.items()])
+            self._tag,
+            [
+                (self.world_ranks[rank], parts[rank].reshape(-1), meta)
+                for rank, meta in metas.items()
+            ],
+            [
+                ShortReceive(self.world_ranks[rank], meta, parts[rank].nbytes, partial(into, rank))
+                for rank, meta in metas.items()
+            ],
+        )
         if swapped is None:
             return None
         for rank in metas:
             peer, nbytes = self.world_ranks[rank], parts[rank].nbytes
             self.count(nbytes)
             self._sent_to[peer] = self._sent_to.get(peer, 0) + nbytes
-        return swapped[0], {rank: came[rank] for rank, there in zip(metas, swapped[1], strict=True) if there}
+        return swapped[0], {
+            rank: came[rank] for rank, there in zip(metas, swapped[1], strict=True) if there
+        }
 
-    # ------------------------------------------------------------------------------------------------------- the rest
+    # ------------------------------------------------------------------------------------- the rest
 
     def agree(self) -> None:
-        """Compare signatures with both neighbours, by one header without payload to next_rank and one from prev_rank.
+        """Compare signatures with both neighbours, by one header without payload to next_rank and
+        one from prev_rank.
 
-        Verbs in which some rank receives nothing, and algorithms whose first receive is not from prev_rank, begin with
-        this: wherever two ranks disagree, some two neighbours do, and both learn it from their first message.
+        Verbs in which some rank receives nothing, and algorithms whose first receive is not from
+        prev_rank, begin with
+        this: wherever two ranks disagree, some two neighbours do, and both learn it from their
+        first message.
         """
         received = self.start_recv(self.prev_rank, _NOTHING)
-        sent = self._transport.start_send(self.world_ranks[self.next_rank], self._tag, _NOTHING, self._meta)
+        sent = self._transport.start_send(
+            self.world_ranks[self.next_rank], self._tag, _NOTHING, self._meta
+        )
         self.wait([received, sent])
 
     @property
@@ -327,29 +512,42 @@ class Call(RunningCall):
         return self.board is not None and self.board.lends
 
     def show(self, *arrays: np.ndarray, lent: Arrays = ()) -> list[np.ndarray]:
-        """Show contiguous 1-D arrays of one dtype, at most SHOWN_BYTES, to all ranks of the group, and look.
+        """Show contiguous 1-D arrays of one dtype, at most SHOWN_BYTES, to all ranks of the group,
+        and look.
 
-        Of arrays `lent` only the addresses are shown, behind the others, 8 bytes each. Counted as one message of the
-        arrays' bytes, also of those lent.
+        Of arrays `lent` only the addresses are shown, behind the others, 8 bytes each. Counted as
+        one message of the arrays' bytes, also of those lent.
 
-        Returns: what each rank shows, joined: arrays of that dtype in shared memory, only to be read, and only until
+        Returns: what each rank shows, joined: arrays of that dtype in shared memory, only to be
+        read, and only until
                  the next show(); what was lent may change after that.
         """
         meta = b"" if self._messages else self._meta
         return [shown.view(arrays[0].dtype) for _, shown in self._show(meta, arrays, lent)]
 
-    def show_block(self, block: np.ndarray | None, *arrays: np.ndarray,
-                   lent: Arrays = ()) -> list[tuple[BlockHeader | None, np.ndarray]]:
-        """The first show() of a call whose ranks do not know each other's shapes: of bytes of `block`, or lent."""
-        meta = self._meta if block is None else self._meta + pack_block(block.dtype, block.shape, self.device or "cpu")
+    def show_block(
+        self, block: np.ndarray | None, *arrays: np.ndarray, lent: Arrays = ()
+    ) -> list[tuple[BlockHeader | None, np.ndarray]]:
+        """The first show() of a call whose ranks do not know each other's shapes: of bytes of
+        `block`, or lent."""
+        meta = (
+            self._meta
+            if block is None
+            else self._meta + pack_block(block.dtype, block.shape, self.device or "cpu")
+        )
         header = self._header
-        told = [(header.block_in(theirs, rank), shown)
-                for rank, (theirs, shown) in enumerate(self._show(meta, arrays, lent))]
-        self.device = self.device or next((header.device for header, _ in told if header is not None), None)
+        told = [
+            (header.block_in(theirs, rank), shown)
+            for rank, (theirs, shown) in enumerate(self._show(meta, arrays, lent))
+        ]
+        self.device = self.device or next(
+            (header.device for header, _ in told if header is not None), None
+        )
         return told
 
     def read(self, src: int, address: int, into: np.ndarray) -> None:
-        """Fill a contiguous array from the address that rank `src` has shown of an array it lends."""
+        """Fill a contiguous array from the address that rank `src` has shown of an array it
+        lends."""
         assert self.board is not None, "it lends"
         self.board.read(src, address, into)
 
@@ -364,7 +562,8 @@ class Call(RunningCall):
         self.count(nbytes)
         shown = self.board.show(meta, arrays)
         for rank, (theirs, _) in enumerate(shown):
-            if meta and not theirs.startswith(self._meta):      # only the first show of a call has a header
+            # only the first show of a call has a header
+            if meta and not theirs.startswith(self._meta):
                 self._header.compare(theirs, rank)
         return shown
 
@@ -384,5 +583,9 @@ class Call(RunningCall):
         return account.current().hold(np.empty(length, dtype), "communication")
 
     def _publish(self, kind: str, start: float, details: dict[str, Any]) -> None:
-        self.ledger.publish_now(kind, self.verb, start, {"axis": self.axis, "verb": self.verb,
-                                                         "algorithm": self.algorithm, **details})
+        self.ledger.publish_now(
+            kind,
+            self.verb,
+            start,
+            {"axis": self.axis, "verb": self.verb, "algorithm": self.algorithm, **details},
+        )

@@ -8,7 +8,8 @@ from minidist.errors import MismatchError
 
 
 class CallHeader:
-    """The header of one call, `meta`: its key, which is the same on all ranks, and its place in the program."""
+    """The header of one call, `meta`: its key, which is the same on all ranks, and its place in the
+    program."""
 
     def __init__(self, signature: Signature, group: Members, key: bytes, meta: bytes) -> None:
         """Args: key, meta: what signature.pack() gives, the first part and both."""
@@ -18,30 +19,40 @@ class CallHeader:
         """What the header of a message in this call says that it brings. Raises: as compare()."""
         if not meta.startswith(self.meta):
             self.compare(meta, src)
-        return behind_key(meta[len(self._key):])[1] if meta.startswith(self._key) else unpack(meta)[1]
+        return (
+            behind_key(meta[len(self._key) :])[1] if meta.startswith(self._key) else unpack(meta)[1]
+        )
 
     def compare(self, meta: bytes, src: int) -> None:
-        """Refuse the header of another call. Warn of two calls that only their places in the program tell apart."""
+        """Refuse the header of another call. Warn of two calls that only their places in the
+        program tell apart."""
         here, group = self.signature.where, self._group
         if meta.startswith(self._key):
-            there = behind_key(meta[len(self._key):])[0]
+            there = behind_key(meta[len(self._key) :])[0]
         else:
             theirs = unpack(meta)[0]
             if not theirs.agrees(self.signature):
                 raise self.mismatch(meta, src)
             there = theirs.where
         if here != there and group.guard.crossed(self._key[8:], src, here, there):
-            warnings.warn(f"rank {group.world_rank} at {here} meets rank {group.world_ranks[src]} at {there} in "
-                          f"{self.signature.verb}, after they met the other way round: if they make these two calls in "
-                          f"another order, the values are mixed; give each call a group of its own (split), or one "
-                          f"place", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"rank {group.world_rank} at {here} meets rank {group.world_ranks[src]} at "
+                f"{there} in {self.signature.verb}, after they met the other way round: if they "
+                "make these two calls in another order, the values are mixed; give each call a "
+                "group of its own (split), or one place",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def mismatch(self, meta: bytes, src: int) -> MismatchError:
         """The error for a header of another call, which rank `src` has sent."""
         group = self._group
-        return self.refusal(mismatch(self.signature, group.world_rank, unpack(meta)[0], group.world_ranks[src]))
+        return self.refusal(
+            mismatch(self.signature, group.world_rank, unpack(meta)[0], group.world_ranks[src])
+        )
 
     def refusal(self, error: MismatchError) -> MismatchError:
-        """`error`; all ranks of the group are told, because one may receive from no rank that disagrees."""
+        """`error`; all ranks of the group are told, because one may receive from no rank that
+        disagrees."""
         self._group.transport.waits.disagree(str(error), self._group.world_ranks)
         return error

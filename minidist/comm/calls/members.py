@@ -1,4 +1,5 @@
-"""The members of a group: which ranks they are, and what their calls need to reach each other. Group adds the verbs."""
+"""The members of a group: which ranks they are, and what their calls need to reach each other.
+Group adds the verbs."""
 
 import os
 import threading
@@ -14,8 +15,9 @@ from minidist.errors import CommError, ConfigError
 WORLD = 0
 """The id of the group of all ranks."""
 COLLECTIVE = 0
-"""The sequence of the tag that a group's collectives share; point-to-point messages have one with the high bit set."""
-_SITES = 1000   # most pairs of places in the program that are remembered
+"""The sequence of the tag that a group's collectives share; point-to-point messages have one with
+the high bit set."""
+_SITES = 1000  # most pairs of places in the program that are remembered
 
 
 class GroupGuard:
@@ -26,8 +28,9 @@ class GroupGuard:
             ...
 
     Raises (both): CommError that says which process or thread is wrong, and what to do.
-    Attributes:    failure  of a collective in the middle, so that the others would take the next one's messages for its
-                            own; every later call ends in it, also one that was queued
+    Attributes:    failure  of a collective in the middle, so that the others would take the next
+                            one's messages for its own; every later call ends in it, also one that
+                            was queued
     """
 
     failure: CommError | None = None
@@ -40,7 +43,8 @@ class GroupGuard:
         self._busy = threading.Lock()
 
     def crossed(self, call: bytes, src: int, here: str, there: str) -> bool:
-        """Whether such a call `here` meets rank src's `there`, after the other way round; told once in a group."""
+        """Whether such a call `here` meets rank src's `there`, after the other way round; told once
+        in a group."""
         found = not self._told and (call, src, there, here) in self._met
         self._told = self._told or found
         if len(self._met) < _SITES:
@@ -52,13 +56,18 @@ class GroupGuard:
         self._closed = True
 
     def check(self) -> None:
-        """Refuse a forked child (its messages would go out as the parent's), any use after close(), or a failure."""
+        """Refuse a forked child (its messages would go out as the parent's), any use after close(),
+        or a failure."""
         if os.getpid() != self._process:
-            raise CommError(f"process {os.getpid()} uses {self._name} of rank {self._rank}, which is process "
-                            f"{self._process}, its parent; let that one communicate, or start more ranks")
+            raise CommError(
+                f"process {os.getpid()} uses {self._name} of rank {self._rank}, which is process "
+                f"{self._process}, its parent; let that one communicate, or start more ranks"
+            )
         if self._closed:
-            raise CommError(f"{self._name} was closed, and rank {self._rank} uses it; close it later, or split another "
-                            "from a group that is open")
+            raise CommError(
+                f"{self._name} was closed, and rank {self._rank} uses it; close it later, or "
+                "split another from a group that is open"
+            )
         if self.failure is not None:
             raise self.failure
 
@@ -75,9 +84,11 @@ class GroupGuard:
         self._busy.release()
 
     def _refuse(self) -> None:
-        raise CommError(f"two threads of rank {self._rank} use {self._name} at once, the second is "
-                        f"{threading.current_thread().name!r}; make its calls from one thread, or give each thread a "
-                        "group of its own (split)")
+        raise CommError(
+            f"two threads of rank {self._rank} use {self._name} at once, the second is "
+            f"{threading.current_thread().name!r}; make its calls from one thread, or give each "
+            "thread a group of its own (split)"
+        )
 
 
 class Members:
@@ -88,25 +99,39 @@ class Members:
                 world_rank     this rank's place in the job
                 world_ranks    world rank of each rank
                 nodes          the machine of each rank: equal numbers share one
-                axis           what the group is for ("world", "dp", ...): the ledger counts under it
+                axis           what the group is for ("world", "dp", ...): the ledger counts under
+                               it
                 ledger         what this rank sent, shared with its other groups
-                link           what a message costs among its ranks (cost/link_model.py); None if it was not measured
+                link           what a message costs among its ranks (cost/link_model.py); None if it
+                               was not measured
                 tiers          how it lies on nodes, if it spans several of several ranks; else None
                 board          memory that all its ranks share, or None
                 id, tag        64 bits, the same on every rank; the tag of its collectives' messages
                 transport, guard   for the layers below
     """
 
-    def __init__(self, transport: Transport, ledger: Ledger, world_ranks: Sequence[int], *, axis: str = "world",
-                 id: int = WORLD, nodes: Sequence[int] | None = None, places: Sequence[int] | None = None) -> None:
-        """`places`: where each rank has reserved its part of the board; the world's is the first place everywhere."""
+    def __init__(
+        self,
+        transport: Transport,
+        ledger: Ledger,
+        world_ranks: Sequence[int],
+        *,
+        axis: str = "world",
+        id: int = WORLD,
+        nodes: Sequence[int] | None = None,
+        places: Sequence[int] | None = None,
+    ) -> None:
+        """`places`: where each rank has reserved its part of the board; the world's is the first
+        place everywhere."""
         self.transport, self.ledger, self.world_ranks = transport, ledger, tuple(world_ranks)
         self.axis, self.id, self.tag = axis, id, Tag(id, COLLECTIVE)
         self.nodes = tuple(nodes or (0,) * len(self.world_ranks))
         self.world_rank, self.size = transport.world_rank, len(self.world_ranks)
         transport.waits.flight = ledger.flight
         if self.world_rank not in self.world_ranks:
-            raise ConfigError(f"world rank {self.world_rank} is not in the group {self.world_ranks} it would make")
+            raise ConfigError(
+                f"world rank {self.world_rank} is not in the group {self.world_ranks} it would make"
+            )
         self.rank = self.world_ranks.index(self.world_rank)
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         profile = transport.profile
@@ -135,5 +160,7 @@ class Members:
         Raises:  ConfigError if the group has no such rank.
         """
         if not isinstance(rank, int | np.integer) or not 0 <= rank < self.size:
-            raise ConfigError(f"{name}={rank!r}: the group {self.axis} has ranks 0 to {self.size - 1}")
+            raise ConfigError(
+                f"{name}={rank!r}: the group {self.axis} has ranks 0 to {self.size - 1}"
+            )
         return int(rank)

@@ -1,12 +1,12 @@
 """What an op does to two arrays, and in which dtype it adds up.
 
-float16, bfloat16 and the float8s combine in float32 and are rounded once: once a hop where a partial result travels
-(ring, tree, halving and doubling), once altogether where one rank sees every value (naive, direct). Every other dtype
-combines in itself, as NumPy's ufuncs do: integers wrap round, bool's sum and max are "or", its prod and min "and", NaN
-wins in max and min.
+float16, bfloat16 and the float8s combine in float32 and are rounded once: once a hop where a
+partial result travels (ring, tree, halving and doubling), once altogether where one rank sees every
+value (naive, direct). Every other dtype combines in itself, as NumPy's ufuncs do: integers wrap
+round, bool's sum and max are "or", its prod and min "and", NaN wins in max and min.
 
-An overflow gives inf, and inf - inf gives NaN, without a warning, as in MPI and NCCL: a warning would appear on an
-arbitrary rank.
+An overflow gives inf, and inf - inf gives NaN, without a warning, as in MPI and NCCL: a warning
+would appear on an arbitrary rank.
 """
 
 import threading
@@ -24,11 +24,18 @@ from minidist.comm.transport import Reduce
 from minidist.device.backend import widen
 from minidist.errors import ConfigError, DtypeError
 
-UFUNCS: dict[str, np.ufunc] = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
+UFUNCS: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "mean": np.add,
+    "max": np.maximum,
+    "min": np.minimum,
+    "prod": np.multiply,
+}
 
 
 class _Quiet(threading.local):
-    """`run(function, …)` without NumPy's warnings: in a context made once a thread, a tenth of np.errstate's time."""
+    """`run(function, …)` without NumPy's warnings: in a context made once a thread, a tenth of
+    np.errstate's time."""
 
     def __init__(self) -> None:
         context = Context()
@@ -39,8 +46,11 @@ class _Quiet(threading.local):
 _quiet = _Quiet()
 
 
-def _apply(ufunc: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray, loop: np.dtype | None) -> None:
-    if out.size == 1:       # never in place: NumPy then takes another loop, which rounds a complex product otherwise
+def _apply(
+    ufunc: np.ufunc, a: np.ndarray, b: np.ndarray, out: np.ndarray, loop: np.dtype | None
+) -> None:
+    # never in place: NumPy then takes another loop, which rounds a complex product otherwise
+    if out.size == 1:
         _quiet.run(setitem, out, ..., _quiet.run(ufunc, a, b, dtype=loop))
     elif loop is None:
         _quiet.run(ufunc, a, b, out=out)
@@ -53,8 +63,9 @@ class Reduction(NamedTuple):
 
     op: str
     dtype: np.dtype
-    total: np.dtype             # the dtype it accumulates in
-    loop: np.dtype | None       # the dtype that the ufunc is told to compute in; None where NumPy's own choice is right
+    total: np.dtype  # the dtype it accumulates in
+    # the dtype that the ufunc is told to compute in; None where NumPy's own choice is right
+    loop: np.dtype | None
     size: int
 
     def combine_all(self, values: Sequence[np.ndarray], out: np.ndarray) -> None:
@@ -65,10 +76,11 @@ class Reduction(NamedTuple):
             total = out
 
     def into(self, source: np.ndarray, *, behind: bool = False) -> Reduce:
-        """The Reduce that writes target = source (op) what arrives; `source` may be the target itself.
+        """The Reduce that writes target = source (op) what arrives; `source` may be the target
+        itself.
 
-        `behind`: what arrives (op) source. Of two ranks that add the same two values one asks for it: only so do both
-        get the same bits (of a NaN, or of -0 against 0).
+        `behind`: what arrives (op) source. Of two ranks that add the same two values one asks for
+        it: only so do both get the same bits (of a NaN, or of -0 against 0).
         """
         ufunc, loop = UFUNCS[self.op], self.loop
 
@@ -80,7 +92,8 @@ class Reduction(NamedTuple):
         return reduce
 
     def onto(self, total: np.ndarray) -> Reduce:
-        """The Reduce that adds what arrives to `total` and leaves the target alone: for a total wider than that."""
+        """The Reduce that adds what arrives to `total` and leaves the target alone: for a total
+        wider than that."""
         add = self.into(total)
         return lambda target, start, piece: add(total, start, piece)
 
@@ -89,7 +102,8 @@ class Reduction(NamedTuple):
         _quiet.run(setitem, out, ..., total)
 
     def finish(self, total: np.ndarray, out: np.ndarray) -> None:
-        """Write the result, given all ranks' values combined: a mean is divided here, once. `out` may be `total`."""
+        """Write the result, given all ranks' values combined: a mean is divided here, once. `out`
+        may be `total`."""
         if self.op != "mean":
             if out is not total:
                 self.pass_on(total, out)
@@ -97,7 +111,7 @@ class Reduction(NamedTuple):
         if isinstance(total, np.ndarray):
             _quiet.run(np.divide, total, self.size, out=out, dtype=self.loop, casting="same_kind")
         else:
-            out[...] = widen(total) / self.size             # on a GPU, which does not warn
+            out[...] = widen(total) / self.size  # on a GPU, which does not warn
 
 
 def _keeps_dtype(ufunc: np.ufunc, dtype: np.dtype) -> bool:
@@ -112,25 +126,37 @@ def _keeps_dtype(ufunc: np.ufunc, dtype: np.dtype) -> bool:
 
 @lru_cache(maxsize=512)
 def reduction(op: str, dtype: np.dtype, size: int) -> Reduction:
-    """The reduction `op`. Raises: ConfigError for an unknown op; DtypeError for one that the dtype does not take."""
+    """The reduction `op`. Raises: ConfigError for an unknown op; DtypeError for one that the dtype
+    does not take."""
     if op not in UFUNCS:
         raise ConfigError(f"unknown op {op!r}; choose one of {', '.join(UFUNCS)}")
-    low = dtype.type is np.float16 or (dtype.type.__module__ == ml_dtypes.__name__ and "float" in dtype.name)
+    low = dtype.type is np.float16 or (
+        dtype.type.__module__ == ml_dtypes.__name__ and "float" in dtype.name
+    )
     total = np.dtype(np.float32) if low else dtype
-    taken = [name for name, ufunc in UFUNCS.items() if name != "mean" and _keeps_dtype(ufunc, total)]
+    taken = [
+        name for name, ufunc in UFUNCS.items() if name != "mean" and _keeps_dtype(ufunc, total)
+    ]
     if op == "mean" and "prod" in taken and not (low or dtype.kind in "fc"):
-        raise DtypeError(f"op mean of {dtype} would have to round; cast to a float dtype, or take op sum")
+        raise DtypeError(
+            f"op mean of {dtype} would have to round; cast to a float dtype, or take op sum"
+        )
     if (op if op != "mean" else "prod") not in taken:
-        raise DtypeError(f"op {op} is not defined for dtype {dtype}, or gives another dtype; "
-                         f"{'it takes ' + ', '.join(taken) if taken else 'cast to numbers first'}")
+        raise DtypeError(
+            f"op {op} is not defined for dtype {dtype}, or gives another dtype; "
+            f"{'it takes ' + ', '.join(taken) if taken else 'cast to numbers first'}"
+        )
     return Reduction(op, dtype, total, total if low else None, size)
 
 
-def add_from(call: Call, sources: Iterable[int], x: np.ndarray, out: np.ndarray, op: Reduction) -> np.ndarray:
+def add_from(
+    call: Call, sources: Iterable[int], x: np.ndarray, out: np.ndarray, op: Reduction
+) -> np.ndarray:
     """x (op) what each of `sources` sends, in that order, added straight from the receive buffer.
 
     Args:    x, out (n,); x is only read, and may be out, which is overwritten.
-    Returns: the total: `out`, or `x` if there are no sources; in low precision a float32 workspace, not rounded yet.
+    Returns: the total: `out`, or `x` if there are no sources; in low precision a float32 workspace,
+    not rounded yet.
     """
     if op.total == out.dtype:
         for src in sources:

@@ -1,9 +1,11 @@
-"""What the plain version of a collective asks of the ranks that it runs on: messages that block, and no more.
+"""What the plain version of a collective asks of the ranks that it runs on: messages that block,
+and no more.
 
     total = md.run(lambda world: ring.plain_all_reduce(world, np.ones(5)), size=3)[0]       # a Group will do
 
-Each family's module opens with its plain version. The real one below it is given a Call (calls/call.py) instead, whose
-messages can be under way at once, go straight into place, and carry what all ranks must agree on.
+Each family's module opens with its plain version. The real one below it is given a Call
+(calls/call.py) instead, whose messages can be under way at once, go straight into place, and carry
+what all ranks must agree on.
 """
 
 from collections.abc import Sequence
@@ -23,7 +25,8 @@ class Ranks(Protocol):
 
 
 class BlockingGroup(Ranks, Protocol):
-    """Ranks that send each other arrays. A Group is one, and so is the `group` of exercises 02 and 03."""
+    """Ranks that send each other arrays. A Group is one, and so is the `group` of exercises 02 and
+    03."""
 
     def send(self, x: Any, dst: int) -> None:
         """Send `x` to rank `dst`."""

@@ -1,7 +1,9 @@
-"""Bruck: an all-to-all in log2(P) messages a rank instead of P-1, for parts so small that only messages count.
+"""Bruck: an all-to-all in log2(P) messages a rank instead of P-1, for parts so small that only
+messages count.
 
-A part for the rank k places on travels in jumps of 1, 2, 4, ...: those of k's binary digits that are 1. In each step a
-rank sends, in one message, all parts that have this jump to make, its own and those it has been handed on the way.
+A part for the rank k places on travels in jumps of 1, 2, 4, ...: those of k's binary digits that
+are 1. In each step a rank sends, in one message, all parts that have this jump to make, its own and
+those it has been handed on the way.
 
     P=4, parts by how far they have to go, from r0 to r0+k      step 0 (jump 1)   k = 1, 3
                                                                 step 1 (jump 2)   k = 2, 3
@@ -25,21 +27,25 @@ from minidist.comm.collectives.naive import in_workspace
 
 def plain_all_to_all(group: BlockingGroup, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Parts of one shape, part d for rank d; returns the parts for this rank, by source."""
-    slots = [parts[(group.rank + far) % group.size] for far in range(group.size)]       # by how far they have to go
+    # by how far they have to go
+    slots = [parts[(group.rank + far) % group.size] for far in range(group.size)]
     jump = 1
     while jump < group.size:
-        jumping = [far for far in range(group.size) if far & jump]                      # one message holds all of these
+        jumping = [far for far in range(group.size) if far & jump]  # one message holds all of these
         dst, src = (group.rank + jump) % group.size, (group.rank - jump) % group.size
         arrived = group.exchange(np.stack([slots[far] for far in jumping]), dst=dst, src=src)
         for far, part in zip(jumping, arrived, strict=True):
             slots[far] = part
         jump *= 2
-    return [slots[(group.rank - src) % group.size] for src in range(group.size)]        # slot k came from k ranks back
+    # slot k came from k ranks back
+    return [slots[(group.rank - src) % group.size] for src in range(group.size)]
 
 
-# The real one takes parts of any shapes. Their labels travel before their bytes: a header has no room for so many.
+# The real one takes parts of any shapes. Their labels travel before their bytes: a header has no
+# room for so many.
 #
-#     [ number of dims, dim, dim, ... | number of dims, ... ][ bytes of part 0 | bytes of part 1 | ... ]
+#     [ number of dims, dim, dim, ... | number of dims, ... ][ bytes of part 0 | bytes of part 1 |
+#     ... ]
 #       8 bytes each, the label of each part
 
 WORD = np.dtype("<i8")
@@ -50,8 +56,9 @@ class PackedShapes(NamedTuple):
     """What labels say of the parts behind them."""
 
     shapes: tuple[tuple[int, ...], ...]
-    lengths: tuple[int, ...]    # in bytes
-    starts: tuple[int, ...]     # where each begins, and the last one ends, in bytes from where the labels begin
+    lengths: tuple[int, ...]  # in bytes
+    # where each begins, and the last one ends, in bytes from where the labels begin
+    starts: tuple[int, ...]
 
 
 def labels_of(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -61,17 +68,21 @@ def labels_of(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def _labels(shapes: tuple[tuple[int, ...], ...]) -> np.ndarray:
-    labels = np.array([number for shape in shapes for number in (len(shape), *shape)], WORD).view(np.uint8)
+    labels = np.array([number for shape in shapes for number in (len(shape), *shape)], WORD).view(
+        np.uint8
+    )
     labels.setflags(write=False)
     return labels
 
 
-def shapes_in(packed: np.ndarray, count: int, itemsize: int, like: np.ndarray = _NO_LABELS) -> PackedShapes:
+def shapes_in(
+    packed: np.ndarray, count: int, itemsize: int, like: np.ndarray = _NO_LABELS
+) -> PackedShapes:
     """What the labels of `count` parts say, at the beginning of `packed` (uint8).
 
     Args:    like: the labels that may stand there; what they say is remembered.
     """
-    first = packed[:len(like)].tobytes()
+    first = packed[: len(like)].tobytes()
     if first and first == like.tobytes():
         return _parsed_again(first, count, itemsize)
     return _parsed(packed, count, itemsize)
@@ -83,13 +94,15 @@ def _parsed_again(labels: bytes, count: int, itemsize: int) -> PackedShapes:
 
 
 def _parsed(packed: np.ndarray, count: int, itemsize: int) -> PackedShapes:
-    words, read, shapes = packed[:len(packed) & -WORD.itemsize].view(WORD), 0, []
+    words, read, shapes = packed[: len(packed) & -WORD.itemsize].view(WORD), 0, []
     for _ in range(count):
         behind = read + 1 + int(words[read])
-        shapes.append(tuple(words[read + 1:behind].tolist()))
+        shapes.append(tuple(words[read + 1 : behind].tolist()))
         read = behind
     lengths = tuple(math.prod(shape) * itemsize for shape in shapes)
-    return PackedShapes(tuple(shapes), lengths, tuple(accumulate(lengths, initial=read * WORD.itemsize)))
+    return PackedShapes(
+        tuple(shapes), lengths, tuple(accumulate(lengths, initial=read * WORD.itemsize))
+    )
 
 
 def pack(call: Call, parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -101,8 +114,12 @@ def pack(call: Call, parts: Sequence[np.ndarray]) -> np.ndarray:
 def unpack(bundle: np.ndarray, count: int, dtype: np.dtype) -> list[np.ndarray]:
     """The `count` arrays that were packed, as views of the bundle."""
     packed = shapes_in(bundle, count, dtype.itemsize)
-    return [bundle[start:start + length].view(dtype).reshape(shape)
-            for shape, length, start in zip(packed.shapes, packed.lengths, packed.starts[:-1], strict=True)]
+    return [
+        bundle[start : start + length].view(dtype).reshape(shape)
+        for shape, length, start in zip(
+            packed.shapes, packed.lengths, packed.starts[:-1], strict=True
+        )
+    ]
 
 
 def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
@@ -112,17 +129,23 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     step 0   -> r1       -> r2       -> r3       -> r0
     step 1   -> r2       -> r3       -> r0       -> r1
 
-    Cost:    ceil(log2 P) messages per rank. The part from r for d is in as many messages as (d - r) mod P has binary
-             ones, each time with its label. Workspace: the bundle sent, and those received so far: ceil(log2 P) + 1 of
-             them at the end, each of at most P/2 parts. A part is copied once a jump, and once at its end.
+    Cost:    ceil(log2 P) messages per rank. The part from r for d is in as many messages as (d - r)
+             mod P has binary ones, each time with its label. Workspace: the bundle sent, and those
+             received so far: ceil(log2 P) + 1 of them at the end, each of at most P/2 parts. A part
+             is copied once a jump, and once at its end.
     """
     slots = [parts[(call.rank + far) % call.size] for far in range(call.size)]
     for step in range((call.size - 1).bit_length()):
         jump = 1 << step
         jumping = [far for far in range(call.size) if far & jump]
         bundle = pack(call, [slots[far] for far in jumping])
-        arrived = call.exchange_blocks((call.rank + jump) % call.size, bundle, (call.rank - jump) % call.size,
-                                       in_workspace(call), step=step)
+        arrived = call.exchange_blocks(
+            (call.rank + jump) % call.size,
+            bundle,
+            (call.rank - jump) % call.size,
+            in_workspace(call),
+            step=step,
+        )
         for far, part in zip(jumping, unpack(arrived, len(jumping), parts[0].dtype), strict=True):
             slots[far] = part
     received = {call.rank: parts[call.rank]}

@@ -11,12 +11,13 @@ from minidist.comm.collectives.blocking import BlockingGroup
 
 
 def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
-    """Exchange the whole array with every other rank; each rank then adds all of them, in rank order."""
+    """Exchange the whole array with every other rank; each rank then adds all of them, in rank
+    order."""
     values = {group.rank: x}
     for step in range(1, group.size):
         dst, src = (group.rank + step) % group.size, (group.rank - step) % group.size
         values[src] = group.exchange(x, dst=dst, src=src)
-    return np.sum([values[rank] for rank in range(group.size)], axis=0)     # type: ignore[no-any-return]
+    return np.sum([values[rank] for rank in range(group.size)], axis=0)  # type: ignore[no-any-return]
 
 
 # The real one has all exchanges under way at once, which leaves one wait, and can work in place.
@@ -29,8 +30,8 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
     step 0   x -> r1     x -> r2     x -> r0
     step 1   x -> r2     x -> r0     x -> r1
 
-    Cost:    P-1 messages per rank; P(P-1)*nbytes over all ranks. Workspace: (P-1)*n elements, and n more in low
-             precision (float32), or in place on ranks from 2 on.
+    Cost:    P-1 messages per rank; P(P-1)*nbytes over all ranks. Workspace: (P-1)*n elements, and n
+             more in low precision (float32), or in place on ranks from 2 on.
     Rounding: low precision is added in float32 and rounded once.
     """
     values = {src: call.workspace(len(x), x.dtype) for src in reversed(call.others)}

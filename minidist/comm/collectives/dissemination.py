@@ -13,7 +13,8 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 def barrier(call: Call) -> None:
-    """Step k: tell the rank 2^k places on, hear from the rank 2^k places back, and so of all that it has heard of.
+    """Step k: tell the rank 2^k places on, hear from the rank 2^k places back, and so of all that
+    it has heard of.
 
     P=4      r0 sends    r1 sends    r2 sends    r3 sends
     step 0   -> r1       -> r2       -> r3       -> r0

@@ -7,10 +7,11 @@
     doubling, step 2     sum0 sum1      sum0 sum1      sum2 sum3      sum2 sum3       a quarter, with rank +-1
     doubling, step 3     sum0 sum1 sum2 sum3 on all                                   half, with rank +-2
 
-The ring's bytes exactly, in 2 log2(P) steps instead of 2(P-1). It needs 2^k ranks. Where P is none, take Q, the largest
-below it: the first P-Q pairs of neighbours each speak with one voice. The second of a pair is surplus: it hands what it
-has to the first (fold), and is told the result in the end (unfold); the Q others, the core, halve and double. Pairs are
-neighbours so that what a core rank speaks for is always one stretch of the array:
+The ring's bytes exactly, in 2 log2(P) steps instead of 2(P-1). It needs 2^k ranks. Where P is none,
+take Q, the largest below it: the first P-Q pairs of neighbours each speak with one voice. The
+second of a pair is surplus: it hands what it has to the first (fold), and is told the result in the
+end (unfold); the Q others, the core, halve and double. Pairs are neighbours so that what a core
+rank speaks for is always one stretch of the array:
 
     P=6, Q=4    ranks 0 1 | 2 3 | 4 | 5      core: 0 2 4 5      surplus: 1 3
 
@@ -31,10 +32,11 @@ from minidist.comm.collectives.blocking import BlockingGroup
 
 
 def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
-    """The sum of x (n,) over 2^k ranks: exchange one half of what is left with a partner, add, and so on; then back."""
+    """The sum of x (n,) over 2^k ranks: exchange one half of what is left with a partner, add, and
+    so on; then back."""
     total, start, stop, steps = x.copy(), 0, len(x), []
     distance = group.size // 2
-    while distance:                                                     # halving: a reduce-scatter
+    while distance:  # halving: a reduce-scatter
         partner, middle = group.rank ^ distance, (start + stop) // 2
         low, high = slice(start, middle), slice(middle, stop)
         keep, give = (low, high) if group.rank < partner else (high, low)
@@ -42,47 +44,58 @@ def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
         steps.append((partner, keep, give))
         start, stop = keep.start, keep.stop
         distance //= 2
-    for partner, keep, give in reversed(steps):                         # doubling: an all-gather, the same way back
+    for partner, keep, give in reversed(steps):  # doubling: an all-gather, the same way back
         total[give] = group.exchange(total[keep], dst=partner, src=partner)
     return total
 
 
-# The real one takes any number of ranks (fold, unfold) and cuts the array by ranks, so that either half of it alone is
-# a reduce-scatter or an all-gather whose chunks are those of the other algorithms.
+# The real one takes any number of ranks (fold, unfold) and cuts the array by ranks, so that either
+# half of it alone is a reduce-scatter or an all-gather whose chunks are those of the other
+# algorithms.
 
 
 class Core(NamedTuple):
     """The Q = 2^k ranks that halve and double, as this rank sees them."""
 
-    firsts: Sequence[int]       # place j of the core is rank firsts[j] and speaks for the ranks up to firsts[j+1]
-    place: int                  # this rank's, or that of the rank that speaks for it
-    alone: bool                 # whether it speaks for this rank only
-    surplus: bool               # whether this rank is not of the core
-    steps: int                  # log2 Q
-    folds: int                  # steps of a fold: 1, or 0 if P is a power of two
+    # place j of the core is rank firsts[j] and speaks for the ranks up to firsts[j+1]
+    firsts: Sequence[int]
+    place: int  # this rank's, or that of the rank that speaks for it
+    alone: bool  # whether it speaks for this rank only
+    surplus: bool  # whether this rank is not of the core
+    steps: int  # log2 Q
+    folds: int  # steps of a fold: 1, or 0 if P is a power of two
 
     def stretch(self, place: int, distance: int) -> tuple[int, int]:
-        """The ranks (first, behind the last) that the `distance` places around `place` speak for: aligned at 2^k."""
+        """The ranks (first, behind the last) that the `distance` places around `place` speak for:
+        aligned at 2^k."""
         start = place - place % distance
         return self.firsts[start], self.firsts[start + distance]
 
 
 def core_of(call: Call) -> Core:
-    """The core of this call, after its ranks have agreed: partners are not always neighbours, but two ranks are."""
+    """The core of this call, after its ranks have agreed: partners are not always neighbours, but
+    two ranks are."""
     if call.size > 2:
         call.agree()
     steps = call.size.bit_length() - 1
     firsts = bounds(call.size, 1 << steps)
     place = bisect_right(firsts, call.rank) - 1
-    return Core(firsts, place, firsts[place + 1] - firsts[place] == 1, firsts[place] != call.rank, steps,
-                int(call.size > 1 << steps))
+    return Core(
+        firsts,
+        place,
+        firsts[place + 1] - firsts[place] == 1,
+        firsts[place] != call.rank,
+        steps,
+        int(call.size > 1 << steps),
+    )
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     """Rabenseifner's: halve, then double, in `out`.
 
-    Cost:    2 Q log2(Q) + 2(P-Q) messages in all, 2 log2(Q) + 2 one after the other (without the 2 where P = Q).
-             2(P-1)*nbytes over all ranks, exactly. No workspace: partial sums stand in `out`.
+    Cost:    2 Q log2(Q) + 2(P-Q) messages in all, 2 log2(Q) + 2 one after the other (without the 2
+             where P = Q). 2(P-1)*nbytes over all ranks, exactly. No workspace: partial sums stand
+             in `out`.
     Rounding: low precision is added in float32 and rounded once a step, ceil(log2 P) times.
     """
     core, cut = core_of(call), bounds(len(x), call.size)
@@ -98,8 +111,8 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     """Halve alone; a core rank ends with the chunks it speaks for, and hands on the second.
 
-    Cost:    Q log2(Q) + 2(P-Q) messages in all; (P-1)*nbytes, and the chunks of the surplus ranks once more.
-             Workspace: n elements, on core ranks. One copy of a chunk.
+    Cost:    Q log2(Q) + 2(P-Q) messages in all; (P-1)*nbytes, and the chunks of the surplus ranks
+             once more. Workspace: n elements, on core ranks. One copy of a chunk.
     Rounding: as all_reduce.
     """
     core, cut = core_of(call), bounds(len(x), call.size)
@@ -110,10 +123,10 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
     partial = call.workspace(len(x), x.dtype)
     values = fold(call, core, x, partial, op)
     halve(call, core, values, partial, cut, op)
-    own = partial[cut[call.rank]:cut[call.rank + 1]]
+    own = partial[cut[call.rank] : cut[call.rank + 1]]
     op.finish(own, out)
     if not core.alone:
-        theirs = partial[cut[call.rank + 1]:cut[call.rank + 2]]
+        theirs = partial[cut[call.rank + 1] : cut[call.rank + 2]]
         op.finish(theirs, theirs)
         call.send(call.next_rank, theirs, step=1 + core.steps, chunk=call.next_rank)
 
@@ -125,10 +138,11 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     step 0   -> r1       -> r0       -> r3       -> r2
     step 1   -> r2       -> r3       -> r0       -> r1
 
-    Each message says the shape of the blocks in it joined: no rank needs to know where one ends and the next begins.
+    Each message says the shape of the blocks in it joined: no rank needs to know where one ends and
+    the next begins.
 
-    Cost:    Q log2(Q) + 2(P-Q) messages in all; (P-1)*(the bytes of all blocks) over all ranks, and the blocks of the
-             surplus ranks once more. No copy where all blocks have one length.
+    Cost:    Q log2(Q) + 2(P-Q) messages in all; (P-1)*(the bytes of all blocks) over all ranks, and
+             the blocks of the surplus ranks once more. No copy where all blocks have one length.
     """
     core = core_of(call)
     if core.surplus:
@@ -142,8 +156,13 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
         distance = 1 << step
         partner = core.place ^ distance
         first, behind = core.stretch(partner, distance)
-        theirs = call.exchange_blocks(core.firsts[partner], have, core.firsts[partner],
-                                      rows.place(first, behind - first), step=core.folds + step)
+        theirs = call.exchange_blocks(
+            core.firsts[partner],
+            have,
+            core.firsts[partner],
+            rows.place(first, behind - first),
+            step=core.folds + step,
+        )
         first, _ = core.stretch(core.place, 2 * distance)
         have = rows.merge(first, [have, theirs] if partner > core.place else [theirs, have])
     whole = rows.complete(have)
@@ -153,16 +172,19 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
 
 
 def double_whole(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """Every step exchanges whole arrays; each rank adds all of it: the fewest steps, for arrays that are small.
+    """Every step exchanges whole arrays; each rank adds all of it: the fewest steps, for arrays
+    that are small.
 
     P=4      r0 sends    r1 sends    r2 sends    r3 sends
     step 0   x -> r1     x -> r0     x -> r3     x -> r2
     step 1   x -> r2     x -> r3     x -> r0     x -> r1
 
-    Two partners add the same two values in the same order, lower rank first, so that all ranks end with the same bits.
+    Two partners add the same two values in the same order, lower rank first, so that all ranks end
+    with the same bits.
 
-    Cost:    Q log2(Q) + 2(P-Q) messages in all, log2(Q) + 2 one after the other (without the 2 where P = Q), each of
-             the whole array. Workspace: n elements; a copy of the array at the end of every second step count.
+    Cost:    Q log2(Q) + 2(P-Q) messages in all, log2(Q) + 2 one after the other (without the 2
+             where P = Q), each of the whole array. Workspace: n elements; a copy of the array at
+             the end of every second step count.
     Rounding: as all_reduce.
     """
     core = core_of(call)
@@ -172,19 +194,26 @@ def double_whole(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> N
         for step in range(core.steps):
             partner = core.place ^ (1 << step)
             peer = core.firsts[partner]
-            target = spare if np.may_share_memory(values, out) else out    # never what is being sent
-            call.exchange(peer, values, peer, target, op.into(values, behind=partner < core.place),
-                          step=core.folds + step)
+            target = spare if np.may_share_memory(values, out) else out  # never what is being sent
+            call.exchange(
+                peer,
+                values,
+                peer,
+                target,
+                op.into(values, behind=partner < core.place),
+                step=core.folds + step,
+            )
             values = target
         op.finish(values, out)
     unfold(call, core, out, step=1 + core.steps)
 
 
-# ----------------------------------------------------------------------------------------------------------- the parts
+# ---------------------------------------------------------------------------------------- the parts
 
 
 def fold(call: Call, core: Core, x: np.ndarray, total: np.ndarray, op: Reduction) -> np.ndarray:
-    """A surplus rank sends x to the rank before it, which writes the sum of both into `total`, perhaps x itself.
+    """A surplus rank sends x to the rank before it, which writes the sum of both into `total`,
+    perhaps x itself.
 
     Returns: what this rank brings to the core: `total`, or x where it speaks for itself alone.
     """
@@ -204,22 +233,37 @@ def unfold(call: Call, core: Core, out: np.ndarray, step: int) -> None:
         call.send(call.next_rank, out, step=step)
 
 
-def halve(call: Call, core: Core, values: np.ndarray, partial: np.ndarray, cut: Sequence[int], op: Reduction) -> None:
-    """Recursive halving: each step sends one half of what is left, and adds what arrives to the other.
+def halve(
+    call: Call,
+    core: Core,
+    values: np.ndarray,
+    partial: np.ndarray,
+    cut: Sequence[int],
+    op: Reduction,
+) -> None:
+    """Recursive halving: each step sends one half of what is left, and adds what arrives to the
+    other.
 
     P=4      r0 sends     r1 sends     r2 sends     r3 sends
     step 0   c2:4 -> r2   c2:4 -> r3   c0:2 -> r0   c0:2 -> r1
     step 1   c1:2 -> r1   c0:1 -> r0   c3:4 -> r3   c2:3 -> r2
 
-    Args:    values, partial (n,): this rank's, only read, and the sums, in the places of their chunks; may be the same.
-    Cost:    log2(Q) messages per core rank; (Q-1)*nbytes over all ranks, exactly: no copy, no allocation.
+    Args:    values, partial (n,): this rank's, only read, and the sums, in the places of their
+             chunks; may be the same.
+    Cost:    log2(Q) messages per core rank; (Q-1)*nbytes over all ranks, exactly: no copy, no
+             allocation.
     """
     for step in range(core.steps):
         distance = 1 << (core.steps - 1 - step)
         partner = core.place ^ distance
         peer = core.firsts[partner]
-        give, keep = _elements(core, partner, distance, cut), _elements(core, core.place, distance, cut)
-        call.exchange(peer, values[give], peer, partial[keep], op.into(values[keep]), step=core.folds + step)
+        give, keep = (
+            _elements(core, partner, distance, cut),
+            _elements(core, core.place, distance, cut),
+        )
+        call.exchange(
+            peer, values[give], peer, partial[keep], op.into(values[keep]), step=core.folds + step
+        )
         values = partial
 
 
@@ -236,11 +280,15 @@ def double(call: Call, core: Core, sums: np.ndarray, cut: Sequence[int], first_s
     for step in range(core.steps):
         partner = core.place ^ (1 << step)
         peer = core.firsts[partner]
-        mine, theirs = _elements(core, core.place, 1 << step, cut), _elements(core, partner, 1 << step, cut)
+        mine, theirs = (
+            _elements(core, core.place, 1 << step, cut),
+            _elements(core, partner, 1 << step, cut),
+        )
         call.exchange(peer, sums[mine], peer, sums[theirs], step=first_step + step)
 
 
 def _elements(core: Core, place: int, distance: int, cut: Sequence[int]) -> slice:
-    """The chunks that the `distance` places around `place` speak for, as one stretch of the array."""
+    """The chunks that the `distance` places around `place` speak for, as one stretch of the
+    array."""
     first, behind = core.stretch(place, distance)
     return slice(cut[first], cut[behind])

@@ -1,7 +1,7 @@
 """Hierarchical: first inside each node, then between nodes, one leader each, then inside again.
 
-Links between machines are slower than those within one. A flat ring does not know: with 4 ranks on each of 2 nodes, all
-its 14 steps go at the pace of the slow link. Here only leaders use it:
+Links between machines are slower than those within one. A flat ring does not know: with 4 ranks on
+each of 2 nodes, all its 14 steps go at the pace of the slow link. Here only leaders use it:
 
     node 0: r0 r1 r2    node 1: r3 r4         leaders: r0, r3
 
@@ -9,9 +9,9 @@ its 14 steps go at the pace of the slow link. Here only leaders use it:
                    r0 <-> r3                      the leaders' all-reduce, around their ring
                    r0 -> r1, r2    r3 -> r4       each leader tells its node, along a tree
 
-The leader is the first rank of its node, or the root where there is one. Which ranks share a node is known since the
-ranks met (`group.nodes`). Nodes may differ in size, and need not hold consecutive ranks. In the costs M is the number
-of nodes.
+The leader is the first rank of its node, or the root where there is one. Which ranks share a node
+is known since the ranks met (`group.nodes`). Nodes may differ in size, and need not hold
+consecutive ranks. In the costs M is the number of nodes.
 
 notes: N4 §1, §3, N2 §11.3
 """
@@ -29,54 +29,64 @@ from minidist.comm.collectives.blocking import BlockingGroup
 from minidist.comm.collectives.subset_call import SubsetCall
 
 
-def plain_all_reduce(node: BlockingGroup, leaders: BlockingGroup | None, x: np.ndarray) -> np.ndarray:
-    """The sum of x over all ranks; `node`: the ranks of this machine, `leaders`: their first ranks, None elsewhere."""
-    total = tree.plain_reduce(node, x, root=0)                  # inside
+def plain_all_reduce(
+    node: BlockingGroup, leaders: BlockingGroup | None, x: np.ndarray
+) -> np.ndarray:
+    """The sum of x over all ranks; `node`: the ranks of this machine, `leaders`: their first ranks,
+    None elsewhere."""
+    total = tree.plain_reduce(node, x, root=0)  # inside
     if leaders is not None:
-        total = ring.plain_all_reduce(leaders, total)           # between machines: one rank of each
-    result = tree.plain_broadcast(node, total, root=0)          # inside
+        total = ring.plain_all_reduce(leaders, total)  # between machines: one rank of each
+    result = tree.plain_broadcast(node, total, root=0)  # inside
     assert result is not None, "every rank is told"
     return result
 
 
-# The real one finds nodes and leaders by itself (`levels`), from what the ranks told each other when they met, and
-# needs no groups: a SubsetCall numbers some ranks of the call anew. It divides a mean once, in the end.
+# The real one finds nodes and leaders by itself (`levels`), from what the ranks told each other
+# when they met, and needs no groups: a SubsetCall numbers some ranks of the call anew. It divides a
+# mean once, in the end.
 
 
 class Levels(NamedTuple):
     """The nodes of a call, as one rank sees them."""
 
-    nodes: list[list[int]]      # the ranks of each node; nodes in the order of their first ranks
-    leaders: list[int]          # the leader of each node
-    mine: int                   # which node this rank is on
-    inside: SubsetCall          # this rank's node as a call
-    leader: int                 # of this rank's node
-    root: int                   # the leader by its rank in `inside`
+    nodes: list[list[int]]  # the ranks of each node; nodes in the order of their first ranks
+    leaders: list[int]  # the leader of each node
+    mine: int  # which node this rank is on
+    inside: SubsetCall  # this rank's node as a call
+    leader: int  # of this rank's node
+    root: int  # the leader by its rank in `inside`
 
 
 def levels(call: Call, root: int | None = None) -> Levels:
     """Nodes and leaders of a call, after its ranks have agreed; `root` leads its own node."""
     call.agree()
     numbers = list(dict.fromkeys(call.nodes))
-    nodes = [[rank for rank in range(call.size) if call.nodes[rank] == number] for number in numbers]
+    nodes = [
+        [rank for rank in range(call.size) if call.nodes[rank] == number] for number in numbers
+    ]
     leaders = [root if root is not None and root in node else node[0] for node in nodes]
     mine = numbers.index(call.nodes[call.rank])
     leader = leaders[mine]
-    return Levels(nodes, leaders, mine, SubsetCall(call, nodes[mine]), leader, nodes[mine].index(leader))
+    return Levels(
+        nodes, leaders, mine, SubsetCall(call, nodes[mine]), leader, nodes[mine].index(leader)
+    )
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """Reduce to the leader along a tree, all-reduce around the leaders' ring, broadcast in the node along a tree.
+    """Reduce to the leader along a tree, all-reduce around the leaders' ring, broadcast in the node
+    along a tree.
 
     P=4, two nodes of two     step 0   r1 -> r0, r3 -> r2              x, inside
                               step 1   r0 -> r2, r2 -> r0              half of the node's sum, between: reduce-scatter
                               step 2   r0 -> r2, r2 -> r0              half of the sum, between: all-gather
                               step 3   r0 -> r1, r2 -> r3              the sum, inside
 
-    Cost:    2(P-M) messages inside nodes, 2M(M-1) between leaders for each stretch of at most 4 MiB (ring.py);
-             2(P-1)*nbytes over all ranks, exactly, of which 2(M-1)*nbytes between nodes. No workspace on leaders,
-             n elements on ranks with both parent and children.
-    Rounding: low precision is added in float32 and rounded once a rank in the tree, once a hop in the ring.
+    Cost:    2(P-M) messages inside nodes, 2M(M-1) between leaders for each stretch of at most 4 MiB
+             (ring.py); 2(P-1)*nbytes over all ranks, exactly, of which 2(M-1)*nbytes between nodes.
+             No workspace on leaders, n elements on ranks with both parent and children.
+    Rounding: low precision is added in float32 and rounded once a rank in the tree, once a hop in
+    the ring.
     """
     here = levels(call)
     leads = call.rank == here.leader
@@ -91,7 +101,8 @@ def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, roo
 
     P=4, two nodes of two, root 1     step 0   r0 -> r1, r3 -> r2      step 1   r2 -> r1
 
-    Cost:    P-1 messages; (P-1)*nbytes, of which (M-1)*nbytes between nodes. Workspace: n elements on leaders.
+    Cost:    P-1 messages; (P-1)*nbytes, of which (M-1)*nbytes between nodes. Workspace: n elements
+             on leaders.
     Rounding: low precision is added in float32 and rounded once a rank.
     """
     here = levels(call, root)
@@ -114,16 +125,19 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
 
 
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """Reduce to the leader; each leader sends each other the chunks of that one's node; and hands its ranks theirs.
+    """Reduce to the leader; each leader sends each other the chunks of that one's node; and hands
+    its ranks theirs.
 
     P=4, two nodes of two     step 0   r1 -> r0, r3 -> r2              x, inside
                               step 1   r0 -> r2: c2 c3, r2 -> r0: c0 c1    of the node's sum, between
                               step 2   r0 -> r1: c1, r2 -> r3: c3      of the sum, inside
 
-    Cost:    P-M messages to leaders, P(M-1) between them, P-M from them; (P-1)*nbytes over all ranks, of which
-             (M-1)*nbytes between nodes, and from the leaders the chunks of all others.
+    Cost:    P-M messages to leaders, P(M-1) between them, P-M from them; (P-1)*nbytes over all
+             ranks, of which (M-1)*nbytes between nodes, and from the leaders the chunks of all
+             others.
              Workspace: n elements on leaders.
-    Rounding: low precision is added in float32 and rounded once a rank in the tree, once between leaders.
+    Rounding: low precision is added in float32 and rounded once a rank in the tree, once between
+    leaders.
     """
     here = levels(call)
     partial = _node_sum(call, here, x, op)
@@ -132,11 +146,16 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
         return
     chunks = split(partial, call.size)
     others = [(here.mine + step) % len(here.nodes) for step in range(1, len(here.nodes))]
-    sent = [call.start_send(here.leaders[other], chunks[rank], chunk=rank)
-            for other in others for rank in here.nodes[other]]
+    sent = [
+        call.start_send(here.leaders[other], chunks[rank], chunk=rank)
+        for other in others
+        for rank in here.nodes[other]
+    ]
     for rank in here.nodes[here.mine]:
         target = out if rank == call.rank else chunks[rank]
-        total = add_from(call, [here.leaders[other] for other in reversed(others)], chunks[rank], target, op)
+        total = add_from(
+            call, [here.leaders[other] for other in reversed(others)], chunks[rank], target, op
+        )
         op.finish(total, target)
         if rank != call.rank:
             sent.append(call.start_send(rank, target, chunk=rank))
@@ -144,14 +163,16 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
 
 
 def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
-    """Gather to the leader; a node's blocks travel around the leaders' ring; broadcast of the whole in the node.
+    """Gather to the leader; a node's blocks travel around the leaders' ring; broadcast of the whole
+    in the node.
 
     P=4, two nodes of two     step 0   r1 -> r0: b1, r3 -> r2: b3          inside
                               step 1   r0 -> r2: b0 b1, r2 -> r0: b2 b3    between
                               step 2   r0 -> r1, r2 -> r3                  all blocks, inside
 
-    Cost:    P-M messages to leaders, P(M-1) between them (each block by itself), P-M with the whole along trees. Bytes:
-             the blocks of all but the leaders, M-1 times all blocks (between nodes), and P-M times all blocks.
+    Cost:    P-M messages to leaders, P(M-1) between them (each block by itself), P-M with the whole
+             along trees. Bytes: the blocks of all but the leaders, M-1 times all blocks (between
+             nodes), and P-M times all blocks.
     """
     here = levels(call)
     if call.rank != here.leader:
@@ -164,12 +185,19 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     across = SubsetCall(call, here.leaders)
     for step in range(len(here.nodes) - 1):
         outgoing = (here.mine - step) % len(here.nodes)
-        sent = [across.start_send_block(across.next_rank, blocks[rank], chunk=rank) for rank in here.nodes[outgoing]]
+        sent = [
+            across.start_send_block(across.next_rank, blocks[rank], chunk=rank)
+            for rank in here.nodes[outgoing]
+        ]
         for rank in here.nodes[outgoing - 1]:
             blocks[rank] = across.recv_block(across.prev_rank, rows.place(rank))
         call.wait(sent)
-    return tree.broadcast(here.inside, rows.join([blocks[rank] for rank in range(call.size)]), rows.place_whole,
-                          here.root)
+    return tree.broadcast(
+        here.inside,
+        rows.join([blocks[rank] for rank in range(call.size)]),
+        rows.place_whole,
+        here.root,
+    )
 
 
 def _node_sum(call: Call, here: Levels, x: np.ndarray, op: Reduction) -> np.ndarray | None:

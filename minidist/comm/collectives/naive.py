@@ -1,7 +1,7 @@
 """Naive: everything passes through the root. Correct, simple, and the baseline for the others.
 
-The root sends or receives P-1 times as much as each other rank, one message after the other, while all other links are
-idle. In a verb without a root, rank 0 is the root.
+The root sends or receives P-1 times as much as each other rank, one message after the other, while
+all other links are idle. In a verb without a root, rank 0 is the root.
 
     P=4, all_reduce          r1 -> r0   r2 -> r0   r3 -> r0   (r0 adds)   r0 -> r1   r0 -> r2   r0 -> r3
 
@@ -33,8 +33,9 @@ def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
     return total
 
 
-# The real ones are as plain as this. What they add is common to all families: messages arrive where the result is
-# wanted, low precision is added in float32, and every rank's first message says in which call it is.
+# The real ones are as plain as this. What they add is common to all families: messages arrive where
+# the result is wanted, low precision is added in float32, and every rank's first message says in
+# which call it is.
 
 _NOTHING = np.empty(0, np.uint8)
 
@@ -74,7 +75,8 @@ def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, roo
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     """Reduce to rank 0, then broadcast from it.
 
-    Cost:    2(P-1) messages; 2(P-1)*nbytes: the ring's bytes, but half of them leave one rank, and half arrive at it.
+    Cost:    2(P-1) messages; 2(P-1)*nbytes: the ring's bytes, but half of them leave one rank, and
+             half arrive at it.
     """
     reduce(call, x, out if call.rank == 0 else None, op, root=0)
     if call.rank == 0:
@@ -114,7 +116,9 @@ def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndar
         call.send_block(root, own, step=call.rank - (call.rank > root), chunk=call.rank)
         return None
     assert rows is not None, "the root has a place for the blocks"
-    return rows.join([own if src == root else call.recv_block(src, rows.place(src)) for src in range(call.size)])
+    return rows.join(
+        [own if src == root else call.recv_block(src, rows.place(src)) for src in range(call.size)]
+    )
 
 
 def scatter(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
@@ -137,7 +141,8 @@ def scatter(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.nda
 def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     """Gather to rank 0, then broadcast the whole from it.
 
-    Cost:    2(P-1) messages; the bytes of all blocks but rank 0's to it, then (P-1)*(the bytes of all blocks) from it.
+    Cost:    2(P-1) messages; the bytes of all blocks but rank 0's to it, then (P-1)*(the bytes of
+             all blocks) from it.
     """
     whole = gather(call, own, rows, root=0)
     if whole is None:
@@ -152,15 +157,21 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
 
     P=3           r1 -> r0: p10 p12      r2 -> r0: p20 p21      r0 -> r1: p01 p21      r0 -> r2: p02 p12
 
-    Cost:    2(P-1)^2 messages; each part twice, but once if it comes from rank 0 or is for it, and never if it stays.
-             Workspace: rank 0 holds all parts that pass through, (P-1)(P-2) of them.
+    Cost:    2(P-1)^2 messages; each part twice, but once if it comes from rank 0 or is for it, and
+             never if it stays. Workspace: rank 0 holds all parts that pass through, (P-1)(P-2) of
+             them.
     """
     call.agree()
     if call.rank == 0:
         return _relay(call, parts, place)
-    sent = [call.start_send_block(0, parts[dst], chunk=dst) for dst in _others(call.size, call.rank)]
+    sent = [
+        call.start_send_block(0, parts[dst], chunk=dst) for dst in _others(call.size, call.rank)
+    ]
     call.wait(sent)
-    return [parts[src] if src == call.rank else call.recv_block(0, place(src)) for src in range(call.size)]
+    return [
+        parts[src] if src == call.rank else call.recv_block(0, place(src))
+        for src in range(call.size)
+    ]
 
 
 def barrier(call: Call) -> None:

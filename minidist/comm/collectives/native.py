@@ -1,18 +1,22 @@
-"""Native: the transport's own collectives (MPI_Iallreduce, …), for comparison, and for what they do better.
+"""Native: the transport's own collectives (MPI_Iallreduce, …), for comparison, and for what they do
+better.
 
-A library does not check that the ranks make the same call. So every call begins with dissemination's barrier, whose
-messages carry the call's signature: a rank leaves it only after it has heard, directly or not, from every other rank. A
-rank that meets another call raises MismatchError before it enters the library, and the control connection makes every
-other rank raise it, too.
+A library does not check that the ranks make the same call. So every call begins with
+dissemination's barrier, whose messages carry the call's signature: a rank leaves it only after it
+has heard, directly or not, from every other rank. A rank that meets another call raises
+MismatchError before it enters the library, and the control connection makes every other rank raise
+it, too.
 
-The ledger cannot see into the library. It counts the messages of this module, and the bytes that a rank hands to the
-library as one message. In the costs below A = P ceil(log2 P), the barrier's messages (of 0 bytes).
+The ledger cannot see into the library. It counts the messages of this module, and the bytes that a
+rank hands to the library as one message. In the costs below A = P ceil(log2 P), the barrier's
+messages (of 0 bytes).
 
 The library decides in which order it adds, and what NaN gives in max and min.
 
-On a GPU (comm/device_lane.py) the arrays are CuPy's, and the library is NCCL or CUDA IPC; the costs are the same, but
-that an all-to-all's shapes travel in P-1 headers a rank instead of labels. NCCL adds in the arrays' dtype: it may round
-low precision at every hop. Between several GPUs not yet run.
+On a GPU (comm/device_lane.py) the arrays are CuPy's, and the library is NCCL or CUDA IPC; the costs
+are the same, but that an all-to-all's shapes travel in P-1 headers a rank instead of labels. NCCL
+adds in the arrays' dtype: it may round low precision at every hop. Between several GPUs not yet
+run.
 """
 
 import math
@@ -30,7 +34,8 @@ from minidist.device.backend import array_module
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """The library's all-reduce; a mean is divided here. Cost: A + P messages; P*nbytes handed over."""
+    """The library's all-reduce; a mean is divided here. Cost: A + P messages; P*nbytes handed
+    over."""
     dissemination.barrier(call)
     call.count(x.nbytes)
     call.native().all_reduce(x, out, op.op)
@@ -47,7 +52,8 @@ def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, roo
 
 
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """The library's reduce-scatter; a mean is divided here. Cost: as all_reduce, and a copy of x if `out` is in it."""
+    """The library's reduce-scatter; a mean is divided here. Cost: as all_reduce, and a copy of x if
+    `out` is in it."""
     dissemination.barrier(call)
     call.count(x.nbytes)
     apart = x.copy() if array_module(x).may_share_memory(x, out) else x
@@ -62,7 +68,7 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
     """
     shape, dtype = _announced(call, x, root)
     if call.side is not None and call.origin == "cpu":
-        return tree.broadcast(call, x, place, root)         # the root's array turns out to be on the host
+        return tree.broadcast(call, x, place, root)  # the root's array turns out to be on the host
     array = place(shape, dtype) if x is None else x
     if call.rank == root:
         call.count(array.nbytes)
@@ -77,7 +83,7 @@ def scatter(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.nda
         return tree.scatter(call, x, place, root)
     edges = bounds(shape[0], call.size)
     counts = (np.diff(edges) * _row_bytes(shape, dtype)).tolist()
-    start, stop = edges[call.rank:call.rank + 2]
+    start, stop = edges[call.rank : call.rank + 2]
     if x is None:
         part = place((stop - start, *shape[1:]), dtype)
         call.native().scatter(None, counts, bytes_view(part), root)
@@ -90,7 +96,8 @@ def scatter(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.nda
 def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndarray | None:
     """The lengths of all blocks first, to all, then the library's gather.
 
-    Cost:    A + 2P messages; 8P bytes of lengths, and the bytes of all blocks. The root copies its own first.
+    Cost:    A + 2P messages; 8P bytes of lengths, and the bytes of all blocks. The root copies its
+             own first.
     """
     shape, counts = _joined(call, own)
     if rows is None:
@@ -102,7 +109,8 @@ def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndar
 
 
 def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
-    """As gather, with the library's all-gather; the same cost, and every rank copies its own block first."""
+    """As gather, with the library's all-gather; the same cost, and every rank copies its own block
+    first."""
     shape, counts = _joined(call, own)
     mine, whole = own.copy(), rows.place_whole(shape, own.dtype)
     call.native().all_gather(bytes_view(mine), bytes_view(whole), counts)
@@ -110,53 +118,68 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
 
 
 def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
-    """The lengths of all bundles first, then the library's all-to-all of parts with their labels (see bruck.py).
+    """The lengths of all bundles first, then the library's all-to-all of parts with their labels
+    (see bruck.py).
 
-    Cost:    A + 2P messages; 8 P^2 bytes of lengths, every part that does not stay, and 8 bytes and 8 for each dim of
-             it. Two copies of every part.
+    Cost:    A + 2P messages; 8 P^2 bytes of lengths, every part that does not stay, and 8 bytes and
+             8 for each dim of it. Two copies of every part.
     """
     dissemination.barrier(call)
     if call.side is not None:
         return _all_to_all_on_gpu(call, parts, place)
     others = sorted(call.others)
     bundles = {rank: pack(call, [parts[rank]]) for rank in others}
-    leaving = np.array([len(bundles[rank]) if rank in bundles else 0 for rank in range(call.size)], np.int64)
+    leaving = np.array(
+        [len(bundles[rank]) if rank in bundles else 0 for rank in range(call.size)], np.int64
+    )
     coming, eight = np.empty_like(leaving), [8] * call.size
     call.count(leaving.nbytes)
     call.native().all_to_all(bytes_view(leaving), eight, bytes_view(coming), eight)
     arrived = call.workspace(int(coming.sum()), np.dtype(np.uint8))
     call.count(int(leaving.sum()))
-    call.native().all_to_all(np.concatenate(list(bundles.values())), leaving.tolist(), arrived, coming.tolist())
+    call.native().all_to_all(
+        np.concatenate(list(bundles.values())), leaving.tolist(), arrived, coming.tolist()
+    )
     received, edges = {call.rank: parts[call.rank]}, np.cumsum([0, *coming])
     for src in others:
-        part, = unpack(arrived[edges[src]:edges[src + 1]].copy(), 1, parts[0].dtype)
+        (part,) = unpack(arrived[edges[src] : edges[src + 1]].copy(), 1, parts[0].dtype)
         received[src] = place(src)(part.shape, part.dtype)
         received[src][...] = part
     return [received[src] for src in range(call.size)]
 
 
 def _all_to_all_on_gpu(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
-    """Shapes in headers of messages without bytes, so that each part is received where it belongs."""
+    """Shapes in headers of messages without bytes, so that each part is received where it
+    belongs."""
     received, ranks = {call.rank: parts[call.rank]}, range(call.size)
     for far in range(1, call.size):
         dst, src = (call.rank + far) % call.size, (call.rank - far) % call.size
-        label = call.exchange_blocks(dst, np.empty((*parts[dst].shape, 0), parts[dst].dtype), src, np.empty)
+        label = call.exchange_blocks(
+            dst, np.empty((*parts[dst].shape, 0), parts[dst].dtype), src, np.empty
+        )
         received[src] = place(src)(label.shape[:-1], label.dtype)
     call.count(sum(parts[rank].nbytes for rank in ranks if rank != call.rank))
     xp = array_module(parts[0])
     leaving = [0 if rank == call.rank else parts[rank].nbytes for rank in ranks]
     coming = [0 if rank == call.rank else received[rank].nbytes for rank in ranks]
     arrived = xp.empty(sum(coming), np.uint8)
-    call.native().all_to_all(xp.concatenate([bytes_view(parts[rank])[:leaving[rank]] for rank in ranks]), leaving,
-                             arrived, coming)
+    call.native().all_to_all(
+        xp.concatenate([bytes_view(parts[rank])[: leaving[rank]] for rank in ranks]),
+        leaving,
+        arrived,
+        coming,
+    )
     for src, edge in zip(ranks, np.cumsum([0, *coming[:-1]]).tolist(), strict=True):
         if coming[src]:
-            received[src].reshape(-1)[...] = arrived[edge:edge + coming[src]].view(received[src].dtype)
+            received[src].reshape(-1)[...] = arrived[edge : edge + coming[src]].view(
+                received[src].dtype
+            )
     return [received[src] for src in ranks]
 
 
 def barrier(call: Call) -> None:
-    """Ranks that agree have met already; the library's own follows for comparison. Cost: A + P messages of 0 bytes."""
+    """Ranks that agree have met already; the library's own follows for comparison. Cost: A + P
+    messages of 0 bytes."""
     dissemination.barrier(call)
     call.count(0)
     call.native().barrier()
@@ -165,18 +188,23 @@ def barrier(call: Call) -> None:
 def _announced(call: Call, x: np.ndarray | None, root: int) -> tuple[tuple[int, ...], np.dtype]:
     """Shape and dtype of the root's array, after all ranks have agreed: P-1 messages of 0 bytes."""
     dissemination.barrier(call)
-    told = tree.broadcast(call, None if x is None else np.empty((*x.shape, 0), x.dtype), np.empty, root)
+    told = tree.broadcast(
+        call, None if x is None else np.empty((*x.shape, 0), x.dtype), np.empty, root
+    )
     return told.shape[:-1], told.dtype
 
 
 def _joined(call: Call, own: np.ndarray) -> tuple[tuple[int, ...], list[int]]:
-    """The shape of all blocks joined, and the bytes of each, after all ranks have agreed; `own` is counted."""
+    """The shape of all blocks joined, and the bytes of each, after all ranks have agreed; `own` is
+    counted."""
     dissemination.barrier(call)
     mine, lengths = np.array([len(own)], np.int64), np.empty(call.size, np.int64)
     call.count(mine.nbytes)
     call.native().all_gather(bytes_view(mine), bytes_view(lengths), [8] * call.size)
     call.count(own.nbytes)
-    return (int(lengths.sum()), *own.shape[1:]), (lengths * _row_bytes(own.shape, own.dtype)).tolist()
+    return (int(lengths.sum()), *own.shape[1:]), (
+        lengths * _row_bytes(own.shape, own.dtype)
+    ).tolist()
 
 
 def _row_bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:

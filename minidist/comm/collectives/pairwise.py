@@ -1,10 +1,13 @@
-"""Pairwise: in each step every rank sends to a different rank, and no step waits for the one before.
+"""Pairwise: in each step every rank sends to a different rank, and no step waits for the one
+before.
 
-Where all links are alike (a switch, shared memory) an all-reduce needs no ring: rank r receives chunk r from every
-other rank, adds, and sends the sum to every other rank. That is the ring's bytes and number of messages, but only two
-of them wait for each other. Where ranks outnumber cores that is what counts: each wait is a change of process.
+Where all links are alike (a switch, shared memory) an all-reduce needs no ring: rank r receives
+chunk r from every other rank, adds, and sends the sum to every other rank. That is the ring's bytes
+and number of messages, but only two of them wait for each other. Where ranks outnumber cores that
+is what counts: each wait is a change of process.
 
-notes: N4 §3 全连接网络, All-to-All (N4:173, 192).    Source: Thakur, Rabenseifner & Gropp 2005 (pairwise exchange).
+notes: N4 §3 全连接网络, All-to-All (N4:173, 192).    Source: Thakur, Rabenseifner & Gropp 2005 (pairwise
+                                                 exchange).
 """
 
 from collections.abc import Sequence
@@ -19,8 +22,9 @@ from minidist.comm.collectives.blocking import BlockingGroup
 
 
 def plain_all_to_all(group: BlockingGroup, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Part d is for rank d: another partner in each step. Returns the parts for this rank, by source."""
-    received = list(parts)                                  # the own part stays where it is
+    """Part d is for rank d: another partner in each step. Returns the parts for this rank, by
+    source."""
+    received = list(parts)  # the own part stays where it is
     for step in range(1, group.size):
         dst, src = (group.rank + step) % group.size, (group.rank - step) % group.size
         received[src] = group.exchange(parts[dst], dst=dst, src=src)
@@ -28,17 +32,19 @@ def plain_all_to_all(group: BlockingGroup, parts: Sequence[np.ndarray]) -> list[
 
 
 def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
-    """The sum of x (n,) over the ranks: each adds one chunk for all, and sends every rank the sum."""
+    """The sum of x (n,) over the ranks: each adds one chunk for all, and sends every rank the
+    sum."""
     own = np.sum(plain_all_to_all(group, np.array_split(x, group.size)), axis=0)
     return np.concatenate(plain_all_to_all(group, [own] * group.size))
 
 
-# The real ones have all exchanges under way at once: no step waits for the one before, which is what this family is
-# for. Chunks are added as they come, in the same order on every run.
+# The real ones have all exchanges under way at once: no step waits for the one before, which is
+# what this family is for. Chunks are added as they come, in the same order on every run.
 
 
 def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
-    """Step s: send to the rank s+1 places on, receive from the rank s+1 places back; all at once, in this order.
+    """Step s: send to the rank s+1 places on, receive from the rank s+1 places back; all at once,
+    in this order.
 
     P=3      r0 sends    r1 sends    r2 sends
     step 0   p01 -> r1   p12 -> r2   p20 -> r0
@@ -46,10 +52,17 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
 
     Cost:    P-1 messages per rank; every part once, but those that stay; no copy.
     """
-    sent, received = call.swap_blocks(parts, place) or (None, {})      # short ones mostly come at once
-    receiving = {src: call.start_recv_block(src, place(src)) for src in reversed(call.others) if src not in received}
+    sent, received = call.swap_blocks(parts, place) or (None, {})  # short ones mostly come at once
+    receiving = {
+        src: call.start_recv_block(src, place(src))
+        for src in reversed(call.others)
+        if src not in received
+    }
     if sent is None:
-        sent = [call.start_send_block(dst, parts[dst], step=step, chunk=dst) for step, dst in enumerate(call.others)]
+        sent = [
+            call.start_send_block(dst, parts[dst], step=step, chunk=dst)
+            for step, dst in enumerate(call.others)
+        ]
     received[call.rank] = parts[call.rank]
     for src, (handle, arrived) in receiving.items():
         handle.wait()
@@ -65,11 +78,15 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
     step 0   c1 -> r1    c2 -> r2    c0 -> r0
     step 1   c2 -> r2    c0 -> r0    c1 -> r1
 
-    Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly. Added straight from the receive buffer;
+    Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly. Added straight from the
+             receive buffer;
              workspace: one float32 chunk in low precision, which is rounded once.
     """
     chunks = split(x, call.size)
-    sent = [call.start_send(dst, chunks[dst], step=step, chunk=dst) for step, dst in enumerate(call.others)]
+    sent = [
+        call.start_send(dst, chunks[dst], step=step, chunk=dst)
+        for step, dst in enumerate(call.others)
+    ]
     total = add_from(call, reversed(call.others), chunks[call.rank], out, op)
     call.wait(sent)
     op.finish(total, out)
@@ -86,15 +103,18 @@ def tell_all(call: Call, chunks: Sequence[np.ndarray], first_step: int = 0) -> N
     Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly; no copy.
     """
     received = [call.start_recv(src, chunks[src]) for src in reversed(call.others)]
-    sent = [call.start_send(dst, chunks[call.rank], step=first_step + step, chunk=call.rank)
-            for step, dst in enumerate(call.others)]
+    sent = [
+        call.start_send(dst, chunks[call.rank], step=first_step + step, chunk=call.rank)
+        for step, dst in enumerate(call.others)
+    ]
     call.wait(received + sent)
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     """Reduce-scatter, then every rank sends its sum to every other, in `out`.
 
-    Cost:    2(P-1) messages per rank; 2(P-1)*nbytes over all ranks, exactly. Workspace: as reduce_scatter.
+    Cost:    2(P-1) messages per rank; 2(P-1)*nbytes over all ranks, exactly. Workspace: as
+             reduce_scatter.
     Rounding: low precision is added in float32 and rounded once.
     """
     sums = split(out, call.size)

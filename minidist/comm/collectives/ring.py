@@ -1,6 +1,8 @@
-"""Ring: every rank talks to its two neighbours only, all links are busy at once, and each carries the least possible.
+"""Ring: every rank talks to its two neighbours only, all links are busy at once, and each carries
+the least possible.
 
-An all-reduce is a reduce-scatter, after which rank r holds the sum of chunk r, and then an all-gather of those sums:
+An all-reduce is a reduce-scatter, after which rank r holds the sum of chunk r, and then an
+all-gather of those sums:
 
     P=3            r0                  r1                  r2
     start          a0 a1 a2            b0 b1 b2            c0 c1 c2
@@ -27,11 +29,14 @@ from minidist.comm.limits import STRETCH_BYTES
 
 
 def plain_reduce_scatter(group: BlockingGroup, chunks: list[np.ndarray]) -> None:
-    """Add the ranks' chunks, one for each rank, in place; in the end chunks[rank] is the sum over all ranks."""
+    """Add the ranks' chunks, one for each rank, in place; in the end chunks[rank] is the sum over
+    all ranks."""
     next_rank, prev_rank = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     for step in range(group.size - 1):
-        outgoing = (group.rank - step - 1) % group.size     # first the chunk before the own one, then one lower a step
-        incoming = (group.rank - step - 2) % group.size     # it leaves in the next step, with this rank's part in it
+        # first the chunk before the own one, then one lower a step
+        outgoing = (group.rank - step - 1) % group.size
+        # it leaves in the next step, with this rank's part in it
+        incoming = (group.rank - step - 2) % group.size
         chunks[incoming] += group.exchange(chunks[outgoing], dst=next_rank, src=prev_rank)
 
 
@@ -39,7 +44,7 @@ def plain_all_gather(group: BlockingGroup, chunks: list[np.ndarray]) -> None:
     """Pass the finished chunks round, in place; chunks[rank] is finished, in the end all are."""
     next_rank, prev_rank = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     for step in range(group.size - 1):
-        outgoing = (group.rank - step) % group.size         # first the own one, then what came last
+        outgoing = (group.rank - step) % group.size  # first the own one, then what came last
         incoming = (group.rank - step - 1) % group.size
         chunks[incoming] = group.exchange(chunks[outgoing], dst=next_rank, src=prev_rank)
 
@@ -52,32 +57,48 @@ def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
     return np.concatenate(chunks)
 
 
-# The real ring below sends the same chunks in the same steps. It adds what makes it fast and general: an arriving chunk
-# is added straight from the receive buffer, so no step copies or allocates; a long array goes round in stretches that
-# the processors' caches hold; blocks of any length; other operations than the sum; and a broadcast.
+# The real ring below sends the same chunks in the same steps. It adds what makes it fast and
+# general: an arriving chunk is added straight from the receive buffer, so no step copies or
+# allocates; a long array goes round in stretches that the processors' caches hold; blocks of any
+# length; other operations than the sum; and a broadcast.
 
 
-def reduce_around(call: Call, chunks: Sequence[np.ndarray], partials: Sequence[np.ndarray], op: Reduction,
-                  first_step: int = 0) -> None:
-    """The first half of the ring: partial sums travel, each rank adds its own chunk to what arrives and passes it on.
+def reduce_around(
+    call: Call,
+    chunks: Sequence[np.ndarray],
+    partials: Sequence[np.ndarray],
+    op: Reduction,
+    first_step: int = 0,
+) -> None:
+    """The first half of the ring: partial sums travel, each rank adds its own chunk to what arrives
+    and passes it on.
 
     P=3      r0 sends    r1 sends    r2 sends
     step 0   c2 -> r1    c0 -> r2    c1 -> r0
     step 1   c1 -> r1    c2 -> r2    c0 -> r0
 
     Args:    chunks    this rank's values, cut in P; only read.
-             partials  P-1 arrays: where the sum of each step goes, the last being chunk `rank` of the result. An array
-                       may come again two steps later, and may be the chunk that is added (in place).
-    Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly. Each arriving chunk is added straight from the
-             receive buffer to this rank's own and written once: no copy, no allocation.
+             partials  P-1 arrays: where the sum of each step goes, the last being chunk `rank` of
+                       the result. An array may come again two steps later, and may be the chunk
+                       that is added (in place).
+    Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly. Each arriving chunk is
+             added straight from the receive buffer to this rank's own and written once: no copy, no
+             allocation.
     """
     outgoing = chunks[call.prev_rank]
     for step, partial in enumerate(partials):
         incoming = (call.rank - 2 - step) % call.size
         own = chunks[incoming]
-        call.exchange(call.next_rank, outgoing, call.prev_rank, partial[:len(own)], op.into(own),
-                      step=first_step + step, chunk=(incoming + 1) % call.size)
-        outgoing = partial[:len(own)]
+        call.exchange(
+            call.next_rank,
+            outgoing,
+            call.prev_rank,
+            partial[: len(own)],
+            op.into(own),
+            step=first_step + step,
+            chunk=(incoming + 1) % call.size,
+        )
+        outgoing = partial[: len(own)]
 
 
 def gather_around(call: Call, chunks: Sequence[np.ndarray], first_step: int = 0) -> None:
@@ -92,21 +113,29 @@ def gather_around(call: Call, chunks: Sequence[np.ndarray], first_step: int = 0)
     """
     for step in range(call.size - 1):
         outgoing = (call.rank - step) % call.size
-        call.exchange(call.next_rank, chunks[outgoing], call.prev_rank, chunks[outgoing - 1],
-                      step=first_step + step, chunk=outgoing)
+        call.exchange(
+            call.next_rank,
+            chunks[outgoing],
+            call.prev_rank,
+            chunks[outgoing - 1],
+            step=first_step + step,
+            chunk=outgoing,
+        )
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """Reduce-scatter, then all-gather, in `out`; a long array goes round in stretches that the caches hold.
+    """Reduce-scatter, then all-gather, in `out`; a long array goes round in stretches that the
+    caches hold.
 
-    Cost:    2(P-1) messages per rank for each stretch of at most 4 MiB; 2(P-1)*nbytes over all ranks, exactly, also
-             where P does not divide n. No workspace: partial sums stand in `out`.
+    Cost:    2(P-1) messages per rank for each stretch of at most 4 MiB; 2(P-1)*nbytes over all
+             ranks, exactly, also where P does not divide n. No workspace: partial sums stand in
+             `out`.
     Rounding: low precision is added in float32 and rounded once a hop, P-1 times in all.
     """
     length = STRETCH_BYTES // x.itemsize
     for number, start in enumerate(range(0, max(len(x), 1), length)):
-        sums, step = split(out[start:start + length], call.size), 2 * number * (call.size - 1)
-        chunks = split(x[start:start + length], call.size)
+        sums, step = split(out[start : start + length], call.size), 2 * number * (call.size - 1)
+        chunks = split(x[start : start + length], call.size)
         reduce_around(call, chunks, in_their_places(call, sums), op, first_step=step)
         if op.op == "mean":
             op.finish(sums[call.rank], sums[call.rank])
@@ -116,7 +145,8 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     """The first half alone: rank r gets the reduced chunk r of the flattened array.
 
-    Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly. Workspace: two chunks (none at P = 2).
+    Cost:    P-1 messages per rank; (P-1)*nbytes over all ranks, exactly. Workspace: two chunks
+             (none at P = 2).
     """
     reduce_chunks(call, split(x, call.size), out, op)
     if op.op == "mean":
@@ -129,7 +159,8 @@ def in_their_places(call: Call, sums: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def reduce_chunks(call: Call, chunks: Sequence[np.ndarray], out: np.ndarray, op: Reduction) -> None:
-    """reduce_around for P >= 2 chunks of any lengths; only the sum of chunk `rank` is kept, in `out`."""
+    """reduce_around for P >= 2 chunks of any lengths; only the sum of chunk `rank` is kept, in
+    `out`."""
     spare = [call.workspace(max(map(len, chunks)), out.dtype) for _ in range(min(2, call.size - 2))]
     reduce_around(call, chunks, [*(spare[step % 2] for step in range(call.size - 2)), out], op)
 
@@ -148,23 +179,32 @@ def gather_blocks(call: Call, own: np.ndarray, place: PlaceOf) -> list[np.ndarra
     for step in range(call.size - 1):
         outgoing = (call.rank - step) % call.size
         incoming = (outgoing - 1) % call.size
-        blocks[incoming] = call.exchange_blocks(call.next_rank, blocks[outgoing], call.prev_rank, place(incoming),
-                                                step=step, chunk=outgoing)
+        blocks[incoming] = call.exchange_blocks(
+            call.next_rank,
+            blocks[outgoing],
+            call.prev_rank,
+            place(incoming),
+            step=step,
+            chunk=outgoing,
+        )
     return [blocks[rank] for rank in range(call.size)]
 
 
 def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
-    """Scatter along the tree, then chunks travel around: no link carries much more than the array once.
+    """Scatter along the tree, then chunks travel around: no link carries much more than the array
+    once.
 
     P=4, root 0   step 0   r0 -> r2, r0 -> r2      step 1   r0 -> r1, r0 -> r1, r2 -> r3, r2 -> r3      and the ring
 
-    The tree alone would send the whole array log2(P) times, one after the other. In the tree a rank receives
-    two messages: one without bytes, whose shape is that of the array (with a 0 behind it), and the chunks of the ranks
-    that it speaks for. In the ring no rank sends to the root, which has all chunks.
+    The tree alone would send the whole array log2(P) times, one after the other. In the tree a rank
+    receives two messages: one without bytes, whose shape is that of the array (with a 0 behind it),
+    and the chunks of the ranks that it speaks for. In the ring no rank sends to the root, which has
+    all chunks.
 
-    Cost:    Messages: 2(P-1) along the tree, (P-1)^2 around the ring; 2 ceil(log2 P) + P-1 are one after the other.
-             Bytes: along the tree each chunk as often as its rank is deep in it; around the ring (P-1)*nbytes, less
-             the chunks that the root does not receive: nbytes less its own. No workspace, no copy.
+    Cost:    Messages: 2(P-1) along the tree, (P-1)^2 around the ring; 2 ceil(log2 P) + P-1 are one
+             after the other. Bytes: along the tree each chunk as often as its rank is deep in it;
+             around the ring (P-1)*nbytes, less the chunks that the root does not receive: nbytes
+             less its own. No workspace, no copy.
     Source:  Barnett, Shuler, van de Geijn et al. 1994.
     """
     call.agree()
@@ -176,11 +216,15 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
     flat = x.reshape(-1)
     cut = bounds(len(flat), call.size)
     if parent is not None:
-        call.recv(parent, flat[cut[me.first]:cut[me.behind]])
+        call.recv(parent, flat[cut[me.first] : cut[me.behind]])
     sent: list[Handle] = []
     for child in children:
-        sent += [call.start_send_block(child.rank, np.empty((*x.shape, 0), x.dtype), step=child.cut - 1),
-                 call.start_send(child.rank, flat[cut[child.first]:cut[child.behind]], step=child.cut - 1)]
+        sent += [
+            call.start_send_block(child.rank, np.empty((*x.shape, 0), x.dtype), step=child.cut - 1),
+            call.start_send(
+                child.rank, flat[cut[child.first] : cut[child.behind]], step=child.cut - 1
+            ),
+        ]
     call.wait(sent)
     _pass_around_from(call, root, split(flat, call.size), first_step=(call.size - 1).bit_length())
     return x
@@ -190,7 +234,13 @@ def _pass_around_from(call: Call, root: int, chunks: Sequence[np.ndarray], first
     """gather_around without messages to the root, which has all chunks."""
     for step in range(call.size - 1):
         outgoing = (call.rank - step) % call.size
-        handles = [] if call.rank == root else [call.start_recv(call.prev_rank, chunks[outgoing - 1])]
+        handles = (
+            [] if call.rank == root else [call.start_recv(call.prev_rank, chunks[outgoing - 1])]
+        )
         if call.next_rank != root:
-            handles.append(call.start_send(call.next_rank, chunks[outgoing], step=first_step + step, chunk=outgoing))
+            handles.append(
+                call.start_send(
+                    call.next_rank, chunks[outgoing], step=first_step + step, chunk=outgoing
+                )
+            )
         call.wait(handles)

@@ -1,10 +1,10 @@
 """Which algorithms each verb takes, and which one `auto` means.
 
-All ranks must choose alike, so a choice depends only on what every rank of the call knows: the verb, the number of
-ranks and of nodes, and the arrays' length where all ranks bring the same. With that length, the job's communication
-profile decides (`minidist bench calibrate` measures it, rank 0 reads it when the job meets): the algorithm of least
-predicted time (critical_path.py). Without a profile, for the other verbs, and where the predicted times differ little,
-the limits below hold.
+All ranks must choose alike, so a choice depends only on what every rank of the call knows: the
+verb, the number of ranks and of nodes, and the arrays' length where all ranks bring the same. With
+that length, the job's communication profile decides (`minidist bench calibrate` measures it, rank 0
+reads it when the job meets): the algorithm of least predicted time (critical_path.py). Without a
+profile, for the other verbs, and where the predicted times differ little, the limits below hold.
 """
 
 from collections.abc import Callable
@@ -29,9 +29,21 @@ from minidist.comm.cost.critical_path import Tiers, fastest
 from minidist.comm.cost.link_model import LinkCost
 from minidist.errors import ConfigError
 
-FAMILIES = {"naive": naive, "tree": tree, "ring": ring, "direct": direct, "pairwise": pairwise, "bruck": bruck,
-            "dissemination": dissemination, "halving-doubling": halving_doubling, "hierarchical": hierarchical,
-            "torus": torus, "torus-both": torus_both, "native": native, "shared": shared_memory}
+FAMILIES = {
+    "naive": naive,
+    "tree": tree,
+    "ring": ring,
+    "direct": direct,
+    "pairwise": pairwise,
+    "bruck": bruck,
+    "dissemination": dissemination,
+    "halving-doubling": halving_doubling,
+    "hierarchical": hierarchical,
+    "torus": torus,
+    "torus-both": torus_both,
+    "native": native,
+    "shared": shared_memory,
+}
 
 ALONE: dict[str, Callable[..., Any]] = {
     "broadcast": lambda call, x, place, root: x,
@@ -47,13 +59,27 @@ ALONE: dict[str, Callable[..., Any]] = {
 """What a group of one rank does, whatever the algorithm: the others begin with two ranks."""
 
 ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {
-    verb: {name: getattr(family, verb) for name, family in FAMILIES.items() if hasattr(family, verb)} for verb in ALONE}
-"""The function of each verb and algorithm: a family's module has one under the name of each verb that it can do."""
+    verb: {
+        name: getattr(family, verb) for name, family in FAMILIES.items() if hasattr(family, verb)
+    }
+    for verb in ALONE
+}
+"""The function of each verb and algorithm: a family's module has one under the name of each verb
+that it can do."""
 ALGORITHMS["all_reduce"]["doubling"] = halving_doubling.double_whole
 
-_USUAL = {"broadcast": "tree", "reduce": "tree", "gather": "naive", "all_gather": "ring", "scatter": "naive",
-          "reduce_scatter": "ring", "all_to_all": "pairwise", "barrier": "dissemination"}
-_BY_LEADERS = ("broadcast", "reduce", "all_reduce")     # the others send as many bytes between nodes, or further ones
+_USUAL = {
+    "broadcast": "tree",
+    "reduce": "tree",
+    "gather": "naive",
+    "all_gather": "ring",
+    "scatter": "naive",
+    "reduce_scatter": "ring",
+    "all_to_all": "pairwise",
+    "barrier": "dissemination",
+}
+# the others send as many bytes between nodes, or further ones
+_BY_LEADERS = ("broadcast", "reduce", "all_reduce")
 
 DIRECT_BYTES = 64 << 10
 """direct, while a rank sends no more than this, (P-1)n: its messages do not wait for each other."""
@@ -61,33 +87,48 @@ TREE_BYTES = 64 << 10
 """tree, up to this length: 2 log2(P) messages wait for each other, where the ring has 2(P-1)."""
 
 PAIRWISE_BYTES = 512 << 10
-"""pairwise, up to this length: two waits instead of the ring's 2(P-1); beyond, the ring's even flow is faster."""
+"""pairwise, up to this length: two waits instead of the ring's 2(P-1); beyond, the ring's even flow
+is faster."""
 
 HIERARCHICAL_BYTES = 4 << 10
-"""hierarchical beyond this length, between nodes of several ranks: a network is slower than what is inside a node, and
-only leaders use it. Over 1 Gbit/s it takes two thirds of the ring's time. Over one as fast as memory it is behind: a
-profile knows."""
+"""hierarchical beyond this length, between nodes of several ranks: a network is slower than what is
+inside a node, and only leaders use it. Over 1 Gbit/s it takes two thirds of the ring's time. Over
+one as fast as memory it is behind: a profile knows."""
 
 
-def choose(verb: str, algorithm: str, nbytes: int, size: int, link: LinkCost | None = None,
-           board: bool = False, tiers: Tiers | None = None) -> str:
+def choose(
+    verb: str,
+    algorithm: str,
+    nbytes: int,
+    size: int,
+    link: LinkCost | None = None,
+    board: bool = False,
+    tiers: Tiers | None = None,
+) -> str:
     """The name of the algorithm to run: `algorithm` itself, or what "auto" means for this call.
 
-    Args:    nbytes: the array's bytes, for reduce, all_reduce and reduce_scatter; other verbs must pass 0.
-             link: what messages cost in this group, the same on all its ranks; None if it was not measured.
-             board: whether the ranks share memory. tiers: how they lie on nodes, if several of them hold several.
+    Args:    nbytes: the array's bytes, for reduce, all_reduce and reduce_scatter; other verbs must
+             pass 0.
+             link: what messages cost in this group, the same on all its ranks; None if it was not
+             measured.
+             board: whether the ranks share memory. tiers: how they lie on nodes, if several of them
+             hold several.
     Raises:  ConfigError that lists the names the verb takes.
     """
     if algorithm == "auto" and board and "shared" in ALGORITHMS[verb]:
         return "shared"
     if algorithm == "shared" and not board and size > 1:
-        raise ConfigError(f"{verb}: algorithm shared is for ranks that share memory, those of one host on auto or "
-                          f"shm; choose auto, or another")
+        raise ConfigError(
+            f"{verb}: algorithm shared is for ranks that share memory, those of one host on auto "
+            "or shm; choose auto, or another"
+        )
     if algorithm == "auto":
         usual = _usual(verb, nbytes, size, tiers)
         return usual if link is None else fastest(verb, nbytes, size, link, usual, tiers)
     if not isinstance(algorithm, str) or algorithm not in ALGORITHMS[verb]:
-        raise ConfigError(f"{verb} has no algorithm {algorithm!r}; choose auto, {', '.join(ALGORITHMS[verb])}")
+        raise ConfigError(
+            f"{verb} has no algorithm {algorithm!r}; choose auto, {', '.join(ALGORITHMS[verb])}"
+        )
     return algorithm
 
 

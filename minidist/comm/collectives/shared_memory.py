@@ -1,7 +1,9 @@
-"""Shared memory: every rank copies its array to memory that all ranks see, and reads what it needs there.
+"""Shared memory: every rank copies its array to memory that all ranks see, and reads what it needs
+there.
 
-Ranks of one host need no messages. A rank writes its array once, and all read it. A wait ends when all ranks
-have come; a call has two waits, or one, at every P. Long arrays go in pieces that the processors' caches hold:
+Ranks of one host need no messages. A rank writes its array once, and all read it. A wait ends when
+all ranks have come; a call has two waits, or one, at every P. Long arrays go in pieces that the
+processors' caches hold:
 
     P=3              r0              r1              r2
     show             .  a1 a2        b0 .  b2        c0 c1 .          all wait for all
@@ -9,12 +11,15 @@ have come; a call has two waits, or one, at every P. Long arrays go in pieces th
     show             sum0            sum1            sum2             all wait for all
     each copies      sum0 sum1 sum2  sum0 sum1 sum2  sum0 sum1 sum2
 
-Where the system lets the ranks read each other's memory (process_vm_read.py), a rank lends what is longer than one
-piece: it shows only where that lies, the others copy it from there, and all wait for all before it may change. That is
-one copy instead of two, but by a system call, which is slower for arrays that the caches hold. Reductions do not lend.
+Where the system lets the ranks read each other's memory (process_vm_read.py), a rank lends what is
+longer than one
+piece: it shows only where that lies, the others copy it from there, and all wait for all before it
+may change. That is one copy instead of two, but by a system call, which is slower for arrays that
+the caches hold. Reductions do not lend.
 
-Only where all ranks of the group share memory: on one host, over auto or shm. What is shown counts as one message of
-its bytes, and so does what is lent: it is there once, for P-1 readers. Addresses count as little as headers.
+Only where all ranks of the group share memory: on one host, over auto or shm. What is shown counts
+as one message of its bytes, and so does what is lent: it is there once, for P-1 readers. Addresses
+count as little as headers.
 
 notes: N4 §1 节点内.    Source: Jain, Kaleem et al. 2018 (shared-memory collectives of MPICH).
 """
@@ -34,14 +39,16 @@ from minidist.comm.limits import SHOWN_BYTES, SHOWN_WHOLE_BYTES
 
 
 def plain_all_reduce(group: SharingGroup, x: np.ndarray) -> np.ndarray:
-    """The sum of x (n,) over ranks that see each other's memory: show, add one chunk, show the sum, copy all sums."""
-    shown = group.show(x)                                                   # all wait for all
+    """The sum of x (n,) over ranks that see each other's memory: show, add one chunk, show the sum,
+    copy all sums."""
+    shown = group.show(x)  # all wait for all
     own = np.sum([np.array_split(theirs, group.size)[group.rank] for theirs in shown], axis=0)
-    return np.concatenate(group.show(own))                                  # all wait for all
+    return np.concatenate(group.show(own))  # all wait for all
 
 
-# The real one shows long arrays in pieces that the caches hold, leaves out what no other rank reads, and lets each rank
-# add everything itself where the array is so short that a second wait costs more.
+# The real one shows long arrays in pieces that the caches hold, leaves out what no other rank
+# reads, and lets each rank add everything itself where the array is so short that a second wait
+# costs more.
 
 _NOTHING = np.empty(0, np.uint8)
 
@@ -49,36 +56,38 @@ _NOTHING = np.empty(0, np.uint8)
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     """Each rank adds one chunk of every piece for all; of short arrays, everything for itself.
 
-    Cost:     2 messages per rank for each piece of at most 2 MiB, 1 for short arrays; P*nbytes over all ranks, exactly.
+    Cost:     2 messages per rank for each piece of at most 2 MiB, 1 for short arrays; P*nbytes over
+              all ranks, exactly.
     Rounding: low precision is added in a float32 workspace and rounded once.
     """
     add = _add_all if (call.size - 1) * x.nbytes <= SHOWN_WHOLE_BYTES else _add_chunks
     length = SHOWN_BYTES // x.itemsize
     for start in range(0, max(len(x), 1), length):
-        add(call, x[start:start + length], out[start:start + length], op)
+        add(call, x[start : start + length], out[start : start + length], op)
 
 
 def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     """Every rank shows the chunks of the others, and adds what they show of its own.
 
-    Cost:     1 message per rank for each piece: 2 MiB / (P-1) of every chunk, rounded down to 64 bytes; (P-1)*nbytes
-              over all ranks, exactly.
+    Cost:     1 message per rank for each piece: 2 MiB / (P-1) of every chunk, rounded down to 64
+              bytes; (P-1)*nbytes over all ranks, exactly.
     Rounding: as all_reduce.
     """
     chunks = split(x, call.size)
     step = piece_bytes(call.size) // x.itemsize
     for start in range(0, max(len(chunks[0]), 1), step):
-        pieces = [chunk[start:start + step] for chunk in chunks]
+        pieces = [chunk[start : start + step] for chunk in chunks]
         edges = [0, *accumulate(map(len, pieces))]
         own = pieces.pop(call.rank)
-        _add(call, _of_chunk(call, own, pieces, edges), out[start:start + step], op)
+        _add(call, _of_chunk(call, own, pieces, edges), out[start : start + step], op)
 
 
 def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
-    """Every rank shows its block, or lends it if it has more than 2 MiB; without lending it shows 2 MiB at a time.
+    """Every rank shows its block, or lends it if it has more than 2 MiB; without lending it shows 2
+    MiB at a time.
 
-    Cost:    1 message per rank; beyond 2 MiB another, after which lent blocks may change, or 1 a piece and rank; the
-             bytes of all blocks once, exactly.
+    Cost:    1 message per rank; beyond 2 MiB another, after which lent blocks may change, or 1 a
+             piece and rank; the bytes of all blocks once, exactly.
     """
     data = bytes_view(own)
     lent = [_lendable(call, own)] if call.lends and _is_long(own.nbytes) else []
@@ -91,14 +100,14 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
         if call.lends and _is_long(blocks[rank].nbytes):
             call.read(rank, _address(shown), blocks[rank])
         else:
-            bytes_view(blocks[rank])[:len(shown)] = shown
+            bytes_view(blocks[rank])[: len(shown)] = shown
     longest = max(block.nbytes for block in blocks.values())
     if call.lends and _is_long(longest):
-        call.show(_NOTHING)             # every rank has read
+        call.show(_NOTHING)  # every rank has read
     for start in range(SHOWN_BYTES, 0 if call.lends else longest, SHOWN_BYTES):
-        pieces = call.show(data[start:start + SHOWN_BYTES])
+        pieces = call.show(data[start : start + SHOWN_BYTES])
         for rank in call.others:
-            bytes_view(blocks[rank])[start:start + len(pieces[rank])] = pieces[rank]
+            bytes_view(blocks[rank])[start : start + len(pieces[rank])] = pieces[rank]
     return rows.join([blocks[rank] for rank in range(call.size)])
 
 
@@ -113,22 +122,24 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
     array = place(block.shape, block.dtype) if x is None else x
     for start in range(0, array.nbytes, SHOWN_BYTES):
         if start:
-            part = call.show(data[start:start + SHOWN_BYTES])[root]
+            part = call.show(data[start : start + SHOWN_BYTES])[root]
         if x is None:
-            bytes_view(array)[start:start + len(part)] = part
+            bytes_view(array)[start : start + len(part)] = part
     return array
 
 
 def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
-    """Every rank shows the shapes of its parts, and with them the parts, or lends them if all have more than 2 MiB.
+    """Every rank shows the shapes of its parts, and with them the parts, or lends them if all have
+    more than 2 MiB.
 
     P=3      r0                   r1                   r2
     show     shapes, .  p1 p2     shapes, p0 .  p2     shapes, p0 p1 .        all wait for all
     each     copies what is for it
 
-    Cost:    1 message per rank; beyond 2 MiB (of one rank's parts and shapes) another, after which lent parts may
-             change, or, where ranks may not lend, 1 a piece and rank: 2 MiB / (P-1) of every part, rounded down to 64
-             bytes. Every part once, but those that stay; 8 bytes for each part, 8 for each of its dims.
+    Cost:    1 message per rank; beyond 2 MiB (of one rank's parts and shapes) another, after which
+             lent parts may change, or, where ranks may not lend, 1 a piece and rank: 2 MiB / (P-1)
+             of every part, rounded down to 64 bytes. Every part once, but those that stay; 8 bytes
+             for each part, 8 for each of its dims.
     """
     received = {call.rank: parts[call.rank]}
     others = [part for dst, part in enumerate(parts) if dst != call.rank]
@@ -143,12 +154,15 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
             mine, bundle = call.rank - (call.rank > src), told[src]
             received[src] = place(src)(bundle.shapes[mine], parts[0].dtype)
             if not _is_long(bundle.starts[-1]):
-                bytes_view(received[src])[...] = shown[src][bundle.starts[mine]:bundle.starts[mine + 1]]
+                bytes_view(received[src])[...] = shown[src][
+                    bundle.starts[mine] : bundle.starts[mine + 1]
+                ]
             elif call.lends:
-                call.read(src, _address(shown[src][bundle.starts[0]:], mine), received[src])
+                call.read(src, _address(shown[src][bundle.starts[0] :], mine), received[src])
     finally:
         if longest and call.lends:
-            call.show(_NOTHING)     # also after an error: others may still be reading what this rank lent
+            # also after an error: others may still be reading what this rank lent
+            call.show(_NOTHING)
     if longest and not call.lends:
         _all_to_all_in_pieces(call, data if long else [_NOTHING], told, received, longest)
     return [received[src] for src in range(call.size)]
@@ -160,7 +174,8 @@ def barrier(call: Call) -> None:
 
 
 def piece_bytes(size: int) -> int:
-    """Bytes of each of `size` chunks that a rank shows at a time, when it shows those of the others."""
+    """Bytes of each of `size` chunks that a rank shows at a time, when it shows those of the
+    others."""
     return SHOWN_BYTES // (size - 1) & -64
 
 
@@ -170,21 +185,25 @@ def _add_all(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
 
 def _add_chunks(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     edges = bounds(len(x), call.size)
-    low, high = edges[call.rank:call.rank + 2]
+    low, high = edges[call.rank : call.rank + 2]
     own = out[low:high]
     _add(call, _of_chunk(call, x[low:high], (x[:low], x[high:]), edges), own, op)
     for rank, shown in enumerate(call.show(own)):
         if rank != call.rank:
-            out[edges[rank]:edges[rank + 1]] = shown
+            out[edges[rank] : edges[rank + 1]] = shown
 
 
-def _of_chunk(call: Call, own: np.ndarray, others: Sequence[np.ndarray], edges: Sequence[int]) -> list[np.ndarray]:
-    """What all ranks have of chunk `rank`, this one first, where each shows its `others`; `edges`: of the chunks."""
+def _of_chunk(
+    call: Call, own: np.ndarray, others: Sequence[np.ndarray], edges: Sequence[int]
+) -> list[np.ndarray]:
+    """What all ranks have of chunk `rank`, this one first, where each shows its `others`; `edges`:
+    of the chunks."""
     before, values = edges[call.rank], [own]
     for rank, shown in enumerate(call.show(*others)):
         if rank != call.rank:
-            start = before if rank > call.rank else before - (edges[rank + 1] - edges[rank])  # it does not show its own
-            values.append(shown[start:start + len(own)])
+            # it does not show its own
+            start = before if rank > call.rank else before - (edges[rank + 1] - edges[rank])
+            values.append(shown[start : start + len(own)])
     return values
 
 
@@ -195,18 +214,25 @@ def _add(call: Call, values: Sequence[np.ndarray], out: np.ndarray, op: Reductio
     op.finish(total, out)
 
 
-def _all_to_all_in_pieces(call: Call, data: Sequence[np.ndarray], told: Sequence[PackedShapes],
-                          received: Mapping[int, np.ndarray], longest: int) -> None:
+def _all_to_all_in_pieces(
+    call: Call,
+    data: Sequence[np.ndarray],
+    told: Sequence[PackedShapes],
+    received: Mapping[int, np.ndarray],
+    longest: int,
+) -> None:
     """Every rank shows a piece of all its parts, as often as the longest needs it."""
     step = piece_bytes(call.size)
     for start in range(0, longest, step):
-        shown = call.show(*(part[start:start + step] for part in data))
+        shown = call.show(*(part[start : start + step] for part in data))
         for src in call.others:
             if _is_long(told[src].starts[-1]):
                 pieces = [min(max(length - start, 0), step) for length in told[src].lengths]
                 mine = call.rank - (call.rank > src)
                 begin = sum(pieces[:mine])
-                bytes_view(received[src])[start:start + pieces[mine]] = shown[src][begin:begin + pieces[mine]]
+                bytes_view(received[src])[start : start + pieces[mine]] = shown[src][
+                    begin : begin + pieces[mine]
+                ]
 
 
 def _is_long(nbytes: int) -> bool:
@@ -215,7 +241,8 @@ def _is_long(nbytes: int) -> bool:
 
 
 def _lendable(call: Call, array: np.ndarray) -> np.ndarray:
-    """The array, or a copy of it where others cannot read its memory: what came from a GPU may lie in such."""
+    """The array, or a copy of it where others cannot read its memory: what came from a GPU may lie
+    in such."""
     if call.board is None or call.board.lendable(array):
         return array
     copy = call.workspace(array.size, array.dtype)

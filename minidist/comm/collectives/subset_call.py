@@ -1,10 +1,11 @@
-"""Some ranks of a call, as a call of their own: how an algorithm of several levels is put together from simple ones.
+"""Some ranks of a call, as a call of their own: how an algorithm of several levels is put together
+from simple ones.
 
     row = SubsetCall(call, [4, 5, 6, 7])        # on each of these ranks
     ring.all_reduce(row, x, out, op)            # row.rank, row.size, row.next_rank count among them
 
-No group is made and no message is needed for it: every rank derives the same subsets from what all know. Messages go
-out under the signature of the whole call, and are counted with it.
+No group is made and no message is needed for it: every rank derives the same subsets from what all
+know. Messages go out under the signature of the whole call, and are counted with it.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ from minidist.comm.transport import Reduce
 
 
 class SubsetCall(Call):
-    """The whole call, with ranks numbered as in `ranks`; the steps it tells begin at `first_step`."""
+    """The whole call, with ranks numbered as in `ranks`; the steps it tells begin at
+    `first_step`."""
 
     def __init__(self, call: Call, ranks: Sequence[int], first_step: int = 0) -> None:
         self._whole, self._ranks, self._first_step = call, ranks, first_step
@@ -27,8 +29,15 @@ class SubsetCall(Call):
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.signature, self.world_ranks = call.signature, call.world_ranks
 
-    def start_send(self, dst: int, array: np.ndarray, *, block: bool = False, step: int | None = None,
-                   chunk: int | None = None) -> Handle:
+    def start_send(
+        self,
+        dst: int,
+        array: np.ndarray,
+        *,
+        block: bool = False,
+        step: int | None = None,
+        chunk: int | None = None,
+    ) -> Handle:
         step = None if step is None else self._first_step + step
         return self._whole.start_send(self._ranks[dst], array, block=block, step=step, chunk=chunk)
 

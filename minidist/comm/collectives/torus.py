@@ -1,15 +1,17 @@
-"""Torus: ranks in a grid whose rows and columns are rings, as TPUs are wired; reduce along rows, then along columns.
+"""Torus: ranks in a grid whose rows and columns are rings, as TPUs are wired; reduce along rows,
+then along columns.
 
     P=6, 2 x 3     r0 - r1 - r2 - (r0)        row:    ranks that follow each other
                    |    |    |                column: every third rank
                    r3 - r4 - r5 - (r3)
 
-    all-reduce     reduce-scatter in each row: r0 and r3 hold the sums of their rows' first third, ...
-                   all-reduce of that third in each column
+    all-reduce     reduce-scatter in each row: r0 and r3 hold the sums of their rows' first third,
+                   ... all-reduce of that third in each column
                    all-gather in each row
 
-The ring's bytes exactly, in 2(R + C - 2) steps instead of 2(P-1) (chunks of more than 4 MiB take more: all_reduce). R x
-C is the most square grid of P ranks: 2 x 3 of 6, 3 x 3 of 9. A prime P is one row: the ring itself.
+The ring's bytes exactly, in 2(R + C - 2) steps instead of 2(P-1) (chunks of more than 4 MiB take
+more: all_reduce). R x C is the most square grid of P ranks: 2 x 3 of 6, 3 x 3 of 9. A prime P is
+one row: the ring itself.
 
 notes: N4 §3 环面网格 (N4:153)
 """
@@ -28,9 +30,10 @@ from minidist.comm.collectives.subset_call import SubsetCall
 
 
 def plain_all_reduce(row: BlockingGroup, column: BlockingGroup, x: np.ndarray) -> np.ndarray:
-    """The sum of x (n,) over a grid of ranks: a ring in the row, one in the column, and the row's once more."""
+    """The sum of x (n,) over a grid of ranks: a ring in the row, one in the column, and the row's
+    once more."""
     chunks = np.array_split(x.copy(), row.size)
-    ring.plain_reduce_scatter(row, chunks)                      # the row's sum of chunk row.rank
+    ring.plain_reduce_scatter(row, chunks)  # the row's sum of chunk row.rank
     chunks[row.rank] = ring.plain_all_reduce(column, chunks[row.rank])
     ring.plain_all_gather(row, chunks)
     return np.concatenate(chunks)
@@ -62,7 +65,8 @@ def grid(size: int) -> Grid:
 
 
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    """Reduce-scatter in the row, all-reduce of what came out of it in the column, all-gather in the row; in `out`.
+    """Reduce-scatter in the row, all-reduce of what came out of it in the column, all-gather in the
+    row; in `out`.
 
     P=4           r0 sends     r1 sends     r2 sends     r3 sends
     step 0        c1:2 -> r1   c0:1 -> r0   c1:2 -> r3   c0:1 -> r2
@@ -70,8 +74,8 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
     step 2        c0:h -> r2   c1:h -> r3   c0:h -> r0   c1:h -> r1
     step 3        c0:1 -> r1   c1:2 -> r0   c0:1 -> r3   c1:2 -> r2
 
-    Cost:    2(C-1) messages per rank in its row, 2(R-1) in its column for each stretch of at most 4 MiB of its chunk
-             (ring.py); 2(P-1)*nbytes over all ranks, exactly. No workspace.
+    Cost:    2(C-1) messages per rank in its row, 2(R-1) in its column for each stretch of at most 4
+             MiB of its chunk (ring.py); 2(P-1)*nbytes over all ranks, exactly. No workspace.
     Rounding: low precision is added in float32 and rounded once a hop, R + C - 2 times in all.
     """
     call.agree()
@@ -97,14 +101,19 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
     """
     call.agree()
     form, cut = grid(call.size), bounds(len(x), call.size)
-    row, column = SubsetCall(call, form.row_of(call.rank), form.rows - 1), SubsetCall(call, form.column_of(call.rank))
-    strips = [x[cut[first]:cut[first + form.columns]] for first in range(0, call.size, form.columns)]
+    row, column = (
+        SubsetCall(call, form.row_of(call.rank), form.rows - 1),
+        SubsetCall(call, form.column_of(call.rank)),
+    )
+    strips = [
+        x[cut[first] : cut[first + form.columns]] for first in range(0, call.size, form.columns)
+    ]
     strip = strips[column.rank]
     if form.rows > 1:
         strip = call.workspace(len(strip), x.dtype)
         ring.reduce_chunks(column, strips, strip, op)
     start = cut[call.rank - row.rank]
-    chunks = [strip[cut[rank] - start:cut[rank + 1] - start] for rank in form.row_of(call.rank)]
+    chunks = [strip[cut[rank] - start : cut[rank + 1] - start] for rank in form.row_of(call.rank)]
     ring.reduce_chunks(row, chunks, out, op)
     op.finish(out, out)
 
@@ -116,14 +125,19 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     step 0        b0 -> r1     b1 -> r0     b2 -> r3     b3 -> r2
     step 1        b01 -> r2    b01 -> r3    b23 -> r0    b23 -> r1
 
-    Cost:    R + C - 2 messages per rank; (P-1)*(the bytes of all blocks) over all ranks, exactly. No copy where all
-             blocks have one length.
+    Cost:    R + C - 2 messages per rank; (P-1)*(the bytes of all blocks) over all ranks, exactly.
+             No copy where all blocks have one length.
     """
     call.agree()
     form = grid(call.size)
     around = form.row_of(call.rank)
-    row, column = SubsetCall(call, around), SubsetCall(call, form.column_of(call.rank), form.columns - 1)
+    row, column = (
+        SubsetCall(call, around),
+        SubsetCall(call, form.column_of(call.rank), form.columns - 1),
+    )
     blocks = ring.gather_blocks(row, own, lambda place: rows.place(around[place]))
     strip = rows.merge(around[0], blocks)
-    strips = ring.gather_blocks(column, strip, lambda place: rows.place(place * form.columns, form.columns))
+    strips = ring.gather_blocks(
+        column, strip, lambda place: rows.place(place * form.columns, form.columns)
+    )
     return rows.complete(rows.merge(0, strips))

@@ -1,24 +1,30 @@
-"""Torus of any number of dims, both ways round every ring at once: all links of a rank are busy in every step.
+"""Torus of any number of dims, both ways round every ring at once: all links of a rank are busy in
+every step.
 
-The torus algorithm (torus.py) uses one direction of one dim at a time: of the 2 D links of a rank one sends. Here the
-array is cut into 2 D parts. Each goes its own way: another dim first, one way round or the other:
+The torus algorithm (torus.py) uses one direction of one dim at a time: of the 2 D links of a rank
+one sends. Here the array is cut into 2 D parts. Each goes its own way: another dim first, one way
+round or the other:
 
-    P=12, 3 x 4      part 0: along the 3, then the 4, rightwards     part 2: along the 4, then the 3, rightwards
+    P=12, 3 x 4      part 0: along the 3, then the 4, rightwards     part 2: along the 4, then the
+                     3, rightwards
                      part 1: the same, leftwards                     part 3: the same, leftwards
 
-    a part           reduce-scatter in the ring of its first dim; of the chunk that comes out of it, reduce-scatter in
-                     the ring of the next; ...; then all-gather in the same rings, the last first
+    a part           reduce-scatter in the ring of its first dim; of the chunk that comes out of it,
+                     reduce-scatter in the ring of the next; ...; then all-gather in the same rings,
+                     the last first
 
-The parts go on in step, so while part 0 uses the links to the right along the first dim, the others use the other
-links. The bytes are the ring's, and a link carries 1/(2 D) of what the torus algorithm sends in a step.
+The parts go on in step, so while part 0 uses the links to the right along the first dim, the others
+use the other links. The bytes are the ring's, and a link carries 1/(2 D) of what the torus
+algorithm sends in a step.
 
-The box: the prime factors of P are its sides, the largest innermost, and two 2s are one ring of 4: the same wires,
-since a ring of 2 has one neighbour on both sides. 8 is 2 x 4, 12 is 3 x 4, 27 is 3 x 3 x 3, and a prime is one ring.
-A ring of 2 has one link for both directions, and it then carries both parts.
+The box: the prime factors of P are its sides, the largest innermost, and two 2s are one ring of 4:
+the same wires, since a ring of 2 has one neighbour on both sides. 8 is 2 x 4, 12 is 3 x 4, 27 is 3
+x 3 x 3, and a prime is one ring. A ring of 2 has one link for both directions, and it then carries
+both parts.
 
 notes:   N4 §3 环面网格 (N4:153)
-Source:  Jain & Sabharwal 2010, "Optimal Bucket Algorithms for Large MPI Collectives on Torus Interconnects"; Sack &
-         Gropp 2015, "Collective Algorithms for Multiported Torus Networks".
+Source:  Jain & Sabharwal 2010, "Optimal Bucket Algorithms for Large MPI Collectives on Torus
+         Interconnects"; Sack & Gropp 2015, "Collective Algorithms for Multiported Torus Networks".
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,23 +53,27 @@ class Backwards:
 
 
 def plain_part(rings: Sequence[Any], x: np.ndarray) -> np.ndarray:
-    """The sum of x (n,) over a box of ranks, whose rings through this rank are given: the first one's dim first."""
+    """The sum of x (n,) over a box of ranks, whose rings through this rank are given: the first
+    one's dim first."""
     if not rings:
         return x
     first, *others = rings
     chunks = np.array_split(x.copy(), first.size)
-    ring.plain_reduce_scatter(first, chunks)                        # the sum of chunk first.rank along this dim
-    chunks[first.rank] = plain_part(others, chunks[first.rank])     # and along all others
+    ring.plain_reduce_scatter(first, chunks)  # the sum of chunk first.rank along this dim
+    chunks[first.rank] = plain_part(others, chunks[first.rank])  # and along all others
     ring.plain_all_gather(first, chunks)
     return np.concatenate(chunks)
 
 
 def plain_all_reduce(rings: Sequence[BlockingGroup], x: np.ndarray) -> np.ndarray:
-    """The sum of x (n,) over a box of ranks: each of 2 D parts begins with another dim or goes the other way round."""
+    """The sum of x (n,) over a box of ranks: each of 2 D parts begins with another dim or goes the
+    other way round."""
     sums = []
     for number, part in enumerate(np.array_split(x, 2 * len(rings))):
-        turned = [*rings[number // 2:], *rings[:number // 2]]
-        sums.append(plain_part([Backwards(each) for each in turned] if number % 2 else turned, part))
+        turned = [*rings[number // 2 :], *rings[: number // 2]]
+        sums.append(
+            plain_part([Backwards(each) for each in turned] if number % 2 else turned, part)
+        )
     return np.concatenate(sums)
 
 
@@ -71,7 +81,8 @@ def plain_all_reduce(rings: Sequence[BlockingGroup], x: np.ndarray) -> np.ndarra
 
 
 class Hop(NamedTuple):
-    """What a part does in one step: a chunk leaves for the next rank of its ring, one comes from the previous."""
+    """What a part does in one step: a chunk leaves for the next rank of its ring, one comes from
+    the previous."""
 
     dst: int
     outgoing: np.ndarray
@@ -91,8 +102,9 @@ def rings_of(rank: int, sides: Sequence[int]) -> list[list[int]]:
     return rings
 
 
-def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction, *,
-               sides: Sequence[int] | None = None) -> None:
+def all_reduce(
+    call: Call, x: np.ndarray, out: np.ndarray, op: Reduction, *, sides: Sequence[int] | None = None
+) -> None:
     """Each part through all dims and back, all parts at once; in `out`.
 
     P=3      rightwards                          leftwards
@@ -101,24 +113,39 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction, *,
     step 2   r0 -> r1    r1 -> r2    r2 -> r0    r0 -> r2    r1 -> r0    r2 -> r1
     step 3   r0 -> r1    r1 -> r2    r2 -> r0    r0 -> r2    r1 -> r0    r2 -> r1
 
-    Args:    sides: of the box, the last dim's ranks neighbours in number; their product is P. Default: as above.
-    Cost:    2 D messages per rank in each of 2 * (sum of sides - D) steps; 2(P-1)*nbytes over all ranks, exactly. No
-             workspace.
-    Rounding: low precision is added in float32 and rounded once a hop, sum of sides - D times in all.
+    Args:    sides: of the box, the last dim's ranks neighbours in number; their product is P.
+             Default: as above.
+    Cost:    2 D messages per rank in each of 2 * (sum of sides - D) steps; 2(P-1)*nbytes over all
+             ranks, exactly. No workspace.
+    Rounding: low precision is added in float32 and rounded once a hop, sum of sides - D times in
+    all.
     """
     call.agree()
-    rings = [each for each in rings_of(call.rank, box(call.size) if sides is None else sides) if len(each) > 1]
-    ways = [[each[::-1] if number % 2 else each for each in (*rings[number // 2:], *rings[:number // 2])]
-            for number in range(2 * len(rings))]
-    parts = [_hops(call.rank, way, mine, sums, op) for way, mine, sums in
-             zip(ways, split(x, len(ways)), split(out, len(ways)), strict=True)]
+    rings = [
+        each
+        for each in rings_of(call.rank, box(call.size) if sides is None else sides)
+        if len(each) > 1
+    ]
+    ways = [
+        [
+            each[::-1] if number % 2 else each
+            for each in (*rings[number // 2 :], *rings[: number // 2])
+        ]
+        for number in range(2 * len(rings))
+    ]
+    parts = [
+        _hops(call.rank, way, mine, sums, op)
+        for way, mine, sums in zip(ways, split(x, len(ways)), split(out, len(ways)), strict=True)
+    ]
     for step, hops in enumerate(zip(*parts, strict=True)):
         received = [call.start_recv(hop.src, hop.incoming, hop.reduce) for hop in hops]
         sent = [call.start_send(hop.dst, hop.outgoing, step=step) for hop in hops]
         call.wait(received + sent)
 
 
-def _hops(rank: int, way: Sequence[Sequence[int]], x: np.ndarray, out: np.ndarray, op: Reduction) -> Iterator[Hop]:
+def _hops(
+    rank: int, way: Sequence[Sequence[int]], x: np.ndarray, out: np.ndarray, op: Reduction
+) -> Iterator[Hop]:
     """The steps of one part, whose dims are the rings of `way` in this order."""
     passed = []
     for ranks in way:
@@ -127,7 +154,13 @@ def _hops(rank: int, way: Sequence[Sequence[int]], x: np.ndarray, out: np.ndarra
         outgoing = own[place - 1]
         for step in range(size - 1):
             chunk = (place - 2 - step) % size
-            yield Hop(ranks[(place + 1) % size], outgoing, ranks[place - 1], sums[chunk], op.into(own[chunk]))
+            yield Hop(
+                ranks[(place + 1) % size],
+                outgoing,
+                ranks[place - 1],
+                sums[chunk],
+                op.into(own[chunk]),
+            )
             outgoing = sums[chunk]
         passed.append((ranks, place, sums))
         x = out = sums[place]
@@ -136,4 +169,10 @@ def _hops(rank: int, way: Sequence[Sequence[int]], x: np.ndarray, out: np.ndarra
     for ranks, place, sums in reversed(passed):
         for step in range(len(ranks) - 1):
             chunk = (place - step) % len(ranks)
-            yield Hop(ranks[(place + 1) % len(ranks)], sums[chunk], ranks[place - 1], sums[chunk - 1], None)
+            yield Hop(
+                ranks[(place + 1) % len(ranks)],
+                sums[chunk],
+                ranks[place - 1],
+                sums[chunk - 1],
+                None,
+            )

@@ -1,16 +1,18 @@
-"""Binomial tree: log2(P) steps instead of P-1, for messages so small that only the number of steps counts.
+"""Binomial tree: log2(P) steps instead of P-1, for messages so small that only the number of steps
+counts.
 
     P=8, root 0:  broadcast            step 0          step 1                  step 2
                                        r0 -> r4        r0 -> r2, r4 -> r6      r0 -> r1, r2 -> r3, r4 -> r5, r6 -> r7
-                  reduce               the same arrows, turned round, from the last step to the first
+                  reduce               the same arrows, turned round, from the last step to the
+                                       first
 
-broadcast, reduce, all_reduce: ranks count from the root: v = (rank - root) mod P. The parent of v is v without its
-lowest set bit; its children are v + 1, v + 2, v + 4, ... below that bit (and below P). Every rank but the root hears
-from exactly one parent.
+broadcast, reduce, all_reduce: ranks count from the root: v = (rank - root) mod P. The parent of v
+is v without its lowest set bit; its children are v + 1, v + 2, v + 4, ... below that bit (and below
+P). Every rank but the root hears from exactly one parent.
 
-gather and scatter: here what a rank passes on should be one stretch of the result, so the ranks are cut in two halves,
-each half again in two, and so on. The root speaks for its half; the first rank of every other half speaks for that.
-For P = 2^k and root 0 it is the same tree.
+gather and scatter: here what a rank passes on should be one stretch of the result, so the ranks are
+cut in two halves, each half again in two, and so on. The root speaks for its half; the first rank
+of every other half speaks for that. For P = 2^k and root 0 it is the same tree.
 
 notes: N3 §1, N4 §2
 """
@@ -28,8 +30,9 @@ from minidist.comm.collectives.naive import in_workspace
 
 
 def plain_broadcast(group: BlockingGroup, x: np.ndarray | None, root: int) -> np.ndarray | None:
-    """In each step every rank that has the root's array passes it on, so that twice as many have it."""
-    place, distance = (group.rank - root) % group.size, 1                   # places count from the root
+    """In each step every rank that has the root's array passes it on, so that twice as many have
+    it."""
+    place, distance = (group.rank - root) % group.size, 1  # places count from the root
     while distance < group.size:
         if place < distance and place + distance < group.size:
             group.send(x, dst=(group.rank + distance) % group.size)
@@ -40,9 +43,10 @@ def plain_broadcast(group: BlockingGroup, x: np.ndarray | None, root: int) -> np
 
 
 def plain_reduce(group: BlockingGroup, x: np.ndarray, root: int) -> np.ndarray:
-    """The same messages the other way round: sums meet at the root, where the result is the sum of all."""
+    """The same messages the other way round: sums meet at the root, where the result is the sum of
+    all."""
     place, total = (group.rank - root) % group.size, x.copy()
-    distance = 1 << (group.size - 1).bit_length() >> 1                      # the last of the broadcast
+    distance = 1 << (group.size - 1).bit_length() >> 1  # the last of the broadcast
     while distance:
         if place < distance and place + distance < group.size:
             total += group.recv(src=(group.rank + distance) % group.size)
@@ -52,9 +56,10 @@ def plain_reduce(group: BlockingGroup, x: np.ndarray, root: int) -> np.ndarray:
     return total
 
 
-# The real ones tell the farthest place first. That takes as many steps, but the ranks below one rank then follow each
-# other, and all sends of a rank are under way at once. An all-reduce is both; gather and scatter cut the ranks in
-# halves in the same way, so that a message is one stretch of the result.
+# The real ones tell the farthest place first. That takes as many steps, but the ranks below one
+# rank then follow each other, and all sends of a rank are under way at once. An all-reduce is both;
+# gather and scatter cut the ranks in halves in the same way, so that a message is one stretch of
+# the result.
 
 
 def family(rank: int, root: int, size: int) -> tuple[int | None, list[int]]:
@@ -81,7 +86,10 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
     if parent is not None:
         x = call.recv_block(parent, place)
     assert x is not None, "the root has the array"
-    sent = [call.start_send_block(child, x, step=_step(child, root, call.size)) for child in reversed(children)]
+    sent = [
+        call.start_send_block(child, x, step=_step(child, root, call.size))
+        for child in reversed(children)
+    ]
     call.wait(sent)
     return x
 
@@ -113,20 +121,24 @@ def reduce(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, roo
 def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     """Reduce to rank 0, then broadcast from it, both along the tree.
 
-    Cost:    2(P-1) messages over all ranks, 2*ceil(log2 P) one after the other at most; 2(P-1)*nbytes.
-             No workspace: partial sums stand in `out`.
+    Cost:    2(P-1) messages over all ranks, 2*ceil(log2 P) one after the other at most;
+             2(P-1)*nbytes. No workspace: partial sums stand in `out`.
     """
     reduce(call, x, out, op, root=0)
     parent, children = family(call.rank, 0, call.size)
     if parent is not None:
         call.recv(parent, out)
     first = (call.size - 1).bit_length()
-    sent = [call.start_send(child, out, step=first + _step(child, 0, call.size)) for child in reversed(children)]
+    sent = [
+        call.start_send(child, out, step=first + _step(child, 0, call.size))
+        for child in reversed(children)
+    ]
     call.wait(sent)
 
 
 class Twig(NamedTuple):
-    """One rank of the halved tree: it speaks for ranks `first` to `behind - 1`, from the cut number `cut` on."""
+    """One rank of the halved tree: it speaks for ranks `first` to `behind - 1`, from the cut number
+    `cut` on."""
 
     rank: int
     first: int
@@ -135,12 +147,17 @@ class Twig(NamedTuple):
 
 
 def halved(rank: int, root: int, size: int) -> tuple[Twig, int | None, list[Twig]]:
-    """This rank's place in the halved tree, its parent (None at the root), and its children, farthest first."""
+    """This rank's place in the halved tree, its parent (None at the root), and its children,
+    farthest first."""
     me, parent, children = Twig(root, 0, size, 0), None, []
     first, behind, cut = 0, size, 0
     while behind - first > 1:
         middle = (first + behind + 1) // 2
-        near, far = ((first, middle), (middle, behind)) if me.rank < middle else ((middle, behind), (first, middle))
+        near, far = (
+            ((first, middle), (middle, behind))
+            if me.rank < middle
+            else ((middle, behind), (first, middle))
+        )
         twig = Twig(far[0], *far, cut + 1)
         first, behind, cut = *near, cut + 1
         if me.rank == rank:
@@ -155,16 +172,22 @@ def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndar
 
     P=4, root 0   step 0   r1 -> r0, r3 -> r2      step 1   r2 -> r0
 
-    A message says the shape of the blocks in it joined: no rank needs to know where one ends and the next begins.
+    A message says the shape of the blocks in it joined: no rank needs to know where one ends and
+    the next begins.
 
-    Cost:    P-1 messages over all ranks, ceil(log2 P) one after the other at most; each block as often as its rank is
-             deep in the tree. Workspace: twice what a rank sends, at ranks that have both parent and children.
+    Cost:    P-1 messages over all ranks, ceil(log2 P) one after the other at most; each block as
+             often as its rank is deep in the tree. Workspace: twice what a rank sends, at ranks
+             that have both parent and children.
     """
     call.agree()
     me, parent, children = halved(call.rank, root, call.size)
     blocks = {call.rank: own}
     for child in reversed(children):
-        place = in_workspace(call) if rows is None else rows.place(child.first, child.behind - child.first)
+        place = (
+            in_workspace(call)
+            if rows is None
+            else rows.place(child.first, child.behind - child.first)
+        )
         blocks[child.first] = call.recv_block(child.rank, place)
     ordered = [blocks[first] for first in sorted(blocks)]
     if parent is None:
@@ -179,16 +202,17 @@ def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndar
 
 
 def scatter(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
-    """A rank that has the parts of a stretch of ranks sends those of the other half to the rank that speaks for it.
+    """A rank that has the parts of a stretch of ranks sends those of the other half to the rank
+    that speaks for it.
 
     P=4, root 0   step 0   r0 -> r2      step 1   r0 -> r1, r2 -> r3
 
-    A stretch of numpy.array_split's parts, joined and cut again, gives the same parts (the longer ones come first), so
-    the message's own shape is all that a rank needs to know.
+    A stretch of numpy.array_split's parts, joined and cut again, gives the same parts (the longer
+    ones come first), so the message's own shape is all that a rank needs to know.
 
-    Cost:    P-1 messages over all ranks, ceil(log2 P) one after the other at most; each part as often as its rank is
-             deep in the tree. Workspace: what is passed on, and one copy of the part, at ranks that have both parent
-             and children.
+    Cost:    P-1 messages over all ranks, ceil(log2 P) one after the other at most; each part as
+             often as its rank is deep in the tree. Workspace: what is passed on, and one copy of
+             the part, at ranks that have both parent and children.
     """
     call.agree()
     me, parent, children = halved(call.rank, root, call.size)
@@ -196,9 +220,15 @@ def scatter(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.nda
         x = call.recv_block(parent, in_workspace(call) if children else place)
     assert x is not None, "the root has the array"
     edges = bounds(len(x), me.behind - me.first)
-    sent = [call.start_send_block(child.rank, x[edges[child.first - me.first]:edges[child.behind - me.first]],
-                                  step=child.cut - 1) for child in children]
-    part = x[edges[call.rank - me.first]:edges[call.rank - me.first + 1]]
+    sent = [
+        call.start_send_block(
+            child.rank,
+            x[edges[child.first - me.first] : edges[child.behind - me.first]],
+            step=child.cut - 1,
+        )
+        for child in children
+    ]
+    part = x[edges[call.rank - me.first] : edges[call.rank - me.first + 1]]
     if parent is not None and children:
         kept = place(part.shape, part.dtype)
         kept[...] = part

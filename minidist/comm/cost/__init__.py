@@ -1,1 +1,2 @@
-"""What communication costs: volume formulas, the latency-bandwidth link model, the critical path."""
+"""What communication costs: volume formulas, the latency-bandwidth link model, the critical
+path."""

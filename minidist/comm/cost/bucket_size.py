@@ -1,7 +1,8 @@
 """The size of buckets at which gradients have been summed soonest, by the α-β model.
 
-All buckets but the last hide behind backward; the last cannot, as it is final when backward ends. Larger buckets make
-the last one later, smaller ones cost more messages. For Ψ bytes of gradients in buckets of b, on a ring of P ranks:
+All buckets but the last hide behind backward; the last cannot, as it is final when backward ends.
+Larger buckets make the last one later, smaller ones cost more messages. For Ψ bytes of gradients in
+buckets of b, on a ring of P ranks:
 
     seconds(b) = Ψ/b × 2(P-1) × α    the latency of all buckets
                + 2(P-1)/P × b × β    the bytes of the last one
@@ -15,12 +16,17 @@ from math import sqrt
 from minidist.comm.cost.link_model import LinkCost
 
 LEAST_BYTES = 64 << 10
-"""Below this the work of a bucket itself, which the model does not know, costs more than it hides."""
+"""Below this the work of a bucket itself, which the model does not know, costs more than it
+hides."""
 
 
 def exposed_seconds(nbytes: int, ranks: int, cost: LinkCost, bucket_bytes: float) -> float:
     """The model's seconds that buckets of this size cost."""
-    return 2 * (ranks - 1) * (nbytes / bucket_bytes * cost.alpha + bucket_bytes / ranks * byte_seconds(cost))
+    return (
+        2
+        * (ranks - 1)
+        * (nbytes / bucket_bytes * cost.alpha + bucket_bytes / ranks * byte_seconds(cost))
+    )
 
 
 def byte_seconds(cost: LinkCost) -> float:

@@ -1,12 +1,14 @@
-"""The critical path of each algorithm: its steps on the slowest rank, from which `auto` predicts the time.
+"""The critical path of each algorithm: its steps on the slowest rank, from which `auto` predicts
+the time.
 
     path = PATHS["all_reduce", "ring"](4)             # for P = 4
-    path.work(n)                                      # LinkWork(waits=6, messages=6, moved=1.5 n, added=0.75 n)
+    path.work(n)                                      # LinkWork(waits=6, messages=6, moved=1.5 n,
+                                                      added=0.75 n)
     cost.seconds(path.work(n))                        # with the α, o, β, γ, κ of a profile's link
 
-volume.py sums all ranks' messages and bytes; here only those count that no other hides. Q is the largest power of two
-up to P. Hierarchical algorithms have a path in each of two link classes (Tiers). `auto` does not take algorithms from a
-profile that are missing here.
+volume.py sums all ranks' messages and bytes; here only those count that no other hides. Q is the
+largest power of two up to P. Hierarchical algorithms have a path in each of two link classes
+(Tiers). `auto` does not take algorithms from a profile that are missing here.
 """
 
 from collections import Counter
@@ -19,20 +21,27 @@ from minidist.comm.limits import STRETCH_BYTES
 
 
 class Path(NamedTuple):
-    """As link_model.LinkWork, but moved, added and crowded are multiples of n, the bytes of the array of each rank."""
+    """As link_model.LinkWork, but moved, added and crowded are multiples of n, the bytes of the
+    array of each rank."""
 
     waits: int
     messages: int
     moved: float
     added: float
     crowded: float = 0.0
-    stretched: bool = False     # whether waits and messages come again for each STRETCH_BYTES of the array
+    # whether waits and messages come again for each STRETCH_BYTES of the array
+    stretched: bool = False
 
     def work(self, nbytes: int) -> LinkWork:
         """The work of a call with arrays of `nbytes` bytes."""
         times = max(1, -(-nbytes // STRETCH_BYTES)) if self.stretched else 1
-        return LinkWork(times * self.waits, times * self.messages, self.moved * nbytes, self.added * nbytes,
-                    self.crowded * nbytes)
+        return LinkWork(
+            times * self.waits,
+            times * self.messages,
+            self.moved * nbytes,
+            self.added * nbytes,
+            self.crowded * nbytes,
+        )
 
 
 def _log(size: int) -> int:
@@ -62,7 +71,8 @@ def _doubling(size: int) -> Path:
 
 
 def _halves(size: int) -> float:
-    """What the first rank gets in all steps of halving: with each surplus rank a core rank speaks for two chunks."""
+    """What the first rank gets in all steps of halving: with each surplus rank a core rank speaks
+    for two chunks."""
     steps, _ = _doublings(size)
     surplus = size - (1 << steps)
     return sum((1 << step) + min(1 << step, surplus) for step in range(steps)) / size
@@ -83,19 +93,34 @@ def _halving(size: int) -> Path:
 PATHS: dict[tuple[str, str], Callable[[int], Path]] = {
     ("reduce", "naive"): lambda size: Path(size - 1, size - 1, size - 1, size - 1),
     ("reduce", "tree"): lambda size: Path(_log(size), _log(size), _log(size), _log(size)),
-    ("all_reduce", "naive"): lambda size: Path(2 * (size - 1), 2 * (size - 1), 2 * (size - 1), size - 1),
-    ("all_reduce", "tree"): lambda size: Path(2 * _log(size), 2 * _log(size), 2 * _log(size), _log(size)),
-    ("all_reduce", "ring"): lambda size: Path(2 * (size - 1), 2 * (size - 1), 2 * _part(size), _part(size),
-                                              stretched=True),
-    ("all_reduce", "direct"): lambda size: Path(min(1, size - 1), size - 1, size - 1, size - 1, _crowd(size - 1, size)),
-    ("all_reduce", "pairwise"): lambda size: Path(min(2, 2 * (size - 1)), 2 * (size - 1), 2 * _part(size), _part(size),
-                                                  _crowd(2 * _part(size), size)),
+    ("all_reduce", "naive"): lambda size: Path(
+        2 * (size - 1), 2 * (size - 1), 2 * (size - 1), size - 1
+    ),
+    ("all_reduce", "tree"): lambda size: Path(
+        2 * _log(size), 2 * _log(size), 2 * _log(size), _log(size)
+    ),
+    ("all_reduce", "ring"): lambda size: Path(
+        2 * (size - 1), 2 * (size - 1), 2 * _part(size), _part(size), stretched=True
+    ),
+    ("all_reduce", "direct"): lambda size: Path(
+        min(1, size - 1), size - 1, size - 1, size - 1, _crowd(size - 1, size)
+    ),
+    ("all_reduce", "pairwise"): lambda size: Path(
+        min(2, 2 * (size - 1)),
+        2 * (size - 1),
+        2 * _part(size),
+        _part(size),
+        _crowd(2 * _part(size), size),
+    ),
     ("all_reduce", "doubling"): _doubling,
     ("all_reduce", "halving-doubling"): _halving_doubling,
-    ("reduce_scatter", "naive"): lambda size: Path(2 * (size - 1), 2 * (size - 1), size - 1 + _part(size), size - 1),
+    ("reduce_scatter", "naive"): lambda size: Path(
+        2 * (size - 1), 2 * (size - 1), size - 1 + _part(size), size - 1
+    ),
     ("reduce_scatter", "ring"): lambda size: Path(size - 1, size - 1, _part(size), _part(size)),
-    ("reduce_scatter", "pairwise"): lambda size: Path(min(1, size - 1), size - 1, _part(size), _part(size),
-                                                      _crowd(_part(size), size)),
+    ("reduce_scatter", "pairwise"): lambda size: Path(
+        min(1, size - 1), size - 1, _part(size), _part(size), _crowd(_part(size), size)
+    ),
     ("reduce_scatter", "halving-doubling"): _halving,
 }
 
@@ -108,7 +133,8 @@ def _torus_both(size: int) -> Path:
 
 
 WIRED: dict[tuple[str, str], Callable[[int], Path]] = {("all_reduce", "torus-both"): _torus_both}
-"""The same of algorithms that are made for a wiring, which `auto` knows nothing of: it does not take them."""
+"""The same of algorithms that are made for a wiring, which `auto` knows nothing of: it does not
+take them."""
 
 BETWEEN_LEADERS = {"all_reduce": "ring", "reduce": "tree"}
 """What the leaders do in a hierarchical verb; inside the nodes it is a tree."""
@@ -117,38 +143,52 @@ BETWEEN_LEADERS = {"all_reduce": "ring", "reduce": "tree"}
 class Tiers(NamedTuple):
     """How a group lies on several nodes of several ranks."""
 
-    nodes: int                  # how many
-    largest: int                # the ranks of the largest
-    inside: LinkCost | None     # what messages cost inside a node; None if it was not measured
-    between: LinkCost | None    # the same between nodes
+    nodes: int  # how many
+    largest: int  # the ranks of the largest
+    inside: LinkCost | None  # what messages cost inside a node; None if it was not measured
+    between: LinkCost | None  # the same between nodes
 
     def seconds(self, verb: str, nbytes: int) -> float | None:
         """What hierarchical takes; None if it cannot be told."""
         if self.inside is None or self.between is None or verb not in BETWEEN_LEADERS:
             return None
-        return (self.inside.seconds(PATHS[verb, "tree"](self.largest).work(nbytes))
-                + self.between.seconds(PATHS[verb, BETWEEN_LEADERS[verb]](self.nodes).work(nbytes)))
+        return self.inside.seconds(
+            PATHS[verb, "tree"](self.largest).work(nbytes)
+        ) + self.between.seconds(PATHS[verb, BETWEEN_LEADERS[verb]](self.nodes).work(nbytes))
 
 
 def tiers(nodes: Sequence[int], profile: Profile | None, inside: str) -> Tiers | None:
-    """The tiers of a group with ranks on these nodes; None if it has but one, or fewer than two ranks a node.
+    """The tiers of a group with ranks on these nodes; None if it has but one, or fewer than two
+    ranks a node.
 
-    Args:    nodes: the machine of each rank; profile: the job's; inside: the link class between ranks of one node.
+    Args:    nodes: the machine of each rank; profile: the job's; inside: the link class between
+             ranks of one node.
     """
     ranks = Counter(nodes)
     if len(ranks) == 1 or len(nodes) < 2 * len(ranks):
         return None
     largest = max(ranks.values())
-    return Tiers(len(ranks), largest, *(None if profile is None else profile.link(inside, some)
-                                        for some in ([0] * largest, list(ranks))))
+    return Tiers(
+        len(ranks),
+        largest,
+        *(
+            None if profile is None else profile.link(inside, some)
+            for some in ([0] * largest, list(ranks))
+        ),
+    )
 
 
-def fastest(verb: str, nbytes: int, size: int, cost: LinkCost, usual: str, here: Tiers | None = None) -> str:
-    """The algorithm of the least time in the model; `usual` if the model does not know it, or if it is slower by no
-    more than the model's misfit: the model knows nothing of caches, for example.
+def fastest(
+    verb: str, nbytes: int, size: int, cost: LinkCost, usual: str, here: Tiers | None = None
+) -> str:
+    """The algorithm of the least time in the model; `usual` if the model does not know it, or if it
+    is slower by no more than the model's misfit: the model knows nothing of caches, for example.
     """
-    times = {algorithm: cost.seconds(path(size).work(nbytes))
-             for (of, algorithm), path in PATHS.items() if of == verb}
+    times = {
+        algorithm: cost.seconds(path(size).work(nbytes))
+        for (of, algorithm), path in PATHS.items()
+        if of == verb
+    }
     leaders = None if here is None else here.seconds(verb, nbytes)
     if leaders is not None:
         times["hierarchical"] = leaders

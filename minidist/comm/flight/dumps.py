@@ -1,15 +1,18 @@
-"""A flight recorder as JSON, with the keys of PyTorch's dumps (version 2.10), and our own records beside them.
+"""A flight recorder as JSON, with the keys of PyTorch's dumps (version 2.10), and our own records
+beside them.
 
     version, rank, pg_config {group: name, desc, ranks}, pg_status {group: last_…_collective}
-    entries      each call, and each message in one direction, as PyTorch's analysis matches it: record_id, pg_id,
-                 process_group [group, axis], collective_seq_id, p2p_seq_id, op_id, profiling_name ("gloo:all_reduce",
-                 "gloo:send 1->2"), time_created_ns, time_discovered_started_ns, time_discovered_completed_ns,
-                 duration_ms, input_sizes, input_dtypes, output_sizes, output_dtypes, state, is_p2p, retired,
-                 timeout_ms, frames [{name, filename, line}]
+    entries      each call, and each message in one direction, as PyTorch's analysis matches it:
+                 record_id, pg_id, process_group [group, axis], collective_seq_id, p2p_seq_id,
+                 op_id, profiling_name ("gloo:all_reduce", "gloo:send 1->2"), time_created_ns,
+                 time_discovered_started_ns, time_discovered_completed_ns, duration_ms, input_sizes,
+                 input_dtypes, output_sizes, output_dtypes, state, is_p2p, retired, timeout_ms,
+                 frames [{name, filename, line}]
     minidist     the ring's header and its records as they are, also of steps and waits (slots.py)
 
-PyTorch names its own library in profiling_name; "gloo" stands there because the analysis refuses a name that it does
-not know. Its loader reads pickles only, which we do not write; a JSON value is what its build_db takes.
+PyTorch names its own library in profiling_name; "gloo" stands there because the analysis refuses a
+name that it does not know. Its loader reads pickles only, which we do not write; a JSON value is
+what its build_db takes.
 """
 
 import json
@@ -25,8 +28,11 @@ from minidist.reading import converted, read_json
 
 VERSION = "2.10"
 _STATES = {"made": "scheduled", "begun": "started", "ended": "completed", "failed": "started"}
-_STATUS = {"last_enqueued_collective": ("made", "begun", "ended", "failed"),
-           "last_started_collective": ("begun", "ended", "failed"), "last_completed_collective": ("ended",)}
+_STATUS = {
+    "last_enqueued_collective": ("made", "begun", "ended", "failed"),
+    "last_started_collective": ("begun", "ended", "failed"),
+    "last_completed_collective": ("ended",),
+}
 
 
 class _DumpHeader(msgspec.Struct):
@@ -42,9 +48,15 @@ class _DumpFile(msgspec.Struct):
     minidist: _DumpOwn
 
 
-def write_dump(path: str | Path, header: dict[str, Any], entries: list[Entry], *, member: bool = False) -> None:
-    """Write the file, whole or not at all, for this user alone. Args: member: as of files.whole. Raises: OSError."""
-    with whole(path, member=member) as draft, open(draft, "w", opener=private, encoding="utf-8") as stream:
+def write_dump(
+    path: str | Path, header: dict[str, Any], entries: list[Entry], *, member: bool = False
+) -> None:
+    """Write the file, whole or not at all, for this user alone. Args: member: as of files.whole.
+    Raises: OSError."""
+    with (
+        whole(path, member=member) as draft,
+        open(draft, "w", opener=private, encoding="utf-8") as stream,
+    ):
         stream.write(json.dumps(as_json(header, entries)) + "\n")
 
 
@@ -52,12 +64,17 @@ def read_dump(path: str | Path, *, member: bool = False) -> tuple[dict[str, Any]
     """What write_dump has written: (header, entries). Args, Raises: as read_ring."""
     try:
         own = read_json(path, _DumpFile, member=member)["minidist"]
-        header = {**own["header"], "groups": {int(group): found for group, found in own["header"]["groups"].items()}}
+        header = {
+            **own["header"],
+            "groups": {int(group): found for group, found in own["header"]["groups"].items()},
+        }
         converted(header, FlightHeader)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{path} is not a flight recorder's dump ({why}); give one that SIGUSR2 or flight.dump() "
-                          f"has written") from error
+        raise ConfigError(
+            f"{path} is not a flight recorder's dump ({why}); give one that SIGUSR2 or "
+            "flight.dump() has written"
+        ) from error
     return header, own["entries"]
 
 
@@ -65,37 +82,65 @@ def as_json(header: dict[str, Any], entries: list[Entry]) -> dict[str, Any]:
     """The value that stands in the file."""
     groups = {group: (axis, [*ranks]) for group, (axis, ranks) in header["groups"].items()}
     calls = [entry for entry in entries if entry["kind"] in (CALL, MESSAGE)]
-    return {"version": VERSION, "rank": header["rank"],
-            "pg_config": {f"{group:x}": {"name": f"{group:x}", "desc": axis, "ranks": str(ranks)}
-                          for group, (axis, ranks) in groups.items()},
-            "pg_status": {f"{group:x}": _status(entries, group) for group in groups},
-            "entries": [_entry(entry, header, groups) for entry in calls],
-            "minidist": {"header": header, "entries": entries}}
+    return {
+        "version": VERSION,
+        "rank": header["rank"],
+        "pg_config": {
+            f"{group:x}": {"name": f"{group:x}", "desc": axis, "ranks": str(ranks)}
+            for group, (axis, ranks) in groups.items()
+        },
+        "pg_status": {f"{group:x}": _status(entries, group) for group in groups},
+        "entries": [_entry(entry, header, groups) for entry in calls],
+        "minidist": {"header": header, "entries": entries},
+    }
 
 
 def _status(entries: list[Entry], group: int) -> dict[str, int]:
     calls = [entry for entry in entries if entry["kind"] == CALL and entry["group"] == group]
-    return {name: max((entry["sequence"] for entry in calls if entry["state"] in states), default=-1)
-            for name, states in _STATUS.items()}
+    return {
+        name: max((entry["sequence"] for entry in calls if entry["state"] in states), default=-1)
+        for name, states in _STATUS.items()
+    }
 
 
-def _entry(entry: Entry, header: dict[str, Any], groups: dict[int, tuple[str, list[int]]]) -> dict[str, Any]:
+def _entry(
+    entry: Entry, header: dict[str, Any], groups: dict[int, tuple[str, list[int]]]
+) -> dict[str, Any]:
     group, message = entry["group"], entry["kind"] == MESSAGE
     axis, ranks = groups.get(group, ("", []))
     sizes = _sizes(entry, len(ranks))
     filename, _, line = entry["where"].rpartition(":")
-    started, completed = (_nanoseconds(entry[name], header) if entry[name] else None for name in ("begun", "ended"))
-    return {"record_id": entry["number"], "pg_id": [*groups].index(group) if group in groups else -1,
-            "process_group": [f"{group:x}", axis],
-            "collective_seq_id": 0 if message else entry["sequence"], "p2p_seq_id": message * entry["sequence"],
-            "op_id": entry["number"], "profiling_name": f"gloo:{_name(entry, header['rank'], ranks)}",
-            "time_created_ns": _nanoseconds(entry["made"], header),
-            "time_discovered_started_ns": started, "time_discovered_completed_ns": completed,
-            "duration_ms": 1000 * (entry["ended"] - entry["begun"]) if entry["ended"] else None,
-            "input_sizes": [sizes[0]], "input_dtypes": [entry["dtype"]], "output_sizes": [sizes[1]],
-            "output_dtypes": [entry["dtype"]], "state": _STATES[entry["state"]], "is_p2p": message,
-            "retired": entry["state"] in ("ended", "failed"), "timeout_ms": 0,
-            "frames": [{"name": entry["verb"], "filename": filename, "line": int(line) if line.isdigit() else 0}]}
+    started, completed = (
+        _nanoseconds(entry[name], header) if entry[name] else None for name in ("begun", "ended")
+    )
+    return {
+        "record_id": entry["number"],
+        "pg_id": [*groups].index(group) if group in groups else -1,
+        "process_group": [f"{group:x}", axis],
+        "collective_seq_id": 0 if message else entry["sequence"],
+        "p2p_seq_id": message * entry["sequence"],
+        "op_id": entry["number"],
+        "profiling_name": f"gloo:{_name(entry, header['rank'], ranks)}",
+        "time_created_ns": _nanoseconds(entry["made"], header),
+        "time_discovered_started_ns": started,
+        "time_discovered_completed_ns": completed,
+        "duration_ms": 1000 * (entry["ended"] - entry["begun"]) if entry["ended"] else None,
+        "input_sizes": [sizes[0]],
+        "input_dtypes": [entry["dtype"]],
+        "output_sizes": [sizes[1]],
+        "output_dtypes": [entry["dtype"]],
+        "state": _STATES[entry["state"]],
+        "is_p2p": message,
+        "retired": entry["state"] in ("ended", "failed"),
+        "timeout_ms": 0,
+        "frames": [
+            {
+                "name": entry["verb"],
+                "filename": filename,
+                "line": int(line) if line.isdigit() else 0,
+            }
+        ],
+    }
 
 
 def _nanoseconds(seconds: float, header: dict[str, Any]) -> int:
@@ -104,16 +149,24 @@ def _nanoseconds(seconds: float, header: dict[str, Any]) -> int:
 
 
 def _name(entry: Entry, world_rank: int, ranks: list[int]) -> str:
-    """A verb; of a message also the way, as places among the group's sorted world ranks, which PyTorch counts."""
+    """A verb; of a message also the way, as places among the group's sorted world ranks, which
+    PyTorch counts."""
     if entry["kind"] == CALL or not ranks:
         return str(entry["verb"])
-    here, there = sorted(ranks).index(world_rank), ranks[entry["src"] if entry["dst"] is None else entry["dst"]]
-    return f"recv {here}<-{sorted(ranks).index(there)}" if entry["dst"] is None else \
-        f"send {here}->{sorted(ranks).index(there)}"
+    here, there = (
+        sorted(ranks).index(world_rank),
+        ranks[entry["src"] if entry["dst"] is None else entry["dst"]],
+    )
+    return (
+        f"recv {here}<-{sorted(ranks).index(there)}"
+        if entry["dst"] is None
+        else f"send {here}->{sorted(ranks).index(there)}"
+    )
 
 
 def _sizes(entry: Entry, size: int) -> tuple[list[int], list[int]]:
-    """Shapes of a call's argument and result, as PyTorch, whose parts are all of one size, would note them."""
+    """Shapes of a call's argument and result, as PyTorch, whose parts are all of one size, would
+    note them."""
     shape = [1 if dim is None else dim for dim in entry["shape"] or []]
     if entry["verb"] in ("all_gather", "gather"):
         return shape, [size * (shape or [1])[0], *shape[1:]]

@@ -1,32 +1,38 @@
-"""When messages left and arrived: one message a step of each link, from which diagnosis gets the link's alpha and beta.
+"""When messages left and arrived: one message a step of each link, from which diagnosis gets the
+link's alpha and beta.
 
     ledger.times = MessageTimes(rank)       # from now on calls report their messages
-    ledger.times.take()                     # after each step: {"out": [...], "in": [...]}, and the next step begins
+    ledger.times.take()                     # after each step: {"out": [...], "in": [...]}, and the
+                                            next step begins
 
     out     [peer, group, number, bytes, sent]                  sent: the sender's start_send
     in      [peer, group, number, bytes, posted, arrived]       posted: the receiver's start_recv
 
-All times are microseconds of time.perf_counter(). Where the receive was posted before the message was sent, the message
-took arrived - sent; else the receiver was late, and the time of its arrival is unknown. Both ends choose the same
-message of a step without talking: in even steps the largest to a peer, in odd ones the smallest, and of several the
-first. They count the messages of a group from the job's first one, so a reader can match both ends.
+All times are microseconds of time.perf_counter(). Where the receive was posted before the message
+was sent, the message took arrived - sent; else the receiver was late, and the time of its arrival
+is unknown. Both ends choose the same message of a step without talking: in even steps the largest
+to a peer, in odd ones the smallest, and of several the first. They count the messages of a group
+from the job's first one, so a reader can match both ends.
 """
 
 import time
 from typing import Any
 
-MOST = 12       # links of a rank and direction that one step tells of; of more ranks each step takes others
-SHORT = 16 << 10    # bytes that come with their header
+# links of a rank and direction that one step tells of; of more ranks each step takes others
+MOST = 12
+SHORT = 16 << 10  # bytes that come with their header
 _MICRO = 1e6
 
 
 class MessageTimes:
-    """The messages of one rank's collectives. Safe to use from several threads: a group's messages come in order."""
+    """The messages of one rank's collectives. Safe to use from several threads: a group's messages
+    come in order."""
 
     def __init__(self, world_rank: int, world_size: int) -> None:
         self.world_rank, self.world_size = world_rank, world_size
         self._step = 0
-        self._numbers: dict[tuple[str, int, int], int] = {}         # (direction, group, peer) -> messages so far
+        # (direction, group, peer) -> messages so far
+        self._numbers: dict[tuple[str, int, int], int] = {}
         self._out: dict[int, list[Any]] = {}
         self._in: dict[int, list[Any]] = {}
 
@@ -34,19 +40,23 @@ class MessageTimes:
         """A message of this rank sets out."""
         number = self._next("out", group, peer)
         if nbytes and self._kept(self._out, peer, group, number, nbytes):
-            self._out[peer] = [peer, group & 0xffff, number, nbytes, _now()]
+            self._out[peer] = [peer, group & 0xFFFF, number, nbytes, _now()]
 
     def posted(self, group: int, peer: int, nbytes: int) -> "Arrival | None":
-        """A receive is about to be posted. Returns: where to note its arrival; None for a message that is not kept."""
+        """A receive is about to be posted. Returns: where to note its arrival; None for a message
+        that is not kept."""
         number = self._next("in", group, peer)
         if not nbytes or not self._kept(self._in, peer, group, number, nbytes):
             return None
-        kept = self._in[peer] = [peer, group & 0xffff, number, nbytes, _now(), 0]
+        kept = self._in[peer] = [peer, group & 0xFFFF, number, nbytes, _now(), 0]
         return Arrival(kept)
 
     def take(self) -> dict[str, list[list[int]]]:
         """What one step has kept, and begin the next step."""
-        found = {"out": list(self._out.values()), "in": [kept for kept in self._in.values() if kept[-1]]}
+        found = {
+            "out": list(self._out.values()),
+            "in": [kept for kept in self._in.values() if kept[-1]],
+        }
         self._out, self._in = {}, {}
         self._step += 1
         return found
@@ -56,7 +66,9 @@ class MessageTimes:
         self._numbers[key] = number = self._numbers.get(key, 0) + 1
         return number
 
-    def _kept(self, found: dict[int, list[Any]], peer: int, group: int, number: int, nbytes: int) -> bool:
+    def _kept(
+        self, found: dict[int, list[Any]], peer: int, group: int, number: int, nbytes: int
+    ) -> bool:
         """Whether this message is the one that its step tells of, of those so far."""
         turns = -(-self.world_size // MOST)
         if peer == self.world_rank or (peer + self.world_rank + self._step) % turns:
@@ -65,12 +77,12 @@ class MessageTimes:
             return True
         best = found[peer]
         sign = -1 if self._step % 2 == 0 else 1
-        return (sign * nbytes, group & 0xffff, number) < (sign * best[3], best[1], best[2])
+        return (sign * nbytes, group & 0xFFFF, number) < (sign * best[3], best[1], best[2])
 
 
 class Arrival:
-    """When one message arrives: at the end of a wait for it. One that was there before the wait began is known only by
-    its header, which is enough if it is short; a long one is left out."""
+    """When one message arrives: at the end of a wait for it. One that was there before the wait
+    began is known only by its header, which is enough if it is short; a long one is left out."""
 
     def __init__(self, kept: list[Any]) -> None:
         self._kept, self._header = kept, 0

@@ -1,16 +1,21 @@
-"""The flight recorder: the last calls, messages, steps and long waits of one rank, in a ring of one megabyte.
+"""The flight recorder: the last calls, messages, steps and long waits of one rank, in a ring of one
+megabyte.
 
     ledger.flight.entries()                         # the newest 4,000 or so, oldest first
-    ledger.flight.keep_in("run/flight/00003.ring")  # from now on the ring is a file, which a killed rank leaves behind
+    ledger.flight.keep_in("run/flight/00003.ring")  # from now on the ring is a file, which a killed
+                                                    rank leaves behind
     rank, entries = read_ring("run/flight/00003.ring")      # also of a rank that still runs
-    ledger.flight.dump("rank3.json")                # the same as JSON, with the keys of PyTorch's flight recorder
+    ledger.flight.dump("rank3.json")                # the same as JSON, with the keys of PyTorch's
+                                                    flight recorder
 
-It is always on. A record is written when a call begins, or is put in a queue before that, and when it ends; so the last
-record of a rank that hangs or was killed says in which call it was. The ring is a memory map; one of a file needs no
-dump, because the system keeps what a process has written there, however it ends. Its bytes: slots.py.
+It is always on. A record is written when a call begins, or is put in a queue before that, and when
+it ends; so the last record of a rank that hangs or was killed says in which call it was. The ring
+is a memory map; one of a file needs no dump, because the system keeps what a process has written
+there, however it ends. Its bytes: slots.py.
 
-A file that is there already is replaced, not written over: a rank of an earlier generation, or of the run that is
-resumed, may have it mapped. So a path holds the ring of the newest rank of that number.
+A file that is there already is replaced, not written over: a rank of an earlier generation, or of
+the run that is resumed, may have it mapped. So a path holds the ring of the newest rank of that
+number.
 Cost: about 4 µs a call, and no memory but the ring.
 """
 
@@ -60,7 +65,8 @@ from minidist.files import reserve
 
 FOLDER_TRIES = 100
 
-_CALL, _MESSAGE, _STEP, _WAIT, _END, _STATE_OF_STEP = range(len(KINDS))     # the bytes that stand for them in a slot
+# the bytes that stand for them in a slot
+_CALL, _MESSAGE, _STEP, _WAIT, _END, _STATE_OF_STEP = range(len(KINDS))
 _MADE, _BEGUN, _ENDED, _FAILED = range(len(STATES))
 
 recorders: "weakref.WeakSet[FlightRecorder]" = weakref.WeakSet()
@@ -85,48 +91,90 @@ class FlightRecorder:
         self._numbers = itertools.count(1)
         self._groups: dict[int, tuple[str, list[int]]] = {}
 
-    # ------------------------------------------------------------------------------------------------------ writing
+    # -------------------------------------------------------------------------------------- writing
 
-    def made(self, group: int, sequence: int, header: bytes, axis: str, world_ranks: Sequence[int],
-             begun: bool = False) -> int:
+    def made(
+        self,
+        group: int,
+        sequence: int,
+        header: bytes,
+        axis: str,
+        world_ranks: Sequence[int],
+        begun: bool = False,
+    ) -> int:
         """A call is made. Returns: the record's number, for begun() and ended().
 
-        Args:    group, sequence: of the call's signature; header: of its messages, without the sequence
-                 (signature.py); axis, world_ranks: of its group; begun: whether it sets out at once; then begun() is
-                 not to be called.
+        Args:    group, sequence: of the call's signature; header: of its messages, without the
+                 sequence (signature.py); axis, world_ranks: of its group; begun: whether it sets
+                 out at once; then begun() is not to be called.
         """
         if group not in self._groups:
             self._know(group, axis, world_ranks)
-        return self._write(_CALL, _BEGUN if begun else _MADE, header if len(header) <= TEXTS
-                           else _shortened_header(header), sequence)
+        return self._write(
+            _CALL,
+            _BEGUN if begun else _MADE,
+            header if len(header) <= TEXTS else _shortened_header(header),
+            sequence,
+        )
 
-    def message(self, group: int, sequence: int, verb: str, dtype: str | None, shape: Any, where: str, *, axis: str,
-                world_ranks: Sequence[int], dst: int | None = None, src: int | None = None) -> int:
-        """A message to `dst`, or from `src`, ranks of the group, is begun. Returns: the number, for ended().
+    def message(
+        self,
+        group: int,
+        sequence: int,
+        verb: str,
+        dtype: str | None,
+        shape: Any,
+        where: str,
+        *,
+        axis: str,
+        world_ranks: Sequence[int],
+        dst: int | None = None,
+        src: int | None = None,
+    ) -> int:
+        """A message to `dst`, or from `src`, ranks of the group, is begun. Returns: the number, for
+        ended().
 
         Args:    sequence: its place among the messages between the two in this direction, from 1.
         """
         if group not in self._groups:
             self._know(group, axis, world_ranks)
-        return self._write(_MESSAGE, _BEGUN, _message_texts(group, verb, dst, src, dtype, shape, where), sequence)
+        return self._write(
+            _MESSAGE, _BEGUN, _message_texts(group, verb, dst, src, dtype, shape, where), sequence
+        )
 
     def begun(self, number: int, seconds: float = 0.0) -> None:
-        """The call sets out, in the group's worker, whose turn has come; or did so `seconds` ago."""
+        """The call sets out, in the group's worker, whose turn has come; or did so `seconds`
+        ago."""
         ring, at = self._open(), place(number)
-        if NUMBER.unpack_from(ring, at)[0] == number:       # else the ring has gone round since
+        if NUMBER.unpack_from(ring, at)[0] == number:  # else the ring has gone round since
             TIME.pack_into(ring, at + BEGUN_AT, time.perf_counter() - seconds)
             ring[at + STATE_AT] = _BEGUN
 
-    def ended(self, number: int, nbytes: int = 0, messages: int = 0, *, failed: bool = False,
-              blocking: bool = False, stood: float = 0.0) -> None:
+    def ended(
+        self,
+        number: int,
+        nbytes: int = 0,
+        messages: int = 0,
+        *,
+        failed: bool = False,
+        blocking: bool = False,
+        stood: float = 0.0,
+    ) -> None:
         """The call, message or wait is over; this rank has sent so many bytes in so many messages.
 
-        Args:    blocking: the program stood still from its begin on; else for the last `stood` seconds.
+        Args:    blocking: the program stood still from its begin on; else for the last `stood`
+                 seconds.
         """
-        ring, at, now = self._ring or self._open(), HEADER_BYTES + number % SLOTS * SLOT_BYTES, time.perf_counter()
+        ring, at, now = (
+            self._ring or self._open(),
+            HEADER_BYTES + number % SLOTS * SLOT_BYTES,
+            time.perf_counter(),
+        )
         found, begun = BEGIN.unpack_from(ring, at)
         if found == number:
-            OUTCOME.pack_into(ring, at + ENDED_AT, now, nbytes, messages, now - begun if blocking else stood)
+            OUTCOME.pack_into(
+                ring, at + ENDED_AT, now, nbytes, messages, now - begun if blocking else stood
+            )
             ring[at + STATE_AT] = _FAILED if failed else _ENDED
 
     def stood(self, number: int, seconds: float) -> None:
@@ -140,23 +188,47 @@ class FlightRecorder:
         self.step = step
         self._write(_STEP, _ENDED, b"", 0)
 
-    def state(self, memory: Sequence[int], peak: Sequence[int], limit: int | None, joules: float, source: str) -> None:
+    def state(
+        self,
+        memory: Sequence[int],
+        peak: Sequence[int],
+        limit: int | None,
+        joules: float,
+        source: str,
+    ) -> None:
         """What the rank holds after a step, and has spent.
 
-        Args:    memory: bytes of each of account.CATEGORIES; peak: the most so far, of each and of all together;
+        Args:    memory: bytes of each of account.CATEGORIES; peak: the most so far, of each and of
+                 all together;
                  limit: of all together; joules: so far, by `source`.
         """
-        self._write(_STATE_OF_STEP, _ENDED, msgpack.packb([list(memory), list(peak), limit, joules, source[:12]]), 0)
+        self._write(
+            _STATE_OF_STEP,
+            _ENDED,
+            msgpack.packb([list(memory), list(peak), limit, joules, source[:12]]),
+            0,
+        )
 
-    def waiting(self, what: str, world_ranks: Sequence[int], seconds: float = 0.0, *, group: int = 0,
-                sequence: int = 0) -> int:
-        """A wait for these ranks has lasted `seconds` and goes on, in this call. Returns: its number, for ended()."""
-        number = self._write(_WAIT, _BEGUN, msgpack.packb([what[:60], list(world_ranks)[:20], group]), sequence)
+    def waiting(
+        self,
+        what: str,
+        world_ranks: Sequence[int],
+        seconds: float = 0.0,
+        *,
+        group: int = 0,
+        sequence: int = 0,
+    ) -> int:
+        """A wait for these ranks has lasted `seconds` and goes on, in this call. Returns: its
+        number, for ended()."""
+        number = self._write(
+            _WAIT, _BEGUN, msgpack.packb([what[:60], list(world_ranks)[:20], group]), sequence
+        )
         self.begun(number, seconds)
         return number
 
     def end(self, why: str = "", where: str = "") -> None:
-        """The rank leaves the job: well, or because of an error ("ValueError: …"). The first such record counts.
+        """The rank leaves the job: well, or because of an error ("ValueError: …"). The first such
+        record counts.
 
         Args:    where: the line of an error of the rank's own; "" of one that came from others.
         """
@@ -171,12 +243,28 @@ class FlightRecorder:
 
     def _write(self, kind: int, state: int, texts: bytes, sequence: int) -> int:
         number, now, step = next(self._numbers), time.perf_counter(), self.step
-        SLOT.pack_into(self._ring or self._open(), HEADER_BYTES + number % SLOTS * SLOT_BYTES,     # place(number)
-                       number, state, kind, len(texts), NO_STEP if step is None else step, now, sequence,
-                       0.0 if state == _MADE else now, 0.0 if state < _ENDED else now, 0, 0, 0.0, texts, number)
+        # place(number)
+        SLOT.pack_into(
+            self._ring or self._open(),
+            HEADER_BYTES + number % SLOTS * SLOT_BYTES,
+            number,
+            state,
+            kind,
+            len(texts),
+            NO_STEP if step is None else step,
+            now,
+            sequence,
+            0.0 if state == _MADE else now,
+            0.0 if state < _ENDED else now,
+            0,
+            0,
+            0.0,
+            texts,
+            number,
+        )
         return number
 
-    # -------------------------------------------------------------------------------------------------------- where
+    # ---------------------------------------------------------------------------------------- where
 
     def keep_in(self, path: str | Path, *, size: int = 0, link: str = "") -> None:
         """Move the ring into a file. The file stays in its folder when this process is gone.
@@ -190,16 +278,25 @@ class FlightRecorder:
         try:
             opened, draft = _new_file(path)
             with open(opened, "w+b") as file:
-                reserve(file.fileno(), 0, RING_BYTES)   # a write to a map beyond a full disk would kill the rank
+                # a write to a map beyond a full disk would kill the rank
+                reserve(file.fileno(), 0, RING_BYTES)
                 ring = mmap.mmap(file.fileno(), RING_BYTES)
             ring[:] = before[:]
             draft.replace(path)
         except OSError as error:
             if draft is not None:
                 draft.unlink(missing_ok=True)
-            raise ConfigError(f"rank {self.world_rank} cannot keep its flight recorder in {path}: {error.strerror}; "
-                              f"give a folder that can be written") from error
-        self._ring, self.path, self._size, self._link, self._kept = ring, path, size, link, time.time()
+            raise ConfigError(
+                f"rank {self.world_rank} cannot keep its flight recorder in {path}: "
+                f"{error.strerror}; give a folder that can be written"
+            ) from error
+        self._ring, self.path, self._size, self._link, self._kept = (
+            ring,
+            path,
+            size,
+            link,
+            time.time(),
+        )
         self._write_header()
 
     def entries(self) -> list[Entry]:
@@ -207,7 +304,8 @@ class FlightRecorder:
         return entries_of(bytes(self._open()))
 
     def dump(self, path: str | Path, *, member: bool = False) -> None:
-        """Write the ring as JSON; its keys: dumps.py. Args: member: as of files.whole. Raises: OSError."""
+        """Write the ring as JSON; its keys: dumps.py. Args: member: as of files.whole. Raises:
+        OSError."""
         write_dump(path, {**self._header(), "dumped": time.time()}, self.entries(), member=member)
 
     def _open(self) -> mmap.mmap:
@@ -218,16 +316,24 @@ class FlightRecorder:
         return self._ring
 
     def _header(self) -> dict[str, Any]:
-        return {"rank": self.world_rank, "pid": self.pid, "host": platform.node(), "size": self._size,
-                "link": self._link, "kept": self._kept, "clock": time.time() - time.perf_counter(),
-                "groups": self._groups}
+        return {
+            "rank": self.world_rank,
+            "pid": self.pid,
+            "host": platform.node(),
+            "size": self._size,
+            "link": self._link,
+            "kept": self._kept,
+            "clock": time.time() - time.perf_counter(),
+            "groups": self._groups,
+        }
 
     def _write_header(self) -> None:
         ring, header = self._open(), self._header()
         packed = msgpack.packb(header)
-        if len(packed) > HEADER_BYTES - len(MAGIC) - 4:         # thousands of groups: their ranks are left out
+        # thousands of groups: their ranks are left out
+        if len(packed) > HEADER_BYTES - len(MAGIC) - 4:
             packed = msgpack.packb({**header, "groups": {}})
-        ring[:len(MAGIC) + 4 + len(packed)] = MAGIC + len(packed).to_bytes(4, "little") + packed
+        ring[: len(MAGIC) + 4 + len(packed)] = MAGIC + len(packed).to_bytes(4, "little") + packed
 
 
 def _new_file(path: Path) -> tuple[int, Path]:
@@ -254,14 +360,24 @@ def _shortened(text: str, nbytes: int, *, keep_end: bool = True) -> str:
 
 @lru_cache(maxsize=1024)
 def _shortened_header(header: bytes) -> bytes:
-    """A call's header that does not fit into a slot: long names, many dims and the begin of `where` are left out."""
+    """A call's header that does not fit into a slot: long names, many dims and the begin of `where`
+    are left out."""
     group, verb, algorithm, op, root, dtype, shape, where = call_fields(header)
-    fields = msgpack.packb([group, verb[:24], algorithm[:24], op, root, dtype[:16], shape and shape[:4]])
-    return fields + msgpack.packb(_shortened(where, TEXTS - len(fields) - 2))   # type: ignore[no-any-return]
+    fields = msgpack.packb(
+        [group, verb[:24], algorithm[:24], op, root, dtype[:16], shape and shape[:4]]
+    )
+    return fields + msgpack.packb(_shortened(where, TEXTS - len(fields) - 2))  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=1024)
-def _message_texts(group: int, verb: str, dst: int | None, src: int | None, dtype: str | None, shape: Any,
-                   where: str) -> bytes:
+def _message_texts(
+    group: int,
+    verb: str,
+    dst: int | None,
+    src: int | None,
+    dtype: str | None,
+    shape: Any,
+    where: str,
+) -> bytes:
     fields = [group, verb[:24], dst, src, (dtype or "")[:16], shape and list(shape)[:4]]
     return msgpack.packb([*fields, _shortened(where, TEXTS - len(msgpack.packb(fields)) - 4)])  # type: ignore[no-any-return]

@@ -1,11 +1,13 @@
 """The bytes of a flight recorder's ring, and how they are read again.
 
     header      HEADER_BYTES: MAGIC, their length (4 bytes), then msgpack of a dict
-    slots       record n is in slot n % SLOTS, written by one call of SLOT.pack_into. Its texts are msgpack of the
-                fields FIELDS of its kind, shortened to fit; a call's are as in the header of its messages
+    slots       record n is in slot n % SLOTS, written by one call of SLOT.pack_into. Its texts are
+                msgpack of the fields FIELDS of its kind, shortened to fit; a call's are as in the
+                header of its messages
 
-A slot begins and ends with its record's number: in one that SIGKILL tore the two differ. A ring that is still written
-to is read twice: a record that was overwritten meanwhile has another number the second time.
+A slot begins and ends with its record's number: in one that SIGKILL tore the two differ. A ring
+that is still written to is read twice: a record that was overwritten meanwhile has another number
+the second time.
 """
 
 import struct
@@ -22,23 +24,34 @@ from minidist.reading import Count, Finite, Rank, convert, converted
 RING_BYTES = 1 << 20
 HEADER_BYTES = 64 << 10
 SLOT_BYTES = 248
-TEXTS = 176     # bytes of a slot for what stays the same
+TEXTS = 176  # bytes of a slot for what stays the same
 SLOTS = (RING_BYTES - HEADER_BYTES) // SLOT_BYTES
 
-CALL, MESSAGE, STEP, WAIT, END, STATE_OF_STEP = KINDS = ("call", "message", "step", "wait", "end", "state")
+CALL, MESSAGE, STEP, WAIT, END, STATE_OF_STEP = KINDS = (
+    "call",
+    "message",
+    "step",
+    "wait",
+    "end",
+    "state",
+)
 MADE, BEGUN, ENDED, FAILED = STATES = ("made", "begun", "ended", "failed")
-FIELDS = {CALL: ("group", "verb", "algorithm", "op", "root", "dtype", "shape", "where"),
-          MESSAGE: ("group", "verb", "dst", "src", "dtype", "shape", "where"),
-          WAIT: ("what", "ranks", "group"), STEP: (), END: ("why", "where"),
-          STATE_OF_STEP: ("memory", "peak", "limit", "joules", "source")}
+FIELDS = {
+    CALL: ("group", "verb", "algorithm", "op", "root", "dtype", "shape", "where"),
+    MESSAGE: ("group", "verb", "dst", "src", "dtype", "shape", "where"),
+    WAIT: ("what", "ranks", "group"),
+    STEP: (),
+    END: ("why", "where"),
+    STATE_OF_STEP: ("memory", "peak", "limit", "joules", "source"),
+}
 
 MAGIC = b"mdflght3"
 SLOT = struct.Struct(f"<QBBHidQddQIf{TEXTS}sQ")
-"""number, state, kind, length of the texts, step, made (s), sequence, begun, ended (s), bytes, messages, stood (s),
-texts, number"""
+"""number, state, kind, length of the texts, step, made (s), sequence, begun, ended (s), bytes,
+messages, stood (s), texts, number"""
 NUMBER, TIME, STOOD = struct.Struct("<Q"), struct.Struct("<d"), struct.Struct("<f")
-BEGIN = struct.Struct("<Q24xd")             # number, ..., begun
-OUTCOME = struct.Struct("<dQIf")            # ended, bytes, messages, stood
+BEGIN = struct.Struct("<Q24xd")  # number, ..., begun
+OUTCOME = struct.Struct("<dQIf")  # ended, bytes, messages, stood
 STATE_AT, BEGUN_AT, ENDED_AT, STOOD_AT = 8, 32, 40, 60
 NO_STEP, NO_FIELDS = -1, msgpack.packb([])
 
@@ -128,34 +141,41 @@ def place(number: int) -> int:
 def read_ring(path: str | Path, *, member: bool = False) -> tuple[dict[str, Any], list[Entry]]:
     """What a rank has left in a file: (header, entries), entries oldest first.
 
-    header   rank, pid, host, size of the world (0: unknown), link (the link class inside a host; "": unknown), kept
-             (the time of day when it moved into its file), clock (seconds to add to an entry's times for the time of
-             day), groups {id: [axis, world ranks]}
-    entry    number, kind, state, step (None outside a step), made, begun, ended (seconds; 0.0: not yet), and the
-             FIELDS of its kind. Of a call, a message and a wait also sequence; of the first two nbytes, messages and
-             stood: the last seconds before it ended in which the program did nothing but wait for its end; their sum
-             over a step is that of health/wait_state.spent_in_calls, which says why there are two
+    header   rank, pid, host, size of the world (0: unknown), link (the link class inside a host;
+             "": unknown), kept (the time of day when it moved into its file), clock (seconds to add
+             to an entry's times for the time of day), groups {id: [axis, world ranks]}
+    entry    number, kind, state, step (None outside a step), made, begun, ended (seconds; 0.0: not
+             yet), and the FIELDS of its kind. Of a call, a message and a wait also sequence; of the
+             first two nbytes, messages and
+             stood: the last seconds before it ended in which the program did nothing but wait for
+             its end; their sum over a step is that of health/wait_state.spent_in_calls, which says
+             why there are two
     Args:    member: of a folder that another user may have filled (files.open_regular).
     Raises:  ConfigError if there is no such file, or it is no ring.
     """
     ring, later = _read_twice(Path(path), member=member)
     header = header_of(ring)
     if header is None or len(ring) != RING_BYTES:
-        raise ConfigError(f"{path} is not a flight recorder's ring, which has {RING_BYTES} bytes; "
-                          f"give a file that FlightRecorder.keep_in has made")
-    entries = [entry for entry in entries_of(ring)
-               if NUMBER.unpack_from(later, place(entry["number"]))[0] == entry["number"]]
+        raise ConfigError(
+            f"{path} is not a flight recorder's ring, which has {RING_BYTES} bytes; "
+            f"give a file that FlightRecorder.keep_in has made"
+        )
+    entries = [
+        entry
+        for entry in entries_of(ring)
+        if NUMBER.unpack_from(later, place(entry["number"]))[0] == entry["number"]
+    ]
     return header, entries
 
 
 def header_of(ring: bytes) -> dict[str, Any] | None:
     """The header at a ring's begin; None if it is no ring's, or is being written."""
     start = len(MAGIC) + 4
-    length = int.from_bytes(ring[len(MAGIC):start], "little")
-    if ring[:len(MAGIC)] != MAGIC or length > HEADER_BYTES:
+    length = int.from_bytes(ring[len(MAGIC) : start], "little")
+    if ring[: len(MAGIC)] != MAGIC or length > HEADER_BYTES:
         return None
     try:
-        header: dict[str, Any] = msgpack.unpackb(ring[start:start + length], strict_map_key=False)
+        header: dict[str, Any] = msgpack.unpackb(ring[start : start + length], strict_map_key=False)
         converted(header, FlightHeader)
     except ValueError:
         return None
@@ -163,7 +183,8 @@ def header_of(ring: bytes) -> dict[str, Any] | None:
 
 
 def _read_twice(path: Path, *, member: bool) -> tuple[bytes, bytes]:
-    """The file, and again, with the same header both times; that changes only when the rank uses a new group."""
+    """The file, and again, with the same header both times; that changes only when the rank uses a
+    new group."""
     try:
         ring = read_regular(path, most=RING_BYTES, member=member)
         for _ in range(10):
@@ -177,7 +198,10 @@ def _read_twice(path: Path, *, member: bool) -> tuple[bytes, bytes]:
 
 def newest_time(header: dict[str, Any], entries: list[Entry]) -> float:
     """The time of day of a ring's newest word, in seconds; 0.0 if it has none."""
-    return max((max(entry["made"], entry["begun"], entry["ended"]) + header["clock"] for entry in entries), default=0.0)
+    return max(
+        (max(entry["made"], entry["begun"], entry["ended"]) + header["clock"] for entry in entries),
+        default=0.0,
+    )
 
 
 def call_fields(texts: bytes) -> list[Any]:
@@ -191,19 +215,34 @@ def call_fields(texts: bytes) -> list[Any]:
 def entries_of(ring: bytes) -> list[Entry]:
     """The records of a ring, oldest first."""
     slots = range(HEADER_BYTES, HEADER_BYTES + SLOTS * SLOT_BYTES, SLOT_BYTES)
-    return sorted(filter(None, (entry_at(ring, at) for at in slots)), key=lambda entry: entry["number"])
+    return sorted(
+        filter(None, (entry_at(ring, at) for at in slots)), key=lambda entry: entry["number"]
+    )
 
 
 def entry_at(ring: bytes | memoryview, at: int) -> Entry | None:
     """The record of the slot that begins at `at`; None for one that is empty, or torn."""
-    number, state, kind, length, step, made, sequence, begun, ended, *counted, texts, last = SLOT.unpack_from(ring, at)
+    number, state, kind, length, step, made, sequence, begun, ended, *counted, texts, last = (
+        SLOT.unpack_from(ring, at)
+    )
     if not number or number != last or kind >= len(KINDS) or state >= len(STATES):
         return None
-    entry = {"number": number, "kind": KINDS[kind], "state": STATES[state],
-             "step": None if step == NO_STEP else step, "made": made, "begun": begun, "ended": ended}
+    entry = {
+        "number": number,
+        "kind": KINDS[kind],
+        "state": STATES[state],
+        "step": None if step == NO_STEP else step,
+        "made": made,
+        "begun": begun,
+        "ended": ended,
+    }
     try:
-        fields = call_fields(texts[:length]) if KINDS[kind] == CALL else msgpack.unpackb(texts[:length] or NO_FIELDS)
-    except (ValueError, TypeError):     # overwritten while it was read
+        fields = (
+            call_fields(texts[:length])
+            if KINDS[kind] == CALL
+            else msgpack.unpackb(texts[:length] or NO_FIELDS)
+        )
+    except (ValueError, TypeError):  # overwritten while it was read
         return None
     if KINDS[kind] in (CALL, MESSAGE):
         entry |= dict(zip(("nbytes", "messages", "stood"), counted, strict=True))

@@ -1,1 +1,2 @@
-"""Nothing hangs: the monitor that every rank is connected to, watchdogs, deadlock detection, rendezvous."""
+"""Nothing hangs: the monitor that every rank is connected to, watchdogs, deadlock detection,
+rendezvous."""

@@ -1,10 +1,11 @@
 """A listening socket of the job: how to connect to the monitor's, and which connections are let in.
 
-A connection that does not pass the handshake (wire.py) within a few seconds, claims a rank that is taken, or names
-another job size is refused; the addresses of the first TOLD are logged. At most PENDING connections, or two for each
-rank that may come, are unproven at a time; the oldest is closed first, so many slow strangers cannot keep a rank out. A
-rank that is closed for others calls again. A rank that has proven itself is told so when nothing can close its
-connection for others any more.
+A connection that does not pass the handshake (wire.py) within a few seconds, claims a rank that is
+taken, or names another job size is refused; the addresses of the first TOLD are logged. At most
+PENDING connections, or two for each rank that may come, are unproven at a time; the oldest is
+closed first, so many slow strangers cannot keep a rank out. A rank that is closed for others calls
+again. A rank that has proven itself is told so when nothing can close its connection for others any
+more.
 """
 
 import contextlib
@@ -23,38 +24,57 @@ from minidist.comm import wire
 from minidist.comm.health.process_state import this_system
 from minidist.errors import CommError, HandshakeError, LaunchError, PeerLostError, TimeoutError
 
-PENDING = 64              # connections that have not proven themselves yet
-QUEUE = 4096              # callers that the kernel keeps until they are accepted; a system may grant fewer
-EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)       # of accept: the system has no more
-FILES = 8                 # open files for each rank of the job: connection, shared memory, what it inherited
-_NO_WAY = (errno.ENETUNREACH, errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)     # no patience helps: no route, no IPv6
-TOLD = 10                 # refusals that are logged: strangers cannot fill a disk
-HANDSHAKE_LIMIT = 10.0    # seconds a connection gets for that
-SILENCE = 5.0             # seconds of silence after which a host is lost
-RESENT = 3                # times that a packet is sent again, unanswered, until its link counts as losing packets
+PENDING = 64  # connections that have not proven themselves yet
+QUEUE = 4096  # callers that the kernel keeps until they are accepted; a system may grant fewer
+# of accept: the system has no more
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+FILES = 8  # open files for each rank of the job: connection, shared memory, what it inherited
+# no patience helps: no route, no IPv6
+_NO_WAY = (errno.ENETUNREACH, errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
+TOLD = 10  # refusals that are logged: strangers cannot fill a disk
+HANDSHAKE_LIMIT = 10.0  # seconds a connection gets for that
+SILENCE = 5.0  # seconds of silence after which a host is lost
+RESENT = 3  # times that a packet is sent again, unanswered, until its link counts as losing packets
 _INFO = struct.Struct("=xxBB52xI")
-"""Of the kernel's tcp_info: tcpi_retransmits and tcpi_probes, which go back to 0 at each acknowledgement,
-and tcpi_last_ack_recv, the milliseconds since the last one."""
+"""Of the kernel's tcp_info: tcpi_retransmits and tcpi_probes, which go back to 0 at each
+acknowledgement, and tcpi_last_ack_recv, the milliseconds since the last one."""
 
 log = logging.getLogger("minidist.comm")
 
 
 class Acceptor:
-    """A listening socket; each caller is answered in a thread of its own until it has proven itself.
+    """A listening socket; each caller is answered in a thread of its own until it has proven
+    itself.
 
-    Args: enter(sock, hello): seat a caller that knows the token; in the caller's thread. HandshakeError refuses it.
-          size: ranks that may come. run(target, *args): start a thread. name: of the listener, for the log.
-          fail(error): this process has no file, memory or thread left for another caller, and no stranger to send away.
+    Args: enter(sock, hello): seat a caller that knows the token; in the caller's thread.
+    HandshakeError refuses it.
+          size: ranks that may come. run(target, *args): start a thread. name: of the listener, for
+          the log. fail(error): this process has no file, memory or thread left for another caller,
+          and no stranger to send away.
     """
 
-    def __init__(self, listener: socket.socket, token: bytes, enter: Callable[[socket.socket, dict[str, Any]], None],
-                 size: int, run: Callable[..., None], name: str, *,
-                 fail: Callable[[OSError], None] = lambda error: None) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        token: bytes,
+        enter: Callable[[socket.socket, dict[str, Any]], None],
+        size: int,
+        run: Callable[..., None],
+        name: str,
+        *,
+        fail: Callable[[OSError], None] = lambda error: None,
+    ) -> None:
         self._fail = fail
-        self.listener, self._token, self._enter, self._run, self._name = listener, token, enter, run, name
+        self.listener, self._token, self._enter, self._run, self._name = (
+            listener,
+            token,
+            enter,
+            run,
+            name,
+        )
         self._room, self._refused = max(PENDING, 2 * size), 0
-        self.strangers: dict[socket.socket, None] = {}        # in order of arrival
-        self._proven: set[socket.socket] = set()              # those that are being seated
+        self.strangers: dict[socket.socket, None] = {}  # in order of arrival
+        self._proven: set[socket.socket] = set()  # those that are being seated
         self._lock = threading.Lock()
         self._closed = False
 
@@ -62,12 +82,12 @@ class Acceptor:
         """A connection is waiting: accept it."""
         try:
             sock, _ = self.listener.accept()
-        except OSError as error:                               # gone again, or no file is left, or we are closing
+        except OSError as error:  # gone again, or no file is left, or we are closing
             if error.errno in EXHAUSTED and not self._send_one_away():
                 self._fail(error)
             time.sleep(0.01)
             return
-        with contextlib.suppress(OSError):                     # gone again
+        with contextlib.suppress(OSError):  # gone again
             keep_alive(sock)
         with self._lock:
             if self._closed:
@@ -78,7 +98,7 @@ class Acceptor:
             self._send_one_away()
         try:
             self._run(self._receive, sock)
-        except RuntimeError as error:                          # no thread can be started
+        except RuntimeError as error:  # no thread can be started
             with self._lock:
                 self.strangers.pop(sock, None)
             sock.close()
@@ -104,14 +124,21 @@ class Acceptor:
     def _receive(self, sock: socket.socket) -> None:
         try:
             sock.setblocking(True)
-            hello = wire.admit(sock, self._token, HANDSHAKE_LIMIT, proven=lambda: self._note_proven(sock))
+            hello = wire.admit(
+                sock, self._token, HANDSHAKE_LIMIT, proven=lambda: self._note_proven(sock)
+            )
             self._enter(sock, hello)
         except (CommError, OSError) as error:
             with self._lock:
                 self._refused += not self._closed
                 told = not self._closed and self._refused <= TOLD
             if told:
-                log.warning("%s: %s%s", self._name, error, " (no more refusals are told)" * (self._refused == TOLD))
+                log.warning(
+                    "%s: %s%s",
+                    self._name,
+                    error,
+                    " (no more refusals are told)" * (self._refused == TOLD),
+                )
             sock.close()
         finally:
             with self._lock:
@@ -119,7 +146,8 @@ class Acceptor:
                 self._proven.discard(sock)
 
     def _note_proven(self, sock: socket.socket) -> None:
-        """The caller is no stranger: others do not close its connection. PeerLostError if they have."""
+        """The caller is no stranger: others do not close its connection. PeerLostError if they
+        have."""
         with self._lock:
             if self._closed or sock not in self.strangers:
                 raise PeerLostError(f"{wire.address_of(sock)} was sent away, and may call again")
@@ -128,19 +156,23 @@ class Acceptor:
 
 
 def shortage(error: OSError, size: int) -> str:
-    """Return what a system has no more of, in words, and what to do where that is known; `size`: ranks of the job."""
+    """Return what a system has no more of, in words, and what to do where that is known; `size`:
+    ranks of the job."""
     words = error.strerror or str(error)
-    remedies = {errno.EMFILE: f"; let `ulimit -n` be {FILES * size}",
-                errno.ENOMEM: "; let `ulimit -v` be larger, or take transport tcp"}
+    remedies = {
+        errno.EMFILE: f"; let `ulimit -n` be {FILES * size}",
+        errno.ENOMEM: "; let `ulimit -v` be larger, or take transport tcp",
+    }
     return words + remedies.get(error.errno or 0, "")
 
 
 def where_to_listen(host: str) -> str:
-    """Where `host`, this machine, listens for other machines: at an address as it stands, else at all it has.
+    """Where `host`, this machine, listens for other machines: at an address as it stands, else at
+    all it has.
 
-    What a name means differs between machines: Debian's /etc/hosts has a machine's own name as 127.0.1.1, and the name
-    may mean a network card that no other machine reaches. Every caller has to know the job's token. `localhost` means
-    this machine on every machine.
+    What a name means differs between machines: Debian's /etc/hosts has a machine's own name as
+    127.0.1.1, and the name may mean a network card that no other machine reaches. Every caller has
+    to know the job's token. `localhost` means this machine on every machine.
     """
     if host == "localhost":
         return host
@@ -152,14 +184,17 @@ def where_to_listen(host: str) -> str:
 
 
 def plain_address(text: str) -> str:
-    """Return the address or name of a host as it is without the brackets that a port's `:` needs: [fd00::1].
+    """Return the address or name of a host as it is without the brackets that a port's `:` needs:
+    [fd00::1].
 
     Raises: LaunchError for a link-local address, which means another host on each network card.
     """
     address = text.removeprefix("[").removesuffix("]")
     if address.lower().startswith("fe80:"):
-        raise LaunchError(f"{text} is a link-local address, which leads nowhere without a network card's name; give "
-                          "the host's name or another address of it (`ip address`)")
+        raise LaunchError(
+            f"{text} is a link-local address, which leads nowhere without a network card's name; "
+            "give the host's name or another address of it (`ip address`)"
+        )
     return address
 
 
@@ -169,47 +204,71 @@ def is_loopback(address: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listener at an address of this host, IPv4 or IPv6, or at all it has (""); port 0: a free one.
+    """Return a listener at an address of this host, IPv4 or IPv6, or at all it has (""); port 0: a
+    free one.
 
     Raises: LaunchError if the port is taken, or the address is none of this host's.
     """
     every = not host and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if every or ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=QUEUE, dualstack_ipv6=every)
+        return socket.create_server(
+            (host, port), family=family, backlog=QUEUE, dualstack_ipv6=every
+        )
     except OSError as error:
         where = wire.written((host or "any address", port))
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
-            remedy = "is another job using it? choose another port with --master-port or MASTER_PORT"
+            remedy = (
+                "is another job using it? choose another port with --master-port or MASTER_PORT"
+            )
         else:
-            remedy = f"it has to be an address of this host, {platform.node()}: give --master-addr or MASTER_ADDR one"
+            remedy = (
+                f"it has to be an address of this host, {platform.node()}: give "
+                "--master-addr or MASTER_ADDR one"
+            )
         raise LaunchError(f"cannot listen on {where} ({error.strerror}); {remedy}") from error
 
 
-def connect_to_monitor(address: tuple[str, int], token: bytes, hello: dict[str, Any], name: str,
-                       limit: float, *, begun: bool = False) -> socket.socket:
+def connect_to_monitor(
+    address: tuple[str, int],
+    token: bytes,
+    hello: dict[str, Any],
+    name: str,
+    limit: float,
+    *,
+    begun: bool = False,
+) -> socket.socket:
     """The caller's side: a connection to the monitor, tried again until it listens.
 
-    Args:   hello: says what this process is to the job, beside its number and system. name: the same, for messages.
+    Args:   hello: says what this process is to the job, beside its number and system. name: the
+            same, for messages.
             begun: the monitor listened before this process began; if none is there, it is gone.
-    Raises: HandshakeError if it refuses us; PeerLostError if it is gone; TimeoutError naming the address after
+    Raises: HandshakeError if it refuses us; PeerLostError if it is gone; TimeoutError naming the
+    address after
             `limit` seconds, or at once if this host has no way there.
     """
     deadline = time.monotonic() + limit
     who = {"pid": os.getpid(), "host": platform.node(), "system": this_system()}
     try:
-        sock = call(lambda: _dial(address, deadline), token, hello | who, deadline, patient=not begun)
+        sock = call(
+            lambda: _dial(address, deadline), token, hello | who, deadline, patient=not begun
+        )
     except PeerLostError as error:
         if begun:
-            raise PeerLostError(f"{name} finds the job's monitor at {wire.written(address)} gone ({error})") from error
+            raise PeerLostError(
+                f"{name} finds the job's monitor at {wire.written(address)} gone ({error})"
+            ) from error
         no_way = isinstance(error.__cause__, OSError) and error.__cause__.errno in _NO_WAY
         when = "and this host has no way there" if no_way else f"within {limit:g} s"
-        raise TimeoutError(f"{name} could not reach the job's monitor at {wire.written(address)} {when} "
-                           f"({error})") from error
+        raise TimeoutError(
+            f"{name} could not reach the job's monitor at {wire.written(address)} {when} ({error})"
+        ) from error
     try:
         welcome = wire.recv_frame(sock, max(deadline - time.monotonic(), 1.0))
         if welcome.get("kind") != "welcome":
-            raise HandshakeError(f"the monitor at {wire.written(address)} refused {name}: {welcome.get('reason')}")
+            raise HandshakeError(
+                f"the monitor at {wire.written(address)} refused {name}: {welcome.get('reason')}"
+            )
     except (CommError, OSError):
         sock.close()
         raise
@@ -223,13 +282,20 @@ def _dial(address: tuple[str, int], deadline: float) -> socket.socket:
     return sock
 
 
-def call(dial: Callable[[], socket.socket], token: bytes, hello: dict[str, Any], deadline: float, *,
-         patient: bool = False) -> socket.socket:
+def call(
+    dial: Callable[[], socket.socket],
+    token: bytes,
+    hello: dict[str, Any],
+    deadline: float,
+    *,
+    patient: bool = False,
+) -> socket.socket:
     """A connection that `dial()` makes and that has passed the handshake, in blocking mode.
 
-    It calls again while the listener's queue is full or the Acceptor has closed the connection to make room for
-    others. With `patient` it also calls again while the address has no listener yet.
-    Raises: HandshakeError if it is refused, TimeoutError at the deadline, PeerLostError if the peer is gone.
+    It calls again while the listener's queue is full or the Acceptor has closed the connection to
+    make room for others. With `patient` it also calls again while the address has no listener yet.
+    Raises: HandshakeError if it is refused, TimeoutError at the deadline, PeerLostError if the peer
+    is gone.
     """
     while True:
         sock = None
@@ -255,16 +321,18 @@ def call(dial: Callable[[], socket.socket], token: bytes, hello: dict[str, Any],
 def set_up(sock: socket.socket) -> None:
     """Send at once, and end the connection SILENCE seconds after the other host fell silent.
 
-    The kernels do it, whatever the processes do: while nothing is sent, each asks the other by empty
-    packets (keep-alive); what was sent has to be acknowledged in time (TCP_USER_TIMEOUT). That also
-    ends a connection whose other side reads nothing for so long: of control frames it reads each.
+    The kernels do it, whatever the processes do: while nothing is sent, each asks the other by
+    empty packets (keep-alive); what was sent has to be acknowledged in time (TCP_USER_TIMEOUT).
+    That also ends a connection whose other side reads nothing for so long: of control frames it
+    reads each.
     """
     keep_alive(sock)
     _set_tcp(sock, "TCP_USER_TIMEOUT", int(1000 * SILENCE))
 
 
 def keep_alive(sock: socket.socket) -> None:
-    """The same for a link that carries data, whose other side may let bytes lie as long as it computes.
+    """The same for a link that carries data, whose other side may let bytes lie as long as it
+    computes.
 
     The kernel asks only while everything is acknowledged; whoever waits asks is_silent(), too.
     """
@@ -289,7 +357,7 @@ def unanswered(sock: socket.socket) -> tuple[int, float]:
     (0, 0.0) where the system does not say. A peer that reads nothing answers: its kernel does.
     """
     if sock.family != socket.AF_UNIX and hasattr(socket, "TCP_INFO"):
-        with contextlib.suppress(OSError):                  # it is closed
+        with contextlib.suppress(OSError):  # it is closed
             told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
             resent, asked, milliseconds = _INFO.unpack(told)
             return max(resent, asked), milliseconds / 1000
@@ -297,7 +365,8 @@ def unanswered(sock: socket.socket) -> tuple[int, float]:
 
 
 def is_silent(sock: socket.socket) -> bool:
-    """Return whether nothing that left here was acknowledged for SILENCE s, though it was sent again."""
+    """Return whether nothing that left here was acknowledged for SILENCE s, though it was sent
+    again."""
     times, seconds = unanswered(sock)
     return times >= RESENT and seconds >= SILENCE
 

@@ -1,7 +1,9 @@
-"""A rank that crashes after its goodbye, in an exit handler or in a library: no rank waits for it any more.
+"""A rank that crashes after its goodbye, in an exit handler or in a library: no rank waits for it
+any more.
 
-mpirun ends the job then, but does not say which rank it was. So the rank's connection to the monitor stays open until
-its process ends. Python's faulthandler, which may run inside a signal handler, writes into it:
+mpirun ends the job then, but does not say which rank it was. So the rank's connection to the
+monitor stays open until its process ends. Python's faulthandler, which may run inside a signal
+handler, writes into it:
 
     rank                        monitor
     goodbye             ->
@@ -21,19 +23,20 @@ from minidist.comm.health.failure import Failure
 from minidist.comm.health.seats import Seat
 
 _BEGIN = b"Fatal Python error: "
-_EXIT = "exit "         # and the status: said by tell_exit in the place of a signal
-_LIMIT = 1.0            # seconds from the first word to the last
+_EXIT = "exit "  # and the status: said by tell_exit in the place of a signal
+_LIMIT = 1.0  # seconds from the first word to the last
 _MOST_BYTES = 1 << 16
 _SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 """The signals that faulthandler hears."""
 
 
-_told_on: list[int] = []    # the descriptor that tell_crash has opened
+_told_on: list[int] = []  # the descriptor that tell_crash has opened
 
 
 def tell_crash(sock: socket.socket) -> None:
-    """From now on this process tells of its crash on `sock`; the thread that reads there is woken, and may close it."""
-    with contextlib.suppress(OSError, ValueError):      # the monitor has hung up
+    """From now on this process tells of its crash on `sock`; the thread that reads there is woken,
+    and may close it."""
+    with contextlib.suppress(OSError, ValueError):  # the monitor has hung up
         _told_on[:] = [os.dup(sock.fileno())]
         faulthandler.enable(_told_on[0], all_threads=False)
         sock.shutdown(socket.SHUT_RD)
@@ -48,7 +51,8 @@ def tell_exit(status: int, frames: str) -> None:
 
 
 def crash_told(seat: Seat) -> Failure | None:
-    """The crash that a rank tells of; None, and nothing is read, if it said something else or has ended."""
+    """The crash that a rank tells of; None, and nothing is read, if it said something else or has
+    ended."""
     seat.sock.settimeout(_LIMIT)
     if seat.sock.recv(len(_BEGIN), socket.MSG_PEEK) != _BEGIN:
         return None
@@ -60,12 +64,21 @@ def crash_told(seat: Seat) -> Failure | None:
     frames = [line for line in lines if line.startswith("  File ")]
     how = f"was killed by {_signal(name)} after its goodbye"
     if name.startswith(_EXIT):
-        how = f"exited with status {name.removeprefix(_EXIT)} after its goodbye, before MPI_Finalize"
-    return Failure(seat.world_rank, seat.pid, seat.host, how,
-                   "\n".join(frames and ["most recent call first:", *frames]))
+        how = (
+            f"exited with status {name.removeprefix(_EXIT)} after its goodbye, before MPI_Finalize"
+        )
+    return Failure(
+        seat.world_rank,
+        seat.pid,
+        seat.host,
+        how,
+        "\n".join(frames and ["most recent call first:", *frames]),
+    )
 
 
 def _signal(name: str) -> str:
     """The name that the system's own words ("Floating-point exception") stand for."""
     plain = name.replace("-", " ").lower()
-    return next((one.name for one in _SIGNALS if (signal.strsignal(one) or "").lower() == plain), name)
+    return next(
+        (one.name for one in _SIGNALS if (signal.strsignal(one) or "").lower() == plain), name
+    )

@@ -1,16 +1,19 @@
-"""Which rank waits for which, and whether the waits can end: from every rank's lasting waits (wait_state.py).
+"""Which rank waits for which, and whether the waits can end: from every rank's lasting waits
+(wait_state.py).
 
     rank 0   recv(src=2) at a.py:14      0 ---> 2
-    rank 1   all_reduce  at a.py:20      1 ---> 0          0 waits for 2 at a.py:14, 2 waits for 0 at a.py:9
+    rank 1   all_reduce  at a.py:20      1 ---> 0          0 waits for 2 at a.py:14, 2 waits for 0
+                                                           at a.py:9
     rank 2   recv(src=0) at a.py:9       2 ---> 0
 
-A wait is hopeless if some peer will never do what the wait needs: the peer has ended; or it is itself in a hopeless
-wait, in the call that matters; or every thread of its program is. A message in flight unblocks its receiver, and its
-sender if the receiver reads from it. All waits are taken for hopeless at first; then waits with hope are struck out
-until none is left to strike. What remains is the largest set of waits that only wait for each other, or for ranks that
-have ended.
+A wait is hopeless if some peer will never do what the wait needs: the peer has ended; or it is
+itself in a hopeless wait, in the call that matters; or every thread of its program is. A message in
+flight unblocks its receiver, and its sender if the receiver reads from it. All waits are taken for
+hopeless at first; then waits with hope are struck out until none is left to strike. What remains is
+the largest set of waits that only wait for each other, or for ranks that have ended.
 
-Ranks that wait in the same call of the same group under different signatures disagree: that needs no other proof.
+Ranks that wait in the same call of the same group under different signatures disagree: that needs
+no other proof.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,8 +24,11 @@ from minidist.comm.signature import mismatch
 
 States = Mapping[int, State]
 
-LONG_PACKETS = ("if short messages pass, a link between these hosts takes only shorter packets (its MTU) and does not "
-                "tell; as root, on each host: ip link set dev eth0 mtu 1200, or sysctl net.ipv4.tcp_mtu_probing=1")
+LONG_PACKETS = (
+    "if short messages pass, a link between these hosts takes only shorter packets (its MTU) "
+    "and does not tell; as root, on each host: ip link set dev eth0 mtu 1200, or sysctl "
+    "net.ipv4.tcp_mtu_probing=1"
+)
 """What may be wrong where packets are never acknowledged."""
 
 
@@ -58,31 +64,51 @@ def hopeless(states: States, ended: States, *, strict: bool) -> list[WaitingRank
     """The waits that nothing will end; empty if there is hope for all.
 
     Args:    states: of the ranks that have not ended. ended: the last word of those that have.
-             strict: believe in nothing unsaid: a rank that is not settled, or a message in flight, gives hope. Without
-             it the answer is only a suspicion.
+             strict: believe in nothing unsaid: a rank that is not settled, or a message in flight,
+             gives hope. Without it the answer is only a suspicion.
     """
     nodes = set(_nodes(states))
     while True:
-        struck = {node for node in nodes if not any(
-            _hopeless_peer(node, peer, states, ended, nodes, strict) for peer in _peers(node))}
+        struck = {
+            node
+            for node in nodes
+            if not any(
+                _hopeless_peer(node, peer, states, ended, nodes, strict) for peer in _peers(node)
+            )
+        }
         if not struck:
             return sorted(nodes, key=lambda node: (node.rank, node.wait.number))
         nodes -= struck
 
 
 def verdict(nodes: list[WaitingRank], states: States, ended: States) -> Verdict:
-    """What to raise for hopeless waits: the cycle among them, or the rank that has gone, spelled out."""
+    """What to raise for hopeless waits: the cycle among them, or the rank that has gone, spelled
+    out."""
     path, last = _path(nodes, states, ended)
     ranks = _concerned(nodes)
     if last is None:
         for one, other in zip(path, path[1:] + path[:1], strict=True):
-            if one.wait.collective and other.rank in one.wait.members and not _agree(one.wait, other.wait):
+            if (
+                one.wait.collective
+                and other.rank in one.wait.members
+                and not _agree(one.wait, other.wait)
+            ):
                 return _mismatch(one, other, ranks)
-    steps = [f"{one.rank} waits for {other} at {one.wait.where}" for one, other in zip(
-        path, [*(node.rank for node in path[1:]), path[0].rank if last is None else last], strict=True)]
+    steps = [
+        f"{one.rank} waits for {other} at {one.wait.where}"
+        for one, other in zip(
+            path,
+            [*(node.rank for node in path[1:]), path[0].rank if last is None else last],
+            strict=True,
+        )
+    ]
     if last is not None:
         steps.append(f"rank {last} has ended")
-    return Verdict("DeadlockError", "\n".join([f"no rank can go on: {', '.join(steps)}", *_lines(nodes)]), ranks)
+    return Verdict(
+        "DeadlockError",
+        "\n".join([f"no rank can go on: {', '.join(steps)}", *_lines(nodes)]),
+        ranks,
+    )
 
 
 def table(states: States, ended: States, size: int) -> str:
@@ -107,43 +133,68 @@ def table(states: States, ended: States, size: int) -> str:
 
 
 def _resent(states: States) -> list[str]:
-    """Between which ranks packets are lost on the way, though both tell how they are; what that may be."""
-    pairs = [f"{rank} to {peer}" for rank, state in sorted(states.items()) for peer in sorted(state.resent)
-             if peer in states]
-    return [f"  packets are sent again and again and never acknowledged, from rank {', '.join(pairs)}: "
-            f"{LONG_PACKETS}"] if pairs else []
+    """Between which ranks packets are lost on the way, though both tell how they are; what that may
+    be."""
+    pairs = [
+        f"{rank} to {peer}"
+        for rank, state in sorted(states.items())
+        for peer in sorted(state.resent)
+        if peer in states
+    ]
+    return (
+        [
+            "  packets are sent again and again and never acknowledged, from rank "
+            f"{', '.join(pairs)}: {LONG_PACKETS}"
+        ]
+        if pairs
+        else []
+    )
 
 
-# --- hope ------------------------------------------------------------------------------------------------------------
+# --- hope
+# ------------------------------------------------------------------------------------------------------------
+
 
 def _nodes(states: States) -> Iterator[WaitingRank]:
     return (WaitingRank(rank, wait) for rank in sorted(states) for wait in states[rank].waits)
 
 
 def _concerned(nodes: list[WaitingRank]) -> list[int]:
-    """The ranks that wait in vain, or will: also the members of a hopeless collective that have yet to enter it."""
+    """The ranks that wait in vain, or will: also the members of a hopeless collective that have yet
+    to enter it."""
     members = {rank for node in nodes if node.wait.collective for rank in node.wait.members}
     return sorted(members.union(node.rank for node in nodes))
 
 
 def _peers(node: WaitingRank) -> tuple[int, ...]:
-    """The ranks that can keep it waiting: its own, where another thread carries out a call that was started."""
+    """The ranks that can keep it waiting: its own, where another thread carries out a call that was
+    started."""
     return node.wait.peers or ((node.rank,) if node.wait.collective else ())
 
 
-def _hopeless_peer(node: WaitingRank, peer: int, states: States, ended: States, nodes: set[WaitingRank],
-                   strict: bool) -> bool:
+def _hopeless_peer(
+    node: WaitingRank,
+    peer: int,
+    states: States,
+    ended: States,
+    nodes: set[WaitingRank],
+    strict: bool,
+) -> bool:
     """Whether `peer` will never do what `node` waits for."""
     mine, theirs = states[node.rank], states.get(peer, ended.get(peer))
     if theirs is None:
         return False
     if strict and node.wait.incoming and theirs.sent.get(node.rank, 0) != mine.taken.get(peer, 0):
-        return False                                # a message is in flight
+        return False  # a message is in flight
     if peer in ended:
         return True
-    if strict and not node.wait.incoming and node.rank in theirs.reads and (
-            mine.sent.get(peer, 0) != theirs.taken.get(node.rank, 0)):
-        return False                                # and is being taken
+    if (
+        strict
+        and not node.wait.incoming
+        and node.rank in theirs.reads
+        and (mine.sent.get(peer, 0) != theirs.taken.get(node.rank, 0))
+    ):
+        return False  # and is being taken
     others = _waits_before(node, peer, theirs, strict)
     return bool(others) and nodes.issuperset(others)
 
@@ -151,40 +202,53 @@ def _hopeless_peer(node: WaitingRank, peer: int, states: States, ended: States, 
 def _waits_before(node: WaitingRank, peer: int, state: State, strict: bool) -> list[WaitingRank]:
     """The waits of `peer` that stand before what `node` waits for; empty where there may be none.
 
-    The calls of a group are carried out one after the other: if `peer` is in one, no other thread of it will help.
+    The calls of a group are carried out one after the other: if `peer` is in one, no other thread
+    of it will help.
     """
     if mine := node.wait.collective:
-        same = [WaitingRank(peer, wait) for wait in state.waits
-                if wait.peers and wait.collective and wait.collective.group == mine.group]
+        same = [
+            WaitingRank(peer, wait)
+            for wait in state.waits
+            if wait.peers and wait.collective and wait.collective.group == mine.group
+        ]
         if same:
             together = len(node.wait.peers) > 1 and _agree(node.wait, same[0].wait)
-            return [] if together else same         # it has come: another rank keeps us waiting
+            return [] if together else same  # it has come: another rank keeps us waiting
         if peer == node.rank:
-            return []                               # our own worker is at it
+            return []  # our own worker is at it
     if strict and not state.settled:
         return []
     return [WaitingRank(peer, wait) for wait in state.waits]
 
 
-def _path(nodes: list[WaitingRank], states: States, ended: States) -> tuple[list[WaitingRank], int | None]:
-    """A cycle of hopeless waits; or a chain of them, and the ended rank for which the last one waits."""
+def _path(
+    nodes: list[WaitingRank], states: States, ended: States
+) -> tuple[list[WaitingRank], int | None]:
+    """A cycle of hopeless waits; or a chain of them, and the ended rank for which the last one
+    waits."""
     path, among = [nodes[0]], set(nodes)
     while True:
         node, others = path[-1], []
         for peer in _peers(node):
             if peer in ended:
                 return [each for each in path if each.wait.peers], peer
-            others = [other for other in _waits_before(node, peer, states.get(peer, State()), False) if other in among]
+            others = [
+                other
+                for other in _waits_before(node, peer, states.get(peer, State()), False)
+                if other in among
+            ]
             if others:
                 break
         assert others, "a wait is hopeless because of some peer"
         onward = next((other for other in others if other.wait.peers), others[0])
         if onward in path:
-            return [each for each in path[path.index(onward):] if each.wait.peers], None
+            return [each for each in path[path.index(onward) :] if each.wait.peers], None
         path.append(onward)
 
 
-# --- words -----------------------------------------------------------------------------------------------------------
+# --- words
+# -----------------------------------------------------------------------------------------------------------
+
 
 def _agree(one: Wait, other: Wait) -> bool:
     return one.call is not None and other.call is not None and one.call.agrees(other.call)
@@ -195,17 +259,29 @@ def _mismatch(one: WaitingRank, other: WaitingRank, ranks: list[int]) -> Verdict
     if mine and theirs and mine.group == theirs.group:
         return Verdict("MismatchError", str(mismatch(mine, one.rank, theirs, other.rank)), ranks)
     what = "group" if other.wait.collective else "verb"
-    return Verdict("MismatchError", "\n".join([
-        f"ranks disagree in {what}:", *_lines([one, other]),
-        f"rank {other.rank} is in the group of rank {one.rank}'s call, and must make that call too, in the same order"
-    ]), ranks)
+    return Verdict(
+        "MismatchError",
+        "\n".join(
+            [
+                f"ranks disagree in {what}:",
+                *_lines([one, other]),
+                f"rank {other.rank} is in the group of rank {one.rank}'s call, and must make "
+                "that call too, in the same order",
+            ]
+        ),
+        ranks,
+    )
 
 
 def _lines(nodes: list[WaitingRank]) -> list[str]:
-    """"  rank 1 calls all_reduce(...), its call 7, at train.py:40, and has waited 0.3 s for a message from rank 0"."""
+    """ "  rank 1 calls all_reduce(...), its call 7, at train.py:40, and has waited 0.3 s for a
+    message from rank 0"."""
     lines = []
     for rank, wait in nodes:
         call = "a transfer" if wait.call is None else wait.call.describe()
         group = f" (group of ranks {', '.join(map(str, wait.members))})" if wait.collective else ""
-        lines.append(f"  rank {rank} calls {call}{group}, and has waited {wait.seconds:.1f} s for {wait.what}")
+        lines.append(
+            f"  rank {rank} calls {call}{group}, and has waited {wait.seconds:.1f} s for "
+            f"{wait.what}"
+        )
     return lines

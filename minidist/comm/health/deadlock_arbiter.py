@@ -1,14 +1,17 @@
-"""The arbiter hears of every rank's lasting waits, and decides when they are a deadlock or a disagreement.
+"""The arbiter hears of every rank's lasting waits, and decides when they are a deadlock or a
+disagreement.
 
     a rank      tells its state when a wait begins to last, and when it ends           heard(rank, state)
-    suspicion   by what was told, some waits only wait for each other; PAUSE, so that every rank has told its waits
+    suspicion   by what was told, some waits only wait for each other; PAUSE, so that every rank has
+                told its waits
     ask twice   every rank among them says its state; PAUSE; all of them once more     ask(ranks, round)
     verdict     both times the same waits, the same counts of messages, and no hope    tell(verdict)
 
-Two rounds, the second begun after the first has ended, at whose ends no wait and no count has changed, show all ranks
-as they were at one moment in between: nothing is missed, and nothing in flight is taken for lost. A disagreement in a
-call needs no confirmation. Where waits are hopeless in both rounds but not the same, the second is the first of two
-again. A rank that has moved on meanwhile ends the suspicion; another begins with the next state told, or after RETRY.
+Two rounds, the second begun after the first has ended, at whose ends no wait and no count has
+changed, show all ranks as they were at one moment in between: nothing is missed, and nothing in
+flight is taken for lost. A disagreement in a call needs no confirmation. Where waits are hopeless
+in both rounds but not the same, the second is the first of two again. A rank that has moved on
+meanwhile ends the suspicion; another begins with the next state told, or after RETRY.
 """
 
 import time
@@ -18,19 +21,23 @@ from minidist.comm.health import deadlock
 from minidist.comm.health.deadlock import Verdict
 from minidist.comm.health.wait_state import State
 
-PAUSE = 0.03        # seconds before each of the two rounds
-RETRY = 0.5         # seconds after which a suspicion that was not confirmed is looked at again
-PATIENCE = 2.0      # seconds that a round may take: a rank that computes answers late, and then it does not wait
+PAUSE = 0.03  # seconds before each of the two rounds
+RETRY = 0.5  # seconds after which a suspicion that was not confirmed is looked at again
+# seconds that a round may take: a rank that computes answers late, and then it does not wait
+PATIENCE = 2.0
 
 
 class Arbiter:
     """Belongs to one thread, which calls tick() at least every `due()` seconds.
 
-    Args: ask(ranks, round): have these ranks say their state, by heard(rank, state, round), now or soon.
+    Args: ask(ranks, round): have these ranks say their state, by heard(rank, state, round), now or
+    soon.
           tell(verdict): have the ranks of the verdict raise it. Called once.
     """
 
-    def __init__(self, ask: Callable[[list[int], int], None], tell: Callable[[Verdict], None]) -> None:
+    def __init__(
+        self, ask: Callable[[list[int], int], None], tell: Callable[[Verdict], None]
+    ) -> None:
         self.states: dict[int, State] = {}
         self.ended: dict[int, State] = {}
         self.told = False
@@ -38,12 +45,13 @@ class Arbiter:
         self._round = 0
         self._asked: set[int] = set()
         self._answers: dict[int, State] = {}
-        self._before: dict[int, State] | None = None        # what the first round brought
-        self._next: float | None = None                     # when to begin a round, or to give this one up
-        self._news = False                                  # whether a state was told since the first round began
+        self._before: dict[int, State] | None = None  # what the first round brought
+        self._next: float | None = None  # when to begin a round, or to give this one up
+        self._news = False  # whether a state was told since the first round began
 
     def heard(self, rank: int, state: State, number: int = 0) -> None:
-        """A rank's state: unasked (0), or in answer to round `number`. Ignored after the rank's goodbye."""
+        """A rank's state: unasked (0), or in answer to round `number`. Ignored after the rank's
+        goodbye."""
         if rank in self.ended:
             return
         self.states[rank] = state
@@ -59,7 +67,7 @@ class Arbiter:
         """A rank has ended well, and said this at last."""
         self.states.pop(rank, None)
         self.ended[rank] = state
-        if rank in self._asked or rank in (self._before or ()):     # it will not answer
+        if rank in self._asked or rank in (self._before or ()):  # it will not answer
             self._asked, self._before = set(), None
         self._look()
 
@@ -70,14 +78,15 @@ class Arbiter:
             self._tell(found)
 
     def due(self) -> float | None:
-        """Seconds until tick() has something to do; None if nothing is to be done before the next state is heard."""
+        """Seconds until tick() has something to do; None if nothing is to be done before the next
+        state is heard."""
         return None if self._next is None else max(0.0, self._next - time.monotonic())
 
     def tick(self) -> None:
         """Do what is due."""
         if self._next is None or time.monotonic() < self._next:
             return
-        if self._asked:                                     # a rank has not answered
+        if self._asked:  # a rank has not answered
             self._give_up()
         elif self._before is not None:
             self._begin(self._before)

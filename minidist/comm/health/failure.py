@@ -1,4 +1,5 @@
-"""Why a job fails: the first rank that did not end well, and how it went; or its launcher was told to stop."""
+"""Why a job fails: the first rank that did not end well, and how it went; or its launcher was told
+to stop."""
 
 import contextlib
 import dataclasses
@@ -21,21 +22,24 @@ MONITOR = -2
 """In place of a world rank: the process of the job's monitor."""
 
 ENDING = 30
-"""Seconds from a rank's goodbye (under mpirun: the last rank's) to its end; then the system kills it by SIGALRM."""
+"""Seconds from a rank's goodbye (under mpirun: the last rank's) to its end; then the system kills
+it by SIGALRM."""
 
 AGAIN = 75
-"""The exit status of a rank that was told to stop and has saved its work: try again (EX_TEMPFAIL of sysexits.h)."""
+"""The exit status of a rank that was told to stop and has saved its work: try again (EX_TEMPFAIL of
+sysexits.h)."""
 
-_TRACEBACK_CHARS = 4000    # the tail of a traceback names the line
+_TRACEBACK_CHARS = 4000  # the tail of a traceback names the line
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
     """Why a job fails: the first rank that did not end well, or the LAUNCHER, or the MONITOR.
 
-    `traceback` is empty if the rank could not report it. `status` is the exit status of the whole job: 2 for bad input,
-    130 for an interrupt, the argument of sys.exit, else 1; 128 + the signal's number if the launcher was told to stop.
-    `link`: its process runs, as far as is known; the link between it and the monitor is lost.
+    `traceback` is empty if the rank could not report it. `status` is the exit status of the whole
+    job: 2 for bad input, 130 for an interrupt, the argument of sys.exit, else 1; 128 + the signal's
+    number if the launcher was told to stop. `link`: its process runs, as far as is known; the link
+    between it and the monitor is lost.
     It is never 0: what says so is no Failure (ValueError).
     """
 
@@ -49,10 +53,14 @@ class Failure:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.status, int) and 0 < self.status < 256):
-            raise ValueError(f"{self} has the exit status {self.status!r}, which is not one of 1 to 255")
+            raise ValueError(
+                f"{self} has the exit status {self.status!r}, which is not one of 1 to 255"
+            )
 
     @classmethod
-    def here(cls, world_rank: int, how: str, traceback: str = "", status: int = 1, *, link: bool = False) -> "Failure":
+    def here(
+        cls, world_rank: int, how: str, traceback: str = "", status: int = 1, *, link: bool = False
+    ) -> "Failure":
         """A failure of this process."""
         return cls(world_rank, os.getpid(), platform.node(), how, traceback, status, link)
 
@@ -61,18 +69,26 @@ class Failure:
         """This process fails with `error`."""
         if isinstance(error, SystemExit):
             shown = error.code if isinstance(error.code, int) else 1
-            return cls.here(world_rank, f"exited with status {shown:d}", status=exit_status(error.code) or 1)
+            return cls.here(
+                world_rank, f"exited with status {shown:d}", status=exit_status(error.code) or 1
+            )
         if isinstance(error, KeyboardInterrupt):
             return cls.here(world_rank, "was interrupted", status=130)
         message = words(error)[:1000]
         text = escape_surrogates("".join(traceback.format_exception(error)))
-        return cls.here(world_rank, f"failed with {type(error).__name__}" + (f": {message}" if message else ""),
-                        text[-_TRACEBACK_CHARS:], 2 if isinstance(error, ConfigError) else 1)
+        return cls.here(
+            world_rank,
+            f"failed with {type(error).__name__}" + (f": {message}" if message else ""),
+            text[-_TRACEBACK_CHARS:],
+            2 if isinstance(error, ConfigError) else 1,
+        )
 
     @classmethod
     def by_signal(cls, number: int) -> "Failure":
         """This process, the launcher, was sent a signal."""
-        return cls.here(LAUNCHER, f"was told to stop by {signal.Signals(number).name}", status=128 + number)
+        return cls.here(
+            LAUNCHER, f"was told to stop by {signal.Signals(number).name}", status=128 + number
+        )
 
     def __str__(self) -> str:
         others = {LAUNCHER: "the launcher", MONITOR: "the job's monitor"}
@@ -81,7 +97,8 @@ class Failure:
         return f"{name}{where} {self.how}"
 
     def error(self) -> PeerLostError:
-        """What the other ranks raise: first a line that names the rank and its end, then the tail of its traceback."""
+        """What the other ranks raise: first a line that names the rank and its end, then the tail
+        of its traceback."""
         tail = "".join(f"\n    {line}" for line in self.traceback.splitlines()[-12:])
         return (LinkLostError if self.link else PeerLostError)(f"{self}{tail}", self.world_rank)
 
@@ -95,25 +112,33 @@ def words(error: BaseException) -> str:
 
 
 def ending(error: BaseException) -> tuple[str, str]:
-    """How a rank ends, for its flight recorder: (error, its line; "" if it came from others or has none)."""
+    """How a rank ends, for its flight recorder: (error, its line; "" if it came from others or has
+    none)."""
     own = error.__traceback__ is not None and not isinstance(error, CommError)
     return f"{type(error).__name__}: {words(error)}", raised_at(error) if own else ""
 
 
 def within(cause: Failure, error: BaseException) -> str:
-    """The cause, after the name that the error has for it: "parameter server 0 of 1 is lost: rank 3 …"."""
+    """The cause, after the name that the error has for it: "parameter server 0 of 1 is lost: rank 3
+    …"."""
     before, found, _ = words(error).partition(str(cause))
     return f"{before if found and len(before.splitlines()) < 2 else ''}{cause}"
 
 
 def escape_surrogates(text: str) -> str:
-    """`text` with what is not Unicode escaped: file names hold lone surrogates, and no such string is sent."""
+    """`text` with what is not Unicode escaped: file names hold lone surrogates, and no such string
+    is sent."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def begin_with_rank(error: BaseException, world_rank: int) -> bool:
-    """Have the message begin with its rank, "rank 3: …", unless it does; False if no first argument is the message."""
-    if not (error.args and isinstance(error.args[0], str) and words(error) == escape_surrogates(error.args[0])):
+    """Have the message begin with its rank, "rank 3: …", unless it does; False if no first argument
+    is the message."""
+    if not (
+        error.args
+        and isinstance(error.args[0], str)
+        and words(error) == escape_surrogates(error.args[0])
+    ):
         return False
     if not re.match(rf"(world )?rank {world_rank}\b", error.args[0]):
         error.args = (f"rank {world_rank}: {error.args[0]}", *error.args[1:])
@@ -121,20 +146,22 @@ def begin_with_rank(error: BaseException, world_rank: int) -> bool:
 
 
 def say_line(line: str) -> None:
-    """Write to stderr in one write, so that lines of several processes stay apart. No stderr is no error.
+    """Write to stderr in one write, so that lines of several processes stay apart. No stderr is no
+    error.
 
     What a name in a line has of control characters is escaped.
 
     Where PYTHONUNBUFFERED is set, print() makes two writes.
     """
-    if sys.stderr is not None:                              # None where it was closed when Python started
+    if sys.stderr is not None:  # None where it was closed when Python started
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(f"{visible(line, keep=chr(10))}\n")
             sys.stderr.flush()
 
 
 def exit_status(code: object) -> int:
-    """The exit status that SystemExit(code) asks for. The system keeps 8 bits: 256 is 1 here, not its 0."""
+    """The exit status that SystemExit(code) asks for. The system keeps 8 bits: 256 is 1 here, not
+    its 0."""
     if not isinstance(code, int):
         return int(code is not None)
     return code & 0xFF or int(code != 0)

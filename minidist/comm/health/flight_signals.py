@@ -1,7 +1,7 @@
 """SIGUSR2 writes the flight recorders of this process as JSON, and says where.
 
-A ring that is a file (00003.ring) gets its dump beside it (00003.json); any other a file of its own in the temporary
-folder. A program that handles SIGUSR2 itself keeps its handler.
+A ring that is a file (00003.ring) gets its dump beside it (00003.json); any other a file of its own
+in the temporary folder. A program that handles SIGUSR2 itself keeps its handler.
 """
 
 import os
@@ -15,25 +15,37 @@ from minidist.comm.health.failure import say_line
 
 
 def hear_dump_signal() -> None:
-    """From now on SIGUSR2 dumps. In the main thread alone, which alone may; elsewhere it changes nothing."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
+    """From now on SIGUSR2 dumps. In the main thread alone, which alone may; elsewhere it changes
+    nothing."""
+    if (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+    ):
         signal.signal(signal.SIGUSR2, _dump_all)
 
 
 def _dump_all(number: int, frame: FrameType | None) -> None:
     for recorder in sorted(recorders, key=lambda recorder: recorder.world_rank):
-        if recorder.pid == os.getpid():         # not its parent's, where this process was forked
+        if recorder.pid == os.getpid():  # not its parent's, where this process was forked
             try:
-                say_line(f"minidist: rank {recorder.world_rank} wrote its flight recorder to {_dump(recorder)}")
+                say_line(
+                    f"minidist: rank {recorder.world_rank} wrote its flight recorder to "
+                    f"{_dump(recorder)}"
+                )
             except OSError as error:
-                say_line(f"minidist: rank {recorder.world_rank} cannot write its flight recorder: {error}")
+                say_line(
+                    f"minidist: rank {recorder.world_rank} cannot write its flight recorder: "
+                    f"{error}"
+                )
 
 
 def _dump(recorder: FlightRecorder) -> str:
     if recorder.path is not None:
         target = str(recorder.path.with_suffix(".json"))
     else:
-        file, target = tempfile.mkstemp(prefix=f"minidist-flight-{recorder.world_rank:05d}-", suffix=".json")
+        file, target = tempfile.mkstemp(
+            prefix=f"minidist-flight-{recorder.world_rank:05d}-", suffix=".json"
+        )
         os.close(file)
     recorder.dump(target, member=True)
     return target

@@ -1,28 +1,34 @@
-"""The monitor: one connection from every rank, so that what happens to one is known to all within milliseconds.
+"""The monitor: one connection from every rank, so that what happens to one is known to all within
+milliseconds.
 
-Without it, a rank that has no connection to a dead rank would wait for ever. It is a thread of our launcher, or a child
-process of rank 0, which watches it, where another launcher started the ranks (monitor_process.py). It moves no data.
+Without it, a rank that has no connection to a dead rank would wait for ever. It is a thread of our
+launcher, or a child process of rank 0, which watches it, where another launcher started the ranks
+(monitor_process.py). It moves no data.
 
     rank -> monitor                                  monitor -> rank
     meet     info                                    met      [info of rank 0, info of rank 1, ...]
     missing  (asks which ranks have not come yet)      missing  [ranks that have not come]
     left     (asks which ranks have said goodbye)      left     [ranks that have]
-    failed   loss, blames                            noted    whether this was the job's first failure
+    failed   loss, blames                            noted    whether this was the job's first
+                                                              failure
     cut      rank (the link to it swallows packets)    (verdict, to both, unless that rank is lost)
     expendable  (let the job go on without me)       died     loss of a rank that was expendable
     saves    (I end by myself at a SIGTERM)          saves    ranks that do: to node agents
     waits    round (0: unasked), state               ask      round: say what you wait for
     table    own state                               table    what all ranks wait for, in words
     mismatch text, ranks of the group                verdict  error, text: raise that
-    goodbye  state, together                         over     every rank has said goodbye: to those that stay together
+    goodbye  state, together                         over     every rank has said goodbye: to those
+                                                     that stay together
                                                      lost     loss        (rank, process id, host, how, traceback)
 
-A connection that ends without goodbye, or a failure reported, is a loss; so is a rank whose process is stopped, and a
-host that is silent (watchdog.py). The first loss is the job's; it goes to every other rank, also to those that connect
-later. The acceptor (acceptor.py) lets ranks in, to their seats (seats.py).
+A connection that ends without goodbye, or a failure reported, is a loss; so is a rank whose process
+is stopped, and a host that is silent (watchdog.py). The first loss is the job's; it goes to every
+other rank, also to those that connect later. The acceptor (acceptor.py) lets ranks in, to their
+seats (seats.py).
 
-Under mpirun a rank that is done stays until all are (`together`), because MPI_Finalize waits for all: meanwhile its
-loss is heard, and it hears of one. Processes are looked at until they have ended, also after the goodbye.
+Under mpirun a rank that is done stays until all are (`together`), because MPI_Finalize waits for
+all: meanwhile its loss is heard, and it hears of one. Processes are looked at until they have
+ended, also after the goodbye.
 """
 
 import contextlib
@@ -46,9 +52,10 @@ from minidist.comm.health.wait_state import State
 from minidist.comm.health.watchdog import Watchdog
 from minidist.errors import CommError, HandshakeError
 
-FRAME_LIMIT = 5.0         # seconds from a frame's first byte to its last
-BLAME_WAIT = 0.5          # seconds the monitor waits to learn itself of a rank that another reports as lost
-CUT_WAIT = 2.0            # the same of a rank to which another cannot send: its whole host may be out of reach
+FRAME_LIMIT = 5.0  # seconds from a frame's first byte to its last
+BLAME_WAIT = 0.5  # seconds the monitor waits to learn itself of a rank that another reports as lost
+# the same of a rank to which another cannot send: its whole host may be out of reach
+CUT_WAIT = 2.0
 
 
 class Monitor(Seats):
@@ -56,30 +63,55 @@ class Monitor(Seats):
 
     Args:
         size: ranks of the job.                 token: the job's secret.
-        listener: where ranks connect (acceptor.listen); left out: at a free port of this host. `address` says which.
-        how: what the launcher knows of a rank's end on this system (`how(seat) -> "was killed by SIGKILL"`), or None.
+        listener: where ranks connect (acceptor.listen); left out: at a free port of this host.
+        `address` says which.
+        how: what the launcher knows of a rank's end on this system (`how(seat) -> "was killed by
+        SIGKILL"`), or None.
         patience: seconds that a rank's process may be stopped (SIGSTOP) before it is lost.
     Attributes:
         together: whether ranks that are done stay until all are.
     """
 
-    def __init__(self, size: int, token: bytes, listener: socket.socket | None = None, *,
-                 how: Callable[[Seat], str | None] | None = None, patience: float = PATIENCE) -> None:
+    def __init__(
+        self,
+        size: int,
+        token: bytes,
+        listener: socket.socket | None = None,
+        *,
+        how: Callable[[Seat], str | None] | None = None,
+        patience: float = PATIENCE,
+    ) -> None:
         super().__init__(size)
         self._how = how or (lambda seat: None)
         self.listener = listener or listen("127.0.0.1", 0)
         self.address: tuple[str, int] = self.listener.getsockname()[:2]
-        self._acceptor = Acceptor(self.listener, token, self._admit, size, self._run, "minidist monitor",
-                                  fail=self._cannot_accept)
-        self._brought: dict[int, Any] = {}                    # to the present meeting, by world rank
+        self._acceptor = Acceptor(
+            self.listener,
+            token,
+            self._admit,
+            size,
+            self._run,
+            "minidist monitor",
+            fail=self._cannot_accept,
+        )
+        self._brought: dict[int, Any] = {}  # to the present meeting, by world rank
         self._deaths: queue.SimpleQueue[tuple[Seat, Exception] | None] = queue.SimpleQueue()
-        self._threads: set[threading.Thread] = set()          # those that had not ended when the last one started
+        # those that had not ended when the last one started
+        self._threads: set[threading.Thread] = set()
         self._closed = self.together = False
-        self._watchdog = Watchdog(size, self.present, self.staying, self.lose, patience, miss=self.miss,
-                                  awaited=self.awaited)
+        self._watchdog = Watchdog(
+            size,
+            self.present,
+            self.staying,
+            self.lose,
+            patience,
+            miss=self.miss,
+            awaited=self.awaited,
+        )
 
     def start(self) -> None:
-        """Begin to accept ranks. Before, no thread runs, so the caller may fork; the kernel queues connections."""
+        """Begin to accept ranks. Before, no thread runs, so the caller may fork; the kernel queues
+        connections."""
         self.listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self.listener, selectors.EVENT_READ)
@@ -133,20 +165,32 @@ class Monitor(Seats):
             self.lose(found)
 
     def table(self) -> str:
-        """What every rank waits for, a line each; those that do not wait get a moment to say what they do."""
+        """What every rank waits for, a line each; those that do not wait get a moment to say what
+        they do."""
         return self._watchdog.table()
 
     def running(self) -> list[int]:
-        """The ranks whose process has not ended, on this system and where a node agent looks, also after goodbye."""
+        """The ranks whose process has not ended, on this system and where a node agent looks, also
+        after goodbye."""
         agents = self._watchdog.agents()
-        return [rank for rank, seat in sorted(self.staying().items())
-                if (state_of(seat.pid) not in ("Z", "X", "") if seat.system == this_system() else
-                    any(agent.covers(seat) for agent in agents))]
+        return [
+            rank
+            for rank, seat in sorted(self.staying().items())
+            if (
+                state_of(seat.pid) not in ("Z", "X", "")
+                if seat.system == this_system()
+                else any(agent.covers(seat) for agent in agents)
+            )
+        ]
 
     def in_user_code(self, ranks: list[int]) -> list[int]:
-        """Those of `ranks` on this system whose Python has not ended, so that they cannot be in MPI_Finalize."""
-        return [rank for rank, seat in sorted(self.staying().items())
-                if rank in ranks and seat.system == this_system() and hears_interrupts(seat.pid)]
+        """Those of `ranks` on this system whose Python has not ended, so that they cannot be in
+        MPI_Finalize."""
+        return [
+            rank
+            for rank, seat in sorted(self.staying().items())
+            if rank in ranks and seat.system == this_system() and hears_interrupts(seat.pid)
+        ]
 
     def wait_until_ended(self, limit: float) -> list[int]:
         """Wait until no rank is running, or one is lost; those still there after `limit` s."""
@@ -158,7 +202,8 @@ class Monitor(Seats):
         return []
 
     def release_agents(self) -> None:
-        """Every rank has said goodbye: those that wait for their node agents need not wait for the processes' ends."""
+        """Every rank has said goodbye: those that wait for their node agents need not wait for the
+        processes' ends."""
         self._watchdog.release_agents()
 
     def _tell_savers(self) -> None:
@@ -174,7 +219,8 @@ class Monitor(Seats):
             self._threads = {thread, *(other for other in self._threads if other.is_alive())}
 
     def _hear_all(self) -> None:
-        """One thread hears every rank: what happens at two of them is seen in the order in which it happened."""
+        """One thread hears every rank: what happens at two of them is seen in the order in which it
+        happened."""
         with self._selector:
             while not self._closed:
                 for key, _ in self._selector.select(self._watchdog.due()):
@@ -189,11 +235,20 @@ class Monitor(Seats):
         set_up(sock)
         peer = wire.address_of(sock)
         match hello:
-            case {"world_rank": int(rank), "world_size": int(size), "pid": int(pid), "host": str(host),
-                  "system": str(system)}:
+            case {
+                "world_rank": int(rank),
+                "world_size": int(size),
+                "pid": int(pid),
+                "host": str(host),
+                "system": str(system),
+            }:
                 seat = Seat(rank, pid, host, sock, system=system)
-            case {"node_agent": [*ranks], "pid": int(pid), "host": str(host), "system": str(system)} if all(
-                    isinstance(rank, int) for rank in ranks):
+            case {
+                "node_agent": [*ranks],
+                "pid": int(pid),
+                "host": str(host),
+                "system": str(system),
+            } if all(isinstance(rank, int) for rank in ranks):
                 agent = AgentSeat(-1, pid, host, sock, system=system, ranks=tuple(ranks))
                 wire.send_frame(sock, {"kind": "welcome"}, 1.0)
                 self._watchdog.add(agent)
@@ -201,19 +256,29 @@ class Monitor(Seats):
                 self._hear_from(agent)
                 return
             case _:
-                raise HandshakeError(f"{peer} was refused: it belongs to this job but is no rank: {sorted(hello)}")
+                raise HandshakeError(
+                    f"{peer} was refused: it belongs to this job but is no rank: {sorted(hello)}"
+                )
         reason = None
-        with seat.sending, self._changed:                      # a loss told meanwhile comes after the welcome
+        with seat.sending, self._changed:  # a loss told meanwhile comes after the welcome
             if size != self.size:
                 reason = f"this job has {self.size} ranks, it says {size}"
             elif not 0 <= rank < self.size:
                 reason = f"there is no rank {rank} of {self.size}"
             elif rank in self._seats:
-                reason = f"rank {rank} is already there, as process {self._seats[rank].pid} on {self._seats[rank].host}"
+                reason = (
+                    f"rank {rank} is already there, as process {self._seats[rank].pid} "
+                    f"on {self._seats[rank].host}"
+                )
             else:
                 self._seats[rank] = seat
-            with contextlib.suppress(CommError, OSError):      # that a rank is gone already is found as it is heard
-                wire.send_frame(sock, {"kind": "refused", "reason": reason} if reason else {"kind": "welcome"}, 1.0)
+            # that a rank is gone already is found as it is heard
+            with contextlib.suppress(CommError, OSError):
+                wire.send_frame(
+                    sock,
+                    {"kind": "refused", "reason": reason} if reason else {"kind": "welcome"},
+                    1.0,
+                )
         if reason is not None:
             raise HandshakeError(f"{peer} was refused: {reason}")
         self._look_for_missing()
@@ -221,7 +286,11 @@ class Monitor(Seats):
 
     def _cannot_accept(self, error: OSError) -> None:
         """Ranks call, and this process has nothing left to take them with."""
-        self.lose(Failure.here(MONITOR, f"cannot take the connection of another rank: {shortage(error, self.size)}"))
+        self.lose(
+            Failure.here(
+                MONITOR, f"cannot take the connection of another rank: {shortage(error, self.size)}"
+            )
+        )
 
     def _hear_from(self, seat: Seat) -> None:
         """From now on; and tell it of a loss that came before."""
@@ -243,22 +312,35 @@ class Monitor(Seats):
         except (CommError, OSError, KeyError, TypeError, ValueError) as error:
             self._selector.unregister(seat.sock)
             if isinstance(seat, AgentSeat):
-                self._watchdog.lose_agent(seat, error)         # it has left
+                self._watchdog.lose_agent(seat, error)  # it has left
             if seat.left:
                 self.hang_up(seat)
             else:
                 self._deaths.put((seat, error))
 
     def _record_deaths(self) -> None:
-        """In a thread of its own, since it may take a moment: find out how ranks ended whose connections have ended."""
+        """In a thread of its own, since it may take a moment: find out how ranks ended whose
+        connections have ended."""
         while (death := self._deaths.get()) is not None:
             seat, error = death
             if self.loss is None:
-                how = (self._how(seat) if seat.system == this_system() else None) or self._watchdog.how_it_ended(seat)
+                how = (
+                    self._how(seat) if seat.system == this_system() else None
+                ) or self._watchdog.how_it_ended(seat)
                 words = isinstance(error, CommError | OSError)
-                link = not how and words and seat.system == this_system() and state_of(seat.pid) not in ("Z", "X", "")
-                how = how or (f"has lost its link to the monitor, its process runs ({error})" if link else
-                              f"ended without a word ({error})" if words else f"sent what no rank sends ({error!r})")
+                link = (
+                    not how
+                    and words
+                    and seat.system == this_system()
+                    and state_of(seat.pid) not in ("Z", "X", "")
+                )
+                how = how or (
+                    f"has lost its link to the monitor, its process runs ({error})"
+                    if link
+                    else f"ended without a word ({error})"
+                    if words
+                    else f"sent what no rank sends ({error!r})"
+                )
                 self.lose(Failure(seat.world_rank, seat.pid, seat.host, how, link=link))
             with seat.sending:
                 seat.sock.close()
@@ -274,9 +356,14 @@ class Monitor(Seats):
                 if len(self._brought) == self.size:
                     brought, self._brought = self._brought, {}
                     for rank in range(self.size):
-                        self._seats[rank].send("met", value=[brought[rank] for rank in range(self.size)])
+                        self._seats[rank].send(
+                            "met", value=[brought[rank] for rank in range(self.size)]
+                        )
             case "missing":
-                seat.send("missing", value=[rank for rank in range(self.size) if rank not in self._brought])
+                seat.send(
+                    "missing",
+                    value=[rank for rank in range(self.size) if rank not in self._brought],
+                )
             case "left":
                 seat.send("left", value=sorted(arbiter.ended))
             case "failed":
@@ -297,7 +384,11 @@ class Monitor(Seats):
             case "waits":
                 arbiter.heard(seat.world_rank, State.unpacked(frame["state"]), int(frame["round"]))
             case "mismatch":
-                arbiter.decide(Verdict("MismatchError", str(frame["text"]), [int(rank) for rank in frame["ranks"]]))
+                arbiter.decide(
+                    Verdict(
+                        "MismatchError", str(frame["text"]), [int(rank) for rank in frame["ranks"]]
+                    )
+                )
             case "table":
                 self._run(self._watchdog.send_table, seat, State.unpacked(frame["state"]))
             case "goodbye":
@@ -309,12 +400,17 @@ class Monitor(Seats):
     def _part(self, seat: Seat, *, together: bool) -> None:
         """A rank has said goodbye.
 
-        Ranks that stay together leave when all have said goodbye: each is sent "over". After a loss none is sent.
+        Ranks that stay together leave when all have said goodbye: each is sent "over". After a loss
+        none is sent.
         """
         over: list[Seat] = []
         with self._changed:
             self.together, seat.done, seat.left = together, True, not together
-            if self.loss is None and len(self._seats) == self.size and all(one.done for one in self._seats.values()):
+            if (
+                self.loss is None
+                and len(self._seats) == self.size
+                and all(one.done for one in self._seats.values())
+            ):
                 over = [one for one in self._seats.values() if not one.left]
                 for one in over:
                     one.left = True
@@ -323,19 +419,34 @@ class Monitor(Seats):
             one.send("over", value=True)
 
     def _judge_link(self, seat: Seat, rank: int) -> None:
-        """The link between two ranks swallows packets: both raise that, unless one of them is lost."""
+        """The link between two ranks swallows packets: both raise that, unless one of them is
+        lost."""
         with self._changed:
-            gone = self._changed.wait_for(lambda: self.loss is not None or not {rank, seat.world_rank} <= {
-                *self.present()}, CUT_WAIT)
-        ends = [] if gone else [one for one in self.present().values() if one.world_rank in (rank, seat.world_rank)]
+            gone = self._changed.wait_for(
+                lambda: self.loss is not None or not {rank, seat.world_rank} <= {*self.present()},
+                CUT_WAIT,
+            )
+        ends = (
+            []
+            if gone
+            else [
+                one for one in self.present().values() if one.world_rank in (rank, seat.world_rank)
+            ]
+        )
         for end in ends:
-            end.send("verdict", error="LinkLostError", text=(
-                f"nothing that rank {seat.world_rank} sent to rank {rank} was acknowledged for {SILENCE:g} s, and both "
-                f"live: the link between rank {seat.world_rank} and rank {rank} is lost; look at the network between "
-                f"them; {LONG_PACKETS}"))
+            end.send(
+                "verdict",
+                error="LinkLostError",
+                text=(
+                    f"nothing that rank {seat.world_rank} sent to rank {rank} was acknowledged "
+                    f"for {SILENCE:g} s, and both live: the link between rank {seat.world_rank} "
+                    f"and rank {rank} is lost; look at the network between them; {LONG_PACKETS}"
+                ),
+            )
 
     def _fail_late(self, seat: Seat, loss: Failure) -> None:
-        """A rank fails because it lost a peer. That peer's own failure is the cause, so wait BLAME_WAIT s for it."""
+        """A rank fails because it lost a peer. That peer's own failure is the cause, so wait
+        BLAME_WAIT s for it."""
         with self._changed:
             self._changed.wait_for(lambda: self.loss is not None, BLAME_WAIT)
         seat.send("noted", value=self.lose(loss))

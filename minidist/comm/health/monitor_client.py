@@ -1,11 +1,15 @@
-"""A rank's end of the control connection: it meets the others, hears which rank died, and says how this rank ends.
+"""A rank's end of the control connection: it meets the others, hears which rank died, and says how
+this rank ends.
 
     link = MonitorClient(address, token, world_rank, world_size)
-    infos = link.meet({"port": 4711})         # all-gather through the monitor: how ranks tell each other where they are
-    link.attach(transport.waits, transport.abort, transport.lose)   # from now on a death or a deadlock ends its waits
+    infos = link.meet({"port": 4711})         # all-gather through the monitor: how ranks tell each
+                                              other where they are
+    link.attach(transport.waits, transport.abort, transport.lose)   # from now on a death or a
+                                                                    deadlock ends its waits
     link.goodbye()                            # or link.report(exception)
 
-The monitor is the other end (monitor.py). A daemon thread listens; the transport's own threads never do.
+The monitor is the other end (monitor.py). A daemon thread listens; the transport's own threads
+never do.
 """
 
 import contextlib
@@ -27,9 +31,9 @@ from minidist.comm.health.failure import Failure, listed, say_line
 from minidist.comm.health.wait_state import State, Waits
 from minidist.errors import CommError, ConfigError, PeerLostError, TimeoutError
 
-GRACE = 5.0                # seconds a rank gets to end after the job has failed
-CONNECT_LIMIT = 60.0       # seconds until a connection must stand, or all ranks have met
-ANSWER_LIMIT = 5.0         # seconds the monitor gets to answer a question
+GRACE = 5.0  # seconds a rank gets to end after the job has failed
+CONNECT_LIMIT = 60.0  # seconds until a connection must stand, or all ranks have met
+ANSWER_LIMIT = 5.0  # seconds the monitor gets to answer a question
 
 
 class MonitorClient:
@@ -38,13 +42,23 @@ class MonitorClient:
     Attributes: limit        seconds that a meeting may last
                 grace        seconds that this process gets to end after a failure
                 address      the monitor's
-                local_host   this host's address, on the way to the monitor; peers reach this rank there too
+                local_host   this host's address, on the way to the monitor; peers reach this rank
+                             there too
                 beside_monitor  whether the monitor is on this host
                 loss         the Failure that ended the job, or None
     """
 
-    def __init__(self, address: tuple[str, int], token: bytes, world_rank: int, world_size: int, *,
-                 limit: float = CONNECT_LIMIT, grace: float = GRACE, begun: bool = False) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        token: bytes,
+        world_rank: int,
+        world_size: int,
+        *,
+        limit: float = CONNECT_LIMIT,
+        grace: float = GRACE,
+        begun: bool = False,
+    ) -> None:
         """Connect, trying again until the monitor listens.
 
         Args:   limit: seconds until the connection must stand, and that a meeting may last.
@@ -62,13 +76,13 @@ class MonitorClient:
         self.loss: Failure | None = None
         self._sock, self.grace = sock, grace
         self._sending, self._telling = threading.Lock(), threading.Lock()
-        self._asking = threading.Lock()                    # one thread at a time: an answer is for whoever asks
+        self._asking = threading.Lock()  # one thread at a time: an answer is for whoever asks
         self._changed = threading.Condition()
         self._callbacks: list[Callable[[PeerLostError], None]] = []
-        self._waits: Waits | None = None                   # of the transport, once there is one; then also:
+        self._waits: Waits | None = None  # of the transport, once there is one; then also:
         self._abort: Callable[[CommError], None] = lambda error: None
         self._lose: Callable[[PeerLostError], None] = lambda error: None
-        self._answers: dict[str, Any] = {}                 # of the monitor, by kind
+        self._answers: dict[str, Any] = {}  # of the monitor, by kind
         self._end_timer: threading.Timer | None = None
         self._leaving = self._closed = False
         self._listener = threading.Thread(target=self._listen, name="minidist control", daemon=True)
@@ -77,7 +91,8 @@ class MonitorClient:
     def meet(self, info: dict[str, Any]) -> list[dict[str, Any]]:
         """All-gather of small dicts, in world rank order. Every rank calls it equally often.
 
-        Cost:    2 control frames a rank: its dict to the monitor, P dicts back. For start-up, not for data.
+        Cost:    2 control frames a rank: its dict to the monitor, P dicts back. For start-up, not
+                 for data.
         Raises:  TimeoutError naming the ranks that did not come; PeerLostError if one was lost.
         """
         self._send({"kind": "meet", "info": info})
@@ -85,20 +100,34 @@ class MonitorClient:
         if infos is None:
             self._send({"kind": "missing"})
             missing = self._answer("missing", ANSWER_LIMIT)
-            raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for all {self.world_size} ranks to meet"
-                               + (f"; {listed(missing)} did not come" if missing else "; the monitor does not answer"))
+            raise TimeoutError(
+                f"rank {self.world_rank} waited {self.limit:g} s for all {self.world_size} ranks "
+                "to meet"
+                + (
+                    f"; {listed(missing)} did not come"
+                    if missing
+                    else "; the monitor does not answer"
+                )
+            )
         return list(infos)
 
     def on_loss(self, callback: Callable[[PeerLostError], None]) -> None:
-        """Call `callback(error)` when the job fails elsewhere, in the listener's thread; at once if it has already."""
+        """Call `callback(error)` when the job fails elsewhere, in the listener's thread; at once if
+        it has already."""
         with self._changed:
             self._callbacks.append(callback)
             loss = self.loss
         if loss is not None:
             callback(loss.error())
 
-    def attach(self, waits: Waits, abort: Callable[[CommError], None], lose: Callable[[PeerLostError], None]) -> None:
-        """Tell the monitor of a transport's lasting waits, and abort the transport by what the monitor tells."""
+    def attach(
+        self,
+        waits: Waits,
+        abort: Callable[[CommError], None],
+        lose: Callable[[PeerLostError], None],
+    ) -> None:
+        """Tell the monitor of a transport's lasting waits, and abort the transport by what the
+        monitor tells."""
         self._waits, self._abort, self._lose = waits, abort, lose
         waits.tell, waits.table, waits.disagree = self._tell, self._table, self._disagree
         waits.left = self.has_left
@@ -107,7 +136,8 @@ class MonitorClient:
         self.on_loss(abort)
 
     def has_left(self, world_rank: int) -> bool:
-        """Whether that rank has said goodbye to the monitor: a rank does so before it ends its other connections."""
+        """Whether that rank has said goodbye to the monitor: a rank does so before it ends its
+        other connections."""
         with self._asking, contextlib.suppress(CommError, OSError):
             self._send({"kind": "left"})
             return world_rank in (self._answer("left", ANSWER_LIMIT) or ())
@@ -116,38 +146,45 @@ class MonitorClient:
     def wait_for_loss(self, limit: float) -> Failure | None:
         """The loss that ended the job, if the monitor tells within `limit` s.
 
-        A peer's data connection may break a moment before the monitor says why; a rank that is about to report a lost
-        peer asks here first.
+        A peer's data connection may break a moment before the monitor says why; a rank that is
+        about to report a lost peer asks here first.
         """
         with self._changed:
             self._changed.wait_for(lambda: self.loss is not None or self._closed, limit)
             return self.loss
 
     def report(self, error: BaseException) -> bool:
-        """Tell the job that this rank fails; the others stop. From now on this process has `grace` seconds to end.
+        """Tell the job that this rank fails; the others stop. From now on this process has `grace`
+        seconds to end.
 
-        Returns: whether this was the job's first failure, as the monitor says. Where it does not answer: yes, unless
-                 another is known, or the input was bad, which all ranks may have found: then only rank 0's is first.
+        Returns: whether this was the job's first failure, as the monitor says. Where it does not
+        answer: yes, unless
+                 another is known, or the input was bad, which all ranks may have found: then only
+                 rank 0's is first.
         """
         self._expect_end(f"its own {type(error).__name__}")
         loss = Failure.by_exception(error, self.world_rank)
-        noted = self.report_failure(loss, error.world_rank if isinstance(error, PeerLostError) else None)
+        noted = self.report_failure(
+            loss, error.world_rank if isinstance(error, PeerLostError) else None
+        )
         if noted is not None or (self.loss is not None and self.loss.world_rank != self.world_rank):
             return bool(noted)
         return self.world_rank == 0 or not isinstance(error, ConfigError)
 
     def report_failure(self, loss: Failure, blames: int | None = None) -> Any:
-        """Send this rank's `loss`; whether it was the job's first, or None where the monitor does not answer."""
+        """Send this rank's `loss`; whether it was the job's first, or None where the monitor does
+        not answer."""
         try:
             self._send({"kind": "failed", "loss": dataclasses.asdict(loss), "blames": blames})
-            self._leaving = True                           # the monitor may hang up once all others have stopped
+            self._leaving = True  # the monitor may hang up once all others have stopped
             return self._answer("noted", ANSWER_LIMIT, despite_loss=True)
         except CommError:
-            self._listener.join(ANSWER_LIMIT)              # it hears what the monitor said before it hung up
+            self._listener.join(ANSWER_LIMIT)  # it hears what the monitor said before it hung up
             return None
 
     def lose_with(self, loss: Failure) -> None:
-        """Tell the job, and have this rank stop as the others do: it cannot go on without what is lost here."""
+        """Tell the job, and have this rank stop as the others do: it cannot go on without what is
+        lost here."""
         self.report_failure(loss)
         self._leaving = False
         self._lost(loss)
@@ -158,12 +195,14 @@ class MonitorClient:
         return self._closed
 
     def saves_when_told(self) -> None:
-        """From now on a SIGTERM has this rank save its work and end by itself: its launcher passes one on."""
+        """From now on a SIGTERM has this rank save its work and end by itself: its launcher passes
+        one on."""
         self._send({"kind": "saves"})
 
     def goodbye(self, *, together: bool = False) -> None:
-        """This rank is done and ends well. The connection is closed; `together`: by wait_for_all."""
-        self._leaving = not together                       # the monitor may hang up before we do
+        """This rank is done and ends well. The connection is closed; `together`: by
+        wait_for_all."""
+        self._leaving = not together  # the monitor may hang up before we do
         with self._changed:
             self._callbacks.clear()
         with contextlib.suppress(CommError):
@@ -172,7 +211,8 @@ class MonitorClient:
             self.close()
 
     def wait_for_all(self, limit: float) -> bool:
-        """After goodbye(together=True): whether, within `limit` s, all ranks have said it, or `loss` says why not."""
+        """After goodbye(together=True): whether, within `limit` s, all ranks have said it, or
+        `loss` says why not."""
         with contextlib.suppress(PeerLostError):
             return self._answer("over", limit) is not None
         return True
@@ -180,32 +220,43 @@ class MonitorClient:
     def close(self, *, crashes: bool = False) -> None:
         """Hang up; without a goodbye before it, the monitor takes this rank for lost.
 
-        `crashes`: only hear nothing more; if the process crashes before it ends, the monitor is told (crash.py).
+        `crashes`: only hear nothing more; if the process crashes before it ends, the monitor is
+        told (crash.py).
         """
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         if self._end_timer is not None:
             self._end_timer.cancel()
-        (tell_crash if crashes else end_connection)(self._sock)     # wakes the listener, which closes the socket
+        # wakes the listener, which closes the socket
+        (tell_crash if crashes else end_connection)(self._sock)
         if threading.current_thread() is not self._listener:
             self._listener.join(1.0)
 
     def wait_until_released(self, limit: float) -> None:
-        """After report(): wait until the other ranks have stopped, so that their last words are not cut off."""
+        """After report(): wait until the other ranks have stopped, so that their last words are not
+        cut off."""
         self._listener.join(limit)
 
     def _send(self, frame: dict[str, Any]) -> None:
         with self._sending:
             if self._closed:
-                raise PeerLostError(f"rank {self.world_rank} has closed its connection to the job's monitor")
+                raise PeerLostError(
+                    f"rank {self.world_rank} has closed its connection to the job's monitor"
+                )
             wire.send_frame(self._sock, frame)
 
     def _answer(self, kind: str, limit: float, *, despite_loss: bool = False) -> Any:
         """The monitor's answer, or None after `limit` seconds."""
         with self._changed:
-            self._changed.wait_for(lambda: kind in self._answers or self._closed
-                                   or (self.loss is not None and not despite_loss), limit)
+            self._changed.wait_for(
+                lambda: (
+                    kind in self._answers
+                    or self._closed
+                    or (self.loss is not None and not despite_loss)
+                ),
+                limit,
+            )
             if kind in self._answers:
                 return self._answers.pop(kind)
             if self.loss is not None and not despite_loss:
@@ -217,24 +268,30 @@ class MonitorClient:
             try:
                 while True:
                     self._take(wire.recv_frame(self._sock, None))
-            except (CommError, OSError, ValueError):       # ValueError: the socket was closed under us
+            except (CommError, OSError, ValueError):  # ValueError: the socket was closed under us
                 if not (self._leaving or self._closed):
                     self._lost(self._lost_link())
-            with self._sending, self._changed:             # no thread is sending when the socket goes
+            with self._sending, self._changed:  # no thread is sending when the socket goes
                 self._closed = True
                 self._changed.notify_all()
 
     def _lost_link(self) -> Failure:
-        """Return how the connection to the monitor ended: cut, or with the monitor, as far as this host knows.
+        """Return how the connection to the monitor ended: cut, or with the monitor, as far as this
+        host knows.
 
-        Until the ranks have met, rank 0 may listen in the place of a monitor that died (launch/joining.py).
+        Until the ranks have met, rank 0 may listen in the place of a monitor that died
+        (launch/joining.py).
         """
         lost = "lost its connection to the job's monitor"
         have_met = self._waits is not None
         if have_met and self.beside_monitor and listens(self.address):
-            return Failure.here(self.world_rank, f"{lost}: it was cut, the monitor still runs", link=True)
-        return Failure.here(self.world_rank, f"{lost}: it was cut, or the launcher, or rank 0's host, "
-                                             "is gone or out of reach")
+            return Failure.here(
+                self.world_rank, f"{lost}: it was cut, the monitor still runs", link=True
+            )
+        return Failure.here(
+            self.world_rank,
+            f"{lost}: it was cut, or the launcher, or rank 0's host, is gone or out of reach",
+        )
 
     def _take(self, frame: dict[str, Any]) -> None:
         match frame["kind"]:
@@ -247,14 +304,16 @@ class MonitorClient:
             case "verdict":
                 self._abort(getattr(errors, frame["error"])(frame["text"]))
             case kind:
-                self._leaving = self._leaving or kind == "over"         # the monitor hangs up next
+                self._leaving = self._leaving or kind == "over"  # the monitor hangs up next
                 with self._changed:
                     self._answers[kind] = frame["value"]
                     self._changed.notify_all()
 
     def _tell(self, number: int = 0) -> None:
-        """Report what this rank waits for: unasked (0), or in answer to the monitor's question `number`."""
-        with self._telling, contextlib.suppress(CommError, OSError):    # of two threads, the later state arrives last
+        """Report what this rank waits for: unasked (0), or in answer to the monitor's question
+        `number`."""
+        # of two threads, the later state arrives last
+        with self._telling, contextlib.suppress(CommError, OSError):
             self._send({"kind": "waits", "round": number, "state": self._state()})
 
     def _state(self) -> list[Any]:
@@ -295,19 +354,25 @@ class MonitorClient:
         with self._changed:
             if self._end_timer is not None or self._closed:
                 return
-            message = f"minidist: rank {self.world_rank} was still busy {self.grace:g} s after {why}; ended"
+            message = (
+                f"minidist: rank {self.world_rank} was still busy {self.grace:g} s "
+                f"after {why}; ended"
+            )
             self._end_timer = threading.Timer(self.grace, end_process, [message])
             self._end_timer.daemon = True
             try:
                 self._end_timer.start()
-            except RuntimeError:                # Python 3.12 starts no thread while it ends: then a signal ends it
+            # Python 3.12 starts no thread while it ends: then a signal ends it
+            except RuntimeError:
                 signal.alarm(math.ceil(self.grace))
 
 
 def listens(address: tuple[str, int]) -> bool:
-    """Whether a process of this host listens there. It is not called, so it has nothing to say of a stranger."""
+    """Whether a process of this host listens there. It is not called, so it has nothing to say of a
+    stranger."""
     with socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)      # connections that are closing do not count
+        # connections that are closing do not count
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind(address)
         except OSError as error:

@@ -1,8 +1,9 @@
-"""The monitor as a child process of rank 0, where another launcher started the ranks (launch/joining.py).
+"""The monitor as a child process of rank 0, where another launcher started the ranks
+(launch/joining.py).
 
 Started with the words SIZE LISTENER PATIENCE; the token comes in on stdin, which
-ends when rank 0 does. It tells rank 0 when every rank has said goodbye, and then looks at the processes until all
-have ended.
+ends when rank 0 does. It tells rank 0 when every rank has said goodbye, and then looks at the
+processes until all have ended.
 """
 
 import select
@@ -16,50 +17,69 @@ from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.node_agent import release_parent
 from minidist.comm.health.process_state import exit_of
 
-STOP = 10.0               # seconds that the ranks get to end when one is lost
+STOP = 10.0  # seconds that the ranks get to end when one is lost
 
 
 def main(size: int, listener: socket.socket, patience: float) -> None:
     """Watch until every rank has gone."""
+
     def rank_0_ends() -> bool:
         return bool(select.select([sys.stdin], [], [], 0.0)[0])
 
-    for number in (signal.SIGINT, signal.SIGTERM):              # Ctrl-C; what Slurm sends to every process of a step
-        signal.signal(number, signal.SIG_IGN)                   # the ranks end, perhaps after a save; we end after them
-    monitor = Monitor(size, sys.stdin.buffer.readline().strip(), listener, how=lambda seat: exit_of(seat.pid),
-                      patience=patience)
+    # Ctrl-C; what Slurm sends to every process of a step
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # the ranks end, perhaps after a save; we end after them
+        signal.signal(number, signal.SIG_IGN)
+    monitor = Monitor(
+        size,
+        sys.stdin.buffer.readline().strip(),
+        listener,
+        how=lambda seat: exit_of(seat.pid),
+        patience=patience,
+    )
     monitor.start()
     while not monitor.wait(0.2) and monitor.loss is None:
         if rank_0_ends():
-            monitor.wait(0.5)                                   # time for its last word to arrive
+            monitor.wait(0.5)  # time for its last word to arrive
             if monitor.loss is None and not monitor.has_left(0):
                 break
     if monitor.wait(0.0):
         release_parent()
         monitor.release_agents()
         if (slow := monitor.wait_until_ended(ENDING - 0.5)) and monitor.loss is None:
-            say_line(f"minidist: {late(slow, size, monitor.in_user_code(slow))}; the system kills them")
+            say_line(
+                f"minidist: {late(slow, size, monitor.in_user_code(slow))}; the system kills them"
+            )
         monitor.wait_until_silent(0.5)
         if monitor.loss is not None and monitor.loss.traceback:
             say_line(f"minidist: {monitor.loss}; {monitor.loss.traceback}")
     if monitor.loss is not None:
-        if not monitor.loss.traceback:                          # it could not speak for itself
+        if not monitor.loss.traceback:  # it could not speak for itself
             say_line(f"minidist: {monitor.loss}; the job ends")
         deadline = time.monotonic() + STOP
         while time.monotonic() < deadline and not rank_0_ends():
-            if monitor.wait_until_stopped(0.2, late=True):      # a late rank must learn of the failure, too
+            # a late rank must learn of the failure, too
+            if monitor.wait_until_stopped(0.2, late=True):
                 break
         monitor.wait_until_stopped(max(0.0, deadline - time.monotonic()))
     monitor.close()
 
 
 def late(slow: list[int], size: int, busy: list[int]) -> str:
-    """Of the ranks that have not ended, name those that are `busy`: the others wait for these in MPI_Finalize."""
+    """Of the ranks that have not ended, name those that are `busy`: the others wait for these in
+    MPI_Finalize."""
     named = busy or slow
-    waiting, gone = [rank for rank in slow if rank not in named], sorted(set(range(size)).difference(slow))
-    more = [f"{listed(gone)} had"] * bool(gone) + [f"{listed(waiting)} waited for that in MPI_Finalize"] * bool(waiting)
-    return (f"{listed(named)} had not ended {ENDING} s after the last goodbye"
-            + f" ({'; '.join(more)})" * bool(more))
+    waiting, gone = (
+        [rank for rank in slow if rank not in named],
+        sorted(set(range(size)).difference(slow)),
+    )
+    more = [f"{listed(gone)} had"] * bool(gone) + [
+        f"{listed(waiting)} waited for that in MPI_Finalize"
+    ] * bool(waiting)
+    return (
+        f"{listed(named)} had not ended {ENDING} s after the last goodbye"
+        + f" ({'; '.join(more)})" * bool(more)
+    )
 
 
 if __name__ == "__main__":

@@ -1,22 +1,26 @@
-"""A node agent on each host that the monitor is not on: only a system itself knows how its processes end.
+"""A node agent on each host that the monitor is not on: only a system itself knows how its
+processes end.
 
     monitor -> node agent                               node agent -> monitor
     look     pids: what of these? patience; awaited:    seen     frozen: pids; ended: [pid, how], …
              ranks of it that others wait for
     how      rank, pid: how did that end?               how      rank, text; "" if it does not know
-    lost     loss: the job is over, and why             ended    loss: a rank here ended, and not well
+    lost     loss: the job is over, and why             ended    loss: a rank here ended, and not
+                                                                 well
     died     loss: of a rank without which it goes on   absent   loss: a rank here will not come
     saves    ranks that end by themselves at a SIGTERM
     over     every rank has said goodbye                goodbye
 
-The monitor's looks are the job's heartbeat between hosts (watchdog.py): one every LOOK seconds, each answered. Ranks
-take no part in it, so a rank may compute for long in one call that holds the interpreter. A frozen rank is found within
-3 s, as on one host; a host that is silent for SILENCE seconds is lost with all its ranks. A rank learns by the kernel's
-keep-alives that the monitor's host is out of reach (acceptor.py).
+The monitor's looks are the job's heartbeat between hosts (watchdog.py): one every LOOK seconds,
+each answered. Ranks take no part in it, so a rank may compute for long in one call that holds the
+interpreter. A frozen rank is found within 3 s, as on one host; a host that is silent for SILENCE
+seconds is lost with all its ranks. A rank learns by the kernel's keep-alives that the monitor's
+host is out of reach (acceptor.py).
 
-Our own launcher is the node agent of its node, and knows its ranks' exit codes. Under mpirun, torchrun and srun it is a
-child of the node's first rank (launch/joining.py), which waits for it until it hears "over". From then on the agent
-looks by itself, because the monitor may end with its own host's ranks.
+Our own launcher is the node agent of its node, and knows its ranks' exit codes. Under mpirun,
+torchrun and srun it is a child of the node's first rank (launch/joining.py), which waits for it
+until it hears "over". From then on the agent looks by itself, because the monitor may end with its
+own host's ranks.
 """
 
 import contextlib
@@ -37,10 +41,10 @@ from minidist.comm.health.failure import ENDING, Failure, say_line
 from minidist.comm.health.process_state import LOOK, ProcessLooks, exit_of, has_ended, kill_stopped
 from minidist.errors import CommError, HandshakeError
 
-CONNECT_LIMIT = 60.0    # seconds until the monitor must listen
-CALL_BACK_LIMIT = 5.0   # the same where it has listened before, to the agent's parent
-ANSWER_LIMIT = 1.0      # seconds the monitor gets to say whether the job goes on after a death
-_TRY = 2.0              # seconds of one attempt
+CONNECT_LIMIT = 60.0  # seconds until the monitor must listen
+CALL_BACK_LIMIT = 5.0  # the same where it has listened before, to the agent's parent
+ANSWER_LIMIT = 1.0  # seconds the monitor gets to say whether the job goes on after a death
+_TRY = 2.0  # seconds of one attempt
 
 
 class NodeAgent:
@@ -51,17 +55,22 @@ class NodeAgent:
                 limit: seconds until the monitor must listen.
     Attributes: loss    why the job is over, once the monitor has said so
                 spared  how expendable ranks ended, by world rank; the job goes on without them
-                savers  ranks that save their work and end by themselves when their process is sent SIGTERM
+                savers  ranks that save their work and end by themselves when their process is sent
+                        SIGTERM
     """
 
-    def __init__(self, ranks: Sequence[int] = (), how: Callable[[int], str | None] | None = None,
-                 limit: float = CONNECT_LIMIT) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int] = (),
+        how: Callable[[int], str | None] | None = None,
+        limit: float = CONNECT_LIMIT,
+    ) -> None:
         self.loss: Failure | None = None
         self.spared: dict[int, Failure] = {}
         self.savers: set[int] = set()
         self._ranks, self._how, self._limit = list(ranks), how or (lambda rank: None), limit
-        self._looks, self._pids = ProcessLooks(), set[int]()        # those it was last asked about
-        self._awaited: set[int] = set()                     # as the monitor said last
+        self._looks, self._pids = ProcessLooks(), set[int]()  # those it was last asked about
+        self._awaited: set[int] = set()  # as the monitor said last
         self._sock: socket.socket | None = None
         self._changed, self._sending = threading.Condition(), threading.Lock()
         self._closed = self._over = False
@@ -70,12 +79,12 @@ class NodeAgent:
         """Answer the monitor until it hangs up, or close() is called."""
         sock = self._connect(address, token)
         if sock is None:
-            return                                          # its ranks cannot reach it either, and report that
+            return  # its ranks cannot reach it either, and report that
         with sock:
             with self._changed:
                 self._sock = sock
                 self._changed.notify_all()
-            if self._closed:                                # while it connected
+            if self._closed:  # while it connected
                 self._send("goodbye")
             with contextlib.suppress(CommError, OSError, ValueError):
                 while not self._closed:
@@ -88,18 +97,22 @@ class NodeAgent:
             self._changed.notify_all()
 
     def lose(self, loss: Failure) -> None:
-        """A rank here did not end well. Returns when the monitor has answered, or after ANSWER_LIMIT s."""
+        """A rank here did not end well. Returns when the monitor has answered, or after
+        ANSWER_LIMIT s."""
         self._report("ended", loss)
         with self._changed:
-            self._changed.wait_for(lambda: self.loss is not None or loss.world_rank in self.spared or self._closed,
-                                   ANSWER_LIMIT)
+            self._changed.wait_for(
+                lambda: self.loss is not None or loss.world_rank in self.spared or self._closed,
+                ANSWER_LIMIT,
+            )
 
     def miss(self, loss: Failure) -> None:
         """A rank here will not come to the monitor; nothing comes of it if it has been there."""
         self._report("absent", loss)
 
     def awaited(self) -> set[int]:
-        """The ranks here that have not come to the monitor and that others wait for, as far as is known."""
+        """The ranks here that have not come to the monitor and that others wait for, as far as is
+        known."""
         return self._awaited
 
     def _report(self, kind: str, loss: Failure) -> None:
@@ -120,8 +133,13 @@ class NodeAgent:
         deadline = time.monotonic() + self._limit
         while not self._closed and time.monotonic() < deadline:
             try:
-                return connect_to_monitor(address, token, {"node_agent": self._ranks},
-                                          f"the node agent of {platform.node()}", _TRY)
+                return connect_to_monitor(
+                    address,
+                    token,
+                    {"node_agent": self._ranks},
+                    f"the node agent of {platform.node()}",
+                    _TRY,
+                )
             except HandshakeError:
                 return None
             except (CommError, OSError):
@@ -138,10 +156,17 @@ class NodeAgent:
             case "look":
                 self._pids, self._looks.patience = set(frame["pids"]), frame["patience"]
                 self._awaited = set(frame["awaited"])
-                self._send("seen", frozen=sorted(self._looks.frozen(self._pids)),
-                           ended=[[pid, how] for pid, how in self._looks.ended(self._pids).items()])
+                self._send(
+                    "seen",
+                    frozen=sorted(self._looks.frozen(self._pids)),
+                    ended=[[pid, how] for pid, how in self._looks.ended(self._pids).items()],
+                )
             case "how":
-                self._send("how", rank=frame["rank"], text=self._how(frame["rank"]) or exit_of(frame["pid"]) or "")
+                self._send(
+                    "how",
+                    rank=frame["rank"],
+                    text=self._how(frame["rank"]) or exit_of(frame["pid"]) or "",
+                )
             case "saves":
                 self.savers = set(frame["ranks"])
             case "lost" | "died" as kind:
@@ -159,20 +184,29 @@ class NodeAgent:
     def _look_on(self) -> None:
         """The job is over and the monitor has gone: end what is frozen here."""
         deadline = time.monotonic() + ENDING
-        while (pids := {pid for pid in self._pids if not has_ended(pid)}) and time.monotonic() < deadline:
+        while (
+            pids := {pid for pid in self._pids if not has_ended(pid)}
+        ) and time.monotonic() < deadline:
             for pid in self._looks.frozen(pids):
-                say_line(f"minidist: process {pid} on {platform.node()} is frozen (stopped) after its goodbye; killed")
+                say_line(
+                    f"minidist: process {pid} on {platform.node()} is frozen (stopped) after its "
+                    "goodbye; killed"
+                )
                 kill_stopped(pid)
             time.sleep(LOOK)
 
 
 def release_parent() -> None:
-    """The rank that waits for this process, its child, need not wait any longer (launch/joining.py)."""
+    """The rank that waits for this process, its child, need not wait any longer
+    (launch/joining.py)."""
     os.write(1, b"over")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM):          # to all of the job: the ranks end, we end after them
+    # to all of the job: the ranks end, we end after them
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    NodeAgent(limit=CALL_BACK_LIMIT).serve((sys.argv[1], int(sys.argv[2])), sys.stdin.buffer.readline().strip())
+    NodeAgent(limit=CALL_BACK_LIMIT).serve(
+        (sys.argv[1], int(sys.argv[2])), sys.stdin.buffer.readline().strip()
+    )

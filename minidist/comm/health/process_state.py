@@ -1,14 +1,16 @@
-"""What the kernel says of processes: which are stopped for good (SIGSTOP, Ctrl-Z), and how one ended.
+"""What the kernel says of processes: which are stopped for good (SIGSTOP, Ctrl-Z), and how one
+ended.
 
-A stopped process sends nothing and loses no connection, like one that computes in a single long call. The kernel knows
-the difference: the state of the first is T, of the second R or S. A process that was stopped at every look for PATIENCE
-seconds is frozen, and lost; one more look, or the end of the job, kills it, because it cannot end by itself. So a stop
-of 1.5 s does no harm, and a frozen rank is found within 2.5 s. If two looks lay far apart, the observer was stopped too
-(Ctrl-Z stops a whole job), and begins anew. A process that a debugger holds (gdb, strace) is not frozen.
+A stopped process sends nothing and loses no connection, like one that computes in a single long
+call. The kernel knows the difference: the state of the first is T, of the second R or S. A process
+that was stopped at every look for PATIENCE seconds is frozen, and lost; one more look, or the end
+of the job, kills it, because it cannot end by itself. So a stop of 1.5 s does no harm, and a frozen
+rank is found within 2.5 s. If two looks lay far apart, the observer was stopped too (Ctrl-Z stops a
+whole job), and begins anew. A process that a debugger holds (gdb, strace) is not frozen.
 
-The looks also find processes that have ended, because a forked child (a data loader's worker, say) may hold a dead
-rank's connections open. Again two looks in a row are needed: by the second, the goodbye of a rank that ended well has
-been read.
+The looks also find processes that have ended, because a forked child (a data loader's worker, say)
+may hold a dead rank's connections open. Again two looks in a row are needed: by the second, the
+goodbye of a rank that ended well has been read.
 
 The processes of another host are looked at by its node agent (node_agent.py).
 """
@@ -24,11 +26,14 @@ from pathlib import Path
 
 from minidist.comm.health.failure import how_it_ended
 
-LOOK = 0.4      # seconds between two looks
-SHORTEST_LOOK = 0.1     # the same where the patience is less than LOOK
-PATIENCE = 1.7  # seconds that a process may be stopped: so long after the first look that saw it so comes another one
-REAP_LIMIT = 0.4    # seconds between a connection's end and the end of its process, on a machine that is busy
-_LATE = 3       # times LOOK: so long between two looks means that this process was stopped, too
+LOOK = 0.4  # seconds between two looks
+SHORTEST_LOOK = 0.1  # the same where the patience is less than LOOK
+# seconds that a process may be stopped: so long after the first look that saw it so comes another
+# one
+PATIENCE = 1.7
+# seconds between a connection's end and the end of its process, on a machine that is busy
+REAP_LIMIT = 0.4
+_LATE = 3  # times LOOK: so long between two looks means that this process was stopped, too
 
 
 class ProcessLooks:
@@ -36,13 +41,15 @@ class ProcessLooks:
 
     def __init__(self, patience: float = PATIENCE) -> None:
         self.patience = patience
-        self._since: dict[int, tuple[str, float]] = {}      # of each that is stopped: its stop, and when it was found
+        # of each that is stopped: its stop, and when it was found
+        self._since: dict[int, tuple[str, float]] = {}
         self._frozen: set[int] = set()
         self._gone: set[int] = set()
         self._last = time.monotonic()
 
     def frozen(self, pids: set[int]) -> set[int]:
-        """Those of `pids` that were stopped at this look and at all others for `patience` seconds."""
+        """Those of `pids` that were stopped at this look and at all others for `patience`
+        seconds."""
         now = time.monotonic()
         before = self._since if now - self._last < _LATE * LOOK else {}
         self._since, self._last, reported, self._frozen = {}, now, self._frozen, set()
@@ -62,11 +69,16 @@ class ProcessLooks:
         return {pid: exit_of(pid) or "" for pid in self._gone & before}
 
     def next(self, every: float = LOOK) -> float:
-        """When to look again, by time.monotonic: after `every` seconds, or after the patience if that is shorter. A
-        process that is stopped is looked at again when its stop has lasted the patience.
+        """When to look again, by time.monotonic: after `every` seconds, or after the patience if
+        that is shorter. A process that is stopped is looked at again when its stop has lasted the
+        patience.
         """
         every = min(every, max(self.patience, SHORTEST_LOOK))
-        waited = [since + self.patience for pid, (_, since) in self._since.items() if pid not in self._frozen]
+        waited = [
+            since + self.patience
+            for pid, (_, since) in self._since.items()
+            if pid not in self._frozen
+        ]
         return min([self._last + every, *waited])
 
     def close(self) -> None:
@@ -81,17 +93,19 @@ def has_ended(pid: int) -> bool:
 
 
 def state_of(pid: int) -> str:
-    """The kernel's letter for the state of a process of this host; "" if it is gone, or the system does not say."""
+    """The kernel's letter for the state of a process of this host; "" if it is gone, or the system
+    does not say."""
     return _stat(pid)[0]
 
 
 def _stat(pid: int) -> list[str]:
-    """What /proc says of a process: its state, …, its exit code; [""] if it is gone, ["?"] if unknown."""
+    """What /proc says of a process: its state, …, its exit code; [""] if it is gone, ["?"] if
+    unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return [""]
-    except OSError:                                         # this process has too many open files, say
+    except OSError:  # this process has too many open files, say
         return ["?"]
 
 
@@ -101,14 +115,16 @@ def parent_of(pid: int) -> int:
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that a process's first thread has started and not cleared away; none if the system does not say."""
+    """The processes that a process's first thread has started and not cleared away; none if the
+    system does not say."""
     with contextlib.suppress(OSError):
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
 
 
 def with_wrapped(pid: int) -> list[int]:
-    """Return a process and what it wraps: its only child, as a shell's or timeout's, and the only child of that."""
+    """Return a process and what it wraps: its only child, as a shell's or timeout's, and the only
+    child of that."""
     found = [pid]
     while len(children := children_of(found[-1])) == 1:
         found += children
@@ -120,16 +136,19 @@ def stop_of(pid: int) -> str:
 
     Of two stops the names differ: how often it has been given a core is part of them.
     """
-    if state_of(pid) != "T":                                # "t": at a breakpoint or a system call that is traced
+    if state_of(pid) != "T":  # "t": at a breakpoint or a system call that is traced
         return ""
     with contextlib.suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
-        return status[status.find("voluntary_ctxt_switches"):] if "TracerPid:\t0\n" in status else ""
+        return (
+            status[status.find("voluntary_ctxt_switches") :] if "TracerPid:\t0\n" in status else ""
+        )
     return ""
 
 
 def hears_interrupts(pid: int) -> bool:
-    """Whether a process has a handler of SIGINT, as a running Python has, or ignores it; or the system does not say."""
+    """Whether a process has a handler of SIGINT, as a running Python has, or ignores it; or the
+    system does not say."""
     with contextlib.suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
         masks = re.findall(r"^Sig(?:Ign|Cgt):\t(\w+)$", status, re.MULTILINE)
@@ -145,7 +164,8 @@ def kill_stopped(pid: int) -> None:
 
 
 def exit_of(pid: int) -> str | None:
-    """How a process of this host that is not our child ended, if its parent has not cleared it away yet."""
+    """How a process of this host that is not our child ended, if its parent has not cleared it away
+    yet."""
     deadline = time.monotonic() + REAP_LIMIT
     while True:
         state, *rest = _stat(pid)
@@ -160,12 +180,14 @@ def exit_of(pid: int) -> str | None:
 
 @lru_cache(maxsize=1)
 def this_system() -> str:
-    """A name for the running system, and for the processes that are seen from here: a container may have its own."""
+    """A name for the running system, and for the processes that are seen from here: a container may
+    have its own."""
     return system_and("pid")
 
 
 def system_and(namespace: str) -> str:
-    """A name that no other running system has, with that of a namespace of this process: "pid", "net"."""
+    """A name that no other running system has, with that of a namespace of this process: "pid",
+    "net"."""
     parts = [platform.node()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())

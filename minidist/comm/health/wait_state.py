@@ -1,19 +1,23 @@
-"""A rank's waits that last: in which call, for which ranks, since when. All ranks' waits together show a deadlock.
+"""A rank's waits that last: in which call, for which ranks, since when. All ranks' waits together
+show a deadlock.
 
-A wait that ends within QUIET seconds is not reported, and costs nothing. One that lasts is reported when it begins to
-last and when it ends: to the monitor, where ranks are processes; to the run, where they are threads. Both pass it to an
-Arbiter (deadlock_arbiter.py), which decides by the rules of deadlock.py.
+A wait that ends within QUIET seconds is not reported, and costs nothing. One that lasts is reported
+when it begins to last and when it ends: to the monitor, where ranks are processes; to the run,
+where they are threads. Both pass it to an Arbiter (deadlock_arbiter.py), which decides by the rules
+of deadlock.py.
 
     state of a rank     waits    its lasting waits, one a thread
                         sent     messages it has begun to send, by world rank
                         taken    messages it has taken off the link, by world rank
-                        reads    world ranks from which it has asked for a message that has not come whole
+                        reads    world ranks from which it has asked for a message that has not come
+                                 whole
                         settled  whether every thread of its program is in one of these waits
-                        resent   world ranks to which packets are sent again and again, and none is acknowledged
+                        resent   world ranks to which packets are sent again and again, and none is
+                                 acknowledged
 
-sent and taken are counted where a message begins and ends (stream.py). Where they differ between two ranks, a message
-is in flight, and its receiver does not wait in vain; nor does its sender while the receiver reads, because the receiver
-takes every message before the one it has asked for.
+sent and taken are counted where a message begins and ends (stream.py). Where they differ between
+two ranks, a message is in flight, and its receiver does not wait in vain; nor does its sender while
+the receiver reads, because the receiver takes every message before the one it has asked for.
 """
 
 import itertools
@@ -31,15 +35,17 @@ from minidist.comm.flight.recorder import FlightRecorder
 from minidist.comm.signature import Signature
 from minidist.errors import CommError, PeerLostError
 
-QUIET = 0.1     # seconds that a wait may last before it is reported
+QUIET = 0.1  # seconds that a wait may last before it is reported
 
 
 class _ThreadCalls(threading.local):
     """The calls that a thread is in, outermost first."""
 
-    asked = False           # whether spent_in_calls was: looking at a thread's clock takes a microsecond or several
-    began: "tuple[float, float] | None" = None      # the outermost call: the time, and the thread's processor seconds
-    spent = 0.0, 0.0        # in calls so far: seconds, and processor seconds
+    # whether spent_in_calls was: looking at a thread's clock takes a microsecond or several
+    asked = False
+    # the outermost call: the time, and the thread's processor seconds
+    began: "tuple[float, float] | None" = None
+    spent = 0.0, 0.0  # in calls so far: seconds, and processor seconds
 
     def __init__(self) -> None:
         self.calls: list[RunningCall] = []
@@ -49,7 +55,8 @@ _here = _ThreadCalls()
 
 
 class RunningCall:
-    """A collective, or the wait for a call that was started: inside `with call:` it is what the thread's waits are for.
+    """A collective, or the wait for a call that was started: inside `with call:` it is what the
+    thread's waits are for.
 
     Attributes: signature    the call
                 world_ranks  the ranks of its group
@@ -74,13 +81,15 @@ class RunningCall:
 
 
 def spent_in_calls() -> tuple[float, float]:
-    """Seconds, and processor seconds, that the calling thread has been in calls and in waits for calls, so far.
+    """Seconds, and processor seconds, that the calling thread has been in calls and in waits for
+    calls, so far.
 
-    They count from the first time that a thread asks: before it nothing is measured, so take differences.
-    The flight recorder measures the same standing still (`stood`, flight/slots.py), call by call: so `minidist watch`
-    divides a wait among the ranks and groups that it is for. Here it is one sum for a thread, which no ring forgets,
-    with the processor seconds that own computation is without: so the records of steps (observe/rank_steps.py) tell a
-    rank that computes longer from one that waits. Neither gives the other; a test holds that they agree.
+    They count from the first time that a thread asks: before it nothing is measured, so take
+    differences. The flight recorder measures the same standing still (`stood`, flight/slots.py),
+    call by call: so `minidist watch` divides a wait among the ranks and groups that it is for. Here
+    it is one sum for a thread, which no ring forgets, with the processor seconds that own
+    computation is without: so the records of steps (observe/rank_steps.py) tell a rank that
+    computes longer from one that waits. Neither gives the other; a test holds that they agree.
     """
     _here.asked = True
     return _here.spent
@@ -90,8 +99,9 @@ def spent_in_calls() -> tuple[float, float]:
 class Wait:
     """One lasting wait.
 
-    `peers` are the world ranks waited for: any of them can keep it waiting; none means another thread of the same rank,
-    which carries out `call`. `number` tells the lasting waits of a rank apart. `incoming`: for a message from the peer.
+    `peers` are the world ranks waited for: any of them can keep it waiting; none means another
+    thread of the same rank, which carries out `call`. `number` tells the lasting waits of a rank
+    apart. `incoming`: for a message from the peer.
     """
 
     number: int
@@ -120,39 +130,65 @@ class State:
     sent: Mapping[int, int] = field(default_factory=dict)
     taken: Mapping[int, int] = field(default_factory=dict)
     settled: bool = False
-    doing: str = ""         # where the program is of a rank that does not wait
+    doing: str = ""  # where the program is of a rank that does not wait
     reads: frozenset[int] = frozenset()
     resent: frozenset[int] = frozenset()
 
     def same(self, other: "State") -> bool:
         """Whether nothing at all has happened between the two."""
-        return ([wait.number for wait in self.waits] == [wait.number for wait in other.waits]
-                and self.sent == other.sent and self.taken == other.taken)
+        return (
+            [wait.number for wait in self.waits] == [wait.number for wait in other.waits]
+            and self.sent == other.sent
+            and self.taken == other.taken
+        )
 
     def packed(self) -> list[Any]:
         """As a frame of the control connection carries it."""
-        return [[list(vars(wait).values()) for wait in self.waits], dict(self.sent), dict(self.taken), self.settled,
-                self.doing, self.reads, self.resent]
+        return [
+            [list(vars(wait).values()) for wait in self.waits],
+            dict(self.sent),
+            dict(self.taken),
+            self.settled,
+            self.doing,
+            self.reads,
+            self.resent,
+        ]
 
     @classmethod
     def unpacked(cls, packed: Any) -> "State":
         """Raises: TypeError or ValueError if it is nothing that packed() made."""
         waits, sent, taken, settled, doing, reads, resent = packed
-        return cls(tuple(_wait(*fields) for fields in waits), _counts(sent), _counts(taken), bool(settled), str(doing),
-                   frozenset(map(int, reads)), frozenset(map(int, resent)))
+        return cls(
+            tuple(_wait(*fields) for fields in waits),
+            _counts(sent),
+            _counts(taken),
+            bool(settled),
+            str(doing),
+            frozenset(map(int, reads)),
+            frozenset(map(int, resent)),
+        )
 
 
 def _counts(values: Any) -> dict[int, int]:
     return {int(rank): int(count) for rank, count in dict(values).items()}
 
 
-def _wait(number: int, call: Any, members: Any, peers: Any, what: str, incoming: bool, seconds: float) -> Wait:
+def _wait(
+    number: int, call: Any, members: Any, peers: Any, what: str, incoming: bool, seconds: float
+) -> Wait:
     signature = None if call is None else Signature._make(call)
-    if signature is not None:                               # nonsense raises TypeError here, not in the arbiter
+    if signature is not None:  # nonsense raises TypeError here, not in the arbiter
         hash(signature)
         signature.agrees(signature)
-    return Wait(int(number), signature, tuple(map(int, members)), tuple(map(int, peers)), str(what), bool(incoming),
-                float(seconds))
+    return Wait(
+        int(number),
+        signature,
+        tuple(map(int, members)),
+        tuple(map(int, peers)),
+        str(what),
+        bool(incoming),
+        float(seconds),
+    )
 
 
 class Waits:
@@ -160,26 +196,36 @@ class Waits:
 
     Attributes: counts   -> (sent, taken), of the rank's transport
                 reads    -> the world ranks that it reads from
-                resent   -> the world ranks to which its packets are sent again and again, and not acknowledged
-                program  -> the threads that run the rank's program; one in no wait may yet end the others' waits
-                held     each gives the destinations of messages held back on their way out, one entry a message
+                resent   -> the world ranks to which its packets are sent again and again, and not
+                         acknowledged
+                program  -> the threads that run the rank's program; one in no wait may yet end the
+                         others' waits
+                held     each gives the destinations of messages held back on their way out, one
+                         entry a message
                 error    what the transport was aborted with
-                ends     called with it: each ends the waits of a transport, of a link to itself, of a device
+                ends     called with it: each ends the waits of a transport, of a link to itself, of
+                         a device
                 step     the training step that the program is in, if it says so
                 workers  the threads that carry out started calls now
                 flight   the rank's flight recorder, which keeps the waits that last
-                hearsay  most seconds to wait for the reason of a broken link; None: the transport's own limit
+                hearsay  most seconds to wait for the reason of a broken link; None: the transport's
+                         own limit
     A listener, if there is one, takes these over:
                 tell     called when a wait begins to last, and when it ends
-                table    (state) -> what all ranks wait for, in words; `state` is what this rank says of itself
-                disagree (text, world ranks) tells every rank of a group that their calls do not match
+                table    (state) -> what all ranks wait for, in words; `state` is what this rank
+                         says of itself
+                disagree (text, world ranks) tells every rank of a group that their calls do not
+                match
                 left     (world rank) -> whether that rank has said goodbye to the job
                 cut      (world rank) tells that the link to that rank swallows packets
                 spare    asks that this rank's death be reported, and not end the job
     """
 
-    def __init__(self, counts: Callable[[], tuple[Mapping[int, int], Mapping[int, int]]] | None = None,
-                 reads: Callable[[], Iterable[int]] | None = None) -> None:
+    def __init__(
+        self,
+        counts: Callable[[], tuple[Mapping[int, int], Mapping[int, int]]] | None = None,
+        reads: Callable[[], Iterable[int]] | None = None,
+    ) -> None:
         self.counts, self.reads = counts or (lambda: ({}, {})), reads or tuple
         self.resent: Callable[[], Iterable[int]] = tuple
         self.program: Callable[[], set[int | None]] = _program
@@ -196,25 +242,31 @@ class Waits:
         self.error: CommError | None = None
         self.ends: list[Callable[[CommError], None]] = []
         self.workers: set[int | None] = set()
-        self._lasting: dict[int, tuple[int, Callable[[], Wait]]] = {}       # by number: the thread, and its wait now
+        # by number: the thread, and its wait now
+        self._lasting: dict[int, tuple[int, Callable[[], Wait]]] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
     def abort(self, error: CommError) -> None:
-        """End every wait, present or to come; the first error is the one that they raise. From any thread."""
+        """End every wait, present or to come; the first error is the one that they raise. From any
+        thread."""
         self.error = self.error or error
         for end in list(self.ends):
             end(self.error)
 
     def failure(self, world_rank: int, signature: Signature | None = None) -> CommError | None:
-        """What a wait of this rank raises since the transport was aborted; `signature`: see located()."""
+        """What a wait of this rank raises since the transport was aborted; `signature`: see
+        located()."""
         if isinstance(self.error, PeerLostError):
             return self.located(self.error, world_rank, signature)
         return self.error
 
     @contextmanager
-    def lasting(self, what: str, peers: Callable[[], tuple[int, ...]], *, incoming: bool = False) -> Iterator[None]:
-        """The block is a wait that lasts already: `what` in words, `peers()` the ranks it is for, now."""
+    def lasting(
+        self, what: str, peers: Callable[[], tuple[int, ...]], *, incoming: bool = False
+    ) -> Iterator[None]:
+        """The block is a wait that lasts already: `what` in words, `peers()` the ranks it is for,
+        now."""
         running = next(reversed(_here.calls), None)
         call, members = (None, ()) if running is None else (running.signature, running.world_ranks)
         number, since = next(self._numbers), time.monotonic() - QUIET
@@ -245,26 +297,38 @@ class Waits:
     def state(self) -> State:
         """What this rank says of its waits, now."""
         with self._lock:
-            lasting = dict(self._lasting.values())          # of waits inside one another, the innermost
+            lasting = dict(self._lasting.values())  # of waits inside one another, the innermost
         busy = self.program() | self.workers
         counted, taken = self.counts()
         sent = Counter(counted)
         for held in list(self.held):
             sent.update(held())
         running = sorted(thread for thread in busy - set(lasting) if thread is not None)
-        return State(tuple(now() for now in lasting.values()), sent, taken, not running,
-                     call_site.doing(running[0]) if running else "", frozenset(self.reads()), frozenset(self.resent()))
+        return State(
+            tuple(now() for now in lasting.values()),
+            sent,
+            taken,
+            not running,
+            call_site.doing(running[0]) if running else "",
+            frozenset(self.reads()),
+            frozenset(self.resent()),
+        )
 
     def described(self, state: State) -> str:
-        """All ranks' waits, as the last lines of an error; `state`: as this rank's were when its time was up.
+        """All ranks' waits, as the last lines of an error; `state`: as this rank's were when its
+        time was up.
 
-        Costs up to half a second, in which this rank waits for nothing else. Empty without a listener.
+        Costs up to half a second, in which this rank waits for nothing else. Empty without a
+        listener.
         """
         table = self.table(state)
         return f"\n{table}" if table else ""
 
-    def located(self, error: PeerLostError, world_rank: int, signature: Signature | None = None) -> PeerLostError:
-        """`error`, whose first line now says in which step and call (`signature`, or the one that runs) it was met."""
+    def located(
+        self, error: PeerLostError, world_rank: int, signature: Signature | None = None
+    ) -> PeerLostError:
+        """`error`, whose first line now says in which step and call (`signature`, or the one that
+        runs) it was met."""
         if signature is None and _here.calls:
             signature = _here.calls[-1].signature
         if signature is None:
@@ -276,15 +340,21 @@ class Waits:
 
 
 def _program() -> set[int | None]:
-    """Threads of this process that are the program's: not ours, which are daemons, nor those of an idle pool."""
+    """Threads of this process that are the program's: not ours, which are daemons, nor those of an
+    idle pool."""
     frames = call_site.frames()
     try:
-        return {thread.ident for thread in threading.enumerate()
-                if not thread.daemon and not _idles(frames.get(thread.ident or 0))}
+        return {
+            thread.ident
+            for thread in threading.enumerate()
+            if not thread.daemon and not _idles(frames.get(thread.ident or 0))
+        }
     finally:
-        frames.clear()      # it holds this function's own frame, and so itself: a cycle that keeps all stacks' arrays
+        # it holds this function's own frame, and so itself: a cycle that keeps all stacks' arrays
+        frames.clear()
 
 
 def _idles(frame: FrameType | None) -> bool:
-    """Whether this is the innermost frame of a thread of concurrent.futures that has nothing to do."""
+    """Whether this is the innermost frame of a thread of concurrent.futures that has nothing to
+    do."""
     return frame is not None and frame.f_globals.get("__name__") == "concurrent.futures.thread"

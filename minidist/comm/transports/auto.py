@@ -1,17 +1,20 @@
-"""Ranks of several hosts: shared memory inside each, TCP between them. It is what a job takes by itself.
+"""Ranks of several hosts: shared memory inside each, TCP between them. It is what a job takes by
+itself.
 
     node 0          node 1
     r0 ---------- r2      ----   TCP connections (tcp.py): also r0 to r3, r1 to r2
     ||            ||
-    ||            ||      ||     two rings in shared memory (shm/), and boards for the groups inside a node
+    ||            ||      ||     two rings in shared memory (shm/), and boards for the groups inside
+                                 a node
     r1 ---------- r3
 
-One engine drives both kinds of links: it sleeps on the doorbells of some and the connections of others, and a peer is
-lost when either ends. The bytes of a message are the same, so is the order of additions: an algorithm gives the same
-bits over any links. The transport's name says what the job got: "shm", "tcp", or "shm+tcp".
+One engine drives both kinds of links: it sleeps on the doorbells of some and the connections of
+others, and a peer is lost when either ends. The bytes of a message are the same, so is the order of
+additions: an algorithm gives the same bits over any links. The transport's name says what the job
+got: "shm", "tcp", or "shm+tcp".
 
-Ranks share memory if they are on one host and their launcher counts them to one node. So `--nnodes 2` on one laptop
-gives two nodes with TCP between them.
+Ranks share memory if they are on one host and their launcher counts them to one node. So `--nnodes
+2` on one laptop gives two nodes with TCP between them.
 """
 
 import socket
@@ -27,28 +30,50 @@ from minidist.comm.transports.tcp import SPINS, TcpLink, dial, listen
 from minidist.errors import CommError
 
 
-def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node: int, kind: str = "auto") -> Transport:
+def connect(
+    link: MonitorClient, token: bytes, limit: float, *, host: str, node: int, kind: str = "auto"
+) -> Transport:
     """This rank's rings to the ranks it shares memory with, and its connections to all others.
 
     Links inside a host are made first, so no two ranks wait for each other.
 
-    Args:    host: the address to listen at: this host's own, as the other ranks see it; node: this rank's;
-             kind: "tcp" shares no memory, "shm" connects ranks of one host only, whatever their nodes.
-    Raises:  PeerLostError, HandshakeError, TimeoutError: see full_mesh.connect; CommError if shm finds several hosts.
+    Args:    host: the address to listen at: this host's own, as the other ranks see it; node: this
+             rank's;
+             kind: "tcp" shares no memory, "shm" connects ranks of one host only, whatever their
+             nodes.
+    Raises:  PeerLostError, HandshakeError, TimeoutError: see full_mesh.connect; CommError if shm
+             finds several hosts.
     """
     me, tcp, unix = link.world_rank, listen(host), full_mesh.listen_unix()
     memory = f"rank {me}" if kind == "tcp" else shared_by(0 if kind == "shm" else node)
     with full_mesh.listening(tcp, unix):
-        infos = link.meet({"memory": memory, "unix": unix.getsockname(), "host": host, "port": tcp.getsockname()[1]})
+        infos = link.meet(
+            {
+                "memory": memory,
+                "unix": unix.getsockname(),
+                "host": host,
+                "port": tcp.getsockname()[1],
+            }
+        )
         memories = [info["memory"] for info in infos]
         near = [rank for rank, memory in enumerate(memories) if memory == memories[me]]
         others = [rank for rank in range(len(infos)) if rank not in near]
         if kind == "shm" and others:
-            raise CommError(f"shm joins ranks of one host, but ranks {me} and {others[0]} are on two; take auto")
-        rings = full_mesh.connect(me, near, unix, lambda rank: full_mesh.dial(
-            socket.socket(socket.AF_UNIX), infos[rank]["unix"], limit), token, limit)
+            raise CommError(
+                f"shm joins ranks of one host, but ranks {me} and {others[0]} are on two; take auto"
+            )
+        rings = full_mesh.connect(
+            me,
+            near,
+            unix,
+            lambda rank: full_mesh.dial(socket.socket(socket.AF_UNIX), infos[rank]["unix"], limit),
+            token,
+            limit,
+        )
         try:
-            far = full_mesh.connect(me, others, tcp, lambda rank: dial(infos[rank], limit), token, limit)
+            far = full_mesh.connect(
+                me, others, tcp, lambda rank: dial(infos[rank], limit), token, limit
+            )
         except BaseException:
             full_mesh.hang_up(rings)
             raise
@@ -62,9 +87,10 @@ connect_tcp, connect_shm = partial(connect, kind="tcp"), partial(connect, kind="
 
 
 def shared_by(node: int) -> str:
-    """Equal on ranks that can share memory: the running system, by a name that no other has, and the node.
+    """Equal on ranks that can share memory: the running system, by a name that no other has, and
+    the node.
 
-    Two containers of one host may have a network each: sockets without a file, by which memory is handed over, do not
-    reach from one to the other.
+    Two containers of one host may have a network each: sockets without a file, by which memory is
+    handed over, do not reach from one to the other.
     """
     return f"{system_and('net')} {node}"

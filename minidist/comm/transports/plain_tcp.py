@@ -1,17 +1,23 @@
-"""A transport to read: blocking sockets, one thread a peer, nothing else. Lessons 01 and 02 walk through it.
+"""A transport to read: blocking sockets, one thread a peer, nothing else. Lessons 01 and 02 walk
+through it.
 
     rank 0                                                     rank 1
-    start_send: header, payload ---- one connection ----> read, a thread: header, payload --> mailbox
+    start_send: header, payload ---- one connection ----> read, a thread: header, payload -->
+    mailbox
                                                           wait: mailbox --> the array of the receive
 
-    connect   every rank listens and tells the others where; each rank dials the lower ranks and admits the higher ones
-    frame     a header of 28 bytes (group, sequence, length of meta, length of payload), then meta, then the payload
+    connect   every rank listens and tells the others where; each rank dials the lower ranks and
+              admits the higher ones
+    frame     a header of 28 bytes (group, sequence, length of meta, length of payload), then meta,
+              then the payload
     send      blocks until the kernel has taken every byte
-    receive   a thread for each peer reads frames for ever and puts them into the mailbox (mailbox.py matches them)
+    receive   a thread for each peer reads frames for ever and puts them into the mailbox
+              (mailbox.py matches them)
 
-Two ranks that send to each other at once do not deadlock: neither send waits for the other rank's program, because the
-reading thread there empties the connection. The price is memory, and a copy: every message is stored whole before the
-receive takes it. tcp/ keeps the same promises without either; it is what jobs use.
+Two ranks that send to each other at once do not deadlock: neither send waits for the other rank's
+program, because the reading thread there empties the connection. The price is memory, and a copy:
+every message is stored whole before the receive takes it. tcp/ keeps the same promises without
+either; it is what jobs use.
 """
 
 import queue
@@ -35,15 +41,20 @@ from minidist.comm.transports.progress.full_mesh import hang_up, listening
 from minidist.comm.transports.progress.mailbox import Mailbox, MailSend
 from minidist.errors import CommError, LinkLostError, PeerLostError, TimeoutError
 
-HEADER = struct.Struct("<QQIQ")     # group, sequence, bytes of meta, bytes of payload
-REASON_LIMIT = 2.0                  # seconds that the monitor has to say why a connection ended
+HEADER = struct.Struct("<QQIQ")  # group, sequence, bytes of meta, bytes of payload
+REASON_LIMIT = 2.0  # seconds that the monitor has to say why a connection ended
 
-Callers = queue.SimpleQueue[tuple[int, socket.socket]]      # that have proven themselves, with their ranks
+# that have proven themselves, with their ranks
+Callers = queue.SimpleQueue[tuple[int, socket.socket]]
 
 
-# --- connecting ------------------------------------------------------------------------------------------------------
+# --- connecting
+# ------------------------------------------------------------------------------------------------------
 
-def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node: int = 0) -> "PlainTcp":
+
+def connect(
+    link: MonitorClient, token: bytes, limit: float, *, host: str, node: int = 0
+) -> "PlainTcp":
     """This rank's connections to all others: dial every lower rank, admit every higher one.
 
     Args:    host: the address to listen at: this host's own, as the other ranks see it.
@@ -63,40 +74,48 @@ def connect(link: MonitorClient, token: bytes, limit: float, *, host: str, node:
                 rank, connections[rank] = callers.get(timeout=limit)
     except BaseException as error:
         hang_up(connections)
-        if isinstance(error, queue.Empty | socket.timeout) and not isinstance(error, TimeoutError):     # noqa: UP041
+        if isinstance(error, queue.Empty | socket.timeout) and not isinstance(error, TimeoutError):  # noqa: UP041
             missing = sorted(set(range(link.world_size)) - {link.world_rank, *connections})
-            raise TimeoutError(f"rank {link.world_rank} waited {limit:g} s for ranks {missing} to connect") from None
+            raise TimeoutError(
+                f"rank {link.world_rank} waited {limit:g} s for ranks {missing} to connect"
+            ) from None
         raise
     return PlainTcp(link.world_rank, limit, connections)
 
 
 def accept(listener: socket.socket, token: bytes, callers: Callers) -> None:
-    """The body of a thread: answer each caller in a thread of its own, so that a silent stranger delays no rank."""
+    """The body of a thread: answer each caller in a thread of its own, so that a silent stranger
+    delays no rank."""
+
     def answer(sock: socket.socket) -> None:
         try:
             callers.put((wire.admit(sock, token, HANDSHAKE_LIMIT)["world_rank"], sock))
-        except (CommError, OSError):                        # a stranger
+        except (CommError, OSError):  # a stranger
             sock.close()
 
-    with suppress(OSError):                                 # `listening` is over
+    with suppress(OSError):  # `listening` is over
         while True:
             threading.Thread(target=answer, args=listener.accept()[:1], daemon=True).start()
 
 
-# --- bytes -----------------------------------------------------------------------------------------------------------
+# --- bytes
+# -----------------------------------------------------------------------------------------------------------
+
 
 def send_all(sock: socket.socket, header: bytes, payload: np.ndarray) -> None:
-    """Send every byte of both; returns when the kernel has taken them. Raises OSError if the connection breaks."""
+    """Send every byte of both; returns when the kernel has taken them. Raises OSError if the
+    connection breaks."""
     sock.sendall(header)
     sock.sendall(payload.view(np.uint8).data)
 
 
 def receive(sock: socket.socket, nbytes: int) -> np.ndarray:
-    """The next `nbytes` bytes, however many pieces they come in. Raises EOFError if the connection ends before."""
+    """The next `nbytes` bytes, however many pieces they come in. Raises EOFError if the connection
+    ends before."""
     data = np.empty(nbytes, np.uint8)
     missing = data.data
     while missing:
-        with suppress(BlockingIOError, socket.timeout):     # noqa: UP041 - a socket's time limit is for sends
+        with suppress(BlockingIOError, socket.timeout):  # noqa: UP041 - a socket's time limit is for sends
             count = sock.recv_into(missing)
             if count == 0:
                 raise EOFError("its connection ended")
@@ -104,14 +123,19 @@ def receive(sock: socket.socket, nbytes: int) -> np.ndarray:
     return data
 
 
-# --- the transport ---------------------------------------------------------------------------------------------------
+# --- the transport
+# ---------------------------------------------------------------------------------------------------
+
 
 class PlainTcp(Mailbox):
     """One rank's mailbox, filled from its connections."""
 
-    def __init__(self, world_rank: int, limit: float, connections: Mapping[int, socket.socket]) -> None:
+    def __init__(
+        self, world_rank: int, limit: float, connections: Mapping[int, socket.socket]
+    ) -> None:
         self._connections = connections
-        self._sending = {rank: threading.Lock() for rank in connections}    # a message leaves in one piece
+        # a message leaves in one piece
+        self._sending = {rank: threading.Lock() for rank in connections}
         self._sent: Counter[int] = Counter()
         self._taken: Counter[int] = Counter()
         self._closing = False
@@ -121,9 +145,15 @@ class PlainTcp(Mailbox):
         for sock in connections.values():
             keep_alive(sock)
             sock.settimeout(limit)
-        self._readers = [threading.Thread(target=self.read, args=peer, name=f"reader of rank {peer[0]}", daemon=True)
-                         for peer in connections.items()]
-        self._readers.append(threading.Thread(target=self.watch, name="watch of links", daemon=True))
+        self._readers = [
+            threading.Thread(
+                target=self.read, args=peer, name=f"reader of rank {peer[0]}", daemon=True
+            )
+            for peer in connections.items()
+        ]
+        self._readers.append(
+            threading.Thread(target=self.watch, name="watch of links", daemon=True)
+        )
         for reader in self._readers:
             reader.start()
 
@@ -137,13 +167,14 @@ class PlainTcp(Mailbox):
                 sock.settimeout(self.limit)
                 send_all(sock, header + meta, view)
             except OSError as error:
-                self._shut(sock)                # no byte may follow half a message
+                self._shut(sock)  # no byte may follow half a message
                 raise self._reason(peer, error) from error
         send.complete = True
         return send
 
     def read(self, peer: int, sock: socket.socket) -> None:
-        """The body of a reading thread: put every message of a peer into the mailbox, until its connection ends."""
+        """The body of a reading thread: put every message of a peer into the mailbox, until its
+        connection ends."""
         try:
             while True:
                 group, sequence, meta_bytes, nbytes = HEADER.unpack(receive(sock, HEADER.size).data)
@@ -151,41 +182,54 @@ class PlainTcp(Mailbox):
                 message = MailSend(self, peer, Tag(group, sequence), receive(sock, nbytes), meta)
                 message.complete = True
                 self.deliver(peer, message)
-                self._taken[peer] += 1          # afterwards: until then the message counts as on its way
+                self._taken[peer] += 1  # afterwards: until then the message counts as on its way
         except (EOFError, OSError) as error:
             self.ended(peer, str(error))
 
     def watch(self) -> None:
-        """The body of a thread: end a connection that swallows packets, which its reader then tells."""
+        """The body of a thread: end a connection that swallows packets, which its reader then
+        tells."""
         with self._changed:
             while not self._changed.wait_for(lambda: self._closing, 1.0):
                 for peer in [peer for peer, sock in self._connections.items() if is_silent(sock)]:
-                    self.waits.cut(peer)            # which may wait for what this rank has sent
+                    self.waits.cut(peer)  # which may wait for what this rank has sent
                     self._shut(self._connections[peer], socket.SHUT_RDWR)
 
     def ended(self, peer: int, why: str) -> None:
-        """The connection to a peer ended. The monitor mostly says why in a moment, or waits for it raise this."""
+        """The connection to a peer ended. The monitor mostly says why in a moment, or waits for it
+        raise this."""
         deadline = time.monotonic() + REASON_LIMIT
         left = False
         while not (told := self._told(peer)) and time.monotonic() < deadline:
             left = left or self.waits.left(peer)
         if left and not told:
-            self.lose(PeerLostError(f"rank {self.world_rank} lost rank {peer}: it has left the job", peer))
+            self.lose(
+                PeerLostError(f"rank {self.world_rank} lost rank {peer}: it has left the job", peer)
+            )
         elif not told:
-            self.lose(LinkLostError(f"rank {self.world_rank} lost rank {peer}: {why}; the link between rank "
-                                    f"{self.world_rank} and rank {peer} is lost: look at the network between them",
-                                    world_rank=peer))
-        self._shut(self._connections[peer])         # ends a send that blocks: nobody takes its bytes any more
+            self.lose(
+                LinkLostError(
+                    f"rank {self.world_rank} lost rank {peer}: {why}; the link between rank "
+                    f"{self.world_rank} and rank {peer} is lost: look at the network between them",
+                    world_rank=peer,
+                )
+            )
+        # ends a send that blocks: nobody takes its bytes any more
+        self._shut(self._connections[peer])
 
     def _told(self, peer: int) -> bool:
         """Whether it is known, in a moment, why the connection to a peer ended."""
         with self._changed:
-            return bool(self._changed.wait_for(lambda: self._closing or self.waits.error or peer in self.lost, 0.1))
+            return bool(
+                self._changed.wait_for(
+                    lambda: self._closing or self.waits.error or peer in self.lost, 0.1
+                )
+            )
 
     def _interrupt(self, error: CommError) -> None:
         super()._interrupt(error)
         for sock in self._connections.values():
-            self._shut(sock)                    # ends a send that blocks
+            self._shut(sock)  # ends a send that blocks
 
     def close(self) -> None:
         """End the connections and the threads that read them."""
@@ -200,15 +244,22 @@ class PlainTcp(Mailbox):
         super().close()
 
     def _shut(self, sock: socket.socket, how: int = socket.SHUT_WR) -> None:
-        with suppress(OSError):                 # the other side has gone
+        with suppress(OSError):  # the other side has gone
             sock.shutdown(how)
 
     def _reason(self, peer: int, error: OSError) -> Exception:
-        """What a send that failed raises: a TimeoutError, or why the peer is lost, as the monitor says it."""
-        if isinstance(error, socket.timeout):   # noqa: UP041
-            return TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for rank {peer} to take a message")
+        """What a send that failed raises: a TimeoutError, or why the peer is lost, as the monitor
+        says it."""
+        if isinstance(error, socket.timeout):  # noqa: UP041
+            return TimeoutError(
+                f"rank {self.world_rank} waited {self.limit:g} s for rank {peer} to take a message"
+            )
         with self.waits.lasting(f"rank {peer} to take a message", lambda: (peer,)):
             self.ended(peer, f"its connection broke ({error})")
         reason = self.lost.get(peer) or self.waits.error
         assert reason is not None
-        return self.waits.located(reason, self.world_rank) if isinstance(reason, PeerLostError) else reason
+        return (
+            self.waits.located(reason, self.world_rank)
+            if isinstance(reason, PeerLostError)
+            else reason
+        )

@@ -1,17 +1,20 @@
-"""Ranks as processes that talk over TCP and nothing else, on one host or several: nothing to install.
+"""Ranks as processes that talk over TCP and nothing else, on one host or several: nothing to
+install.
 
-One connection between every two ranks, made at the start (full_mesh.py). plain_tcp.py does the same without an engine.
-Here no socket is waited for. A message leaves in one `sendmsg` of header and payload. On the other side
+One connection between every two ranks, made at the start (full_mesh.py). plain_tcp.py does the same
+without an engine. Here no socket is waited for. A message leaves in one `sendmsg` of header and
+payload. On the other side
 
     small messages    come with their header in one recv, into the buffer, and are copied out of it
     copies            are received straight into the array they are for
-    reductions        are received into the buffer, at most 256 KiB at once, and added from there while it is in the
-                      cache; nothing of the size of the message is allocated
+    reductions        are received into the buffer, at most 256 KiB at once, and added from there
+                      while it is in the cache; nothing of the size of the message is allocated
 
-A link that swallows packets is lost after acceptor.SILENCE s: the kernel finds it while everything that was sent is
-acknowledged (keep-alive), and whoever waits looks at the rest (poll_loop.py).
+A link that swallows packets is lost after acceptor.SILENCE s: the kernel finds it while everything
+that was sent is acknowledged (keep-alive), and whoever waits looks at the rest (poll_loop.py).
 
-Cost of a message: one copy into the kernel and one out of it, about 3 system calls for each 128 KiB.
+Cost of a message: one copy into the kernel and one out of it, about 3 system calls for each 128
+KiB.
 """
 
 import select
@@ -26,12 +29,15 @@ from minidist.comm.transports.progress import full_mesh
 from minidist.comm.transports.progress.poll_loop import PolledLink
 from minidist.device import account
 
-BUFFER_BYTES = 2 << 20      # of a socket, each way, where the system grants so much: with less the sides wait more
+# of a socket, each way, where the system grants so much: with less the sides wait more
+BUFFER_BYTES = 2 << 20
 BUFFERED_BYTES = 256 << 10  # most that is received at once for a reduction
-READ_AHEAD = 16 << 10       # most that is received beside a header
-SHORT = 128 << 10           # most bytes of a message that is received with its header, if both are known before
-LOW_WATER = 256 << 10       # of a long message, a wake-up for no less: each costs as much as copying 100 KiB
-SPINS = 20                  # looks at the connections before sleeping
+READ_AHEAD = 16 << 10  # most that is received beside a header
+# most bytes of a message that is received with its header, if both are known before
+SHORT = 128 << 10
+# of a long message, a wake-up for no less: each costs as much as copying 100 KiB
+LOW_WATER = 256 << 10
+SPINS = 20  # looks at the connections before sleeping
 
 
 def listen(host: str) -> socket.socket:
@@ -48,7 +54,8 @@ def dial(info: dict[str, Any], limit: float) -> socket.socket:
 
 
 def _tcp_socket(host: str) -> socket.socket:
-    """Buffers are sized before it connects or listens (what it accepts inherits them): TCP fixes its window then."""
+    """Buffers are sized before it connects or listens (what it accepts inherits them): TCP fixes
+    its window then."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
@@ -66,9 +73,9 @@ class TcpLink(PolledLink):
             keep_alive(sock)
             _choose_congestion_control(sock)
         self._sock = sock
-        self._buffer = np.empty(0, np.uint8)                # made when first needed: a ring uses few links
+        self._buffer = np.empty(0, np.uint8)  # made when first needed: a ring uses few links
         self._start = self._stop = 0
-        self._low_water = self._expected = 1                # as set on the socket; bytes known to come
+        self._low_water = self._expected = 1  # as set on the socket; bytes known to come
 
     def write(self, prefix: bytes, payload: np.ndarray) -> int:
         try:
@@ -79,7 +86,7 @@ class TcpLink(PolledLink):
     def peek(self, count: int) -> bytes | None:
         if self._stop - self._start < count:
             self._fill(READ_AHEAD, expected=1)
-        data = self._buffer[self._start:min(self._start + count, self._stop)]
+        data = self._buffer[self._start : min(self._start + count, self._stop)]
         return data.tobytes() if len(data) == count else None
 
     def whole(self, header: bytes, nbytes: int) -> np.ndarray | None:
@@ -89,7 +96,11 @@ class TcpLink(PolledLink):
             if self._stop - self._start < count:
                 return None
         start, stop = self._start + len(header), self._start + count
-        return self._buffer[start:stop] if self._buffer[self._start:start].tobytes() == header else None
+        return (
+            self._buffer[start:stop]
+            if self._buffer[self._start : start].tobytes() == header
+            else None
+        )
 
     def piece(self, most: int, itemsize: int) -> np.ndarray:
         if self._start:
@@ -97,7 +108,7 @@ class TcpLink(PolledLink):
         if self._stop < min(most, BUFFERED_BYTES):
             self._fill(most - self._stop, expected=most - self._stop)
         whole = min(most, self._stop)
-        return self._buffer[:whole - whole % itemsize]
+        return self._buffer[: whole - whole % itemsize]
 
     def skip(self, count: int) -> None:
         self._start += count
@@ -106,23 +117,25 @@ class TcpLink(PolledLink):
         buffered = min(self._stop - self._start, len(target))
         if buffered == 0:
             return self._receive(target, expected=len(target))
-        target[:buffered] = self._buffer[self._start:self._start + buffered]
+        target[:buffered] = self._buffer[self._start : self._start + buffered]
         self._start += buffered
         return buffered
 
     def _to_front(self) -> None:
         left = self._stop - self._start
         if left:
-            self._buffer[:left] = self._buffer[self._start:self._stop]
+            self._buffer[:left] = self._buffer[self._start : self._stop]
         self._start, self._stop = 0, left
 
     def _fill(self, most: int, expected: int) -> None:
         """Receive up to `most` bytes behind those that are buffered."""
         if not len(self._buffer):
-            self._buffer = account.current().hold(np.empty(BUFFERED_BYTES, np.uint8), "communication")
+            self._buffer = account.current().hold(
+                np.empty(BUFFERED_BYTES, np.uint8), "communication"
+            )
         if self._start == self._stop or self._stop + most > BUFFERED_BYTES:
             self._to_front()
-        self._stop += self._receive(self._buffer[self._stop:self._stop + most], expected)
+        self._stop += self._receive(self._buffer[self._stop : self._stop + most], expected)
 
     def _receive(self, into: np.ndarray, expected: int) -> int:
         """Bytes received, 0 if there are none now; then `expected` are known to come."""
@@ -147,14 +160,16 @@ class TcpLink(PolledLink):
         return (select.POLLIN if reading else 0) | (select.POLLOUT if writing else 0)
 
     def resends(self) -> bool:
-        """After RESENT times without an answer: 1.4 s on a quick link. A peer that stands still answers."""
+        """After RESENT times without an answer: 1.4 s on a quick link. A peer that stands still
+        answers."""
         return unanswered(self._sock)[0] >= RESENT
 
     def silent(self) -> bool:
         return is_silent(self._sock)
 
     def close(self) -> None:
-        """Read what is left: else the kernel resets the connection, and may drop the last bytes sent."""
+        """Read what is left: else the kernel resets the connection, and may drop the last bytes
+        sent."""
         scrap = np.empty(BUFFERED_BYTES, np.uint8)
         with suppress(OSError, EOFError):
             while self._receive(scrap, expected=1):

@@ -1,6 +1,7 @@
 """Ranks as threads of one process: for tests, first lessons, and reading.
 
-    results = run_threads(fn, args, size=4, limit=60)      # fn(world, *args) on every rank; results in rank order
+    results = run_threads(fn, args, size=4, limit=60)      # fn(world, *args) on every rank; results
+                                                           in rank order
 
 The transport is in mailbox.py; here is what starts the ranks, and ends them all when one fails.
 """
@@ -28,9 +29,11 @@ _GRACE = 5.0  # seconds that ranks get to end after one has failed
 
 
 def name_rank(error: BaseException, world_rank: int) -> BaseException:
-    """The same exception, its traceback untouched, its message now beginning with the rank: "rank 3: …".
+    """The same exception, its traceback untouched, its message now beginning with the rank: "rank
+    3: …".
 
-    One whose message is not its first argument (KeyError, OSError, …) gets a CommError that names the rank as cause.
+    One whose message is not its first argument (KeyError, OSError, …) gets a CommError that names
+    the rank as cause.
     """
     if begin_with_rank(error, world_rank):
         return error
@@ -42,34 +45,46 @@ def name_rank(error: BaseException, world_rank: int) -> BaseException:
 class ThreadJob:
     """One run: its ranks, their results, and the first failure."""
 
-    def __init__(self, fn: Callable[..., Any], args: Sequence[Any], size: int, limit: float, unbuffered: bool,
-                 profile: Profile | None) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        size: int,
+        limit: float,
+        unbuffered: bool,
+        profile: Profile | None,
+    ) -> None:
         self.fn, self.args, self.size, self.limit = fn, args, size, limit
         self.transports = connect(size, limit, unbuffered)
         for transport in self.transports:
             transport.profile = profile
         self.results: list[Any] = [None] * size
         self.failure: tuple[int, BaseException] | None = None
-        self.ended = False                      # a rank has failed, and all others have been told how
-        self.expendable: set[int] = set()       # ranks without which the run goes on
+        self.ended = False  # a rank has failed, and all others have been told how
+        self.expendable: set[int] = set()  # ranks without which the run goes on
         self.running = set(range(size))
         self.changed = threading.Condition(threading.RLock())
-        self.threads = [threading.Thread(target=self.run_rank, args=(rank,), name=f"rank {rank}", daemon=True)
-                        for rank in range(size)]
+        self.threads = [
+            threading.Thread(target=self.run_rank, args=(rank,), name=f"rank {rank}", daemon=True)
+            for rank in range(size)
+        ]
         self.arbiter = Arbiter(self.ask, self.tell)
-        self.news: set[int] = set()             # ranks with a new state that the arbiter has not heard
+        self.news: set[int] = set()  # ranks with a new state that the arbiter has not heard
         for rank, transport in enumerate(self.transports):
             self.listen(rank, transport.waits)
 
     def start(self) -> None:
-        """Start the ranks. Raises: LaunchError if the system has no room for a thread; those that run are ended."""
+        """Start the ranks. Raises: LaunchError if the system has no room for a thread; those that
+        run are ended."""
         for rank, thread in enumerate(self.threads):
             try:
                 thread.start()
             except RuntimeError as error:
                 self.running -= set(range(rank, self.size))
-                raise LaunchError(f"rank {rank} of {self.size} cannot be started as a thread ({error}); see "
-                                  "`ulimit -v` and `ulimit -u`, or take fewer ranks") from error
+                raise LaunchError(
+                    f"rank {rank} of {self.size} cannot be started as a thread ({error}); see "
+                    "`ulimit -v` and `ulimit -u`, or take fewer ranks"
+                ) from error
 
     def listen(self, rank: int, waits: Waits) -> None:
         """Have a rank's lasting waits told to the arbiter; the program of a rank is its thread."""
@@ -103,7 +118,10 @@ class ThreadJob:
             spared = rank in self.expendable
             if not spared:
                 self.failure = (rank, error)
-        how = f"rank {rank} failed with {type(error).__name__}: {words(error)} (at {call_site.raised_at(error)})"
+        how = (
+            f"rank {rank} failed with {type(error).__name__}: {words(error)} (at "
+            f"{call_site.raised_at(error)})"
+        )
         for transport in self.transports:
             (transport.lose if spared else transport.abort)(PeerLostError(how, world_rank=rank))
         with self.changed:
@@ -111,13 +129,16 @@ class ThreadJob:
             self.changed.notify_all()
 
     def wait(self) -> bool:
-        """Whether all ranks ended, or one failed, within the limit. Meanwhile this thread is the arbiter's."""
+        """Whether all ranks ended, or one failed, within the limit. Meanwhile this thread is the
+        arbiter's."""
         deadline = time.monotonic() + self.limit
         while (left := deadline - time.monotonic()) > 0:
             due = self.arbiter.due()
             with self.changed:
-                self.changed.wait_for(lambda: self.news or not self.running or self.ended,
-                                      left if due is None else min(left, due))
+                self.changed.wait_for(
+                    lambda: self.news or not self.running or self.ended,
+                    left if due is None else min(left, due),
+                )
                 if not self.running or self.ended:
                     return True
                 news, self.news, running = self.news, set(), set(self.running)
@@ -160,30 +181,50 @@ class ThreadJob:
         """What each rank does, a line each, and which rank the others wait for."""
         with self.changed:
             running = set(self.running)
-        states = {rank: transport.waits.state() for rank, transport in enumerate(self.transports)} | dict(said or {})
-        return deadlock.table({rank: state for rank, state in states.items() if rank in running},
-                              {rank: state for rank, state in states.items() if rank not in running}, self.size)
+        states = {
+            rank: transport.waits.state() for rank, transport in enumerate(self.transports)
+        } | dict(said or {})
+        return deadlock.table(
+            {rank: state for rank, state in states.items() if rank in running},
+            {rank: state for rank, state in states.items() if rank not in running},
+            self.size,
+        )
 
 
-def run_threads(fn: Callable[..., Any], args: Sequence[Any] = (), size: int = 1, limit: float = 60.0,
-                unbuffered: bool = False, profile: Profile | None = None) -> list[Any]:
-    """Run `fn(world, *args)` on `size` ranks, each a thread with a ledger of its own and (account.py) a memory account.
+def run_threads(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    size: int = 1,
+    limit: float = 60.0,
+    unbuffered: bool = False,
+    profile: Profile | None = None,
+) -> list[Any]:
+    """Run `fn(world, *args)` on `size` ranks, each a thread with a ledger of its own and
+    (account.py) a memory account.
 
     Args:    profile: what messages cost, for algorithm="auto"; None for the defaults.
     Returns: what each rank returned, in rank order.
-    Raises:  the first failure of any rank, of its own type and with its own traceback, naming the rank (see name_rank);
-             the other ranks are ended by PeerLostError, which is raised too where a rank left by sys.exit(0).
-             TimeoutError if a rank has not ended after `limit` seconds (also the limit of every wait inside), naming
-             the ranks that hang, and their calls.
+    Raises:  the first failure of any rank, of its own type and with its own traceback, naming the
+             rank (see name_rank); the other ranks are ended by PeerLostError, which is raised too
+             where a rank left by sys.exit(0). TimeoutError if a rank has not ended after `limit`
+             seconds (also the limit of every wait inside), naming the ranks that hang, and their
+             calls.
     """
     job = ThreadJob(fn, args, size, limit, unbuffered, profile)
     try:
         job.start()
         if not job.wait():
-            raise TimeoutError(f"{len(job.running)} of {size} ranks had not ended after {limit:g} s:\n{job.table()}")
+            raise TimeoutError(
+                f"{len(job.running)} of {size} ranks had not ended after {limit:g} "
+                f"s:\n{job.table()}"
+            )
         if job.failure is not None:
             rank, error = job.failure
-            if isinstance(error, SystemExit) and isinstance(error.code, int | None) and not (error.code or 0) & 0xFF:
+            if (
+                isinstance(error, SystemExit)
+                and isinstance(error.code, int | None)
+                and not (error.code or 0) & 0xFF
+            ):
                 # the program would end as if all were well
                 raise Failure.by_exception(error, rank).error() from error
             raise name_rank(error, rank)

@@ -1,14 +1,16 @@
-"""Links that take their time: any transport, each message held back for α + n·β seconds, without burning a core.
+"""Links that take their time: any transport, each message held back for α + n·β seconds, without
+burning a core.
 
     with delayed(world, alpha=50e-6, beta=8e-9) as slow:        # a gigabit network: 50 µs, 125 MB/s
         slow.all_reduce(x)
 
-On one host a transfer keeps the processor busy, so two cores cannot show communication hidden behind computation, nor
-the cost of an algorithm's steps on a network. Here they can: the time of a transfer is spent asleep.
+On one host a transfer keeps the processor busy, so two cores cannot show communication hidden
+behind computation, nor the cost of an algorithm's steps on a network. Here they can: the time of a
+transfer is spent asleep.
 
-Each rank has one port, as a machine has one network card: its messages leave one after the other, n·β seconds each, and
-arrive α seconds after the last byte has left. A thread of the rank waits for that moment and gives the message to the
-transport below; the receiver's side is not slowed.
+Each rank has one port, as a machine has one network card: its messages leave one after the other,
+n·β seconds each, and arrive α seconds after the last byte has left. A thread of the rank waits for
+that moment and gives the message to the transport below; the receiver's side is not slowed.
 
 notes: N4 §1.
 """
@@ -40,13 +42,16 @@ class _Held(Handle):
     meta: bytes
     due: float
     handed: threading.Event = field(default_factory=threading.Event)
-    below: Handle | None = None             # the transport's handle, once handed on
+    below: Handle | None = None  # the transport's handle, once handed on
     error: CommError | None = None
 
     def wait(self) -> None:
         if not self.handed.wait(self.port.limit):
-            raise TimeoutError(f"rank {self.port.world_rank} waited {self.port.limit:g} s for its delayed link to pass "
-                               f"on {self.view.nbytes} bytes for rank {self.peer}; raise the limit or lower beta")
+            raise TimeoutError(
+                f"rank {self.port.world_rank} waited {self.port.limit:g} s for its delayed link "
+                f"to pass on {self.view.nbytes} bytes for rank {self.peer}; raise the limit or "
+                "lower beta"
+            )
         if self.error is not None:
             raise self.error
         if self.below is not None:
@@ -57,7 +62,8 @@ class _Held(Handle):
 
 
 class Delayed(Transport):
-    """The transport `inner`, its messages held back for `alpha` seconds each and `beta` a byte, in order.
+    """The transport `inner`, its messages held back for `alpha` seconds each and `beta` a byte, in
+    order.
 
     Raises: ConfigError if one of them is negative or no number.
     """
@@ -65,16 +71,20 @@ class Delayed(Transport):
     def __init__(self, inner: Transport, *, alpha: float, beta: float) -> None:
         for name, value in (("alpha", alpha), ("beta", beta)):
             if not 0 <= value < float("inf"):
-                raise ConfigError(f"delayed links: {name} is {value!r}; choose a number of seconds from 0 up")
+                raise ConfigError(
+                    f"delayed links: {name} is {value!r}; choose a number of seconds from 0 up"
+                )
         self.inner, self.alpha, self.beta = inner, alpha, beta
         self.name, self.world_rank, self.world_size = inner.name, inner.world_rank, inner.world_size
         self.waits = inner.waits
-        self._free_at = 0.0                 # when the port has sent all it was given
+        self._free_at = 0.0  # when the port has sent all it was given
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[_Held | None] = queue.SimpleQueue()
-        self._receivers: list[int] = []     # of the messages that are held, in order
-        self._ended = threading.Event()     # an error holds no message back
-        self._thread = threading.Thread(target=self._run, name=f"rank {self.world_rank} port", daemon=True)
+        self._receivers: list[int] = []  # of the messages that are held, in order
+        self._ended = threading.Event()  # an error holds no message back
+        self._thread = threading.Thread(
+            target=self._run, name=f"rank {self.world_rank} port", daemon=True
+        )
         self._thread.start()
         self.waits.held.append(self._receivers.copy)
         self.waits.ends.append(self._drop)
@@ -95,7 +105,9 @@ class Delayed(Transport):
             self._queue.put(held)
         return held
 
-    def start_recv(self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None) -> Handle:
+    def start_recv(
+        self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None
+    ) -> Handle:
         return self.inner.start_recv(peer, tag, accept, reduce)
 
     def loopback(self) -> Transport:
@@ -105,7 +117,8 @@ class Delayed(Transport):
         self.inner.lose(error)
 
     def close(self) -> None:
-        """Hand on the messages still held, and end the port's thread; the transport below stays open."""
+        """Hand on the messages still held, and end the port's thread; the transport below stays
+        open."""
         self._queue.put(None)
         self._thread.join()
         self.waits.held.remove(self._receivers.copy)
@@ -125,9 +138,9 @@ class Delayed(Transport):
                     held.below = self.inner.start_send(held.peer, held.tag, held.view, held.meta)
                 except CommError as error:  # the sender's wait() raises it
                     held.error = error
-            self._receivers.pop(0)          # only now: at no moment is it neither held nor sent
+            self._receivers.pop(0)  # only now: at no moment is it neither held nor sent
             handed = held.handed
-            del held                        # else its array would live until the next message
+            del held  # else its array would live until the next message
             handed.set()
 
 
@@ -138,8 +151,14 @@ def delayed(group: Group, *, alpha: float, beta: float) -> Iterator[Group]:
     Every rank of the group enters and leaves together, as with `split`.
     """
     transport = Delayed(group.transport, alpha=alpha, beta=beta)
-    slow = Group(transport, group.ledger, group.world_ranks, axis=f"{group.axis}.delayed",
-                 id=derived_id(group.id, "delayed"), nodes=group.nodes)
+    slow = Group(
+        transport,
+        group.ledger,
+        group.world_ranks,
+        axis=f"{group.axis}.delayed",
+        id=derived_id(group.id, "delayed"),
+        nodes=group.nodes,
+    )
     try:
         yield slow
         slow.close()

@@ -13,14 +13,16 @@ CERTAIN, LIKELY, POSSIBLE = "certain", "likely", "possible"
 class Fault:
     """What is wrong.
 
-    Attributes: cause     one word or two: killed, exception, stopped, wrong shape, left out, behind, stuck, slow, …
+    Attributes: cause     one word or two: killed, exception, stopped, wrong shape, left out,
+                          behind, stuck, slow, …
                 ranks     the culprits, world ranks; none: no rank is the cause
                 where     "file:line" of the program, or ""
                 what      a sentence
                 evidence  what the recorders say, a line each
                 sure      CERTAIN, LIKELY or POSSIBLE
                 advice    what to do
-                steps     the first and the last step in which it shows, from 0; None: it is not tied to steps
+                steps     the first and the last step in which it shows, from 0; None: it is not
+                          tied to steps
     """
 
     cause: str
@@ -34,7 +36,7 @@ class Fault:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """"rank 3", "ranks 0-2,5"."""
+    """ "rank 3", "ranks 0-2,5"."""
     listed = sorted(ranks)
     return f"rank{'s' * (len(listed) != 1)} {in_words(listed)}"
 
@@ -43,12 +45,17 @@ def span(seconds: float) -> str:
     """0.25 -> "0.25 s", 90 -> "90 s", 1860 -> "31 min"."""
     if seconds < 10:
         return f"{max(0.0, seconds):.2g} s"
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else \
-        f"{seconds / 3600:.1f} h"
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.1f} h"
+    )
 
 
 def call_text(entry: Entry) -> str:
-    """"all_reduce(<f4 [3, 4], op=sum), call 640, at train.py:40"."""
+    """ "all_reduce(<f4 [3, 4], op=sum), call 640, at train.py:40"."""
     shape = "" if entry["shape"] is None else str(entry["shape"]).replace("None", "?")
     parts = [f"{entry['dtype'] or ''} {shape}".strip()]
     parts += [f"{name}={entry[name]}" for name in ("op", "root") if entry.get(name) is not None]

@@ -1,6 +1,7 @@
 """The flight recorders of a job, read together: one RankFlight a rank, all times on one clock.
 
-Records of one host share a clock (the system's monotonic one), those of several the time of day, as each host has it.
+Records of one host share a clock (the system's monotonic one), those of several the time of day, as
+each host has it.
 """
 
 import platform
@@ -15,7 +16,13 @@ from minidist.comm.flight.slots import END, Entry, newest_time, read_ring
 from minidist.comm.health.process_state import has_ended, state_of
 from minidist.errors import ConfigError
 
-RUNS, STOPPED, GONE, UNKNOWN, DUMPED = "runs", "is stopped", "is gone", "unknown", "ran when it dumped"
+RUNS, STOPPED, GONE, UNKNOWN, DUMPED = (
+    "runs",
+    "is stopped",
+    "is gone",
+    "unknown",
+    "ran when it dumped",
+)
 
 
 @dataclass(frozen=True)
@@ -24,8 +31,9 @@ class RankFlight:
 
     Attributes: entries  its records, oldest first, with times of day
                 groups   {group: (axis, world ranks)}, those that it has used
-                process  RUNS, STOPPED or GONE, as this host's system says; UNKNOWN of another host; DUMPED where only
-                         a dump is here and the process is not stopped: what became of it is not known
+                process  RUNS, STOPPED or GONE, as this host's system says; UNKNOWN of another host;
+                         DUMPED where only a dump is here and the process is not stopped: what
+                         became of it is not known
                 seen     the time of day that it shows
                 whole    whether the ring has not gone round, so that all records are there
     """
@@ -55,7 +63,10 @@ class RankFlight:
     @property
     def newest(self) -> float:
         """The time of day of its last record."""
-        return max((max(entry["made"], entry["begun"], entry["ended"]) for entry in self.entries), default=0.0)
+        return max(
+            (max(entry["made"], entry["begun"], entry["ended"]) for entry in self.entries),
+            default=0.0,
+        )
 
 
 def read_flights(place: str | Path) -> list[RankFlight]:
@@ -67,8 +78,10 @@ def read_flights(place: str | Path) -> list[RankFlight]:
     if (folder / "flight").is_dir():
         folder = folder / "flight"
     if not folder.is_dir():
-        raise ConfigError(f"{place}: there is no such folder; name a run folder of minidist train, or one of flight "
-                          "recorders")
+        raise ConfigError(
+            f"{place}: there is no such folder; name a run folder of minidist train, or one of "
+            "flight recorders"
+        )
     found = [read_ring(path, member=True) for path in sorted(folder.glob("*.ring"))]
     known = {header["rank"] for header, _ in found}
     for path in sorted(folder.glob("*.json")):
@@ -78,14 +91,22 @@ def read_flights(place: str | Path) -> list[RankFlight]:
         if header["rank"] not in known:
             found.append((header, entries))
     if not found:
-        raise ConfigError(f"{place}: no flight recorder is here; minidist train writes some to RUN/flight, and "
-                          "minidist launch --flight DIR to DIR")
+        raise ConfigError(
+            f"{place}: no flight recorder is here; minidist train writes some to RUN/flight, and "
+            "minidist launch --flight DIR to DIR"
+        )
     return flights_of(found)
 
 
 def read_flight_files(files: Sequence[str | Path]) -> list[RankFlight]:
-    """The flight recorders in these files, rings (`.ring`) or dumps, by rank. Raises: ConfigError, one line."""
-    return flights_of([read_ring(Path(file)) if Path(file).suffix == ".ring" else read_dump(file) for file in files])
+    """The flight recorders in these files, rings (`.ring`) or dumps, by rank. Raises: ConfigError,
+    one line."""
+    return flights_of(
+        [
+            read_ring(Path(file)) if Path(file).suffix == ".ring" else read_dump(file)
+            for file in files
+        ]
+    )
 
 
 def flights_of(found: Sequence[tuple[dict[str, Any], list[Entry]]]) -> list[RankFlight]:
@@ -103,10 +124,17 @@ def flights_of(found: Sequence[tuple[dict[str, Any], list[Entry]]]) -> list[Rank
 def _flight(header: dict[str, Any], entries: list[Entry], clock: float, over: float) -> RankFlight:
     process = _process(header)
     seen = header.get("dumped") or (time.time() if process in (RUNS, STOPPED) else over)
-    dated = [{**entry, **{name: entry[name] and entry[name] + clock for name in ("made", "begun", "ended")}}
-             for entry in entries]
+    dated = [
+        {
+            **entry,
+            **{name: entry[name] and entry[name] + clock for name in ("made", "begun", "ended")},
+        }
+        for entry in entries
+    ]
     groups = {group: (axis, [*ranks]) for group, (axis, ranks) in header["groups"].items()}
-    return RankFlight(header["rank"], header["host"], header["pid"], header["size"], groups, dated, process, seen)
+    return RankFlight(
+        header["rank"], header["host"], header["pid"], header["size"], groups, dated, process, seen
+    )
 
 
 def _process(header: dict[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""Rules about a rank that makes the others wait, by what it did meanwhile: it computed, it read, others used its time.
+"""Rules about a rank that makes the others wait, by what it did meanwhile: it computed, it read,
+others used its time.
 
     cause                   a rank stands out in a step if                                  named from
     late reader             its wait for data, beyond the others', takes READS of the step  a fifth of a step
@@ -8,40 +9,61 @@
                             the others are in calls longer, by WAITED of what it takes more
     hogs the interpreter    its other threads take as much as its own, the others' few      HOGS of a step
 
-All in a streak of steps (step_table.py). The others wait for such a rank inside their calls; it waits least.
+All in a streak of steps (step_table.py). The others wait for such a rank inside their calls; it
+waits least.
 """
 
 from collections.abc import Callable, Sequence
 
 from minidist.observe.diagnose.fault import CERTAIN, LIKELY, Fault, span
-from minidist.observe.diagnose.step_table import STREAK, Line, Row, StepTable, Streak, beside, column, known
+from minidist.observe.diagnose.step_table import (
+    STREAK,
+    Line,
+    Row,
+    StepTable,
+    Streak,
+    beside,
+    column,
+    known,
+)
 
 READS, MORE, SLOW, SLOW_USUALLY, HOGS = 0.2, 1.3, 1.2, 1.3, 0.02
-COSTS = 1.1         # times the others' processor time: from here on uneven data costs something
-WAITED = 0.5        # else no rank waits for it: its core is slower, and it has more of it
-LEAST = 0.002       # seconds a step: less is never worth a word
-PART = 0.002        # of a step: the same
-SURE = 10           # steps in which a rank that stands out does so certainly
+COSTS = 1.1  # times the others' processor time: from here on uneven data costs something
+WAITED = 0.5  # else no rank waits for it: its core is slower, and it has more of it
+LEAST = 0.002  # seconds a step: less is never worth a word
+PART = 0.002  # of a step: the same
+SURE = 10  # steps in which a rank that stands out does so certainly
 
 _seconds, _cpu, _input, _calls, _other, _tokens = (
-    column(name) for name in ("seconds", "cpu", "input", "calls", "others", "tokens"))
+    column(name) for name in ("seconds", "cpu", "input", "calls", "others", "tokens")
+)
 
 
 def laggards(table: StepTable) -> list[Fault]:
     """The ranks that stand out, each under the first cause that fits; the longest streaks first."""
     found: dict[int, tuple[int, Fault]] = {}
     for ranks in table.classes():
-        for test, tell in ((_reads, _late_reader), (_has_more, _uneven_data), (_hogs, _hog), (_computes, _slow)):
+        for test, tell in (
+            (_reads, _late_reader),
+            (_has_more, _uneven_data),
+            (_hogs, _hog),
+            (_computes, _slow),
+        ):
             for streak in table.streaks(test, ranks, processor=test is _computes):
                 if (fault := tell(streak)) is not None:
                     found.setdefault(streak.rank, (len(streak.rows), fault))
-    return [fault for _, fault in sorted(found.values(), key=lambda pair: -pair[0])] or _all_read(table)
+    return [fault for _, fault in sorted(found.values(), key=lambda pair: -pair[0])] or _all_read(
+        table
+    )
 
 
 def _reads(row: Row) -> list[int]:
     theirs = beside(row, _input)
-    return [rank for rank, line in row.items()
-            if _input(line) - 2 * theirs[rank] >= max(LEAST, READS * _seconds(line))]
+    return [
+        rank
+        for rank, line in row.items()
+        if _input(line) - 2 * theirs[rank] >= max(LEAST, READS * _seconds(line))
+    ]
 
 
 def _has_more(row: Row) -> list[int]:
@@ -54,9 +76,12 @@ def _has_more(row: Row) -> list[int]:
 def _computes(row: Row) -> list[int]:
     per = _per_token if known(row, ["tokens"]) else _cpu
     theirs, whole = beside(row, per), beside(row, _cpu)
-    return [rank for rank, line in row.items()
-            if per(line) >= SLOW * theirs[rank]
-            and _cpu(line) - whole[rank] >= max(LEAST, PART * _seconds(line))]
+    return [
+        rank
+        for rank, line in row.items()
+        if per(line) >= SLOW * theirs[rank]
+        and _cpu(line) - whole[rank] >= max(LEAST, PART * _seconds(line))
+    ]
 
 
 def _per_token(line: Line) -> float:
@@ -65,8 +90,11 @@ def _per_token(line: Line) -> float:
 
 def _hogs(row: Row) -> list[int]:
     theirs = beside(row, _other)
-    return [rank for rank, line in row.items()
-            if _other(line) >= max(_cpu(line), HOGS * _seconds(line), 3 * theirs[rank] + LEAST)]
+    return [
+        rank
+        for rank, line in row.items()
+        if _other(line) >= max(_cpu(line), HOGS * _seconds(line), 3 * theirs[rank] + LEAST)
+    ]
 
 
 def _sure(streak: Streak) -> str:
@@ -81,52 +109,92 @@ def _steps(streak: Streak) -> str:
 
 
 def _compared(streak: Streak, value: Callable[[Line], float], what: str) -> str:
-    return f"{what}: {span(streak.median(value))} a step, the others' {span(streak.median(value, of_others=True))}"
+    return (
+        f"{what}: {span(streak.median(value))} a step, the others' "
+        f"{span(streak.median(value, of_others=True))}"
+    )
 
 
 def _waits_least(streak: Streak) -> str:
-    return (f"it is in calls for {streak.median(_calls) / streak.median(_seconds):.0%} of a step, the others for "
-            f"{streak.median(_calls, of_others=True) / streak.median(_seconds):.0%}: they wait for it")
+    return (
+        f"it is in calls for {streak.median(_calls) / streak.median(_seconds):.0%} of a step, "
+        f"the others for {streak.median(_calls, of_others=True) / streak.median(_seconds):.0%}: "
+        "they wait for it"
+    )
 
 
 def _late_reader(streak: Streak) -> Fault:
-    return Fault("late reader", (streak.rank,), "", f"rank {streak.rank} waits for its data {_steps(streak)}",
-                 (_compared(streak, _input, "its wait for data"), _waits_least(streak)), _sure(streak),
-                 "look at its disk, at its share of the files and at its preprocessing; read ahead in a thread",
-                 streak.steps)
+    return Fault(
+        "late reader",
+        (streak.rank,),
+        "",
+        f"rank {streak.rank} waits for its data {_steps(streak)}",
+        (_compared(streak, _input, "its wait for data"), _waits_least(streak)),
+        _sure(streak),
+        "look at its disk, at its share of the files and at its preprocessing; read ahead in a "
+        "thread",
+        streak.steps,
+    )
 
 
 def _uneven_data(streak: Streak) -> Fault | None:
     mine, theirs = streak.median(_tokens), streak.median(_tokens, of_others=True)
     if streak.median(_cpu) < COSTS * streak.median(_cpu, of_others=True):
         return None
-    return Fault("uneven data", (streak.rank,), "",
-                 f"rank {streak.rank} has {mine / max(1.0, theirs):.2f} times the others' targets {_steps(streak)}",
-                 (f"its targets: {mine:,.0f} a step, the others' {theirs:,.0f}",
-                  _compared(streak, _cpu, "its processor time"), _waits_least(streak)), _sure(streak),
-                 "divide the batch by targets, not by sequences or files; sort by length within a batch", streak.steps)
+    return Fault(
+        "uneven data",
+        (streak.rank,),
+        "",
+        f"rank {streak.rank} has {mine / max(1.0, theirs):.2f} times the others' targets "
+        f"{_steps(streak)}",
+        (
+            f"its targets: {mine:,.0f} a step, the others' {theirs:,.0f}",
+            _compared(streak, _cpu, "its processor time"),
+            _waits_least(streak),
+        ),
+        _sure(streak),
+        "divide the batch by targets, not by sequences or files; sort by length within a batch",
+        streak.steps,
+    )
 
 
 def _slow(streak: Streak) -> Fault | None:
     times = streak.median(_cpu) / max(1e-9, streak.median(_cpu, of_others=True))
     more = streak.median(_cpu) - streak.median(_cpu, of_others=True)
-    if times < SLOW_USUALLY or streak.median(_calls, of_others=True) - streak.median(_calls) < WAITED * more:
+    if (
+        times < SLOW_USUALLY
+        or streak.median(_calls, of_others=True) - streak.median(_calls) < WAITED * more
+    ):
         return None
-    return Fault("slow compute", (streak.rank,), "",
-                 f"rank {streak.rank} computes {times:.2f} times as long as the others {_steps(streak)}",
-                 (_compared(streak, _cpu, "its own processor time"), _waits_least(streak)), _sure(streak),
-                 f"look at what rank {streak.rank} alone computes, at its core's clock and heat, and at its BLAS",
-                 streak.steps)
+    return Fault(
+        "slow compute",
+        (streak.rank,),
+        "",
+        f"rank {streak.rank} computes {times:.2f} times as long as the others {_steps(streak)}",
+        (_compared(streak, _cpu, "its own processor time"), _waits_least(streak)),
+        _sure(streak),
+        f"look at what rank {streak.rank} alone computes, at its core's clock and heat, and at "
+        "its BLAS",
+        streak.steps,
+    )
 
 
 def _hog(streak: Streak) -> Fault:
     lines = [row[streak.rank].get("busy") for row in streak.rows.values()]
     where = max(set(filter(None, lines)), key=lines.count, default="")
-    return Fault("hogs the interpreter", (streak.rank,), where,
-                 f"other threads of rank {streak.rank}'s process take its processor time {_steps(streak)}",
-                 (_compared(streak, _other, "processor time of its other threads"),
-                  _compared(streak, _seconds, "seconds")), _sure(streak),
-                 "move that thread's work to another process: threads of Python share one interpreter", streak.steps)
+    return Fault(
+        "hogs the interpreter",
+        (streak.rank,),
+        where,
+        f"other threads of rank {streak.rank}'s process take its processor time {_steps(streak)}",
+        (
+            _compared(streak, _other, "processor time of its other threads"),
+            _compared(streak, _seconds, "seconds"),
+        ),
+        _sure(streak),
+        "move that thread's work to another process: threads of Python share one interpreter",
+        streak.steps,
+    )
 
 
 def _all_read(table: StepTable) -> list[Fault]:
@@ -140,7 +208,18 @@ def _all_read(table: StepTable) -> list[Fault]:
     streaks = table.streaks(test, ranks, least=2 * STREAK, together=True)
     if len(streaks) < len(ranks) or not ranks:
         return []
-    return [Fault("late reader", tuple(ranks), "", "all ranks wait for their data " + _steps(streaks[0]),
-                  tuple(f"rank {s.rank}: {span(s.median(_input))} of a step of {span(s.median(_seconds))}"
-                        for s in streaks[:4]), _sure(streaks[0]), "read ahead in a thread; look at the shared disk",
-                  streaks[0].steps)]
+    return [
+        Fault(
+            "late reader",
+            tuple(ranks),
+            "",
+            "all ranks wait for their data " + _steps(streaks[0]),
+            tuple(
+                f"rank {s.rank}: {span(s.median(_input))} of a step of {span(s.median(_seconds))}"
+                for s in streaks[:4]
+            ),
+            _sure(streaks[0]),
+            "read ahead in a thread; look at the shared disk",
+            streaks[0].steps,
+        )
+    ]

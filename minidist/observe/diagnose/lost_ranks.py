@@ -1,4 +1,5 @@
-"""Rules about how ranks ended: by an exception of their own, killed, stopped, or without a recorder."""
+"""Rules about how ranks ended: by an exception of their own, killed, stopped, or without a
+recorder."""
 
 import re
 from collections.abc import Sequence
@@ -15,9 +16,18 @@ from minidist.observe.diagnose.fault import (
 )
 from minidist.observe.diagnose.flights import GONE, RUNS, STOPPED, UNKNOWN, RankFlight
 
-OF_OTHERS = ("CommError", "PeerLostError", "LinkLostError", "MismatchError", "DeadlockError", "HandshakeError",
-             "TimeoutError", "KeyboardInterrupt")
-"""Errors that a rank raises because of others, or that tell of a disagreement: they alone name no culprit."""
+OF_OTHERS = (
+    "CommError",
+    "PeerLostError",
+    "LinkLostError",
+    "MismatchError",
+    "DeadlockError",
+    "HandshakeError",
+    "TimeoutError",
+    "KeyboardInterrupt",
+)
+"""Errors that a rank raises because of others, or that tell of a disagreement: they alone name no
+culprit."""
 
 
 def failed_by_itself(flights: Sequence[RankFlight]) -> list[Fault]:
@@ -28,24 +38,46 @@ def failed_by_itself(flights: Sequence[RankFlight]) -> list[Fault]:
     first = min(own, key=_end_time)
     evidence = [f"{ranks_text([first.rank])} ended with {first.end}", last_words(first)]
     if len(own) > 1:
-        evidence.append(f"{ranks_text(flight.rank for flight in own if flight is not first)} failed too, later")
-    return [Fault("exception", (first.rank,), _raised_at(first) or _last_place(first),
-                    f"rank {first.rank} failed with {first.end}",
-                    tuple(evidence), CERTAIN if len(own) == 1 else LIKELY,
-                    "read its traceback on stderr; the other ranks only lost it")]
+        evidence.append(
+            f"{ranks_text(flight.rank for flight in own if flight is not first)} failed too, later"
+        )
+    return [
+        Fault(
+            "exception",
+            (first.rank,),
+            _raised_at(first) or _last_place(first),
+            f"rank {first.rank} failed with {first.end}",
+            tuple(evidence),
+            CERTAIN if len(own) == 1 else LIKELY,
+            "read its traceback on stderr; the other ranks only lost it",
+        )
+    ]
 
 
 def stopped(flights: Sequence[RankFlight]) -> list[Fault]:
     """Processes that a signal has stopped."""
-    return [Fault("stopped", (flight.rank,), _last_place(flight),
-                    f"the process of rank {flight.rank} ({flight.pid} on {flight.host}) is stopped (state T)",
-                    (last_words(flight),), CERTAIN, f"`kill -CONT {flight.pid}` lets it go on")
-            for flight in flights if flight.process == STOPPED]
+    return [
+        Fault(
+            "stopped",
+            (flight.rank,),
+            _last_place(flight),
+            f"the process of rank {flight.rank} ({flight.pid} on {flight.host}) is stopped "
+            "(state T)",
+            (last_words(flight),),
+            CERTAIN,
+            f"`kill -CONT {flight.pid}` lets it go on",
+        )
+        for flight in flights
+        if flight.process == STOPPED
+    ]
 
 
 def killed(flights: Sequence[RankFlight]) -> list[Fault]:
-    """Ranks that ended without a word, while others lived on: they were killed, or exited past all of Python."""
-    silent = [flight for flight in flights if flight.end is None and flight.process in (GONE, UNKNOWN)]
+    """Ranks that ended without a word, while others lived on: they were killed, or exited past all
+    of Python."""
+    silent = [
+        flight for flight in flights if flight.end is None and flight.process in (GONE, UNKNOWN)
+    ]
     heard = {flight.rank: flight.end for flight in flights if flight.end}
     lives = any(flight.process == RUNS for flight in flights)
     found = []
@@ -54,24 +86,50 @@ def killed(flights: Sequence[RankFlight]) -> list[Fault]:
         naming = [why for why in heard.values() if says.match(why)]
         if not (naming or (flight.process == GONE and (heard or lives))):
             continue
-        evidence = [f"rank {flight.rank} (process {flight.pid} on {flight.host}) has left no last record, and "
-                    f"{'is gone' if flight.process == GONE else 'is not of this host'}", last_words(flight)]
+        evidence = [
+            f"rank {flight.rank} (process {flight.pid} on {flight.host}) has left no last "
+            f"record, and {'is gone' if flight.process == GONE else 'is not of this host'}",
+            last_words(flight),
+        ]
         evidence += [f"others ended with {naming[0]}"] if naming else []
-        found.append(Fault("killed", (flight.rank,), _last_place(flight),
-                             f"rank {flight.rank} was killed, or exited without a word",
-                             tuple(evidence), CERTAIN if naming else LIKELY,
-                             "look at the kernel's log for the memory killer (`dmesg`), and at the scheduler's"))
-    if not found and len(silent) == len(flights) and all(flight.process == GONE for flight in flights):
+        found.append(
+            Fault(
+                "killed",
+                (flight.rank,),
+                _last_place(flight),
+                f"rank {flight.rank} was killed, or exited without a word",
+                tuple(evidence),
+                CERTAIN if naming else LIKELY,
+                "look at the kernel's log for the memory killer (`dmesg`), and at the scheduler's",
+            )
+        )
+    if (
+        not found
+        and len(silent) == len(flights)
+        and all(flight.process == GONE for flight in flights)
+    ):
         return _all_killed(flights)
     return found
 
 
 def _all_killed(flights: Sequence[RankFlight]) -> list[Fault]:
-    """No rank has said goodbye: the whole job was ended at once, perhaps as it hung (the rules of hangs tell)."""
+    """No rank has said goodbye: the whole job was ended at once, perhaps as it hung (the rules of
+    hangs tell)."""
     first = min(flights, key=lambda flight: flight.newest)
-    return [Fault("all killed", (), "", "all ranks ended without a word: the job was killed from outside",
-                    (f"the last records are at most {span(max(f.newest for f in flights) - first.newest)} apart",),
-                    LIKELY, "look at what ended the job: a scheduler's time limit, the memory killer, a person")]
+    return [
+        Fault(
+            "all killed",
+            (),
+            "",
+            "all ranks ended without a word: the job was killed from outside",
+            (
+                "the last records are at most "
+                f"{span(max(f.newest for f in flights) - first.newest)} apart",
+            ),
+            LIKELY,
+            "look at what ended the job: a scheduler's time limit, the memory killer, a person",
+        )
+    ]
 
 
 def broken_links(flights: Sequence[RankFlight]) -> list[Fault]:
@@ -80,10 +138,17 @@ def broken_links(flights: Sequence[RankFlight]) -> list[Fault]:
     if not ends:
         return []
     first = min(ends, key=_end_time)
-    return [Fault("link lost", tuple(flight.rank for flight in ends), _last_place(first),
-                    f"{ranks_text(flight.rank for flight in ends)} lost a connection, and no rank had died",
-                    tuple(f"rank {flight.rank} ended with {flight.end}" for flight in ends[:4]), CERTAIN,
-                    "look at the network between these ranks' machines")]
+    return [
+        Fault(
+            "link lost",
+            tuple(flight.rank for flight in ends),
+            _last_place(first),
+            f"{ranks_text(flight.rank for flight in ends)} lost a connection, and no rank had died",
+            tuple(f"rank {flight.rank} ended with {flight.end}" for flight in ends[:4]),
+            CERTAIN,
+            "look at the network between these ranks' machines",
+        )
+    ]
 
 
 def missing(flights: Sequence[RankFlight]) -> list[Fault]:
@@ -92,8 +157,17 @@ def missing(flights: Sequence[RankFlight]) -> list[Fault]:
     gone = sorted(set(range(size)) - {flight.rank for flight in flights})
     if not gone:
         return []
-    return [Fault("no recorder", tuple(gone), "", f"there is no flight recorder of {ranks_text(gone)} of {size}",
-                    (), POSSIBLE, "these ranks ended before their first step, or wrote on another machine's disk")]
+    return [
+        Fault(
+            "no recorder",
+            tuple(gone),
+            "",
+            f"there is no flight recorder of {ranks_text(gone)} of {size}",
+            (),
+            POSSIBLE,
+            "these ranks ended before their first step, or wrote on another machine's disk",
+        )
+    ]
 
 
 def last_words(flight: RankFlight) -> str:
@@ -102,9 +176,16 @@ def last_words(flight: RankFlight) -> str:
     if not calls:
         return f"rank {flight.rank} has recorded no call"
     last = calls[-1]
-    states = {"made": "it was queued", "begun": "it was in it", "ended": "it had ended it", "failed": "it failed in it"}
+    states = {
+        "made": "it was queued",
+        "begun": "it was in it",
+        "ended": "it had ended it",
+        "failed": "it failed in it",
+    }
     step = "" if last["step"] is None else f" of step {last['step']}"
-    return f"the last call of rank {flight.rank}{step} is {call_text(last)}; {states[last['state']]}"
+    return (
+        f"the last call of rank {flight.rank}{step} is {call_text(last)}; {states[last['state']]}"
+    )
 
 
 def _last_place(flight: RankFlight) -> str:

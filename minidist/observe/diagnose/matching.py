@@ -1,7 +1,8 @@
-"""Calls and messages of all ranks, matched by group and sequence. A ring that has gone round is matched by what it has.
+"""Calls and messages of all ranks, matched by group and sequence. A ring that has gone round is
+matched by what it has.
 
-Numbers are never taken from a record's place in its ring: a rank that has made ten times as many calls in other groups
-keeps fewer of this one, under the same sequences.
+Numbers are never taken from a record's place in its ring: a rank that has made ten times as many
+calls in other groups keeps fewer of this one, under the same sequences.
 """
 
 from collections import defaultdict
@@ -19,7 +20,8 @@ class GroupCalls:
 
     Attributes: ranks    its members, world ranks
                 calls    {world rank: {sequence: entry}}, of each rank whose recorder there is
-                last     {world rank: its last call's sequence}; 0: it has made none; None: it is not known
+                last     {world rank: its last call's sequence}; 0: it has made none; None: it is
+                         not known
     """
 
     group: int
@@ -29,8 +31,13 @@ class GroupCalls:
     last: dict[int, int | None]
 
     def behind(self, sequence: int) -> list[int]:
-        """The ranks that have not made this call yet; if none is known, those whose rings no longer tell."""
-        known = [rank for rank in self.ranks if (last := self.last.get(rank)) is not None and last < sequence]
+        """The ranks that have not made this call yet; if none is known, those whose rings no longer
+        tell."""
+        known = [
+            rank
+            for rank in self.ranks
+            if (last := self.last.get(rank)) is not None and last < sequence
+        ]
         return known or [rank for rank, last in self.last.items() if last is None]
 
 
@@ -46,14 +53,20 @@ def group_calls(flights: Sequence[RankFlight]) -> list[GroupCalls]:
     result = []
     for group, (axis, ranks) in groups.items():
         mine = calls[group]
-        last = {flight.rank: max(mine[flight.rank]) if flight.rank in mine else (0 if flight.whole else None)
-                for flight in flights if flight.rank in ranks}
+        last = {
+            flight.rank: max(mine[flight.rank])
+            if flight.rank in mine
+            else (0 if flight.whole else None)
+            for flight in flights
+            if flight.rank in ranks
+        }
         result.append(GroupCalls(group, axis, ranks, mine, last))
     return result
 
 
 def messages_made(flights: Sequence[RankFlight]) -> dict[tuple[int, int, int, str], int]:
-    """{(group, from, to, "send" or "recv"): the last message's sequence}; from and to are world ranks."""
+    """{(group, from, to, "send" or "recv"): the last message's sequence}; from and to are world
+    ranks."""
     made: dict[tuple[int, int, int, str], int] = {}
     for flight in flights:
         for entry in flight.of_kind(MESSAGE):
@@ -74,5 +87,14 @@ def message_key(flight: RankFlight, entry: Entry) -> tuple[int, int, int, str]:
 def signature(entry: Entry) -> Signature:
     """The signature of a recorded call."""
     shape = None if entry["shape"] is None else tuple(entry["shape"])
-    return Signature(entry["group"], entry["sequence"], entry["verb"], entry["algorithm"] or None, entry["op"],
-                     entry["root"], entry["dtype"] or None, shape, entry["where"])
+    return Signature(
+        entry["group"],
+        entry["sequence"],
+        entry["verb"],
+        entry["algorithm"] or None,
+        entry["op"],
+        entry["root"],
+        entry["dtype"] or None,
+        shape,
+        entry["where"],
+    )

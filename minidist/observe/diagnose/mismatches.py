@@ -1,4 +1,5 @@
-"""Rules about calls that do not fit: another size, dtype, op, root or verb; left out, made too often, swapped."""
+"""Rules about calls that do not fit: another size, dtype, op, root or verb; left out, made too
+often, swapped."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +23,9 @@ Calls = dict[int, Entry]
 
 def mismatches(flights: Sequence[RankFlight]) -> list[Fault]:
     """The first disagreement of each group, the earliest one first."""
-    found = [(time, finding) for calls in group_calls(flights) for time, finding in _in_group(calls)]
+    found = [
+        (time, finding) for calls in group_calls(flights) for time, finding in _in_group(calls)
+    ]
     return [finding for _, finding in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -31,7 +34,9 @@ def _in_group(calls: GroupCalls) -> list[tuple[float, Fault]]:
         there = {rank: mine[sequence] for rank, mine in calls.calls.items() if sequence in mine}
         camps = _camps(there)
         if len(camps) > 1:
-            return [(min(entry["made"] for entry in there.values()), _finding(calls, sequence, camps))]
+            return [
+                (min(entry["made"] for entry in there.values()), _finding(calls, sequence, camps))
+            ]
     return []
 
 
@@ -39,7 +44,9 @@ def _camps(there: dict[int, Entry]) -> list[list[int]]:
     """Ranks whose calls agree, the largest camp first."""
     camps: list[list[int]] = []
     for rank, entry in there.items():
-        camp = next((camp for camp in camps if signature(there[camp[0]]).agrees(signature(entry))), None)
+        camp = next(
+            (camp for camp in camps if signature(there[camp[0]]).agrees(signature(entry))), None
+        )
         if camp is None:
             camps.append([rank])
         else:
@@ -48,37 +55,60 @@ def _camps(there: dict[int, Entry]) -> list[list[int]]:
 
 
 def _finding(calls: GroupCalls, sequence: int, camps: list[list[int]]) -> Fault:
-    """The smaller camp is the culprit; of equal camps the one whose call breaks the order of an earlier step."""
+    """The smaller camp is the culprit; of equal camps the one whose call breaks the order of an
+    earlier step."""
     right, wrong = camps[0], camps[1]
     tie = len(right) == len(wrong)
     cause = _shifted(calls.calls[right[0]], calls.calls[wrong[0]], sequence)
-    if tie and cause is None and (other := _shifted(calls.calls[wrong[0]], calls.calls[right[0]], sequence)):
+    if (
+        tie
+        and cause is None
+        and (other := _shifted(calls.calls[wrong[0]], calls.calls[right[0]], sequence))
+    ):
         right, wrong, cause = wrong, right, other
     one, other_one = calls.calls[right[0]][sequence], calls.calls[wrong[0]][sequence]
     different = next((field for field in FIELDS if _differ(one, other_one, field)), "shape")
     culprits = tuple(sorted(rank for camp in camps if camp is not right for rank in camp))
-    what = {"left out": "left out a call that the others make", "made too often": "makes a call that the others do not",
-            "wrong order": "makes two calls in the other order"}.get(cause or "", f"differs in {different}")
+    what = {
+        "left out": "left out a call that the others make",
+        "made too often": "makes a call that the others do not",
+        "wrong order": "makes two calls in the other order",
+    }.get(cause or "", f"differs in {different}")
     sure = CERTAIN if not tie else LIKELY if cause else POSSIBLE
-    evidence = tuple(f"{ranks_text(camp)}: {call_text(calls.calls[camp[0]][sequence])}" for camp in camps[:4])
-    return Fault(cause or f"wrong {different}", culprits, str(other_one["where"]),
-                   f"call {sequence} of group {calls.axis}: {ranks_text(culprits)} {what}", evidence, sure,
-                   f"compare {other_one['where']} with {one['where']}: every rank of a group makes the same calls in "
-                   "the same order" + ("; two camps are equally large, so either may be wrong" if tie else ""))
+    evidence = tuple(
+        f"{ranks_text(camp)}: {call_text(calls.calls[camp[0]][sequence])}" for camp in camps[:4]
+    )
+    return Fault(
+        cause or f"wrong {different}",
+        culprits,
+        str(other_one["where"]),
+        f"call {sequence} of group {calls.axis}: {ranks_text(culprits)} {what}",
+        evidence,
+        sure,
+        f"compare {other_one['where']} with {one['where']}: every rank of a group makes the same "
+        "calls in the same order"
+        + ("; two camps are equally large, so either may be wrong" if tie else ""),
+    )
 
 
 def _differ(one: Entry, other: Entry, field: str) -> bool:
-    """Whether two calls say different things; a rank that does not know dtype or shape says nothing."""
+    """Whether two calls say different things; a rank that does not know dtype or shape says
+    nothing."""
     values = one[field] or None, other[field] or None
     return values[0] != values[1] and not (field in ("dtype", "shape") and None in values)
 
 
 def _key(entry: Entry | None) -> tuple[Any, ...] | None:
-    return None if entry is None else tuple(str(entry[field]) for field in ("verb", "op", "root", "dtype", "shape"))
+    return (
+        None
+        if entry is None
+        else tuple(str(entry[field]) for field in ("verb", "op", "root", "dtype", "shape"))
+    )
 
 
 def _shifted(right: Calls, wrong: Calls, at: int) -> str | None:
-    """How `wrong` came out of step with `right` at this call; None: it did not, the call itself is another."""
+    """How `wrong` came out of step with `right` at this call; None: it did not, the call itself is
+    another."""
     here, after = _key(right[at]), _key(right.get(at + 1))
     its, its_next = _key(wrong[at]), _key(wrong.get(at + 1))
     if here == its:
@@ -89,6 +119,9 @@ def _shifted(right: Calls, wrong: Calls, at: int) -> str | None:
         return "left out"
     if its_next == here:
         return "made too often"
-    followers = Counter(_key(right.get(sequence + 1)) for sequence in right
-                        if sequence + 1 < at and _key(right[sequence]) == here)
+    followers = Counter(
+        _key(right.get(sequence + 1))
+        for sequence in right
+        if sequence + 1 < at and _key(right[sequence]) == here
+    )
     return "left out" if followers and followers.most_common(1)[0][0] == its else None

@@ -1,4 +1,5 @@
-"""Rules about numbers: one that is not finite, replicas that drifted apart, a loss that jumped, memory that grows.
+"""Rules about numbers: one that is not finite, replicas that drifted apart, a loss that jumped,
+memory that grows.
 
     cause               named from
     not finite          the first number: rank, layer, op and step
@@ -24,11 +25,11 @@ from minidist.observe.diagnose.fault import CERTAIN, LIKELY, POSSIBLE, Fault, ra
 from minidist.observe.diagnose.step_table import Line, StepTable
 from minidist.observe.rank_steps import RankSteps
 
-JUMP = 0.5                  # nats
-SPREADS = 8.0               # standard deviations of the run's own changes
-BEFORE = 6                  # changes that are needed to know them
-RECENT = 20                 # changes of which the spread is taken, beside that of the whole run
-QUARTERS = 1.349            # standard deviations between the quartiles of normal numbers
+JUMP = 0.5  # nats
+SPREADS = 8.0  # standard deviations of the run's own changes
+BEFORE = 6  # changes that are needed to know them
+RECENT = 20  # changes of which the spread is taken, beside that of the whole run
+QUARTERS = 1.349  # standard deviations between the quartiles of normal numbers
 MIB = 1 << 20
 LEAK, GROWTH, WARM = 0.9 * MIB, 10, 5
 STEADY = 3.0
@@ -41,9 +42,19 @@ def wrong_numbers(table: StepTable) -> list[Fault]:
 
 def not_finite(table: StepTable) -> list[Fault]:
     """The first number that was not finite: the others got it through sums over the ranks."""
-    found = [(line["bad"][4] if table.ranks[rank].host == next(iter(table.ranks.values())).host else 0.0,
-              line["step"], rank, line["bad"]) for rank, each in table.ranks.items() for line in each.steps
-             if "bad" in line]
+    found = [
+        (
+            line["bad"][4]
+            if table.ranks[rank].host == next(iter(table.ranks.values())).host
+            else 0.0,
+            line["step"],
+            rank,
+            line["bad"],
+        )
+        for rank, each in table.ranks.items()
+        for line in each.steps
+        if "bad" in line
+    ]
     if not found:
         return []
     step = min(each[1] for each in found)
@@ -53,13 +64,25 @@ def not_finite(table: StepTable) -> list[Fault]:
     evidence = [f"step {step}, {way}: the first {kind} {by}in {layer} of rank {rank}"]
     evidence += [f"{ranks_text(later)} had some later"] if later else []
     weight = op.removeprefix("weight ")
-    advice = (f"the weight {weight} was bad before the step: look at what wrote it, at rank {rank}'s memory, and at "
-              "the learning rate" if op.startswith("weight ") else
-              f"look at the input of {op} in {layer}; clip gradients, lower the learning rate, check the data of step "
-              f"{step}")
+    advice = (
+        f"the weight {weight} was bad before the step: look at what wrote it, at rank {rank}'s "
+        "memory, and at the learning rate"
+        if op.startswith("weight ")
+        else f"look at the input of {op} in {layer}; clip gradients, lower the learning rate, "
+        f"check the data of step {step}"
+    )
     alone = len({each[2] for each in found if each[1] == step}) == 1
-    return [Fault("not finite", (rank,), f"{layer}: {op}", f"rank {rank} had the first {kind}: {layer}, {op}, {way}, "
-                  f"step {step}", tuple(evidence), CERTAIN if alone else LIKELY, advice)]
+    return [
+        Fault(
+            "not finite",
+            (rank,),
+            f"{layer}: {op}",
+            f"rank {rank} had the first {kind}: {layer}, {op}, {way}, step {step}",
+            tuple(evidence),
+            CERTAIN if alone else LIKELY,
+            advice,
+        )
+    ]
 
 
 def drifted(table: StepTable) -> list[Fault]:
@@ -73,17 +96,35 @@ def drifted(table: StepTable) -> list[Fault]:
         counts = Counter(by_rank.values()).most_common()
         if len(counts) > 1:
             tie = counts[0][1] == counts[1][1]
-            wrong = sorted(by_rank) if tie else [rank for rank, each in sorted(by_rank.items()) if each != counts[0][0]]
+            wrong = (
+                sorted(by_rank)
+                if tie
+                else [rank for rank, each in sorted(by_rank.items()) if each != counts[0][0]]
+            )
             equal = [before for before, other in digests if other == group and before < step]
-            since = f"they were equal at step {max(equal)}" if equal else "no earlier step has a digest"
-            return [Fault("replicas differ", tuple(wrong), "",
-                          f"the weights of {ranks_text(wrong)} differ"
-                          + ("" if tie else " from the others'") + f" at step {step}",
-                          (f"digests of group {group}: " + ", ".join(f"rank {rank} {digest}" for rank, digest
-                                                                     in sorted(by_rank.items())[:8]), since),
-                          POSSIBLE if tie else CERTAIN,
-                          "load the newest checkpoint from before; look for an update, a random number or a sum that "
-                          "one rank makes alone, and at its memory")]
+            since = (
+                f"they were equal at step {max(equal)}" if equal else "no earlier step has a digest"
+            )
+            return [
+                Fault(
+                    "replicas differ",
+                    tuple(wrong),
+                    "",
+                    f"the weights of {ranks_text(wrong)} differ"
+                    + ("" if tie else " from the others'")
+                    + f" at step {step}",
+                    (
+                        f"digests of group {group}: "
+                        + ", ".join(
+                            f"rank {rank} {digest}" for rank, digest in sorted(by_rank.items())[:8]
+                        ),
+                        since,
+                    ),
+                    POSSIBLE if tie else CERTAIN,
+                    "load the newest checkpoint from before; look for an update, a random "
+                    "number or a sum that one rank makes alone, and at its memory",
+                )
+            ]
     return []
 
 
@@ -101,13 +142,24 @@ def loss_jumps(table: StepTable) -> list[Fault]:
     _, before, after = jumps[first[0]]
     everyone = len(first) > len(table.ranks) / 2
     who = "all ranks" if everyone else ranks_text(first)
-    return [Fault("loss jumps", () if everyone else tuple(first), "",
-                  f"the loss of {who} jumps at step {step}: from {before:.3f} to {after:.3f}",
-                  tuple(f"rank {rank}: from {found[1]:.3f} to {found[2]:.3f} at step {found[0]}"
-                        for rank, found in sorted(jumps.items())[:4]),
-                  LIKELY, "look at the learning rate and the batch of that step; resume from the checkpoint before it"
-                  if everyone else f"look at the data of {ranks_text(first)} from step {step} on: the others' loss "
-                                   "stays")]
+    return [
+        Fault(
+            "loss jumps",
+            () if everyone else tuple(first),
+            "",
+            f"the loss of {who} jumps at step {step}: from {before:.3f} to {after:.3f}",
+            tuple(
+                f"rank {rank}: from {found[1]:.3f} to {found[2]:.3f} at step {found[0]}"
+                for rank, found in sorted(jumps.items())[:4]
+            ),
+            LIKELY,
+            "look at the learning rate and the batch of that step; resume from the checkpoint "
+            "before it"
+            if everyone
+            else f"look at the data of {ranks_text(first)} from step {step} on: the others' loss "
+            "stays",
+        )
+    ]
 
 
 def _away_from_the_others(table: StepTable) -> dict[int, tuple[int, float, float]]:
@@ -134,11 +186,13 @@ def _jump(losses: list[tuple[int, float]]) -> tuple[int, float, float] | None:
     """Return (step, loss before, loss after) of the first jump."""
     values = [loss for _, loss in losses]
     changes = [after - before for before, after in pairwise(values)]
-    ordered = list[float]()         # the changes so far
+    ordered = list[float]()  # the changes so far
     for at in range(1, len(values) - 1):
         if at >= BEFORE:
-            spread = max(_spread(ordered), _spread(sorted(changes[max(0, at - 1 - RECENT):at - 1])))
-            bound = max(values[max(0, at - 3):at]) + max(JUMP, SPREADS * spread)
+            spread = max(
+                _spread(ordered), _spread(sorted(changes[max(0, at - 1 - RECENT) : at - 1]))
+            )
+            bound = max(values[max(0, at - 3) : at]) + max(JUMP, SPREADS * spread)
             if values[at] > bound and values[at + 1] > bound:
                 return losses[at][0], values[at - 1], values[at]
         insort(ordered, changes[at - 1])
@@ -160,7 +214,8 @@ def _quartiles(ordered: Sequence[float]) -> float:
 
 
 def leaks(table: StepTable) -> list[Fault]:
-    """Ranks whose memory grows step by step: the median growth over half of the steps, so one jump is no leak."""
+    """Ranks whose memory grows step by step: the median growth over half of the steps, so one jump
+    is no leak."""
     found: list[tuple[int, float, float, list[Any]]] = []
     for rank, each in table.ranks.items():
         best, sizes = memory_growth(each)
@@ -169,26 +224,44 @@ def leaks(table: StepTable) -> list[Fault]:
     if not found:
         return []
     ranks = [rank for rank, *_ in found]
-    return [Fault("leak", tuple(ranks), "", f"the memory of {ranks_text(ranks)} grows in every step",
-                  tuple(f"rank {rank}: {growth / MIB:.2g} MiB a step, {total / MIB:,.0f} MiB since step {sizes[0][0]}"
-                        for rank, growth, total, sizes in found[:4]),
-                  CERTAIN if min(growth for _, growth, *_ in found) > 2 * LEAK else LIKELY,
-                  "look for lists, caches and graphs that hold arrays of earlier steps: tracemalloc shows their lines")]
+    return [
+        Fault(
+            "leak",
+            tuple(ranks),
+            "",
+            f"the memory of {ranks_text(ranks)} grows in every step",
+            tuple(
+                f"rank {rank}: {growth / MIB:.2g} MiB a step, {total / MIB:,.0f} MiB since step "
+                f"{sizes[0][0]}"
+                for rank, growth, total, sizes in found[:4]
+            ),
+            CERTAIN if min(growth for _, growth, *_ in found) > 2 * LEAK else LIKELY,
+            "look for lists, caches and graphs that hold arrays of earlier steps: tracemalloc "
+            "shows their lines",
+        )
+    ]
 
 
 def memory_growth(each: RankSteps) -> tuple[float, list[tuple[int, float]]]:
     """How steadily a rank's memory grows.
 
-    Returns: (bytes a step in the 2 GROWTH steps in which it grows most, [(step, bytes after it)]), without the first
+    Returns: (bytes a step in the 2 GROWTH steps in which it grows most, [(step, bytes after it)]),
+    without the first
              WARM steps.
     """
     sizes = [(line["step"], line["rss"]) for line in each.steps[WARM:] if line.get("rss")]
-    return max((_growth(sizes[at:at + 2 * GROWTH]) for at in range(0, max(1, len(sizes) - GROWTH), GROWTH)),
-               default=0.0), sizes
+    return max(
+        (
+            _growth(sizes[at : at + 2 * GROWTH])
+            for at in range(0, max(1, len(sizes) - GROWTH), GROWTH)
+        ),
+        default=0.0,
+    ), sizes
 
 
 def _growth(sizes: list[tuple[int, float]]) -> float:
-    """Bytes a step, between steps that lie half of the list apart: the smallest but a quarter of them.
+    """Bytes a step, between steps that lie half of the list apart: the smallest but a quarter of
+    them.
 
     0.0 if memory goes up and down so much from step to step that it may be as high by chance.
     """
@@ -199,6 +272,8 @@ def _growth(sizes: list[tuple[int, float]]) -> float:
     changes = sorted(after - before for (_, before), (_, after) in pairwise(sizes))
     if grown[len(grown) // 4] < STEADY * _quartiles(changes):
         return 0.0
-    rates = sorted((sizes[at + half][1] - sizes[at][1]) / max(1, sizes[at + half][0] - sizes[at][0])
-                   for at in range(len(sizes) - half))
+    rates = sorted(
+        (sizes[at + half][1] - sizes[at][1]) / max(1, sizes[at + half][0] - sizes[at][0])
+        for at in range(len(sizes) - half)
+    )
     return rates[len(rates) // 4]

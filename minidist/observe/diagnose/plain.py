@@ -1,16 +1,20 @@
-"""Chapter 25 · Diagnosis, plainly: five rules, each for one sick job. They say which rank, link or growth is at fault.
+"""Chapter 25 · Diagnosis, plainly: five rules, each for one sick job. They say which rank, link or
+growth is at fault.
 
-The idea. A sick job looks the same from outside: all ranks stand in the same call. The records of the ranks tell them
-apart, if a rule asks for the cause and not for the symptom:
+The idea. A sick job looks the same from outside: all ranks stand in the same call. The records of
+the ranks tell them apart, if a rule asks for the cause and not for the symptom:
 
-    a hang          the ranks that have not entered the newest call; the ranks in it only wait for them
-    a slow rank     the rank that enters calls last; it waits least, so longest waits point to the others
+    a hang          the ranks that have not entered the newest call; the ranks in it only wait for
+                    them
+    a slow rank     the rank that enters calls last; it waits least, so longest waits point to the
+                    others
     a slow link     how long a message took after both ends were ready, by the fastest ones
     a leak          growth in every step; a large amount of memory alone is no fault
     a NaN           the first one; the others follow from it
 
-The rules of the other modules of this folder are these, with what real jobs need beside them: groups and messages,
-rings that have gone round, ranks that were killed, busy cores, clocks of several hosts, and how sure each finding is.
+The rules of the other modules of this folder are these, with what real jobs need beside them:
+groups and messages, rings that have gone round, ranks that were killed, busy cores, clocks of
+several hosts, and how sure each finding is.
 
 notes: N2 §12.3
 """
@@ -27,28 +31,33 @@ def plain_behind(calls: dict[int, int]) -> list[int]:
 
 
 def plain_waited_for(arrivals: np.ndarray, share: float = 0.2, most: float = 0.5) -> int | None:
-    """The rank that is late in most steps; arrivals: (steps, ranks), when each came to the call of the step."""
+    """The rank that is late in most steps; arrivals: (steps, ranks), when each came to the call of
+    the step."""
     ordered = np.sort(arrivals, axis=1)
-    step = np.median(np.diff(ordered[:, -1]))                       # seconds
-    delay = ordered[:, -1] - ordered[:, -2]                         # how long the last rank alone holds up the others
+    step = np.median(np.diff(ordered[:, -1]))  # seconds
+    delay = ordered[:, -1] - ordered[:, -2]  # how long the last rank alone holds up the others
     last = arrivals.argmax(axis=1)[delay > share * step]
     times = np.bincount(last, minlength=arrivals.shape[1])
     return int(times.argmax()) if times.max() > most * len(arrivals) else None
 
 
 def plain_slow_link(seconds: dict[Link, list[float]], times: float = 2.0) -> Link | None:
-    """The link whose messages take `times` as long as those of most others; {(src, dst): seconds of its messages}."""
-    quick = {link: float(np.quantile(some, 0.25)) for link, some in seconds.items()}    # a busy core is never early
+    """The link whose messages take `times` as long as those of most others; {(src, dst): seconds of
+    its messages}."""
+    # a busy core is never early
+    quick = {link: float(np.quantile(some, 0.25)) for link, some in seconds.items()}
     slowest = max(quick, key=lambda link: quick[link])
     usual = np.median([value for link, value in quick.items() if link != slowest])
     return slowest if quick[slowest] > times * usual else None
 
 
 def plain_growth(memory: np.ndarray) -> float:
-    """Bytes a step by which a rank's memory grows in most steps; memory: (steps,), bytes after each step."""
-    return float(np.median(np.diff(memory)))                        # one large array is one step of many
+    """Bytes a step by which a rank's memory grows in most steps; memory: (steps,), bytes after each
+    step."""
+    return float(np.median(np.diff(memory)))  # one large array is one step of many
 
 
 def plain_first_bad(bad: list[tuple[int, float, int, str]]) -> tuple[int, str] | None:
-    """The rank and layer of the first number that is not finite; bad: (step, moment, rank, layer) of all ranks."""
-    return min(bad)[2:] if bad else None                            # sums over ranks carry it to all others
+    """The rank and layer of the first number that is not finite; bad: (step, moment, rank, layer)
+    of all ranks."""
+    return min(bad)[2:] if bad else None  # sums over ranks carry it to all others

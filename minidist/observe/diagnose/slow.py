@@ -1,10 +1,12 @@
-"""The rule of a slow rank: the others wait for it, and it waits least. And of clocks that do not agree.
+"""The rule of a slow rank: the others wait for it, and it waits least. And of clocks that do not
+agree.
 
     delay of a call     the time from the last but one rank's arrival to the last one's
-    a rank is slow      the largest delay that it causes in a step is over SHARE of the step, in MOST of the steps,
-                        or MOST_OF_FEW of fewer than FEW
+    a rank is slow      the largest delay that it causes in a step is over SHARE of the step, in
+                        MOST of the steps, or MOST_OF_FEW of fewer than FEW
 
-A rank whose own part of a step is 1.5 times as long as the others' has a delay of a third of the step.
+A rank whose own part of a step is 1.5 times as long as the others' has a delay of a third of the
+step.
 """
 
 import statistics
@@ -25,10 +27,11 @@ from minidist.observe.diagnose.matching import GroupCalls, group_calls
 
 CAUSE = "slow"
 SHARE, MOST = 0.2, 0.7
-LEAST_STEPS, ALL_OF = 6, 10     # fewer than LEAST_STEPS say nothing; of fewer than ALL_OF each must be late
-FEW, MOST_OF_FEW = 20, 0.85     # on a busy machine one of two ranks is late in 7 of 10 steps by chance
-LEAST_DELAY = 0.005             # seconds
-SKEW = 1.0                      # seconds between the clocks of two hosts
+# fewer than LEAST_STEPS say nothing; of fewer than ALL_OF each must be late
+LEAST_STEPS, ALL_OF = 6, 10
+FEW, MOST_OF_FEW = 20, 0.85  # on a busy machine one of two ranks is late in 7 of 10 steps by chance
+LEAST_DELAY = 0.005  # seconds
+SKEW = 1.0  # seconds between the clocks of two hosts
 TOGETHER = ("all_reduce", "all_gather", "barrier", "all_to_all", "reduce_scatter")
 """Calls that no rank can end before all have made them."""
 
@@ -41,17 +44,29 @@ def skewed(flights: Sequence[RankFlight]) -> list[Fault]:
     hosts: defaultdict[str, list[int]] = defaultdict(list)
     for flight in flights:
         hosts[flight.host].append(flight.rank)
-    return [Fault("clock skew", tuple(ranks), "",
-                    f"the clock of {host} is {span(abs(shift))} {'ahead' if shift > 0 else 'behind'}",
-                    (f"calls of {ranks_text(ranks)} end that much {'later' if shift > 0 else 'earlier'} than the same "
-                     "calls elsewhere",), LIKELY, "set the clocks by NTP; times between hosts mean little until then")
-            for host, ranks in hosts.items()
-            if ranks[0] in shifts and abs(shift := statistics.median(shifts[rank] for rank in ranks if rank in shifts))
-            >= SKEW]
+    return [
+        Fault(
+            "clock skew",
+            tuple(ranks),
+            "",
+            f"the clock of {host} is {span(abs(shift))} {'ahead' if shift > 0 else 'behind'}",
+            (
+                f"calls of {ranks_text(ranks)} end that much "
+                f"{'later' if shift > 0 else 'earlier'} than the same calls elsewhere",
+            ),
+            LIKELY,
+            "set the clocks by NTP; times between hosts mean little until then",
+        )
+        for host, ranks in hosts.items()
+        if ranks[0] in shifts
+        and abs(shift := statistics.median(shifts[rank] for rank in ranks if rank in shifts))
+        >= SKEW
+    ]
 
 
 def _shifts(flights: Sequence[RankFlight]) -> dict[int, float]:
-    """{rank: seconds by which its clock is ahead}, by calls that all ranks end together; of one host nothing."""
+    """{rank: seconds by which its clock is ahead}, by calls that all ranks end together; of one
+    host nothing."""
     if len({flight.host for flight in flights}) == 1:
         return {}
     ahead: defaultdict[int, list[float]] = defaultdict(list)
@@ -68,9 +83,14 @@ def _whole_calls(calls: GroupCalls) -> list[dict[int, Entry]]:
     if set(calls.calls) != set(calls.ranks) or len(calls.ranks) < 2:
         return []
     common = set.intersection(*(set(mine) for mine in calls.calls.values()))
-    rows = [{rank: mine[sequence] for rank, mine in calls.calls.items()} for sequence in sorted(common)]
-    return [row for row in rows if all(entry["state"] == "ended" and entry["verb"] in TOGETHER
-                                       for entry in row.values())]
+    rows = [
+        {rank: mine[sequence] for rank, mine in calls.calls.items()} for sequence in sorted(common)
+    ]
+    return [
+        row
+        for row in rows
+        if all(entry["state"] == "ended" and entry["verb"] in TOGETHER for entry in row.values())
+    ]
 
 
 def slow(flights: Sequence[RankFlight]) -> list[Fault]:
@@ -82,8 +102,11 @@ def slow(flights: Sequence[RankFlight]) -> list[Fault]:
     usual = statistics.median(seconds.values())
     found = []
     for rank, mine in delays.items():
-        late = {step: pair for step, pair in mine.items() if step in seconds and
-                pair[0] >= max(LEAST_DELAY, SHARE * usual)}
+        late = {
+            step: pair
+            for step, pair in mine.items()
+            if step in seconds and pair[0] >= max(LEAST_DELAY, SHARE * usual)
+        }
         count = len(set(seconds) & {step for steps in delays.values() for step in steps})
         part = 1.0 if count < ALL_OF else MOST_OF_FEW if count < FEW else MOST
         if count >= LEAST_STEPS and len(late) >= count * part:
@@ -92,10 +115,15 @@ def slow(flights: Sequence[RankFlight]) -> list[Fault]:
 
 
 def _step_seconds(flights: Sequence[RankFlight]) -> dict[int, float]:
-    """{step: its seconds}, on the rank where it took longest; without the first, which warms up, and the last."""
+    """{step: its seconds}, on the rank where it took longest; without the first, which warms up,
+    and the last."""
     longest: dict[int, float] = {}
     for flight in flights:
-        starts = {entry["step"]: entry["made"] for entry in flight.of_kind(STEP) if entry["step"] is not None}
+        starts = {
+            entry["step"]: entry["made"]
+            for entry in flight.of_kind(STEP)
+            if entry["step"] is not None
+        }
         for step in [*starts][1:]:
             if step + 1 in starts:
                 longest[step] = max(longest.get(step, 0.0), starts[step + 1] - starts[step])
@@ -109,32 +137,52 @@ def _delays(flights: Sequence[RankFlight], shifts: dict[int, float]) -> Delays:
         for row in _whole_calls(calls):
             came = sorted(row, key=lambda rank: row[rank]["made"] - shifts.get(rank, 0.0))
             last, before = came[-1], came[-2]
-            delay = row[last]["made"] - shifts.get(last, 0.0) - row[before]["made"] + shifts.get(before, 0.0)
+            delay = (
+                row[last]["made"]
+                - shifts.get(last, 0.0)
+                - row[before]["made"]
+                + shifts.get(before, 0.0)
+            )
             step = row[last]["step"]
             if step is not None and delay > delays[last].get(step, (0.0,))[0]:
                 delays[last][step] = delay, row[last]
     return delays
 
 
-def _slow(flights: Sequence[RankFlight], rank: int, late: dict[int, tuple[float, Entry]], count: int,
-          usual: float) -> Fault:
+def _slow(
+    flights: Sequence[RankFlight],
+    rank: int,
+    late: dict[int, tuple[float, Entry]],
+    count: int,
+    usual: float,
+) -> Fault:
     delay = statistics.median(pair[0] for pair in late.values())
     where = statistics.mode(pair[1]["where"] for pair in late.values())
     waited = {flight.rank: _in_calls(flight) for flight in flights}
     others = [share for other, share in waited.items() if other != rank]
     least = waited[rank] <= min(others)
-    return Fault(CAUSE, (rank,), where,
-                   f"rank {rank} is slow: the others wait {span(delay)} of a step of {span(usual)} for it",
-                   (f"it was the last to arrive in {len(late)} of {count} steps, first in step {min(late)}",
-                    f"it spent {waited[rank]:.0%} of its time in calls, the others {statistics.median(others):.0%}"),
-                   CERTAIN if least and len(late) >= ALL_OF else LIKELY if least else POSSIBLE,
-                   f"look at what rank {rank} computes before {where}, at its data, and at what else runs on its core",
-                   (min(late), max(late)))
+    return Fault(
+        CAUSE,
+        (rank,),
+        where,
+        f"rank {rank} is slow: the others wait {span(delay)} of a step of {span(usual)} for it",
+        (
+            f"it was the last to arrive in {len(late)} of {count} steps, first in step {min(late)}",
+            f"it spent {waited[rank]:.0%} of its time in calls, the others "
+            f"{statistics.median(others):.0%}",
+        ),
+        CERTAIN if least and len(late) >= ALL_OF else LIKELY if least else POSSIBLE,
+        f"look at what rank {rank} computes before {where}, at its data, and at what else runs "
+        "on its core",
+        (min(late), max(late)),
+    )
 
 
 def _in_calls(flight: RankFlight) -> float:
     """The share of its time that a rank was in calls of TOGETHER."""
-    calls = [entry for entry in flight.of_kind(CALL) if entry["verb"] in TOGETHER and entry["ended"]]
+    calls = [
+        entry for entry in flight.of_kind(CALL) if entry["verb"] in TOGETHER and entry["ended"]
+    ]
     if not calls:
         return 0.0
     spent = sum(entry["ended"] - entry["begun"] for entry in calls)

@@ -1,10 +1,12 @@
-"""The rule of a slow link, one way: its messages take TIMES as long as those of the other links of the same steps.
+"""The rule of a slow link, one way: its messages take TIMES as long as those of the other links of
+the same steps.
 
-Another program on a core makes a message late, and never early. So a window of a link counts as slow only where WINDOW
-messages on end, but for one, are late: named from three times the others' time, if that is LEAST seconds longer. Other
-programs also go away again: a link is named if from some message on at least LASTING of its windows are slow, to the
-end of what is recorded. A late rank makes no link slow: the time of a message counts from its sending, where the
-receiver waited (observe/link_times.py).
+Another program on a core makes a message late, and never early. So a window of a link counts as
+slow only where WINDOW messages on end, but for one, are late: named from three times the others'
+time, if that is LEAST seconds longer. Other programs also go away again: a link is named if from
+some message on at least LASTING of its windows are slow, to the end of what is recorded. A late
+rank makes no link slow: the time of a message counts from its sending, where the receiver waited
+(observe/link_times.py).
 """
 
 import itertools
@@ -18,14 +20,14 @@ from minidist.observe.link_times import Link, Message, link_profiles, messages_o
 
 CAUSE = "slow link"
 TIMES, LEAST = 2.0, 0.002
-BESIDE = 1.7        # times the quick messages of the slowest other sender
-LATE = 1.2          # times the middle message of the others
-WINDOW = 12         # messages
-SURE = 24           # messages: so many in a row are certainly slow
-STRIDE = 2          # messages between two windows
-LASTING = 0.6       # of the windows, and
-LEAST_WINDOWS = 4   # of them
-FEW = 4             # messages: fewer tell nothing of what is usual
+BESIDE = 1.7  # times the quick messages of the slowest other sender
+LATE = 1.2  # times the middle message of the others
+WINDOW = 12  # messages
+SURE = 24  # messages: so many in a row are certainly slow
+STRIDE = 2  # messages between two windows
+LASTING = 0.6  # of the windows, and
+LEAST_WINDOWS = 4  # of them
+FEW = 4  # messages: fewer tell nothing of what is usual
 
 
 def slow_links(table: StepTable) -> list[Fault]:
@@ -34,24 +36,41 @@ def slow_links(table: StepTable) -> list[Fault]:
     usual = _usual(by_link)
     found: dict[Link, list[Message]] = {}
     for link, messages in by_link.items():
-        windows = [messages[at:at + WINDOW] for at in range(0, len(messages) - WINDOW + 1, STRIDE)]
+        windows = [
+            messages[at : at + WINDOW] for at in range(0, len(messages) - WINDOW + 1, STRIDE)
+        ]
         slow = [_is_slow(window, usual, by_link) for window in windows]
         first = _lasting_from(slow)
         for window in itertools.compress(windows[first:], slow[first:]):
-            found.setdefault(link, []).extend(each for each in window if each not in found.get(link, [])[-WINDOW:])
+            found.setdefault(link, []).extend(
+                each for each in window if each not in found.get(link, [])[-WINDOW:]
+            )
     if not found:
         return []
-    return [_fault(table, max(found, key=lambda link: (len(found[link]), _times(found[link], usual))), found, by_link)]
+    return [
+        _fault(
+            table,
+            max(found, key=lambda link: (len(found[link]), _times(found[link], usual))),
+            found,
+            by_link,
+        )
+    ]
 
 
-def _is_slow(window: list[Message], usual: dict[int, float], by_link: dict[Link, list[Message]]) -> bool:
+def _is_slow(
+    window: list[Message], usual: dict[int, float], by_link: dict[Link, list[Message]]
+) -> bool:
     """Compared with what is usual, and with the other senders in the same steps."""
-    return (_times(window, usual) >= TIMES and _times(window, _beside(by_link, window)) >= BESIDE
-            and _times(window, _beside(by_link, window, 0.5)) >= LATE)
+    return (
+        _times(window, usual) >= TIMES
+        and _times(window, _beside(by_link, window)) >= BESIDE
+        and _times(window, _beside(by_link, window, 0.5)) >= LATE
+    )
 
 
 def _lasting_from(slow: list[bool]) -> int:
-    """The first slow window from which LASTING of all to the end are slow, and LEAST_WINDOWS; len(slow) if none is."""
+    """The first slow window from which LASTING of all to the end are slow, and LEAST_WINDOWS;
+    len(slow) if none is."""
     late, first = 0, len(slow)
     for at in reversed(range(len(slow))):
         late += slow[at]
@@ -75,11 +94,16 @@ def _usual(by_link: dict[Link, list[Message]]) -> dict[int, float]:
         for size, values in sizes.items():
             if len(values) >= FEW:
                 seconds[size].append(quartile(values))
-    return {size: statistics.median_low(values) for size, values in seconds.items() if len(values) > 1}
+    return {
+        size: statistics.median_low(values) for size, values in seconds.items() if len(values) > 1
+    }
 
 
-def _beside(by_link: dict[Link, list[Message]], window: list[Message], part: float = 0.25) -> dict[int, float]:
-    """{class: seconds that `part` of the messages of the slowest other sender stay under}, in a window's steps."""
+def _beside(
+    by_link: dict[Link, list[Message]], window: list[Message], part: float = 0.25
+) -> dict[int, float]:
+    """{class: seconds that `part` of the messages of the slowest other sender stay under}, in a
+    window's steps."""
     first, last, sender = window[0].step, window[-1].step, window[0].src
     values: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for (src, _), messages in by_link.items():
@@ -94,28 +118,59 @@ def _beside(by_link: dict[Link, list[Message]], window: list[Message], part: flo
 
 
 def _times(window: Iterable[Message], usual: dict[int, float]) -> float:
-    """How many times as long as usual the messages of a window take, the quickest left out; 0.0 if it is not known."""
-    times = sorted(message.seconds / max(1e-9, usual[_class(message)])
-                   if message.seconds >= usual[_class(message)] + LEAST else 0.0
-                   for message in window if _class(message) in usual)
+    """How many times as long as usual the messages of a window take, the quickest left out; 0.0 if
+    it is not known."""
+    times = sorted(
+        message.seconds / max(1e-9, usual[_class(message)])
+        if message.seconds >= usual[_class(message)] + LEAST
+        else 0.0
+        for message in window
+        if _class(message) in usual
+    )
     return times[1] if len(times) >= WINDOW - 1 else 0.0
 
 
-def _fault(table: StepTable, link: Link, found: dict[Link, list[Message]], by_link: dict[Link, list[Message]]) -> Fault:
+def _fault(
+    table: StepTable,
+    link: Link,
+    found: dict[Link, list[Message]],
+    by_link: dict[Link, list[Message]],
+) -> Fault:
     (src, dst), slow, usual = link, found[link], _usual(by_link)
-    largest = max((message for message in slow if _class(message) in usual), key=lambda message: message.nbytes)
+    largest = max(
+        (message for message in slow if _class(message) in usual),
+        key=lambda message: message.nbytes,
+    )
     seconds = quartile([message.seconds for message in slow if _class(message) == _class(largest)])
-    evidence = [f"of {largest.nbytes:,} bytes a message takes {span(seconds)}, on the other links "
-                f"{span(usual[_class(largest)])}; {len(slow)} messages, first in step {slow[0].step}"]
-    back = [message.seconds for message in by_link.get((dst, src), ()) if _class(message) == _class(largest)]
+    evidence = [
+        f"of {largest.nbytes:,} bytes a message takes {span(seconds)}, on the other links "
+        f"{span(usual[_class(largest)])}; {len(slow)} messages, first in step {slow[0].step}"
+    ]
+    back = [
+        message.seconds
+        for message in by_link.get((dst, src), ())
+        if _class(message) == _class(largest)
+    ]
     if back:
-        evidence.append(f"the other way, from rank {dst} to rank {src}, it takes {span(quartile(back))}")
+        evidence.append(
+            f"the other way, from rank {dst} to rank {src}, it takes {span(quartile(back))}"
+        )
     if profile := link_profiles(table.ranks).get(link):
-        evidence.append(f"measured: alpha {profile.alpha * 1e6:,.0f} µs, "
-                        + (f"{1e-6 / profile.beta:,.1f} MB/s, " if profile.beta else "") + f"drift {profile.drift:.2f}")
+        evidence.append(
+            f"measured: alpha {profile.alpha * 1e6:,.0f} µs, "
+            + (f"{1e-6 / profile.beta:,.1f} MB/s, " if profile.beta else "")
+            + f"drift {profile.drift:.2f}"
+        )
     times = seconds / max(1e-9, usual[_class(largest)])
-    return Fault(CAUSE, link, "", f"the link from rank {src} to rank {dst} is {times:.1f} times as slow as the "
-                 "others", tuple(evidence), CERTAIN if len(slow) >= SURE else LIKELY,
-                 f"look at cable, port and switch between the hosts of ranks {src} and {dst}, and at what else they "
-                 "carry; a placement that keeps this link out of the busiest axis helps until then",
-                 (slow[0].step, max(message.step for message in slow)))
+    return Fault(
+        CAUSE,
+        link,
+        "",
+        f"the link from rank {src} to rank {dst} is {times:.1f} times as slow as the others",
+        tuple(evidence),
+        CERTAIN if len(slow) >= SURE else LIKELY,
+        f"look at cable, port and switch between the hosts of ranks {src} and {dst}, and at what "
+        "else they carry; a placement that keeps this link out of the busiest axis helps until "
+        "then",
+        (slow[0].step, max(message.step for message in slow)),
+    )

@@ -1,8 +1,8 @@
 """One look at a run, made from its folder alone; the run does not know that it is watched.
 
-    looking = Looking(run)
-    now = looking.look()        # once a second, say
-    now.state, now.what         # RUNNING, "step 120 of 500"
+looking = Looking(run)
+now = looking.look()        # once a second, say
+now.state, now.what         # RUNNING, "step 120 of 500"
 """
 
 import os
@@ -45,10 +45,10 @@ from minidist.observe.rank_steps import read_rank_steps
 from minidist.observe.step_log import STEP_LOG, LogFollower, loss_text
 from minidist.reading import consistent, read_json
 
-STALL = 5.0                 # seconds
-SHARE = 0.05                # of a core
+STALL = 5.0  # seconds
+SHARE = 0.05  # of a core
 MANIFEST = "metrics.json"
-NEEDED = {"time", "loss", "seconds", "tokens_per_second"}       # of a line of the log
+NEEDED = {"time", "loss", "seconds", "tokens_per_second"}  # of a line of the log
 
 
 class _EndedRun(msgspec.Struct):
@@ -62,7 +62,8 @@ class Looking:
     """Looks at one run again and again.
 
     Args:    run: a run folder of minidist train, or a folder of flight recorders.
-    Attributes: rest: seconds to wait at least before the next look, so that looks take SHARE of a core: the ranks may
+    Attributes: rest: seconds to wait at least before the next look, so that looks take SHARE of a
+    core: the ranks may
                 need it.
     Raises:  ConfigError, one line, if it is neither.
     """
@@ -70,11 +71,13 @@ class Looking:
     def __init__(self, run: str | Path) -> None:
         self.run = Path(run)
         if not self.run.is_dir():
-            raise ConfigError(f"{run}: there is no such folder; name a run folder of minidist train")
+            raise ConfigError(
+                f"{run}: there is no such folder; name a run folder of minidist train"
+            )
         self.rest = 0.0
         self.log, self.steps = LogFollower(self.run / STEP_LOG), StepsFollower(self.run)
         self._followers: dict[Path, RingFollower] = {}
-        self._thorough = (0.0, "", "")                  # when whole rings were read, for which state, the cause
+        self._thorough = (0.0, "", "")  # when whole rings were read, for which state, the cause
 
     def look(self) -> RunNow:
         """The run now. Raises: ConfigError if the folder has nothing of a run."""
@@ -86,33 +89,73 @@ class Looking:
             self.rest = (time.process_time() - begun) / SHARE
 
     def _look(self) -> RunNow:
-        flights, lines = self._flights(), [line for line in self.log.poll() if line.keys() >= NEEDED]
-        kept = max((follower.header["kept"] for follower in self._followers.values() if follower.header), default=0.0)
-        if lines and lines[-1]["time"] < kept:          # of an earlier run
+        flights, lines = (
+            self._flights(),
+            [line for line in self.log.poll() if line.keys() >= NEEDED],
+        )
+        kept = max(
+            (follower.header["kept"] for follower in self._followers.values() if follower.header),
+            default=0.0,
+        )
+        if lines and lines[-1]["time"] < kept:  # of an earlier run
             lines = []
         state, what = self._state(flights, lines, kept)
         step = lines[-1]["step"] if lines else 0
-        now = RunNow(str(self.run), state, what, step, lines[-1].get("steps") if lines else None,
-                     tuple(line["loss"] for line in lines[-200:]), None, None, (), (), None, (), None, False,
-                     time.time())
+        now = RunNow(
+            str(self.run),
+            state,
+            what,
+            step,
+            lines[-1].get("steps") if lines else None,
+            tuple(line["loss"] for line in lines[-200:]),
+            None,
+            None,
+            (),
+            (),
+            None,
+            (),
+            None,
+            False,
+            time.time(),
+        )
         if lines:
             newest = lines[-WINDOW:]
-            now = replace(now, step_seconds=sum(line["seconds"] for line in newest) / len(newest),
-                          tokens_per_second=sum(line["tokens_per_second"] for line in newest) / len(newest))
-        links = [follower.header.get("link") for follower in self._followers.values() if follower.header]
+            now = replace(
+                now,
+                step_seconds=sum(line["seconds"] for line in newest) / len(newest),
+                tokens_per_second=sum(line["tokens_per_second"] for line in newest) / len(newest),
+            )
+        links = [
+            follower.header.get("link") for follower in self._followers.values() if follower.header
+        ]
         records = self.steps.poll()
-        return with_ranks(now, flights, {} if state == NOT_BEGUN else records,      # they may be of an earlier run
-                          link=next(filter(None, links), "one host"))
+        # they may be of an earlier run
+        return with_ranks(
+            now,
+            flights,
+            {} if state == NOT_BEGUN else records,
+            link=next(filter(None, links), "one host"),
+        )
 
     def _flights(self) -> list[RankFlight]:
         """The ranks' newest records; those of the newest generation."""
         home = self.run / "flight" if (self.run / "flight").is_dir() else self.run
         paths = sorted(home.glob("*.ring"))
         self._followers = {path: self._followers.get(path) or RingFollower(path) for path in paths}
-        found = [(follower.header, follower.entries()) for follower in self._followers.values() if follower.poll()]
-        return flights_of([(header, entries) for header, entries in found if header is not None]) if found else []
+        found = [
+            (follower.header, follower.entries())
+            for follower in self._followers.values()
+            if follower.poll()
+        ]
+        return (
+            flights_of([(header, entries) for header, entries in found if header is not None])
+            if found
+            else []
+        )
 
-    def _state(self, flights: list[RankFlight], lines: list[dict[str, Any]], kept: float) -> tuple[str, str]:
+    def _state(
+        self, flights: list[RankFlight], lines: list[dict[str, Any]], kept: float
+    ) -> tuple[str, str]:
         if (manifest := self._manifest(kept)) is not None:
             validation = loss_text(manifest["validation_loss"])
             return FINISHED, f"{len(manifest['losses'])} steps; validation loss {validation}"
@@ -127,7 +170,10 @@ class Looking:
     def _over(self, flights: list[RankFlight], lines: list[dict[str, Any]]) -> tuple[str, str]:
         """The state of a run whose ranks have all ended, and have left no metrics.json."""
         if all(flight.end == "" for flight in flights):
-            return ENDED if lines else FINISHED, f"{_steps_text(lines, flights)}; every rank ended without an error"
+            return (
+                ENDED if lines else FINISHED,
+                f"{_steps_text(lines, flights)}; every rank ended without an error",
+            )
         return DIED, self._why(DIED, _steps_text(lines, flights))
 
     def _alive(self, flights: list[RankFlight], lines: list[dict[str, Any]]) -> tuple[str, str]:
@@ -135,30 +181,51 @@ class Looking:
         told, usual = _steps_text(lines, flights), lines[-1]["seconds"] if lines else 0.0
         quiet = max(flight.seen for flight in flights) - max(flight.newest for flight in flights)
         if all(flight.process == UNKNOWN for flight in flights):
-            return RUNNING, f"{told}; the ranks are on other hosts, so a run that died shows as one that runs"
+            return (
+                RUNNING,
+                f"{told}; the ranks are on other hosts, so a run that died shows as one that runs",
+            )
         if quiet > max(STALL, 5 * usual):
             return STALLED, self._why(STALLED, f"nothing was recorded for {span(quiet)}")
-        lost = [flight.rank for flight in flights if flight.end or (flight.end is None and flight.process == GONE)]
+        lost = [
+            flight.rank
+            for flight in flights
+            if flight.end or (flight.end is None and flight.process == GONE)
+        ]
         if lost:
             return RUNNING, f"{told}; {ranks_text(lost)} ended with an error"
         begun = lines or _newest_step(flights)
-        return (RUNNING, told) if begun else (NOT_BEGUN, "the ranks have met, and make their first step")
+        return (
+            (RUNNING, told)
+            if begun
+            else (NOT_BEGUN, "the ranks have met, and make their first step")
+        )
 
     def _without_rings(self, lines: list[dict[str, Any]]) -> tuple[str, str]:
-        """The state of a run whose ranks have left no recorder: it was ended as it went well, or is about to begin."""
+        """The state of a run whose ranks have left no recorder: it was ended as it went well, or is
+        about to begin."""
         folder = os.open(self.run, os.O_RDONLY | os.O_DIRECTORY)
         try:
             process = lock_holder(folder)
         finally:
             os.close(folder)
         if process and lines:
-            return RUNNING, f"{_steps_text(lines)}; there are no flight recorders, so nothing is known of its ranks"
+            return (
+                RUNNING,
+                f"{_steps_text(lines)}; there are no flight recorders, so nothing is known of "
+                "its ranks",
+            )
         if process:
             return NOT_BEGUN, f"process {process} has the folder, and no rank has made a step"
         if lines:
-            return ENDED, f"{_steps_text(lines)}; it was told to stop while it went well (Ctrl-C, SIGTERM)"
-        raise ConfigError(f"{self.run}: nothing of a run is here; name a run folder of minidist train, or a folder of "
-                          "flight recorders")
+            return (
+                ENDED,
+                f"{_steps_text(lines)}; it was told to stop while it went well (Ctrl-C, SIGTERM)",
+            )
+        raise ConfigError(
+            f"{self.run}: nothing of a run is here; name a run folder of minidist train, or a "
+            "folder of flight recorders"
+        )
 
     def _manifest(self, kept: float) -> dict[str, Any] | None:
         """metrics.json, unless a later run has begun in the folder since."""
@@ -170,12 +237,15 @@ class Looking:
         return None
 
     def _why(self, state: str, otherwise: str) -> str:
-        """What `minidist diagnose` finds first. It reads the whole rings: at most every two seconds in a state."""
+        """What `minidist diagnose` finds first. It reads the whole rings: at most every two seconds
+        in a state."""
         since, known, what = self._thorough
         if known != state or time.monotonic() - since > 2.0:
             found: Sequence[Any] = []
             with suppress(ConfigError):
-                found = diagnose(read_flights(self.run), read_rank_steps(self.run), stuck=STALL).findings
+                found = diagnose(
+                    read_flights(self.run), read_rank_steps(self.run), stuck=STALL
+                ).findings
             what = found[0].what if found else ""
             self._thorough = time.monotonic(), state, what
         return what or otherwise
@@ -183,11 +253,15 @@ class Looking:
 
 def _newest_step(flights: Sequence[RankFlight]) -> int:
     """Steps that a rank has made, as the recorders know it."""
-    steps = [entry["step"] for flight in flights for entry in flight.entries if entry["step"] is not None]
+    steps = [
+        entry["step"] for flight in flights for entry in flight.entries if entry["step"] is not None
+    ]
     return max(steps, default=0)
 
 
 def _steps_text(lines: list[dict[str, Any]], flights: Sequence[RankFlight] = ()) -> str:
     if not lines:
         return f"step {made}" if (made := _newest_step(flights)) else "the first step"
-    return f"step {lines[-1]['step']}" + (f" of {lines[-1]['steps']}" if "steps" in lines[-1] else "")
+    return f"step {lines[-1]['step']}" + (
+        f" of {lines[-1]['steps']}" if "steps" in lines[-1] else ""
+    )

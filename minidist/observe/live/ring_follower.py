@@ -4,8 +4,8 @@
     follower.poll()                         # again and again
     follower.header, follower.entries()     # as read_ring, but only the newest KEPT records
 
-The ring is mapped, not read, and only records that are new or may have changed are decoded: a look at a rank costs less
-than a millisecond, where read_ring takes some 40. The rank pays nothing.
+The ring is mapped, not read, and only records that are new or may have changed are decoded: a look
+at a rank costs less than a millisecond, where read_ring takes some 40. The rank pays nothing.
 """
 
 import mmap
@@ -29,8 +29,8 @@ from minidist.comm.flight.slots import (
 )
 from minidist.files import open_regular
 
-KEPT = 2000         # records: the newest, about half a ring
-UNSETTLED = 2       # steps: a record of the newest ones may still change
+KEPT = 2000  # records: the newest, about half a ring
+UNSETTLED = 2  # steps: a record of the newest ones may still change
 
 
 class RingFollower:
@@ -43,13 +43,13 @@ class RingFollower:
         self.path = path
         self.header: dict[str, Any] | None = None
         self._ring: mmap.mmap | None = None
-        self._file = (0, 0)                             # device and inode of the mapped file
+        self._file = (0, 0)  # device and inode of the mapped file
         self._known: dict[int, Entry] = {}
         self._settled: set[int] = set()
 
     def poll(self) -> bool:
         """Look once. Returns: whether there is a ring."""
-        with suppress(OSError, ValueError):             # it is gone, or being made: the next look sees more
+        with suppress(OSError, ValueError):  # it is gone, or being made: the next look sees more
             self._map()
         if self._ring is None:
             return False
@@ -68,7 +68,8 @@ class RingFollower:
         return [self._known[number] for number in sorted(self._known)]
 
     def _map(self) -> None:
-        """Map the file, again if another one has its name: of a later run, or of a rank that has taken the place."""
+        """Map the file, again if another one has its name: of a later run, or of a rank that has
+        taken the place."""
         found = os.lstat(self.path)
         if (found.st_dev, found.st_ino) == self._file or found.st_size != RING_BYTES:
             return
@@ -79,12 +80,21 @@ class RingFollower:
 
     def _decode(self, ring: mmap.mmap, number: int) -> None:
         at = place(number)
-        entry = entry_at(ring[at:at + SLOT_BYTES], 0)
-        if entry is not None and entry["number"] == number == NUMBER.unpack_from(ring, at)[0]:     # not torn
+        entry = entry_at(ring[at : at + SLOT_BYTES], 0)
+        # not torn
+        if entry is not None and entry["number"] == number == NUMBER.unpack_from(ring, at)[0]:
             self._known[number] = entry
 
     def _settle(self) -> None:
         """Records that will not change: they have ended, and the program is steps further."""
-        newest = max((entry["step"] for entry in self._known.values() if entry["step"] is not None), default=0)
-        self._settled = {number for number, entry in self._known.items() if entry["ended"]
-                         and entry["step"] is not None and entry["step"] < newest - UNSETTLED + 1}
+        newest = max(
+            (entry["step"] for entry in self._known.values() if entry["step"] is not None),
+            default=0,
+        )
+        self._settled = {
+            number
+            for number, entry in self._known.items()
+            if entry["ended"]
+            and entry["step"] is not None
+            and entry["step"] < newest - UNSETTLED + 1
+        }

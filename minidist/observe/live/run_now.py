@@ -1,13 +1,13 @@
 """A run at one moment: RunNow, and what it takes from the flight recorders.
 
-    state           the run
-    not begun       has made its folder, and no step
-    running         goes on
-    stalled         runs, and has recorded nothing for STALL seconds and several steps
-    stopped         a process of it is stopped (Ctrl-Z, SIGSTOP)
-    died            has ended because of an error, or was killed
-    ended           has ended without one before its last step: it was told to stop
-    finished        has written metrics.json
+state           the run
+not begun       has made its folder, and no step
+running         goes on
+stalled         runs, and has recorded nothing for STALL seconds and several steps
+stopped         a process of it is stopped (Ctrl-Z, SIGSTOP)
+died            has ended because of an error, or was killed
+ended           has ended without one before its last step: it was told to stop
+finished        has written metrics.json
 """
 
 from collections.abc import Sequence
@@ -20,19 +20,28 @@ from minidist.observe.live.slow_now import Records, SlowNow, slow_now, wrong_now
 from minidist.observe.live.step_parts import StepParts, mean, step_parts
 
 NOT_BEGUN, RUNNING, STALLED, STOPPED_RUN, DIED, ENDED, FINISHED = STATES = (
-    "not begun", "running", "stalled", "stopped", "died", "ended", "finished")
+    "not begun",
+    "running",
+    "stalled",
+    "stopped",
+    "died",
+    "ended",
+    "finished",
+)
 OVER = (DIED, ENDED, FINISHED)
-HANGS = (STALLED, STOPPED_RUN, DIED)        # `what` says for which rank
-WINDOW = 10         # steps whose mean is shown
+HANGS = (STALLED, STOPPED_RUN, DIED)  # `what` says for which rank
+WINDOW = 10  # steps whose mean is shown
 BETWEEN_HOSTS = "between hosts"
-UNKNOWN_LINK = "unknown"    # of a group with a rank that left no recorder here
+UNKNOWN_LINK = "unknown"  # of a group with a rank that left no recorder here
 
 
 @dataclass(frozen=True)
 class RankNow:
-    """One rank. step: the one it is in, from 1, or None; parts: its mean step, None before it has ended two.
+    """One rank. step: the one it is in, from 1, or None; parts: its mean step, None before it has
+    ended two.
 
-    memory: bytes by category after a step; peak: the most so far, with "total"; limit: of the total, or None;
+    memory: bytes by category after a step; peak: the most so far, with "total"; limit: of the
+    total, or None;
     watts: joules a second by its `source`.
     """
 
@@ -50,8 +59,9 @@ class RankNow:
 
 @dataclass(frozen=True)
 class AxisNow:
-    """The groups of one axis. ranks: of a group; link: "shm", "tcp", …, BETWEEN_HOSTS or UNKNOWN_LINK; a_step: bytes of
-    all ranks; a_second: the same, by the time of a step; exposed: seconds of a step, of the rank with most."""
+    """The groups of one axis. ranks: of a group; link: "shm", "tcp", …, BETWEEN_HOSTS or
+    UNKNOWN_LINK; a_step: bytes of all ranks; a_second: the same, by the time of a step; exposed:
+    seconds of a step, of the rank with most."""
 
     name: str
     ranks: int
@@ -65,9 +75,10 @@ class AxisNow:
 class RunNow:
     """A run at one moment.
 
-    Attributes: what: one line about the state; losses: of the newest steps, None where not finite; slow: what holds the
-                run up; wrong: what else is wrong, a sentence each; watts: of all ranks, and estimate: whether they, or
-                a part of them, are an estimate; at: the time of day.
+    Attributes: what: one line about the state; losses: of the newest steps, None where not finite;
+    slow: what holds the
+                run up; wrong: what else is wrong, a sentence each; watts: of all ranks, and
+                estimate: whether they, or a part of them, are an estimate; at: the time of day.
     """
 
     run: str
@@ -87,7 +98,9 @@ class RunNow:
     at: float
 
 
-def with_ranks(now: RunNow, flights: Sequence[RankFlight], records: Records | None = None, *, link: str) -> RunNow:
+def with_ranks(
+    now: RunNow, flights: Sequence[RankFlight], records: Records | None = None, *, link: str
+) -> RunNow:
     """The same with what the flight recorders say.
 
     Args:    records: of the newest steps of all ranks. link: the link class inside a host.
@@ -98,20 +111,31 @@ def with_ranks(now: RunNow, flights: Sequence[RankFlight], records: Records | No
     ranks = tuple(_rank(flight, newest[flight.rank]) for flight in flights)
     seconds = max((each.seconds for each in newest.values() if each is not None), default=None)
     watts, estimate = watts_of(ranks)
-    return replace(now, ranks=ranks, axes=_axes(flights, newest, seconds, link), watts=watts, estimate=estimate,
-                   slow=None if now.state in HANGS else slow_now(flights, records), wrong=wrong_now(records or {}),
-                   step_seconds=now.step_seconds or seconds)
+    return replace(
+        now,
+        ranks=ranks,
+        axes=_axes(flights, newest, seconds, link),
+        watts=watts,
+        estimate=estimate,
+        slow=None if now.state in HANGS else slow_now(flights, records),
+        wrong=wrong_now(records or {}),
+        step_seconds=now.step_seconds or seconds,
+    )
 
 
 def newest_parts(parts: dict[int, dict[int, StepParts]]) -> dict[int, StepParts | None]:
-    """Each rank's mean over the newest WINDOW steps that all ranks have ended; where there are none, over its own."""
+    """Each rank's mean over the newest WINDOW steps that all ranks have ended; where there are
+    none, over its own."""
     common = set.intersection(*(set(mine) for mine in parts.values()))
-    return {rank: mean(mine[step] for step in sorted(common or mine)[-WINDOW:]) for rank, mine in parts.items()}
+    return {
+        rank: mean(mine[step] for step in sorted(common or mine)[-WINDOW:])
+        for rank, mine in parts.items()
+    }
 
 
 def _rank(flight: RankFlight, parts: StepParts | None) -> RankNow:
     steps = [entry["step"] for entry in flight.entries if entry["step"] is not None]
-    states = flight.of_kind(STATE_OF_STEP)[-WINDOW - 1:]
+    states = flight.of_kind(STATE_OF_STEP)[-WINDOW - 1 :]
     memory, peak, limit, watts, source = dict[str, int](), dict[str, int](), None, None, ""
     if states:
         memory = dict(zip(CATEGORIES, states[-1]["memory"], strict=False))
@@ -119,8 +143,18 @@ def _rank(flight: RankFlight, parts: StepParts | None) -> RankNow:
         limit, source = states[-1]["limit"], states[-1]["source"]
         passed = states[-1]["made"] - states[0]["made"]
         watts = (states[-1]["joules"] - states[0]["joules"]) / passed if passed > 0 else None
-    return RankNow(flight.rank, flight.host, flight.process, max(steps) + 1 if steps else None, parts, memory, peak,
-                   limit, watts, source)
+    return RankNow(
+        flight.rank,
+        flight.host,
+        flight.process,
+        max(steps) + 1 if steps else None,
+        parts,
+        memory,
+        peak,
+        limit,
+        watts,
+        source,
+    )
 
 
 def watts_of(ranks: Sequence[RankNow]) -> tuple[float | None, bool]:
@@ -134,11 +168,17 @@ def watts_of(ranks: Sequence[RankNow]) -> tuple[float | None, bool]:
         if "rapl" in rank.source:
             shared[rank.host] = max(shared.get(rank.host, 0.0), rank.watts or 0.0)
     own = sum(rank.watts or 0.0 for rank in known if "rapl" not in rank.source)
-    return (own + sum(shared.values()) if known else None), any(rank.source == "estimate" for rank in known)
+    return (own + sum(shared.values()) if known else None), any(
+        rank.source == "estimate" for rank in known
+    )
 
 
-def _axes(flights: Sequence[RankFlight], newest: dict[int, StepParts | None],
-          seconds: float | None, inside: str) -> tuple[AxisNow, ...]:
+def _axes(
+    flights: Sequence[RankFlight],
+    newest: dict[int, StepParts | None],
+    seconds: float | None,
+    inside: str,
+) -> tuple[AxisNow, ...]:
     """What was sent along each axis, the most first."""
     hosts = {flight.rank: flight.host for flight in flights}
     found: dict[tuple[str, str], AxisNow] = {}
@@ -149,9 +189,14 @@ def _axes(flights: Sequence[RankFlight], newest: dict[int, StepParts | None],
             axis, ranks = flight.groups.get(group, ("?", []))
             link = _link({hosts.get(rank) for rank in ranks}, inside)
             before = found.get((axis, link), AxisNow(axis, len(ranks), link, 0, 0.0, 0.0))
-            found[axis, link] = replace(before, a_step=before.a_step + nbytes,
-                                        exposed=max(before.exposed, parts.stood.get(group, 0.0)))
-    rated = (replace(axis, a_second=axis.a_step / seconds if seconds else 0.0) for axis in found.values())
+            found[axis, link] = replace(
+                before,
+                a_step=before.a_step + nbytes,
+                exposed=max(before.exposed, parts.stood.get(group, 0.0)),
+            )
+    rated = (
+        replace(axis, a_second=axis.a_step / seconds if seconds else 0.0) for axis in found.values()
+    )
     return tuple(sorted(rated, key=lambda axis: -axis.a_step))
 
 

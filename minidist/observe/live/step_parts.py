@@ -1,12 +1,15 @@
-"""Where each rank's time goes in a step: it computes, its communication is exposed, or it waits for another rank.
+"""Where each rank's time goes in a step: it computes, its communication is exposed, or it waits for
+another rank.
 
     rank 0      compute ............ | waiting ....... | exposed |
     rank 1      compute .............................. | exposed |      the last to arrive: it waits least
 
-The recorder says for each call how long the program stood still before its end (the records of steps have the sum
-alone: wait_state.spent_in_calls). Up to the moment at which the last rank arrived that is waiting, and from then on
-exposed communication. All else of a step is compute: also reading data, and whatever else the program does.
-Communication behind computation is in none of the three, because it costs no time.
+The recorder says for each call how long the program stood still before its end (the records of
+steps have the sum
+alone: wait_state.spent_in_calls). Up to the moment at which the last rank arrived that is waiting,
+and from then on exposed communication. All else of a step is compute: also reading data, and
+whatever else the program does. Communication behind computation is in none of the three, because it
+costs no time.
 """
 
 from collections import defaultdict
@@ -21,7 +24,8 @@ Arrivals = dict[tuple[int, ...], dict[int, float]]
 
 @dataclass
 class StepParts:
-    """One step of one rank, in seconds; sent: bytes by group; stood: seconds of exposed communication by group."""
+    """One step of one rank, in seconds; sent: bytes by group; stood: seconds of exposed
+    communication by group."""
 
     seconds: float
     exposed: float = 0.0
@@ -35,7 +39,8 @@ class StepParts:
 
 
 def step_parts(flights: Sequence[RankFlight]) -> dict[int, dict[int, StepParts]]:
-    """{rank: {step: its parts}}, of the steps that the rank has ended while its recorder still has their begin."""
+    """{rank: {step: its parts}}, of the steps that the rank has ended while its recorder still has
+    their begin."""
     arrivals = arrivals_of(flights)
     return {flight.rank: _of_rank(flight, arrivals) for flight in flights}
 
@@ -43,7 +48,8 @@ def step_parts(flights: Sequence[RankFlight]) -> dict[int, dict[int, StepParts]]
 def arrivals_of(flights: Sequence[RankFlight]) -> Arrivals:
     """For each call when each rank made it, and for each message when its sender began it.
 
-    Returns: {(group, sequence): {world rank: time of day}} of calls, {(group, sequence, sender, receiver): …} of
+    Returns: {(group, sequence): {world rank: time of day}} of calls, {(group, sequence, sender,
+    receiver): …} of
              messages.
     """
     found: Arrivals = defaultdict(dict)
@@ -52,7 +58,9 @@ def arrivals_of(flights: Sequence[RankFlight]) -> Arrivals:
             found[entry["group"], entry["sequence"]][flight.rank] = entry["made"]
         for entry in flight.of_kind(MESSAGE):
             if entry.get("dst") is not None and (ranks := _ranks(flight, entry)):
-                found[entry["group"], entry["sequence"], flight.rank, ranks[entry["dst"]]][flight.rank] = entry["begun"]
+                found[entry["group"], entry["sequence"], flight.rank, ranks[entry["dst"]]][
+                    flight.rank
+                ] = entry["begun"]
     return found
 
 
@@ -74,9 +82,16 @@ def _of_rank(flight: RankFlight, arrivals: Arrivals) -> dict[int, StepParts]:
 
 
 def step_seconds(flight: RankFlight) -> dict[int, float]:
-    """{step: seconds to the begin of the next}. A step made again, after a resumption, counts as it was last."""
-    begins = [(entry["step"], entry["made"]) for entry in flight.of_kind(STEP) if entry["step"] is not None]
-    return {step: after - begin for (step, begin), (_, after) in zip(begins, begins[1:], strict=False)}
+    """{step: seconds to the begin of the next}. A step made again, after a resumption, counts as it
+    was last."""
+    begins = [
+        (entry["step"], entry["made"])
+        for entry in flight.of_kind(STEP)
+        if entry["step"] is not None
+    ]
+    return {
+        step: after - begin for (step, begin), (_, after) in zip(begins, begins[1:], strict=False)
+    }
 
 
 def _key(flight: RankFlight, entry: Entry) -> tuple[int, ...]:
@@ -95,10 +110,14 @@ def _ranks(flight: RankFlight, entry: Entry) -> list[int]:
 
 
 def last_to_arrive(flights: Sequence[RankFlight]) -> dict[int, tuple[int, float]]:
-    """{step: (rank, seconds)}: the largest delay of the step's calls, which is the time from the last but one rank's
-    arrival to the last one's, and the rank that caused it."""
-    steps = {(entry["group"], entry["sequence"]): entry["step"] for flight in flights
-             for entry in flight.of_kind(CALL) if entry["step"] is not None}
+    """{step: (rank, seconds)}: the largest delay of the step's calls, which is the time from the
+    last but one rank's arrival to the last one's, and the rank that caused it."""
+    steps = {
+        (entry["group"], entry["sequence"]): entry["step"]
+        for flight in flights
+        for entry in flight.of_kind(CALL)
+        if entry["step"] is not None
+    }
     sizes = {group: len(ranks) for flight in flights for group, (_, ranks) in flight.groups.items()}
     found: dict[int, tuple[int, float]] = {}
     for key, came in arrivals_of(flights).items():
@@ -122,7 +141,10 @@ def mean(parts: Iterable[StepParts]) -> StepParts | None:
             sent[group] += nbytes
         for group, seconds in each.stood.items():
             stood[group] += seconds
-    return StepParts(sum(each.seconds for each in listed) / count, sum(each.exposed for each in listed) / count,
-                     sum(each.waiting for each in listed) / count,
-                     {group: nbytes // count for group, nbytes in sent.items()},
-                     {group: seconds / count for group, seconds in stood.items()})
+    return StepParts(
+        sum(each.seconds for each in listed) / count,
+        sum(each.exposed for each in listed) / count,
+        sum(each.waiting for each in listed) / count,
+        {group: nbytes // count for group, nbytes in sent.items()},
+        {group: seconds / count for group, seconds in stood.items()},
+    )

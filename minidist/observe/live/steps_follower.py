@@ -1,7 +1,8 @@
 """Follows the records of all ranks' steps (observe/rank_steps.py) while the ranks write them.
 
     follower = StepsFollower(run)
-    follower.poll()             # again and again: as read_rank_steps, but only the newest KEPT steps of each rank
+    follower.poll()             # again and again: as read_rank_steps, but only the newest KEPT
+                                steps of each rank
 
 A poll reads what is new in each file, and keeps of it only the newest steps.
 """
@@ -13,7 +14,7 @@ from minidist.files import open_regular, read_rest
 from minidist.observe.rank_steps import FOLDER, RankSteps, of_newest_job, take_lines
 from minidist.reading import MOST_BYTES
 
-KEPT = 240          # steps of a rank
+KEPT = 240  # steps of a rank
 _STEP = b'{"step"'  # so begins the line of a step
 
 
@@ -40,24 +41,32 @@ class _RankFile:
         self.path = path
         self.about: dict[str, Any] = {}
         self.steps: dict[int, dict[str, Any]] = {}
-        self._begin, self._read = b"", 0            # the file's first bytes, which tell when it was begun; bytes read
+        # the file's first bytes, which tell when it was begun; bytes read
+        self._begin, self._read = b"", 0
 
     def poll(self) -> None:
         try:
             with open(open_regular(self.path, member=True), "rb") as stream:
                 begin = stream.read(128)
-                if not self._begin or not begin.startswith(self._begin):        # of another run
+                if not self._begin or not begin.startswith(self._begin):  # of another run
                     self._begin, self._read, self.about, self.steps = begin, 0, {}, {}
                 stream.seek(self._read)
                 new = read_rest(stream, MOST_BYTES)
         except OSError:
             return
-        whole = new[:new.rfind(b"\n") + 1]
+        whole = new[: new.rfind(b"\n") + 1]
         self._read += len(whole)
         lines = whole.splitlines()
         newest = [number for number, line in enumerate(lines) if line.startswith(_STEP)][-KEPT:]
         first = newest[0] if newest else len(lines)
-        take_lines((line for number, line in enumerate(lines) if number >= first or not line.startswith(_STEP)),
-                   self.about, self.steps)
+        take_lines(
+            (
+                line
+                for number, line in enumerate(lines)
+                if number >= first or not line.startswith(_STEP)
+            ),
+            self.about,
+            self.steps,
+        )
         for step in sorted(self.steps)[:-KEPT]:
             del self.steps[step]

@@ -1,4 +1,5 @@
-"""The section on what is wrong: what `minidist diagnose` finds in the flight recorders and the records of steps."""
+"""The section on what is wrong: what `minidist diagnose` finds in the flight recorders and the
+records of steps."""
 
 from collections.abc import Sequence
 
@@ -16,22 +17,34 @@ SLOW = ("slow compute", "uneven data", "hogs the interpreter", "slow")
 HEAD = ("culprit", "cause", "how sure", "where")
 
 
-def section(run: RunFiles, found: list[Fault] | None, recorded: Sequence[RecordedStep] = ()) -> Section:
+def section(
+    run: RunFiles, found: list[Fault] | None, recorded: Sequence[RecordedStep] = ()
+) -> Section:
     """The findings, the cause first, the evidence of each, and what a slow rank costs.
 
     Args:    found: of findings_of. recorded: the steps of the trace.
     """
     part = Section("diagnosis", "What is wrong")
     if found is None:
-        part.missing.append(run.lacks(FLIGHT, "diagnosis", "minidist train keeps the flight recorders there, and in "
-                                      f"{STEPS} a line a step and rank"))
+        part.missing.append(
+            run.lacks(
+                FLIGHT,
+                "diagnosis",
+                "minidist train keeps the flight recorders there, and in "
+                f"{STEPS} a line a step and rank",
+            )
+        )
         return part
     read = [name for name, there in ((f"{FLIGHT}/", run.flights), (STEPS, run.records)) if there]
     if not found:
         part.lines.append(f"minidist diagnose finds nothing wrong in {' and '.join(read)}.")
         return part
-    part.lines.append(f"minidist diagnose finds this in {' and '.join(read)}; the cause stands first.")
-    part.lines += [f"{one.what[0].upper()}{one.what[1:]}. What to do: {one.advice}." for one in found]
+    part.lines.append(
+        f"minidist diagnose finds this in {' and '.join(read)}; the cause stands first."
+    )
+    part.lines += [
+        f"{one.what[0].upper()}{one.what[1:]}. What to do: {one.advice}." for one in found
+    ]
     rows = [[_culprit(one), one.cause, one.sure, one.where] for one in found]
     evidence = [[_culprit(one), one.cause, line] for one in found for line in one.evidence]
     part.tables.append(PlainTable("What minidist diagnose finds", HEAD, rows))
@@ -42,7 +55,8 @@ def section(run: RunFiles, found: list[Fault] | None, recorded: Sequence[Recorde
 
 
 def _without(run: RunFiles, fault: Fault, recorded: Sequence[RecordedStep]) -> str | None:
-    """What a recorded step in which the fault shows would take without it; None if no such step has its waits."""
+    """What a recorded step in which the fault shows would take without it; None if no such step has
+    its waits."""
     assert fault.steps is not None
     inside = [step for step in recorded if fault.steps[0] <= step.step <= fault.steps[1]]
     places = [place for place, timeline in enumerate(run.timelines) if timeline.rank in fault.ranks]
@@ -51,12 +65,16 @@ def _without(run: RunFiles, fault: Fault, recorded: Sequence[RecordedStep]) -> s
     step = middle(inside)
     record = record_of(run, recorded, step)
     now, then = (1e3 * predict(record, Change(without=place)) for place in (None, *places))
-    return (f"What if: were each kind of work of {ranks_text(fault.ranks)} as short as on the other ranks, step "
-            f"{step.step} would take {then:,.3g} ms in place of {now:,.3g} ms, by a replay of its events.")
+    return (
+        f"What if: were each kind of work of {ranks_text(fault.ranks)} as short as on the other "
+        f"ranks, step {step.step} would take {then:,.3g} ms in place of {now:,.3g} ms, by a "
+        "replay of its events."
+    )
 
 
 def findings_of(run: RunFiles) -> list[Fault] | None:
-    """What diagnose finds in the run folder; None if it has neither recorders nor records, or they make no sense."""
+    """What diagnose finds in the run folder; None if it has neither recorders nor records, or they
+    make no sense."""
     if not run.flights and not run.records:
         return None
     try:

@@ -1,7 +1,8 @@
-"""The section on overlap: how long each rank computed and stood still in a step, and why it stood still.
+"""The section on overlap: how long each rank computed and stood still in a step, and why it stood
+still.
 
-With --why a run records its waits: then each exposed millisecond has a call, a line and a cause (observe/why.py).
-Without, the section has the sums alone.
+With --why a run records its waits: then each exposed millisecond has a call, a line and a cause
+(observe/why.py). Without, the section has the sums alone.
 """
 
 from collections import defaultdict
@@ -22,7 +23,9 @@ MOST_ROWS = 60
 STILL = "stood still"
 
 
-def section(run: RunFiles, recorded: Sequence[RecordedStep], steps: Sequence[RecordedStep]) -> Section:
+def section(
+    run: RunFiles, recorded: Sequence[RecordedStep], steps: Sequence[RecordedStep]
+) -> Section:
     """Args: recorded: all steps of the trace; steps: those that the page keeps."""
     found = Section("overlap", "Overlap, and what exposed communication waits for")
     if not steps:
@@ -30,40 +33,75 @@ def section(run: RunFiles, recorded: Sequence[RecordedStep], steps: Sequence[Rec
         return found
     explains = has_waits(steps)
     if not explains and len(run.timelines) > 1:
-        found.missing.append("No causes of exposed milliseconds: the run did not record its waits; train with --why.")
+        found.missing.append(
+            "No causes of exposed milliseconds: the run did not record its waits; train with --why."
+        )
     if "why" in run.metrics:
         why = run.metrics["why"]
-        told = f"Step {why['step']}: {headline(why)}", causes_line(why), foresight_line(why["foresight"])
+        told = (
+            f"Step {why['step']}: {headline(why)}",
+            causes_line(why),
+            foresight_line(why["foresight"]),
+        )
         found.lines += [f"{line[0].upper()}{line[1:]}." for line in told]
-    parts = {step.step: [measure(_of_step(timeline, step, place_of), steps=[step.step])
-                         for place_of, timeline in enumerate(run.timelines)] for step in steps}
-    data = [_packed(step, parts[step.step], _causes(run, recorded, step) if explains else None) for step in steps]
-    found.charts.append(Chart("overlap", "milliseconds of each rank in the chosen step: computing, and standing still "
-                              "by cause; the table below names calls and lines", {
-                                  "ranks": [timeline.rank for timeline in run.timelines],
-                                  "causes": [*CAUSES] if explains else [STILL], "steps": data}))
+    parts = {
+        step.step: [
+            measure(_of_step(timeline, step, place_of), steps=[step.step])
+            for place_of, timeline in enumerate(run.timelines)
+        ]
+        for step in steps
+    }
+    data = [
+        _packed(step, parts[step.step], _causes(run, recorded, step) if explains else None)
+        for step in steps
+    ]
+    found.charts.append(
+        Chart(
+            "overlap",
+            "milliseconds of each rank in the chosen step: computing, and standing still "
+            "by cause; the table below names calls and lines",
+            {
+                "ranks": [timeline.rank for timeline in run.timelines],
+                "causes": [*CAUSES] if explains else [STILL],
+                "steps": data,
+            },
+        )
+    )
     if len(steps) > 1:
-        found.charts.append(Chart("causes", "mean exposed milliseconds of a rank in each kept step, by cause", {}))
+        found.charts.append(
+            Chart("causes", "mean exposed milliseconds of a rank in each kept step, by cause", {})
+        )
     found.tables.append(_shares(run.timelines, list(parts.values())))
     return found
 
 
 def has_waits(steps: Sequence[RecordedStep]) -> bool:
     """Whether the run recorded its waits."""
-    return any("group" in span.details for step in steps for spans in step.spans for span in spans
-               if span.row == "communication")
+    return any(
+        "group" in span.details
+        for step in steps
+        for spans in step.spans
+        for span in spans
+        if span.row == "communication"
+    )
 
 
 def record_of(run: RunFiles, recorded: Sequence[RecordedStep], step: RecordedStep) -> StepRecord:
     """What a step with waits was made of. The steps around it tell what held its link."""
     at = recorded.index(step)
-    around = recorded[max(0, at - 1):at + 2]
+    around = recorded[max(0, at - 1) : at + 2]
     timelines = []
     for place_of, timeline in enumerate(run.timelines):
         part = Timeline(timeline.rank)
-        part.spans = list({id(span): span for near in around for span in near.spans[place_of]}.values())
-        part.spans = [replace(span, details={"blocking": False, "messages": 0, **span.details})
-                      if span.row == "communication" else span for span in part.spans]
+        part.spans = list(
+            {id(span): span for near in around for span in near.spans[place_of]}.values()
+        )
+        part.spans = [
+            replace(span, details={"blocking": False, "messages": 0, **span.details})
+            if span.row == "communication"
+            else span
+            for span in part.spans
+        ]
         timelines.append(part)
     return record_step(timelines, step.step)
 
@@ -75,17 +113,30 @@ def _of_step(timeline: Timeline, step: RecordedStep, place_of: int) -> Timeline:
     return part
 
 
-def _causes(run: RunFiles, recorded: Sequence[RecordedStep], step: RecordedStep) -> list[dict[str, Any]]:
+def _causes(
+    run: RunFiles, recorded: Sequence[RecordedStep], step: RecordedStep
+) -> list[dict[str, Any]]:
     """Where the ranks stood still in a step, the longest first."""
     sums: dict[tuple[Any, ...], float] = defaultdict(float)
     for row in exposed_of(record_of(run, recorded, step)):
         sums[row.rank, row.call, CAUSES.index(row.cause), row.by, place(row.where)] += row.seconds
     rows = sorted(sums.items(), key=lambda item: -item[1])
-    return [{"rank": rank, "call": call, "cause": cause, "by": by, "where": where, "ms": rounded(1e3 * seconds)}
-            for (rank, call, cause, by, where), seconds in rows]
+    return [
+        {
+            "rank": rank,
+            "call": call,
+            "cause": cause,
+            "by": by,
+            "where": where,
+            "ms": rounded(1e3 * seconds),
+        }
+        for (rank, call, cause, by, where), seconds in rows
+    ]
 
 
-def _packed(step: RecordedStep, parts: Sequence[Overlap], rows: list[dict[str, Any]] | None) -> dict[str, Any]:
+def _packed(
+    step: RecordedStep, parts: Sequence[Overlap], rows: list[dict[str, Any]] | None
+) -> dict[str, Any]:
     """Milliseconds of each rank: computing, of communication, hidden, and still by cause."""
     lengths = [1e3 * (stop - start) for start, stop in step.windows]
     still = [[0.0] * (len(CAUSES) if rows is not None else 1) for _ in parts]
@@ -94,10 +145,15 @@ def _packed(step: RecordedStep, parts: Sequence[Overlap], rows: list[dict[str, A
             mine[0] = rounded(1e3 * part.waited)
     for row in rows or []:
         still[row["rank"]][row["cause"]] = rounded(still[row["rank"]][row["cause"]] + row["ms"])
-    return {"step": step.step, "length": [rounded(each) for each in lengths], "still": still,
-            "communication": [rounded(1e3 * part.communication) for part in parts],
-            "hidden": [rounded(1e3 * part.hidden) for part in parts],
-            "rows": (rows or [])[:MOST_ROWS], "more": rounded(sum(row["ms"] for row in (rows or [])[MOST_ROWS:]))}
+    return {
+        "step": step.step,
+        "length": [rounded(each) for each in lengths],
+        "still": still,
+        "communication": [rounded(1e3 * part.communication) for part in parts],
+        "hidden": [rounded(1e3 * part.hidden) for part in parts],
+        "rows": (rows or [])[:MOST_ROWS],
+        "more": rounded(sum(row["ms"] for row in (rows or [])[MOST_ROWS:])),
+    }
 
 
 def _shares(timelines: Sequence[Timeline], steps: Sequence[Sequence[Overlap]]) -> PlainTable:
@@ -105,7 +161,19 @@ def _shares(timelines: Sequence[Timeline], steps: Sequence[Sequence[Overlap]]) -
     rows = []
     for place_of, timeline in enumerate(timelines):
         sums, count = together([parts[place_of] for parts in steps]), len(steps)
-        rows.append([str(timeline.rank), *(f"{1e3 * seconds / count:.2f}" for seconds in (
-            sums.computation, sums.communication, sums.hidden, sums.waited)), f"{100 * sums.share:.1f}"])
-    return PlainTable("Milliseconds of a step by rank, means over the steps of this page",
-                 ["rank", "computing", "communication", "of it hidden", STILL, "% hidden"], rows, range(6))
+        rows.append(
+            [
+                str(timeline.rank),
+                *(
+                    f"{1e3 * seconds / count:.2f}"
+                    for seconds in (sums.computation, sums.communication, sums.hidden, sums.waited)
+                ),
+                f"{100 * sums.share:.1f}",
+            ]
+        )
+    return PlainTable(
+        "Milliseconds of a step by rank, means over the steps of this page",
+        ["rank", "computing", "communication", "of it hidden", STILL, "% hidden"],
+        rows,
+        range(6),
+    )

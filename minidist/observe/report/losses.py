@@ -20,7 +20,9 @@ def section(run: RunFiles) -> Section:
     if not steps:
         losses = run.metrics.get("losses", [])
         steps = list(range(1, len(losses) + 1))
-        found.missing.append(run.lacks(STEP_LOG, "speed of each step", "minidist train writes a line a step to it"))
+        found.missing.append(
+            run.lacks(STEP_LOG, "speed of each step", "minidist train writes a line a step to it")
+        )
     if not steps:
         found.missing.append(run.lacks(METRICS, "losses", FINISH))
         return found
@@ -31,20 +33,44 @@ def section(run: RunFiles) -> Section:
         found.lines.append("The validation loss is not finite.")
         validation = None
     if run.of_two_runs:
-        found.missing.append(f"{STEP_LOG} is of another run than {METRICS}: the folder was used twice, and the second "
-                             f"run has not ended; what {METRICS} and trace.json say is of the first.")
+        found.missing.append(
+            f"{STEP_LOG} is of another run than {METRICS}: the folder was used twice, and the "
+            f"second run has not ended; what {METRICS} and trace.json say is of the first."
+        )
     series, window = thinned(steps, losses), max(1, len(losses) // 20)
     finite = [loss for loss in losses if loss is not None and isfinite(loss)]
-    found.lines += _in_words(finite, len(losses), window, validation) + thinning_line(series["every"])
-    found.charts.append(Chart("losses", f"training loss over {len(steps)} steps", {
-        "loss": series, "running": thinned(steps, _running_mean(losses, window)), "window": window,
-        "validation": validation}))
+    found.lines += _in_words(finite, len(losses), window, validation) + thinning_line(
+        series["every"]
+    )
+    found.charts.append(
+        Chart(
+            "losses",
+            f"training loss over {len(steps)} steps",
+            {
+                "loss": series,
+                "running": thinned(steps, _running_mean(losses, window)),
+                "window": window,
+                "validation": validation,
+            },
+        )
+    )
     if run.steps:
         seconds = [line["seconds"] for line in run.steps]
-        found.lines.append(f"A step took {1e3 * median(seconds):.1f} ms (median), the fastest "
-                           f"{1e3 * min(seconds):.1f}, the slowest {1e3 * max(seconds):.1f}; the first is often slow.")
-        found.charts.append(Chart("seconds", f"milliseconds of each of {len(steps)} steps", {
-            "ms": thinned(steps, [rounded(1e3 * each) for each in seconds]), "median": 1e3 * median(seconds)}))
+        found.lines.append(
+            f"A step took {1e3 * median(seconds):.1f} ms (median), the fastest "
+            f"{1e3 * min(seconds):.1f}, the slowest {1e3 * max(seconds):.1f}; the first is often "
+            "slow."
+        )
+        found.charts.append(
+            Chart(
+                "seconds",
+                f"milliseconds of each of {len(steps)} steps",
+                {
+                    "ms": thinned(steps, [rounded(1e3 * each) for each in seconds]),
+                    "median": 1e3 * median(seconds),
+                },
+            )
+        )
     return found
 
 
@@ -52,13 +78,17 @@ def _in_words(finite: list[float], count: int, window: int, validation: float | 
     lines = []
     if finite:
         end = "at the last" if window == 1 else f"at the end (mean of the last {window})"
-        lines = [f"Training loss {finite[0]:.4f} at the first step, {fmean(finite[-window:]):.4f} {end}, in nats a "
-                 f"token."]
+        lines = [
+            f"Training loss {finite[0]:.4f} at the first step, {fmean(finite[-window:]):.4f} "
+            f"{end}, in nats a token."
+        ]
     if validation is not None:
         lines.append(f"Validation loss {validation:.4f}.")
     if len(finite) < count:
-        lines.append(f"{count - len(finite)} of {count} losses are not finite: NaN or infinity. They are gaps in the "
-                     f"line.")
+        lines.append(
+            f"{count - len(finite)} of {count} losses are not finite: NaN or infinity. They are "
+            "gaps in the line."
+        )
     return lines
 
 
@@ -66,8 +96,12 @@ def _running_mean(losses: list[float | None], window: int) -> list[float | None]
     """Of the last `window` losses; None before there are so many, and where one is missing."""
     values = np.array([np.nan if loss is None else loss for loss in losses], dtype=np.float64)
     known = np.isfinite(values)
-    sums, counts = (np.concatenate([[0], np.cumsum(each)]) for each in (np.where(known, values, 0.0), known))
+    sums, counts = (
+        np.concatenate([[0], np.cumsum(each)]) for each in (np.where(known, values, 0.0), known)
+    )
     means = (sums[window:] - sums[:-window]) / window
     whole = counts[window:] - counts[:-window] == window
-    return [None] * min(window - 1, len(losses)) + [rounded(mean) if all_known else None for mean, all_known in
-                                                    zip(means.tolist(), whole.tolist(), strict=True)]
+    return [None] * min(window - 1, len(losses)) + [
+        rounded(mean) if all_known else None
+        for mean, all_known in zip(means.tolist(), whole.tolist(), strict=True)
+    ]

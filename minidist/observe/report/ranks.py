@@ -1,6 +1,8 @@
-"""The section on the steps of each rank, by its own records: what it did in each, its memory, its replica's digests.
+"""The section on the steps of each rank, by its own records: what it did in each, its memory, its
+replica's digests.
 
-The records are those of observe/rank_steps.py. `minidist diagnose` judges them; here they are shown.
+The records are those of observe/rank_steps.py. `minidist diagnose` judges them; here they are
+shown.
 """
 
 from collections import Counter, defaultdict
@@ -14,22 +16,32 @@ from minidist.observe.rank_steps import RankSteps
 from minidist.observe.report.run_files import STEPS, RunFiles
 from minidist.observe.report.section import Chart, PlainTable, Section, rounded, thinned
 
-VALUES = {"own computation": ("cpu", 1e3, "ms"), "waiting for data": ("input", 1e3, "ms"),
-          "in calls": ("calls", 1e3, "ms"), "other threads": ("others", 1e3, "ms"),
-          "whole step": ("seconds", 1e3, "ms"), "targets": ("tokens", 1.0, "targets")}
+VALUES = {
+    "own computation": ("cpu", 1e3, "ms"),
+    "waiting for data": ("input", 1e3, "ms"),
+    "in calls": ("calls", 1e3, "ms"),
+    "other threads": ("others", 1e3, "ms"),
+    "whole step": ("seconds", 1e3, "ms"),
+    "targets": ("tokens", 1.0, "targets"),
+}
 """Name: (key in the records, factor, unit) of what the chart shows."""
 MOST_COLUMNS, MOST_RANKS, MOST_LINES = 120, 48, 8
-WORDS = ("Each rank records its own steps. Own computation is processor time of the program's thread outside of calls; "
-         "in calls it communicates, or waits for others; other threads of its process may run beside it. A slow rank "
-         "is in calls for less time than the others.")
+WORDS = (
+    "Each rank records its own steps. Own computation is processor time of the program's thread "
+    "outside of calls; in calls it communicates, or waits for others; other threads of its "
+    "process may run beside it. A slow rank is in calls for less time than the others."
+)
 
 
 def section(run: RunFiles, culprits: Collection[int] = ()) -> Section:
-    """What each rank did in each step; memory and digests. Args: culprits: ranks that the charts show in any case."""
+    """What each rank did in each step; memory and digests. Args: culprits: ranks that the charts
+    show in any case."""
     found = Section("ranks", "Steps rank by rank")
     records = {rank: each for rank, each in sorted(run.records.items()) if each.steps}
     if not records:
-        found.missing.append(run.lacks(STEPS, "steps by rank", "minidist train writes a line a step and rank"))
+        found.missing.append(
+            run.lacks(STEPS, "steps by rank", "minidist train writes a line a step and rank")
+        )
         return found
     found.lines.append(WORDS)
     shown = _shown(records, culprits)
@@ -62,21 +74,33 @@ def _by_step(records: Mapping[int, RankSteps]) -> Chart:
                     row[at] = rounded(max(factor * value, before or 0.0), 4)
         if any(value is not None for row in rows for value in row):
             values[name] = {"unit": unit, "rows": rows}
-    return Chart("rank_steps", "what each rank did in each step, in milliseconds; the table has the medians", {
-        "ranks": [*records], "steps": steps[::every], "every": every, "values": values})
+    return Chart(
+        "rank_steps",
+        "what each rank did in each step, in milliseconds; the table has the medians",
+        {"ranks": [*records], "steps": steps[::every], "every": every, "values": values},
+    )
 
 
 def _medians(records: Mapping[int, RankSteps]) -> PlainTable:
     """Of the steps but the first, which warms up."""
-    named = {name: about for name, about in VALUES.items()
-             if any(line.get(about[0]) is not None for each in records.values() for line in each.steps)}
+    named = {
+        name: about
+        for name, about in VALUES.items()
+        if any(line.get(about[0]) is not None for each in records.values() for line in each.steps)
+    }
     rows = []
     for rank, each in records.items():
         lines = each.steps[1:] or each.steps
         row = [str(rank)]
         for key, factor, unit in named.values():
             known = [factor * line[key] for line in lines if line.get(key) is not None]
-            row.append("" if not known else f"{median(known):,.2f}" if unit == "ms" else f"{median(known):,.0f}")
+            row.append(
+                ""
+                if not known
+                else f"{median(known):,.2f}"
+                if unit == "ms"
+                else f"{median(known):,.0f}"
+            )
         busy = Counter(line["busy"] for line in lines if line.get("busy"))
         rows.append([*row, busy.most_common(1)[0][0] if busy else ""])
     head = [name if unit != "ms" else f"{name}, ms" for name, (_, _, unit) in named.items()]
@@ -89,24 +113,60 @@ def _medians(records: Mapping[int, RankSteps]) -> PlainTable:
 
 def _memory(found: Section, records: Mapping[int, RankSteps], culprits: Collection[int]) -> None:
     """The bytes that each process holds: a chart of those that grew most, and a table of all."""
-    held = {rank: sizes for rank, each in records.items()
-            if (sizes := [(line["step"], line["rss"]) for line in each.steps if line.get("rss")])}
+    held = {
+        rank: sizes
+        for rank, each in records.items()
+        if (sizes := [(line["step"], line["rss"]) for line in each.steps if line.get("rss")])
+    }
     if not held:
-        found.lines.append("The memory of each rank is not known: ranks that are threads share one process.")
+        found.lines.append(
+            "The memory of each rank is not known: ranks that are threads share one process."
+        )
         return
-    gained = {rank: sizes[-1][1] - sizes[min(WARM, len(sizes) - 1)][1] for rank, sizes in held.items()}
+    gained = {
+        rank: sizes[-1][1] - sizes[min(WARM, len(sizes) - 1)][1] for rank, sizes in held.items()
+    }
     most = sorted(held, key=lambda rank: (rank not in culprits, -gained[rank]))[:MOST_LINES]
-    found.lines.append("The memory of a rank's process is what the system counts, also libraries and the interpreter; "
-                       "diagnosis calls it a leak from 1 MiB a step. Memory by category has a section of its own.")
+    found.lines.append(
+        "The memory of a rank's process is what the system counts, also libraries and the "
+        "interpreter; diagnosis calls it a leak from 1 MiB a step. Memory by category has a "
+        "section of its own."
+    )
     if len(most) < len(held):
-        found.lines.append(f"The chart of memory has the {MOST_LINES} ranks whose memory grew most.")
-    lines = [{"rank": rank, "mib": thinned([step for step, _ in held[rank]],
-                                           [rounded(size / MIB) for _, size in held[rank]])} for rank in sorted(most)]
-    found.charts.append(Chart("rank_memory", "MiB that the process of each rank holds, by step; the table has the "
-                              "growth", {"lines": lines}))
-    rows = [[str(rank), f"{sizes[-1][1] / MIB:,.1f}", f"{gained[rank] / MIB:+,.1f}", _growth(records[rank])]
-            for rank, sizes in held.items()]
-    head = ["rank", "MiB at the end", f"gained since the first {WARM} steps", "a step, where it grew most steadily"]
+        found.lines.append(
+            f"The chart of memory has the {MOST_LINES} ranks whose memory grew most."
+        )
+    lines = [
+        {
+            "rank": rank,
+            "mib": thinned(
+                [step for step, _ in held[rank]], [rounded(size / MIB) for _, size in held[rank]]
+            ),
+        }
+        for rank in sorted(most)
+    ]
+    found.charts.append(
+        Chart(
+            "rank_memory",
+            "MiB that the process of each rank holds, by step; the table has the growth",
+            {"lines": lines},
+        )
+    )
+    rows = [
+        [
+            str(rank),
+            f"{sizes[-1][1] / MIB:,.1f}",
+            f"{gained[rank] / MIB:+,.1f}",
+            _growth(records[rank]),
+        ]
+        for rank, sizes in held.items()
+    ]
+    head = [
+        "rank",
+        "MiB at the end",
+        f"gained since the first {WARM} steps",
+        "a step, where it grew most steadily",
+    ]
     found.tables.append(PlainTable("Memory of each rank's process, in MiB", head, rows, range(4)))
 
 
@@ -124,13 +184,23 @@ def _digests(found: Section, records: Mapping[int, RankSteps]) -> None:
             for group, digest in (line.get("digest") or {}).items():
                 groups[group][line["step"]][rank] = digest
     if not groups:
-        found.lines.append("No step of this run has a digest of the weights, so replicas were not compared: "
-                           "minidist train --digest-every N makes one every N steps.")
+        found.lines.append(
+            "No step of this run has a digest of the weights, so replicas were not compared: "
+            "minidist train --digest-every N makes one every N steps."
+        )
         return
-    rows = [[group, _ranks(by_step.values()), f"{len(by_step):,}", str(max(by_step)), _differ(by_step)]
-            for group, by_step in sorted(groups.items())]
-    found.tables.append(PlainTable("Replicas compared by a digest of their weights",
-                                   ["group", "ranks", "comparisons", "last in step", "result"], rows, (2, 3)))
+    rows = [
+        [group, _ranks(by_step.values()), f"{len(by_step):,}", str(max(by_step)), _differ(by_step)]
+        for group, by_step in sorted(groups.items())
+    ]
+    found.tables.append(
+        PlainTable(
+            "Replicas compared by a digest of their weights",
+            ["group", "ranks", "comparisons", "last in step", "result"],
+            rows,
+            (2, 3),
+        )
+    )
 
 
 def _ranks(digests: Collection[Mapping[int, str]]) -> str:
@@ -139,5 +209,7 @@ def _ranks(digests: Collection[Mapping[int, str]]) -> str:
 
 def _differ(by_step: Mapping[int, Mapping[int, str]]) -> str:
     """Whether the digests of each step are equal."""
-    differing: Sequence[int] = [step for step, digests in sorted(by_step.items()) if len({*digests.values()}) > 1]
+    differing: Sequence[int] = [
+        step for step, digests in sorted(by_step.items()) if len({*digests.values()}) > 1
+    ]
     return f"they differ from step {differing[0]} on" if differing else "equal"

@@ -1,4 +1,5 @@
-"""What a run folder holds, read for the report. Any part may be missing: the run died, or was made without it."""
+"""What a run folder holds, read for the report. Any part may be missing: the run died, or was made
+without it."""
 
 import os
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from minidist.observe.timeline import Timeline
 from minidist.reading import Count, Finite, Rank, Seconds, read_json
 
 METRICS, TRACE, FLIGHT, STEPS = "metrics.json", "trace.json", "flight", f"{FOLDER}/"
-Sums = dict[str, Finite]            # by axis, or by verb
+Sums = dict[str, Finite]  # by axis, or by verb
 
 
 class _HeldBytes(msgspec.Struct):
@@ -64,7 +65,8 @@ class _MachineFigures(msgspec.Struct):
 
 
 class _MetricsFile(msgspec.Struct):
-    """What metrics.json of every run has, and what not each has: its results are written before the rest."""
+    """What metrics.json of every run has, and what not each has: its results are written before the
+    rest."""
 
     losses: list[float]
     validation_loss: float | None
@@ -115,9 +117,10 @@ class RunFiles:
     @property
     def ranks(self) -> int:
         """How many ranks the run had, as far as the folder tells."""
-        sizes = [flight.size for flight in self.flights] + [each.size for each in self.records.values()]
+        sizes = [flight.size for flight in self.flights] + [
+            each.size for each in self.records.values()
+        ]
         return int(self.metrics.get("size", 0)) or len(self.timelines) or max(sizes, default=0)
-
 
     @property
     def of_two_runs(self) -> bool:
@@ -142,10 +145,16 @@ def read_run(folder: str | Path) -> RunFiles:
     if not run.folder.is_dir():
         raise ConfigError(f"{folder}: there is no such folder; name a run folder of minidist train")
     if not any((run.folder / name).exists() for name in (METRICS, STEP_LOG, TRACE, FLIGHT, STEPS)):
-        raise ConfigError(f"{folder} is no run folder: it has none of {METRICS}, {STEP_LOG}, {TRACE}, {FLIGHT}/ and "
-                          f"{STEPS}; minidist train --out DIR makes one")
+        raise ConfigError(
+            f"{folder} is no run folder: it has none of {METRICS}, {STEP_LOG}, {TRACE}, "
+            f"{FLIGHT}/ and {STEPS}; minidist train --out DIR makes one"
+        )
     _try(run, METRICS, lambda path: run.metrics.update(_metrics(path)))
-    _try(run, STEP_LOG, lambda path: run.steps.extend(line for line in read_step_log(path) if "seconds" in line))
+    _try(
+        run,
+        STEP_LOG,
+        lambda path: run.steps.extend(line for line in read_step_log(path) if "seconds" in line),
+    )
     _try(run, TRACE, lambda path: run.timelines.extend(read_trace(path)))
     _try(run, FLIGHT, lambda path: run.flights.extend(read_flights(path)))
     _try(run, STEPS, lambda path: run.records.update(read_rank_steps(path)))

@@ -1,7 +1,9 @@
-"""The recorded steps that the page keeps, with their spans, arrows and memory: the section on one step's timeline.
+"""The recorded steps that the page keeps, with their spans, arrows and memory: the section on one
+step's timeline.
 
-A page of a long run cannot hold all steps of trace.json. It keeps the step of the middle length, the first three (they
-have the memory inside), the last and the slowest, then others evenly, until MOST_SPANS spans or MOST_STEPS steps.
+A page of a long run cannot hold all steps of trace.json. It keeps the step of the middle length,
+the first three (they have the memory inside), the last and the slowest, then others evenly, until
+MOST_SPANS spans or MOST_STEPS steps.
 """
 
 from bisect import bisect_right
@@ -19,11 +21,14 @@ from minidist.observe.timeline import MEMORY_SAMPLES, Span, Timeline
 from minidist.observe.why_report import place
 
 MOST_STEPS, MOST_SPANS = 40, 30_000
-MEMORY_STEPS, MEMORY_RANKS, MEMORY_NUMBERS = 5, 32, 120_000     # that the page keeps
+MEMORY_STEPS, MEMORY_RANKS, MEMORY_NUMBERS = 5, 32, 120_000  # that the page keeps
 LANES = ("compute", "communication", "messages", "receives", "moves")
-HELP = ("Zoom: the buttons, Ctrl and the wheel, or the keys + and - on the chart; move: drag, or ← and →; 0 shows the "
-        "whole step. An arrow leads from the start of a send to the end of its receive. Steps are numbered from 0 "
-        "here, as in the trace; the first line of metrics.jsonl is that of step 0.")
+HELP = (
+    "Zoom: the buttons, Ctrl and the wheel, or the keys + and - on the chart; move: drag, or ← "
+    "and →; 0 shows the whole step. An arrow leads from the start of a send to the end of its "
+    "receive. Steps are numbered from 0 here, as in the trace; the first line of metrics.jsonl "
+    "is that of step 0."
+)
 REMEDY = "minidist train writes it when a run ends well"
 
 
@@ -31,7 +36,8 @@ REMEDY = "minidist train writes it when a run ends well"
 class RecordedStep:
     """A step that all ranks have recorded whole.
 
-    Attributes: windows: of each timeline, its begin and end in seconds; spans: of each timeline, those in the step.
+    Attributes: windows: of each timeline, its begin and end in seconds; spans: of each timeline,
+    those in the step.
     """
 
     step: int
@@ -50,10 +56,18 @@ class RecordedStep:
 def recorded_steps(timelines: Sequence[Timeline]) -> list[RecordedStep]:
     """The steps that every rank has recorded whole, in order, with their spans."""
     windows: list[dict[int, tuple[float, float]]] = [
-        {span.details["step"]: (span.start, span.stop) for span in timeline.spans if span.name == "step"}
-        for timeline in timelines]
+        {
+            span.details["step"]: (span.start, span.stop)
+            for span in timeline.spans
+            if span.name == "step"
+        }
+        for timeline in timelines
+    ]
     common = sorted(set.intersection(*map(set, windows))) if windows else []
-    steps = [RecordedStep(step, [each[step] for each in windows], [[] for _ in windows]) for step in common]
+    steps = [
+        RecordedStep(step, [each[step] for each in windows], [[] for _ in windows])
+        for step in common
+    ]
     steps.sort(key=lambda step: step.begin)
     ends = [step.end for step in steps]
     for place_of, timeline in enumerate(timelines):
@@ -75,7 +89,9 @@ def kept(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
     chosen, spans = dict[int, RecordedStep](), 0
     for step in wanted:
         count = sum(map(len, step.spans))
-        if step.step not in chosen and (not chosen or (len(chosen) < MOST_STEPS and spans + count <= MOST_SPANS)):
+        if step.step not in chosen and (
+            not chosen or (len(chosen) < MOST_STEPS and spans + count <= MOST_SPANS)
+        ):
             chosen[step.step], spans = step, spans + count
     return sorted(chosen.values(), key=lambda step: step.step)
 
@@ -87,8 +103,11 @@ def middle(steps: Sequence[RecordedStep]) -> RecordedStep:
     return next(step for step in later if step.end - step.begin == length)
 
 
-def section(run: RunFiles, recorded: Sequence[RecordedStep], steps: Sequence[RecordedStep]) -> Section:
-    """The timeline of a chosen step: one band a rank, a lane each for compute, communication, messages, moves."""
+def section(
+    run: RunFiles, recorded: Sequence[RecordedStep], steps: Sequence[RecordedStep]
+) -> Section:
+    """The timeline of a chosen step: one band a rank, a lane each for compute, communication,
+    messages, moves."""
     found = Section("timeline", "Timeline of a step")
     if not steps:
         found.missing.append(no_step(run, "timeline"))
@@ -98,22 +117,49 @@ def section(run: RunFiles, recorded: Sequence[RecordedStep], steps: Sequence[Rec
     data = [_packed(step, ranks, kinds) for step in steps]
     _add_memory(data, steps, run.timelines[:ranks])
     total = len(run.steps) or len(run.metrics.get("losses", []))
-    found.lines += [f"{TRACE} holds {len(recorded)} of {max(total, len(recorded))} steps; this page has {len(steps)} "
-                    f"of them: the one of the middle length (chosen at first), the first ones, the last, the slowest "
-                    f"and others between.", HELP]
+    found.lines += [
+        f"{TRACE} holds {len(recorded)} of {max(total, len(recorded))} steps; this page has "
+        f"{len(steps)} of them: the one of the middle length (chosen at first), the first ones, "
+        "the last, the slowest and others between.",
+        HELP,
+    ]
     if ranks < len(run.timelines):
-        found.lines.append(f"Of {len(run.timelines)} ranks the page has room for the spans of the first {ranks}.")
-    found.charts.append(Chart("timeline", "spans of each rank in the chosen step; the table below has the same", {
-        "ranks": [timeline.rank for timeline in run.timelines[:ranks]], "lanes": LANES, "middle": middle(recorded).step,
-        "kinds": [dict(zip(("name", "row", "axis", "bytes", "peer", "where", "micro"), kind, strict=True))
-                  for kind in kinds], "steps": data}))
+        found.lines.append(
+            f"Of {len(run.timelines)} ranks the page has room for the spans of the first {ranks}."
+        )
+    found.charts.append(
+        Chart(
+            "timeline",
+            "spans of each rank in the chosen step; the table below has the same",
+            {
+                "ranks": [timeline.rank for timeline in run.timelines[:ranks]],
+                "lanes": LANES,
+                "middle": middle(recorded).step,
+                "kinds": [
+                    dict(
+                        zip(
+                            ("name", "row", "axis", "bytes", "peer", "where", "micro"),
+                            kind,
+                            strict=True,
+                        )
+                    )
+                    for kind in kinds
+                ],
+                "steps": data,
+            },
+        )
+    )
     return found
 
 
 def no_step(run: RunFiles, what: str) -> str:
-    """One line: a part of the report is missing because no step was recorded whole. Args: what: the part."""
-    return run.lacks(TRACE, what, REMEDY) if TRACE in run.missing else \
-        f"No {what}: {TRACE} has no step that all ranks recorded whole."
+    """One line: a part of the report is missing because no step was recorded whole. Args: what: the
+    part."""
+    return (
+        run.lacks(TRACE, what, REMEDY)
+        if TRACE in run.missing
+        else f"No {what}: {TRACE} has no step that all ranks recorded whole."
+    )
 
 
 def _ranks_with_room(step: RecordedStep) -> int:
@@ -123,7 +169,8 @@ def _ranks_with_room(step: RecordedStep) -> int:
 
 
 def _packed(step: RecordedStep, places: int, kinds: dict[tuple[Any, ...], int]) -> dict[str, Any]:
-    """A step as numbers: of each rank flat triples (kind, µs from the step's begin, µs), longer spans first.
+    """A step as numbers: of each rank flat triples (kind, µs from the step's begin, µs), longer
+    spans first.
 
     Args:    places: how many ranks.
     """
@@ -132,25 +179,45 @@ def _packed(step: RecordedStep, places: int, kinds: dict[tuple[Any, ...], int]) 
         flat = list[int]()
         for span in sorted(spans, key=lambda span: (span.start, -span.stop)):
             if span.row in LANES and span.name != "step":
-                flat += [kinds.setdefault(_kind(span), len(kinds)), *_inside(step, span.start, span.stop)]
+                flat += [
+                    kinds.setdefault(_kind(span), len(kinds)),
+                    *_inside(step, span.start, span.stop),
+                ]
         ranks.append(flat)
-    return {"step": step.step, "us": round(1e6 * (step.end - step.begin)), "spans": ranks,
-            "arrows": list(_arrows(step, places)), "memory": []}
+    return {
+        "step": step.step,
+        "us": round(1e6 * (step.end - step.begin)),
+        "spans": ranks,
+        "arrows": list(_arrows(step, places)),
+        "memory": [],
+    }
 
 
-def _add_memory(data: Sequence[dict[str, Any]], steps: Sequence[RecordedStep], timelines: Sequence[Timeline]) -> None:
-    """Put each rank's memory to the first steps that have it, with as many moments as the page has room for."""
+def _add_memory(
+    data: Sequence[dict[str, Any]], steps: Sequence[RecordedStep], timelines: Sequence[Timeline]
+) -> None:
+    """Put each rank's memory to the first steps that have it, with as many moments as the page has
+    room for."""
     whole = steps_with_memory(steps, timelines)
-    moments = MEMORY_NUMBERS // max(1, len(whole) * min(len(timelines), MEMORY_RANKS) * len(CATEGORIES))
+    moments = MEMORY_NUMBERS // max(
+        1, len(whole) * min(len(timelines), MEMORY_RANKS) * len(CATEGORIES)
+    )
     for step, packed in zip(steps, data, strict=True):
         if step in whole:
-            packed["memory"] = [_memory(step, timeline, min(300, moments)) for timeline in timelines[:MEMORY_RANKS]]
+            packed["memory"] = [
+                _memory(step, timeline, min(300, moments)) for timeline in timelines[:MEMORY_RANKS]
+            ]
 
 
-def steps_with_memory(steps: Sequence[RecordedStep], timelines: Sequence[Timeline]) -> list[RecordedStep]:
+def steps_with_memory(
+    steps: Sequence[RecordedStep], timelines: Sequence[Timeline]
+) -> list[RecordedStep]:
     """The steps in which the page shows the memory."""
-    return [step for step in steps
-            if any(_has_memory(timeline, step) for timeline in timelines[:MEMORY_RANKS])][:MEMORY_STEPS]
+    return [
+        step
+        for step in steps
+        if any(_has_memory(timeline, step) for timeline in timelines[:MEMORY_RANKS])
+    ][:MEMORY_STEPS]
 
 
 def _inside(step: RecordedStep, start: float, stop: float) -> tuple[int, int]:
@@ -162,22 +229,49 @@ def _inside(step: RecordedStep, start: float, stop: float) -> tuple[int, int]:
 def _kind(span: Span) -> tuple[Any, ...]:
     """All that the page shows of a span beside its time."""
     about = span.details
-    peer = about.get("dst") if span.row == "messages" else about.get("src") if span.row == "receives" else None
-    return (span.name, span.row, about.get("axis"), about.get("nbytes"), peer,
-            place(about["where"]) if "where" in about else None, about.get("microbatch"))
+    peer = (
+        about.get("dst")
+        if span.row == "messages"
+        else about.get("src")
+        if span.row == "receives"
+        else None
+    )
+    return (
+        span.name,
+        span.row,
+        about.get("axis"),
+        about.get("nbytes"),
+        peer,
+        place(about["where"]) if "where" in about else None,
+        about.get("microbatch"),
+    )
 
 
 def _arrows(step: RecordedStep, places: int) -> Iterator[list[int]]:
-    """[place of the sender, µs of the send's start, place of the receiver, µs of the receive's end]."""
-    sent = {(span.details["src"], span.details["dst"], span.details["message"]): (place_of, span)
-            for place_of, spans in enumerate(step.spans[:places]) for span in spans
-            if span.row == "messages" and "message" in span.details}
+    """[place of the sender, µs of the send's start, place of the receiver, µs of the receive's
+    end]."""
+    sent = {
+        (span.details["src"], span.details["dst"], span.details["message"]): (place_of, span)
+        for place_of, spans in enumerate(step.spans[:places])
+        for span in spans
+        if span.row == "messages" and "message" in span.details
+    }
     for place_of, spans in enumerate(step.spans[:places]):
         for span in spans:
             key = span.details.get("src"), span.details.get("dst"), span.details.get("message")
-            if span.row == "receives" and key in sent and span.stop <= step.end and sent[key][1].start >= step.begin:
+            if (
+                span.row == "receives"
+                and key in sent
+                and span.stop <= step.end
+                and sent[key][1].start >= step.begin
+            ):
                 sender, send = sent[key]
-                yield [sender, round(1e6 * (send.start - step.begin)), place_of, round(1e6 * (span.stop - step.begin))]
+                yield [
+                    sender,
+                    round(1e6 * (send.start - step.begin)),
+                    place_of,
+                    round(1e6 * (span.stop - step.begin)),
+                ]
 
 
 def _has_memory(timeline: Timeline, step: RecordedStep) -> bool:
@@ -187,7 +281,8 @@ def _has_memory(timeline: Timeline, step: RecordedStep) -> bool:
 
 
 def _memory(step: RecordedStep, timeline: Timeline, most: int) -> dict[str, Any] | None:
-    """A rank's live bytes over the step, thinned to the highest moment of each of `most` intervals."""
+    """A rank's live bytes over the step, thinned to the highest moment of each of `most`
+    intervals."""
     if not _has_memory(timeline, step):
         return None
     length = (step.end - step.begin) / most
@@ -201,6 +296,10 @@ def _memory(step: RecordedStep, timeline: Timeline, most: int) -> dict[str, Any]
     samples = [(step.begin, before[-1])] if before else []
     samples += [highest[at] for at in sorted(highest)]
     samples.append((step.end, samples[-1][1]))
-    names = sorted({name for _, now in samples for name, nbytes in now.items() if nbytes and name != "total"})
-    return {"us": [round(1e6 * (moment - step.begin)) for moment, _ in samples],
-            "bytes": {name: [now.get(name, 0) for _, now in samples] for name in names}}
+    names = sorted(
+        {name for _, now in samples for name, nbytes in now.items() if nbytes and name != "total"}
+    )
+    return {
+        "us": [round(1e6 * (moment - step.begin)) for moment, _ in samples],
+        "bytes": {name: [now.get(name, 0) for _, now in samples] for name in names},
+    }

@@ -1,7 +1,7 @@
 """The section on slow ranks: which ones the others waited for, by the flight recorders.
 
-    delay of a call     from the arrival of the last but one rank to the last one's
-    blame of a rank     the sum of the delays of the calls in which it came last
+delay of a call     from the arrival of the last but one rank to the last one's
+blame of a rank     the sum of the delays of the calls in which it came last
 """
 
 from collections import Counter, defaultdict
@@ -22,28 +22,37 @@ def section(run: RunFiles) -> Section:
     """A table by rank, and the delay that each rank caused in each step."""
     found = Section("stragglers", "Slow ranks")
     if not run.flights:
-        found.missing.append(run.lacks(FLIGHT, "slow ranks", "minidist train keeps the flight recorders there"))
+        found.missing.append(
+            run.lacks(FLIGHT, "slow ranks", "minidist train keeps the flight recorders there")
+        )
         return found
     delays = _without_last_step(list(_delays(run.flights)))
     found.lines.append(f"The flight recorders say: {summary(run.flights)}.")
     if len({flight.host for flight in run.flights}) > 1:
-        found.lines.append("The ranks are on several hosts: a delay contains the difference of their clocks.")
+        found.lines.append(
+            "The ranks are on several hosts: a delay contains the difference of their clocks."
+        )
     if delays:
-        found.lines.append(f"Below are the last {len(delays):,} collective calls that the recorders hold, without "
-                           f"those of the last step and of the run's end. A rank that is slow itself waits least: "
-                           f"it is found by the time that the others wait for it.")
+        found.lines.append(
+            f"Below are the last {len(delays):,} collective calls that the recorders hold, without "
+            f"those of the last step and of the run's end. A rank that is slow itself waits least: "
+            f"it is found by the time that the others wait for it."
+        )
         shown = _waited_for_most(delays, [flight.rank for flight in run.flights])
         if len(shown) < len(run.flights):
             found.lines.append(f"The chart has the {len(shown)} ranks that were waited for most.")
         found.charts.append(_chart(shown, delays))
         found.tables.append(_by_rank(run.flights, delays))
     elif len(run.flights) > 1:
-        found.lines.append("The recorders hold no collective call that all ranks of its group have ended.")
+        found.lines.append(
+            "The recorders hold no collective call that all ranks of its group have ended."
+        )
     return found
 
 
 def _delays(flights: Sequence[RankFlight]) -> Iterator[Delay]:
-    """(step, the rank that came last, seconds that it came after the last but one) of each call that all have ended."""
+    """(step, the rank that came last, seconds that it came after the last but one) of each call
+    that all have ended."""
     for calls in group_calls(flights):
         if len(calls.ranks) < 2 or set(calls.calls) != set(calls.ranks):
             continue
@@ -55,7 +64,8 @@ def _delays(flights: Sequence[RankFlight]) -> Iterator[Delay]:
 
 
 def _without_last_step(delays: Sequence[Delay]) -> list[Delay]:
-    """Calls in steps but the last: what comes after that step (the validation, gathers) counts to it."""
+    """Calls in steps but the last: what comes after that step (the validation, gathers) counts to
+    it."""
     last = max((step for step, _, _ in delays if step is not None), default=0)
     return [delay for delay in delays if delay[0] is not None and delay[0] < last]
 
@@ -80,15 +90,30 @@ def _chart(ranks: Sequence[int], delays: Sequence[Delay]) -> Chart:
     cells: dict[tuple[int, int], float] = defaultdict(float)
     for (step, rank), seconds in sums.items():
         cells[column[step], rank] = max(cells[column[step], rank], 1e3 * seconds)
-    data: dict[str, Any] = {"ranks": list(ranks), "steps": steps[::every], "every": every,
-                            "cells": [[at, rank, rounded(ms, 4)] for (at, rank), ms in sorted(cells.items())]}
-    return Chart("stragglers", "milliseconds that others waited for each rank, by step; the table has the sums", data)
+    data: dict[str, Any] = {
+        "ranks": list(ranks),
+        "steps": steps[::every],
+        "every": every,
+        "cells": [[at, rank, rounded(ms, 4)] for (at, rank), ms in sorted(cells.items())],
+    }
+    return Chart(
+        "stragglers",
+        "milliseconds that others waited for each rank, by step; the table has the sums",
+        data,
+    )
 
 
 def _by_rank(flights: Sequence[RankFlight], delays: Sequence[Delay]) -> PlainTable:
     last, caused = Counter(rank for _, rank, _ in delays), defaultdict[int, float](float)
     for _, rank, seconds in delays:
         caused[rank] += seconds
-    rows = [[str(flight.rank), f"{last[flight.rank]:,}", f"{1e3 * caused[flight.rank]:,.1f}"] for flight in flights]
-    return PlainTable("Ranks that the others waited for",
-                      ["rank", "calls in which it came last", "ms waited for it"], rows, range(3))
+    rows = [
+        [str(flight.rank), f"{last[flight.rank]:,}", f"{1e3 * caused[flight.rank]:,.1f}"]
+        for flight in flights
+    ]
+    return PlainTable(
+        "Ranks that the others waited for",
+        ["rank", "calls in which it came last", "ms waited for it"],
+        rows,
+        range(3),
+    )

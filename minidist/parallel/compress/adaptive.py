@@ -1,23 +1,28 @@
 """adaptive: top-k whose density follows the link and the gradients; all ranks agree on it.
 
-Every `period` steps, from the second on, the ranks of a group tell each other three numbers, and so find the same one:
+Every `period` steps, from the second on, the ranks of a group tell each other three numbers, and so
+find the same one:
 
-    link        a probe of 128 KiB goes around the ring; its time gives the bytes a second of the slowest rank
-    computing   the time from the step's begin until its last bucket set out: sums may take `hide` times as long unseen
-    spread      the smallest density whose numbers hold `keep` of the squared length of what waits to be sent
+    link        a probe of 128 KiB goes around the ring; its time gives the bytes a second of the
+                slowest rank
+    computing   the time from the step's begin until its last bucket set out: sums may take `hide`
+                times as long unseen
+    spread      the smallest density whose numbers hold `keep` of the squared length of what waits
+                to be sent
 
     density     = min(what the link moves while the rank computes, spread), at least `least`
-    all         if the link moves everything meanwhile, or pairs would be more bytes than all numbers: then buckets
-                travel whole, by an ordinary all-reduce. That is the scheme's advice not to compress
+    all         if the link moves everything meanwhile, or pairs would be more bytes than all
+                numbers: then buckets travel whole, by an ordinary all-reduce. That is the scheme's
+                advice not to compress
 
     hide=1  keep=0.9  least=0.001  period=25  start=0.01 (the density until the first agreement)
 
-All ranks of a group get the same bits in a step, but a second run measures other times, so it may send other numbers.
-The densities are state: a resumed run begins with those of the saved one.
+All ranks of a group get the same bits in a step, but a second run measures other times, so it may
+send other numbers. The densities are state: a resumed run begins with those of the saved one.
 
 State: worker error, n numbers a rank.
-Cost:  as sparse.py's top-k at the present density, or 2(P-1) × s n for what travels whole (reduce-scatter: half);
-       and at an agreement P(P-1) × (2^17 + 24) bytes under `control`.
+Cost:  as sparse.py's top-k at the present density, or 2(P-1) × s n for what travels whole
+       (reduce-scatter: half); and at an agreement P(P-1) × (2^17 + 24) bytes under `control`.
 
 notes:   N2 §11.4
 """
@@ -36,12 +41,13 @@ from minidist.parallel.compress.sparse import TopK
 from minidist.parallel.compress.two_phase import WORKER, Then, widened
 from minidist.parallel.step.scheme import GradientRun
 
-PROBE = 1 << 17         # bytes
-SAMPLE = 1 << 12        # numbers of a bucket whose spread is looked at
+PROBE = 1 << 17  # bytes
+SAMPLE = 1 << 12  # numbers of a bucket whose spread is looked at
 
 
 def spread_of(values: np.ndarray, keep: float) -> float:
-    """The smallest part of the numbers that holds `keep` of their squared length; 1 of none, zeros or an overflow."""
+    """The smallest part of the numbers that holds `keep` of their squared length; 1 of none, zeros
+    or an overflow."""
     with np.errstate(over="ignore", invalid="ignore"):
         squares = np.sort(np.square(values, dtype=np.float64))[::-1].cumsum()
     if not len(squares) or not 0 < squares[-1] < np.inf:
@@ -49,17 +55,27 @@ def spread_of(values: np.ndarray, keep: float) -> float:
     return min(1.0, float(np.searchsorted(squares, keep * squares[-1]) + 1) / len(squares))
 
 
-def agreed_density(*, ranks: int, size: int, itemsize: int, bandwidth: float, seconds: float, spread: float,
-                   least: float) -> float:
+def agreed_density(
+    *,
+    ranks: int,
+    size: int,
+    itemsize: int,
+    bandwidth: float,
+    seconds: float,
+    spread: float,
+    least: float,
+) -> float:
     """The density of a group's buckets; 1: they travel whole.
 
-    Args:    size: their numbers, of `itemsize` bytes; bandwidth: bytes a second that a rank sends; seconds: that sums
-             may take; spread, least: as above.
+    Args:    size: their numbers, of `itemsize` bytes; bandwidth: bytes a second that a rank sends;
+             seconds: that sums may take; spread, least: as above.
     """
     room = seconds * bandwidth
     whole = 2 * (ranks - 1) / ranks * itemsize * size
     density = max(least, min(room / ((ranks - 1) * (4 + itemsize) * max(size, 1)), spread))
-    return 1.0 if room >= whole or density * (ranks - 1) * (4 + itemsize) * size >= whole else density
+    return (
+        1.0 if room >= whole or density * (ranks - 1) * (4 + itemsize) * size >= whole else density
+    )
 
 
 class Adaptive(TopK):
@@ -68,11 +84,16 @@ class Adaptive(TopK):
     name = "adaptive"
     clock = staticmethod(time.perf_counter)
 
-    def __init__(self, *, hide: float, keep: float, least: float, period: int, start: float) -> None:
+    def __init__(
+        self, *, hide: float, keep: float, least: float, period: int, start: float
+    ) -> None:
         super().__init__(start)
         if not (hide > 0 and 0 < keep < 1 and 0 < least <= 1 and period >= 3):
-            raise ConfigError(f"compress adaptive: hide={hide:g}, keep={keep:g}, least={least:g}, period={period}; "
-                              f"choose hide above 0, keep between 0 and 1, least above 0 up to 1, a period from 3")
+            raise ConfigError(
+                f"compress adaptive: hide={hide:g}, keep={keep:g}, least={least:g}, "
+                f"period={period}; choose hide above 0, keep between 0 and 1, least above 0 up "
+                "to 1, a period from 3"
+            )
         self.hide, self.keep, self.least, self.period = hide, keep, least, period
         self._began = self._computed = 0.0
 
@@ -82,7 +103,9 @@ class Adaptive(TopK):
         for run in runs:
             if run.group.size > 1 and run.group not in self._groups:
                 self._groups.append(run.group)
-        self.counters.update({f"density.{number}": self.density for number in range(len(self._groups))})
+        self.counters.update(
+            {f"density.{number}": self.density for number in range(len(self._groups))}
+        )
         self._spreads = [1.0] * len(runs)
 
     def begin_step(self, scale: float = 1.0) -> None:
@@ -106,7 +129,9 @@ class Adaptive(TopK):
         if run.group.size == 1 or self.density_of(run) < 1:
             return super().start_all_reduce(index, bucket)
         total = self._all_of(index, bucket)
-        return Then(run.group.start_all_reduce(total, out=total, algorithm="ring"), partial(_into, bucket))
+        return Then(
+            run.group.start_all_reduce(total, out=total, algorithm="ring"), partial(_into, bucket)
+        )
 
     def start_reduce_scatter(self, index: int, bucket: Array, out: Array) -> Pending:
         self._look(index, bucket)
@@ -137,18 +162,30 @@ class Adaptive(TopK):
 
     def _agree(self, group: Group) -> float:
         """The density of a group's buckets, the same on all its ranks."""
-        mine = [(run.size, spread) for run, spread in zip(self.runs, self._spreads, strict=True) if run.group is group]
+        mine = [
+            (run.size, spread)
+            for run, spread in zip(self.runs, self._spreads, strict=True)
+            if run.group is group
+        ]
         size = sum(count for count, _ in mine)
         spread = sum(count * part for count, part in mine) / max(size, 1)
         kind = next(widened(run.dtype) for run in self.runs if run.group is group)
         with group.ledger.control():
-            rows = group.all_gather(np.array([self._computed, spread]), algorithm="ring").reshape(-1, 2)
+            rows = group.all_gather(np.array([self._computed, spread]), algorithm="ring").reshape(
+                -1, 2
+            )
             began = self.clock()
             group.all_gather(np.zeros(PROBE, np.uint8), algorithm="ring")
             took = group.all_gather(np.array([self.clock() - began]), algorithm="ring").max()
-        return agreed_density(ranks=group.size, size=size, itemsize=kind.itemsize, spread=float(rows[:, 1].mean()),
-                              bandwidth=(group.size - 1) * PROBE / max(float(took), 1e-9),
-                              seconds=self.hide * float(rows[:, 0].max()), least=self.least)
+        return agreed_density(
+            ranks=group.size,
+            size=size,
+            itemsize=kind.itemsize,
+            spread=float(rows[:, 1].mean()),
+            bandwidth=(group.size - 1) * PROBE / max(float(took), 1e-9),
+            seconds=self.hide * float(rows[:, 0].max()),
+            least=self.least,
+        )
 
 
 def _into(out: Array, total: Array) -> Array:
@@ -156,7 +193,14 @@ def _into(out: Array, total: Array) -> Array:
     return out
 
 
-def make(name: str, *, hide: float = 1.0, keep: float = 0.9, least: float = 0.001, period: int = 25,
-         start: float = 0.01) -> Adaptive:
+def make(
+    name: str,
+    *,
+    hide: float = 1.0,
+    keep: float = 0.9,
+    least: float = 0.001,
+    period: int = 25,
+    start: float = 0.01,
+) -> Adaptive:
     """The scheme."""
     return Adaptive(hide=hide, keep=keep, least=least, period=period, start=start)

@@ -1,22 +1,26 @@
 """Chapter 21 · Local steps without meetings: each worker meets the servers by itself.
 
-The idea. Where ranks meet, the fastest waits for the slowest. So let a worker that has made its H steps send its outer
-gradient to the parameter servers (chapter 06) at once, and go on from the weights that they answer with. A server takes
-an outer step with each outer gradient as it comes. How far a worker may be ahead of the slowest, in rounds of H steps,
-is bounded (data/bounded_staleness.py).
+The idea. Where ranks meet, the fastest waits for the slowest. So let a worker that has made its H
+steps send its outer gradient to the parameter servers (chapter 06) at once, and go on from the
+weights that they answer with. A server takes an outer step with each outer gradient as it comes.
+How far a worker may be ahead of the slowest, in rounds of H steps, is bounded
+(data/bounded_staleness.py).
 
     fast worker   steps | push, pull | steps | push, pull | steps | …
     slow worker   steps                 | push, pull | steps                | …
     server              outer step       outer step   outer step
 
-An outer gradient counts by its worker's share of the rows, so that one of each worker is together what one meeting
-would be. Each server keeps a record of its updates, and `replay_rounds` makes the same updates in one process.
+An outer gradient counts by its worker's share of the rows, so that one of each worker is together
+what one meeting would be. Each server keeps a record of its updates, and `replay_rounds` makes the
+same updates in one process.
 
-What each rank holds, Ψ parameters of w bytes with Adam inside, S servers: a worker 2wΨ (its own weights, and those that
-it pulled last), gradients wΨ, which the outer gradient takes the place of, and Adam's 2wΨ; a server about wΨ/S each of
-weights, outer momentum, and room for each worker's outer gradient.
+What each rank holds, Ψ parameters of w bytes with Adam inside, S servers: a worker 2wΨ (its own
+weights, and those that it pulled last), gradients wΨ, which the outer gradient takes the place of,
+and Adam's 2wΨ; a server about wΨ/S each of weights, outer momentum, and room for each worker's
+outer gradient.
 
-Cost, H steps: as a step of the asynchronous server in chapter 06: a worker sends wΨ bytes and receives as many.
+Cost, H steps: as a step of the asynchronous server in chapter 06: a worker sends wΨ bytes and
+receives as many.
 
 notes:   N2 §11.2, N3 §2
 Source:  Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling" (2401.09135).
@@ -46,42 +50,77 @@ from minidist.parallel.step.step import Batch, Loss, loss_of, part_of
 class AsyncLocalSteps(ParameterServer):
     """A worker that trains alone for some steps between two pushes, or a server of outer steps.
 
-    Args:    every: H, the steps of a round; outer: the servers' optimizer; staleness: how many rounds a worker may be
-             ahead of the slowest (None: any number). The others: as ParameterServer.
-    Attributes: as ParameterServer's; parameters: on a worker its weights, for its own optimizer; on a server nothing
+    Args:    every: H, the steps of a round; outer: the servers' optimizer; staleness: how many
+             rounds a worker may be ahead of the slowest (None: any number). The others: as
+             ParameterServer.
+    Attributes: as ParameterServer's; parameters: on a worker its weights, for its own optimizer; on
+    a server nothing
              that an optimizer could change, as the outer one is its own.
     """
 
     workers_update = True
 
-    def __init__(self, model: Module, group: Group, *, every: int, outer: Outer = OUTERS["nesterov"], servers: int = 1,
-                 staleness: int | None = 2, loss: Loss | None = None, recorder: Recorder | None = None) -> None:
-        super().__init__(model, group, servers=servers, asynchronous=True, staleness=staleness, loss=loss,
-                         recorder=recorder)
+    def __init__(
+        self,
+        model: Module,
+        group: Group,
+        *,
+        every: int,
+        outer: Outer = OUTERS["nesterov"],
+        servers: int = 1,
+        staleness: int | None = 2,
+        loss: Loss | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            group,
+            servers=servers,
+            asynchronous=True,
+            staleness=staleness,
+            loss=loss,
+            recorder=recorder,
+        )
         self.every, self.made = every, 0
         if self.serves:
             self.outer = outer.make(self.parameters)
-            self.parameters = [Piece(piece.parameter, empty, empty, range(0)) for piece in self.parameters
-                               for empty in [piece.data.reshape(-1)[:0]]]
+            self.parameters = [
+                Piece(piece.parameter, empty, empty, range(0))
+                for piece in self.parameters
+                for empty in [piece.data.reshape(-1)[:0]]
+            ]
         else:
             self.weights = self.parameters = trainable(model.parameters())
-            self.pulled = [account.current().hold(vector.copy(), "parameters") for shard in self.shards
-                           for vector in shard.weights]
+            self.pulled = [
+                account.current().hold(vector.copy(), "parameters")
+                for shard in self.shards
+                for vector in shard.weights
+            ]
 
-    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
-             accumulate: int = 1) -> float:
+    def step(
+        self,
+        batch: Batch,
+        optimizer: Optimizer,
+        *,
+        lr: float | None = None,
+        clip: float | None = None,
+        accumulate: int = 1,
+    ) -> float:
         """A worker's step on its rows of the *global* batch; the last of a round pushes and pulls.
 
         Args:    as Strategy.step; clip: of the worker's own gradient.
-        Returns: the mean loss of the worker's own rows; a server's first call serves until all workers have finished.
+        Returns: the mean loss of the worker's own rows; a server's first call serves until all
+        workers have finished.
         Raises:  ConfigError after `finish`; PeerLostError naming the server that was lost.
         """
         if self.service is not None:
             self.service.serve(self.outer)
             return float("nan")
         if self._finished:
-            raise ConfigError(f"worker {self.group.rank} of {self.workers} has finished and makes no more steps; "
-                              f"evaluate and take the weights of an asynchronous run after its last step")
+            raise ConfigError(
+                f"worker {self.group.rank} of {self.workers} has finished and makes no more steps; "
+                f"evaluate and take the weights of an asynchronous run after its last step"
+            )
         part = part_of(batch, size=self.workers, rank=self.group.rank)
         mean = inner_step(self, part, optimizer, lr=lr, clip=clip, accumulate=accumulate)
         self.made += 1
@@ -94,13 +133,14 @@ class AsyncLocalSteps(ParameterServer):
             self.note_pulled()
         return mean
 
-
     def note_pulled(self) -> None:
         """The weights are those that were just pulled: a round begins."""
         _write(self.pulled, [vector for shard in self.shards for vector in shard.weights])
 
 
-def _outer_gradients(out: Sequence[Array], pulled: Sequence[Array], own: Sequence[Array], share: float) -> None:
+def _outer_gradients(
+    out: Sequence[Array], pulled: Sequence[Array], own: Sequence[Array], share: float
+) -> None:
     """out = share · (pulled - own): the way of a round."""
     for gradient, before, now in zip(out, pulled, own, strict=True):
         gradient[...] = before
@@ -116,15 +156,27 @@ class _Replica:
         self.precision, self.recorder = Precision(), Silent()
 
 
-def replay_rounds(model: Module, records: Sequence[Update], batch: Callable[[int], Batch],
-                  make_optimizer: Callable[[list[Any]], Optimizer], *, workers: int, every: int, outer: Outer,
-                  rate: Callable[[int], float] | None = None, loss: Loss | None = None,
-                  clip: float | None = None) -> None:
-    """Make the updates of a run with one server again, here; `model` starts as the run's, and ends as its server's.
+def replay_rounds(
+    model: Module,
+    records: Sequence[Update],
+    batch: Callable[[int], Batch],
+    make_optimizer: Callable[[list[Any]], Optimizer],
+    *,
+    workers: int,
+    every: int,
+    outer: Outer,
+    rate: Callable[[int], float] | None = None,
+    loss: Loss | None = None,
+    clip: float | None = None,
+) -> None:
+    """Make the updates of a run with one server again, here; `model` starts as the run's, and ends
+    as its server's.
 
-    Args:    records: of the server; batch(step): the global batch; make_optimizer: as each worker made its own.
-             rate(step): the inner learning rate (None: the optimizer's own); every, outer, loss, clip: the run's.
-    Cost:    `every` steps for each update; keeps each version of the weights, and each worker's optimizer.
+    Args:    records: of the server; batch(step): the global batch; make_optimizer: as each worker
+             made its own. rate(step): the inner learning rate (None: the optimizer's own); every,
+             outer, loss, clip: the run's.
+    Cost:    `every` steps for each update; keeps each version of the weights, and each worker's
+             optimizer.
     """
     shard = Shard(key_shards(model, 1)[0])
     pieces, weights = shard.pieces(), trainable(model.parameters())
@@ -136,8 +188,12 @@ def replay_rounds(model: Module, records: Sequence[Update], batch: Callable[[int
         _write(shard.weights, started)
         for step in range(update.step * every, (update.step + 1) * every):
             part = part_of(batch(step), size=workers, rank=update.worker)
-            inner_step(replica, part, inner[update.worker], lr=rate and rate(step), clip=clip, accumulate=1)
-        _outer_gradients(shard.gradients, started, shard.weights, part.targets.size / batch(step)[1].size)
+            inner_step(
+                replica, part, inner[update.worker], lr=rate and rate(step), clip=clip, accumulate=1
+            )
+        _outer_gradients(
+            shard.gradients, started, shard.weights, part.targets.size / batch(step)[1].size
+        )
         _write(shard.weights, versions[-1])
         server.step()
         versions.append([vector.copy() for vector in shard.weights])

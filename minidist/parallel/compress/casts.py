@@ -1,7 +1,8 @@
 """fp16 and bf16: numbers are rounded to two bytes before they travel, and added in float32.
 
-Half the bytes of float32, and no state. float16 keeps 11 significant bits of numbers up to 65,504; bfloat16 keeps 8 of
-any float32. Finite numbers beyond the range are sent as its largest; infinity and NaN stay what they are.
+Half the bytes of float32, and no state. float16 keeps 11 significant bits of numbers up to 65,504;
+bfloat16 keeps 8 of any float32. Finite numbers beyond the range are sent as its largest; infinity
+and NaN stay what they are.
 
     scheme   bytes of m numbers     relative error       range
     fp16     2m                     2^-11                6e-8 … 65,504

@@ -1,9 +1,10 @@
 """Chapter 21 · Gradient compression: send fewer bytes, and keep what was not sent.
 
-The idea. Data parallelism sends every gradient in full, in every step. But training bears noise: a gradient in 16, 8 or
-4 bits, the largest hundredth of it, or its signs alone often train as well. What a scheme leaves out must not be lost:
-each rank keeps it as a *residual*, and adds it to the next step's gradient (error feedback). So what is applied in the
-long run is the whole gradient, later:
+The idea. Data parallelism sends every gradient in full, in every step. But training bears noise: a
+gradient in 16, 8 or 4 bits, the largest hundredth of it, or its signs alone often train as well.
+What a scheme leaves out must not be lost: each rank keeps it as a *residual*, and adds it to the
+next step's gradient (error feedback). So what is applied in the long run is the whole gradient,
+later:
 
     gradients of all steps  =  what was applied  +  what the residuals of all ranks hold now
 
@@ -22,13 +23,14 @@ Of n float32 numbers, for an all-reduce over P ranks (exact formulas: in each mo
     powersgd     2(P-1)/P × 4r (a + b)            n + r b                   of (a, b) matrices all beyond rank r
     predict      as its codec, or a byte          3n + 2n/P                 what a forecast has right
 
-DDP sends its buckets by a scheme; ZeRO-1 and ZeRO-2 the reduce-scatter of gradients, half of those bytes, and their
-all-gather of weights stays as it is, because a replica must not drift; so ZeRO gains at most a factor of two. With
-several copies of ZeRO's state the sums between them are compressed, and those within a copy are not.
+DDP sends its buckets by a scheme; ZeRO-1 and ZeRO-2 the reduce-scatter of gradients, half of those
+bytes, and their all-gather of weights stays as it is, because a replica must not drift; so ZeRO
+gains at most a factor of two. With several copies of ZeRO's state the sums between them are
+compressed, and those within a copy are not.
 
 notes:   N2 §11.2, §11.4, N3 §3.2
-Source:  Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; Lin et al. 2018, "Deep Gradient Compression";
-         Karimireddy et al. 2019, "Error Feedback Fixes SignSGD".
+Source:  Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; Lin et al. 2018, "Deep Gradient
+         Compression"; Karimireddy et al. 2019, "Error Feedback Fixes SignSGD".
 """
 
 import inspect
@@ -46,36 +48,48 @@ from minidist.parallel.step.scheme import Scheme
 from minidist.parallel.step.step import Batch, part_of
 
 
-def plain_compressed_ddp(model: GPT, optimizer: Optimizer, group: Group, batches: Iterable[Batch],
-                         density: float) -> None:
-    """DDP that sends the largest gradients alone (top-k), and keeps the others for the next step (error feedback)."""
+def plain_compressed_ddp(
+    model: GPT, optimizer: Optimizer, group: Group, batches: Iterable[Batch], density: float
+) -> None:
+    """DDP that sends the largest gradients alone (top-k), and keeps the others for the next step
+    (error feedback)."""
     residuals = [np.zeros(p.size, p.dtype) for p in model.parameters()]
     for inputs, targets in batches:
         part = part_of((inputs, targets), size=group.size, rank=group.rank)
         model.loss(part.inputs, part.targets, divisor=targets.size).backward()
         for p, residual in zip(model.parameters(), residuals, strict=True):
             gradient: Any = p.grad
-            residual += gradient.reshape(-1)                            # 1 this gradient, and what was not sent before
+            residual += gradient.reshape(-1)  # 1 this gradient, and what was not sent before
             k = max(1, round(density * p.size))
-            chosen = np.sort(np.argpartition(np.abs(residual), -k)[-k:])            # 2 where it is largest
-            places = group.all_gather(chosen, algorithm="ring")                     # 3 send these alone
+            chosen = np.sort(np.argpartition(np.abs(residual), -k)[-k:])  # 2 where it is largest
+            places = group.all_gather(chosen, algorithm="ring")  # 3 send these alone
             values = group.all_gather(residual[chosen], algorithm="ring")
-            residual[chosen] = 0                                                    # 4 the others stay here
+            residual[chosen] = 0  # 4 the others stay here
             gradient[...] = 0
-            np.add.at(gradient.reshape(-1), places, values)             # 5 the sum, in rank order: alike on all
+            # 5 the sum, in rank order: alike on all
+            np.add.at(gradient.reshape(-1), places, values)
         optimizer.step()
         optimizer.zero_grad()
 
 
-# A `Scheme` (step/scheme.py) does this for a bucket at a time and while backward goes on; most share one exchange,
-# which sends each number twice instead of P - 1 times (two_phase.py). What a scheme sends and keeps: its module.
+# A `Scheme` (step/scheme.py) does this for a bucket at a time and while backward goes on; most
+# share one exchange, which sends each number twice instead of P - 1 times (two_phase.py). What a
+# scheme sends and keeps: its module.
 
 SCHEMES = {
     "none": "minidist.parallel.step.scheme.Scheme",
-    "fp16": "casts.make", "bf16": "casts.make", "8bit": "quantise.make", "4bit": "quantise.make",
-    "top-k": "sparse.make_top_k", "threshold": "sparse.make_threshold", "random-k": "random_k.make",
-    "sign": "sign.make", "1-bit": "one_bit_adam.make", "powersgd": "powersgd.make",
-    "predict": "predict.make", "adaptive": "adaptive.make",
+    "fp16": "casts.make",
+    "bf16": "casts.make",
+    "8bit": "quantise.make",
+    "4bit": "quantise.make",
+    "top-k": "sparse.make_top_k",
+    "threshold": "sparse.make_threshold",
+    "random-k": "random_k.make",
+    "sign": "sign.make",
+    "1-bit": "one_bit_adam.make",
+    "powersgd": "powersgd.make",
+    "predict": "predict.make",
+    "adaptive": "adaptive.make",
 }
 """A scheme's name -> its maker: a module of this folder and a callable `make(name, **options)`."""
 
@@ -87,7 +101,9 @@ def scheme_of(text: str) -> Scheme:
     """
     name, _, rest = text.partition(":")
     if name not in SCHEMES:
-        raise ConfigError(f"compress {text!r}: there is no scheme {name!r}; choose one of {', '.join(SCHEMES)}")
+        raise ConfigError(
+            f"compress {text!r}: there is no scheme {name!r}; choose one of {', '.join(SCHEMES)}"
+        )
     if name == "none":
         if rest:
             raise ConfigError(f"compress {text!r}: none takes no options")
@@ -100,15 +116,20 @@ def scheme_of(text: str) -> Scheme:
 
 def _options(text: str, rest: str, make: Callable[..., Any]) -> dict[str, Any]:
     """The options of a text, each as the default of the maker's keyword of that name."""
-    known = {option: parameter.default for option, parameter in inspect.signature(make).parameters.items()
-             if parameter.kind is inspect.Parameter.KEYWORD_ONLY}
+    known = {
+        option: parameter.default
+        for option, parameter in inspect.signature(make).parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
     options: dict[str, Any] = {}
     for pair in filter(None, rest.split(",")):
         option, equals, value = pair.partition("=")
         option = option.replace("-", "_")
         if option not in known or not equals:
             takes = f"takes {', '.join(known)}" if known else "takes none"
-            raise ConfigError(f"compress {text!r}: {pair!r} is no option=value; {text.partition(':')[0]} {takes}")
+            raise ConfigError(
+                f"compress {text!r}: {pair!r} is no option=value; {text.partition(':')[0]} {takes}"
+            )
         options[option] = _value(text, option, value, known[option])
     return options
 

@@ -1,10 +1,11 @@
-"""Chapter 21 · Local steps: each rank trains alone for H steps, then all meet once (local SGD, DiLoCo).
+"""Chapter 21 · Local steps: each rank trains alone for H steps, then all meet once (local SGD,
+DiLoCo).
 
-The idea. DDP sends every gradient in every step. But a rank can go on for a while with its own rows alone: its weights
-drift away from the others', slowly. So the ranks meet every H steps. How far a rank has come since the last meeting,
-the weights of then minus its weights now, is its *outer gradient*. The mean of these is one step of an outer optimizer
-on the common weights, from which all ranks go on. The inner optimizer (AdamW, say) is each rank's own and never
-travels.
+The idea. DDP sends every gradient in every step. But a rank can go on for a while with its own rows
+alone: its weights drift away from the others', slowly. So the ranks meet every H steps. How far a
+rank has come since the last meeting, the weights of then minus its weights now, is its *outer
+gradient*. The mean of these is one step of an outer optimizer on the common weights, from which all
+ranks go on. The inner optimizer (AdamW, say) is each rank's own and never travels.
 
     rank 0    | step | step | step |  w - w0 --+                       +-- w --> | step | step | …
     rank 1    | step | step | step |  w - w1 --+-- mean -- outer step --+-- w --> | step | step | …
@@ -23,16 +24,18 @@ What each rank holds, Ψ parameters of w bytes with Adam inside:
     optimizer    2wΨ   its own Adam's; with outer momentum wΨ more
     in flight    wΨ    the outer gradient
 
-Cost, H steps, ring all-reduce, ranks together: 2(P-1) × wΨ bytes, where DDP sends H times that. Each step one float64 a
-rank, under `control`: its loss. It travels behind the next step, and no rank waits for it before the loss is read.
+Cost, H steps, ring all-reduce, ranks together: 2(P-1) × wΨ bytes, where DDP sends H times that.
+Each step one float64 a rank, under `control`: its loss. It travels behind the next step, and no
+rank waits for it before the loss is read.
 
-The weights of a run (state_dict, evaluation, checks, export) are the common ones: steps after the last meeting are not
-in them. A rank's own weights and inner state belong to that rank, and a checkpoint has them all. If another number of
-ranks goes on from it, rank r takes those of rank r mod P.
+The weights of a run (state_dict, evaluation, checks, export) are the common ones: steps after the
+last meeting are not in them. A rank's own weights and inner state belong to that rank, and a
+checkpoint has them all. If another number of ranks goes on from it, rank r takes those of rank r
+mod P.
 
 notes:   N2 §11.2, §11.4, N3 §3.2
-Source:  Stich 2019, "Local SGD Converges Fast and Communicates Little"; Douillard et al. 2023, "DiLoCo: Distributed
-         Low-Communication Training of Language Models" (2311.08105).
+Source:  Stich 2019, "Local SGD Converges Fast and Communicates Little"; Douillard et al. 2023,
+         "DiLoCo: Distributed Low-Communication Training of Language Models" (2311.08105).
 """
 
 from collections import deque
@@ -50,42 +53,69 @@ from minidist.device.backend import Array, array_module
 from minidist.errors import ConfigError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, squares_of
-from minidist.parallel.compress.outer import OF_OUTER, OUTERS, AllSums, Fragment, Outer, cut_fragments
+from minidist.parallel.compress.outer import (
+    OF_OUTER,
+    OUTERS,
+    AllSums,
+    Fragment,
+    Outer,
+    cut_fragments,
+)
 from minidist.parallel.step.flat import join, settle_in_vector, trainable, views
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.step.scheme import Scheme
-from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of, zero_unused
+from minidist.parallel.step.step import (
+    Batch,
+    Loss,
+    Part,
+    loss_of,
+    micro_parts,
+    part_of,
+    zero_unused,
+)
 from minidist.parallel.step.strategy import Collective, Strategy
 
 
-def plain_diloco(model: GPT, inner: Optimizer, group: Group, batches: Iterable[Batch], every: int, *,
-                 lr: float = 0.7, momentum: float = 0.9) -> None:
-    """DiLoCo: `every` steps alone, then one step of Nesterov's momentum on what the ranks have in common."""
+def plain_diloco(
+    model: GPT,
+    inner: Optimizer,
+    group: Group,
+    batches: Iterable[Batch],
+    every: int,
+    *,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+) -> None:
+    """DiLoCo: `every` steps alone, then one step of Nesterov's momentum on what the ranks have in
+    common."""
     common = [p.data.copy() for p in model.parameters()]
     speeds = [np.zeros_like(weights) for weights in common]
     for step, (inputs, targets) in enumerate(batches, start=1):
         part = part_of((inputs, targets), size=group.size, rank=group.rank)
-        model.loss(part.inputs, part.targets, divisor=part.targets.size).backward()     # of my rows alone
-        inner.step()                                                                    # no message
+        # of my rows alone
+        model.loss(part.inputs, part.targets, divisor=part.targets.size).backward()
+        inner.step()  # no message
         inner.zero_grad()
         if step % every:
             continue
         share = len(part.inputs) / len(inputs)
         for p, weights, speed in zip(model.parameters(), common, speeds, strict=True):
-            gradient = group.all_reduce(share * (weights - p.data), algorithm="ring")   # the mean way since we met
+            # the mean way since we met
+            gradient = group.all_reduce(share * (weights - p.data), algorithm="ring")
             speed *= momentum
             speed += gradient
-            weights -= lr * (gradient + momentum * speed)                               # Nesterov: look ahead
-            p.data[...] = weights                                                       # all go on from here
+            weights -= lr * (gradient + momentum * speed)  # Nesterov: look ahead
+            p.data[...] = weights  # all go on from here
 
 
-# `LocalSteps` below keeps all weights in one vector, so that a meeting is one all-reduce instead of one a parameter. It
-# also takes frozen weights, several passes, clipping (of each rank's own gradient), outer gradients that a scheme of
-# this chapter compresses, and checkpoints between two meetings. streaming.py sends the vector in parts, behind the
-# steps; async_local_steps.py does without meetings.
+# `LocalSteps` below keeps all weights in one vector, so that a meeting is one all-reduce instead of
+# one a parameter. It also takes frozen weights, several passes, clipping (of each rank's own
+# gradient), outer gradients that a scheme of this chapter compresses, and checkpoints between two
+# meetings. streaming.py sends the vector in parts, behind the steps; async_local_steps.py does
+# without meetings.
 
 
 RECENT = 4
@@ -113,58 +143,99 @@ class GatheredLoss(LateLoss):
 class LocalSteps(Strategy):
     """Trains a replica that meets the others every few steps.
 
-    Args:    model: equal on all ranks, of one dtype; its weights move into one vector. Frozen weights stay.
+    Args:    model: equal on all ranks, of one dtype; its weights move into one vector. Frozen
+             weights stay.
              group: the ranks that share the batch; each needs a row of it in every step.
              every: H, the steps from meeting to meeting; outer: the outer optimizer.
              scheme: how outer gradients travel (default: as they are, by a ring).
              loss: of a part of the batch (default: `model.loss`); recorder: is told what runs when.
-    Attributes: parameters: what the inner optimizer is made of: this rank's weights; steps: made so far.
-                own, common: this rank's weights and those of all; fragments: their parts; outer: the outer optimizer.
-                met, merged: how many outer steps were taken, and mixed into this rank's weights, of all fragments.
-                rows: of the last batch; recent: (step, loss share, share of the rows) of this rank's last steps.
-    Raises:  ConfigError for a period that cannot work; MismatchError if replicas do not start equal.
+    Attributes: parameters: what the inner optimizer is made of: this rank's weights; steps: made so
+    far.
+                own, common: this rank's weights and those of all; fragments: their parts; outer:
+                the outer optimizer.
+                met, merged: how many outer steps were taken, and mixed into this rank's weights, of
+                all fragments.
+                rows: of the last batch; recent: (step, loss share, share of the rows) of this
+                rank's last steps.
+    Raises:  ConfigError for a period that cannot work; MismatchError if replicas do not start
+             equal.
     """
 
     scheme: Scheme
-    delay, mix = 0, 0.0         # of streaming.py
+    delay, mix = 0, 0.0  # of streaming.py
 
-    def __init__(self, model: Module, group: Group, *, every: int, outer: Outer = OUTERS["nesterov"],
-                 scheme: Scheme | None = None, loss: Loss | None = None, recorder: Recorder | None = None,
-                 fragments: int = 1) -> None:
+    def __init__(
+        self,
+        model: Module,
+        group: Group,
+        *,
+        every: int,
+        outer: Outer = OUTERS["nesterov"],
+        scheme: Scheme | None = None,
+        loss: Loss | None = None,
+        recorder: Recorder | None = None,
+        fragments: int = 1,
+    ) -> None:
         if every < 1 or every % fragments:
-            raise ConfigError(f"local steps {every}, fragments {fragments}: each fragment travels once in so many "
-                              f"steps; take a whole number of steps for each, as {max(1, every // fragments)} × "
-                              f"{fragments}")
+            raise ConfigError(
+                f"local steps {every}, fragments {fragments}: each fragment travels once in so "
+                "many steps; take a whole number of steps for each, as "
+                f"{max(1, every // fragments)} × {fragments}"
+            )
         self.model, self.group, self.every, self.steps = model, group, every, 0
-        self.loss, self.recorder, self.precision = loss or loss_of(model), recorder or Silent(), Precision()
+        self.loss, self.recorder, self.precision = (
+            loss or loss_of(model),
+            recorder or Silent(),
+            Precision(),
+        )
         check_equal_replicas(model.parameters(), group, when="before the first step")
         self.weights = self.parameters = trainable(model.parameters())
         if len({p.dtype for p in self.weights}) > 1:
-            raise ConfigError("local steps: weights of several dtypes do not fit in one vector; give all one dtype")
+            raise ConfigError(
+                "local steps: weights of several dtypes do not fit in one vector; give all one "
+                "dtype"
+            )
         self.own = join(self.weights)
         settle_in_vector(self.weights)
         self.common = account.current().hold(self.own.copy(), "parameters")
         self.fragments = cut_fragments(fragments, self.own, self.common, self.weights, group)
         self.outer, self.scheme = outer.make(self.fragments), scheme or Scheme("ring")
-        self.scheme.attach([stretch.run for fragment in self.fragments for stretch in fragment.stretches])
-        self.scalars = group.split(0, axis=group.axis)      # losses do not queue behind outer gradients
+        self.scheme.attach(
+            [stretch.run for fragment in self.fragments for stretch in fragment.stretches]
+        )
+        self.scalars = group.split(0, axis=group.axis)  # losses do not queue behind outer gradients
         self.met = self.merged = self.rows = 0
         self.recent = deque[tuple[int, float, float]](maxlen=RECENT)
         self.diverged = self
 
-    # ------------------------------------------------------------------------------------------------------ a step
+    # --------------------------------------------------------------------------------------- a step
 
-    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
-             accumulate: int = 1) -> float:
-        """One step on the *global* batch: of each rank's weights, on its rows. Args, Returns: as Strategy.step.
+    def step(
+        self,
+        batch: Batch,
+        optimizer: Optimizer,
+        *,
+        lr: float | None = None,
+        clip: float | None = None,
+        accumulate: int = 1,
+    ) -> float:
+        """One step on the *global* batch: of each rank's weights, on its rows. Args, Returns: as
+        Strategy.step.
 
-        clip: bound of the norm of this rank's own gradient. The loss is the mean over all rows, each by the weights of
-        the rank that has it.
+        clip: bound of the norm of this rank's own gradient. The loss is the mean over all rows,
+        each by the weights of the rank that has it.
         """
         return self.start_step(batch, optimizer, lr=lr, clip=clip, accumulate=accumulate).wait()
 
-    def start_step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
-                   accumulate: int = 1) -> LateLoss:
+    def start_step(
+        self,
+        batch: Batch,
+        optimizer: Optimizer,
+        *,
+        lr: float | None = None,
+        clip: float | None = None,
+        accumulate: int = 1,
+    ) -> LateLoss:
         """As `step`; the loss is still on its way, and this rank goes on."""
         part = part_of(batch, size=self.group.size, rank=self.group.rank)
         rows = rows_of_all(batch, self.group.size)
@@ -182,19 +253,23 @@ class LocalSteps(Strategy):
         return GatheredLoss(pending, self.scalars)
 
     def _meet(self, share: float) -> None:
-        """After a step: if the ranks meet now, send, take the outer step, and go on from the common weights."""
+        """After a step: if the ranks meet now, send, take the outer step, and go on from the common
+        weights."""
         if self.steps % self.every == 0:
             self._send(self.fragments[0], share)
             self._merge(self.fragments[0])
 
     def _send(self, fragment: Fragment, share: float) -> None:
-        """The outer gradient sets out. Cost: one all-reduce of each stretch of the fragment, as the scheme does it."""
+        """The outer gradient sets out. Cost: one all-reduce of each stretch of the fragment, as the
+        scheme does it."""
         self.recorder.announce(self.group.axis, f"outer gradient of {fragment.name}")
         for other in self.fragments:
             if other.pending is not None:
-                other.pending.advance()     # its second phase belongs to its own step of the scheme
+                other.pending.advance()  # its second phase belongs to its own step of the scheme
         self.scheme.begin_step()
-        room = account.current().hold(array_module(fragment.own).empty_like(fragment.own), "communication")
+        room = account.current().hold(
+            array_module(fragment.own).empty_like(fragment.own), "communication"
+        )
         sums = []
         for where, _, number in fragment.stretches:
             part = room[where]
@@ -204,13 +279,14 @@ class LocalSteps(Strategy):
         fragment.pending, fragment.room = AllSums(sums), room
 
     def _take_outer_step(self, fragment: Fragment) -> None:
-        """Wait for the sum of the outer gradients; the outer step on the common weights of the fragment."""
+        """Wait for the sum of the outer gradients; the outer step on the common weights of the
+        fragment."""
         if fragment.pending is not None:
             with self.recorder.span("wait for outer gradients"):
                 fragment.pending.wait()
             fragment.grad, fragment.pending, fragment.room = fragment.room, None, None
             with self.recorder.span("outer step"):
-                self.outer.step()           # of the one fragment that has a gradient
+                self.outer.step()  # of the one fragment that has a gradient
             fragment.grad = None
             self.met += 1
 
@@ -224,13 +300,14 @@ class LocalSteps(Strategy):
             fragment.own[...] = fragment.data
         self.merged += 1
 
-    # --------------------------------------------------------------------------------------- the common weights
+    # --------------------------------------------------------------------------- the common weights
 
     def settle(self) -> None:
         """Wait for outer gradients on their way, and take their outer steps. Every rank calls it.
 
-        It changes no number of the run: nothing reads the common weights of a fragment before it is merged. A scheme
-        may send its second phase here, which belongs to the step that has sent the first.
+        It changes no number of the run: nothing reads the common weights of a fragment before it is
+        merged. A scheme may send its second phase here, which belongs to the step that has sent the
+        first.
         """
         with self.group.ledger.during("step"):
             for fragment in self.fragments:
@@ -262,8 +339,12 @@ class LocalSteps(Strategy):
 
     def traffic(self, passes: int) -> list[Collective]:
         """The collectives of `every` steps, whatever the number of passes."""
-        return [Collective("all_reduce", fragment.data.nbytes, self.group, sent=self._sent_bytes(fragment))
-                for fragment in self.fragments]
+        return [
+            Collective(
+                "all_reduce", fragment.data.nbytes, self.group, sent=self._sent_bytes(fragment)
+            )
+            for fragment in self.fragments
+        ]
 
     def _sent_bytes(self, fragment: Fragment) -> int | None:
         """As Scheme.sent_bytes, of all its stretches."""
@@ -276,10 +357,11 @@ class LocalSteps(Strategy):
         return [last // self.every - first // self.every]
 
     def due(self, step: int) -> tuple[int, int]:
-        """(how many outer gradients set out, how many outer steps are mixed in) in steps 1 to `step`, on each rank."""
+        """(how many outer gradients set out, how many outer steps are mixed in) in steps 1 to
+        `step`, on each rank."""
         return sum(self.sends(0, step)), sum(self.sends(0, max(0, step - self.delay)))
 
-    # --------------------------------------------------------------------------------------- state, for checkpoints
+    # ----------------------------------------------------------------------- state, for checkpoints
 
     def begin_at(self, steps: int) -> None:
         """The weights and the state are those after so many steps, as a checkpoint has them."""
@@ -291,7 +373,8 @@ class LocalSteps(Strategy):
         return self.group.rank
 
     def common_state(self) -> Iterator[tuple[str, str, Array]]:
-        """(kind, name, array) of the state that all ranks have in common: weights, and outer momentum by fragment."""
+        """(kind, name, array) of the state that all ranks have in common: weights, and outer
+        momentum by fragment."""
         self.settle()
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         for parameter, view in views(self.weights, self.common):
@@ -303,22 +386,34 @@ class LocalSteps(Strategy):
 
 def without_rows(who: str) -> ConfigError:
     """The error of a step in which a rank would have nothing to train on."""
-    return ConfigError(f"local steps: {who} has no row of the batch; each rank trains on its own "
-                       f"rows, so give every rank at least one")
+    return ConfigError(
+        f"local steps: {who} has no row of the batch; each rank trains on its own "
+        f"rows, so give every rank at least one"
+    )
 
 
-def inner_step(strategy: Any, part: Part, optimizer: Optimizer, *, lr: float | None, clip: float | None,
-               accumulate: int) -> float:
+def inner_step(
+    strategy: Any,
+    part: Part,
+    optimizer: Optimizer,
+    *,
+    lr: float | None,
+    clip: float | None,
+    accumulate: int,
+) -> float:
     """A step of a rank's own optimizer on its own rows; returns their mean loss.
 
-    Args:    strategy: its model, weights, loss, precision and recorder. The others: as Strategy.step.
+    Args:    strategy: its model, weights, loss, precision and recorder. The others: as
+             Strategy.step.
     Raises:  ConfigError if there is no row: then there is no step to make.
     """
     frozen = next((p.name for p in strategy.weights if not p.requires_grad), None)
     if frozen is not None:
-        raise ConfigError(f"local steps: requires_grad of {frozen!r} was switched off, but the "
-                          f"outer optimizer still moves the weights of all ranks together; freeze "
-                          f"it before the training is set up")
+        raise ConfigError(
+            f"local steps: requires_grad of {frozen!r} was switched off, but the "
+            f"outer optimizer still moves the weights of all ranks together; freeze "
+            f"it before the training is set up"
+        )
     if not len(part.inputs):
         raise without_rows("a rank")
     optimizer.zero_grad()
@@ -332,5 +427,7 @@ def inner_step(strategy: Any, part: Part, optimizer: Optimizer, *, lr: float | N
             total += float(loss.item())
     with strategy.recorder.span("optimizer"):
         zero_unused(strategy.weights)
-        strategy.precision.update(optimizer, lambda: squares_of(p.grad for p in strategy.weights), lr=lr, clip=clip)
+        strategy.precision.update(
+            optimizer, lambda: squares_of(p.grad for p in strategy.weights), lr=lr, clip=clip
+        )
     return total

@@ -1,4 +1,5 @@
-"""What local steps meet with: the outer optimizer, and the parts of the weights that travel by themselves."""
+"""What local steps meet with: the outer optimizer, and the parts of the weights that travel by
+themselves."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -31,11 +32,12 @@ OUTERS = {"sgd": Outer(1.0), "nesterov": Outer(0.7, 0.9, nesterov=True)}
 """Outer optimizers by name, as published: local SGD's and DiLoCo's."""
 
 
-OF_OUTER = "outer "     # before the kind of a state array of the outer optimizer, as "outer momentum"
+OF_OUTER = "outer "  # before the kind of a state array of the outer optimizer, as "outer momentum"
 
 
 class FragmentStretch(NamedTuple):
-    """What of a fragment travels by itself: where it lies there, what a scheme knows of it, and under which number."""
+    """What of a fragment travels by itself: where it lies there, what a scheme knows of it, and
+    under which number."""
 
     where: slice
     run: GradientRun
@@ -62,36 +64,54 @@ class AllSums(Phased):
 
 
 class Fragment:
-    """A slice of the vector of all weights. The outer optimizer's tensor: it has data, a gradient and a name.
+    """A slice of the vector of all weights. The outer optimizer's tensor: it has data, a gradient
+    and a name.
 
-    Attributes: name; data: the common weights; grad: their outer gradient, while the outer step reads it.
-                own: this rank's weights; pending, room: the outer gradient on its way, and where it lies.
+    Attributes: name; data: the common weights; grad: their outer gradient, while the outer step
+    reads it.
+                own: this rank's weights; pending, room: the outer gradient on its way, and where it
+                lies.
                 stretches: at most 4 MiB each: one is encoded while the one before is on the link.
     """
 
-    def __init__(self, number: int, own: Array, common: Array, stretches: Sequence[FragmentStretch]) -> None:
-        self.name, self.own, self.data, self.stretches = f"fragment {number}", own, common, stretches
+    def __init__(
+        self, number: int, own: Array, common: Array, stretches: Sequence[FragmentStretch]
+    ) -> None:
+        self.name, self.own, self.data, self.stretches = (
+            f"fragment {number}",
+            own,
+            common,
+            stretches,
+        )
         self.grad: Array | None = None
         self.pending: AllSums | None = None
         self.room: Array | None = None
 
 
-def cut_fragments(count: int, own: Array, common: Array, weights: Sequence[Parameter], group: Group) -> list[Fragment]:
-    """The vectors of all weights, a rank's own and the common ones, in `count` slices, equal to one element."""
+def cut_fragments(
+    count: int, own: Array, common: Array, weights: Sequence[Parameter], group: Group
+) -> list[Fragment]:
+    """The vectors of all weights, a rank's own and the common ones, in `count` slices, equal to one
+    element."""
     fragments, first = list[Fragment](), 0
     for number, (start, stop) in enumerate(pairwise(bounds(len(own), count))):
         cuts = max(1, -(-(stop - start) * own.itemsize // STRETCH_BYTES))
         stretches = list[FragmentStretch]()
         for low, high in pairwise(bounds(stop - start, cuts)):
-            run = GradientRun(tuple(_spans(weights, start + low, start + high)), group, "all_reduce")
+            run = GradientRun(
+                tuple(_spans(weights, start + low, start + high)), group, "all_reduce"
+            )
             stretches.append(FragmentStretch(slice(low, high), run, first + len(stretches)))
         fragments.append(Fragment(number, own[start:stop], common[start:stop], stretches))
         first += cuts
     return fragments
 
 
-def _spans(weights: Sequence[Parameter], start: int, stop: int) -> Iterator[tuple[Parameter, range]]:
-    """The parameters that lie in [start, stop) of the vector of all, each with its elements there."""
+def _spans(
+    weights: Sequence[Parameter], start: int, stop: int
+) -> Iterator[tuple[Parameter, range]]:
+    """The parameters that lie in [start, stop) of the vector of all, each with its elements
+    there."""
     first = 0
     for parameter in weights:
         inside = range(max(start - first, 0), min(stop - first, parameter.size))

@@ -1,17 +1,20 @@
 """predict: each rank sends what its gradient differs from a prediction, or nothing.
 
-Sender and receiver keep the same prediction of what comes next: a moving average of what was sent before. Rank r's
-prediction is p_r; the owner of a chunk keeps s, the sum of all ranks' p_r of its chunk. So no prediction ever travels:
+Sender and receiver keep the same prediction of what comes next: a moving average of what was sent
+before. Rank r's prediction is p_r; the owner of a chunk keeps s, the sum of all ranks' p_r of its
+chunk. So no prediction ever travels:
 
     phase 1   rank r sends c = C(g_r - p_r) for each chunk, and p_r += rate × c
               the owner has the sum s + Σ c, and s += rate × Σ c
-    phase 2   the same again: the owner sends how the sum differs from q, the average of the sums before, which all have
+    phase 2   the same again: the owner sends how the sum differs from q, the average of the sums
+              before, which all have
 
-Where the difference of a chunk is at most `tolerance` times as long as what it would complete, a payload says "as
-predicted" in one byte. What C or silence loses is kept (error feedback).
+Where the difference of a chunk is at most `tolerance` times as long as what it would complete, a
+payload says "as predicted" in one byte. What C or silence loses is kept (error feedback).
 
-It pays as far as a gradient resembles those before it. The gradients of small batches are mostly noise, which
-cannot be predicted: then differences are as long as gradients, and the bytes those of the codec alone.
+It pays as far as a gradient resembles those before it. The gradients of small batches are mostly
+noise, which cannot be predicted: then differences are as long as gradients, and the bytes those of
+the codec alone.
 
     codec=4bit       C: 8bit, 4bit (quantise.py) or sign
     rate=0.1         of the moving averages; 0 predicts zero
@@ -39,7 +42,7 @@ from minidist.parallel.compress.two_phase import WORKER, Codec, RandomStream, Tw
 from minidist.parallel.step.scheme import GradientRun
 
 CODECS = ("8bit", "4bit", "sign")
-SILENCE = b"\0"         # the whole payload of a chunk that is as predicted; another begins with 1
+SILENCE = b"\0"  # the whole payload of a chunk that is as predicted; another begins with 1
 
 
 class OrNothing(Codec):
@@ -50,7 +53,9 @@ class OrNothing(Codec):
 
     def encode(self, values: Array, draw: RandomStream) -> Array:
         xp = array_module(values)
-        return xp.concatenate([xp.ones(min(1, len(values)), np.uint8), self.inner.encode(values, draw)])
+        return xp.concatenate(
+            [xp.ones(min(1, len(values)), np.uint8), self.inner.encode(values, draw)]
+        )
 
     def decode(self, payload: Array, count: int, kind: np.dtype) -> Array:
         if len(payload) <= 1:
@@ -72,15 +77,17 @@ class Predict(TwoPhase):
     def __init__(self, inner: Codec, *, rate: float, tolerance: float) -> None:
         super().__init__("predict", OrNothing(inner), feedback=True)
         if not (0 <= rate < 1 and 0 <= tolerance < 1):
-            raise ConfigError(f"compress predict: rate={rate:g}, tolerance={tolerance:g}; choose both from 0 "
-                              f"to below 1")
+            raise ConfigError(
+                f"compress predict: rate={rate:g}, tolerance={tolerance:g}; choose both from 0 "
+                f"to below 1"
+            )
         self.rate, self.tolerance = rate, tolerance
 
     def attach(self, runs: Sequence[GradientRun]) -> None:
         super().attach(runs)
         for index, run in enumerate(runs):
             if run.group.size > 1:
-                start, stop = bounds(run.size, run.group.size)[run.group.rank:run.group.rank + 2]
+                start, stop = bounds(run.size, run.group.size)[run.group.rank : run.group.rank + 2]
                 self.private[f"p.{index}"] = zeros_for(run, run.size)
                 self.private[f"s.{index}"] = zeros_for(run, stop - start)
                 if run.verb == "all_reduce":
@@ -88,19 +95,25 @@ class Predict(TwoPhase):
 
     def encode(self, kind: str, index: int, values: Array, number: int, first: int) -> Array:
         start = bounds(self.runs[index].size, self.runs[index].group.size)[number]
-        kept = self.errors[kind, index][first:first + len(values)]
-        predicted = self.private[f"{'p' if kind == WORKER else 'q'}.{index}"][start:start + len(values)]
+        kept = self.errors[kind, index][first : first + len(values)]
+        predicted = self.private[f"{'p' if kind == WORKER else 'q'}.{index}"][
+            start : start + len(values)
+        ]
         with np.errstate(over="ignore", invalid="ignore"):
             kept += values
             length = float(kept @ kept)
             kept -= predicted
-            if len(kept) and math.isfinite(length) and float(kept @ kept) <= self.tolerance ** 2 * length:
+            if (
+                len(kept)
+                and math.isfinite(length)
+                and float(kept @ kept) <= self.tolerance**2 * length
+            ):
                 return array_module(values).zeros(1, np.uint8)
             payload = self.codec.encode(kept, self.draw(kind, index, number))
             sent = self.codec.decode(payload, len(kept), kept.dtype)
             kept -= sent
         if kind == WORKER:
-            self._learn(predicted, sent)            # q learns when the sum is there, on all ranks
+            self._learn(predicted, sent)  # q learns when the sum is there, on all ranks
         kept[~array_module(kept).isfinite(kept)] = 0
         return payload
 
@@ -115,7 +128,7 @@ class Predict(TwoPhase):
         return total
 
     def restore(self, index: int, first: int, sent: Array) -> Array:
-        predicted = self.private[f"q.{index}"][first:first + len(sent)]
+        predicted = self.private[f"q.{index}"][first : first + len(sent)]
         total = predicted + sent
         self._learn(predicted, sent)
         return total
@@ -133,5 +146,9 @@ def make(name: str, *, codec: str = "4bit", rate: float = 0.1, tolerance: float 
     """The scheme."""
     if codec not in CODECS:
         raise ConfigError(f"compress predict: codec={codec!r}; choose one of {', '.join(CODECS)}")
-    inner = Sign() if codec == "sign" else Quantiser(BITS[codec], block=KERNEL_BLOCK, book="linear", rounding="nearest")
+    inner = (
+        Sign()
+        if codec == "sign"
+        else Quantiser(BITS[codec], block=KERNEL_BLOCK, book="linear", rounding="nearest")
+    )
     return Predict(inner, rate=rate, tolerance=tolerance)

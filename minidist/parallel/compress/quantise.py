@@ -1,24 +1,30 @@
-"""8bit and 4bit: each number becomes the index of the nearest entry of a small code book, times a scale of its block.
+"""8bit and 4bit: each number becomes the index of the nearest entry of a small code book, times a
+scale of its block.
 
-A block's scale is its largest |number|, so one large gradient makes its block coarse, and no other. Two code books:
+A block's scale is its largest |number|, so one large gradient makes its block coarse, and no other.
+Two code books:
 
-    linear     -127 … 127 (4 bits: -7 … 7) over 127 (7): equal distances, so the error is at most 1/254 (1/14) scale
-    dynamic    seven decades (4 bits: three), each with twice as many entries as the one below: the error is up to 1/94
-               (1/6) scale at the top, but a number a hundred times smaller still has 16 entries to choose from
+    linear     -127 … 127 (4 bits: -7 … 7) over 127 (7): equal distances, so the error is at most
+               1/254 (1/14) scale
+    dynamic    seven decades (4 bits: three), each with twice as many entries as the one below: the
+               error is up to 1/94 (1/6) scale at the top, but a number a hundred times smaller
+               still has 16 entries to choose from
 
-and two roundings. To the nearest the error is smallest, but always the same for the same number: what is lost must be
-fed back. Stochastic rounding takes one of the two neighbours, the nearer one more often, so that the mean is the
-number itself: errors cancel over ranks and steps, and no residual is needed. Its random numbers are a hash of scheme,
-bucket, rank and step (device/backend.py), so a second run rounds the same way.
+and two roundings. To the nearest the error is smallest, but always the same for the same number:
+what is lost must be fed back. Stochastic rounding takes one of the two neighbours, the nearer one
+more often, so that the mean is the number itself: errors cancel over ranks and steps, and no
+residual is needed. Its random numbers are a hash of scheme, bucket, rank and step
+(device/backend.py), so a second run rounds the same way.
 
-Bytes of m numbers in blocks of k: 4 ceil(m/k) for the scales, then m codes (8 bits) or ceil(m/2) bytes of two codes.
-At k = 128: 1.03 and 0.53 bytes a number, of float32's 4.
+Bytes of m numbers in blocks of k: 4 ceil(m/k) for the scales, then m codes (8 bits) or ceil(m/2)
+bytes of two codes. At k = 128: 1.03 and 0.53 bytes a number, of float32's 4.
 State: with feedback residuals, n + n/P numbers a rank (ZeRO: n); else none.
 
 A block with infinity or NaN arrives as NaN, so that a loss scale sees the overflow on every rank.
 
-Source:  Alistarh et al. 2017, "QSGD" (stochastic); Dettmers 2016, "8-Bit Approximations for Parallelism in Deep
-         Learning" (dynamic trees); Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization" (blocks).
+Source:  Alistarh et al. 2017, "QSGD" (stochastic); Dettmers 2016, "8-Bit Approximations for
+         Parallelism in Deep Learning" (dynamic trees); Dettmers et al. 2022, "8-bit Optimizers via
+         Block-wise Quantization" (blocks).
 """
 
 from collections.abc import Iterator
@@ -32,17 +38,22 @@ from minidist.errors import ConfigError
 from minidist.parallel.compress.two_phase import Codec, RandomStream, TwoPhase
 
 BITS = {"8bit": 8, "4bit": 4}
-LARGEST = {8: 127, 4: 7}                # code of the linear book
+LARGEST = {8: 127, 4: 7}  # code of the linear book
 BOOKS, ROUNDINGS, FEEDBACK = ("linear", "dynamic"), ("nearest", "stochastic"), ("auto", "yes", "no")
-KERNEL_BLOCK = 128                      # of kernels/quantise.cu, whose bytes these are
-STRETCH = 1 << 16                       # numbers that the host codes at a time: these and their shares fit its cache
+KERNEL_BLOCK = 128  # of kernels/quantise.cu, whose bytes these are
+STRETCH = 1 << 16  # numbers that the host codes at a time: these and their shares fit its cache
 
 
 class Quantiser(Codec):
     """Codes of 8 or 4 bits. Args: as make."""
 
     def __init__(self, bits: int, *, block: int, book: str, rounding: str) -> None:
-        self.bits, self.block, self.book, self.stochastic = bits, block, book, rounding == "stochastic"
+        self.bits, self.block, self.book, self.stochastic = (
+            bits,
+            block,
+            book,
+            rounding == "stochastic",
+        )
 
     def encode(self, values: Array, draw: RandomStream) -> Array:
         """Scales, then codes."""
@@ -54,33 +65,41 @@ class Quantiser(Codec):
         scales, codes = payload[:size].view(np.float32), payload[size:]
         for start, stop in self._stretches(values):
             part = _blocks(values[start:stop], self.block)
-            scale = scales[start // self.block:][:len(part)]
+            scale = scales[start // self.block :][: len(part)]
             self._scale(part, scale)
-            found = self._codes(part, scale, draw._replace(first=draw.first + start)).reshape(-1)[:stop - start]
+            found = self._codes(part, scale, draw._replace(first=draw.first + start)).reshape(-1)[
+                : stop - start
+            ]
             if self.bits == 8:
                 codes[start:stop] = found
             else:
-                codes[start // 2:(stop + 1) // 2] = _packed(found)
+                codes[start // 2 : (stop + 1) // 2] = _packed(found)
         return payload
 
     def decode(self, payload: Array, count: int, kind: np.dtype) -> Array:
         xp, size = array_module(payload), 4 * self._blocks_of(count)
         scales, codes = payload[:size].copy().view(np.float32), payload[size:]
         if self._by_kernel and kernel("quantise", scales) is not None:
-            numbers = launcher("restore_quantised")(codes.view(np.int8).copy(), scales, count, bits=self.bits)
+            numbers = launcher("restore_quantised")(
+                codes.view(np.int8).copy(), scales, count, bits=self.bits
+            )
             return numbers.astype(kind, copy=False)
         numbers = xp.empty(self._blocks_of(count) * self.block, kind)
         for start, stop in self._stretches(numbers):
             read = min(stop, count)
-            found = codes[start:read] if self.bits == 8 else _unpacked(codes[start // 2:(read + 1) // 2], read - start)
+            found = (
+                codes[start:read]
+                if self.bits == 8
+                else _unpacked(codes[start // 2 : (read + 1) // 2], read - start)
+            )
             if self.book == "linear":
                 numbers[start:read] = (found if self.bits == 8 else (found ^ 8) - 8).view(np.int8)
             else:
                 numbers[start:read] = xp.asarray(book_of(self.bits)).astype(kind)[found]
             numbers[read:stop] = 0
-            part, scale = numbers[start:stop].reshape(-1, self.block), scales[start // self.block:]
+            part, scale = numbers[start:stop].reshape(-1, self.block), scales[start // self.block :]
             with np.errstate(invalid="ignore", over="ignore"):
-                part *= scale[:len(part), None].astype(kind)
+                part *= scale[: len(part), None].astype(kind)
         return numbers[:count]
 
     def nbytes(self, count: int, kind: np.dtype) -> int:
@@ -94,13 +113,19 @@ class Quantiser(Codec):
         return self.book == "linear" and not self.stochastic and self.block == KERNEL_BLOCK
 
     def _stretches(self, values: Array) -> Iterator[tuple[int, int]]:
-        """Whole blocks that the processor's cache holds together, as (start, stop); on a GPU all at once."""
-        length = max(1, STRETCH // self.block) * self.block if isinstance(values, np.ndarray) else max(1, len(values))
+        """Whole blocks that the processor's cache holds together, as (start, stop); on a GPU all at
+        once."""
+        length = (
+            max(1, STRETCH // self.block) * self.block
+            if isinstance(values, np.ndarray)
+            else max(1, len(values))
+        )
         for start in range(0, len(values), length):
             yield start, min(start + length, len(values))
 
     def _scale(self, blocks: Array, into: Array) -> None:
-        """What a code's share of the book is multiplied by; of a block with infinity or NaN that."""
+        """What a code's share of the book is multiplied by; of a block with infinity or NaN
+        that."""
         with np.errstate(over="ignore", invalid="ignore"):
             into[...] = _largest(blocks)
             into /= np.float32(LARGEST[self.bits] if self.book == "linear" else 1)
@@ -129,7 +154,8 @@ class Quantiser(Codec):
         return shares.astype(np.int8).view(np.uint8)
 
     def _dynamic(self, shares: Array, drawn: Array | None) -> Array:
-        """Indices into the book. A share is rounded to float16 first, whose 65,536 numbers have a table of indices."""
+        """Indices into the book. A share is rounded to float16 first, whose 65,536 numbers have a
+        table of indices."""
         xp = array_module(shares)
         half = narrow(shares.astype(np.float32, copy=False), np.dtype(np.float16)).view(np.uint16)
         if drawn is None:
@@ -139,35 +165,56 @@ class Quantiser(Codec):
         return (below + (drawn * (book[below + 1] - book[below]) < distance)).astype(np.uint8)
 
 
-def make(name: str, *, block: int = KERNEL_BLOCK, book: str = "linear", rounding: str = "nearest",
-         feedback: str = "auto", seed: int = 0) -> TwoPhase:
+def make(
+    name: str,
+    *,
+    block: int = KERNEL_BLOCK,
+    book: str = "linear",
+    rounding: str = "nearest",
+    feedback: str = "auto",
+    seed: int = 0,
+) -> TwoPhase:
     """The scheme.
 
     Args:    block: numbers of one scale; book: one of BOOKS; rounding: one of ROUNDINGS.
-             feedback: keep what is lost; auto: with rounding to the nearest. seed: of stochastic rounding.
+             feedback: keep what is lost; auto: with rounding to the nearest. seed: of stochastic
+             rounding.
     Raises:  ConfigError for another value.
     """
-    for option, value, choices in (("book", book, BOOKS), ("rounding", rounding, ROUNDINGS),
-                                   ("feedback", feedback, FEEDBACK)):
+    for option, value, choices in (
+        ("book", book, BOOKS),
+        ("rounding", rounding, ROUNDINGS),
+        ("feedback", feedback, FEEDBACK),
+    ):
         if value not in choices:
-            raise ConfigError(f"compress {name}: {option}={value!r}; choose one of {', '.join(choices)}")
+            raise ConfigError(
+                f"compress {name}: {option}={value!r}; choose one of {', '.join(choices)}"
+            )
     if not 2 <= block <= 1 << 20 or block % 2:
-        raise ConfigError(f"compress {name}: block={block}; a scale is for an even number from 2 to {1 << 20}")
+        raise ConfigError(
+            f"compress {name}: block={block}; a scale is for an even number from 2 to {1 << 20}"
+        )
     codec = Quantiser(BITS[name], block=block, book=book, rounding=rounding)
-    return TwoPhase(name, codec, feedback=rounding == "nearest" if feedback == "auto" else feedback == "yes", seed=seed)
+    return TwoPhase(
+        name,
+        codec,
+        feedback=rounding == "nearest" if feedback == "auto" else feedback == "yes",
+        seed=seed,
+    )
 
 
 @cache
 def book_of(bits: int) -> np.ndarray:
     """The dynamic code book: 2^bits numbers from -1 to 1, rising, float32.
 
-    Decade i of d = bits - 1 (from 10^-i down to a tenth of it) has 2^(d-1-i) numbers of each sign, in the middles of
-    equal parts. Beside them stand 0 and 1; the lowest is -1, so that every number lies between two of them.
+    Decade i of d = bits - 1 (from 10^-i down to a tenth of it) has 2^(d-1-i) numbers of each sign,
+    in the middles of equal parts. Beside them stand 0 and 1; the lowest is -1, so that every number
+    lies between two of them.
     """
     decades, numbers = bits - 1, [0.0, 1.0]
     for decade in range(decades):
         edges = np.linspace(0.1, 1, 2 ** (decades - 1 - decade) + 1)
-        middles = 10.0 ** -decade * (edges[:-1] + edges[1:]) / 2
+        middles = 10.0**-decade * (edges[:-1] + edges[1:]) / 2
         numbers += [*middles, *-middles]
     book = np.sort(np.array(numbers, np.float32))
     book[0] = -1
@@ -190,9 +237,12 @@ def _nearest(bits: int) -> np.ndarray:
 
 @cache
 def _below(bits: int) -> np.ndarray:
-    """Of each float16, the index of the last number of the book that is not above it, but for the highest."""
+    """Of each float16, the index of the last number of the book that is not above it, but for the
+    highest."""
     book = book_of(bits)
-    return np.clip(np.searchsorted(book, _halves(), side="right") - 1, 0, len(book) - 2).astype(np.uint8)
+    return np.clip(np.searchsorted(book, _halves(), side="right") - 1, 0, len(book) - 2).astype(
+        np.uint8
+    )
 
 
 def _blocks(values: Array, block: int) -> Array:
@@ -204,8 +254,8 @@ def _blocks(values: Array, block: int) -> Array:
 
 
 def _largest(blocks: Array) -> Array:
-    """max |number| of each block; NaN if it holds one. Compared as integers, whose order is that of positive floats:
-    NumPy is three times as fast with them along short rows."""
+    """max |number| of each block; NaN if it holds one. Compared as integers, whose order is that of
+    positive floats: NumPy is three times as fast with them along short rows."""
     xp, kind = array_module(blocks), blocks.dtype
     return xp.abs(blocks).view(f"i{kind.itemsize}").max(axis=1).view(kind)
 
@@ -220,7 +270,8 @@ def _packed(codes: Array) -> Array:
 
 
 def _unpacked(pairs: Array, count: int) -> Array:
-    """The codes, 0 … 15. As _packed it has whole arrays of two bytes: a step of two through bytes is slower."""
+    """The codes, 0 … 15. As _packed it has whole arrays of two bytes: a step of two through bytes
+    is slower."""
     wide = pairs.astype("<u2")
     codes: Array = ((wide | (wide << 4)) & 0x0F0F).view(np.uint8)[:count]
     return codes

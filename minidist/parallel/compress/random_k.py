@@ -1,12 +1,13 @@
 """random-k: every rank sends the numbers at the same random positions, so no position travels.
 
-The positions come from a counter-based generator, the same on all ranks and new in every step: one in each of k strata
-of neighbours. So the values are summed by an ordinary all-reduce, and the bytes of a rank do not grow with P.
+The positions come from a counter-based generator, the same on all ranks and new in every step: one
+in each of k strata of neighbours. So the values are summed by an ordinary all-reduce, and the bytes
+of a rank do not grow with P.
 
     density=0.01   the part that travels; at least one number a chunk
     feedback=yes   what was not sent is kept as the worker error: n numbers a rank
-    feedback=no    nothing is kept, and each number is multiplied by the size of its stratum, so that the sum is right
-                   on average (unbiased), but n/k times as noisy
+    feedback=no    nothing is kept, and each number is multiplied by the size of its stratum, so
+                   that the sum is right on average (unbiased), but n/k times as noisy
     seed=0         of the positions
 
 Cost, ranks together, k = max(density × n, min(P, n)) numbers of s bytes:
@@ -39,7 +40,9 @@ class RandomK(Scheme):
     def __init__(self, density: float, *, feedback: bool = True, seed: int = 0) -> None:
         super().__init__()
         if not 0 < density <= 1:
-            raise ConfigError(f"compress random-k: density={density:g}; choose it above 0 and up to 1")
+            raise ConfigError(
+                f"compress random-k: density={density:g}; choose it above 0 and up to 1"
+            )
         self.density, self.feedback, self.seed = density, feedback, seed
 
     def attach(self, runs: Sequence[GradientRun]) -> None:
@@ -65,7 +68,7 @@ class RandomK(Scheme):
         if group.size == 1:
             return Alone(bucket, out)
         positions, values = self.take(index, bucket)
-        start, stop = bounds(len(values), group.size)[group.rank:group.rank + 2]
+        start, stop = bounds(len(values), group.size)[group.rank : group.rank + 2]
         mine = positions[start:stop] - bounds(len(bucket), group.size)[group.rank]
         call = group.start_reduce_scatter(values, out=values[start:stop], algorithm="ring")
         return Then(call, partial(_spread, out, mine))
@@ -74,8 +77,9 @@ class RandomK(Scheme):
         """(positions, values) that travel; the rest stays."""
         run, total = self.runs[index], self.errors.get((WORKER, index))
         stream = f"{run.spans[0][0].name}/random-k/{self.counters['steps']}"
-        host, lengths = selection.drawn(len(bucket), self.count(len(bucket), run.group.size), run.group.size, stream,
-                                        self.seed)
+        host, lengths = selection.drawn(
+            len(bucket), self.count(len(bucket), run.group.size), run.group.size, stream, self.seed
+        )
         positions, added = beside(host, bucket), widen(bucket)
         with np.errstate(over="ignore", invalid="ignore"):
             if total is None:
@@ -85,7 +89,7 @@ class RandomK(Scheme):
                 added, values = total, total[positions]
                 total[positions] = 0
             overflowed = not math.isfinite(float(added.sum()))
-        if overflowed:          # perhaps at no drawn position: all ranks must see it, and skip the step
+        if overflowed:  # perhaps at no drawn position: all ranks must see it, and skip the step
             values[:] = np.nan
             if total is not None:
                 total[~array_module(total).isfinite(total)] = 0

@@ -1,18 +1,20 @@
 """sign: one bit a number, and a scale for each block of numbers.
 
-A number travels as its sign; all of a block get the block's mean size. That is far from the gradient in a single step,
-but what is lost is kept, and added to the next step's (error feedback).
+A number travels as its sign; all of a block get the block's mean size. That is far from the
+gradient in a single step, but what is lost is kept, and added to the next step's (error feedback).
 
     block=4096     numbers that share a scale; 0: the whole chunk, as in the papers
-    majority=no    sums the ranks' numbers, each ± the scale of its block; errors of both phases are kept:
-                   n + n/P numbers a rank
-    majority=yes   the ranks vote: the sum gets the sign of most ranks, and as its size the sum of the ranks' scales.
-                   Nothing is kept (signSGD with majority vote has no error feedback)
+    majority=no    sums the ranks' numbers, each ± the scale of its block; errors of both phases are
+                   kept: n + n/P numbers a rank
+    majority=yes   the ranks vote: the sum gets the sign of most ranks, and as its size the sum of
+                   the ranks' scales. Nothing is kept (signSGD with majority vote has no error
+                   feedback)
 
 Cost: as two_phase.py's, with b(m) = 4 ceil(m / block) + ceil(m / 8) bytes for a chunk of m numbers.
 
 notes:   N3 §3.2
-Source:  Bernstein et al. 2018, "signSGD" (majority); Karimireddy et al. 2019 (scale and error feedback).
+Source:  Bernstein et al. 2018, "signSGD" (majority); Karimireddy et al. 2019 (scale and error
+         feedback).
 """
 
 from collections.abc import Sequence
@@ -28,31 +30,44 @@ BLOCK = 4096
 
 
 class Sign(Codec):
-    """A bit a number and a float32 scale a block. Args: block: numbers that share a scale; 0: all of them."""
+    """A bit a number and a float32 scale a block. Args: block: numbers that share a scale; 0: all
+    of them."""
 
     def __init__(self, block: int = BLOCK) -> None:
         if block < 0 or block % 8:
-            raise ConfigError(f"compress sign: block={block} numbers share a scale; choose a multiple of 8, or 0 for "
-                              f"all")
+            raise ConfigError(
+                f"compress sign: block={block} numbers share a scale; choose a multiple of 8, or "
+                "0 for all"
+            )
         self.block = block
 
     def encode(self, values: Array, draw: RandomStream) -> Array:
         xp, (block, blocks) = array_module(values), self._shape(len(values))
-        scales, size, inside = xp.empty(blocks, np.float32), xp.abs(values), len(values) // block * block
+        scales, size, inside = (
+            xp.empty(blocks, np.float32),
+            xp.abs(values),
+            len(values) // block * block,
+        )
         with np.errstate(over="ignore", invalid="ignore"):
-            scales[:inside // block] = size[:inside].reshape(-1, block).mean(axis=1)
+            scales[: inside // block] = size[:inside].reshape(-1, block).mean(axis=1)
             if inside < len(values):
                 scales[-1] = size[inside:].mean()
         return xp.concatenate([scales.view(np.uint8), xp.packbits(values >= 0)])
 
     def decode(self, payload: Array, count: int, kind: np.dtype) -> Array:
         xp, (block, blocks) = array_module(payload), self._shape(count)
-        scales, inside = payload[:4 * blocks].copy().view(np.float32).astype(kind), count // block * block
-        values = xp.take(xp.asarray(_signs(kind)), payload[4 * blocks:], axis=0).reshape(-1)[:count]
+        scales, inside = (
+            payload[: 4 * blocks].copy().view(np.float32).astype(kind),
+            count // block * block,
+        )
+        values = xp.take(xp.asarray(_signs(kind)), payload[4 * blocks :], axis=0).reshape(-1)[
+            :count
+        ]
         with np.errstate(invalid="ignore"):
             rows = values[:inside].reshape(-1, block)
-            rows *= scales[:inside // block, None]
-            values[inside:] *= scales[inside // block:]         # the last block has fewer numbers, or there is none
+            rows *= scales[: inside // block, None]
+            # the last block has fewer numbers, or there is none
+            values[inside:] *= scales[inside // block :]
         return values
 
     def nbytes(self, count: int, kind: np.dtype) -> int:
@@ -66,7 +81,8 @@ class Sign(Codec):
 
 @cache
 def _signs(kind: np.dtype) -> np.ndarray:
-    """The eight numbers ±1 of each byte, (256, 8): to look them up takes less than half of unpacking bits."""
+    """The eight numbers ±1 of each byte, (256, 8): to look them up takes less than half of
+    unpacking bits."""
     return np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(kind) * 2 - 1
 
 

@@ -1,26 +1,32 @@
 """top-k and threshold: only large numbers travel, as pairs of position and value; the others wait.
 
-Of a gradient few numbers carry most of the length. Each rank chooses its own, from the sum of this gradient and of what
-it has not sent before; so a small number that always points the same way travels some steps later. The sum over the
-ranks is exact for what was chosen.
+Of a gradient few numbers carry most of the length. Each rank chooses its own, from the sum of this
+gradient and of what it has not sent before; so a small number that always points the same way
+travels some steps later. The sum over the ranks is exact for what was chosen.
 
     top-k       density=0.01      the largest n × density numbers of a bucket, at least one
-    threshold   value=1e-3        all with |number| >= value (times the loss scale), at most half of the bucket
+    threshold   value=1e-3        all with |number| >= value (times the loss scale), at most half of
+                                  the bucket
     both        feedback=yes      what was not sent is kept as the worker error: n numbers a rank
-                momentum=0        momentum correction: u = momentum u + g, and u is added up instead of g: n numbers
-                                  more. The optimizer must then be SGD without momentum
-                masking=yes       where a number was sent its momentum begins again at 0, or it would push the weight
-                                  on in a direction that is old by now
-                warmup=0          over so many steps the density falls from 1/4 to its value, in equal ratios (top-k)
+                momentum=0        momentum correction: u = momentum u + g, and u is added up instead
+                                  of g: n numbers more. The optimizer must then be SGD without
+                                  momentum
+                masking=yes       where a number was sent its momentum begins again at 0, or it
+                                  would push the weight on in a direction that is old by now
+                warmup=0          over so many steps the density falls from 1/4 to its value, in
+                                  equal ratios (top-k)
 
 Momentum correction, masking and warm-up are those of Deep Gradient Compression.
 
-Cost, ranks together, k pairs a rank, s bytes a number (4, float64 8); a payload begins with its count, 4 bytes:
+Cost, ranks together, k pairs a rank, s bytes a number (4, float64 8); a payload begins with its
+count, 4 bytes:
 
     all-reduce      an all-gather of the pairs     (P-1) × sum over ranks of (4 + (4+s) k)
-    reduce-scatter  each pair goes to the owner    sum over ranks r of 4(P-1) + (4+s) × (pairs of r outside its chunk)
+    reduce-scatter  each pair goes to the owner    sum over ranks r of 4(P-1) + (4+s) × (pairs of r
+                                                   outside its chunk)
 
-The bytes of an all-reduce grow with P², so top-k pays while k is below about n/P of the bucket's n numbers.
+The bytes of an all-reduce grow with P², so top-k pays while k is below about n/P of the bucket's n
+numbers.
 
 notes:   N2 §11.2
 Source:  Aji & Heafield 2017; Strom 2015 (threshold); Lin et al. 2018, "Deep Gradient Compression".
@@ -41,28 +47,38 @@ from minidist.parallel.compress import selection
 from minidist.parallel.compress.two_phase import WORKER, Alone, Then, widened, zeros_for
 from minidist.parallel.step.scheme import GradientRun, Scheme
 
-FIRST_DENSITY = 0.25    # where a warm-up begins
+FIRST_DENSITY = 0.25  # where a warm-up begins
 
 
 def pack(positions: Array, values: Array) -> Array:
     """The payload of pairs: how many (uint32), the values, the positions (uint32)."""
     xp = array_module(values)
     count = beside(np.array([len(values)], np.uint32), values)
-    return xp.concatenate([count.view(np.uint8), xp.ascontiguousarray(values).view(np.uint8),
-                           positions.astype(np.uint32).view(np.uint8)])
+    return xp.concatenate(
+        [
+            count.view(np.uint8),
+            xp.ascontiguousarray(values).view(np.uint8),
+            positions.astype(np.uint32).view(np.uint8),
+        ]
+    )
 
 
 def unpack(stream: Array, at: int, kind: np.dtype, size: int) -> tuple[Array, Array, int]:
-    """(positions, values, where the next payload begins) of the payload at byte `at`; positions are below `size`.
+    """(positions, values, where the next payload begins) of the payload at byte `at`; positions are
+    below `size`.
 
     Raises:  CommError for a payload that no rank packed.
     """
-    count = int(to_host(stream[at:at + 4]).view(np.uint32)[0])
+    count = int(to_host(stream[at : at + 4]).view(np.uint32)[0])
     middle = at + 4 + count * kind.itemsize
     stop = middle + count * 4
     if count > size or stop > len(stream):
-        raise CommError(f"a payload of {count} pairs for {size} numbers, {len(stream) - at} bytes; the ranks disagree")
-    return stream[middle:stop].view(np.uint32), stream[at + 4:middle].copy().view(kind), stop       # copied: aligned
+        raise CommError(
+            f"a payload of {count} pairs for {size} numbers, {len(stream) - at} bytes; the ranks "
+            "disagree"
+        )
+    # copied: aligned
+    return stream[middle:stop].view(np.uint32), stream[at + 4 : middle].copy().view(kind), stop
 
 
 def payload_bytes(count: int, kind: np.dtype) -> int:
@@ -79,7 +95,10 @@ class Sparse(Scheme, ABC):
     def __init__(self, *, feedback: bool, momentum: float = 0.0, masking: bool = True) -> None:
         super().__init__()
         if not 0 <= momentum < 1 or (momentum and not feedback):
-            raise ConfigError(f"compress: momentum={momentum:g}; choose it from 0 to below 1, and with feedback=yes")
+            raise ConfigError(
+                f"compress: momentum={momentum:g}; choose it from 0 to below 1, and with "
+                "feedback=yes"
+            )
         self.feedback, self.momentum, self.masking = feedback, momentum, masking
 
     def attach(self, runs: Sequence[GradientRun]) -> None:
@@ -109,12 +128,20 @@ class Sparse(Scheme, ABC):
             return Alone(bucket, out)
         positions, values = self.take(index, bucket)
         edges = bounds(len(bucket), group.size)
-        cuts = to_host(array_module(values).searchsorted(positions, beside(np.array(edges), values)))
-        payloads = [pack(positions[start:stop] - first, values[start:stop])
-                    for (start, stop), first in zip(pairwise(cuts), edges, strict=False)]
+        cuts = to_host(
+            array_module(values).searchsorted(positions, beside(np.array(edges), values))
+        )
+        payloads = [
+            pack(positions[start:stop] - first, values[start:stop])
+            for (start, stop), first in zip(pairwise(cuts), edges, strict=False)
+        ]
         call = group.start_all_to_all(payloads, algorithm="pairwise")
-        return Then(call, lambda parts: self._sum(out, widened(bucket.dtype), group.size,
-                                                  array_module(values).concatenate(parts)))
+        return Then(
+            call,
+            lambda parts: self._sum(
+                out, widened(bucket.dtype), group.size, array_module(values).concatenate(parts)
+            ),
+        )
 
     def take(self, index: int, bucket: Array) -> tuple[Array, Array]:
         """(positions, values) that travel; the rest stays."""
@@ -151,28 +178,38 @@ class Sparse(Scheme, ABC):
         for _ in range(ranks):
             positions, values, at = unpack(stream, at, kind, len(out))
             with np.errstate(over="ignore", invalid="ignore"):
-                total[positions] += values          # no position twice
+                total[positions] += values  # no position twice
         narrow(total, out.dtype, out)
         return out
 
 
 class TopK(Sparse):
-    """The largest numbers of each bucket. Args: density: the part that travels; warmup: steps; others as Sparse."""
+    """The largest numbers of each bucket. Args: density: the part that travels; warmup: steps;
+    others as Sparse."""
 
     name = "top-k"
 
-    def __init__(self, density: float, *, warmup: int = 0, feedback: bool = True, momentum: float = 0.0,
-                 masking: bool = True) -> None:
+    def __init__(
+        self,
+        density: float,
+        *,
+        warmup: int = 0,
+        feedback: bool = True,
+        momentum: float = 0.0,
+        masking: bool = True,
+    ) -> None:
         super().__init__(feedback=feedback, momentum=momentum, masking=masking)
         if not 0 < density <= 1 or warmup < 0:
-            raise ConfigError(f"compress top-k: density={density:g}, warmup={warmup}; choose a density above 0 and up "
-                              f"to 1, and a warmup from 0")
+            raise ConfigError(
+                f"compress top-k: density={density:g}, warmup={warmup}; choose a density above 0 "
+                "and up to 1, and a warmup from 0"
+            )
         self.density, self.warmup = density, warmup
 
     def present_density(self) -> float:
         """The density of this step."""
         done = min(1.0, (max(self.counters["steps"], 1) - 1) / self.warmup) if self.warmup else 1.0
-        return float(max(self.density, FIRST_DENSITY) ** (1 - done) * self.density ** done)
+        return float(max(self.density, FIRST_DENSITY) ** (1 - done) * self.density**done)
 
     def choose(self, index: int, values: Array) -> Array:
         return selection.largest(values, count_of(self.present_density(), len(values)))
@@ -181,7 +218,11 @@ class TopK(Sparse):
         if run.verb != "all_reduce" or self.warmup:
             return -1 if run.group.size > 1 else 0
         ranks = run.group.size
-        return ranks * (ranks - 1) * payload_bytes(count_of(self.density, run.size), widened(run.dtype))
+        return (
+            ranks
+            * (ranks - 1)
+            * payload_bytes(count_of(self.density, run.size), widened(run.dtype))
+        )
 
 
 class Threshold(Sparse):
@@ -189,10 +230,15 @@ class Threshold(Sparse):
 
     name = "threshold"
 
-    def __init__(self, value: float, *, feedback: bool = True, momentum: float = 0.0, masking: bool = True) -> None:
+    def __init__(
+        self, value: float, *, feedback: bool = True, momentum: float = 0.0, masking: bool = True
+    ) -> None:
         super().__init__(feedback=feedback, momentum=momentum, masking=masking)
         if not value >= 0:
-            raise ConfigError(f"compress threshold: value={value:g}; sizes are compared with it, so choose 0 or more")
+            raise ConfigError(
+                f"compress threshold: value={value:g}; sizes are compared with it, so choose 0 "
+                "or more"
+            )
         self.value = value
 
     def choose(self, index: int, values: Array) -> Array:
@@ -207,13 +253,26 @@ def count_of(density: float, size: int) -> int:
     return min(size, max(1, round(density * size)))
 
 
-def make_top_k(name: str, *, density: float = 0.01, feedback: bool = True, momentum: float = 0.0, masking: bool = True,
-               warmup: int = 0) -> TopK:
+def make_top_k(
+    name: str,
+    *,
+    density: float = 0.01,
+    feedback: bool = True,
+    momentum: float = 0.0,
+    masking: bool = True,
+    warmup: int = 0,
+) -> TopK:
     """The scheme top-k."""
     return TopK(density, warmup=warmup, feedback=feedback, momentum=momentum, masking=masking)
 
 
-def make_threshold(name: str, *, value: float = 1e-3, feedback: bool = True, momentum: float = 0.0,
-                   masking: bool = True) -> Threshold:
+def make_threshold(
+    name: str,
+    *,
+    value: float = 1e-3,
+    feedback: bool = True,
+    momentum: float = 0.0,
+    masking: bool = True,
+) -> Threshold:
     """The scheme threshold."""
     return Threshold(value, feedback=feedback, momentum=momentum, masking=masking)

@@ -1,21 +1,24 @@
-"""The exchange that most schemes share: an all-reduce in two phases, of chunks that a codec has made into bytes.
+"""The exchange that most schemes share: an all-reduce in two phases, of chunks that a codec has
+made into bytes.
 
     P=3      bucket = chunks c0 | c1 | c2, cut as numpy.array_split does
-    phase 1  every rank encodes its three chunks, and sends the bytes of chunk d to rank d      all_to_all
-             rank d decodes three times chunk d, and adds them in rank order
-    phase 2  rank d encodes the sum of chunk d once, and sends it to all                        all_gather
-             every rank decodes the same bytes, so the sum has the same bits on every rank
+    phase 1  every rank encodes its three chunks, and sends the bytes of chunk d to rank d
+             all_to_all rank d decodes three times chunk d, and adds them in rank order
+    phase 2  rank d encodes the sum of chunk d once, and sends it to all
+             all_gather every rank decodes the same bytes, so the sum has the same bits on every
+             rank
 
-A reduce-scatter is phase 1 alone. With error feedback what the codec loses is added to the next step's: each rank keeps
-what it lost in phase 1 (the *worker* error, n numbers), and of its chunk what it lost in phase 2 (the *server* error).
+A reduce-scatter is phase 1 alone. With error feedback what the codec loses is added to the next
+step's: each rank keeps what it lost in phase 1 (the *worker* error, n numbers), and of its chunk
+what it lost in phase 2 (the *server* error).
 
 Cost, ranks together, b(m) the bytes of m encoded numbers, m_d the size of chunk d:
 
     phase 1      (P-1) × sum of b(m_d)      P(P-1) messages
     phase 2      (P-1) × sum of b(m_d)      P(P-1) messages
 
-Phase 2 of a bucket sets out when the next bucket of its group does, or in wait(): never by the clock, because all ranks
-must make the calls of a group in the same order.
+Phase 2 of a bucket sets out when the next bucket of its group does, or in wait(): never by the
+clock, because all ranks must make the calls of a group in the same order.
 
 Source:  Tang et al. 2021, "1-bit Adam", figure 3.
 """
@@ -34,15 +37,16 @@ from minidist.device import account
 from minidist.device.backend import Array, array_module, narrow, widen
 from minidist.parallel.step.scheme import GradientRun, Scheme
 
-WORKER, SERVER = "worker", "server"     # which error
+WORKER, SERVER = "worker", "server"  # which error
 
 
 class RandomStream(NamedTuple):
-    """Where random numbers come from: a stream for each rank, bucket, phase and step, and a position in it."""
+    """Where random numbers come from: a stream for each rank, bucket, phase and step, and a
+    position in it."""
 
     stream: str
     seed: int
-    first: int          # the position of the first of the numbers to encode
+    first: int  # the position of the first of the numbers to encode
 
 
 class Codec(ABC):
@@ -80,7 +84,7 @@ class Chained(Scheme):
 
     def __init__(self) -> None:
         super().__init__()
-        self._previous: dict[int, Phased] = {}          # by group: the last exchange that set out
+        self._previous: dict[int, Phased] = {}  # by group: the last exchange that set out
 
     @abstractmethod
     def exchange(self, index: int, bucket: Array, out: Array | None) -> Phased:
@@ -120,7 +124,7 @@ class TwoPhase(Chained):
                 continue
             self.errors[WORKER, index] = zeros_for(run, run.size)
             if run.verb == "all_reduce":
-                start, stop = bounds(run.size, run.group.size)[run.group.rank:run.group.rank + 2]
+                start, stop = bounds(run.size, run.group.size)[run.group.rank : run.group.rank + 2]
                 self.errors[SERVER, index] = zeros_for(run, stop - start)
 
     def start_all_reduce(self, index: int, bucket: Array) -> Pending:
@@ -130,8 +134,10 @@ class TwoPhase(Chained):
         return self.chain(index, bucket, out)
 
     def sent_bytes(self, run: GradientRun) -> int | None:
-        sizes = [self.codec.nbytes(stop - start, widened(run.dtype))
-                 for start, stop in pairwise(bounds(run.size, run.group.size))]
+        sizes = [
+            self.codec.nbytes(stop - start, widened(run.dtype))
+            for start, stop in pairwise(bounds(run.size, run.group.size))
+        ]
         phases = 2 if run.verb == "all_reduce" else 1
         return -1 if min(sizes) < 0 else phases * (run.group.size - 1) * sum(sizes)
 
@@ -147,16 +153,18 @@ class TwoPhase(Chained):
         return total
 
     def encode(self, kind: str, index: int, values: Array, number: int, first: int) -> Array:
-        """The bytes of a chunk, whose error is kept; `number`: which chunk; `first`: where it begins in the bucket."""
+        """The bytes of a chunk, whose error is kept; `number`: which chunk; `first`: where it
+        begins in the bucket."""
         error = self.errors.get((kind, index))
         if error is None:
             return self.codec.encode(values, self.draw(kind, index, number))
-        kept = error[first:first + len(values)]
+        kept = error[first : first + len(values)]
         kept += values
         payload = self.codec.encode(kept, self.draw(kind, index, number))
         with np.errstate(invalid="ignore"):
             kept -= self.codec.decode(payload, len(values), values.dtype)
-        kept[~array_module(kept).isfinite(kept)] = 0        # of an overflow nothing is kept: the step is skipped
+        # of an overflow nothing is kept: the step is skipped
+        kept[~array_module(kept).isfinite(kept)] = 0
         return payload
 
     def restore(self, index: int, first: int, chunk: Array) -> Array:
@@ -167,8 +175,11 @@ class TwoPhase(Chained):
         """The random numbers for a chunk of this step."""
         run, step = self.runs[index], self.counters["steps"]
         parameter, inside = run.spans[0]
-        begin = f"[{inside.start}]" if inside.start else ""         # a large parameter may lie in several buckets
-        return RandomStream(f"{parameter.name}{begin}/{kind}/{run.group.rank}/{number}/{step}", self.seed, 0)
+        # a large parameter may lie in several buckets
+        begin = f"[{inside.start}]" if inside.start else ""
+        return RandomStream(
+            f"{parameter.name}{begin}/{kind}/{run.group.rank}/{number}/{step}", self.seed, 0
+        )
 
 
 class _Exchange(Phased):
@@ -180,8 +191,10 @@ class _Exchange(Phased):
         self.edges = bounds(len(bucket), self.group.size)
         wide = widen(bucket)
         self.kind = wide.dtype
-        payloads = [scheme.encode(WORKER, index, chunk, number, self.edges[number])
-                    for number, chunk in enumerate(split(wide, self.group.size))]
+        payloads = [
+            scheme.encode(WORKER, index, chunk, number, self.edges[number])
+            for number, chunk in enumerate(split(wide, self.group.size))
+        ]
         self._first: Pending | None = self.group.start_all_to_all(payloads, algorithm="pairwise")
         self._second: Pending | None = None
         self._finished = False
@@ -190,7 +203,7 @@ class _Exchange(Phased):
         if self._first is None:
             return
         payloads, self._first = self._first.wait(), None
-        start, stop = self.edges[self.group.rank:self.group.rank + 2]
+        start, stop = self.edges[self.group.rank : self.group.rank + 2]
         total = self.scheme.add_up(self.index, payloads, stop - start, self.kind)
         if self.out is None:
             payload = self.scheme.encode(SERVER, self.index, total, self.group.rank, 0)
@@ -206,8 +219,11 @@ class _Exchange(Phased):
             stream, at = self._second.wait(), 0
             for start, stop in pairwise(self.edges):
                 size = self.codec.length(stream[at:], stop - start, self.kind)
-                chunk = self.scheme.restore(self.index, start, self.codec.decode(stream[at:at + size], stop - start,
-                                                                                 self.kind))
+                chunk = self.scheme.restore(
+                    self.index,
+                    start,
+                    self.codec.decode(stream[at : at + size], stop - start, self.kind),
+                )
                 narrow(chunk, self.bucket.dtype, self.bucket[start:stop])
                 at += size
         self._first, self._second, self._finished = None, None, True
@@ -222,7 +238,8 @@ class _Exchange(Phased):
 
 
 class Then(Pending):
-    """A call under way, and what follows it once: `finish(its result)` returns the result of wait()."""
+    """A call under way, and what follows it once: `finish(its result)` returns the result of
+    wait()."""
 
     def __init__(self, call: Pending, finish: Callable[[Any], Array]) -> None:
         self.call, self.finish = call, finish

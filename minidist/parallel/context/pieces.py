@@ -1,6 +1,8 @@
-"""Pieces of a divided sequence: which keys one rank needs of another under a pattern, and how they travel.
+"""Pieces of a divided sequence: which keys one rank needs of another under a pattern, and how they
+travel.
 
-Both follow from the pattern (nn/attention_pattern.py) and the zigzag (token_shard.py), which every rank knows.
+Both follow from the pattern (nn/attention_pattern.py) and the zigzag (token_shard.py), which every
+rank knows.
 """
 
 from collections.abc import Iterator
@@ -17,12 +19,15 @@ from minidist.device.backend import Array, array_module
 from minidist.nn.attention_pattern import pattern_blocks
 from minidist.parallel.context.token_shard import own_blocks, zigzag
 
-# --------------------------------------------------------------------------------------------- which rank needs what
+# ---------------------------------------------------------------------------- which rank needs what
+
 
 class NeededTokens(NamedTuple):
-    """What one rank needs of another's tokens: their places among the source's own ones, as runs, `total` in all.
+    """What one rank needs of another's tokens: their places among the source's own ones, as runs,
+    `total` in all.
 
-    tiles: (queries, keys, causal): slices of the rank's own tokens and of these; causal: they are the same tokens.
+    tiles: (queries, keys, causal): slices of the rank's own tokens and of these; causal: they are
+    the same tokens.
     """
 
     runs: tuple[slice, ...]
@@ -32,23 +37,36 @@ class NeededTokens(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def needed(pattern: str, length: int, rank: int, source: int, size: int) -> NeededTokens:
-    """What the queries of `rank` see of the keys of rank `source`, in a sequence of `length` tokens cut by `zigzag`.
+    """What the queries of `rank` see of the keys of rank `source`, in a sequence of `length` tokens
+    cut by `zigzag`.
 
     Of its own tokens a rank has all.
     """
     blocks, keys = pattern_blocks(pattern, length), zigzag(length, source, size)
-    seen = [(queries, first, blocks[first // SIDE, keys // SIDE] & (keys < first))   # from `first` on: own, or ahead
-            for queries, first in query_blocks(length, rank, size)]
+    # from `first` on: own, or ahead
+    seen = [
+        (queries, first, blocks[first // SIDE, keys // SIDE] & (keys < first))
+        for queries, first in query_blocks(length, rank, size)
+    ]
     here = source == rank
-    any_row = np.any([shown for *_, shown in seen], axis=0) if seen and not here else np.full(len(keys), here)
+    any_row = (
+        np.any([shown for *_, shown in seen], axis=0)
+        if seen and not here
+        else np.full(len(keys), here)
+    )
     tiles = [(queries, run, False) for queries, _, shown in seen for run in runs(shown[any_row])]
     if here:
-        tiles += [(queries, queries, True) for queries, first, _ in seen if blocks[first // SIDE, first // SIDE]]
+        tiles += [
+            (queries, queries, True)
+            for queries, first, _ in seen
+            if blocks[first // SIDE, first // SIDE]
+        ]
     return NeededTokens(tuple(runs(any_row)), int(any_row.sum()), tuple(tiles))
 
 
 def query_blocks(length: int, rank: int, size: int) -> list[tuple[slice, int]]:
-    """A rank's tokens, cut where the zigzag or the pattern cuts them: (own tokens, position of the first)."""
+    """A rank's tokens, cut where the zigzag or the pattern cuts them: (own tokens, position of the
+    first)."""
     found, positions = [], zigzag(length, rank, size)
     for _, own in own_blocks(length, rank, size):
         start = own.start
@@ -67,29 +85,38 @@ def runs(shown: np.ndarray) -> list[slice]:
 
 
 def tokens_sent(pattern: str, length: int, size: int) -> int:
-    """M of the cost above: tokens that ranks need of each other, once for each rank that needs one."""
-    return sum(needed(pattern, length, rank, source, size).total
-               for rank in range(size) for source in range(size) if source != rank)
+    """M of the cost above: tokens that ranks need of each other, once for each rank that needs
+    one."""
+    return sum(
+        needed(pattern, length, rank, source, size).total
+        for rank in range(size)
+        for source in range(size)
+        if source != rank
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- exchange
+# ----------------------------------------------------------------------------------------- exchange
 
-AHEAD = 2                   # pieces on their way while one is computed with: those of both neighbours
-UNSENT = 2 * AHEAD          # messages that may wait to leave before a hop starts: pieces, and gradients of pieces
+AHEAD = 2  # pieces on their way while one is computed with: those of both neighbours
+# messages that may wait to leave before a hop starts: pieces, and gradients of pieces
+UNSENT = 2 * AHEAD
 
 
 class PieceExchange:
-    """Pieces of the other ranks' keys and values come, hop by hop, and the gradients of pieces go home.
+    """Pieces of the other ranks' keys and values come, hop by hop, and the gradients of pieces go
+    home.
 
-    All ranks take the hops in one order and start a hop's messages at the same point of it. So the messages between two
-    ranks match, and no rank waits for a later hop of another.
+    All ranks take the hops in one order and start a hop's messages at the same point of it. So the
+    messages between two ranks match, and no rank waits for a later hop of another.
     """
 
     def __init__(self, group: Group, kv: Array, pattern: str, length: int) -> None:
         self.group, self.kv = group, kv
         self.needed = partial(needed, pattern, length, size=group.size)
         near = range(1, group.size // 2 + 1)
-        self.hops = list(dict.fromkeys(hop for distance in near for hop in (distance, group.size - distance)))
+        self.hops = list(
+            dict.fromkeys(hop for distance in near for hop in (distance, group.size - distance))
+        )
         self._leaving: list[Pending] = []
         self._home: tuple[Pending, tuple[slice, ...]] | None = None
 
@@ -98,7 +125,8 @@ class PieceExchange:
         return (self.group.rank - hop) % self.group.size
 
     def pieces(self) -> Iterator[tuple[int, Array | None]]:
-        """(hop, the keys and values that this rank needs of that hop's source, or None) of each hop, from hop 0 on.
+        """(hop, the keys and values that this rank needs of that hop's source, or None) of each
+        hop, from hop 0 on.
 
         Returns: (2, B, H_kv, n, D); the arrays must not be written to.
         Cost:    a message for each rank that this one needs something of, of these tokens alone.
@@ -113,10 +141,11 @@ class PieceExchange:
             yield hop, arrived
 
     def send_home(self, hop: int, gradients: Array | None, total: Array) -> None:
-        """Start to send a piece's gradients to the rank that has its tokens, and to receive what comes home at `hop`.
+        """Start to send a piece's gradients to the rank that has its tokens, and to receive what
+        comes home at `hop`.
 
-        Every rank calls it after each hop, with None where it had no piece. What came home at the hop before is added
-        to `total`, the gradients of the own keys and values.
+        Every rank calls it after each hop, with None where it had no piece. What came home at the
+        hop before is added to `total`, the gradients of the own keys and values.
         """
         self._add_home(total)
         if gradients is not None:
@@ -127,7 +156,8 @@ class PieceExchange:
             self._home = self.group.start_recv(back, out=self._room(total, mine.total)), mine.runs
 
     def finish(self, total: Array | None = None) -> None:
-        """Wait until all that this rank sends has left; in backward add what came home last to `total`."""
+        """Wait until all that this rank sends has left; in backward add what came home last to
+        `total`."""
         if total is not None:
             self._add_home(total)
         while self._leaving:
@@ -139,18 +169,29 @@ class PieceExchange:
         while len(self._leaving) > UNSENT:
             self._leaving.pop(0).wait()
         dst = (self.group.rank + hop) % self.group.size
-        theirs, mine = self.needed(dst, self.group.rank), self.needed(self.group.rank, self.source(hop))
+        theirs, mine = (
+            self.needed(dst, self.group.rank),
+            self.needed(self.group.rank, self.source(hop)),
+        )
         if theirs.total:
-            part = array_module(self.kv).concatenate([self.kv[..., run, :] for run in theirs.runs], axis=-2)
-            self._leaving.append(self.group.start_send(account.current().hold(part, "communication"), dst))
-        return self.group.start_recv(self.source(hop), out=self._room(self.kv, mine.total)) if mine.total else None
+            part = array_module(self.kv).concatenate(
+                [self.kv[..., run, :] for run in theirs.runs], axis=-2
+            )
+            self._leaving.append(
+                self.group.start_send(account.current().hold(part, "communication"), dst)
+            )
+        return (
+            self.group.start_recv(self.source(hop), out=self._room(self.kv, mine.total))
+            if mine.total
+            else None
+        )
 
     def _add_home(self, total: Array) -> None:
         if self._home is not None:
             (pending, needed), self._home, at = self._home, None, 0
             came = pending.wait()
             for run in needed:
-                total[..., run, :] += came[..., at:at + run.stop - run.start, :]
+                total[..., run, :] += came[..., at : at + run.stop - run.start, :]
                 at += run.stop - run.start
 
     @staticmethod

@@ -1,30 +1,40 @@
-"""Chapter 13 · Ring attention under a pattern: a rank gets the keys that its queries see, and no others.
+"""Chapter 13 · Ring attention under a pattern: a rank gets the keys that its queries see, and no
+others.
 
-The idea. In a ring all keys and values visit all ranks, because a causal query sees all keys before it. Under a sliding
-window it sees the last N alone, and a key that no query of a rank sees need not travel there. Which keys these are
-follows from the pattern and from which rank has which tokens, so each rank knows it of all others, without a message.
+The idea. In a ring all keys and values visit all ranks, because a causal query sees all keys before
+it. Under a sliding window it sees the last N alone, and a key that no query of a rank sees need not
+travel there. Which keys these are follows from the pattern and from which rank has which tokens, so
+each rank knows it of all others, without a message.
 
-    P=3, zigzag       block 0    1      2      3      4      5       local:N, N at most a block of the zigzag:
-    rank                    0    1      2      2      1      0       a block needs the end of the block before it,
-    keys come from               <- 0   <- 1   own    <- 2   <- 1    so a rank talks to its two neighbours alone
+    P=3, zigzag       block 0    1      2      3      4      5       local:N, N at most a block of
+                                                             the zigzag:
+    rank                    0    1      2      2      1      0       a block needs the end of the
+                                                                     block before it,
+    keys come from               <- 0   <- 1   own    <- 2   <- 1    so a rank talks to its two
+                                                                     neighbours alone
 
-So keys go straight from the rank that has them to the rank that needs them. At hop h a rank sends to the rank h places
-on and receives from the rank h places back, if there is something to send; hops go 1, P-1, 2, P-2, …: the neighbours on
-both sides first. While a rank computes with one piece, the next two are on their way. Backward sends the same keys and
-values once more, and their gradients straight home.
+So keys go straight from the rank that has them to the rank that needs them. At hop h a rank sends
+to the rank h places on and receives from the rank h places back, if there is something to send;
+hops go 1, P-1, 2, P-2, …: the neighbours on both sides first. While a rank computes with one piece,
+the next two are on their way. Backward sends the same keys and values once more, and their
+gradients straight home.
 
-What each rank holds: as in ring_attention.py, cut in the same zigzag; of others' keys and values only pieces.
+What each rank holds: as in ring_attention.py, cut in the same zigzag; of others' keys and values
+only pieces.
 
-Cost, a block and step, over all ranks. Let M be the number of tokens that the ranks need of each other (tokens_sent), a
-token counted once for each rank that needs it, and K = 2 B × key-value width the numbers of its keys and values:
+Cost, a block and step, over all ranks. Let M be the number of tokens that the ranks need of each
+other (tokens_sent), a token counted once for each rank that needs it, and K = 2 B × key-value width
+the numbers of its keys and values:
 
     forward      M K            keys and values
     backward     2 M K          the same again, and their gradients
-    local:N      M = (2P - 2)(N - 64), if 64 divides the T / 2P tokens of a block of the zigzag and N <= T / 2P + 64
+    local:N      M = (2P - 2)(N - 64), if 64 divides the T / 2P tokens of a block of the zigzag and
+                 N <= T / 2P + 64
     dense ring   (P - 1) T K forward, (2P - 1) T K backward
 
 notes:   N3 §3.2 (N3:52), N2 §10.4 环形注意力 (N2:410)
-Source:  Child et al. 2019, "Generating Long Sequences with Sparse Transformers"; ring_attention.py's.
+Source:  Child et al. 2019, "Generating Long Sequences with Sparse Transformers";
+         ring_attention.py's.
 """
 
 from functools import partial
@@ -52,14 +62,16 @@ from minidist.parallel.context.token_shard import ContextParallel as ContextPara
 from minidist.parallel.context.token_shard import OwnTokens, pick, shard_tokens, zigzag
 
 
-def plain_window_attention(q: Array, k: Array, v: Array, positions: Array, length: int, window: int,
-                           group: Group) -> Array:
-    """Attention of one head to the last `window` tokens: (own, D) three times, positions (own,) -> (own, D)."""
+def plain_window_attention(
+    q: Array, k: Array, v: Array, positions: Array, length: int, window: int, group: Group
+) -> Array:
+    """Attention of one head to the last `window` tokens: (own, D) three times, positions (own,) ->
+    (own, D)."""
     keys, values, places = [k], [v], [positions]
     for hop in range(1, group.size):
         dst, src = (group.rank + hop) % group.size, (group.rank - hop) % group.size
-        away = zigzag(length, dst, group.size)[:, None] - positions                # from their queries to my keys
-        wanted = ((away >= 0) & (away < window)).any(axis=0)                       # no other key is sent
+        away = zigzag(length, dst, group.size)[:, None] - positions  # from their queries to my keys
+        wanted = ((away >= 0) & (away < window)).any(axis=0)  # no other key is sent
         for found, mine in ((keys, k), (values, v), (places, positions)):
             found.append(group.exchange(mine[wanted], dst=dst, src=src))
     k, v, seen = np.concatenate(keys), np.concatenate(values), np.concatenate(places)
@@ -69,33 +81,41 @@ def plain_window_attention(q: Array, k: Array, v: Array, positions: Array, lengt
     return p / p.sum(axis=1, keepdims=True) @ v
 
 
-# The real one takes any pattern, in blocks of 64 tokens, and multiplies only the tiles that the pattern shows. It adds
-# backward, sends nothing where nothing is needed (not even an empty message), computes while pieces travel, and holds
-# a few pieces at a time: the softmax is taken piece by piece, as in ring_attention.py. Which piece is whose, and how
-# pieces travel, stands in pieces.py.
+# The real one takes any pattern, in blocks of 64 tokens, and multiplies only the tiles that the
+# pattern shows. It adds backward, sends nothing where nothing is needed (not even an empty
+# message), computes while pieces travel, and holds a few pieces at a time: the softmax is taken
+# piece by piece, as in ring_attention.py. Which piece is whose, and how pieces travel, stands in
+# pieces.py.
 
-# --------------------------------------------------------------------------------------------- forward and backward
+# ----------------------------------------------------------------------------- forward and backward
+
 
 @op
-def sparse_ring_attention(q: Array, k: Array, v: Array, *, group: Group, length: int,
-                          pattern: str) -> tuple[Array, Saved]:
-    """sparse_attention of a sequence whose tokens are divided between the ranks (`zigzag`). All ranks call it.
+def sparse_ring_attention(
+    q: Array, k: Array, v: Array, *, group: Group, length: int, pattern: str
+) -> tuple[Array, Saved]:
+    """sparse_attention of a sequence whose tokens are divided between the ranks (`zigzag`). All
+    ranks call it.
 
     Args:    q (B, H, own, D); k, v (B, H_kv, own, D): of the own tokens, any float dtype.
-             length: T, tokens of the whole sequence. pattern: as attention_pattern.py spells it; each query sees a key.
+             length: T, tokens of the whole sequence. pattern: as attention_pattern.py spells it;
+             each query sees a key.
     Returns: (B, H, own, D), in q's dtype.
-    Cost:    over all ranks, in units of 2·B·H_kv·D numbers: tokens_sent forward, twice as many backward. Memory:
-             B·H·own numbers beside q, k, v and the result; while it runs the own keys and values, three pieces of
-             other ranks and at most five that leave, in backward their gradients among them.
+    Cost:    over all ranks, in units of 2·B·H_kv·D numbers: tokens_sent forward, twice as many
+             backward. Memory: B·H·own numbers beside q, k, v and the result; while it runs the own
+             keys and values, three pieces of other ranks and at most five that leave, in backward
+             their gradients among them.
              On a GPU each tile is a launch of the attention kernel, so this is made for the host.
     Raises:  ShapeError if this rank has not as many tokens as `zigzag` says.
     """
     check_shapes("sparse_ring_attention", q, k, v)
     own = len(zigzag(length, group.rank, group.size))
     if q.shape[2] != own:
-        raise ShapeError(f"sparse_ring_attention: {group.axis} rank {group.rank} of {group.size} has {q.shape[2]} "
-                         f"tokens, but of a sequence of {length} it should have {own}; cut it as "
-                         f"zigzag(length, rank, size) says")
+        raise ShapeError(
+            f"sparse_ring_attention: {group.axis} rank {group.rank} of {group.size} has "
+            f"{q.shape[2]} tokens, but of a sequence of {length} it should have {own}; cut it as "
+            "zigzag(length, rank, size) says"
+        )
     fused = fits_kernel(q)
     scaled = q if fused else scaled_queries(q)
     running = FusedSoftmax(q) if fused else OnlineSoftmax(scaled)
@@ -104,7 +124,9 @@ def sparse_ring_attention(q: Array, k: Array, v: Array, *, group: Group, length:
         if kv is not None:
             keys_all, values_all = kv if fused else widen(kv)
             for queries, keys, causal in exchange.needed(group.rank, exchange.source(hop)).tiles:
-                running.absorb(scaled, keys_all[:, :, keys], values_all[:, :, keys], queries, causal=causal)
+                running.absorb(
+                    scaled, keys_all[:, :, keys], values_all[:, :, keys], queries, causal=causal
+                )
     exchange.finish()
     y, log_total = running.finish()
     y = narrow(y, q.dtype)
@@ -115,18 +137,27 @@ def sparse_ring_attention(q: Array, k: Array, v: Array, *, group: Group, length:
 def _(node: Node, dy: Array) -> tuple[Array, Array, Array]:
     """The same pieces once more; the gradients of each go home as soon as they are computed."""
     group, fused, xp = node.options["group"], fits_kernel(node.q), array_module(dy)
-    backward = FusedGradients(node.q, node.y, node.log_total, dy) if fused else OnlineGradients(
-        scaled_queries(node.q), widen(node.y), node.log_total, widen(dy))
-    exchange = PieceExchange(group, _packed(node.k, node.v), node.options["pattern"], node.options["length"])
+    backward = (
+        FusedGradients(node.q, node.y, node.log_total, dy)
+        if fused
+        else OnlineGradients(scaled_queries(node.q), widen(node.y), node.log_total, widen(dy))
+    )
+    exchange = PieceExchange(
+        group, _packed(node.k, node.v), node.options["pattern"], node.options["length"]
+    )
     total: Array = None
     for hop, kv in exchange.pieces():
         gradients = None
         if kv is not None:
             keys_all, values_all = kv if fused else widen(kv)
-            gradients = account.current().hold(xp.zeros(kv.shape, backward.dq.dtype), "communication")
+            gradients = account.current().hold(
+                xp.zeros(kv.shape, backward.dq.dtype), "communication"
+            )
             for queries, keys, causal in exchange.needed(group.rank, exchange.source(hop)).tiles:
                 dk, dv = gradients[:, :, :, keys]
-                backward.add(keys_all[:, :, keys], values_all[:, :, keys], queries, dk, dv, causal=causal)
+                backward.add(
+                    keys_all[:, :, keys], values_all[:, :, keys], queries, dk, dv, causal=causal
+                )
         if hop == 0:
             total = gradients
         else:
@@ -141,10 +172,12 @@ def _packed(k: Array, v: Array) -> Array:
     return account.current().hold(array_module(k).stack([k, v]), "communication")
 
 
-# ------------------------------------------------------------------------------------------------------------- GPT
+# ---------------------------------------------------------------------------------------------- GPT
+
 
 class SparseRingSelfAttention(CausalSelfAttention):
-    """A GPT's attention under its pattern, over a divided sequence: own tokens (B, own, width) -> (B, own, width)."""
+    """A GPT's attention under its pattern, over a divided sequence: own tokens (B, own, width) ->
+    (B, own, width)."""
 
     takes_packed = False
 
@@ -153,36 +186,47 @@ class SparseRingSelfAttention(CausalSelfAttention):
         self.group, self.own = group, partial(zigzag, rank=group.rank, size=group.size)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Array) -> Tensor:
-        """(B, H, own, D), (B, H_kv, own, D) twice, the positions of *all* tokens (T,) -> (B, H, own, D)."""
+        """(B, H, own, D), (B, H_kv, own, D) twice, the positions of *all* tokens (T,) -> (B, H,
+        own, D)."""
         if self.rotary:
             own = pick(positions, self.own, 0)
             q, k = ops.rotary(q, own), ops.rotary(k, own)
-        return sparse_ring_attention(q, k, v, group=self.group, length=len(positions), pattern=self.pattern)
+        return sparse_ring_attention(
+            q, k, v, group=self.group, length=len(positions), pattern=self.pattern
+        )
 
 
 def attend_by_pieces(model: GPT, group: Group) -> OwnTokens:
-    """Let a GPT's attention, in place, get the keys that its pattern shows; returns each rank's tokens.
+    """Let a GPT's attention, in place, get the keys that its pattern shows; returns each rank's
+    tokens.
 
     Raises:  ConfigError if the model has no pattern.
     """
     if model.config.attention_pattern is None:
-        raise ConfigError("sparse_ring_attention: the model has no attention pattern, and each query sees all keys "
-                          "before it; give one (attention_pattern=\"local:256\"), or cut it by ring_attention.py")
+        raise ConfigError(
+            "sparse_ring_attention: the model has no attention pattern, and each query sees all keys "
+            'before it; give one (attention_pattern="local:256"), or cut it by ring_attention.py'
+        )
     for block in model.blocks:
         block.attention = SparseRingSelfAttention(block.attention, group)
     return partial(zigzag, rank=group.rank, size=group.size)
 
 
 def sparse_context_parallel(model: GPT, group: Group) -> GPT:
-    """As context_parallel (ring_attention.py), of a GPT with an attention pattern. Raises: as attend_by_pieces."""
+    """As context_parallel (ring_attention.py), of a GPT with an attention pattern. Raises: as
+    attend_by_pieces."""
     shard_tokens(model, group, attend_by_pieces(model, group))
     return model
 
 
-def elements_sent(config: GPTConfig, parameters: int, *, ranks: int, sequences: int, recomputed: int = 0) -> int:
-    """Numbers that all ranks together send along the axis in a step, however many passes it has: the cost above.
+def elements_sent(
+    config: GPTConfig, parameters: int, *, ranks: int, sequences: int, recomputed: int = 0
+) -> int:
+    """Numbers that all ranks together send along the axis in a step, however many passes it has:
+    the cost above.
 
-    Args:    parameters: Ψ; sequences: of config.context tokens; recomputed: how many blocks are computed again.
+    Args:    parameters: Ψ; sequences: of config.context tokens; recomputed: how many blocks are
+             computed again.
     """
     assert config.attention_pattern is not None
     token = 2 * sequences * config.key_heads * config.head_width

@@ -1,7 +1,8 @@
 """A GPT that takes whole sequences and works on this rank's shard of their tokens.
 
-A function of the sequence's length says which tokens these are: consecutive ones (`shard_of`), or the two blocks of a
-zigzag. Each layer that is given something for all tokens (ids, positions, dropout keys, targets) picks its own part.
+A function of the sequence's length says which tokens these are: consecutive ones (`shard_of`), or
+the two blocks of a zigzag. Each layer that is given something for all tokens (ids, positions,
+dropout keys, targets) picks its own part.
 """
 
 from collections.abc import Callable
@@ -19,26 +20,35 @@ from minidist.nn import GPT, Dropout, DropoutKey, Embedding
 from minidist.nn.gpt import Output
 from minidist.parallel.tensor.split_model import SplitModel
 
-TOKENS = 1      # the dim of (B, T, width) that is cut
+TOKENS = 1  # the dim of (B, T, width) that is cut
 OwnTokens = Callable[[int], Any]
-"""length of a sequence -> the places of this rank's tokens in it: a slice, or integers in ascending order."""
+"""length of a sequence -> the places of this rank's tokens in it: a slice, or integers in ascending
+order."""
 
 
 def own_blocks(length: int, rank: int, size: int) -> list[tuple[int, slice]]:
-    """A rank's two blocks of a sequence of `length` tokens: (number among the 2P, place among the own tokens)."""
+    """A rank's two blocks of a sequence of `length` tokens: (number among the 2P, place among the
+    own tokens)."""
     edges, first, last = bounds(length, 2 * size), rank, 2 * size - 1 - rank
     middle = edges[first + 1] - edges[first]
-    return [(first, slice(0, middle)), (last, slice(middle, middle + edges[last + 1] - edges[last]))]
+    return [
+        (first, slice(0, middle)),
+        (last, slice(middle, middle + edges[last + 1] - edges[last])),
+    ]
 
 
 def zigzag(length: int, rank: int, size: int) -> np.ndarray:
-    """The positions of a rank's tokens in a sequence of `length` tokens over `size` ranks, ascending: (own,) int64."""
+    """The positions of a rank's tokens in a sequence of `length` tokens over `size` ranks,
+    ascending: (own,) int64."""
     edges = bounds(length, 2 * size)
-    return np.concatenate([index_range(*edges[at:at + 2]) for at, _ in own_blocks(length, rank, size)])
+    return np.concatenate(
+        [index_range(*edges[at : at + 2]) for at, _ in own_blocks(length, rank, size)]
+    )
 
 
 def pick(array: Array, own: OwnTokens, dim: int) -> Array:
-    """The part of an array that belongs to this rank's tokens: (…, T, …) -> (…, own, …); T is dim `dim`."""
+    """The part of an array that belongs to this rank's tokens: (…, T, …) -> (…, own, …); T is dim
+    `dim`."""
     places = own(array.shape[dim])
     if isinstance(places, slice):
         return array[(slice(None),) * dim + (places,)]
@@ -50,7 +60,8 @@ def own_key(key: DropoutKey | None, own: OwnTokens) -> DropoutKey | None:
     return key and replace(key, tokens=pick(key.tokens, own, TOKENS))
 
 
-# ----------------------------------------------------------------------------------------------------------- layers
+# ------------------------------------------------------------------------------------------- layers
+
 
 class TokenShardEmbedding(Embedding):
     """A token embedding that is given all ids (B, T) and looks up the own ones: (B, own, width)."""
@@ -65,44 +76,55 @@ class TokenShardEmbedding(Embedding):
 
 
 class TokenShardPositions(TokenShardEmbedding):
-    """A position embedding that is given all positions (T,) and looks up the own ones: (own, width)."""
+    """A position embedding that is given all positions (T,) and looks up the own ones: (own,
+    width)."""
 
     dim = 0
 
 
 class TokenShardDropout(Dropout):
-    """Dropout of the own tokens by the key of all tokens, so it drops the same numbers as on one rank."""
+    """Dropout of the own tokens by the key of all tokens, so it drops the same numbers as on one
+    rank."""
 
     def __init__(self, dropout: Dropout, own: OwnTokens) -> None:
         super().__init__(dropout.rate)
         self.own = own
 
-    def forward(self, x: Tensor, key: DropoutKey | None = None, *, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, key: DropoutKey | None = None, *, residual: Tensor | None = None
+    ) -> Tensor:
         """(B, own, width) -> (B, own, width); the key is that of all tokens."""
         return super().forward(x, own_key(key, self.own), residual=residual)
 
 
 class TokenShardOutput(Output):
-    """Logits of the own tokens: the loss of all ranks' tokens, and the last token to generate text."""
+    """Logits of the own tokens: the loss of all ranks' tokens, and the last token to generate
+    text."""
 
     def __init__(self, group: Group, own: OwnTokens) -> None:
         self.group, self.own = group, own
 
     def loss(self, logits: Tensor, targets: Array, *, divisor: float | None) -> Tensor:
-        """Own logits (B, own, vocabulary), all targets (B, T) -> the loss of all, the same bits on every rank.
+        """Own logits (B, own, vocabulary), all targets (B, T) -> the loss of all, the same bits on
+        every rank.
 
         Cost:    an all-reduce of one number, counted under `control`; backward sends nothing.
         """
-        share = super().loss(logits, pick(targets, self.own, TOKENS), divisor=divisor or targets.size)
+        share = super().loss(
+            logits, pick(targets, self.own, TOKENS), divisor=divisor or targets.size
+        )
         with self.group.ledger.control():
             return collectives.reduce_from(share, group=self.group, algorithm="direct")
 
     def last(self, x: Tensor) -> Tensor:
-        """The last token's hidden state on every rank, without gradient: (B, own, width) -> (B, 1, width)."""
+        """The last token's hidden state on every rank, without gradient: (B, own, width) -> (B, 1,
+        width)."""
         with self.group.ledger.control():
             length = int(self.group.all_reduce(np.array([x.shape[TOKENS]], np.int64))[0])
             here = length - 1 in np.arange(length)[self.own(length)]
-            every = self.group.all_gather(x.data[:, -1] if here else x.data[:0, :0].reshape(0, x.shape[-1]))
+            every = self.group.all_gather(
+                x.data[:, -1] if here else x.data[:0, :0].reshape(0, x.shape[-1])
+            )
         return tensor(every[:, None])
 
 
@@ -117,7 +139,8 @@ def shard_dropouts(model: GPT, own: OwnTokens) -> None:
 
 
 def shard_tokens(model: GPT, group: Group, own: OwnTokens) -> None:
-    """Let a GPT take whole sequences and work on the own tokens, in place; its attention must see those of `group`."""
+    """Let a GPT take whole sequences and work on the own tokens, in place; its attention must see
+    those of `group`."""
     model.tokens = TokenShardEmbedding(model.tokens, own)
     model.output = TokenShardOutput(group, own)
     shard_dropouts(model, own)
@@ -127,7 +150,8 @@ def shard_tokens(model: GPT, group: Group, own: OwnTokens) -> None:
 class ContextParallel(SplitModel):
     """As TensorParallel, of a GPT cut by `context_parallel` (ring_attention.py) or `ulysses`.
 
-    A rank's loss is that of its tokens over the number of all; after the last backward gradients are all-reduced.
+    A rank's loss is that of its tokens over the number of all; after the last backward gradients
+    are all-reduced.
     """
 
-    sums_undivided = True       # each rank has the gradients of its own tokens
+    sums_undivided = True  # each rank has the gradients of its own tokens

@@ -5,13 +5,16 @@
                                          one update at a time: its place in the record
 
     staleness 1        step 0   step 1   step 2
-    fast worker        ######|  ######|  . . . . ######|       it may be one step ahead of the slowest, not two
+    fast worker        ######|  ######|  . . . . ######|       it may be one step ahead of the
+                                                               slowest, not two
     slow worker        ################|  ################|
 
-The server makes an update of each gradient as it comes. What the weights then are depends on the order of the updates,
-and on which weights each gradient was made from: its record. data/replay_updates.py makes the same updates again.
+The server makes an update of each gradient as it comes. What the weights then are depends on the
+order of the updates, and on which weights each gradient was made from: its record.
+data/replay_updates.py makes the same updates again.
 
-Source: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server".
+Source: Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
+Server".
 """
 
 import threading
@@ -35,7 +38,8 @@ from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.step import zero_unused
 
 FINISHED, PAUSE = -1.0, -2.0
-"""Steps that a worker names when it pushes nothing: it has made all of them; it leaves, and goes on with other ranks.
+"""Steps that a worker names when it pushes nothing: it has made all of them; it leaves, and goes on
+with other ranks.
 """
 
 REFUSED = -3
@@ -47,7 +51,8 @@ class Update(NamedTuple):
     """One update of a server, in its record.
 
     Attributes: worker    whose gradient it was, of its step `step`
-                versions  for each server, how many updates it had made when the worker read the weights of that step
+                versions  for each server, how many updates it had made when the worker read the
+                          weights of that step
                 lr        the learning rate; NaN: the optimizer's own
     """
 
@@ -58,16 +63,18 @@ class Update(NamedTuple):
 
 
 class ShardState(NamedTuple):
-    """A server's keys and its optimizer's state at one of its versions; copies, in the order of its pieces."""
+    """A server's keys and its optimizer's state at one of its versions; copies, in the order of its
+    pieces."""
 
     version: int
     weights: list[Array]
     state: list[Array]
-    counts: list[int]       # updates of each piece
+    counts: list[int]  # updates of each piece
 
 
 class Clocks:
-    """The number of steps that each worker has done, as one server sees it. A worker's own thread calls the methods.
+    """The number of steps that each worker has done, as one server sees it. A worker's own thread
+    calls the methods.
 
     Args:    staleness: how many steps a worker may be ahead of the slowest; None: any number.
              limit: seconds that it may have to wait.
@@ -78,7 +85,7 @@ class Clocks:
         self.staleness, self.limit = staleness, limit
         self.running = set(range(workers))
         self.failure: BaseException | None = None
-        self.lock = threading.Condition()       # held while weights change or are copied
+        self.lock = threading.Condition()  # held while weights change or are copied
 
     def tick(self, worker: int) -> None:
         """The worker has done a step."""
@@ -100,8 +107,15 @@ class Clocks:
 
     def wait_turn(self, worker: int) -> None:
         """Return when the worker is no more than `staleness` steps ahead."""
-        self._wait(lambda: self.staleness is None or not self.running
-                   or self.done[worker] - min(self.done[other] for other in self.running) <= self.staleness, worker)
+        self._wait(
+            lambda: (
+                self.staleness is None
+                or not self.running
+                or self.done[worker] - min(self.done[other] for other in self.running)
+                <= self.staleness
+            ),
+            worker,
+        )
 
     def wait_end(self, worker: int) -> None:
         """Return when all workers have left."""
@@ -114,34 +128,53 @@ class Clocks:
                 raise CommError(f"worker {worker} is not served any more: {self.failure}")
             if not ready():
                 slowest = min(self.running, key=lambda other: self.done[other])
-                raise TimeoutError(f"worker {worker}, {self.done[worker]} steps done, waited {self.limit:g} s for "
-                                   f"worker {slowest}, {self.done[slowest]} done; raise the limit, or the staleness")
+                raise TimeoutError(
+                    f"worker {worker}, {self.done[worker]} steps done, waited {self.limit:g} s "
+                    f"for worker {slowest}, {self.done[slowest]} done; raise the limit, or the "
+                    "staleness"
+                )
 
 
 class Service:
-    """The work of one server: rank `workers + number` of the group, whose ranks below `workers` it serves.
+    """The work of one server: rank `workers + number` of the group, whose ranks below `workers` it
+    serves.
 
     A worker that is lost leaves: its thread ends, and no other thread waits for it any more.
     Args:       shard: its keys; pieces: what its optimizer is made of; staleness: of Clocks.
     Attributes: record  its updates, in their order
                 lost    workers that are lost, by number, and how
-                paused  workers that leave before their last step, because the ranks of the job change
+                paused  workers that leave before their last step, because the ranks of the job
+                        change
                 base    updates made before those of the record
-                copies  after how many updates the state goes to the worker that made the last; None: never. Each worker
-                        gets it with its first push, too
+                copies  after how many updates the state goes to the worker that made the last;
+                        None: never. Each worker gets it with its first push, too
     """
 
-    def __init__(self, group: Group, workers: int, shard: Shard, pieces: Sequence[Piece], *, staleness: int | None,
-                 recorder: Recorder) -> None:
-        self.group, self.workers, self.shard, self.pieces, self.recorder = group, workers, shard, pieces, recorder
+    def __init__(
+        self,
+        group: Group,
+        workers: int,
+        shard: Shard,
+        pieces: Sequence[Piece],
+        *,
+        staleness: int | None,
+        recorder: Recorder,
+    ) -> None:
+        self.group, self.workers, self.shard, self.pieces, self.recorder = (
+            group,
+            workers,
+            shard,
+            pieces,
+            recorder,
+        )
         self.record: list[Update] = []
         self.lost: dict[int, PeerLostError] = {}
         self.over = False
         self.paused: set[int] = set()
         self.base, self.copies, self._copied = 0, cast(int | None, None), 0
-        self._holders: set[int] = set()         # workers that were sent a copy
+        self._holders: set[int] = set()  # workers that were sent a copy
         self.servers = group.size - workers
-        self.refusal: list[float] = []          # the answer to every worker, if there is one
+        self.refusal: list[float] = []  # the answer to every worker, if there is one
         # of a step: the first worker to push it, and the digests of its batch
         self._batches: dict[int, tuple[int, list[float]]] = {}
         self.rooms = [shard.gradients, *(shard.rooms("communication") for _ in range(workers - 1))]
@@ -153,21 +186,30 @@ class Service:
         return self.base + len(self.record)
 
     def begin_at(self, version: int, record: list[Update] | None) -> None:
-        """The weights have had so many updates: those of `record`, if this process has it, and others before it."""
+        """The weights have had so many updates: those of `record`, if this process has it, and
+        others before it."""
         self.record = record or []
         self.base = version - len(self.record)
 
     def serve(self, optimizer: Optimizer) -> None:
         """Return when every worker has finished, has paused, or is lost.
 
-        Raises:  what ended the service: a lost server, an optimizer's error; PeerLostError if every worker is lost.
+        Raises:  what ended the service: a lost server, an optimizer's error; PeerLostError if every
+                 worker is lost.
         """
         if self.over:
             return
         self.over = True
         memory = account.current()
-        threads = [threading.Thread(target=self._body, args=(worker, optimizer, memory), daemon=True,
-                                    name=f"server of worker {worker}") for worker in range(self.workers)]
+        threads = [
+            threading.Thread(
+                target=self._body,
+                args=(worker, optimizer, memory),
+                daemon=True,
+                name=f"server of worker {worker}",
+            )
+            for worker in range(self.workers)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -176,8 +218,10 @@ class Service:
             raise self.clocks.failure
         if len(self.lost) == self.workers:
             worker, error = next(iter(self.lost.items()))
-            raise PeerLostError(f"all {self.workers} workers are lost, worker {worker} first: {error}",
-                                error.world_rank)
+            raise PeerLostError(
+                f"all {self.workers} workers are lost, worker {worker} first: {error}",
+                error.world_rank,
+            )
 
     def _body(self, worker: int, optimizer: Optimizer, memory: account.MemoryAccount) -> None:
         """One worker's thread."""
@@ -202,7 +246,7 @@ class Service:
         room = self.rooms[worker]
         with self.group.ledger.control():
             step, lr, scale, *rest = self.group.recv(worker).tolist()
-        versions, digests = rest[:self.servers], rest[self.servers:]
+        versions, digests = rest[: self.servers], rest[self.servers :]
         comes_again, copy = bool(step >= 0), list[Array]()
         if step == PAUSE:
             self.paused.add(worker)
@@ -213,16 +257,21 @@ class Service:
                 self.group.recv(worker, out=vector)
             with self.clocks.lock:
                 self._compare(worker, int(step), digests)
-                self._update(Update(worker, int(step), tuple(map(int, versions)), lr), scale, optimizer)
+                self._update(
+                    Update(worker, int(step), tuple(map(int, versions)), lr), scale, optimizer
+                )
             self.clocks.tick(worker)
             self.clocks.wait_turn(worker)
         else:
             self.clocks.leave(worker)
             self.clocks.wait_end(worker)
         with self.clocks.lock:
-            header = [self.version, *([] if comes_again else [*self.lost, *([PAUSE] if self.paused else [])])]
+            header = [
+                self.version,
+                *([] if comes_again else [*self.lost, *([PAUSE] if self.paused else [])]),
+            ]
             for vector, weights in zip(room, self.shard.weights, strict=True):
-                vector[...] = weights           # others may update while this is on its way
+                vector[...] = weights  # others may update while this is on its way
             if comes_again and self.copies is not None:
                 copy = self._due_copy(worker, optimizer)
                 header.append(len(copy))
@@ -253,10 +302,11 @@ class Service:
             raise_refusal(self.refusal)
 
     def _due_copy(self, worker: int, optimizer: Optimizer) -> list[Array]:
-        """If it is time: how often each piece was updated, then copies of the optimizer's state. Under the lock.
+        """If it is time: how often each piece was updated, then copies of the optimizer's state.
+        Under the lock.
 
-        Each worker's first push brings it one, too: the last copy may be on its way when this server is lost, and the
-        worker that had the one before it may be lost already.
+        Each worker's first push brings it one, too: the last copy may be on its way when this
+        server is lost, and the worker that had the one before it may be lost already.
         """
         assert self.copies is not None
         if worker in self._holders and self.version < self._copied + self.copies:
@@ -269,7 +319,9 @@ class Service:
         """One update by one worker's gradient, which lies in its room. Under the lock."""
         own = update.versions[self.group.rank - self.workers]
         self.shard.point(self.pieces, self.rooms[update.worker])
-        with self.recorder.span("update", worker=update.worker, clock=update.step, stale=self.version - own):
+        with self.recorder.span(
+            "update", worker=update.worker, clock=update.step, stale=self.version - own
+        ):
             optimizer.step(None if np.isnan(update.lr) else update.lr, scale)
         self.record.append(update)
 
@@ -289,11 +341,15 @@ def state_of(optimizer: Optimizer) -> list[Array]:
 def key_shards(model: Module, servers: int) -> list[list[Parameter]]:
     """The keys of each server: the parameters that learn, by size."""
     learning = trainable(model.parameters())
-    return [[learning[key] for key in share] for share in assign([p.data.nbytes for p in learning], servers)]
+    return [
+        [learning[key] for key in share]
+        for share in assign([p.data.nbytes for p in learning], servers)
+    ]
 
 
 def own_scale(keys: Sequence[Parameter], clip: float | None) -> float:
-    """The factor that scales a worker's own gradient to a norm of at most `clip`; missing gradients become zero."""
+    """The factor that scales a worker's own gradient to a norm of at most `clip`; missing gradients
+    become zero."""
     zero_unused(keys)
     return 1.0 if clip is None else clip_scale(global_norm(key.grad for key in keys), clip)
 

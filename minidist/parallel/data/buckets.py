@@ -1,15 +1,16 @@
 """Buckets: gradients that travel together.
 
-A message costs a fixed time however small it is, so gradients are not reduced one by one; and the first must not wait
-for the last, so they are not all reduced at once. A bucket is one flat buffer of the gradients of some parameters.
+A message costs a fixed time however small it is, so gradients are not reduced one by one; and the
+first must not wait for the last, so they are not all reduced at once. A bucket is one flat buffer
+of the gradients of some parameters.
 
-A bucket is reduced when the last of its gradients is final and all buckets before it have begun. Ranks may use
-different parameters, and so complete their buckets in different orders; but the n-th collective of a group must be the
-same one on every rank, or the sum of bucket 1 here would meet bucket 2 there. So a complete bucket waits for those
-before it, although that costs overlap.
+A bucket is reduced when the last of its gradients is final and all buckets before it have begun.
+Ranks may use different parameters, and so complete their buckets in different orders; but the n-th
+collective of a group must be the same one on every rank, or the sum of bucket 1 here would meet
+bucket 2 there. So a complete bucket waits for those before it, although that costs overlap.
 
-A parameter that a backward will not reach holds back no bucket: backward tells before it runs which leaves it will
-reach (`Tensor.backward(surveyed=)`); the gradients of the others are final then.
+A parameter that a backward will not reach holds back no bucket: backward tells before it runs which
+leaves it will reach (`Tensor.backward(surveyed=)`); the gradients of the others are final then.
 """
 
 import math
@@ -25,12 +26,14 @@ from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.step import zero_unused
 
 BUCKET_BYTES = 2 << 20
-"""The largest size of a bucket, in bytes, by default. Larger ones cost less processor time (13 MB over shm: 15 ms in
-buckets of 0.5 MiB, 10 in 2, 8 in 4); but the last cannot hide behind backward."""
+"""The largest size of a bucket, in bytes, by default. Larger ones cost less processor time (13 MB
+over shm: 15 ms in buckets of 0.5 MiB, 10 in 2, 8 in 4); but the last cannot hide behind
+backward."""
 
 
 class Bucket:
-    """The gradients of `parameters`, one after another in one flat buffer; each parameter's gradient is a view of it.
+    """The gradients of `parameters`, one after another in one flat buffer; each parameter's
+    gradient is a view of it.
 
     So nothing is packed or unpacked.
     Attributes: parameters  in reverse order of use
@@ -49,13 +52,16 @@ class Bucket:
 def cut(parameters: Iterable[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
     """Cut the parameters, last first, into runs of at most `bucket_bytes` of one dtype.
 
-    Backward meets parameters roughly in the reverse of the order in which the model declares them, so a run is complete
-    early if it holds neighbours. A parameter larger than `bucket_bytes` makes a run by itself. Parameters of different
-    `layout` are in different runs, in the order of the layouts (chapter 17).
+    Backward meets parameters roughly in the reverse of the order in which the model declares them,
+    so a run is complete early if it holds neighbours. A parameter larger than `bucket_bytes` makes
+    a run by itself. Parameters of different `layout` are in different runs, in the order of the
+    layouts (chapter 17).
     Raises:  ConfigError if `bucket_bytes` is not positive.
     """
     if bucket_bytes <= 0:
-        raise ConfigError(f"bucket_bytes={bucket_bytes}: a bucket holds at least one byte; take 1 MiB = {1 << 20}")
+        raise ConfigError(
+            f"bucket_bytes={bucket_bytes}: a bucket holds at least one byte; take 1 MiB = {1 << 20}"
+        )
     runs: list[list[Parameter]] = []
     room, kind = -math.inf, None
     for parameter in sorted(reversed(list(parameters)), key=lambda parameter: parameter.layout):
@@ -69,7 +75,8 @@ def cut(parameters: Iterable[Parameter], bucket_bytes: int) -> list[list[Paramet
 
 
 def make_buckets(parameters: Iterable[Parameter], bucket_bytes: int) -> list[Bucket]:
-    """Buckets over the runs of `cut`, bound as their parameters' gradients, in the order of reduction."""
+    """Buckets over the runs of `cut`, bound as their parameters' gradients, in the order of
+    reduction."""
     return [Bucket(run) for run in cut(parameters, bucket_bytes)]
 
 
@@ -77,17 +84,26 @@ UNUSED = ("zero", "error")
 
 
 class BucketOrder:
-    """Calls `start(index)` for each run of parameters once its gradients are final, strictly in order of the indices.
+    """Calls `start(index)` for each run of parameters once its gradients are final, strictly in
+    order of the indices.
 
     Args:    runs: of parameters; their hooks tell when gradients are final.
              who: the strategy and rank; by: what to call instead; both for errors.
              unused: as DDP's; a mistake is named before the rank's last backward of the step.
-    Attributes: completed: parameters in the order in which the newest backward made their gradients final
+    Attributes: completed: parameters in the order in which the newest backward made their gradients
+    final
     Raises:  ConfigError for another `unused`.
     """
 
-    def __init__(self, runs: Sequence[Sequence[Parameter]], start: Callable[[int], None], *, who: str, by: str,
-                 unused: str = "zero") -> None:
+    def __init__(
+        self,
+        runs: Sequence[Sequence[Parameter]],
+        start: Callable[[int], None],
+        *,
+        who: str,
+        by: str,
+        unused: str = "zero",
+    ) -> None:
         if unused not in UNUSED:
             raise ConfigError(f"{who}: unused={unused!r}; choose one of {', '.join(UNUSED)}")
         self.start, self.who, self.by, self.unused = start, who, by, unused
@@ -100,20 +116,34 @@ class BucketOrder:
         self.arrange(runs)
 
     def arrange(self, runs: Sequence[Sequence[Parameter]]) -> None:
-        """From the next backward on these runs, of the parameters given first or of some of them."""
+        """From the next backward on these runs, of the parameters given first or of some of
+        them."""
         self.runs, self.started = runs, len(runs)
-        self._missing = [0] * len(runs)     # gradients each run still waits for
+        self._missing = [0] * len(runs)  # gradients each run still waits for
         self._run_of = {id(parameter): index for index, run in enumerate(runs) for parameter in run}
 
-    def backward(self, precision: Precision, share: Tensor | None, dy: Array | None = None, *, defer: bool = False,
-                 more_to_come: bool = False) -> list[WeightGradient]:
-        """Go backward from `share` (None: nothing was computed); what it does not reach on this rank is final too.
+    def backward(
+        self,
+        precision: Precision,
+        share: Tensor | None,
+        dy: Array | None = None,
+        *,
+        defer: bool = False,
+        more_to_come: bool = False,
+    ) -> list[WeightGradient]:
+        """Go backward from `share` (None: nothing was computed); what it does not reach on this
+        rank is final too.
 
-        Args:    dy, defer: as DataAxis.backward; more_to_come: nothing sets out, because later ones add gradients.
+        Args:    dy, defer: as DataAxis.backward; more_to_come: nothing sets out, because later ones
+                 add gradients.
         Raises:  GradientError if gradients of the last step are still there, or as `unused` says.
         """
         self._begin(more_to_come)
-        deferred = [] if share is None else precision.backward(share, dy, defer_weights=defer, surveyed=self._expect)
+        deferred = (
+            []
+            if share is None
+            else precision.backward(share, dy, defer_weights=defer, surveyed=self._expect)
+        )
         self._finish()
         return deferred
 
@@ -127,8 +157,10 @@ class BucketOrder:
         if self._between_steps:
             kept = next((p.name for run in self.runs for p in run if p.grad is not None), None)
             if kept is not None:
-                raise GradientError(f"{self.who}: the last step's gradient of {kept!r} is still there, and would be "
-                                    f"added to this step's; call optimizer.zero_grad() after every step")
+                raise GradientError(
+                    f"{self.who}: the last step's gradient of {kept!r} is still there, and would "
+                    "be added to this step's; call optimizer.zero_grad() after every step"
+                )
             self._computed = False
         self._idle, self._more_to_come, self._between_steps = False, more_to_come, not more_to_come
         self._missing, self.started = [len(run) for run in self.runs], 0
@@ -152,25 +184,40 @@ class BucketOrder:
         self._start_complete()
 
     def _refuse_unused(self, reached: Collection[int]) -> None:
-        """With unused="error": raise for what no backward of the step reaches; not on a rank that had no row."""
+        """With unused="error": raise for what no backward of the step reaches; not on a rank that
+        had no row."""
         if self.unused != "error" or not self._computed:
             return
-        names = [p.name for run in self.runs[self.started:] for p in run
-                 if p.requires_grad and id(p) not in reached and p.grad is None]
+        names = [
+            p.name
+            for run in self.runs[self.started :]
+            for p in run
+            if p.requires_grad and id(p) not in reached and p.grad is None
+        ]
         if names:
-            some = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise GradientError(f"{self.who}: the loss does not depend on {some}; use every parameter on every "
-                                f"rank, freeze it (requires_grad = False), or give it a zero gradient by unused='zero'")
+            some = ", ".join(map(repr, names[:3])) + (
+                f" and {len(names) - 3} more" if len(names) > 3 else ""
+            )
+            raise GradientError(
+                f"{self.who}: the loss does not depend on {some}; use every parameter on every "
+                "rank, freeze it (requires_grad = False), or give it a zero gradient by "
+                "unused='zero'"
+            )
 
     def _final(self, parameter: Parameter) -> None:
-        """The hook on a parameter: its gradient is complete, so its run, and those behind it, may set out."""
+        """The hook on a parameter: its gradient is complete, so its run, and those behind it, may
+        set out."""
         index = self._run_of.get(id(parameter))
         if index is None:
-            raise GradientError(f"{self.who}: {parameter.name!r} has a gradient now, but had none in the first step; "
-                                f"static=True is for losses that use the same parameters in every step")
+            raise GradientError(
+                f"{self.who}: {parameter.name!r} has a gradient now, but had none in the first "
+                "step; static=True is for losses that use the same parameters in every step"
+            )
         if self._idle or not self._missing[index]:
-            raise GradientError(f"{self.who}: a gradient for {parameter.name!r} outside a step; go backward by "
-                                f"{self.by}, with the sum of the losses")
+            raise GradientError(
+                f"{self.who}: a gradient for {parameter.name!r} outside a step; go backward by "
+                f"{self.by}, with the sum of the losses"
+            )
         self.completed.append(parameter)
         self._missing[index] -= 1
         if not self._more_to_come:

@@ -1,8 +1,10 @@
-"""Chapter 05 · DP: one process drives all devices, a thread for each replica; device 0 has everything to do.
+"""Chapter 05 · DP: one process drives all devices, a thread for each replica; device 0 has
+everything to do.
 
-The idea. A program for one device is to use several, without starting processes. So the process copies the
-model to every device in every step, sends each a part of the batch, and fetches what comes out; the loss, the
-gradients' sum and the optimizer stay on device 0, as they were. It fits any model in one line, and device 0 is its
+The idea. A program for one device is to use several, without starting processes. So the process
+copies the model to every device in every step, sends each a part of the batch, and fetches what
+comes out; the loss, the gradients' sum and the optimizer stay on device 0, as they were. It fits
+any model in one line, and device 0 is its
 bottleneck: everything leaves from there and comes back there.
 
                       rows, model                     outputs
@@ -10,7 +12,8 @@ bottleneck: everything leaves from there and comes back there.
                -------------------->                 ---------->  device 0: sum, optimizer
                   outputs' gradients                  parameters' gradients
 
-What each device holds, Ψ parameters in float32 with Adam, a batch of B rows with outputs of O bytes, R devices:
+What each device holds, Ψ parameters in float32 with Adam, a batch of B rows with outputs of O
+bytes, R devices:
 
                  device 0                            each other device
     batch        B rows                              B/R, cut in array_split order
@@ -21,16 +24,19 @@ What each device holds, Ψ parameters in float32 with Adam, a batch of B rows wi
 
 Cost, a step (device 0 talks to each of the others; there is no ring):
 
-    device 0 sends     (R-1) × 4Ψ  the model;  the inputs and the outputs' gradients of the others' rows
+    device 0 sends     (R-1) × 4Ψ  the model;  the inputs and the outputs' gradients of the others'
+                                               rows
     the others send    4Ψ each     gradients;  the outputs of their rows
-    messages           device 0: (R-1) × (2 + runs), each other 1 + runs; a run is the parameters of a dtype, frozen
-                       ones apart (these have no gradients); R-1 empty ones more where a device has no row
+    messages           device 0: (R-1) × (2 + runs), each other 1 + runs; a run is the parameters of
+                       a dtype, frozen ones apart (these have no gradients); R-1 empty ones more
+                       where a device has no row
 
 So 2(R-1) × 4Ψ pass through device 0, against 2(R-1)/R × 4Ψ in and as much out of each rank in DDP.
 
-Steps are numbered as in N0:133. In DP 4 the *outputs' gradients* go to the others, not the loss, which is one number;
-in DP 5 gradients are *summed*, because the loss is the mean of the whole batch already. Replicas take turns in Python,
-since one interpreter runs bytecode of one thread at a time (the GIL); but BLAS, and copying, run outside of it.
+Steps are numbered as in N0:133. In DP 4 the *outputs' gradients* go to the others, not the loss,
+which is one number; in DP 5 gradients are *summed*, because the loss is the mean of the whole batch
+already. Replicas take turns in Python, since one interpreter runs bytecode of one thread at a time
+(the GIL); but BLAS, and copying, run outside of it.
 
 notes:   N0 DP, N1 DP
 Source:  PyTorch's torch.nn.DataParallel: replicate, scatter, parallel_apply, gather.
@@ -63,35 +69,46 @@ from minidist.parallel.step.step import Batch, Part, micro_parts, rows_of, zero_
 from minidist.parallel.step.strategy import Strategy
 
 
-def plain_data_parallel(replicas: Sequence[Module], optimizer: Optimizer, batches: Iterable[Batch]) -> float:
-    """DP on devices that work one after the other: replicas[0] learns, the others are overwritten in every step."""
+def plain_data_parallel(
+    replicas: Sequence[Module], optimizer: Optimizer, batches: Iterable[Batch]
+) -> float:
+    """DP on devices that work one after the other: replicas[0] learns, the others are overwritten
+    in every step."""
     for inputs, targets in batches:
-        parts = np.array_split(inputs, len(replicas))                                      # DP 1: rows for each device
+        parts = np.array_split(inputs, len(replicas))  # DP 1: rows for each device
         for replica in replicas[1:]:
-            for original, copied in zip(replicas[0].parameters(), replica.parameters(), strict=True):
-                copied.data[...] = original.data                                           # DP 2: the present model
-        outputs = [replica(part) for replica, part in zip(replicas, parts, strict=True)]   # DP 3: forward everywhere
-        gathered = tensor(np.concatenate([y.data for y in outputs]), requires_grad=True)   #       outputs to device 0
-        loss = ops.cross_entropy(gathered, targets, divisor=targets.size)                  #       which has the loss
+            for original, copied in zip(
+                replicas[0].parameters(), replica.parameters(), strict=True
+            ):
+                copied.data[...] = original.data  # DP 2: the present model
+        # DP 3: forward everywhere
+        outputs = [replica(part) for replica, part in zip(replicas, parts, strict=True)]
+        # outputs to device 0
+        gathered = tensor(np.concatenate([y.data for y in outputs]), requires_grad=True)
+        # which has the loss
+        loss = ops.cross_entropy(gathered, targets, divisor=targets.size)
         loss.backward()
-        for y, dy in zip(outputs, np.array_split(np.asarray(gathered.grad), len(replicas)), strict=True):
-            y.backward(dy)                                                                 # DP 4: outputs' gradients
+        for y, dy in zip(
+            outputs, np.array_split(np.asarray(gathered.grad), len(replicas)), strict=True
+        ):
+            y.backward(dy)  # DP 4: outputs' gradients
         for same in zip(*(replica.parameters() for replica in replicas), strict=True):
-            same[0].grad = sum(p.grad for p in same)                                       # DP 5: sums on device 0
+            same[0].grad = sum(p.grad for p in same)  # DP 5: sums on device 0
         optimizer.step()
         for replica in replicas:
             replica.zero_grad()
     return float(loss.item())
 
 
-# `DataParallel` below runs each replica in a thread of its own and sends what is assigned here as messages that the
-# ledger counts, so that devices compute at the same time. It adds frozen weights, other losses, and devices without
-# a row.
+# `DataParallel` below runs each replica in a thread of its own and sends what is assigned here as
+# messages that the ledger counts, so that devices compute at the same time. It adds frozen weights,
+# other losses, and devices without a row.
 
-EVERYTHING = 1 << 62        # bytes of a bucket that holds all parameters of a dtype
+EVERYTHING = 1 << 62  # bytes of a bucket that holds all parameters of a dtype
 
 Forward = Callable[[Module, Array, int], Tensor]
-"""`forward(replica, inputs, first)`: outputs, a row for each row of inputs, which begin at row `first` of the batch."""
+"""`forward(replica, inputs, first)`: outputs, a row for each row of inputs, which begin at row
+`first` of the batch."""
 
 OutputLoss = Callable[[Tensor, Array, int], Tensor]
 """`loss(outputs, targets, divisor)`: the sum of the losses over `divisor`, one number."""
@@ -108,25 +125,47 @@ def cross_entropy(outputs: Tensor, targets: Array, divisor: int) -> Tensor:
 
 
 class ReplicaDevice:
-    """One device: its number (0 has the user's model), replica, memory account, and end of the links to the others."""
+    """One device: its number (0 has the user's model), replica, memory account, and end of the
+    links to the others."""
 
-    def __init__(self, model: Module, group: Group, memory: MemoryAccount, recorder: Recorder,
-                 gpu: int | None = None) -> None:
-        self.rank, self.group, self.account, self.model, self.recorder = group.rank, group, memory, model, recorder
+    def __init__(
+        self,
+        model: Module,
+        group: Group,
+        memory: MemoryAccount,
+        recorder: Recorder,
+        gpu: int | None = None,
+    ) -> None:
+        self.rank, self.group, self.account, self.model, self.recorder = (
+            group.rank,
+            group,
+            memory,
+            model,
+            recorder,
+        )
         self.gpu = gpu
-        learning, frozen = ([p for p in model.parameters() if p.requires_grad is wanted] for wanted in (True, False))
+        learning, frozen = (
+            [p for p in model.parameters() if p.requires_grad is wanted] for wanted in (True, False)
+        )
         self.buckets = make_buckets(learning, EVERYTHING)
-        self.weights = [join(run, copy=self.rank == 0) for kind in (learning, frozen) for run in cut(kind, EVERYTHING)]
+        self.weights = [
+            join(run, copy=self.rank == 0)
+            for kind in (learning, frozen)
+            for run in cut(kind, EVERYTHING)
+        ]
         settle_in_vector(model.parameters())
 
 
 def replicate(model: Module) -> Module:
-    """A copy of the model's structure, whose parameters have names, shapes and dtypes, and no values yet."""
+    """A copy of the model's structure, whose parameters have names, shapes and dtypes, and no
+    values yet."""
     memo: dict[int, Parameter] = {}
     for parameter in model.parameters():
         xp = array_module(parameter.data)
         nothing = xp.broadcast_to(xp.zeros((), parameter.dtype), parameter.shape)
-        memo[id(parameter)] = Parameter(nothing, name=parameter.name, requires_grad=parameter.requires_grad)
+        memo[id(parameter)] = Parameter(
+            nothing, name=parameter.name, requires_grad=parameter.requires_grad
+        )
     return copy.deepcopy(model, memo)
 
 
@@ -140,21 +179,36 @@ class DataParallel(Strategy):
     """A model on several devices of one process.
 
     Args:    model: stays on device 0, where it is updated.
-             replicas: how many devices; each is a thread of its own during a step, device 0 the caller's.
-             forward: of a replica (default: call it); loss: of the outputs of the whole batch (default: cross-entropy).
-             recorders: one a device, told what runs when; limit: seconds that a device waits for another.
-             gpus: the number of each replica's GPU, the first the model's own (default: all on the caller's device).
-             What passes between GPUs crosses the host. Not yet measured on several GPUs.
+             replicas: how many devices; each is a thread of its own during a step, device 0 the
+             caller's.
+             forward: of a replica (default: call it); loss: of the outputs of the whole batch
+             (default: cross-entropy).
+             recorders: one a device, told what runs when; limit: seconds that a device waits for
+             another.
+             gpus: the number of each replica's GPU, the first the model's own (default: all on the
+             caller's device). What passes between GPUs crosses the host. Not yet measured on
+             several GPUs.
     Attributes: parameters: device 0's, what the optimizer is made of; devices.
-    Raises:  ConfigError if there is no replica, or nothing to train; DeviceError for a GPU that is not there.
+    Raises:  ConfigError if there is no replica, or nothing to train; DeviceError for a GPU that is
+             not there.
     """
 
-    def __init__(self, model: Module, replicas: int, *, forward: Forward = call_replica,
-                 loss: OutputLoss = cross_entropy, recorders: Sequence[Recorder] = (), limit: float = 60.0,
-                 gpus: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        model: Module,
+        replicas: int,
+        *,
+        forward: Forward = call_replica,
+        loss: OutputLoss = cross_entropy,
+        recorders: Sequence[Recorder] = (),
+        limit: float = 60.0,
+        gpus: Sequence[int] = (),
+    ) -> None:
         if replicas < 1 or len(recorders) not in (0, replicas) or len(gpus) not in (0, replicas):
-            raise ConfigError(f"DataParallel: {replicas} replicas, {len(recorders)} recorders and {len(gpus)} GPUs; "
-                              f"take at least one replica, and a recorder or a GPU for each or none")
+            raise ConfigError(
+                f"DataParallel: {replicas} replicas, {len(recorders)} recorders and {len(gpus)} "
+                "GPUs; take at least one replica, and a recorder or a GPU for each or none"
+            )
         self.model, self.forward, self.loss, self.precision = model, forward, loss, Precision()
         self.parameters = trainable(model.parameters())
         self.devices: list[ReplicaDevice] = []
@@ -162,10 +216,20 @@ class DataParallel(Strategy):
         self._transports = connect(replicas, limit, unbuffered=False)
         for rank, transport in enumerate(self._transports):
             group = Group(transport, Ledger(rank), range(replicas), axis="dp")
-            memory, gpu = MemoryAccount() if rank else account.current(), gpus[rank] if gpus else None
+            memory, gpu = (
+                MemoryAccount() if rank else account.current(),
+                gpus[rank] if gpus else None,
+            )
             with account.use(memory), on_gpu(gpu):
-                self.devices.append(ReplicaDevice(replicate(model) if rank else model, group, memory,
-                                                  recorders[rank] if recorders else Silent(), gpu))
+                self.devices.append(
+                    ReplicaDevice(
+                        replicate(model) if rank else model,
+                        group,
+                        memory,
+                        recorders[rank] if recorders else Silent(),
+                        gpu,
+                    )
+                )
 
     def copy_model(self, device: ReplicaDevice) -> None:
         """Device 0's weights, on every device (DP 2). Cost: device 0 sends (R-1) models."""
@@ -178,14 +242,20 @@ class DataParallel(Strategy):
             for weight, original in zip(device.model.parameters(), originals, strict=True):
                 weight.requires_grad = original.requires_grad
 
-    def gather_outputs(self, device: ReplicaDevice, outputs: Tensor | None, *, idle: bool) -> Array | None:
-        """All outputs, in the order of the rows, on device 0; None elsewhere (DP 3). Cost: the others send theirs.
+    def gather_outputs(
+        self, device: ReplicaDevice, outputs: Tensor | None, *, idle: bool
+    ) -> Array | None:
+        """All outputs, in the order of the rows, on device 0; None elsewhere (DP 3). Cost: the
+        others send theirs.
 
-        Args:    idle: whether some device has no row, and so no outputs: device 0 then tells their shape.
+        Args:    idle: whether some device has no row, and so no outputs: device 0 then tells their
+                 shape.
         """
         rows = None if outputs is None else outputs.data
         if idle:
-            empty = device.group.broadcast(None if rows is None or device.rank else rows[:0], algorithm="naive")
+            empty = device.group.broadcast(
+                None if rows is None or device.rank else rows[:0], algorithm="naive"
+            )
             rows = empty if rows is None else rows
         whole = device.group.gather(rows, algorithm="naive")
         return None if whole is None else account.current().hold(whole, "activations")
@@ -198,9 +268,13 @@ class DataParallel(Strategy):
         assert leaf.grad is not None
         return leaf.grad, float(loss.item())
 
-    def backward(self, device: ReplicaDevice, outputs: Tensor | None, gradients: Array | None) -> None:
+    def backward(
+        self, device: ReplicaDevice, outputs: Tensor | None, gradients: Array | None
+    ) -> None:
         """The outputs' gradients, dealt out by device 0, through this device's replica (DP 4)."""
-        dy = account.current().hold(device.group.scatter(gradients, algorithm="naive"), "activations")
+        dy = account.current().hold(
+            device.group.scatter(gradients, algorithm="naive"), "activations"
+        )
         with device.recorder.span("backward", notes="DP 4"):
             if outputs is not None:
                 outputs.backward(dy)
@@ -215,20 +289,39 @@ class DataParallel(Strategy):
         """The sum of the losses of some rows, on device 0; without gradients."""
         if not len(part.inputs):
             return 0.0
-        return float(self.loss(self.forward(self.model, part.inputs, part.first), part.targets, 1).item())
+        return float(
+            self.loss(self.forward(self.model, part.inputs, part.first), part.targets, 1).item()
+        )
 
-    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
-             accumulate: int = 1) -> float:
+    def step(
+        self,
+        batch: Batch,
+        optimizer: Optimizer,
+        *,
+        lr: float | None = None,
+        clip: float | None = None,
+        accumulate: int = 1,
+    ) -> float:
         """One step on the whole batch; returns its mean loss.
 
-        Args:    as Strategy.step. The model is copied before the first pass, gradients are summed after the last.
+        Args:    as Strategy.step. The model is copied before the first pass, gradients are summed
+                 after the last.
         Raises:  the error of a replica, naming it; ConfigError for a batch without a row.
         """
-        micros = [micro for micro in micro_parts(Part(*batch, first=0), accumulate) if len(micro.inputs)]
+        micros = [
+            micro for micro in micro_parts(Part(*batch, first=0), accumulate) if len(micro.inputs)
+        ]
         if not micros:
             raise ConfigError("DataParallel.step: the batch has no row; give it at least one")
-        threads = [threading.Thread(target=self._replica, args=(device, micros, 1, device.account), daemon=True,
-                                    name=f"replica {device.rank}") for device in self.devices[1:]]
+        threads = [
+            threading.Thread(
+                target=self._replica,
+                args=(device, micros, 1, device.account),
+                daemon=True,
+                name=f"replica {device.rank}",
+            )
+            for device in self.devices[1:]
+        ]
         for thread in threads:
             thread.start()
         loss = self._replica(self.devices[0], micros, batch[1].size, account.current())
@@ -238,38 +331,50 @@ class DataParallel(Strategy):
             rank, failure = self._failure
             raise failure from CommError(f"on replica {rank} of {len(self.devices)}")
         with self.devices[0].recorder.span("optimizer"), on_gpu(self.devices[0].gpu):
-            self.precision.update(optimizer, lambda: squares_of(p.grad for p in self.parameters), lr=lr, clip=clip)
+            self.precision.update(
+                optimizer, lambda: squares_of(p.grad for p in self.parameters), lr=lr, clip=clip
+            )
         return loss
 
-    def _replica(self, device: ReplicaDevice, micros: list[Part], divisor: int, memory: MemoryAccount) -> float:
-        """The passes of one device. The first failure is kept for step() to raise, and ends every device's waits."""
+    def _replica(
+        self, device: ReplicaDevice, micros: list[Part], divisor: int, memory: MemoryAccount
+    ) -> float:
+        """The passes of one device. The first failure is kept for step() to raise, and ends every
+        device's waits."""
         try:
             with account.use(memory), on_gpu(device.gpu):
                 return self._passes(device, micros, divisor)
         except BaseException as error:
             if self._failure is None:
                 self._failure = device.rank, error
-            what = PeerLostError(f"replica {device.rank} failed with {type(error).__name__}: {error}", device.rank)
+            what = PeerLostError(
+                f"replica {device.rank} failed with {type(error).__name__}: {error}", device.rank
+            )
             for transport in self._transports:
                 with suppress(CommError):
                     transport.abort(what)
             return float("nan")
 
     def _passes(self, device: ReplicaDevice, micros: list[Part], divisor: int) -> float:
-        """DP 1 to DP 5, on one device; of the batch, those of the others read nothing but how many rows it has."""
+        """DP 1 to DP 5, on one device; of the batch, those of the others read nothing but how many
+        rows it has."""
         device.model.zero_grad()
         total, span = 0.0, device.recorder.span
         for number, micro in enumerate(micros):
             rows, first = rows_of(len(micro.inputs), size=len(self.devices), rank=device.rank)
             with span("split the batch", "communication", notes="DP 1"):
-                inputs = device.group.scatter(None if device.rank else micro.inputs, algorithm="naive")
+                inputs = device.group.scatter(
+                    None if device.rank else micro.inputs, algorithm="naive"
+                )
             if number == 0:
                 with span("copy the model", "communication", notes="DP 2"):
                     self.copy_model(device)
             with span("forward", notes="DP 3", rows=rows):
                 outputs = self.forward(device.model, inputs, micro.first + first) if rows else None
             with span("gather outputs", "communication", notes="DP 3"):
-                whole = self.gather_outputs(device, outputs, idle=len(micro.inputs) < len(self.devices))
+                whole = self.gather_outputs(
+                    device, outputs, idle=len(micro.inputs) < len(self.devices)
+                )
             gradients = None
             if whole is not None:
                 with span("loss", notes="DP 3"):

@@ -1,9 +1,10 @@
 """Chapter 07 · DDP: every rank holds the whole model and works on its part of the batch.
 
-The idea. All ranks start from the same weights. Each takes its part of the batch forward and backward; the gradients
-are summed over the ranks, and every rank then makes the same step from the same sum. So the replicas stay equal, and
-equal to one process that had seen the whole batch. Reducing is hidden behind backward: gradients travel in buckets, and
-a bucket sets out as soon as its last gradient is final, while backward still works on the layers below.
+The idea. All ranks start from the same weights. Each takes its part of the batch forward and
+backward; the gradients are summed over the ranks, and every rank then makes the same step from the
+same sum. So the replicas stay equal, and equal to one process that had seen the whole batch.
+Reducing is hidden behind backward: gradients travel in buckets, and a bucket sets out as soon as
+its last gradient is final, while backward still works on the layers below.
 
     compute         forward | backward: layer 4 | layer 3 | layer 2 | layer 1 | wait | optimizer
     communication                               | bucket 0 | bucket 1 | bucket 2 |
@@ -17,24 +18,29 @@ What each rank holds, Ψ parameters in float32 with Adam on P ranks:
     optimizer    8Ψ              8Ψ      the same on each rank
     activations  A               A/P
 
-Cost, a step and rank, ring all-reduce, whatever the number of backward passes (they are added up before they travel):
+Cost, a step and rank, ring all-reduce, whatever the number of backward passes (they are added up
+before they travel):
 
-    bytes        2(P-1)/P × 4Ψ   (over the ranks together exactly 2(P-1) × 4Ψ): 4Ψ at P = 2, towards 8Ψ for many
-    messages     2(P-1) × buckets; a bucket above 4 MiB goes round in stretches of at most 4 MiB, and 2(P-1) is for each
-                 (a parameter larger than `bucket_bytes` is a bucket by itself: collectives/ring.py)
+    bytes        2(P-1)/P × 4Ψ   (over the ranks together exactly 2(P-1) × 4Ψ): 4Ψ at P = 2, towards
+                                 8Ψ for many
+    messages     2(P-1) × buckets; a bucket above 4 MiB goes round in stretches of at most 4 MiB,
+                 and 2(P-1) is for each (a parameter larger than `bucket_bytes` is a bucket by
+                 itself: collectives/ring.py)
     control      one float64: the loss
 
 The notes' steps (N0, "DDP: Distributed Data Parallel"), as they happen here:
 
-    DDP 1  the model is on every device. No rank copies it: each draws the same weights from the same seed, and a digest
-           is compared once to be sure.
+    DDP 1  the model is on every device. No rank copies it: each draws the same weights from the
+           same seed, and a digest is compared once to be sure.
     DDP 2  each device works on its part of the data.
-    DDP 3  gradients are *summed* over the devices during backward: each rank's loss is its sum of token losses over the
-           token count of the *whole* batch, so the sum is the gradient of the mean, also when parts differ in size.
+    DDP 3  gradients are *summed* over the devices during backward: each rank's loss is its sum of
+           token losses over the token count of the *whole* batch, so the sum is the gradient of the
+           mean, also when parts differ in size.
     DDP 4  no controller; a ring carries the sums over every link at once.
 
-A GPT uses every parameter in every step, about in the order in which buckets are cut, so a Plan offers neither `unused`
-nor `static`. A model with branches sets them in its own loop: `DDP(model, group, loss=loss, static=True)`.
+A GPT uses every parameter in every step, about in the order in which buckets are cut, so a Plan
+offers neither `unused` nor `static`. A model with branches sets them in its own loop: `DDP(model,
+group, loss=loss, static=True)`.
 
 notes:   N0 DDP, 数据并行 工作流程; N1 DDP; N3 §3.1
 Source:  Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training".
@@ -63,36 +69,43 @@ from minidist.parallel.step.strategy import Collective, DataAxis
 
 
 def plain_ddp(model: GPT, optimizer: Optimizer, group: Group, batches: Iterable[Batch]) -> None:
-    """DDP without buckets and without overlap; the batches are global, the numbers those of N0:403."""
+    """DDP without buckets and without overlap; the batches are global, the numbers those of
+    N0:403."""
     for inputs, targets in batches:
-        part = part_of((inputs, targets), size=group.size, rank=group.rank)           # 2 my part of the data
-        loss = model.loss(part.inputs, part.targets, divisor=targets.size)            # 3 forward
-        loss.backward()                                                               # 4 backward: my gradients
-        for p in model.parameters():                                                  # 5 synchronise: all ranks' sum
+        part = part_of((inputs, targets), size=group.size, rank=group.rank)  # 2 my part of the data
+        loss = model.loss(part.inputs, part.targets, divisor=targets.size)  # 3 forward
+        loss.backward()  # 4 backward: my gradients
+        for p in model.parameters():  # 5 synchronise: all ranks' sum
             group.all_reduce(p.grad, out=p.grad, algorithm="ring")
-        optimizer.step()                                                              # 6 update: the same on all ranks
+        optimizer.step()  # 6 update: the same on all ranks
         optimizer.zero_grad()
 
 
-# `DDP` below adds buckets, because an all-reduce of a bias costs as many messages as one of 4 MiB; and overlap: a
-# bucket's all-reduce starts when its last gradient is final, while backward computes the next one. So buckets fill in
-# the order in which backward ends, which all ranks must agree on. It also takes frozen and unused parameters, ranks
-# without rows, and several passes (chapter 08).
+# `DDP` below adds buckets, because an all-reduce of a bias costs as many messages as one of 4 MiB;
+# and overlap: a bucket's all-reduce starts when its last gradient is final, while backward computes
+# the next one. So buckets fill in the order in which backward ends, which all ranks must agree on.
+# It also takes frozen and unused parameters, ranks without rows, and several passes (chapter 08).
 
 
 class DDP(DataAxis):
-    """A replica of a model, kept equal to the others of its group. Its step is DataAxis's (step/strategy.py).
+    """A replica of a model, kept equal to the others of its group. Its step is DataAxis's
+    (step/strategy.py).
 
-    Args:    model: equal on all ranks; its gradients move into buckets. Frozen weights stay as they are.
+    Args:    model: equal on all ranks; its gradients move into buckets. Frozen weights stay as they
+             are.
              group: the ranks that share the batch.
              loss: of a part of the batch (default: `model.loss`).
              bucket_bytes: largest size of a bucket, in bytes.
-             algorithm: of the gradients' all-reduce; pinned, so that the same run gives the same bits.
-             unused: what it means that a rank's loss does not depend on a parameter: "zero", a gradient of zero,
-             because another rank may use it; "error": a mistake (a layer forgotten in forward), named with the rank.
-             static: True if the loss uses the same parameters in every step. Then buckets are made anew after the
-             first step, in the order in which gradients were completed, and without parameters that no rank uses.
-             precision: of weights and update (default: one dtype for all); recorder: is told what runs when.
+             algorithm: of the gradients' all-reduce; pinned, so that the same run gives the same
+             bits.
+             unused: what it means that a rank's loss does not depend on a parameter: "zero", a
+             gradient of zero, because another rank may use it; "error": a mistake (a layer
+             forgotten in forward), named with the rank.
+             static: True if the loss uses the same parameters in every step. Then buckets are made
+             anew after the first step, in the order in which gradients were completed, and without
+             parameters that no rank uses.
+             precision: of weights and update (default: one dtype for all); recorder: is told what
+             runs when.
              scheme: how gradients travel (default: as they are; chapter 21); not with `static`.
     Attributes: parameters: what the optimizer is made of.
     Raises:  MismatchError if the replicas do not start equal.
@@ -100,39 +113,72 @@ class DDP(DataAxis):
 
     divides_state = False
 
-    def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
-                 algorithm: str = "ring", unused: str = "zero", static: bool = False,
-                 precision: Precision | None = None, recorder: Recorder | None = None,
-                 scheme: Scheme | None = None) -> None:
-        super().__init__(model, group, loss=loss, algorithm=algorithm, precision=precision, recorder=recorder)
+    def __init__(
+        self,
+        model: Module,
+        group: Group,
+        *,
+        loss: Loss | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        algorithm: str = "ring",
+        unused: str = "zero",
+        static: bool = False,
+        precision: Precision | None = None,
+        recorder: Recorder | None = None,
+        scheme: Scheme | None = None,
+    ) -> None:
+        super().__init__(
+            model, group, loss=loss, algorithm=algorithm, precision=precision, recorder=recorder
+        )
         if scheme is not None and static:
-            raise ConfigError("DDP: static=True makes buckets anew after the first step, and a scheme keeps state for "
-                              "each; leave one of the two out")
+            raise ConfigError(
+                "DDP: static=True makes buckets anew after the first step, and a scheme keeps "
+                "state for each; leave one of the two out"
+            )
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
         self.bucket_bytes, self.buckets = bucket_bytes, make_buckets(self.weights, bucket_bytes)
-        self._pending: list[Pending] = []           # all-reduces under way: of buckets 0, 1, …, without a gap
-        check_equal_replicas(model.parameters(), group, when="before the first step")       # DDP 1
-        self._order = BucketOrder([bucket.parameters for bucket in self.buckets], self._start_reduce, unused=unused,
-                                  who=f"DDP rank {group.rank} of {group.size}", by="DDP.backward")
+        # all-reduces under way: of buckets 0, 1, …, without a gap
+        self._pending: list[Pending] = []
+        check_equal_replicas(model.parameters(), group, when="before the first step")  # DDP 1
+        self._order = BucketOrder(
+            [bucket.parameters for bucket in self.buckets],
+            self._start_reduce,
+            unused=unused,
+            who=f"DDP rank {group.rank} of {group.size}",
+            by="DDP.backward",
+        )
         self._to_record = static
-        self._recorded: list[Parameter] | None = None       # static: the first step's order, until buckets follow it
-        self._left_out: list[Parameter] = []                # static: in no bucket, because no rank uses them
+        # static: the first step's order, until buckets follow it
+        self._recorded: list[Parameter] | None = None
+        self._left_out: list[Parameter] = []  # static: in no bucket, because no rank uses them
         self.scheme: Scheme = scheme or Scheme(algorithm)
         self._attach()
 
-    def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
-                 defer: bool = False) -> list[WeightGradient]:
-        """Add gradients into the buckets; the `last` sums them over the ranks (DDP 3, DDP 4): the same bits on each.
+    def backward(
+        self,
+        share: Tensor | None,
+        dy: Array | None = None,
+        *,
+        segment: int = 0,
+        last: bool = True,
+        defer: bool = False,
+    ) -> list[WeightGradient]:
+        """Add gradients into the buckets; the `last` sums them over the ranks (DDP 3, DDP 4): the
+        same bits on each.
 
         Args:    as DataAxis.backward.
-        Cost:    one all-reduce a bucket, begun during the last backward; returns when all have ended.
-        Raises:  GradientError if the last step's gradients are still there, or as `unused` and `static` say.
+        Cost:    one all-reduce a bucket, begun during the last backward; returns when all have
+                 ended.
+        Raises:  GradientError if the last step's gradients are still there, or as `unused` and
+                 `static` say.
         """
         if self._recorded is not None:
             self._follow(self._recorded)
         with self.recorder.span("backward", notes="DDP 3"):
-            deferred = self._order.backward(self.precision, share, dy, defer=defer, more_to_come=not last)
+            deferred = self._order.backward(
+                self.precision, share, dy, defer=defer, more_to_come=not last
+            )
         if last:
             with self.recorder.span("wait for gradients", notes="DDP 4"):
                 for pending in self._pending:
@@ -148,20 +194,29 @@ class DDP(DataAxis):
         self._order.backward_weights(self.precision, deferred)
 
     def _start_reduce(self, index: int) -> None:
-        """The bucket's last gradient is final, and those before it have set out (buckets.py says why)."""
+        """The bucket's last gradient is final, and those before it have set out (buckets.py says
+        why)."""
         bucket = self.buckets[index]
         group = sharers(bucket.parameters, self.group)
         self.recorder.announce(group.axis, f"all_reduce bucket {index}")
         self._pending.append(self.scheme.start_all_reduce(index, bucket.data))
 
     def _attach(self) -> None:
-        self.scheme.attach([GradientRun.whole(bucket.parameters, sharers(bucket.parameters, self.group), "all_reduce")
-                            for bucket in self.buckets])
+        self.scheme.attach(
+            [
+                GradientRun.whole(
+                    bucket.parameters, sharers(bucket.parameters, self.group), "all_reduce"
+                )
+                for bucket in self.buckets
+            ]
+        )
 
     def _follow(self, completed: list[Parameter]) -> None:
-        """Put gradients into buckets in the order in which the first step completed them (`static`).
+        """Put gradients into buckets in the order in which the first step completed them
+        (`static`).
 
-        Cost:    once, 8 bytes a parameter and rank under `control`; the old buckets go before the new ones come.
+        Cost:    once, 8 bytes a parameter and rank under `control`; the old buckets go before the
+                 new ones come.
         """
         self._recorded = None
         order = _agreed(self.group, self.weights, completed)
@@ -179,7 +234,8 @@ class DDP(DataAxis):
         return [(parameter, parameter) for parameter in self.weights]
 
     def squares(self) -> float | Array:
-        """The sum of the squares of the whole gradient: every rank holds all of it, so it costs no message."""
+        """The sum of the squares of the whole gradient: every rank holds all of it, so it costs no
+        message."""
         return squares_of(p.grad for p in self.weights)
 
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
@@ -188,19 +244,29 @@ class DDP(DataAxis):
 
     def traffic(self, passes: int) -> list[Collective]:
         """An all-reduce a bucket, whatever the number of passes."""
-        return [Collective(run.verb, run.size * run.dtype.itemsize, run.group, sent=self.scheme.sent_bytes(run))
-                for run in self.scheme.runs]
+        return [
+            Collective(
+                run.verb, run.size * run.dtype.itemsize, run.group, sent=self.scheme.sent_bytes(run)
+            )
+            for run in self.scheme.runs
+        ]
 
 
-def _agreed(group: Group, parameters: Sequence[Parameter], completed: Sequence[Parameter]) -> list[Parameter]:
-    """One order for all ranks: the first rank's that completed any, then what others alone did, rank by rank.
+def _agreed(
+    group: Group, parameters: Sequence[Parameter], completed: Sequence[Parameter]
+) -> list[Parameter]:
+    """One order for all ranks: the first rank's that completed any, then what others alone did,
+    rank by rank.
 
-    Args:    parameters: the same on all ranks; completed: those that this rank's backward reached, in its order.
+    Args:    parameters: the same on all ranks; completed: those that this rank's backward reached,
+             in its order.
     Cost:    one all-gather of 8 bytes a parameter and rank, under `control`.
     """
     place = {id(parameter): number for number, parameter in enumerate(completed)}
     mine = np.array([place.get(id(parameter), -1) for parameter in parameters], np.int64)
     with group.ledger.control():
         rows = group.all_gather(mine).reshape(group.size, -1)
-    order = [int(index) for row in rows for index in np.argsort(row, kind="stable") if row[index] >= 0]
+    order = [
+        int(index) for row in rows for index in np.argsort(row, kind="stable") if row[index] >= 0
+    ]
     return [parameters[index] for index in dict.fromkeys(order)]

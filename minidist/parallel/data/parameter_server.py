@@ -1,41 +1,49 @@
-"""Chapter 06 · The parameter server: workers make gradients, servers keep the weights and make the steps.
+"""Chapter 06 · The parameter server: workers make gradients, servers keep the weights and make the
+steps.
 
-The idea. Some ranks do nothing but keep the weights. A worker takes its part of the batch, pushes its gradients to the
-servers, and pulls new weights. A server adds up what comes, runs the optimizer, and gives the weights back. Workers
-know nothing of each other: one that is slow need not hold up the others, one that dies need not end the job. In return
-everything goes through the servers, and their links carry the more the more workers there are.
+The idea. Some ranks do nothing but keep the weights. A worker takes its part of the batch, pushes
+its gradients to the servers, and pulls new weights. A server adds up what comes, runs the
+optimizer, and gives the weights back. Workers know nothing of each other: one that is slow need not
+hold up the others, one that dies need not end the job. In return everything goes through the
+servers, and their links carry the more the more workers there are.
 
                     gradients                        weights
     worker 0..N-1  ----------->  server of key k  ------------->  worker 0..N-1
                       push          sum, step         pull
 
-Ranks 0 to N-1 are workers, the last S are servers. A key is a parameter; keys are divided among servers by size
-(data/server_keys.py). What each rank holds, Ψ parameters in float32 with Adam, N workers, S servers:
+Ranks 0 to N-1 are workers, the last S are servers. A key is a parameter; keys are divided among
+servers by size (data/server_keys.py). What each rank holds, Ψ parameters in float32 with Adam, N
+workers, S servers:
 
                  each worker                    each server
     batch        B/N sequences                  -
     parameters   4Ψ                             about 4Ψ/S    its keys
     gradients    4Ψ   own part's                4Ψ/S          their sum
     optimizer    -                              8Ψ/S
-    in flight    -                              4Ψ/S; asynchronous, (N-1) × 4Ψ/S: a room a worker, one the gradients'
+    in flight    -                              4Ψ/S; asynchronous, (N-1) × 4Ψ/S: a room a worker,
+                 one the gradients'
 
 Cost, a step, of keys of one dtype:
 
     each worker         sends 4Ψ bytes and receives as many; S messages each way
-    all servers         2N × 4Ψ pass through them, N × 4Ψ each way; 2NS messages.  A ring moves 2(N-1)/N × 4Ψ in and out
-                        of each rank: the N ranks of a ring share what S servers have to carry
+    all servers         2N × 4Ψ pass through them, N × 4Ψ each way; 2NS messages.  A ring moves
+                        2(N-1)/N × 4Ψ in and out of each rank: the N ranks of a ring share what S
+                        servers have to carry
     at the end          asynchronous workers get the last weights once more: N × 4Ψ
-    control             synchronous: the loss and, with clip, the squares of the gradient's norm; asynchronous: which
-                        step, which weights, which rate: 3 + S numbers a push, 1 a pull (the last names lost workers)
+    control             synchronous: the loss and, with clip, the squares of the gradient's norm;
+                        asynchronous: which step, which weights, which rate: 3 + S numbers a push, 1
+                        a pull (the last names lost workers)
 
-Synchronous: the servers wait for all workers, and the step is that of one process on the whole batch. Asynchronous:
-each gradient is an update by itself, of the mean loss of the worker's own part, as soon as it comes, made from weights
-that others may have updated meanwhile. A worker may be `staleness` steps ahead of the slowest, then it has to wait
-(data/bounded_staleness.py). Each server keeps a record of its updates; replay_updates.py makes them in one process.
-Workers and servers need not be on the same kind of device (GPU workers, CPU servers); and synchronous servers may keep
-masters, sums and state in a wider dtype than what travels: w bytes a number sent and d in the master's dtype, a server
-holds (w + 4d)Ψ/S with Adam.
-In an elastic job workers may pause and go on later, and servers send copies of their state (survive/kept_shards.py).
+Synchronous: the servers wait for all workers, and the step is that of one process on the whole
+batch. Asynchronous: each gradient is an update by itself, of the mean loss of the worker's own
+part, as soon as it comes, made from weights that others may have updated meanwhile. A worker may be
+`staleness` steps ahead of the slowest, then it has to wait (data/bounded_staleness.py). Each server
+keeps a record of its updates; replay_updates.py makes them in one process. Workers and servers need
+not be on the same kind of device (GPU workers, CPU servers); and synchronous servers may keep
+masters, sums and state in a wider dtype than what travels: w bytes a number sent and d in the
+master's dtype, a server holds (w + 4d)Ψ/S with Adam.
+In an elastic job workers may pause and go on later, and servers send copies of their state
+(survive/kept_shards.py).
 
 notes:   N1 DP, N3 §2
 Source:  Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server".
@@ -70,20 +78,29 @@ from minidist.parallel.step.flat import Piece, forget, sum_in_order
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
-from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, part_of, zero_unused
+from minidist.parallel.step.step import (
+    Batch,
+    Loss,
+    Part,
+    loss_of,
+    micro_parts,
+    part_of,
+    zero_unused,
+)
 from minidist.parallel.step.strategy import Strategy
 
 
 def plain_worker(model: GPT, group: Group, workers: int, batches: Iterable[Batch]) -> None:
-    """A worker of one server, which is rank `workers` of the group: push every gradient, pull every weight."""
+    """A worker of one server, which is rank `workers` of the group: push every gradient, pull every
+    weight."""
     for inputs, targets in batches:
         part = part_of((inputs, targets), size=workers, rank=group.rank)
         model.loss(part.inputs, part.targets, divisor=targets.size).backward()
         for p in model.parameters():
-            group.send(p.grad, dst=workers)                 # push
+            group.send(p.grad, dst=workers)  # push
             p.zero_grad()
         for p in model.parameters():
-            group.recv(src=workers, out=p.data)             # pull
+            group.recv(src=workers, out=p.data)  # pull
 
 
 def plain_server(model: GPT, optimizer: Optimizer, group: Group, workers: int, steps: int) -> None:
@@ -97,45 +114,76 @@ def plain_server(model: GPT, optimizer: Optimizer, group: Group, workers: int, s
                 group.send(p.data, dst=worker)
 
 
-# `ParameterServer` below adds several servers, which divide the parameters (keys) between them, because the link of one
-# server carries the gradients of all workers; messages of many keys; and steps in which no worker waits for the
-# slowest (asynchronous updates, with a bound on how far one may be ahead).
+# `ParameterServer` below adds several servers, which divide the parameters (keys) between them,
+# because the link of one server carries the gradients of all workers; messages of many keys; and
+# steps in which no worker waits for the slowest (asynchronous updates, with a bound on how far one
+# may be ahead).
+
 
 class ParameterServer(Strategy):
-    """A worker or a server, by rank. All ranks of the group make one with equal arguments, and call `step` in a loop.
+    """A worker or a server, by rank. All ranks of the group make one with equal arguments, and call
+    `step` in a loop.
 
     Args:    model: equal on all ranks; a server keeps its keys alone.
              servers: how many ranks are servers: the last.
-             asynchronous: update by each gradient as it comes; staleness: how many steps a worker may then be ahead of
-             the slowest (None: any number).
+             asynchronous: update by each gradient as it comes; staleness: how many steps a worker
+             may then be ahead of the slowest (None: any number).
              loss: of a part of the batch (default: `model.loss`); recorder: is told what runs when.
-             server_dtype: of synchronous servers' masters, sums and update, if wider than the workers' (default: as
-             these); what travels has the workers'. A server's model may be on another device than a worker's.
-    Attributes: parameters: what the optimizer is made of: a server's keys; on a worker, pieces without elements.
-             serves, workers; record: a server's updates; lost: workers that a server has lost, and how.
-    Raises:  ConfigError for a number of servers that cannot work; MismatchError if ranks do not start equal.
+             server_dtype: of synchronous servers' masters, sums and update, if wider than the
+             workers' (default: as these); what travels has the workers'. A server's model may be on
+             another device than a worker's.
+    Attributes: parameters: what the optimizer is made of: a server's keys; on a worker, pieces
+    without elements.
+             serves, workers; record: a server's updates; lost: workers that a server has lost, and
+             how.
+    Raises:  ConfigError for a number of servers that cannot work; MismatchError if ranks do not
+             start equal.
     """
 
-    workers_update: ClassVar[bool] = False      # whether workers too change their weights
+    workers_update: ClassVar[bool] = False  # whether workers too change their weights
 
-    def __init__(self, model: Module, group: Group, *, servers: int = 1, asynchronous: bool = False,
-                 staleness: int | None = 2, loss: Loss | None = None, recorder: Recorder | None = None,
-                 server_dtype: str | None = None) -> None:
-        self.model, self.group, self.asynchronous, self.staleness = model, group, asynchronous, staleness
+    def __init__(
+        self,
+        model: Module,
+        group: Group,
+        *,
+        servers: int = 1,
+        asynchronous: bool = False,
+        staleness: int | None = 2,
+        loss: Loss | None = None,
+        recorder: Recorder | None = None,
+        server_dtype: str | None = None,
+    ) -> None:
+        self.model, self.group, self.asynchronous, self.staleness = (
+            model,
+            group,
+            asynchronous,
+            staleness,
+        )
         self.workers, self.servers, self.precision = group.size - servers, servers, Precision()
         if self.workers < 1:
-            raise ConfigError(f"{servers} parameter servers in a job of {group.size} ranks leave no worker; start "
-                              f"more ranks, or take fewer servers")
+            raise ConfigError(
+                f"{servers} parameter servers in a job of {group.size} ranks leave no worker; "
+                "start more ranks, or take fewer servers"
+            )
         if staleness is not None and staleness < 0:
-            raise ConfigError(f"staleness {staleness}: a worker is 0 or more steps ahead of the slowest, or None")
+            raise ConfigError(
+                f"staleness {staleness}: a worker is 0 or more steps ahead of the slowest, or None"
+            )
         if asynchronous and server_dtype is not None:
-            raise ConfigError(f"server_dtype={server_dtype}: asynchronous servers keep the workers' own dtype; leave "
-                              f"it out, or take synchronous ones")
+            raise ConfigError(
+                f"server_dtype={server_dtype}: asynchronous servers keep the workers' own dtype; "
+                "leave it out, or take synchronous ones"
+            )
         self.masters_apart = server_dtype is not None
-        self.serves, self.loss, self.recorder = group.rank >= self.workers, loss or loss_of(model), recorder or Silent()
+        self.serves, self.loss, self.recorder = (
+            group.rank >= self.workers,
+            loss or loss_of(model),
+            recorder or Silent(),
+        )
         self.precision = Precision()
         check_equal_replicas(model.parameters(), group, when="before the first step")
-        self.peers = group.split(int(self.serves), axis=group.axis)     # the workers, or the servers
+        self.peers = group.split(int(self.serves), axis=group.axis)  # the workers, or the servers
         shards = key_shards(model, servers)
         self._server_of = {id(key): server for server, keys in enumerate(shards) for key in keys}
         if self.serves:
@@ -148,23 +196,38 @@ class ParameterServer(Strategy):
             self.parameters = self.shards[0].pieces()
         else:
             self.shards = [Shard(keys) for keys in shards]
-            nothing = [(key, key.data.reshape(-1)[:0].astype(server_dtype or key.dtype)) for keys in shards
-                       for key in keys]
+            nothing = [
+                (key, key.data.reshape(-1)[:0].astype(server_dtype or key.dtype))
+                for keys in shards
+                for key in keys
+            ]
             self.parameters = [Piece(key, empty, empty, range(0)) for key, empty in nothing]
         if self.masters_apart or (asynchronous and not self.workers_update):
             for key in (key for keys in shards for key in keys):
                 key.keep_by("the servers")
-        self._rooms = self.shards[0].rooms("communication") if self.serves and not asynchronous else []
-        self.service = None if not (self.serves and asynchronous) else Service(
-            group, self.workers, self.shards[0], self.parameters, staleness=staleness, recorder=self.recorder)
+        self._rooms = (
+            self.shards[0].rooms("communication") if self.serves and not asynchronous else []
+        )
+        self.service = (
+            None
+            if not (self.serves and asynchronous)
+            else Service(
+                group,
+                self.workers,
+                self.shards[0],
+                self.parameters,
+                staleness=staleness,
+                recorder=self.recorder,
+            )
+        )
         self.lost: dict[int, PeerLostError] = {} if self.service is None else self.service.lost
         self.versions, self.pushes, self._finished = [0] * servers, 0, False
         self._gone: set[int] = set()
         self.copies, self._paused = dict[int, ShardState](), False
-        self._options: dict[str, Any] = {}              # the optimizer's at the first step
+        self._options: dict[str, Any] = {}  # the optimizer's at the first step
         if asynchronous and not self.serves:
             group.expendable()
-        with self._naming_servers():                # one may be lost when others have left it
+        with self._naming_servers():  # one may be lost when others have left it
             group.barrier()
 
     @property
@@ -186,7 +249,8 @@ class ParameterServer(Strategy):
         return self.loss(part, divisor) if len(part.inputs) else None
 
     def gradients(self, batch: Batch, accumulate: int) -> float:
-        """Forward and backward of this worker's part; its loss, or when synchronous its share of the global one."""
+        """Forward and backward of this worker's part; its loss, or when synchronous its share of
+        the global one."""
         part, total = part_of(batch, size=self.workers, rank=self.group.rank), 0.0
         divisor = part.targets.size if self.asynchronous else targets_in(batch)
         self.model.zero_grad()
@@ -199,26 +263,32 @@ class ParameterServer(Strategy):
                     share.backward()
         return total
 
-    # -------------------------------------------------------------------------------------------- push and pull
+    # -------------------------------------------------------------------------------- push and pull
 
     def push(self) -> None:
-        """This worker's gradients, to the servers of their keys. Cost: a message a server and dtype."""
+        """This worker's gradients, to the servers of their keys. Cost: a message a server and
+        dtype."""
         for shard in self.shards:
             zero_unused(shard.keys)
         with self.recorder.span("push", "communication"), self._naming_servers():
-            for pending in [self.group.start_send(vector, self.workers + server)
-                            for server, shard in enumerate(self.shards) for vector in shard.gradients]:
+            for pending in [
+                self.group.start_send(vector, self.workers + server)
+                for server, shard in enumerate(self.shards)
+                for vector in shard.gradients
+            ]:
                 pending.wait()
 
     def pull(self) -> None:
-        """New weights from the servers, in place. Cost: a message from each server for each dtype."""
+        """New weights from the servers, in place. Cost: a message from each server for each
+        dtype."""
         with self.recorder.span("pull", "communication"), self._naming_servers():
             for server, shard in enumerate(self.shards):
                 for vector in shard.weights:
                     self.group.recv(self.workers + server, out=vector)
 
     def collect(self) -> None:
-        """On a server: the sum of all workers' gradients, in the workers' order. Cost: N shards come."""
+        """On a server: the sum of all workers' gradients, in the workers' order. Cost: N shards
+        come."""
         with self.recorder.span("collect", "communication"):
             for total, room in zip(self.shards[0].gradients, self._rooms, strict=True):
                 self.group.recv(0, out=total if total.dtype == room.dtype else room)
@@ -229,31 +299,46 @@ class ParameterServer(Strategy):
                     total += room
 
     def give_back(self) -> None:
-        """On a server: its weights, to every worker. Cost: N messages for each dtype of the shard."""
+        """On a server: its weights, to every worker. Cost: N messages for each dtype of the
+        shard."""
         with self.recorder.span("give back", "communication"):
             self.shards[0].round()
-            for pending in [self.group.start_send(vector, worker) for worker in range(self.workers)
-                            for vector in self.shards[0].weights]:
+            for pending in [
+                self.group.start_send(vector, worker)
+                for worker in range(self.workers)
+                for vector in self.shards[0].weights
+            ]:
                 pending.wait()
 
-    # ------------------------------------------------------------------------------------------------------ step
+    # ----------------------------------------------------------------------------------------- step
 
-    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
-             accumulate: int = 1) -> float:
+    def step(
+        self,
+        batch: Batch,
+        optimizer: Optimizer,
+        *,
+        lr: float | None = None,
+        clip: float | None = None,
+        accumulate: int = 1,
+    ) -> float:
         """One step on the *global* batch.
 
-        Args:    as Strategy.step. A worker's optimizer has nothing to do. clip: of the sum when synchronous, else of
-                 each worker's own gradient.
-        Returns: synchronous: the batch's mean loss, the same on every rank. Asynchronous: the mean loss of the worker's
-                 own part; a server's first call serves until all workers have finished, its later ones do nothing.
+        Args:    as Strategy.step. A worker's optimizer has nothing to do. clip: of the sum when
+                 synchronous, else of each worker's own gradient.
+        Returns: synchronous: the batch's mean loss, the same on every rank. Asynchronous: the mean
+        loss of the worker's
+                 own part; a server's first call serves until all workers have finished, its later
+                 ones do nothing.
         Raises:  PeerLostError naming the server that was lost.
         """
         if self.service is not None:
             self.service.serve(optimizer)
             return float("nan")
         if self._finished:
-            raise ConfigError(f"worker {self.group.rank} of {self.workers} has finished and makes no more steps; "
-                              f"evaluate and take the weights of an asynchronous run after its last step")
+            raise ConfigError(
+                f"worker {self.group.rank} of {self.workers} has finished and makes no more steps; "
+                f"evaluate and take the weights of an asynchronous run after its last step"
+            )
         if self.asynchronous:
             self._check_unchanged(optimizer)
             loss = self.gradients(batch, accumulate)
@@ -266,8 +351,14 @@ class ParameterServer(Strategy):
         if self.serves:
             self.collect()
             with self.recorder.span("optimizer"):
-                self.precision.update(optimizer, lambda: sum_in_order(self.peers, sum_of_squares(
-                    piece.grad for piece in self.parameters)), lr=lr, clip=clip)
+                self.precision.update(
+                    optimizer,
+                    lambda: sum_in_order(
+                        self.peers, sum_of_squares(piece.grad for piece in self.parameters)
+                    ),
+                    lr=lr,
+                    clip=clip,
+                )
             self.give_back()
         else:
             share = self.gradients(batch, accumulate)
@@ -279,18 +370,21 @@ class ParameterServer(Strategy):
     def _check_unchanged(self, optimizer: Optimizer) -> None:
         """Raise ConfigError for a change that does not reach the servers, which serve meanwhile."""
         options = optimizer.options_now()
-        del options["lr"]                   # travels with each gradient
+        del options["lr"]  # travels with each gradient
         self._options = self._options or options
         changed = [name for name in options if options[name] != self._options[name]]
         frozen = [key.name for shard in self.shards for key in shard.keys if not key.requires_grad]
         if changed or frozen:
             what = f"the optimizer's {changed[0]}" if changed else f"requires_grad of {frozen[0]!r}"
-            raise ConfigError(f"asynchronous servers: {what} was changed, which the servers do not "
-                              f"learn while they serve; set it before the first step, or take "
-                              f"synchronous servers")
+            raise ConfigError(
+                f"asynchronous servers: {what} was changed, which the servers do not "
+                f"learn while they serve; set it before the first step, or take "
+                f"synchronous servers"
+            )
 
     def finish(self) -> set[int]:
-        """After the last step, any number of times: an asynchronous worker waits for the others and the last weights.
+        """After the last step, any number of times: an asynchronous worker waits for the others and
+        the last weights.
 
         Returns: ranks of the group that were lost.
         """
@@ -300,11 +394,14 @@ class ParameterServer(Strategy):
         return self.gone
 
     def pause(self) -> None:
-        """Between two steps, of an asynchronous worker: leave, because the ranks of the job change."""
+        """Between two steps, of an asynchronous worker: leave, because the ranks of the job
+        change."""
         self._paused = True
         with self._naming_servers(), self.group.ledger.control():
             for server in range(self.servers):
-                self.group.send(np.array([PAUSE, float("nan"), 1.0, *self.versions]), self.workers + server)
+                self.group.send(
+                    np.array([PAUSE, float("nan"), 1.0, *self.versions]), self.workers + server
+                )
 
     def readers(self, everyone: Group) -> tuple[Group, int]:
         """The workers divide the rows: the ranks that are left, but for the last, the servers."""
@@ -313,7 +410,9 @@ class ParameterServer(Strategy):
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
         """As Strategy's, of the workers."""
         if not self.serves:
-            super().check_replicas(group.without(range(group.size - self.servers, group.size)), when=when)
+            super().check_replicas(
+                group.without(range(group.size - self.servers, group.size)), when=when
+            )
 
     def state_replaced(self) -> None:
         """Servers give their new weights to the workers."""
@@ -323,9 +422,11 @@ class ParameterServer(Strategy):
             self.pull()
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """As Strategy's; every server calls it, and every worker where masters are the servers' alone.
+        """As Strategy's; every server calls it, and every worker where masters are the servers'
+        alone.
 
-        Cost:    each key, broadcast among the servers, or with masters of their own among all, under `control`.
+        Cost:    each key, broadcast among the servers, or with masters of their own among all,
+                 under `control`.
         """
         self.finish()
         state = self.model.state_dict()
@@ -333,18 +434,23 @@ class ParameterServer(Strategy):
             return state
         if self.masters_apart and self.serves:
             names = {id(p): name for name, p in self.model.named_parameters()}
-            state |= {names[id(piece.parameter)]: to_host(piece.data).reshape(piece.parameter.shape)
-                      for piece in self.parameters}
+            state |= {
+                names[id(piece.parameter)]: to_host(piece.data).reshape(piece.parameter.shape)
+                for piece in self.parameters
+            }
         among, first = (self.group, self.workers) if self.masters_apart else (self.peers, 0)
         with self._naming_servers(), self.group.ledger.control():
             for name, p in self.model.named_parameters():
-                if id(p) in self._server_of:        # the others are frozen, and alike everywhere
+                if id(p) in self._server_of:  # the others are frozen, and alike everywhere
                     root = first + self._server_of[id(p)]
-                    state[name] = among.broadcast(state[name] if among.rank == root else None, root=root)
+                    state[name] = among.broadcast(
+                        state[name] if among.rank == root else None, root=root
+                    )
         return state
 
     def _push_and_pull(self, header: list[float], digests: Sequence[float] = ()) -> None:
-        """Say which step this is, from which weights; push, unless it is the end; pull, and note which.
+        """Say which step this is, from which weights; push, unless it is the end; pull, and note
+        which.
 
         Args:    digests: of the step's batch, which a server compares with those of other workers.
         Raises:  MismatchError if a server finds two that differ.
@@ -370,10 +476,13 @@ class ParameterServer(Strategy):
                 self._take_copy(server, version, *arrays)
 
     def _take_copy(self, server: int, version: int, arrays: int) -> None:
-        """A server's state, behind the weights of that version: so many arrays, the first the numbers of updates."""
+        """A server's state, behind the weights of that version: so many arrays, the first the
+        numbers of updates."""
         with self._naming_servers(), self.group.ledger.during("peer copies"):
             counts, *state = [self.group.recv(self.workers + server) for _ in range(arrays)]
-        self.copies[server] = ShardState(version, copies_of(self.shards[server].weights), state, counts.tolist())
+        self.copies[server] = ShardState(
+            version, copies_of(self.shards[server].weights), state, counts.tolist()
+        )
 
     @contextmanager
     def _naming_servers(self) -> Iterator[None]:
@@ -381,8 +490,11 @@ class ParameterServer(Strategy):
         try:
             yield
         except PeerLostError as error:
-            ranks = self.group.world_ranks[self.workers:]
+            ranks = self.group.world_ranks[self.workers :]
             if error.world_rank not in ranks:
                 raise
-            raise PeerLostError(f"parameter server {ranks.index(error.world_rank)} of {self.servers} is lost, and with "
-                                f"it its keys: {error}", error.world_rank) from error
+            raise PeerLostError(
+                f"parameter server {ranks.index(error.world_rank)} of {self.servers} is lost, "
+                f"and with it its keys: {error}",
+                error.world_rank,
+            ) from error

@@ -1,10 +1,14 @@
-"""The updates of an asynchronous run, made again in one process: the proof that its record tells everything.
+"""The updates of an asynchronous run, made again in one process: the proof that its record tells
+everything.
 
-    record of server 0      worker 1's step 0 from versions (0, 0) | worker 0's step 0 from (0, 0) | …
-    record of server 1      worker 0's step 0 from versions (0, 0) | worker 1's step 0 from (0, 0) | …
+    record of server 0      worker 1's step 0 from versions (0, 0) | worker 0's step 0 from (0, 0) |
+                            …
+    record of server 1      worker 0's step 0 from versions (0, 0) | worker 1's step 0 from (0, 0) |
+                            …
 
-An update is made again as soon as the weights exist that its gradient was made from. The gradient comes from the same
-part of the same batch, so the weights at the end are those of the run, to the last bit (data/bounded_staleness.py).
+An update is made again as soon as the weights exist that its gradient was made from. The gradient
+comes from the same part of the same batch, so the weights at the end are those of the run, to the
+last bit (data/bounded_staleness.py).
 """
 
 from collections import deque
@@ -22,19 +26,29 @@ from minidist.parallel.step.flat import Piece
 from minidist.parallel.step.step import Batch, Loss, loss_of, part_of
 
 
-def replay(model: Module, records: Sequence[Sequence[Update]], batch: Callable[[int], Batch],
-           make_optimizer: Callable[[list[Piece]], Optimizer], *, workers: int, loss: Loss | None = None,
-           clip: float | None = None) -> None:
-    """Make an asynchronous run's updates again, in this process; `model` starts as the run's and ends as its servers.
+def replay(
+    model: Module,
+    records: Sequence[Sequence[Update]],
+    batch: Callable[[int], Batch],
+    make_optimizer: Callable[[list[Piece]], Optimizer],
+    *,
+    workers: int,
+    loss: Loss | None = None,
+    clip: float | None = None,
+) -> None:
+    """Make an asynchronous run's updates again, in this process; `model` starts as the run's and
+    ends as its servers.
 
-    Args:    records: of each server; batch(step): the global batch; make_optimizer: as each server made its own.
+    Args:    records: of each server; batch(step): the global batch; make_optimizer: as each server
+             made its own.
              loss, clip: the run's.
     Cost:    a forward and a backward for each worker's step; keeps every version of the weights.
     """
     loss, shards = loss or loss_of(model), [Shard(keys) for keys in key_shards(model, len(records))]
     pieces = [shard.pieces() for shard in shards]
     optimizers = [make_optimizer(of_server) for of_server in pieces]
-    kept = [[copies_of(shard.weights)] for shard in shards]       # of each server, every version of its weights
+    # of each server, every version of its weights
+    kept = [[copies_of(shard.weights)] for shard in shards]
     gradients: dict[tuple[int, int, tuple[int, ...]], tuple[list[list[Array]], float]] = {}
 
     def gradient(update: Update) -> tuple[list[list[Array]], float]:
@@ -61,14 +75,25 @@ def replay(model: Module, records: Sequence[Sequence[Update]], batch: Callable[[
 
 
 def _in_order(records: Sequence[Sequence[Update]]) -> Iterator[tuple[int, Update]]:
-    """(server, update): every server's in its order, each when the weights that its gradient was made from exist."""
-    left, exist = [deque(record) for record in records], [1] * len(records)     # versions of each server's weights
+    """(server, update): every server's in its order, each when the weights that its gradient was
+    made from exist."""
+    # versions of each server's weights
+    left, exist = [deque(record) for record in records], [1] * len(records)
     while any(left):
-        ready = [server for server, record in enumerate(left) if record and all(
-            version < versions for version, versions in zip(record[0].versions, exist, strict=True))]
+        ready = [
+            server
+            for server, record in enumerate(left)
+            if record
+            and all(
+                version < versions
+                for version, versions in zip(record[0].versions, exist, strict=True)
+            )
+        ]
         if not ready:
-            raise CommError(f"replay: {sum(map(len, left))} updates of the record were made from weights that it never "
-                            f"makes; the records of all servers belong together")
+            raise CommError(
+                f"replay: {sum(map(len, left))} updates of the record were made from weights "
+                "that it never makes; the records of all servers belong together"
+            )
         for server in ready:
             yield server, left[server].popleft()
             exist[server] += 1

@@ -4,8 +4,8 @@
     server 0         embedding 80           | up 32           | qkv 24              server that has least
     server 1                        head 80         | down 32          | out 8
 
-A key is never cut, so loads differ by no more than the largest key. What a worker sends a server, and gets back, are
-whole vectors: one message each way for each dtype.
+A key is never cut, so loads differ by no more than the largest key. What a worker sends a server,
+and gets back, are whole vectors: one message each way for each dtype.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,44 +27,61 @@ def assign(sizes: Sequence[int], servers: int) -> list[list[int]]:
     Raises:  ConfigError if a server would have none.
     """
     if not 1 <= servers <= len(sizes):
-        raise ConfigError(f"{servers} parameter servers for {len(sizes)} keys: each server has at least one key; "
-                          f"take 1 to {len(sizes)} servers")
-    loads, shares = [0] * servers, [[] for _ in range(servers)]     # type: list[int], list[list[int]]
+        raise ConfigError(
+            f"{servers} parameter servers for {len(sizes)} keys: each server has at least one key; "
+            f"take 1 to {len(sizes)} servers"
+        )
+    loads, shares = [0] * servers, [[] for _ in range(servers)]  # type: list[int], list[list[int]]
     for key in sorted(range(len(sizes)), key=lambda key: -sizes[key]):
-        server = min(range(servers), key=lambda server: (loads[server], len(shares[server]), server))
+        server = min(
+            range(servers), key=lambda server: (loads[server], len(shares[server]), server)
+        )
         shares[server].append(key)
         loads[server] += sizes[key]
     return [sorted(share) for share in shares]
 
 
 class Shard:
-    """The keys of one server, moved into one vector for each dtype; their gradients are views of vectors, too.
+    """The keys of one server, moved into one vector for each dtype; their gradients are views of
+    vectors, too.
 
-    Args:    dtype: a server's, wider than the keys': of its masters and sums (default: the keys' own).
+    Args:    dtype: a server's, wider than the keys': of its masters and sums (default: the keys'
+             own).
     Attributes: keys       the parameters, which stay usable
                 weights    a vector for each dtype
-                masters    what is updated: the weights, or vectors in `dtype` that they are a rounding of
+                masters    what is updated: the weights, or vectors in `dtype` that they are a
+                           rounding of
                 gradients  as long, of the masters' dtype
                 nbytes     of the weights
     """
 
     def __init__(self, keys: Sequence[Parameter], *, dtype: np.dtype | None = None) -> None:
         self.keys = tuple(keys)
-        self.runs = [[key for key in keys if key.dtype == dtype] for dtype in dict.fromkeys(key.dtype for key in keys)]
+        self.runs = [
+            [key for key in keys if key.dtype == dtype]
+            for dtype in dict.fromkeys(key.dtype for key in keys)
+        ]
         self.weights = [join(run) for run in self.runs]
         settle_in_vector(self.keys)
         self.nbytes = sum(vector.nbytes for vector in self.weights)
-        self.masters = [master_of(run, vector, dtype) for run, vector in zip(self.runs, self.weights, strict=True)]
+        self.masters = [
+            master_of(run, vector, dtype)
+            for run, vector in zip(self.runs, self.weights, strict=True)
+        ]
         self.wide = any(a is not b for a, b in zip(self.masters, self.weights, strict=True))
         self.gradients = [empty_like(vector, vector.size, "gradients") for vector in self.masters]
         for key, grad in self._by_key(self.gradients):
-            if not self.wide:       # else no backward is to write there
+            if not self.wide:  # else no backward is to write there
                 key.bind_gradient(grad)
 
     def pieces(self) -> list[Piece]:
         """The pieces of an optimizer, with this shard's gradients."""
-        return [Piece(key, master, grad, range(key.size)) for (key, master), (_, grad)
-                in zip(self._by_key(self.masters), self._by_key(self.gradients), strict=True)]
+        return [
+            Piece(key, master, grad, range(key.size))
+            for (key, master), (_, grad) in zip(
+                self._by_key(self.masters), self._by_key(self.gradients), strict=True
+            )
+        ]
 
     def round(self) -> None:
         """The weights become the masters, rounded once."""
@@ -91,7 +108,16 @@ def master_of(run: Sequence[Parameter], weights: Array, dtype: np.dtype | None) 
     """`weights` themselves, or in a wider dtype the numbers as they were drawn."""
     if dtype is None or dtype == weights.dtype:
         return weights
-    master, ends = account.current().hold(weights.astype(dtype), "optimizer"), [*accumulate(key.size for key in run)]
-    unround(master, weights, [(key, slice(end - key.size, end), range(key.size))
-                              for key, end in zip(run, ends, strict=True)])
+    master, ends = (
+        account.current().hold(weights.astype(dtype), "optimizer"),
+        [*accumulate(key.size for key in run)],
+    )
+    unround(
+        master,
+        weights,
+        [
+            (key, slice(end - key.size, end), range(key.size))
+            for key, end in zip(run, ends, strict=True)
+        ],
+    )
     return master

@@ -1,25 +1,29 @@
-"""Chapter 23 · Sums in slices, the most urgent first: the next forward begins before all gradients have come.
+"""Chapter 23 · Sums in slices, the most urgent first: the next forward begins before all gradients
+have come.
 
-Backward ends with the first layer, so DDP's queue sends that layer's gradients last. But the next forward begins with
-it. Here each bucket is cut into slices, a layer is updated when its own sums have come, and of the slices that wait the
-one goes first whose layer forward needs first:
+Backward ends with the first layer, so DDP's queue sends that layer's gradients last. But the next
+forward begins with it. Here each bucket is cut into slices, a layer is updated when its own sums
+have come, and of the slices that wait the one goes first whose layer forward needs first:
 
     compute         … backward: layer 2 | layer 1 | wait | forward: layer 1 | layer 2 | …
-    communication            | layer 2, slice 0 | layer 1, slice 0 | layer 1, slice 1 | layer 2, slice 1
+    communication            | layer 2, slice 0 | layer 1, slice 0 | layer 1, slice 1 | layer 2,
+                             slice 1
 
-A slice that has set out is not interrupted, so a smaller slice lets an urgent one pass sooner, and costs a latency
-more. While a slice travels the next one is chosen already, or the link would stand idle as long as the choice takes.
-The n-th collective of a group must be the same on all ranks, and their backwards are not equally far. So rank 0
-chooses, and tells the others before each slice (ByteScheduler does the same for all-reduce).
+A slice that has set out is not interrupted, so a smaller slice lets an urgent one pass sooner, and
+costs a latency more. While a slice travels the next one is chosen already, or the link would stand
+idle as long as the choice takes. The n-th collective of a group must be the same on all ranks, and
+their backwards are not equally far. So rank 0 chooses, and tells the others before each slice
+(ByteScheduler does the same for all-reduce).
 
-What it cannot do: clip the gradient, because the norm needs all sums before the first update; scale a loss (float16),
-for the same reason.
+What it cannot do: clip the gradient, because the norm needs all sums before the first update; scale
+a loss (float16), for the same reason.
 
-Cost, a step and rank: as DDP's bytes; 2(P-1) messages a slice, and under `control` one broadcast of 8 bytes a slice.
+Cost, a step and rank: as DDP's bytes; 2(P-1) messages a slice, and under `control` one broadcast of
+8 bytes a slice.
 
 notes:   N2 §11.1
-Source:  Peng et al. 2019, "A Generic Communication Scheduler for Distributed DNN Training Acceleration", which is
-         ByteScheduler.
+Source:  Peng et al. 2019, "A Generic Communication Scheduler for Distributed DNN Training
+         Acceleration", which is ByteScheduler.
 """
 
 import heapq
@@ -49,25 +53,29 @@ from minidist.parallel.step.step import Loss
 SLICE_BYTES = 1 << 19
 """The largest size of a slice by default."""
 
-Slice = tuple[int, int]     # (urgency: 0 is needed first, place in its bucket)
+Slice = tuple[int, int]  # (urgency: 0 is needed first, place in its bucket)
 
 
 class UrgentSums:
-    """Sums slices over the ranks, of those that wait the most urgent first; rank 0 chooses. Of one step.
+    """Sums slices over the ranks, of those that wait the most urgent first; rank 0 chooses. Of one
+    step.
 
-    Args:    sums, told: groups of the same ranks, for the slices and for what rank 0 tells; count: slices of the step.
+    Args:    sums, told: groups of the same ranks, for the slices and for what rank 0 tells; count:
+             slices of the step.
     """
 
     def __init__(self, sums: Group, told: Group, count: int) -> None:
         self.sums, self.told, self.count = sums, told, count
-        self._ready: dict[Slice, Array] = {}        # this rank's part is complete
-        self._waiting: list[Slice] = []             # a heap: those that rank 0 has not chosen yet
-        self._sent: dict[Slice, Any] = {}           # chosen: the call
+        self._ready: dict[Slice, Array] = {}  # this rank's part is complete
+        self._waiting: list[Slice] = []  # a heap: those that rank 0 has not chosen yet
+        self._sent: dict[Slice, Any] = {}  # chosen: the call
         self._changed = threading.Condition()
         self._error: BaseException | None = None
-        self.order: list[Slice] = []                # in which they were chosen
+        self.order: list[Slice] = []  # in which they were chosen
         self._account, self._phase = account.current(), sums.ledger.phase
-        threading.Thread(target=self._run, name=f"rank {sums.world_rank} slices", daemon=True).start()
+        threading.Thread(
+            target=self._run, name=f"rank {sums.world_rank} slices", daemon=True
+        ).start()
 
     def put(self, piece: Slice, array: Array) -> None:
         """A slice is complete on this rank."""
@@ -77,27 +85,32 @@ class UrgentSums:
             self._changed.notify_all()
 
     def wait(self, piece: Slice) -> None:
-        """Wait until the slice holds the sum over all ranks. Raises: what its call raised, TimeoutError."""
+        """Wait until the slice holds the sum over all ranks. Raises: what its call raised,
+        TimeoutError."""
         self._until(lambda: piece in self._sent)
         self._sent[piece].wait()
 
     def _run(self) -> None:
-        """Choose, or hear what rank 0 has chosen, and send it, as soon as at most one slice is under way."""
+        """Choose, or hear what rank 0 has chosen, and send it, as soon as at most one slice is
+        under way."""
         before: Any = None
         try:
             with account.use(self._account), self.sums.ledger.aside(self._phase):
                 for _ in range(self.count):
                     piece = self._agreed()
                     self._until(partial(self._ready.__contains__, piece))
-                    call: Any = self.sums.start_all_reduce(self._ready[piece], out=self._ready[piece], algorithm="ring")
+                    call: Any = self.sums.start_all_reduce(
+                        self._ready[piece], out=self._ready[piece], algorithm="ring"
+                    )
                     with self._changed:
                         self._sent[piece] = call
                         self.order.append(piece)
                         self._changed.notify_all()
-                    while before is not None and not before.ended_within(1.0):      # its own waits have limits
+                    # its own waits have limits
+                    while before is not None and not before.ended_within(1.0):
                         pass
                     before = call
-        except BaseException as error:      # raised by wait()
+        except BaseException as error:  # raised by wait()
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -110,58 +123,89 @@ class UrgentSums:
             with self._changed:
                 piece = heapq.heappop(self._waiting)
         with self.told.ledger.control():
-            urgency, place = self.told.broadcast(np.array(piece, np.int32), root=0, algorithm="naive")
+            urgency, place = self.told.broadcast(
+                np.array(piece, np.int32), root=0, algorithm="naive"
+            )
         return int(urgency), int(place)
 
     def _until(self, holds: Callable[[], bool]) -> None:
-        """Wait until a condition holds. Raises: the error of a call before; TimeoutError after the limit."""
+        """Wait until a condition holds. Raises: the error of a call before; TimeoutError after the
+        limit."""
         limit = self.sums.transport.limit
         deadline = time.monotonic() + limit
         with self._changed:
             while not holds():
                 if self._error is not None:
                     raise self._error
-                if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() > deadline:
-                    raise TimeoutError(f"rank {self.sums.world_rank} waited {limit:g} s for a slice of gradients; "
-                                       f"does every rank make the same steps?")
+                if (
+                    not self._changed.wait(deadline - time.monotonic())
+                    and time.monotonic() > deadline
+                ):
+                    raise TimeoutError(
+                        f"rank {self.sums.world_rank} waited {limit:g} s for a slice of gradients; "
+                        f"does every rank make the same steps?"
+                    )
 
 
 class SlicedDDP(DDP):
     """DDP whose sums travel in slices, and whose forward waits for each layer's own sums.
 
-    Args:    model, group, loss, bucket_bytes, recorder: as DDP's; on a host. A bucket is updated at once.
+    Args:    model, group, loss, bucket_bytes, recorder: as DDP's; on a host. A bucket is updated at
+             once.
              slice_bytes: largest size of a slice, in bytes.
              priority: False: slices travel in the order of backward, as DDP's buckets do.
-    Attributes: as DDP's; order: (urgency, place) of the last step's slices as they were sent; with priority only.
-    Raises:  ConfigError for a slice without a number; MismatchError if the replicas do not start equal.
+    Attributes: as DDP's; order: (urgency, place) of the last step's slices as they were sent; with
+    priority only.
+    Raises:  ConfigError for a slice without a number; MismatchError if the replicas do not start
+             equal.
     """
 
-    def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
-                 slice_bytes: int = SLICE_BYTES, priority: bool = True, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        model: Module,
+        group: Group,
+        *,
+        loss: Loss | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        slice_bytes: int = SLICE_BYTES,
+        priority: bool = True,
+        recorder: Recorder | None = None,
+    ) -> None:
         super().__init__(model, group, loss=loss, bucket_bytes=bucket_bytes, recorder=recorder)
         self.priority = priority
         self._sums, self._told = group.split(0, axis=group.axis), group.split(0, axis=group.axis)
         self._slices = [self._cut(index, slice_bytes) for index in range(len(self.buckets))]
         self._urgent: UrgentSums | None = None
         self._in_turn: dict[Slice, Pending] = {}
-        self._late: dict[int, Any] = {}             # buckets whose update waits for their sums
+        self._late: dict[int, Any] = {}  # buckets whose update waits for their sums
 
     def _cut(self, index: int, slice_bytes: int) -> list[tuple[Slice, Array]]:
         data = self.buckets[index].data
         numbers = slice_bytes // data.itemsize
         if numbers < 1:
-            raise ConfigError(f"SlicedDDP: slice_bytes={slice_bytes}; a slice holds at least one number, "
-                              f"{data.itemsize} bytes")
-        return [((len(self.buckets) - 1 - index, place), data[start:start + numbers])
-                for place, start in enumerate(range(0, data.size, numbers))]
+            raise ConfigError(
+                f"SlicedDDP: slice_bytes={slice_bytes}; a slice holds at least one number, "
+                f"{data.itemsize} bytes"
+            )
+        return [
+            ((len(self.buckets) - 1 - index, place), data[start : start + numbers])
+            for place, start in enumerate(range(0, data.size, numbers))
+        ]
 
     @property
     def order(self) -> list[Slice]:
         """See Attributes."""
         return [] if self._urgent is None else self._urgent.order
 
-    def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
-                 defer: bool = False) -> list[WeightGradient]:
+    def backward(
+        self,
+        share: Tensor | None,
+        dy: Array | None = None,
+        *,
+        segment: int = 0,
+        last: bool = True,
+        defer: bool = False,
+    ) -> list[WeightGradient]:
         """As DDP's; the last returns while sums are on their way."""
         self.settle()
         if last and self.priority:
@@ -175,18 +219,29 @@ class SlicedDDP(DDP):
             if self._urgent is not None:
                 self._urgent.put(piece, array)
             else:
-                self._in_turn[piece] = self._sums.start_all_reduce(array, out=array, algorithm=self.algorithm)
+                self._in_turn[piece] = self._sums.start_all_reduce(
+                    array, out=array, algorithm=self.algorithm
+                )
 
-    def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None,
-               squares: Squares | None = None) -> None:
-        """Each bucket is updated when one of its weights is read. Raises: ConfigError for a clip."""
+    def update(
+        self,
+        optimizer: Optimizer,
+        *,
+        lr: float | None,
+        clip: float | None,
+        squares: Squares | None = None,
+    ) -> None:
+        """Each bucket is updated when one of its weights is read. Raises: ConfigError for a
+        clip."""
         if clip is not None:
-            raise ConfigError("SlicedDDP: clip needs the norm of the whole gradient, and so all sums before the first "
-                              "update; leave clip out, or take DDP")
+            raise ConfigError(
+                "SlicedDDP: clip needs the norm of the whole gradient, and so all sums before "
+                "the first update; leave clip out, or take DDP"
+            )
         for index, bucket in enumerate(self.buckets):
             self._late[index] = partial(self._arrive, index, optimizer, lr)
             for parameter in bucket.parameters:
-                parameter.zero_grad()           # its numbers stay in the bucket
+                parameter.zero_grad()  # its numbers stay in the bucket
                 parameter.arrival = self._late[index]
 
     def _arrive(self, index: int, optimizer: Optimizer, lr: float | None) -> None:
@@ -202,7 +257,7 @@ class SlicedDDP(DDP):
             parameter.arrival = None
             view = parameter.gradient_room()
             assert view is not None
-            parameter.accumulate(view)          # the sum lies there already
+            parameter.accumulate(view)  # the sum lies there already
         with self.recorder.span("optimizer"):
             optimizer.step_of(parameters, lr)
         for parameter in parameters:

@@ -1,4 +1,5 @@
-"""How evenly a mixture's experts are loaded over a whole job: counted once a step, for the biases and the report."""
+"""How evenly a mixture's experts are loaded over a whole job: counted once a step, for the biases
+and the report."""
 
 from typing import Any
 
@@ -16,27 +17,43 @@ SAMPLE = 8192
 class ExpertLoad:
     """The loads of the mixtures that this rank has, summed over the ranks that share the batch.
 
-    Args:    model: this rank's part, with names assigned; group: the ranks that share its weights and the batch.
-    Attributes: step: (own layers, 2, experts) integers: tokens of the last step's whole batch that chose each expert,
+    Args:    model: this rank's part, with names assigned; group: the ranks that share its weights
+             and the batch.
+    Attributes: step: (own layers, 2, experts) integers: tokens of the last step's whole batch that
+    chose each expert,
                       and that it took; total: the same, since the run began.
-                routed: (own layers, P) integers: rows that this rank gave each rank in the last step, itself included
+                routed: (own layers, P) integers: rows that this rank gave each rank in the last
+                step, itself included
                       (with experts on several nodes all of these are of its own: node_experts.py).
-                copies: (own layers,) integers: copies of tokens that left this node in the last step.
-                sent: (own layers,) integers: numbers given to other ranks for forward alone since the run began.
+                copies: (own layers,) integers: copies of tokens that left this node in the last
+                step.
+                sent: (own layers,) integers: numbers given to other ranks for forward alone since
+                the run began.
     """
 
     def __init__(self, model: GPT, group: Group) -> None:
         self.model, self.group, self.layers = model, group, mixtures(model)
-        self.numbers = np.array([int(layer.path.split(".")[1]) for layer in self.layers], np.int64)  # 3: blocks.3.mlp
-        self.step, self.total, self.sent = loads(model), loads(model), np.zeros(len(self.layers), np.int64)
-        self.routed, self.copies = np.zeros((len(self.layers), group.size), np.int64), np.zeros_like(self.sent)
-        self.divided: list[Any] = [layer.experts for layer in self.layers if hasattr(layer.experts, "sent")]
-        self.far = any(hasattr(experts, "placed") for experts in self.divided)      # over several nodes
+        # 3: blocks.3.mlp
+        self.numbers = np.array([int(layer.path.split(".")[1]) for layer in self.layers], np.int64)
+        self.step, self.total, self.sent = (
+            loads(model),
+            loads(model),
+            np.zeros(len(self.layers), np.int64),
+        )
+        self.routed, self.copies = (
+            np.zeros((len(self.layers), group.size), np.int64),
+            np.zeros_like(self.sent),
+        )
+        self.divided: list[Any] = [
+            layer.experts for layer in self.layers if hasattr(layer.experts, "sent")
+        ]
+        self.far = any(hasattr(experts, "placed") for experts in self.divided)  # over several nodes
         for layer in self.layers if self.far else []:
             layer.newest = NewestChoices(-(-SAMPLE // group.size), layer.config.top_k)
 
     def settle(self) -> None:
-        """After a step: sum its loads over the ranks, and move the biases by them. Does nothing without mixtures.
+        """After a step: sum its loads over the ranks, and move the biases by them. Does nothing
+        without mixtures.
 
         Cost:    one all-reduce of 2 E integers a layer, under `control`.
         """
@@ -58,7 +75,8 @@ class ExpertLoad:
         return int(self.sent[self.numbers == layer].sum())
 
     def whole(self, pipeline: Group) -> np.ndarray:
-        """`total` of all layers of the model, on every rank: (layers, 2, experts) integers. All ranks call it.
+        """`total` of all layers of the model, on every rank: (layers, 2, experts) integers. All
+        ranks call it.
 
         Args:    pipeline: the ranks that have the stages.
         Cost:    one all-reduce, under `control`.
@@ -69,15 +87,19 @@ class ExpertLoad:
         if self.layers:
             found[self.numbers] = self.total
         with pipeline.ledger.control():
-            return pipeline.all_reduce(found, algorithm="ring")     # type: ignore[no-any-return]
+            return pipeline.all_reduce(found, algorithm="ring")  # type: ignore[no-any-return]
 
     def placed(self, pipeline: Group) -> tuple[np.ndarray, np.ndarray] | None:
-        """By the choices of the newest SAMPLE tokens, which experts should share a node; None on one node.
+        """By the choices of the newest SAMPLE tokens, which experts should share a node; None on
+        one node.
 
         Args:    pipeline: as `whole`; all ranks call it.
-        Returns: (layers, experts) integers, MixtureConfig.placement, equal on all ranks; and (layers, 3): tokens that
-                 were looked at, copies of these that left their node as the experts lay, and that would have.
-        Cost:    an all-gather of k + 1 integers a token and layer, an all-reduce of E + 3 a layer, under `control`.
+        Returns: (layers, experts) integers, MixtureConfig.placement, equal on all ranks; and
+        (layers, 3): tokens that
+                 were looked at, copies of these that left their node as the experts lay, and that
+                 would have.
+        Cost:    an all-gather of k + 1 integers a token and layer, an all-reduce of E + 3 a layer,
+                 under `control`.
         """
         if not self.far:
             return None
@@ -86,9 +108,14 @@ class ExpertLoad:
         found = np.zeros((config.layers, config.mixture.experts + 3), np.int64)
         with self.group.ledger.control():
             for layer, experts, number in zip(self.layers, self.divided, self.numbers, strict=True):
-                chosen = layer.newest.chosen if layer.newest is not None else np.empty((0, 1), np.int64)
-                seen = self.group.all_gather(np.column_stack([np.full(len(chosen), experts.home), chosen]),
-                                             algorithm="ring")
-                found[number] = experts.placed(seen[:, 1:], seen[:, 0], layer.config.order(layer.layer))
+                chosen = (
+                    layer.newest.chosen if layer.newest is not None else np.empty((0, 1), np.int64)
+                )
+                seen = self.group.all_gather(
+                    np.column_stack([np.full(len(chosen), experts.home), chosen]), algorithm="ring"
+                )
+                found[number] = experts.placed(
+                    seen[:, 1:], seen[:, 0], layer.config.order(layer.layer)
+                )
             found = pipeline.all_reduce(found, algorithm="ring")
         return found[:, :-3], found[:, -3:]

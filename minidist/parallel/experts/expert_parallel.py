@@ -1,40 +1,48 @@
-"""Chapter 18 · Expert parallelism: the experts of a mixture are divided between ranks, and tokens travel to them.
+"""Chapter 18 · Expert parallelism: the experts of a mixture are divided between ranks, and tokens
+travel to them.
 
-The idea. In a mixture of experts (nn/moe.py) nearly all weights belong to experts, and each token uses few of them. So
-each rank holds some experts and some sequences. A token whose expert is on another rank is sent there, and its result
-comes back:
+The idea. In a mixture of experts (nn/moe.py) nearly all weights belong to experts, and each token
+uses few of them. So each rank holds some experts and some sequences. A token whose expert is on
+another rank is sent there, and its result comes back:
 
     own rows, sorted by expert -- counts -----> how many rows each rank gets
                                -- all-to-all -> rows of all ranks for my experts -- sort -- experts
     results, weighted and added up <- all-to-all --                              -- sort back --+
 
-Only routed tokens are sent: no padding up to a capacity, no dropped tokens. Backward sends the gradients along the same
-two ways, so the gradient of an expert is complete on the rank that has it.
+Only routed tokens are sent: no padding up to a capacity, no dropped tokens. Backward sends the
+gradients along the same two ways, so the gradient of an expert is complete on the rank that has it.
 
 What each rank holds, P ranks, E experts:
 
-    experts     E/P each, cut as numpy.array_split does, with their gradients and optimizer state; by number, or in the
-                order of MixtureConfig.placement
-    the rest    attention, norms, embeddings, gates, shared experts: whole on all ranks as in DDP (chapter 07); their
-                gradients are summed over the ranks
+    experts     E/P each, cut as numpy.array_split does, with their gradients and optimizer state;
+                by number, or in the order of MixtureConfig.placement
+    the rest    attention, norms, embeddings, gates, shared experts: whole on all ranks as in DDP
+                (chapter 07); their gradients are summed over the ranks
     batch       own rows, as in DDP: for everything but the experts, `ep` is a data axis
     biases      whole on all ranks (balance="bias"); once a step the loads of all ranks move them
 
-The result is one process's: capacity, dropping and balance loss are those of one sequence, noise is keyed by the global
-token, and the loss is divided by the targets of all ranks.
+The result is one process's: capacity, dropping and balance loss are those of one sequence, noise is
+keyed by the global token, and the loss is divided by the targets of all ranks.
 
-Cost, a step, all ranks together, in numbers; R = tokens whose expert is on another rank, counted once per expert:
+Cost, a step, all ranks together, in numbers; R = tokens whose expert is on another rank, counted
+once per expert:
 
-    tokens      4 R h            two all-to-alls forward, two backward; 6 R h where blocks are computed again
-    dense       2(P-1) × numbers of the weights that are not experts', after the last backward (ring)
-    experts     2(D-1) × their numbers, if D groups each hold all experts (data × experts; else D = 1)
-    control     (P-1) E counts a layer and forward; 2(P-1) × 2 E L loads; P(P-1) for the loss, as many for clipping
+    tokens      4 R h            two all-to-alls forward, two backward; 6 R h where blocks are
+                                 computed again
+    dense       2(P-1) × numbers of the weights that are not experts', after the last backward
+                (ring)
+    experts     2(D-1) × their numbers, if D groups each hold all experts (data × experts; else D =
+                1)
+    control     (P-1) E counts a layer and forward; 2(P-1) × 2 E L loads; P(P-1) for the loss, as
+                many for clipping
 
-Routing decides R: with even loads it is (P-1)/P of k B T; if one expert is hot, its rank computes for all the others.
-Where the ranks lie on several nodes, tokens go to each node once instead (node_experts.py).
+Routing decides R: with even loads it is (P-1)/P of k B T; if one expert is hot, its rank computes
+for all the others. Where the ranks lie on several nodes, tokens go to each node once instead
+(node_experts.py).
 
 notes:   N1 (专家混合), N2 §10.3 MoE专用并行优化
-Source:  Lepikhin et al. 2020, "GShard" (2006.16668); Fedus et al. 2021, "Switch Transformers" (2101.03961).
+Source:  Lepikhin et al. 2020, "GShard" (2006.16668); Fedus et al. 2021, "Switch Transformers"
+         (2101.03961).
 """
 
 from collections.abc import Callable
@@ -57,52 +65,71 @@ from minidist.parallel.step.step import Batch, micro_parts, part_of
 from minidist.parallel.tensor.split_model import SplitModel
 
 
-def plain_experts(x: Array, chosen: Array, weight: Array, my_expert: Callable[[Array], Array], group: Group) -> Array:
+def plain_experts(
+    x: Array, chosen: Array, weight: Array, my_expert: Callable[[Array], Array], group: Group
+) -> Array:
     """One expert a rank, one expert a token: rows x (N, h), chosen (N,), weight (N,) -> (N, h)."""
-    order = np.argsort(chosen, kind="stable")                               # rows by expert
+    order = np.argsort(chosen, kind="stable")  # rows by expert
     ends = np.cumsum(np.bincount(chosen, minlength=group.size))
-    came = group.all_to_all(np.split(x[order], ends[:-1]))                  # they go to their experts
+    came = group.all_to_all(np.split(x[order], ends[:-1]))  # they go to their experts
     results = my_expert(np.concatenate(came))
     ends = np.cumsum([len(rows) for rows in came])
-    back = group.all_to_all(np.split(results, ends[:-1]))                   # and come home
+    back = group.all_to_all(np.split(results, ends[:-1]))  # and come home
     y = np.empty_like(x)
-    y[order] = np.concatenate(back)                                         # each in its token's place
+    y[order] = np.concatenate(back)  # each in its token's place
     return weight[:, None] * y
 
 
-# The real one (split_experts.py) makes the same two journeys by differentiable all-to-alls, for several experts a rank
-# and a token. It sends counts first, so that a rank knows which rows belong to which of its experts, and adds what
-# routing needs: capacity, dropped tokens, shared experts, loads of all ranks, and experts that lie in another order.
+# The real one (split_experts.py) makes the same two journeys by differentiable all-to-alls, for
+# several experts a rank and a token. It sends counts first, so that a rank knows which rows belong
+# to which of its experts, and adds what routing needs: capacity, dropped tokens, shared experts,
+# loads of all ranks, and experts that lie in another order.
 
 
-def expert_parallel(model: GPT, group: Group, *, copies: Group | None = None, once_a_node: bool = True) -> GPT:
-    """Divide a mixture's experts between the ranks of `group`, in place; then `model.initialize(seed)` draws.
+def expert_parallel(
+    model: GPT, group: Group, *, copies: Group | None = None, once_a_node: bool = True
+) -> GPT:
+    """Divide a mixture's experts between the ranks of `group`, in place; then
+    `model.initialize(seed)` draws.
 
-    A limit of nodes without their number (MixtureConfig.nodes) is of the nodes on which these ranks lie.
-    Args:    copies: the ranks of other groups that hold the same experts and sum their gradients, or None.
-             once_a_node: whether a token travels to each node once (node_experts.py), if there are several.
-    Raises:  PlanError if a rank would get no expert; ConfigError without a mixture, or if the weights are drawn.
+    A limit of nodes without their number (MixtureConfig.nodes) is of the nodes on which these ranks
+    lie.
+    Args:    copies: the ranks of other groups that hold the same experts and sum their gradients,
+             or None.
+             once_a_node: whether a token travels to each node once (node_experts.py), if there are
+             several.
+    Raises:  PlanError if a rank would get no expert; ConfigError without a mixture, or if the
+             weights are drawn.
     """
     layers = mixtures(model)
     if not layers:
-        raise ConfigError("expert parallelism: the model has no experts; make it a mixture first: "
-                          "mixture(model, MixtureConfig(experts=8))")
+        raise ConfigError(
+            "expert parallelism: the model has no experts; make it a mixture first: "
+            "mixture(model, MixtureConfig(experts=8))"
+        )
     if any(getattr(parameter, "drawn", True) for parameter in model.parameters()):
-        raise ConfigError("expert parallelism: the model's weights are drawn already; divide it first, so that each "
-                          "rank draws its part alone")
+        raise ConfigError(
+            "expert parallelism: the model's weights are drawn already; divide it first, so "
+            "that each rank draws its part alone"
+        )
     for layer in layers:
         if layer.config.experts < group.size:
-            raise PlanError(f"expert parallelism over ep={group.size} ranks: {layer.config.experts} experts leave a "
-                            f"rank without any; choose ep from 1 to {layer.config.experts}, or at least {group.size} "
-                            f"experts")
+            raise PlanError(
+                f"expert parallelism over ep={group.size} ranks: {layer.config.experts} experts "
+                f"leave a rank without any; choose ep from 1 to {layer.config.experts}, or at "
+                f"least {group.size} experts"
+            )
     settle_nodes(model, [group.nodes])
     inside = None
     if once_a_node and len(set(group.nodes)) > 1:
         inside = group.split(group.nodes[group.rank], axis=f"{group.axis}.inside")
     for layer in layers:
         order = None if layer.config.placement is None else layer.config.order(layer.layer)
-        layer.experts = (SplitExperts(layer.experts, group, copies, order) if inside is None else
-                         NodeExperts(layer.experts, group, copies, order, inside=inside))
+        layer.experts = (
+            SplitExperts(layer.experts, group, copies, order)
+            if inside is None
+            else NodeExperts(layer.experts, group, copies, order, inside=inside)
+        )
     model.assign_names()
     return model
 
@@ -115,24 +142,34 @@ class ExpertParallel(SplitModel):
         strategy = ExpertParallel(model, group)
         loss = strategy.step(batch, AdamW(strategy.parameters, lr))
 
-    Args:    as SplitModel. If `everyone` is several groups, each has all experts, and ranks with the same ones are the
-             `copies` of expert_parallel.
+    Args:    as SplitModel. If `everyone` is several groups, each has all experts, and ranks with
+             the same ones are the `copies` of expert_parallel.
     Attributes: loads, routed: `step` and `routed` of ExpertLoad, over all layers.
     """
 
-    sums_undivided = True       # each rank has the gradients of its own rows
+    sums_undivided = True  # each rank has the gradients of its own rows
 
     def __init__(self, model: GPT, group: Group, **options: Any) -> None:
         super().__init__(model, group, **options)
         self.load = ExpertLoad(model, self.everyone)
         self.layers, self.loads, self.routed = self.load.layers, self.load.step, self.load.routed
 
-    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
-             accumulate: int = 1) -> float:
-        """As SplitModel.step, with balance losses. A rank without rows takes part: its experts get tokens of others."""
+    def step(
+        self,
+        batch: Batch,
+        optimizer: Optimizer,
+        *,
+        lr: float | None = None,
+        clip: float | None = None,
+        accumulate: int = 1,
+    ) -> float:
+        """As SplitModel.step, with balance losses. A rank without rows takes part: its experts get
+        tokens of others."""
         optimizer.zero_grad()
         total = 0.0
-        for part in micro_parts(part_of(batch, size=self.everyone.size, rank=self.everyone.rank), accumulate):
+        for part in micro_parts(
+            part_of(batch, size=self.everyone.size, rank=self.everyone.rank), accumulate
+        ):
             total += self.add_gradients(part, batch[1].size)
         self.update(optimizer, lr=lr, clip=clip)
         self.load.settle()
@@ -141,11 +178,14 @@ class ExpertParallel(SplitModel):
 
 
 def elements_sent(model: GPT, *, ranks: int, rows: int) -> int:
-    """Numbers that all ranks together send in a step, without `control`, if one group holds all experts and no block
-    is computed again: the cost above.
+    """Numbers that all ranks together send in a step, without `control`, if one group holds all
+    experts and no block is computed again: the cost above.
 
     Args:    ranks: that share the batch; rows: R, summed over all layers.
     """
-    dense = sum(parameter.size for parameter in model.parameters()
-                if parameter.requires_grad and not isinstance(parameter, WeightShard))
+    dense = sum(
+        parameter.size
+        for parameter in model.parameters()
+        if parameter.requires_grad and not isinstance(parameter, WeightShard)
+    )
     return 4 * rows * model.config.width + 2 * (ranks - 1) * dense

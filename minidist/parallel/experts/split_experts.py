@@ -1,4 +1,5 @@
-"""Experts divided between ranks: rows travel to them, results come back. The idea: expert_parallel.py."""
+"""Experts divided between ranks: rows travel to them, results come back. The idea:
+expert_parallel.py."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -20,23 +21,38 @@ from minidist.nn.weight_shard import WeightShard
 class SplitExperts(Experts):
     """Experts divided between ranks: rows travel to them and results come back.
 
-    Args:    as expert_parallel; order: (E,) the experts in the order in which they lie on the ranks; None: by number.
+    Args:    as expert_parallel; order: (E,) the experts in the order in which they lie on the
+             ranks; None: by number.
     Attributes: own:  the slice of that order which each rank has
-                sent: (P,) rows that this rank gave each rank, itself included, in training since the last `clear`;
+                sent: (P,) rows that this rank gave each rank, itself included, in training since
+                the last `clear`;
                       rows of a block that is computed again count once.
     """
 
-    def __init__(self, experts: Experts, group: Group, copies: Group | None = None,
-                 order: np.ndarray | None = None) -> None:
+    def __init__(
+        self,
+        experts: Experts,
+        group: Group,
+        copies: Group | None = None,
+        order: np.ndarray | None = None,
+    ) -> None:
         self.group, self.count = group, experts.count
         self.own = even_slices(self.count, group.size)
         self.place_of = None if order is None else np.argsort(order).astype(np.int64, copy=False)
-        self.among, self.ranks = group, list(range(group.size))     # rows travel to these, as a group
+        self.among, self.ranks = group, list(range(group.size))  # rows travel to these, as a group
 
         def mine(weight: Weight) -> Weight:
-            inner, rank = (weight.parts, weight.rank) if isinstance(weight, WeightShard) else ([()], 0)
-            places = [(own if order is None else order[own], *part[1:]) for own in self.own for part in inner]
-            return WeightShard(weight, places, group.rank * len(inner) + rank, sharers=copies, among=group)
+            inner, rank = (
+                (weight.parts, weight.rank) if isinstance(weight, WeightShard) else ([()], 0)
+            )
+            places = [
+                (own if order is None else order[own], *part[1:])
+                for own in self.own
+                for part in inner
+            ]
+            return WeightShard(
+                weight, places, group.rank * len(inner) + rank, sharers=copies, among=group
+            )
 
         self.gate = None if experts.gate is None else mine(experts.gate)
         self.up, self.down = mine(experts.up), mine(experts.down)
@@ -47,7 +63,8 @@ class SplitExperts(Experts):
         self.sent = np.zeros(self.group.size, np.int64)
 
     def numbers_sent(self) -> int:
-        """Numbers that this rank sent to others for one forward, since the last `clear`; backward sends as many."""
+        """Numbers that this rank sent to others for one forward, since the last `clear`; backward
+        sends as many."""
         return 2 * int(self.sent.sum() - self.sent[self.group.rank]) * self.up.shape[1]
 
     def copies_away(self) -> int:
@@ -56,10 +73,13 @@ class SplitExperts(Experts):
 
     def places(self, chosen: Array) -> Array:
         """The experts' places in the order in which they lie on the ranks."""
-        return chosen if self.place_of is None else array_module(chosen).asarray(self.place_of)[chosen]
+        return (
+            chosen if self.place_of is None else array_module(chosen).asarray(self.place_of)[chosen]
+        )
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Own rows (R, width), sorted by place, and the number for each of all places -> results (R, width)."""
+        """Own rows (R, width), sorted by place, and the number for each of all places -> results
+        (R, width)."""
         leaving = [sum(counts[self.own[rank]]) for rank in self.ranks]
         if self.training and not computed_again():
             self.sent[self.ranks] += leaving
@@ -73,13 +93,19 @@ class SplitExperts(Experts):
         return travel(ops.take(results, back), counts=came.sum(axis=1).tolist())
 
     def _exchange_counts(self, counts: Sequence[int]) -> np.ndarray:
-        """The number of rows that come from each rank for each of this rank's experts: (P, own experts)."""
+        """The number of rows that come from each rank for each of this rank's experts: (P, own
+        experts)."""
         with self.among.ledger.control():
-            return np.stack(self.among.all_to_all(
-                [np.array(counts[self.own[rank]], np.int64) for rank in self.ranks], algorithm="pairwise"))
+            return np.stack(
+                self.among.all_to_all(
+                    [np.array(counts[self.own[rank]], np.int64) for rank in self.ranks],
+                    algorithm="pairwise",
+                )
+            )
 
 
 def _by_expert(came: np.ndarray) -> np.ndarray:
-    """The permutation that sorts arriving rows by expert; they arrive sorted by rank, then by expert."""
+    """The permutation that sorts arriving rows by expert; they arrive sorted by rank, then by
+    expert."""
     experts = np.tile(np.arange(came.shape[1]), len(came))
     return np.argsort(np.repeat(experts, came.reshape(-1)), kind="stable")

@@ -1,22 +1,27 @@
-"""A training step as one CUDA graph: what the GPU is asked for is written down once, and then asked for as a whole.
+"""A training step as one CUDA graph: what the GPU is asked for is written down once, and then asked
+for as a whole.
 
     step = CapturedStep(trainer)
-    losses = [step.start_step(batch) for batch in batches]      # as trainer.start_step, the same numbers
+    losses = [step.start_step(batch) for batch in batches]      # as trainer.start_step, the same
+                                                                numbers
 
-A step is a walk of the host over the model, with a launch or several for each op. While a stream is captured nothing
-runs: each launch becomes a node of a graph, with its arguments as they are. Launching the graph runs them all, and the
-host has done a step's work in one call:
+A step is a walk of the host over the model, with a launch or several for each op. While a stream is
+captured nothing
+runs: each launch becomes a node of a graph, with its arguments as they are. Launching the graph
+runs them all, and the host has done a step's work in one call:
 
     step 1, 2    run as they are        kernels are compiled, tables sent, the pool of memory filled
     step 3       captured, launched     the host walks the model for the last time
     step 4, …    launched
 
-So what differs from step to step may not be an argument. It lies in fixed places on the device (Given), and one copy
-from pinned memory refills them all before each launch: ids and targets, where each id stands (the embedding's gradient
-adds in that order), the learning rate, and the dropout layers' keys. Loss and gradients have fixed places too.
-Intermediate results lie in a pool of the graph's own; matrices are multiplied by a cuBLAS of its own (cublas.py).
+So what differs from step to step may not be an argument. It lies in fixed places on the device
+(Given), and one copy from pinned memory refills them all before each launch: ids and targets, where
+each id stands (the embedding's gradient adds in that order), the learning rate, and the dropout
+layers' keys. Loss and gradients have fixed places too. Intermediate results lie in a pool of the
+graph's own; matrices are multiplied by a cuBLAS of its own (cublas.py).
 
-A host that reads a number, or decides by one, cannot be written down, nor can what ranks send each other (refuse).
+A host that reads a number, or decides by one, cannot be written down, nor can what ranks send each
+other (refuse).
 
 A step of GPT-2 124M took 34.9 ms so on an H200, and 52 eagerly (benchmarks/results/gpu/).
 Source: the CUDA C++ Programming Guide's chapter on graphs and stream capture.
@@ -44,12 +49,13 @@ from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import Batch, Part, micro_parts, zero_unused
 
-WARM_UP = 2         # steps that run as they are
-_ALIGN = 256        # bytes; where CUDA's own allocations begin
+WARM_UP = 2  # steps that run as they are
+_ALIGN = 256  # bytes; where CUDA's own allocations begin
 
 
 class Given:
-    """Arrays like these, by name: in fixed places on the device (`there`), sent in one copy from pinned memory."""
+    """Arrays like these, by name: in fixed places on the device (`there`), sent in one copy from
+    pinned memory."""
 
     def __init__(self, like: Mapping[str, np.ndarray]) -> None:
         import cupy  # noqa: PLC0415 - only where a GPU was asked for
@@ -62,15 +68,19 @@ class Given:
             total += -(-array.nbytes // _ALIGN) * _ALIGN
         self._device = account.current().hold(cupy.zeros((total,), np.uint8), "workspace")
         self.there = self._views(self._device)
-        self._hosts = [cupyx.empty_pinned((total,), np.uint8) for _ in range(2)]    # one is filled, one may be read yet
-        self._read: list[Any] = [None, None]        # the event behind the copy of each
+        # one is filled, one may be read yet
+        self._hosts = [cupyx.empty_pinned((total,), np.uint8) for _ in range(2)]
+        self._read: list[Any] = [None, None]  # the event behind the copy of each
 
     def _views(self, octets: Array) -> dict[str, Array]:
-        return {name: octets[start:stop].view(like.dtype).reshape(like.shape)
-                for name, (start, stop, like) in self._places.items()}
+        return {
+            name: octets[start:stop].view(like.dtype).reshape(like.shape)
+            for name, (start, stop, like) in self._places.items()
+        }
 
     def send(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Put these numbers there, in the current stream. The host waits only if it is two steps ahead of the copies.
+        """Put these numbers there, in the current stream. The host waits only if it is two steps
+        ahead of the copies.
 
         Raises:  ShapeError if one is not as the first were.
         """
@@ -81,8 +91,10 @@ class Given:
         for name, view in self._views(self._hosts[0]).items():
             array = arrays[name]
             if array.shape != view.shape or array.dtype != view.dtype:
-                raise ShapeError(f"captured step: {name} is {array.dtype} {array.shape}, and was {view.dtype} "
-                                 f"{view.shape} when the step was captured; a graph takes batches of one shape")
+                raise ShapeError(
+                    f"captured step: {name} is {array.dtype} {array.shape}, and was {view.dtype} "
+                    f"{view.shape} when the step was captured; a graph takes batches of one shape"
+                )
             view[...] = array
         self._device.set(self._hosts[0], stream=self._cuda.get_current_stream())
         self._read[0] = self._cuda.Event(disable_timing=True)
@@ -107,7 +119,7 @@ class CapturedStep:
         self._stream, self.pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
         self._products, self._steps = Products(), 0
         self._graph: Any = None
-        self._fixed: Any = None                     # what the graph has of the trainer's options
+        self._fixed: Any = None  # what the graph has of the trainer's options
         self._given: Given | None = None
         self._late: list[LateLoss] = []
 
@@ -124,8 +136,11 @@ class CapturedStep:
         check_batch("captured step", batch, trainer.config.context)
         self._late = [each for each in self._late if not each.done()] + [late]
         trainer.world.tell_step(trainer.steps_done)
-        with (trainer.world.ledger.during("step"), trainer.recorder.span("step", step=trainer.steps_done),
-              self._in_own_stream()):
+        with (
+            trainer.world.ledger.during("step"),
+            trainer.recorder.span("step", step=trainer.steps_done),
+            self._in_own_stream(),
+        ):
             arrays = self._arrays(batch)
             if self._given is None:
                 self._settle(arrays, batch)
@@ -133,7 +148,7 @@ class CapturedStep:
             self._given.send(arrays)
             self._run()
             for number in range(len(self._passes)):
-                late.add(Tensor(self._losses[number:number + 1].reshape(())))
+                late.add(Tensor(self._losses[number : number + 1].reshape(())))
         trainer.steps_done += 1
         return late
 
@@ -146,9 +161,11 @@ class CapturedStep:
         if self._graph is None:
             self._graph, self._fixed = self._capture(), self._read_once()
         elif self._fixed != self._read_once():
-            raise ConfigError("captured step: clip, an option of the optimizer, requires_grad, "
-                              "data of a weight or the mode of a module was changed, and the graph "
-                              "has them as they were; make a new CapturedStep")
+            raise ConfigError(
+                "captured step: clip, an option of the optimizer, requires_grad, "
+                "data of a weight or the mode of a module was changed, and the graph "
+                "has them as they were; make a new CapturedStep"
+            )
         else:
             self._optimizer.again()
         self._graph.launch()
@@ -168,40 +185,57 @@ class CapturedStep:
             self._work()
         except BaseException as error:
             with suppress(RuntimeError):
-                self._stream.end_capture()      # which has failed already, and would fail here too
+                self._stream.end_capture()  # which has failed already, and would fail here too
             if isinstance(error, RuntimeError) and not isinstance(error, MinidistError):
-                raise KernelError(f"captured step: something in it cannot be captured: {error}; train without "
-                                  f"--graph") from error
+                raise KernelError(
+                    f"captured step: something in it cannot be captured: {error}; train without "
+                    f"--graph"
+                ) from error
             raise
         return self._stream.end_capture()
 
     def _work(self) -> None:
-        """The kernels of Single.start_step, on arrays in fixed places; no number comes from the host."""
+        """The kernels of Single.start_step, on arrays in fixed places; no number comes from the
+        host."""
         trainer, optimizer = self.trainer, self._optimizer
         optimizer.zero_grad()
         for number, (inputs, targets, key) in enumerate(self._passes):
-            loss = trainer.model.loss(inputs, targets, self._tokens, positions=self._positions, key=key)
+            loss = trainer.model.loss(
+                inputs, targets, self._tokens, positions=self._positions, key=key
+            )
             trainer.precision.backward(loss)
-            self._losses[number:number + 1] = loss.data.reshape(1)
+            self._losses[number : number + 1] = loss.data.reshape(1)
         zero_unused(self._weights)
-        trainer.precision.update(optimizer, lambda: launcher("sum_of_squares")(self._gradients),
-                                 lr=self._given.there["rate"], clip=trainer.clip)  # type: ignore[union-attr]
+        trainer.precision.update(
+            optimizer,
+            lambda: launcher("sum_of_squares")(self._gradients),
+            lr=self._given.there["rate"],
+            clip=trainer.clip,
+        )  # type: ignore[union-attr]
 
     def _settle(self, arrays: Mapping[str, np.ndarray], batch: Batch) -> None:
         """Give everything that a step reads or leaves its place, at the first batch."""
         cupy, trainer, hold = self._cupy, self.trainer, account.current().hold
         self._given = Given(arrays)
         there, parts = self._given.there, self._parts(batch)
-        streams = {layer.path: there["keys"][i:i + 1] for i, layer in enumerate(self._layers)}
-        self._passes = [(SortedIds(there[f"inputs {i}"], there[f"order {i}"], there[f"starts {i}"]),
-                         there[f"targets {i}"], self._key(part, streams)) for i, part in enumerate(parts)]
+        streams = {layer.path: there["keys"][i : i + 1] for i, layer in enumerate(self._layers)}
+        self._passes = [
+            (
+                SortedIds(there[f"inputs {i}"], there[f"order {i}"], there[f"starts {i}"]),
+                there[f"targets {i}"],
+                self._key(part, streams),
+            )
+            for i, part in enumerate(parts)
+        ]
         self._tokens, length = batch[1].size, np.arange(batch[0].shape[1])
         found = launcher("embedding_runs")(length, trainer.config.context)
         self._positions = SortedIds(*map(cupy.asarray, (length, *found)))
         self._losses = cupy.zeros((len(parts),), np.float32)
         strategy: Any = trainer.strategy
         self._weights = strategy.weights
-        views = [hold(cupy.zeros(weights.shape, weights.dtype), "gradients") for weights in self._weights]
+        views = [
+            hold(cupy.zeros(weights.shape, weights.dtype), "gradients") for weights in self._weights
+        ]
         for weights, view in zip(self._weights, views, strict=True):
             weights.bind_gradient(view)
         self._gradients = launcher("gradients")(views)
@@ -221,19 +255,30 @@ class CapturedStep:
         trainer, count = self.trainer, self.trainer.config.vocabulary
         arrays = {"rate": np.array([trainer.learning_rate(trainer.updates_done)])}
         if self._layers:
-            arrays["keys"] = np.array([dropout_key(layer.path, trainer.seed, trainer.steps_done)
-                                       for layer in self._layers], np.uint64)
+            arrays["keys"] = np.array(
+                [
+                    dropout_key(layer.path, trainer.seed, trainer.steps_done)
+                    for layer in self._layers
+                ],
+                np.uint64,
+            )
         for i, part in enumerate(self._parts(batch)):
             for name, ids in (("inputs", part.inputs), ("targets", part.targets)):
                 arrays[f"{name} {i}"] = positions_in(f"captured step: {name}", ids, count)
-            arrays[f"order {i}"], arrays[f"starts {i}"] = launcher("embedding_runs")(part.inputs.reshape(-1), count)
+            arrays[f"order {i}"], arrays[f"starts {i}"] = launcher("embedding_runs")(
+                part.inputs.reshape(-1), count
+            )
         return arrays
 
     @contextmanager
     def _in_own_stream(self) -> Iterator[None]:
-        """The block's work is in the step's own stream and memory, behind the caller's; the caller's next behind it."""
+        """The block's work is in the step's own stream and memory, behind the caller's; the
+        caller's next behind it."""
         cuda = self._cupy.cuda
-        caller, before, after = cuda.get_current_stream(), *(cuda.Event(disable_timing=True) for _ in range(2))
+        caller, before, after = (
+            cuda.get_current_stream(),
+            *(cuda.Event(disable_timing=True) for _ in range(2)),
+        )
         before.record(caller)
         self._stream.wait_event(before)
         with self._stream, cuda.using_allocator(self.pool.malloc), self._products.instead():
@@ -247,17 +292,26 @@ def refuse(trainer: Trainer) -> None:
     plan, config = trainer.plan, trainer.config
     reasons = {
         "its arrays are on the cpu": device_of(next(trainer.model.parameters()).data) == "cpu",
-        "what ranks send each other, and state that is divided or kept elsewhere, is the host's to order":
-            not isinstance(trainer.strategy, Single),
-        f"precision {plan.precision}: fp16's loss scale is the host's to decide, and fp32 has attention's products, "
-        f"of more than two dims": plan.precision != "bf16",
-        "inputs that are put away, and a choice of blocks by time, are the host's to order":
-            bool(plan.ways) or plan.activation_memory is not None,
+        "what ranks send each other, and state that is divided or kept elsewhere, is the host's "
+        "to order": not isinstance(trainer.strategy, Single),
+        f"precision {plan.precision}: fp16's loss scale is the host's to decide, and fp32 has "
+        "attention's products, of more than two dims": plan.precision != "bf16",
+        "inputs that are put away, and a choice of blocks by time, are the host's to order": bool(
+            plan.ways
+        )
+        or plan.activation_memory is not None,
         "experts: the host reads the routing": config.mixture is not None,
-        "an attention pattern: its mask is copied from the host": config.attention_pattern is not None,
-        "the optimizer counts its steps on the host; take adamw or adam": not isinstance(trainer.optimizer, Adam),
-        f"heads of {config.head_width} columns: the attention kernel takes at most 128": config.head_width > 128}
+        "an attention pattern: its mask is copied from the host": config.attention_pattern
+        is not None,
+        "the optimizer counts its steps on the host; take adamw or adam": not isinstance(
+            trainer.optimizer, Adam
+        ),
+        f"heads of {config.head_width} columns: the attention kernel takes at most 128": config.head_width
+        > 128,
+    }
     for reason, holds in reasons.items():
         if holds:
-            raise ConfigError(f"--graph: this step cannot be captured: {reason}; it takes one process on a GPU "
-                              f"(--device cuda) with --precision bf16")
+            raise ConfigError(
+                f"--graph: this step cannot be captured: {reason}; it takes one process on a GPU "
+                f"(--device cuda) with --precision bf16"
+            )

@@ -1,14 +1,17 @@
-"""Chapter 17 · Composing strategies: a Plan cuts the job, a Mesh holds the groups, a Trainer runs the steps.
+"""Chapter 17 · Composing strategies: a Plan cuts the job, a Mesh holds the groups, a Trainer runs
+the steps.
 
     world = md.init()
-    trainer = md.Trainer(md.Plan(dp=world.size), GPTConfig(...), world, optimizer="adamw", lr=1e-3, seed=0)
+    trainer = md.Trainer(md.Plan(dp=world.size), GPTConfig(...), world, optimizer="adamw", lr=1e-3,
+    seed=0)
     loss = trainer.step(batch)                  # the global batch in, the global mean loss out
 
-Every rank passes the same global batch and gets the same loss; which part of the batch, of the model and of the state
-a rank works on follows from the plan. With the data axis alone (dp) the step is that of data/ddp.py, or with zero=1,
-2 or 3 of zero1.py, zero2.py or zero3.py, with strategy= of parameter_server.py, or with local_steps= of chapter 21; one
-rank alone takes the step of single.py, or drives several devices (data_parallel.py). With any other axis, a pipeline
-(pp), experts (ep), context (cp) or tensor parallelism (tp), it is composed of theirs: hybrid_step.py, which goes on
+Every rank passes the same global batch and gets the same loss; which part of the batch, of the
+model and of the state a rank works on follows from the plan. With the data axis alone (dp) the step
+is that of data/ddp.py, or with zero=1, 2 or 3 of zero1.py, zero2.py or zero3.py, with strategy= of
+parameter_server.py, or with local_steps= of chapter 21; one rank alone takes the step of single.py,
+or drives several devices (data_parallel.py). With any other axis, a pipeline (pp), experts (ep),
+context (cp) or tensor parallelism (tp), it is composed of theirs: hybrid_step.py, which goes on
 with this chapter. With any of them blocks may be checkpointed (activations.py).
 """
 
@@ -37,7 +40,14 @@ from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.option_checks import check_clip
 from minidist.parallel.hybrid.plan import AXES, Plan
 from minidist.parallel.hybrid.state_exchange import restore, take_snapshot
-from minidist.parallel.hybrid.strategies import load, make_budget, make_keeper, make_model, make_store, make_strategy
+from minidist.parallel.hybrid.strategies import (
+    load,
+    make_budget,
+    make_keeper,
+    make_model,
+    make_store,
+    make_strategy,
+)
 from minidist.parallel.memory.activations import checkpoint_blocks
 from minidist.parallel.memory.offload_costs import require_disk, require_memory, require_room
 from minidist.parallel.step.flat import untrained
@@ -53,80 +63,131 @@ from minidist.survive.save_async import AsyncSaver, PendingSave
 __all__ = ["AXES", "OPTIMIZERS", "LR_SCHEDULES", "Mesh", "Plan", "Trainer"]
 
 
-def plain_hybrid(dp: Group, pp: Group, tp: Group, inputs: Array, targets: Array, up: Array, down: Array,
-                 lr: float) -> None:
-    """One step of SGD on dp × pp × tp ranks, in place: an MLP a stage, of which a rank has columns and rows.
+def plain_hybrid(
+    dp: Group,
+    pp: Group,
+    tp: Group,
+    inputs: Array,
+    targets: Array,
+    up: Array,
+    down: Array,
+    lr: float,
+) -> None:
+    """One step of SGD on dp × pp × tp ranks, in place: an MLP a stage, of which a rank has columns
+    and rows.
 
     The numbers are those of N0:452.
     """
-    mine = np.array_split(np.arange(len(inputs)), dp.size)[dp.rank]             # 0 rows: by the dp coordinate alone
-    x = inputs[mine] if pp.rank == 0 else pp.recv(src=pp.rank - 1)              # 1.1 the first half's activations
-    inner = np.maximum(x @ up, 0)                                               # up: own columns of the own stage
-    y = tp.all_reduce(inner @ down, algorithm="ring")                           # down: own rows; g of chapter 12
+    # 0 rows: by the dp coordinate alone
+    mine = np.array_split(np.arange(len(inputs)), dp.size)[dp.rank]
+    # 1.1 the first half's activations
+    x = inputs[mine] if pp.rank == 0 else pp.recv(src=pp.rank - 1)
+    inner = np.maximum(x @ up, 0)  # up: own columns of the own stage
+    y = tp.all_reduce(inner @ down, algorithm="ring")  # down: own rows; g of chapter 12
     if pp.rank < pp.size - 1:
-        pp.send(y, dst=pp.rank + 1)                                             # 1.2 the next stage goes on
-        dy = pp.recv(src=pp.rank + 1)                                           # 1.3 its gradient comes back
+        pp.send(y, dst=pp.rank + 1)  # 1.2 the next stage goes on
+        dy = pp.recv(src=pp.rank + 1)  # 1.3 its gradient comes back
     else:
-        dy = 2 * (y - targets[mine]) / targets.size                             # divided by the whole batch
+        dy = 2 * (y - targets[mine]) / targets.size  # divided by the whole batch
     dinner = (dy @ down.T) * (inner > 0)
-    dx = tp.all_reduce(dinner @ up.T, algorithm="ring")                         # f of chapter 12
+    dx = tp.all_reduce(dinner @ up.T, algorithm="ring")  # f of chapter 12
     if pp.rank > 0:
         pp.send(dx, dst=pp.rank - 1)
-    for weights, gradient in ((up, x.T @ dinner), (down, inner.T @ dy)):        # 2.1 local gradients
-        weights -= lr * dp.all_reduce(gradient, algorithm="ring")               # 2.2 their sum, 2.3 the same update
+    for weights, gradient in ((up, x.T @ dinner), (down, inner.T @ dy)):  # 2.1 local gradients
+        # 2.2 their sum, 2.3 the same update
+        weights -= lr * dp.all_reduce(gradient, algorithm="ring")
 
 
-# The real one (hybrid_step.py) builds a GPT in the same order, from whatever parts the plan names: any axes, a schedule
-# on pp, DDP or a stage of ZeRO on dp, experts and context beside them. What it adds is what the parts must agree on:
-# which weights lie whole on which ranks, whose gradients are summed where, and one norm of the model for clipping.
+# The real one (hybrid_step.py) builds a GPT in the same order, from whatever parts the plan names:
+# any axes, a schedule on pp, DDP or a stage of ZeRO on dp, experts and context beside them. What it
+# adds is what the parts must agree on: which weights lie whole on which ranks, whose gradients are
+# summed where, and one norm of the model for clipping.
 
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": AdamW, "adam": Adam, "rmsprop": RMSProp, "sgd": SGD}
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "adamw": AdamW,
+    "adam": Adam,
+    "rmsprop": RMSProp,
+    "sgd": SGD,
+}
 
 
 class Trainer:
     """Trains a GPT under a plan. All ranks of `world` make one, with equal arguments: compared.
 
     Args:    plan: how the job is cut; its size must be the size of world, the Group of all ranks.
-             config: the model; its dtype is the master weights', and must be float32 for another precision than fp32.
+             config: the model; its dtype is the master weights', and must be float32 for another
+             precision than fp32.
              seed: of the weights and of dropout.
-             optimizer: one of OPTIMIZERS; lr: its peak learning rate; optimizer_options: its further options.
-             lr_schedule: one of LR_SCHEDULES (optim/schedules.py), with its `warmup`, the number of `steps`, and
-             lr_options, the further numbers of a LearningRate.
+             optimizer: one of OPTIMIZERS; lr: its peak learning rate; optimizer_options: its
+             further options.
+             lr_schedule: one of LR_SCHEDULES (optim/schedules.py), with its `warmup`, the number of
+             `steps`, and lr_options, the further numbers of a LearningRate.
              clip: bound of the gradients' global norm, or None; device: "cpu" or "cuda".
-             recorder: is told what runs when (an observe.Timeline, say); offload_dir: of the files of offload=all.
-             Of these two each rank may have its own.
-    Attributes: model, optimizer, mesh, plan, precision; world: the mesh's; account: this rank's memory.
+             recorder: is told what runs when (an observe.Timeline, say); offload_dir: of the files
+             of offload=all. Of these two each rank may have its own.
+    Attributes: model, optimizer, mesh, plan, precision; world: the mesh's; account: this rank's
+    memory.
                 learning_rate: of an update, by its number from 0; a skipped step is no update.
-                steps_done, updates_done; steps_before: of steps_done, those of the checkpoint that was loaded.
+                steps_done, updates_done; steps_before: of steps_done, those of the checkpoint that
+                was loaded.
                 strategy: runs the steps; store: where ZeRO's chunks lie.
                 loads: how evenly experts are loaded, where there are some.
     Raises:  PlanError, ConfigError, DeviceError for what cannot work; MismatchError on every rank
              if an argument differs on one, or if replicas do not start equal.
     """
 
-    def __init__(self, plan: Plan, config: GPTConfig, world: Group, *, seed: int = 0, optimizer: str = "adamw",
-                 lr: float = 1e-3, optimizer_options: dict[str, Any] | None = None, lr_schedule: str = "constant",
-                 warmup: int = 0, steps: int | None = None, lr_options: dict[str, Any] | None = None,
-                 clip: float | None = 1.0, device: str = "cpu", recorder: Recorder | None = None,
-                 offload_dir: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        config: GPTConfig,
+        world: Group,
+        *,
+        seed: int = 0,
+        optimizer: str = "adamw",
+        lr: float = 1e-3,
+        optimizer_options: dict[str, Any] | None = None,
+        lr_schedule: str = "constant",
+        warmup: int = 0,
+        steps: int | None = None,
+        lr_options: dict[str, Any] | None = None,
+        clip: float | None = 1.0,
+        device: str = "cpu",
+        recorder: Recorder | None = None,
+        offload_dir: str | Path | None = None,
+    ) -> None:
         """Build mesh, model, strategy and optimizer. Args, Raises: as in help(minidist.Trainer)."""
-        check_alike(world, {
-            **named("plan", plan.as_dict()), **named("config", asdict(config)),
-            **named("optimizer option", optimizer_options or {}), **named("lr option", lr_options or {}),
-            "seed": seed, "optimizer": optimizer, "lr": lr, "lr_schedule": lr_schedule,
-            "warmup": warmup, "steps": steps, "clip": clip, "device": device})
+        check_alike(
+            world,
+            {
+                **named("plan", plan.as_dict()),
+                **named("config", asdict(config)),
+                **named("optimizer option", optimizer_options or {}),
+                **named("lr option", lr_options or {}),
+                "seed": seed,
+                "optimizer": optimizer,
+                "lr": lr,
+                "lr_schedule": lr_schedule,
+                "warmup": warmup,
+                "steps": steps,
+                "clip": clip,
+                "device": device,
+            },
+        )
         plan.require(world.size, config)
         plan.require_model(config)
         if optimizer not in OPTIMIZERS:
-            raise ConfigError(f"unknown optimizer {optimizer!r}; choose one of {', '.join(OPTIMIZERS)}")
+            raise ConfigError(
+                f"unknown optimizer {optimizer!r}; choose one of {', '.join(OPTIMIZERS)}"
+            )
         check_clip(plan, clip)
         tune_allocator()
         self.config, self._launched, self.recorder = config, world, recorder or Silent()
         self.account: MemoryAccount = current_account()
         self.seed, self.steps_done, self.steps_before = seed, 0, 0
         self._clip = clip
-        self._schedule = LearningRate(name=lr_schedule, peak=lr, warmup=warmup, total=steps,
-                                      **(lr_options or {}))
+        self._schedule = LearningRate(
+            name=lr_schedule, peak=lr, warmup=warmup, total=steps, **(lr_options or {})
+        )
         self._device, self._offload_dir = device, offload_dir
         self._make_optimizer = partial(OPTIMIZERS[optimizer], lr=lr, **(optimizer_options or {}))
         self._build(plan)
@@ -138,7 +199,9 @@ class Trainer:
         self._survivors: Group | None = None
         self._saver: AsyncSaver | None = None
         self.precision, self.model = make_model(plan, self.config, self.mesh)
-        self.store = make_store(plan, self._offload_dir, device=self._device, recorder=self.recorder)
+        self.store = make_store(
+            plan, self._offload_dir, device=self._device, recorder=self.recorder
+        )
         self.keeper = make_keeper(plan, self.mesh, self.store, recorder=self.recorder)
         checkpoint_blocks(self.model, plan.checkpoint_blocks, self.keeper)
         self.account.limit, self.account.instead = plan.device_memory, plan.savings
@@ -147,10 +210,12 @@ class Trainer:
                 require_disk(plan, self.model, self.store, f"rank {self.world.rank}")
             self.strategy: Strategy = self._make_strategy(self._device)
             self._meeting = BatchMeeting(self.world, self.strategy)
-            self.config = replace(self.config, mixture=self.model.config.mixture)   # with nodes, if the ranks' count
+            # with nodes, if the ranks' count
+            self.config = replace(self.config, mixture=self.model.config.mixture)
             self.loads = load("loads")(self.model, self.mesh.copies)
-            self.budget = make_budget(plan, self.model, self.mesh, self.keeper,
-                                      getattr(self.strategy, "pipeline", None))
+            self.budget = make_budget(
+                plan, self.model, self.mesh, self.keeper, getattr(self.strategy, "pipeline", None)
+            )
             if plan.zero == 3:
                 zero3: Any = self.strategy.data_axis
                 require_memory(plan.device_memory, zero3.units, zero3.root)
@@ -163,22 +228,45 @@ class Trainer:
             raise
 
     def _make_strategy(self, device: str) -> Strategy:
-        """Draw the weights, or with ZeRO-3 this rank's shards alone, and take the plan's strategy."""
+        """Draw the weights, or with ZeRO-3 this rank's shards alone, and take the plan's
+        strategy."""
         if self.plan.composed:
             make = load("pipedream") if self.plan.updates_each_microbatch else Hybrid
-            return make(self.model, self.mesh, self.plan, seed=self.seed, device=device,
-                        key=lambda part: self._key(part.inputs, part.first), precision=self.precision,
-                        recorder=self.recorder, store=self.store)
-        return make_strategy(self.model, self.mesh["dp"], self.plan, seed=self.seed, device=device, store=self.store,
-                             loss=self._loss, key=self._key, precision=self.precision, recorder=self.recorder)
+            return make(
+                self.model,
+                self.mesh,
+                self.plan,
+                seed=self.seed,
+                device=device,
+                key=lambda part: self._key(part.inputs, part.first),
+                precision=self.precision,
+                recorder=self.recorder,
+                store=self.store,
+            )
+        return make_strategy(
+            self.model,
+            self.mesh["dp"],
+            self.plan,
+            seed=self.seed,
+            device=device,
+            store=self.store,
+            loss=self._loss,
+            key=self._key,
+            precision=self.precision,
+            recorder=self.recorder,
+        )
 
     def require_room(self, sequences: int) -> None:
-        """Check that a step fits (dp, without experts). Args: sequences: of the batch. Raises: MemoryLimitError."""
+        """Check that a step fits (dp, without experts). Args: sequences: of the batch. Raises:
+        MemoryLimitError."""
         require_room(self.plan, self.model, self.account, sequences)
 
     def _loss(self, part: Part, divisor: int) -> Tensor:
-        """The model's loss of a part; dropout is keyed by step and global token, so that it does not see the split."""
-        return self.model.loss(part.inputs, part.targets, divisor, key=self._key(part.inputs, part.first))
+        """The model's loss of a part; dropout is keyed by step and global token, so that it does
+        not see the split."""
+        return self.model.loss(
+            part.inputs, part.targets, divisor, key=self._key(part.inputs, part.first)
+        )
 
     def _key(self, inputs: Array, first: int) -> DropoutKey | None:
         noise = self.config.mixture is not None and self.config.mixture.noise
@@ -221,23 +309,29 @@ class Trainer:
 
     @property
     def steps_here(self) -> int:
-        """Steps that this job has made, without those of a checkpoint: its ledger and its account are of them."""
+        """Steps that this job has made, without those of a checkpoint: its ledger and its account
+        are of them."""
         return self.steps_done - self.steps_before
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean token loss over global batches, the same on every rank. No gradients; dropout off.
 
-        Args:    batches: one or more global batches, as step's, equal on all ranks. Raises: as step.
+        Args:    batches: one or more global batches, as step's, equal on all ranks. Raises: as
+                 step.
         Returns: the mean of all tokens' losses.
-        Cost:    as many passes as a step; under `control` one all-gather of two float64 a rank, and one
-                 of 8 bytes a rank that compares the batches.
+        Cost:    as many passes as a step; under `control` one all-gather of two float64 a rank, and
+                 one of 8 bytes a rank that compares the batches.
         """
         everyone = self.survivors()
         group, readers = self.strategy.readers(everyone)
         total, tokens = 0.0, 0
         digests: list[float] = []
-        with (self.model.evaluating(), no_grad(), self.strategy.evaluating(),
-              self.recorder.span("evaluate")):
+        with (
+            self.model.evaluating(),
+            no_grad(),
+            self.strategy.evaluating(),
+            self.recorder.span("evaluate"),
+        ):
             for batch in batches:
                 check_batch("evaluate", batch, self.config.context)
                 digests += with_digests(batch, len(digests)).digests
@@ -254,45 +348,67 @@ class Trainer:
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all master weights, whole, on the host. Every rank calls it: ZeRO gathers them.
 
-        Returns: {dotted path: array}, in the masters' dtype. Raises: CommError, MemoryLimitError if they do not fit.
+        Returns: {dotted path: array}, in the masters' dtype. Raises: CommError, MemoryLimitError if
+        they do not fit.
         """
         return self.strategy.state_dict()
 
     def save(self, folder: str | Path, **about: Any) -> None:
-        """Write a checkpoint (survive/checkpoint.py), which a Trainer of any plan can load. Every rank calls it.
+        """Write a checkpoint (survive/checkpoint.py), which a Trainer of any plan can load. Every
+        rank calls it.
 
         Args:    folder: the checkpoint; one of this name is replaced at the end.
                  about: further words for its manifest, as JSON; rank 0's count.
-        Raises:  CheckpointError on every rank if one cannot write; then nothing is left. CommError as all verbs.
+        Raises:  CheckpointError on every rank if one cannot write; then nothing is left. CommError
+                 as all verbs.
         """
         if self._saver is not None:
             self._saver.wait()
-        checkpoint.save(Path(folder), self.strategy, self.optimizer, self.world, self._described(about))
+        checkpoint.save(
+            Path(folder), self.strategy, self.optimizer, self.world, self._described(about)
+        )
 
     def start_save(self, folder: str | Path, **about: Any) -> PendingSave:
-        """As save, but written behind the next steps (survive/save_async.py): this returns when the state is copied.
+        """As save, but written behind the next steps (survive/save_async.py): this returns when the
+        state is copied.
 
-        It waits for a save that is under way. One that fails is told on rank 0, and training goes on.
+        It waits for a save that is under way. One that fails is told on rank 0, and training goes
+        on.
 
-        Args:    as save. Raises: MemoryLimitError if the copies do not fit; CommError as all verbs (Group).
-        Returns: its wait() returns when the checkpoint is there, or raises what save would; close() waits for it, too.
+        Args:    as save. Raises: MemoryLimitError if the copies do not fit; CommError as all verbs
+                 (Group).
+        Returns: its wait() returns when the checkpoint is there, or raises what save would; close()
+        waits for it, too.
         """
         if self._saver is None:
-            self._saver = AsyncSaver(self.strategy, self.optimizer, self.world, memory=self.store.host)
+            self._saver = AsyncSaver(
+                self.strategy, self.optimizer, self.world, memory=self.store.host
+            )
         return self._saver.start(Path(folder), self._described(about))
 
     def _described(self, about: dict[str, Any]) -> dict[str, Any]:
         rate = {"learning_rate": asdict(self.learning_rate)}
-        return rate | about | {"steps_done": self.steps_done, "seed": self.seed, "config": asdict(self.config),
-                               "optimizer": type(self.optimizer).__name__, "plan": self.plan.as_dict()}
+        return (
+            rate
+            | about
+            | {
+                "steps_done": self.steps_done,
+                "seed": self.seed,
+                "config": asdict(self.config),
+                "optimizer": type(self.optimizer).__name__,
+                "plan": self.plan.as_dict(),
+            }
+        )
 
     def load(self, folder: str | Path) -> dict[str, Any]:
-        """Go on from a checkpoint of the same model and optimizer under any plan; the seed is the checkpoint's.
+        """Go on from a checkpoint of the same model and optimizer under any plan; the seed is the
+        checkpoint's.
 
         Args:    folder: the checkpoint, the same on every rank.
         Returns: its `about`.
-        Raises:  CheckpointError on every rank if one finds it damaged, or it is of another model or optimizer;
-                 CommError as all verbs (Group). Then the state of this training is of no use.
+        Raises:  CheckpointError on every rank if one finds it damaged, or it is of another model or
+                 optimizer; CommError as all verbs (Group). Then the state of this training is of no
+                 use.
         """
         about = checkpoint.load(Path(folder), self.strategy, self.optimizer, self.world)
         require_told(Path(folder), about, "steps_done", "seed")
@@ -301,7 +417,8 @@ class Trainer:
         return about
 
     def change_plan(self, plan: Plan) -> None:
-        """Go on under another plan of as many ranks, between two steps; model and optimizer are made anew.
+        """Go on under another plan of as many ranks, between two steps; model and optimizer are
+        made anew.
 
         Args:    plan: the plan to come, the same on every rank.
         Cost:    as state_exchange.restore; nothing touches the disk.
@@ -317,9 +434,11 @@ class Trainer:
         frozen = [p.name for p in self.model.parameters() if not (p.requires_grad or untrained(p))]
         for rank, names in enumerate(share_records(self.world, frozen)):
             if names:
-                raise ConfigError(f"change_plan: requires_grad of {names[0]!r} is off on rank "
-                                  f"{rank}, and the new plan has a new model; switch it on, change "
-                                  f"the plan, and switch it off again")
+                raise ConfigError(
+                    f"change_plan: requires_grad of {names[0]!r} is off on rank "
+                    f"{rank}, and the new plan has a new model; switch it on, change "
+                    f"the plan, and switch it off again"
+                )
         options, training = self.optimizer.options_now(), self.model.training
         snapshot = take_snapshot(self.strategy, self.optimizer)
         self.close()
@@ -332,7 +451,8 @@ class Trainer:
         restore([snapshot], self.strategy, self.optimizer, self.world)
 
     def survivors(self) -> Group:
-        """The ranks that are left after the last step: all, but for the lost workers of asynchronous servers.
+        """The ranks that are left after the last step: all, but for the lost workers of
+        asynchronous servers.
 
         Returns: their Group, or the world. Raises: PeerLostError, TimeoutError if a server is lost.
         """
@@ -342,15 +462,18 @@ class Trainer:
         return self._survivors
 
     def check_replicas(self) -> None:
-        """Every rank compares the weights that it shares. Raises: MismatchError with those that differ, CommError."""
+        """Every rank compares the weights that it shares. Raises: MismatchError with those that
+        differ, CommError."""
         self.strategy.check_replicas(self.survivors())
 
     def weights_sha256(self) -> str:
-        """Digest of the masters, the same under any plan. Returns: 64 hexadecimal digits. Raises: as state_dict."""
+        """Digest of the masters, the same under any plan. Returns: 64 hexadecimal digits. Raises:
+        as state_dict."""
         return weights_digest(self.state_dict())
 
     def close(self) -> None:
-        """Wait for a save under way, end the threads of mesh and store, lift the memory's limit; the world stays open.
+        """Wait for a save under way, end the threads of mesh and store, lift the memory's limit;
+        the world stays open.
 
         Raises:  PeerLostError, TimeoutError if that save ended so.
         """
@@ -376,8 +499,8 @@ class Trainer:
                  ranks update by their own rows (local steps, PipeDream) or compress their sums, the
                  weights depend on who has which.
         Returns: the global mean token loss, the same bits on every rank.
-        Cost:    the strategy's, in the phase "step". To compare batches, under `control`: 16 bytes a
-                 rank beside each loss and norm; ahead of the first step and each 100th, and with
+        Cost:    the strategy's, in the phase "step". To compare batches, under `control`: 16 bytes
+                 a rank beside each loss and norm; ahead of the first step and each 100th, and with
                  `local` of each, an all-gather of 48 bytes a rank.
         Raises:  ShapeError, DtypeError for a batch that does not fit; MismatchError if the ranks'
                  batches differ; MemoryLimitError; DiskError (offload=all); GradientError if
@@ -390,17 +513,31 @@ class Trainer:
     def start_step(self, batch: Batch, *, local: bool = False) -> LateLoss:
         """As step; the loss may still be on its way.
 
-        One process on a GPU then waits only for what the host decides: fp16's and fp8's scales, experts' routing.
-        Args, Raises: as step. Returns: a LateLoss; its wait() returns the loss.
+        One process on a GPU then waits only for what the host decides: fp16's and fp8's scales,
+        experts' routing. Args, Raises: as step. Returns: a LateLoss; its wait() returns the loss.
         """
         self.world.tell_step(self.steps_done)
         moves = (self.keeper or self.store).traffic
-        batch = self._meeting.take(batch, step=self.steps_done, local=local,
-                                   context=self.config.context)     # ahead of the step: all steps make the same calls
-        with (self.world.ledger.during("step"), self.store.traffic.during_step(), moves.during_step(),
-              self.recorder.span("step", step=self.steps_done)):
-            loss = self.strategy.start_step(batch, self.optimizer, lr=self.learning_rate(self.updates_done),
-                                            clip=self.clip, accumulate=self.plan.accumulate)
+        batch = self._meeting.take(
+            batch,
+            step=self.steps_done,
+            local=local,
+            # ahead of the step: all steps make the same calls
+            context=self.config.context,
+        )
+        with (
+            self.world.ledger.during("step"),
+            self.store.traffic.during_step(),
+            moves.during_step(),
+            self.recorder.span("step", step=self.steps_done),
+        ):
+            loss = self.strategy.start_step(
+                batch,
+                self.optimizer,
+                lr=self.learning_rate(self.updates_done),
+                clip=self.clip,
+                accumulate=self.plan.accumulate,
+            )
             self.loads.settle()
         if self.budget is not None:
             self.budget.step_done()

@@ -1,4 +1,5 @@
-"""Elements that a composed plan sends along each axis, bytes that an offload moves: sums of the chapters' formulas."""
+"""Elements that a composed plan sends along each axis, bytes that an offload moves: sums of the
+chapters' formulas."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,10 +18,14 @@ from minidist.parallel.tensor.tensor_layers import shared_numbers
 from minidist.parallel.zero.memory_formula import Each
 
 
-def elements_sent(config: GPTConfig, plan: Plan, sequences: int, *, recomputed: int = 0) -> dict[str, int]:
-    """Numbers that all ranks together send in a step along tp, cp and pp, scalars apart; for dp see its chapters.
+def elements_sent(
+    config: GPTConfig, plan: Plan, sequences: int, *, recomputed: int = 0
+) -> dict[str, int]:
+    """Numbers that all ranks together send in a step along tp, cp and pp, scalars apart; for dp see
+    its chapters.
 
-    Args:    sequences: of the global batch, of config.context tokens; recomputed: how many blocks backward recomputes.
+    Args:    sequences: of the global batch, of config.context tokens; recomputed: how many blocks
+             backward recomputes.
     """
     sent = {}
     if plan.tp > 1:
@@ -28,8 +33,10 @@ def elements_sent(config: GPTConfig, plan: Plan, sequences: int, *, recomputed: 
     if plan.cp > 1:
         ring = ring_attention if config.attention_pattern is None else sparse_ring_attention
         kind = ring if plan.attention == "ring" else ulysses
-        sent["cp"] = sum(kind.elements_sent(part, 0, ranks=plan.cp, sequences=sequences, recomputed=recomputed)
-                         for part in _heads_divided(config, plan.tp))
+        sent["cp"] = sum(
+            kind.elements_sent(part, 0, ranks=plan.cp, sequences=sequences, recomputed=recomputed)
+            for part in _heads_divided(config, plan.tp)
+        )
     if plan.pp > 1:
         carried = 1 if plan.sequence_parallel else plan.tp
         sent["pp"] = 2 * sequences * config.context * config.width * plan.boundaries * carried
@@ -38,82 +45,125 @@ def elements_sent(config: GPTConfig, plan: Plan, sequences: int, *, recomputed: 
     return sent
 
 
-def wide_elements(config: GPTConfig, plan: Plan, sequences: int, *, recomputed: int = 0) -> dict[str, int]:
-    """How many of these travel as float32 in low precision too: maxima and sums over a divided vocabulary, chances of
-    gates, and the gradients of keys and values, to which each hop adds. Args: as elements_sent.
+def wide_elements(
+    config: GPTConfig, plan: Plan, sequences: int, *, recomputed: int = 0
+) -> dict[str, int]:
+    """How many of these travel as float32 in low precision too: maxima and sums over a divided
+    vocabulary, chances of gates, and the gradients of keys and values, to which each hop adds.
+    Args: as elements_sent.
     """
     wide = {}
     if plan.tp > 1:
         wide["tp"] = 2 * (plan.tp - 1) * 3 * sequences * config.context
-        wide["tp"] += (sum(sequence.gates_sent(config, length, ranks=plan.tp, sequences=sequences,
-                                               recomputed=recomputed) for length in _own_lengths(config, plan))
-                       if plan.sequence_parallel else
-                       tensor.gates_sent(config, ranks=plan.tp, tokens=sequences * config.context))
+        wide["tp"] += (
+            sum(
+                sequence.gates_sent(
+                    config, length, ranks=plan.tp, sequences=sequences, recomputed=recomputed
+                )
+                for length in _own_lengths(config, plan)
+            )
+            if plan.sequence_parallel
+            else tensor.gates_sent(config, ranks=plan.tp, tokens=sequences * config.context)
+        )
     if plan.cp > 1 and plan.attention == "ring":
-        tokens = (plan.cp * config.context if config.attention_pattern is None else
-                  tokens_sent(config.attention_pattern, config.context, plan.cp))
-        wide["cp"] = sum(2 * tokens * config.layers * sequences * part.key_heads * part.head_width
-                         for part in _heads_divided(config, plan.tp))
+        tokens = (
+            plan.cp * config.context
+            if config.attention_pattern is None
+            else tokens_sent(config.attention_pattern, config.context, plan.cp)
+        )
+        wide["cp"] = sum(
+            2 * tokens * config.layers * sequences * part.key_heads * part.head_width
+            for part in _heads_divided(config, plan.tp)
+        )
     return wide
 
 
 def whole_gradients(plan: Plan) -> int:
-    """Copies of each gradient once the data axis has its sums: with ZeRO one for each copy of the state."""
+    """Copies of each gradient once the data axis has its sums: with ZeRO one for each copy of the
+    state."""
     return plan.copies // (plan.shard or plan.copies) if plan.zero else plan.copies
 
 
 def data_collectives(trainer: Any, sequences: int) -> list[Collective]:
     """The collectives of a Trainer's data axis in a step on so many sequences, of all ranks.
 
-    Under a pipeline each microbatch is a pass of ZeRO-2 and 3, and under PipeDream an update of DDP.
+    Under a pipeline each microbatch is a pass of ZeRO-2 and 3, and under PipeDream an update of
+    DDP.
     """
     plan, data = trainer.plan, trainer.strategy.data_axis
     pipeline = trainer.strategy.pipeline if plan.composed else None
     if pipeline is None or not data.reduces_each_pass:
-        return data.traffic(plan.accumulate) * plan.updates(sequences)      # type: ignore[no-any-return]
+        return data.traffic(plan.accumulate) * plan.updates(sequences)  # type: ignore[no-any-return]
     passes = plan.accumulate * plan.pieces
-    if plan.zero != 3:      # 0: the optimizer on the host of a rank that shares its weights with no other
-        return data.traffic(passes)     # type: ignore[no-any-return]
-    fetches = [plan.accumulate * gathers(pipeline.schedule, pipeline.group.rank, stage, keep=plan.keep_gathered)
-               for stage in pipeline.stages.layers]
-    return data.traffic(passes, fetches)     # type: ignore[no-any-return]
+    # 0: the optimizer on the host of a rank that shares its weights with no other
+    if plan.zero != 3:
+        return data.traffic(passes)  # type: ignore[no-any-return]
+    fetches = [
+        plan.accumulate
+        * gathers(pipeline.schedule, pipeline.group.rank, stage, keep=plan.keep_gathered)
+        for stage in pipeline.stages.layers
+    ]
+    return data.traffic(passes, fetches)  # type: ignore[no-any-return]
 
 
 def moved_in_a_step(trainer: Any) -> dict[str, int]:
-    """Bytes that this rank of a Trainer with an offload moves in a step, by direction (chapter 20)."""
+    """Bytes that this rank of a Trainer with an offload moves in a step, by direction (chapter
+    20)."""
     plan, data = trainer.plan, trainer.strategy.data_axis
     weights, masters = next(trainer.model.parameters()), plan.precision != "fp32"
-    each = Each.of(weights.dtype.itemsize, moments=len(trainer.optimizer.state_names), masters=masters)
+    each = Each.of(
+        weights.dtype.itemsize, moments=len(trainer.optimizer.state_names), masters=masters
+    )
     learning = sum(piece.data.size for _, piece in data.updated())
     numbers = numbers_moved(data_collectives(trainer, 1), weights.dtype.itemsize)
     if plan.offload == "optimizer":
         return moved_to_host(learning, each, reduced=numbers["reduce_scatter"])
     again = [flat for flat in data.flats if data.sharing.divides(flat)]
     again += trainer.strategy.outside if plan.composed else []
-    return moved_to_disk(0, 0, learning, each, masters=masters, fetched=numbers["all_gather"],
-                         reduced=numbers["reduce_scatter"], outside=sum(flat.chunk_size for flat in again))
+    return moved_to_disk(
+        0,
+        0,
+        learning,
+        each,
+        masters=masters,
+        fetched=numbers["all_gather"],
+        reduced=numbers["reduce_scatter"],
+        outside=sum(flat.chunk_size for flat in again),
+    )
 
 
 def _along_tp(config: GPTConfig, plan: Plan, sequences: int, recomputed: int) -> int:
     """Along tp: activations of all tokens, and what is added up for each update, in each copy."""
     sums = whole_gradients(plan) * plan.updates(sequences)
     if plan.sequence_parallel:
-        sent = sum(sequence.activations_sent(config, length, ranks=plan.tp, sequences=sequences, recomputed=recomputed)
-                   for length in _own_lengths(config, plan))
+        sent = sum(
+            sequence.activations_sent(
+                config, length, ranks=plan.tp, sequences=sequences, recomputed=recomputed
+            )
+            for length in _own_lengths(config, plan)
+        )
         sent += 2 * (plan.tp - 1) * sequence.outside_numbers(config) * sums
     else:
-        sent = tensor.activations_sent(config, ranks=plan.tp, tokens=sequences * config.context, recomputed=recomputed)
+        sent = tensor.activations_sent(
+            config, ranks=plan.tp, tokens=sequences * config.context, recomputed=recomputed
+        )
     return sent + shared_numbers(config, plan.tp) * sums
 
 
 def _heads_divided(config: GPTConfig, ranks: int) -> list[GPTConfig]:
     """For each of so many ranks of tp a config with its heads."""
-    return [replace(config, heads=len(queries), kv_heads=len(keys), width=len(queries) * config.head_width)
-            for queries, keys in head_shares(config.heads, config.key_heads, ranks)]
+    return [
+        replace(
+            config, heads=len(queries), kv_heads=len(keys), width=len(queries) * config.head_width
+        )
+        for queries, keys in head_shares(config.heads, config.key_heads, ranks)
+    ]
 
 
 def _own_lengths(config: GPTConfig, plan: Plan) -> list[int]:
     """The number of a sequence's tokens on each rank of cp."""
     if plan.attention == "ring":
-        return [len(ring_attention.zigzag(config.context, rank, plan.cp)) for rank in range(plan.cp)]
+        return [
+            len(ring_attention.zigzag(config.context, rank, plan.cp)) for rank in range(plan.cp)
+        ]
     return [part.stop - part.start for part in even_slices(config.context, plan.cp)]

@@ -1,32 +1,35 @@
-"""Chapter 17 · What the axes inside a replica take of a model: tensor shards, experts, tokens, and then stages.
+"""Chapter 17 · What the axes inside a replica take of a model: tensor shards, experts, tokens, and
+then stages.
 
-In a pipeline the data axis runs the backwards, and sums their gradients. With DDP and ZeRO-1 they add up in place, over
-all microbatches, and are reduced once a step. With ZeRO-2 and 3 no rank keeps a whole gradient. So each microbatch's
-backward of a stage ends in the reduce-scatters of that stage, and with ZeRO-3 each of its forwards and backwards begins
-with gathers:
+In a pipeline the data axis runs the backwards, and sums their gradients. With DDP and ZeRO-1 they
+add up in place, over all microbatches, and are reduced once a step. With ZeRO-2 and 3 no rank keeps
+a whole gradient. So each microbatch's backward of a stage ends in the reduce-scatters of that
+stage, and with ZeRO-3 each of its forwards and backwards begins with gathers:
 
     compute         F0 | F1 | B0           | F2 | B1           | …
     ZeRO-2                    reduce stage        reduce stage        m microbatches: m times the scatters
     ZeRO-3          gather for each F and each B; reduce               and m times the gathers
 
-A microbatch is a pass of chapters 15 and 16. In elements a step, over all ranks of one group of P on the data axis that
-holds Ψ elements, R of them in a tied table, for A passes of m microbatches:
+A microbatch is a pass of chapters 15 and 16. In elements a step, over all ranks of one group of P
+on the data axis that holds Ψ elements, R of them in a tied table, for A passes of m microbatches:
 
     DDP, ZeRO-1     2 (P-1) Ψ
     ZeRO-2          (A m + 1) (P-1) Ψ
-    ZeRO-3          (P-1) (3 A m (Ψ - R) + 2 R)     the table is gathered once a step and held, and so is its gradient
+    ZeRO-3          (P-1) (3 A m (Ψ - R) + 2 R)     the table is gathered once a step and held, and
+                                                    so is its gradient
 
-Where both ends are on one rank (zb-v, dualpipe-v) two stages give a tied table gradients, and ZeRO-2 reduces it twice
-a microbatch.
+Where both ends are on one rank (zb-v, dualpipe-v) two stages give a tied table gradients, and
+ZeRO-2 reduces it twice a microbatch.
 
-While a segment's last units compute, the first ones of the schedule's next instruction are read ahead, where weights
-lie on disk (chapter 20): they stream in the order of the step.
+While a segment's last units compute, the first ones of the schedule's next instruction are read
+ahead, where weights lie on disk (chapter 20): they stream in the order of the step.
 
-With keep_gathered a unit stays as long as one of its microbatches is between forward and backward: gpipe and 1f1b's
-first stages then gather once a pass, but hold all weights. Where backward is split in two (zero bubble) gradients are
-reduced after the second half, and lie whole until then.
+With keep_gathered a unit stays as long as one of its microbatches is between forward and backward:
+gpipe and 1f1b's first stages then gather once a pass, but hold all weights. Where backward is split
+in two (zero bubble) gradients are reduced after the second half, and lie whole until then.
 
-All ranks of the data axis must gather and reduce the same, so a microbatch without a row goes through too, empty.
+All ranks of the data axis must gather and reduce the same, so a microbatch without a row goes
+through too, empty.
 """
 
 from functools import partial
@@ -42,7 +45,13 @@ from minidist.device.backend import Array, array_module, device_of, index_range,
 from minidist.nn import GPT, DropoutKey, Module
 from minidist.nn.moe import Sequences, mixtures
 from minidist.nn.weight_shard import assemble
-from minidist.parallel.context.token_shard import TOKENS, OwnTokens, TokenShardPositions, own_key, pick
+from minidist.parallel.context.token_shard import (
+    TOKENS,
+    OwnTokens,
+    TokenShardPositions,
+    own_key,
+    pick,
+)
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import AXES, Plan
 from minidist.parallel.hybrid.strategies import load
@@ -54,9 +63,11 @@ from minidist.parallel.step.strategy import DataAxis
 
 
 def cut_model(model: GPT, mesh: Mesh, plan: Plan) -> tuple[OwnTokens, OwnTokens]:
-    """Cut a GPT, its weights not yet drawn, along tp, ep and cp, in place: each strategy as it does alone.
+    """Cut a GPT, its weights not yet drawn, along tp, ep and cp, in place: each strategy as it does
+    alone.
 
-    Returns: the tokens of a sequence that this rank works on, and those whose activations it hands on between layers:
+    Returns: the tokens of a sequence that this rank works on, and those whose activations it hands
+    on between layers:
              with sequence parallelism its part of its tokens.
     """
     tp = mesh["tp"]
@@ -64,10 +75,12 @@ def cut_model(model: GPT, mesh: Mesh, plan: Plan) -> tuple[OwnTokens, OwnTokens]
         load("sequence" if plan.sequence_parallel else "tensor")(model, tp)
     if plan.ep > 1:
         places = np.reshape(mesh.world.nodes, tuple(mesh.shape.values()))
-        load("nodes")(model, np.moveaxis(places, AXES.index("ep"), -1).reshape(-1, plan.ep).tolist())
+        load("nodes")(
+            model, np.moveaxis(places, AXES.index("ep"), -1).reshape(-1, plan.ep).tolist()
+        )
         load("experts")(model, mesh["ep"])
         shards: list[Any] = [p for layer in mixtures(model) for p in layer.experts.parameters()]
-        for parameter in shards:        # not by all ranks of dp, ep and cp
+        for parameter in shards:  # not by all ranks of dp, ep and cp
             parameter.shared_by, parameter.among = mesh.experts, mesh["ep", "tp"]
     tokens: OwnTokens = all_tokens
     if plan.cp > 1:
@@ -78,7 +91,8 @@ def cut_model(model: GPT, mesh: Mesh, plan: Plan) -> tuple[OwnTokens, OwnTokens]
     return tokens, within(tokens, partial(shard_of, group=tp)) if plan.sequence_parallel else tokens
 
 
-# ---------------------------------------------------------------------------------------- a shard of the tokens
+# ---------------------------------------------------------------------------- a shard of the tokens
+
 
 def all_tokens(length: int) -> slice:
     """The OwnTokens of a rank that has all tokens."""
@@ -87,14 +101,17 @@ def all_tokens(length: int) -> slice:
 
 def within(outer: OwnTokens, inner: OwnTokens) -> OwnTokens:
     """The tokens that `inner` takes of those that `outer` takes."""
+
     def own(length: int) -> Any:
         places = index_range(length)[outer(length)]
         return places[inner(len(places))]
+
     return own
 
 
 class TokenShardSequences(Sequences):
-    """`inner`, for a gate that sees its own tokens of sequences; the ranks of `group` have the others."""
+    """`inner`, for a gate that sees its own tokens of sequences; the ranks of `group` have the
+    others."""
 
     def __init__(self, inner: Sequences, group: Group, own: OwnTokens) -> None:
         self.inner, self.group, self.own = inner, group, own
@@ -103,9 +120,13 @@ class TokenShardSequences(Sequences):
         """As Sequences.joined. Cost: an all-gather of k integers a token, under `control`."""
         xp = array_module(chosen)
         with self.group.ledger.control():
-            gathered = self.group.all_gather(xp.ascontiguousarray(xp.moveaxis(chosen, TOKENS, 0)), algorithm="ring")
-            places = self.group.all_gather(within(all_tokens, self.own)(len(gathered)), algorithm="ring")
-        whole = xp.zeros_like(gathered)     # a simulated rank knows its own places only
+            gathered = self.group.all_gather(
+                xp.ascontiguousarray(xp.moveaxis(chosen, TOKENS, 0)), algorithm="ring"
+            )
+            places = self.group.all_gather(
+                within(all_tokens, self.own)(len(gathered)), algorithm="ring"
+            )
+        whole = xp.zeros_like(gathered)  # a simulated rank knows its own places only
         whole[to_device(places, device_of(gathered))] = gathered
         return xp.ascontiguousarray(xp.moveaxis(whole, 0, TOKENS))
 
@@ -123,7 +144,8 @@ class TokenShardSequences(Sequences):
 
 
 def divide_positions(model: GPT, group: Group, own: OwnTokens) -> None:
-    """Let a GPT that is given the own tokens' ids, in place, pick their positions and route by whole sequences."""
+    """Let a GPT that is given the own tokens' ids, in place, pick their positions and route by
+    whole sequences."""
     positions = model.positions
     if positions is not None:
         inner = within(own, positions.own) if isinstance(positions, TokenShardPositions) else own
@@ -132,12 +154,14 @@ def divide_positions(model: GPT, group: Group, own: OwnTokens) -> None:
         layer.sequences = TokenShardSequences(layer.sequences, group, own)
 
 
-# ---------------------------------------------------------------------------------------------------------- stages
+# ------------------------------------------------------------------------------------------- stages
+
 
 class TokenStages(Stages):
     """Stages of a GPT that work on a shard of the tokens.
 
-    Attributes: tokens: the tokens that this rank works on; carried: those whose activations it sends to other stages.
+    Attributes: tokens: the tokens that this rank works on; carried: those whose activations it
+    sends to other stages.
     """
 
     tokens: OwnTokens = staticmethod(all_tokens)
@@ -147,34 +171,63 @@ class TokenStages(Stages):
         """As Stages.between, of the carried tokens."""
         return super().between(rows, len(np.arange(length)[self.carried(length)]))
 
-    def forward(self, stage: int, x: Any, *, targets: Array, positions: Array | None = None,
-                divisor: float | None = None, key: DropoutKey | None = None) -> Tensor:
+    def forward(
+        self,
+        stage: int,
+        x: Any,
+        *,
+        targets: Array,
+        positions: Array | None = None,
+        divisor: float | None = None,
+        key: DropoutKey | None = None,
+    ) -> Tensor:
         """As Stages.forward; ids, targets and key are of all tokens."""
-        return super().forward(stage, x if isinstance(x, Tensor) else pick(x, self.tokens, TOKENS),
-                               targets=pick(targets, self.tokens, TOKENS), divisor=divisor,
-                               key=own_key(key, self.tokens), positions=index_range(targets.shape[1]))
+        return super().forward(
+            stage,
+            x if isinstance(x, Tensor) else pick(x, self.tokens, TOKENS),
+            targets=pick(targets, self.tokens, TOKENS),
+            divisor=divisor,
+            key=own_key(key, self.tokens),
+            positions=index_range(targets.shape[1]),
+        )
 
 
 class DataPipeline(Pipeline):
-    """This rank's stages of a GPT, whose backwards, gradients and update are those of a data axis that it `serve`s.
+    """This rank's stages of a GPT, whose backwards, gradients and update are those of a data axis
+    that it `serve`s.
 
     Args:    as Pipeline's; of: the precision of its backward; tp: the ranks that divide its layers.
     """
 
     cuts = TokenStages
 
-    def __init__(self, model: GPT, group: Group, schedule: Schedule, *, of: Precision, tp: Group,
-                 **options: Any) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        group: Group,
+        schedule: Schedule,
+        *,
+        of: Precision,
+        tp: Group,
+        **options: Any,
+    ) -> None:
         super().__init__(model, group, schedule, **options)
-        self.precision, self.tp = of, tp        # not before: the data axis makes the masters
+        self.precision, self.tp = of, tp  # not before: the data axis makes the masters
         self.data_axis: DataAxis
 
     def serve(self, data: DataAxis, *, always: bool) -> None:
-        """From here on gradients are `data`'s, made of this pipeline's model. `always`: ranks without a row compute."""
+        """From here on gradients are `data`'s, made of this pipeline's model. `always`: ranks
+        without a row compute."""
         self.data_axis, self.always = data, always or data.reduces_each_pass
-        computes = [each for each in self.schedule.computes(self.group.rank) if not isinstance(each, BackwardWeights)]
-        data.set_segments([self.modules_of(stage) for stage in self.stages.layers],
-                          [(each.stage // self.group.size, isinstance(each, Forward)) for each in computes])
+        computes = [
+            each
+            for each in self.schedule.computes(self.group.rank)
+            if not isinstance(each, BackwardWeights)
+        ]
+        data.set_segments(
+            [self.modules_of(stage) for stage in self.stages.layers],
+            [(each.stage // self.group.size, isinstance(each, Forward)) for each in computes],
+        )
 
     def modules_of(self, stage: int) -> list[Module]:
         """The modules that a stage calls, in order; a tied table at either end comes first."""
@@ -182,17 +235,25 @@ class DataPipeline(Pipeline):
         first = [model.tokens] if stage == 0 or (last and self.config.tied) else []
         first += [model.positions] if stage == 0 else []
         blocks = [model.blocks[layer] for layer in self.stages.layers[stage]]
-        return [module for module in (*first, *blocks, *([model.norm, model.head] if last else []))
-                if module is not None]
+        return [
+            module
+            for module in (*first, *blocks, *([model.norm, model.head] if last else []))
+            if module is not None
+        ]
 
     def weights_of(self, stage: int) -> list[Parameter]:
         """The parameters of a stage that learn."""
-        return [p for module in self.modules_of(stage) for p in module.parameters() if p.requires_grad]
+        return [
+            p for module in self.modules_of(stage) for p in module.parameters() if p.requires_grad
+        ]
 
-    def go_back(self, stage: int, y: Tensor, dy: Array | None, *, whole: bool) -> list[WeightGradient]:
-        share = y if y.requires_grad else None      # None: the first stage is frozen
-        return self.data_axis.backward(share, dy, segment=stage // self.group.size, last=False,
-                                       defer=not whole)
+    def go_back(
+        self, stage: int, y: Tensor, dy: Array | None, *, whole: bool
+    ) -> list[WeightGradient]:
+        share = y if y.requires_grad else None  # None: the first stage is frozen
+        return self.data_axis.backward(
+            share, dy, segment=stage // self.group.size, last=False, defer=not whole
+        )
 
     def go_back_weights(self, stage: int, put_off: list[WeightGradient]) -> None:
         self.data_axis.backward_weights(put_off, segment=stage // self.group.size)
@@ -203,8 +264,8 @@ class DataPipeline(Pipeline):
 
 
 def gathers(schedule: Schedule, rank: int, stage: int, *, keep: bool) -> int:
-    """How often ZeRO-3 gathers a unit of a stage in one pass: for each forward and each backward, or with `keep` as
-    often as none of its microbatches is on its way when one begins.
+    """How often ZeRO-3 gathers a unit of a stage in one pass: for each forward and each backward,
+    or with `keep` as often as none of its microbatches is on its way when one begins.
     """
     times = on_its_way = 0
     for instruction in schedule.computes(rank):
@@ -214,4 +275,3 @@ def gathers(schedule: Schedule, rank: int, stage: int, *, keep: bool) -> int:
         times += not keep or (forward and not on_its_way)
         on_its_way += 1 if forward else -1
     return times
-

@@ -1,47 +1,58 @@
-"""Chapter 17 · The step of a composed plan: a model cut by tensor, context and pipeline, and replicas of what is left.
+"""Chapter 17 · The step of a composed plan: a model cut by tensor, context and pipeline, and
+replicas of what is left.
 
-The idea. Each axis cuts something else, so the cuts nest like boxes, and each strategy does what it does alone. Eight
-ranks, dp=2, pp=2, tp=2:
+The idea. Each axis cuts something else, so the cuts nest like boxes, and each strategy does what it
+does alone. Eight ranks, dp=2, pp=2, tp=2:
 
                           tp=0   tp=1
-    dp=0   pp=0 stage 0    r0     r1      tp   0-1, 2-3, 4-5, 6-7   inside every layer: all-reduces (chapter 12)
-           pp=1 stage 1    r2     r3      pp   0-2, 1-3, 4-6, 5-7   between layers: activations (chapter 11)
-    dp=1   pp=0 stage 0    r4     r5      dp   0-4, 1-5, 2-6, 3-7   once a step: gradients (chapters 7, 14-16)
+    dp=0   pp=0 stage 0    r0     r1      tp   0-1, 2-3, 4-5, 6-7   inside every layer: all-reduces
+           (chapter 12)
+           pp=1 stage 1    r2     r3      pp   0-2, 1-3, 4-6, 5-7   between layers: activations
+                                                                    (chapter 11)
+    dp=1   pp=0 stage 0    r4     r5      dp   0-4, 1-5, 2-6, 3-7   once a step: gradients (chapters
+           7, 14-16)
            pp=1 stage 1    r6     r7
 
-With cp (chapter 13) several ranks stand in the place of each; they have the same weights and rows, and divide the
-tokens. With ep (chapter 18) several others do; they divide the experts, and rows as dp does. The axis that sends most
-is innermost, where ranks are neighbours and links are fast. A rank takes its part of the model in this order:
+With cp (chapter 13) several ranks stand in the place of each; they have the same weights and rows,
+and divide the tokens. With ep (chapter 18) several others do; they divide the experts, and rows as
+dp does. The axis that sends most is innermost, where ranks are neighbours and links are fast. A
+rank takes its part of the model in this order:
 
-    model       GPT, not drawn -> tensor_parallel or sequence_parallel(tp) -> expert_parallel(ep) -> attention over cp
-                -> Pipeline(pp) takes its stages and draws -> DDP or ZeRO, over all ranks that have the same weights:
-                dp, ep and cp together, for experts dp and cp
-    batch       rows of dp and ep, in accumulate passes, each in microbatches. Ranks of cp take their tokens of each row
-                (zigzag, or with all-to-all attention consecutive ones); ranks of tp take the same rows and tokens
+    model       GPT, not drawn -> tensor_parallel or sequence_parallel(tp) -> expert_parallel(ep) ->
+                attention over cp -> Pipeline(pp) takes its stages and draws -> DDP or ZeRO, over
+                all ranks that have the same weights: dp, ep and cp together, for experts dp and cp
+    batch       rows of dp and ep, in accumulate passes, each in microbatches. Ranks of cp take
+                their tokens of each row (zigzag, or with all-to-all attention consecutive ones);
+                ranks of tp take the same rows and tokens
     loss        each rank's share: its tokens' losses over all tokens of the batch. Shares add up
-    gradients   add up in place, over microbatches and passes; then over the data axis; then over other ranks that hold
-                the same weight: a tied table on both ends of pp, with sequence parallelism norms on all of tp
+    gradients   add up in place, over microbatches and passes; then over the data axis; then over
+                other ranks that hold the same weight: a tied table on both ends of pp, with
+                sequence parallelism norms on all of tp
     norm        every number of the gradient counts at one rank of the mesh
     update      of the rank's weights, with ZeRO of its pieces of them
 
-With sequence parallelism a tp rank has, outside its regions, a part of its cp rank's tokens, and sends that part to the
-next stage. What must be equal on several ranks, to the bit, and why it is:
+With sequence parallelism a tp rank has, outside its regions, a part of its cp rank's tokens, and
+sends that part to the next stage. What must be equal on several ranks, to the bit, and why it is:
 
     norms, biases of row linears      on all of tp: from gradients that an all-reduce made equal
-    key heads, if fewer than tp       on the ranks that share one, which add up the sums of the data axis
+    key heads, if fewer than tp       on the ranks that share one, which add up the sums of the data
+                                      axis
     a tied token table                on both ends of pp, which do the same
-                                      (these three in buckets of their own, so that ZeRO's chunks have the same edges)
+                                      (these three in buckets of their own, so that ZeRO's chunks
+                                      have the same edges)
     loss, norm                        on all ranks: shares are added in rank order
 
-Cost, a step: each axis what its chapter says, of what the rank holds (hybrid_costs.py). Without a pipeline the data
-axis overlaps backward as in its own chapter. With one it sends after the last microbatch, or with ZeRO-2 and 3 after
-each of them (hybrid_cut.py).
+Cost, a step: each axis what its chapter says, of what the rank holds (hybrid_costs.py). Without a
+pipeline the data axis overlaps backward as in its own chapter. With one it sends after the last
+microbatch, or with ZeRO-2 and 3 after each of them (hybrid_cut.py).
 
-The notes' groups A and B (N0:442-470) are dp=2, pp=2: ranks 0-1 and 2-3 pass activations on, 0-2 and 1-3 add gradients
-up. (Their all-reduce takes a mean; here the loss was divided by all tokens before, and gradients are summed.)
+The notes' groups A and B (N0:442-470) are dp=2, pp=2: ranks 0-1 and 2-3 pass activations on, 0-2
+and 1-3 add gradients up. (Their all-reduce takes a mean; here the loss was divided by all tokens
+before, and gradients are summed.)
 
 notes:   N0 3D Parallelism, 混合并行; N2 3D 并行策略
-Source:  Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM".
+Source:  Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+         Megatron-LM".
 """
 
 from collections.abc import Iterator
@@ -78,24 +89,53 @@ from minidist.parallel.tensor.split_model import Summand, add_up, counts_at, sum
 class Hybrid(Strategy):
     """This rank's part of a GPT that a mesh with more axes than dp trains.
 
-    Args:    as Trainer; model: weights not yet drawn; key: of rows, for dropout; store: where ZeRO's chunks lie.
-    Attributes: model: what this rank has of it; data_axis: its strategy; pipeline: the other, or None.
-                outside: the runs of the data axis that have a gradient to be summed over other ranks too.
-    Raises:  PlanError for what does not fit the model; MismatchError if replicas do not start equal.
+    Args:    as Trainer; model: weights not yet drawn; key: of rows, for dropout; store: where
+             ZeRO's chunks lie.
+    Attributes: model: what this rank has of it; data_axis: its strategy; pipeline: the other, or
+    None.
+                outside: the runs of the data axis that have a gradient to be summed over other
+                ranks too.
+    Raises:  PlanError for what does not fit the model; MismatchError if replicas do not start
+             equal.
     """
 
-    pipelines: type[DataPipeline] = DataPipeline    # pipedream_step.py has another
+    pipelines: type[DataPipeline] = DataPipeline  # pipedream_step.py has another
 
-    def __init__(self, model: GPT, mesh: Mesh, plan: Plan, *, seed: int, key: Key, device: str = "cpu",
-                 precision: Precision | None = None, recorder: Recorder | None = None,
-                 store: Any = None) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        mesh: Mesh,
+        plan: Plan,
+        *,
+        seed: int,
+        key: Key,
+        device: str = "cpu",
+        precision: Precision | None = None,
+        recorder: Recorder | None = None,
+        store: Any = None,
+    ) -> None:
         self.model: GPT = model
         self.store = load("offload=none")() if store is None else store
-        self.config, self.plan, self.mesh, self.key, self.loss = model.config, plan, mesh, key, self._loss
+        self.config, self.plan, self.mesh, self.key, self.loss = (
+            model.config,
+            plan,
+            mesh,
+            key,
+            self._loss,
+        )
         self.precision, self.recorder = precision or Precision(), recorder or Silent()
-        self.tp, self.pp, self.cp, self.rows, self.cut = mesh["tp"], mesh["pp"], mesh["cp"], mesh.rows, mesh["pp", "tp"]
+        self.tp, self.pp, self.cp, self.rows, self.cut = (
+            mesh["tp"],
+            mesh["pp"],
+            mesh["cp"],
+            mesh.rows,
+            mesh["pp", "tp"],
+        )
         self.ep, self.holders = mesh["ep"], mesh["pp", "ep", "tp"]
-        self.shares, self.everyone = mesh["dp", "pp", "ep", "cp"], mesh["dp", "pp", "ep", "cp", "tp"]
+        self.shares, self.everyone = (
+            mesh["dp", "pp", "ep", "cp"],
+            mesh["dp", "pp", "ep", "cp", "tp"],
+        )
         self.tokens, self.carried = cut_model(model, mesh, plan)
         self.pipeline: DataPipeline | None = None
         if self.pp.size > 1:
@@ -106,14 +146,23 @@ class Hybrid(Strategy):
         self._lay_out()
         if plan.offload == "all":
             require_disk(plan, model, self.store, f"rank {mesh.world.rank}")
-        self._data_axis = make_data_axis(model, mesh.copies, plan, seed=seed, device=device, precision=self.precision,
-                                         recorder=self.recorder, store=self.store)
-        self.always = self.data_axis.computes_without_rows or self.ep.size > 1  # others wait for a rank without rows
+        self._data_axis = make_data_axis(
+            model,
+            mesh.copies,
+            plan,
+            seed=seed,
+            device=device,
+            precision=self.precision,
+            recorder=self.recorder,
+            store=self.store,
+        )
+        # others wait for a rank without rows
+        self.always = self.data_axis.computes_without_rows or self.ep.size > 1
         if self.pipeline is not None:
             self.pipeline.serve(self.data_axis, always=self.always)
         self.parameters = self.data_axis.parameters
         self.summands = self._summands()
-        self._batch: Batch          # of the step, which the ranks compare when they add up the norm
+        self._batch: Batch  # of the step, which the ranks compare when they add up the norm
 
     @property
     def data_axis(self) -> DataAxis:
@@ -121,19 +170,36 @@ class Hybrid(Strategy):
         return self._data_axis
 
     def _make_pipeline(self, seed: int, device: str) -> DataPipeline:
-        schedule = make_schedule(self.plan.schedule, self.pp.size, self.plan.pieces, chunks=self.plan.stages_per_rank)
-        layers = stage_layers(self.plan.stage_layers, self.config, schedule.stages, self.mesh.world, device=device)
-        pipeline = self.pipelines(self.model, self.pp, schedule, of=self.precision, tp=self.tp, key=self.key,
-                                seed=None if self.plan.zero == 3 else seed, layers=layers, device=device,
-                                recorder=self.recorder)
+        schedule = make_schedule(
+            self.plan.schedule, self.pp.size, self.plan.pieces, chunks=self.plan.stages_per_rank
+        )
+        layers = stage_layers(
+            self.plan.stage_layers, self.config, schedule.stages, self.mesh.world, device=device
+        )
+        pipeline = self.pipelines(
+            self.model,
+            self.pp,
+            schedule,
+            of=self.precision,
+            tp=self.tp,
+            key=self.key,
+            seed=None if self.plan.zero == 3 else seed,
+            layers=layers,
+            device=device,
+            recorder=self.recorder,
+        )
         pipeline.stages.tokens, pipeline.stages.carried = self.tokens, self.carried
         return pipeline
 
     def _lay_out(self) -> None:
-        """Give parameters their layouts: by stage; equal on ranks of tp; a table at both ends; experts."""
+        """Give parameters their layouts: by stage; equal on ranks of tp; a table at both ends;
+        experts."""
         alike, table = ({id(p) for p in some} for some in (self._alike(), self._tables()))
-        stages = ([trainable(self.model.parameters())] if self.pipeline is None else
-                  [self.pipeline.weights_of(stage) for stage in self.pipeline.stages.layers])
+        stages = (
+            [trainable(self.model.parameters())]
+            if self.pipeline is None
+            else [self.pipeline.weights_of(stage) for stage in self.pipeline.stages.layers]
+        )
         for number, weights in enumerate(stages):
             for p in weights:
                 p.layout = (number, id(p) in alike, id(p) in table, p.shared_by is not None)
@@ -145,11 +211,17 @@ class Hybrid(Strategy):
         return [p for p in self.model.parameters() if not isinstance(p, WeightShard)]
 
     def _shared(self) -> list[WeightShard]:
-        """The parts that several ranks of tp hold: key heads, of which there are fewer than ranks."""
-        return [p for p in self.model.parameters() if isinstance(p, WeightShard) and p.sharers is not None]
+        """The parts that several ranks of tp hold: key heads, of which there are fewer than
+        ranks."""
+        return [
+            p
+            for p in self.model.parameters()
+            if isinstance(p, WeightShard) and p.sharers is not None
+        ]
 
     def _alike(self) -> list[Parameter]:
-        """The weights that need the same layout on every rank of tp, for the same bits: the whole and the shared."""
+        """The weights that need the same layout on every rank of tp, for the same bits: the whole
+        and the shared."""
         return [*self._whole(), *self._shared()]
 
     def _twice(self) -> list[Parameter]:
@@ -157,30 +229,50 @@ class Hybrid(Strategy):
         return [self.model.tokens.weight] if self.ends is not None else []
 
     def _tables(self) -> list[Parameter]:
-        """The token table, where a tied output and the embedding are different stages and this rank has one or both."""
-        ends = self.config.tied and self.pipeline is not None and (self.pipeline.first or self.pipeline.last)
+        """The token table, where a tied output and the embedding are different stages and this rank
+        has one or both."""
+        ends = (
+            self.config.tied
+            and self.pipeline is not None
+            and (self.pipeline.first or self.pipeline.last)
+        )
         return [self.model.tokens.weight] if ends else []
 
     def _summands(self) -> list[Summand]:
-        """The gradients to add up when the data axis has its sums: whole, or with ZeRO this rank's pieces of them."""
+        """The gradients to add up when the data axis has its sums: whole, or with ZeRO this rank's
+        pieces of them."""
         updated = self.data_axis.updated()
         found = [Summand(table, self.ends) for table in self._twice() if self.ends is not None]
-        found += summands([owner for owner, _ in updated], self.tp if self.plan.sequence_parallel else None)
+        found += summands(
+            [owner for owner, _ in updated], self.tp if self.plan.sequence_parallel else None
+        )
         self._outside = [(id(summand.parameter), summand.group) for summand in found]
-        self.outside = [flat for flat in self.data_axis.flats
-                        if {*map(id, flat.parameters)} & {owner for owner, _ in self._outside}]
+        self.outside = [
+            flat
+            for flat in self.data_axis.flats
+            if {*map(id, flat.parameters)} & {owner for owner, _ in self._outside}
+        ]
         pieces = {id(owner): piece for owner, piece in updated}
         return [summand._replace(parameter=pieces[id(summand.parameter)]) for summand in found]
 
-    # ------------------------------------------------------------------------------------------------------ step
+    # ----------------------------------------------------------------------------------------- step
 
     def part_of(self, batch: Batch) -> Part:
-        """The rows of a global batch that this rank works on, with the other ranks of its tp, cp and pp."""
+        """The rows of a global batch that this rank works on, with the other ranks of its tp, cp
+        and pp."""
         return part_of(batch, size=self.rows.size, rank=self.rows.rank)
 
-    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
-             accumulate: int = 1) -> float:
-        """One step on the *global* batch; in a pipeline each pass has microbatches. Args, Returns: as Strategy.step."""
+    def step(
+        self,
+        batch: Batch,
+        optimizer: Optimizer,
+        *,
+        lr: float | None = None,
+        clip: float | None = None,
+        accumulate: int = 1,
+    ) -> float:
+        """One step on the *global* batch; in a pipeline each pass has microbatches. Args, Returns:
+        as Strategy.step."""
         self._batch = batch
         self.data_axis.begin_step()
         share = 0.0
@@ -193,7 +285,8 @@ class Hybrid(Strategy):
         return add_losses(self.shares, share, batch, everyone=self.everyone)
 
     def _pass(self, part: Part, divisor: int, *, last: bool) -> float:
-        """Forward and backward of some rows: adds gradients, returns this rank's share of the loss."""
+        """Forward and backward of some rows: adds gradients, returns this rank's share of the
+        loss."""
         self.data_axis.begin_pass()
         if self.pipeline is not None:
             return self.pipeline.run(part, divisor=divisor)
@@ -204,25 +297,39 @@ class Hybrid(Strategy):
 
     def _loss(self, part: Part, divisor: int) -> Tensor:
         """The sum of the losses of this rank's tokens of some rows, over `divisor`."""
-        inputs, targets = (pick(array, self.tokens, TOKENS) for array in (part.inputs, part.targets))
-        return self.model.loss(inputs, targets, divisor, key=own_key(self.key(part), self.tokens),
-                               positions=index_range(part.inputs.shape[TOKENS]))
+        inputs, targets = (
+            pick(array, self.tokens, TOKENS) for array in (part.inputs, part.targets)
+        )
+        return self.model.loss(
+            inputs,
+            targets,
+            divisor,
+            key=own_key(self.key(part), self.tokens),
+            positions=index_range(part.inputs.shape[TOKENS]),
+        )
 
     def squares(self) -> float:
-        """The sum of the squares of the whole gradient; each number counts once. Cost: as add_squares.
+        """The sum of the squares of the whole gradient; each number counts once. Cost: as
+        add_squares.
 
-        Whole gradients are equal over dp and cp: the ranks of pp, ep and tp add theirs up. Pieces lie on all ranks.
+        Whole gradients are equal over dp and cp: the ranks of pp, ep and tp add theirs up. Pieces
+        lie on all ranks.
         """
         divided = self.data_axis.divides_state
         counts = self.data_axis.first_copy if divided else self.ep.rank == 0
-        skipped = {id(table) for table in self._twice() if self.pp.rank > 0}        # counts at the first end
-        counted = [piece for owner, piece in self.data_axis.updated()
-                   if (counts or owner.shared_by is not None) and id(owner) not in skipped
-                   and counts_at(owner, self.tp.rank)]
+        # counts at the first end
+        skipped = {id(table) for table in self._twice() if self.pp.rank > 0}
+        counted = [
+            piece
+            for owner, piece in self.data_axis.updated()
+            if (counts or owner.shared_by is not None)
+            and id(owner) not in skipped
+            and counts_at(owner, self.tp.rank)
+        ]
         holders = self.everyone if divided else self.holders
         return add_squares(holders, self.store.squares(counted), self._batch)
 
-    # ------------------------------------------------------------------------------------------------ evaluation
+    # ----------------------------------------------------------------------------------- evaluation
 
     def evaluating(self) -> AbstractContextManager[Any]:
         return self.data_axis.evaluating()
@@ -239,13 +346,14 @@ class Hybrid(Strategy):
         return float(self.loss(part, 1).item()) if len(part.inputs) or self.always else 0.0
 
     def sum_shares(self, loss: float, tokens: int, group: Group) -> tuple[float, float]:
-        """Over all ranks that have a share of the loss; of ranks that share rows one counts their tokens."""
+        """Over all ranks that have a share of the loss; of ranks that share rows one counts their
+        tokens."""
         counts = (self.pipeline is None or self.pipeline.last) and self.cp.rank == 0
         return super().sum_shares(loss, tokens * counts, self.shares)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """As Strategy's, on every rank. Cost: gathers over the data axis (ZeRO), tp and pp."""
-        away = self.plan.offload != "none"          # then it comes from the host, and touches no device
+        away = self.plan.offload != "none"  # then it comes from the host, and touches no device
         with account.use(self.store.host if away else account.current()):
             if self.pipeline is not None:
                 return self.pipeline.state_dict()
@@ -264,9 +372,10 @@ class Hybrid(Strategy):
         self.data_axis.state_replaced()
 
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
-        """As Strategy's, of what several ranks hold alike: over the data axis, over tp, a tied table at both ends."""
+        """As Strategy's, of what several ranks hold alike: over the data axis, over tp, a tied
+        table at both ends."""
         self.data_axis.check_replicas(self.data_axis.group, when=when)
-        if self.plan.zero == 3:         # no rank holds weights whole
+        if self.plan.zero == 3:  # no rank holds weights whole
             return
         check_equal_replicas(self._whole(), self.tp, when=when)
         shared = self._shared()

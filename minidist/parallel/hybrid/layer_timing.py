@@ -16,8 +16,11 @@ from minidist.observe.records import unhurried
 from minidist.parallel.pipeline.stages import balanced_layers
 
 
-def stage_layers(how: str, config: GPTConfig, stages: int, group: Group, *, device: str = "cpu") -> list[int]:
-    """The number of layers of each stage, the same on all ranks of `group`, as `how` says: Plan.stage_layers."""
+def stage_layers(
+    how: str, config: GPTConfig, stages: int, group: Group, *, device: str = "cpu"
+) -> list[int]:
+    """The number of layers of each stage, the same on all ranks of `group`, as `how` says:
+    Plan.stage_layers."""
     if how == "even":
         return balanced_layers([1.0] * config.layers, stages)
     if how == "measured":
@@ -26,17 +29,20 @@ def stage_layers(how: str, config: GPTConfig, stages: int, group: Group, *, devi
     return [int(number) for number in how.split(",")]
 
 
-def measured_costs(config: GPTConfig, group: Group, *, rounds: int = 3,
-                   device: str = "cpu") -> tuple[float, float, float]:
-    """Seconds, forward and backward, of a block, the embedding, and output with loss, for one sequence.
+def measured_costs(
+    config: GPTConfig, group: Group, *, rounds: int = 3, device: str = "cpu"
+) -> tuple[float, float, float]:
+    """Seconds, forward and backward, of a block, the embedding, and output with loss, for one
+    sequence.
 
-    Rank 0 measures; the quickest of so many rounds counts. Cost: a broadcast of 24 bytes, counted under `control`.
+    Rank 0 measures; the quickest of so many rounds counts. Cost: a broadcast of 24 bytes, counted
+    under `control`.
     """
     seconds = np.zeros(3)
     if group.rank == 0:
         quiet = config.mixture and replace(config.mixture, noise=0.0, placement=None)
         one = replace(config, layers=1, dropout=0.0, mixture=quiet)
-        with account.use(account.MemoryAccount()):      # no memory of it lasts
+        with account.use(account.MemoryAccount()):  # no memory of it lasts
             seconds[:] = np.min([_time_parts(one, device) for _ in range(rounds)], axis=0)
     with unhurried(group), group.ledger.control():
         block, first, last = (float(value) for value in group.broadcast(seconds, root=0))
@@ -55,9 +61,14 @@ def _time_parts(config: GPTConfig, device: str) -> list[float]:
         start = time.perf_counter()
         y = compute()
         y.backward(xp.ones(y.shape, y.dtype))
-        to_host(y.data)         # waits for the device
+        to_host(y.data)  # waits for the device
         return time.perf_counter() - start
 
-    x = Tensor(xp.ones((1, config.context, config.width), model.norm.weight.dtype), requires_grad=True)
-    return [timed(lambda: model.blocks[0](x, beside(positions, x.data))), timed(lambda: model.embed(ids, positions)),
-            timed(lambda: ops.cross_entropy(model.project(x), ids))]
+    x = Tensor(
+        xp.ones((1, config.context, config.width), model.norm.weight.dtype), requires_grad=True
+    )
+    return [
+        timed(lambda: model.blocks[0](x, beside(positions, x.data))),
+        timed(lambda: model.embed(ids, positions)),
+        timed(lambda: ops.cross_entropy(model.project(x), ids)),
+    ]

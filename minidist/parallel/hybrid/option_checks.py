@@ -1,5 +1,5 @@
-"""What options of chapters 11, 19 and 21 go with: a pipeline's, kept inputs, compression, local steps. The rest stands
-in plan_checks.py.
+"""What options of chapters 11, 19 and 21 go with: a pipeline's, kept inputs, compression, local
+steps. The rest stands in plan_checks.py.
 """
 
 from collections.abc import Iterator
@@ -18,46 +18,69 @@ OUTER_OPTIMIZERS = ("sgd", "nesterov")
 """What ranks that meet seldom make of the way that each has come (compress/outer.py)."""
 
 OUTER_SCHEMES = ("none", "fp16", "bf16", "8bit", "4bit")
-"""How the way that each has come travels: schemes that know nothing of gradients, layers or the inner optimizer."""
+"""How the way that each has come travels: schemes that know nothing of gradients, layers or the
+inner optimizer."""
 
 OF_STREAMING: dict[str, Any] = {"fragments": 1, "delay": 0, "mix": 0.0, "outer_compress": "none"}
-OF_LOCAL_STEPS: dict[str, Any] = {"outer": "nesterov", "outer_lr": None, "outer_momentum": None, **OF_STREAMING}
+OF_LOCAL_STEPS: dict[str, Any] = {
+    "outer": "nesterov",
+    "outer_lr": None,
+    "outer_momentum": None,
+    **OF_STREAMING,
+}
 """Options of local steps alone, and what stands for none."""
 
 
 def check_kept_inputs(plan: "Plan") -> None:
-    """Raise PlanError unless the plan says together how inputs of blocks are kept, and which blocks keep theirs alone.
-    """
-    chosen(plan.checkpoint_blocks)                          # check_model knows how many blocks there are
+    """Raise PlanError unless the plan says together how inputs of blocks are kept, and which blocks
+    keep theirs alone."""
+    chosen(plan.checkpoint_blocks)  # check_model knows how many blocks there are
     ways, kept = ways_of(plan.keep_activations), f"plan keep_activations={plan.keep_activations}"
     if plan.activation_memory is not None:
         given = f"plan activation_memory={plan.activation_memory}"
         if plan.activation_memory < 1:
             raise PlanError(f"{given}: activations take at least one byte; write 64MiB")
         if plan.checkpoint_blocks != NONE:
-            raise PlanError(f"{given} with checkpoint_blocks={plan.checkpoint_blocks}: it chooses the blocks itself; "
-                            f"leave one of the two out")
+            raise PlanError(
+                f"{given} with checkpoint_blocks={plan.checkpoint_blocks}: it chooses the blocks "
+                "itself; leave one of the two out"
+            )
         if plan.strategy != "ddp":
-            raise PlanError(f"{given} with strategy={plan.strategy}: its ranks do not agree on blocks; use ddp")
+            raise PlanError(
+                f"{given} with strategy={plan.strategy}: its ranks do not agree on blocks; use ddp"
+            )
     if not ways:
         return
     if plan.strategy != "ddp":
-        raise PlanError(f"{kept} with strategy={plan.strategy}: its models keep their inputs themselves; use ddp")
+        raise PlanError(
+            f"{kept} with strategy={plan.strategy}: its models keep their inputs themselves; use "
+            "ddp"
+        )
     if plan.checkpoint_blocks in (NONE, SCORES) and plan.activation_memory is None:
-        raise PlanError(f"{kept} with checkpoint_blocks={plan.checkpoint_blocks}: no block keeps its input alone; use "
-                        f"checkpoint_blocks={ALL}")
+        raise PlanError(
+            f"{kept} with checkpoint_blocks={plan.checkpoint_blocks}: no block keeps its input "
+            f"alone; use checkpoint_blocks={ALL}"
+        )
     if "shard" in ways and plan.tp == 1:
-        raise PlanError(f"{kept} with tp=1: no other rank has the same inputs; use tp=2, or 8bit or offload")
+        raise PlanError(
+            f"{kept} with tp=1: no other rank has the same inputs; use tp=2, or 8bit or offload"
+        )
     if "shard" in ways and plan.sequence_parallel:
-        raise PlanError(f"{kept} with sequence_parallel: ranks of tp have different tokens, so inputs are divided "
-                        f"already; leave one of the two out")
+        raise PlanError(
+            f"{kept} with sequence_parallel: ranks of tp have different tokens, so inputs are "
+            "divided already; leave one of the two out"
+        )
 
 
 def budget_misfits(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
-    """Why a model cannot be trained so, as plan_checks says it: the first steps are measured to choose for all."""
+    """Why a model cannot be trained so, as plan_checks says it: the first steps are measured to
+    choose for all."""
     if plan.activation_memory is not None and config.mixture is not None:
-        yield ("activation_memory with experts: how many tokens these get changes from step to step, and the choice is "
-               "made once", "checkpoint_blocks=all")
+        yield (
+            "activation_memory with experts: how many tokens these get changes from step to "
+            "step, and the choice is made once",
+            "checkpoint_blocks=all",
+        )
 
 
 def check_compress(plan: "Plan") -> None:
@@ -68,38 +91,64 @@ def check_compress(plan: "Plan") -> None:
         load("compress")(plan.compress)
     except ConfigError as error:
         raise PlanError(f"plan {error}") from None
-    why = {"sums gradients otherwise; use strategy=ddp": plan.strategy != "ddp",
-           "sends weights in every pass, and they must not lose digits; use zero=2": plan.zero == 3,
-           "has no ranks that sum gradients; use dp=2": plan.copies == 1}
+    why = {
+        "sums gradients otherwise; use strategy=ddp": plan.strategy != "ddp",
+        "sends weights in every pass, and they must not lose digits; use zero=2": plan.zero == 3,
+        "has no ranks that sum gradients; use dp=2": plan.copies == 1,
+    }
     axes = ",".join(f"{axis}={size}" for axis, size in plan.axes.items() if size > 1)
     for reason in (reason for reason, wrong in why.items() if wrong):
-        other = f"strategy={plan.strategy}" if plan.strategy != "ddp" else f"zero={plan.zero} on {axes or 'dp=1'}"
-        raise PlanError(f"plan compress={plan.compress} with {other}, which {reason}, or compress=none")
+        other = (
+            f"strategy={plan.strategy}"
+            if plan.strategy != "ddp"
+            else f"zero={plan.zero} on {axes or 'dp=1'}"
+        )
+        raise PlanError(
+            f"plan compress={plan.compress} with {other}, which {reason}, or compress=none"
+        )
 
 
 def check_local_steps(plan: "Plan") -> None:
-    """Raise PlanError unless local steps and their options go together, and with the rest of the plan."""
+    """Raise PlanError unless local steps and their options go together, and with the rest of the
+    plan."""
     given = [option for option, none in OF_LOCAL_STEPS.items() if getattr(plan, option) != none]
     if plan.local_steps is None:
         if given:
-            raise PlanError(f"plan {given[0]}={getattr(plan, given[0])}: is for ranks that meet seldom; add "
-                            f"local_steps=25, or leave it out")
+            raise PlanError(
+                f"plan {given[0]}={getattr(plan, given[0])}: is for ranks that meet seldom; add "
+                f"local_steps=25, or leave it out"
+            )
         return
     if not isinstance(plan.local_steps, int) or plan.local_steps < 1:
-        raise PlanError(f"plan local_steps={plan.local_steps!r}: ranks meet after a whole number of steps, from 1")
+        raise PlanError(
+            f"plan local_steps={plan.local_steps!r}: ranks meet after a whole number of steps, "
+            "from 1"
+        )
     _check_company(plan, given)
-    if not isinstance(plan.fragments, int) or plan.fragments < 1 or plan.local_steps % plan.fragments:
-        raise PlanError(f"plan fragments={plan.fragments} with local_steps={plan.local_steps}: each fragment has its "
-                        f"turn once in so many steps; choose fragments that divide local_steps")
+    if (
+        not isinstance(plan.fragments, int)
+        or plan.fragments < 1
+        or plan.local_steps % plan.fragments
+    ):
+        raise PlanError(
+            f"plan fragments={plan.fragments} with local_steps={plan.local_steps}: each fragment "
+            "has its turn once in so many steps; choose fragments that divide local_steps"
+        )
     if not isinstance(plan.delay, int) or not 0 <= plan.delay < plan.local_steps:
-        raise PlanError(f"plan delay={plan.delay} with local_steps={plan.local_steps}: a fragment is mixed in before "
-                        f"it sets out again; choose 0 to {plan.local_steps - 1}")
+        raise PlanError(
+            f"plan delay={plan.delay} with local_steps={plan.local_steps}: a fragment is mixed "
+            f"in before it sets out again; choose 0 to {plan.local_steps - 1}"
+        )
     if not 0 <= plan.mix < 1:
-        raise PlanError(f"plan mix={plan.mix}: of a rank's own weights a part from 0 to less than 1 stays")
+        raise PlanError(
+            f"plan mix={plan.mix}: of a rank's own weights a part from 0 to less than 1 stays"
+        )
     _check_outer(plan)
     if plan.outer_compress.partition(":")[0] not in OUTER_SCHEMES:
-        raise PlanError(f"plan outer_compress={plan.outer_compress}: choose one of {', '.join(OUTER_SCHEMES)}, with "
-                        f"its options")
+        raise PlanError(
+            f"plan outer_compress={plan.outer_compress}: choose one of "
+            f"{', '.join(OUTER_SCHEMES)}, with its options"
+        )
     if plan.outer_compress != "none":
         try:
             load("compress")(plan.outer_compress)
@@ -108,10 +157,13 @@ def check_local_steps(plan: "Plan") -> None:
 
 
 def check_change(plan: "Plan", other: "Plan") -> None:
-    """Check that a training can go on under a plan. Args: other: that plan. Raises: PlanError for local steps."""
+    """Check that a training can go on under a plan. Args: other: that plan. Raises: PlanError for
+    local steps."""
     if plan.local_steps is not None or other.local_steps is not None:
-        raise PlanError("change_plan: with local steps each rank has weights and state of its own, and without none "
-                        "has; start a new run")
+        raise PlanError(
+            "change_plan: with local steps each rank has weights and state of its own, and "
+            "without none has; start a new run"
+        )
 
 
 def _check_outer(plan: "Plan") -> None:
@@ -122,8 +174,10 @@ def _check_outer(plan: "Plan") -> None:
     if plan.outer_momentum is not None and not 0 <= plan.outer_momentum < 1:
         raise PlanError(f"plan outer_momentum={plan.outer_momentum}: choose from 0 to less than 1")
     if plan.outer == "nesterov" and plan.outer_momentum == 0:
-        raise PlanError("plan outer=nesterov with outer_momentum=0: it looks ahead along the momentum; choose "
-                        "outer=sgd")
+        raise PlanError(
+            "plan outer=nesterov with outer_momentum=0: it looks ahead along the momentum; choose "
+            "outer=sgd"
+        )
 
 
 def _check_company(plan: "Plan", given: list[str]) -> None:
@@ -131,29 +185,45 @@ def _check_company(plan: "Plan", given: list[str]) -> None:
     local = f"plan local_steps={plan.local_steps}"
     if plan.composed:
         axis = next(axis for axis, size in plan.axes.items() if axis != "dp" and size > 1)
-        raise PlanError(f"{local} with {axis}={plan.axes[axis]}: each rank trains a whole model by itself; use "
-                        f"dp={plan.size}")
+        raise PlanError(
+            f"{local} with {axis}={plan.axes[axis]}: each rank trains a whole model by itself; use "
+            f"dp={plan.size}"
+        )
     if plan.compress != "none":
-        raise PlanError(f"{local} with compress={plan.compress}: no gradient travels; use outer_compress")
+        raise PlanError(
+            f"{local} with compress={plan.compress}: no gradient travels; use outer_compress"
+        )
     if (plan.zero, plan.precision, plan.offload, plan.device_memory) != (0, "fp32", "none", None):
-        raise PlanError(f"{local}: zero, precision, offload and device_memory are for ranks that make each step "
-                        f"together; leave them out")
-    if plan.strategy == "data-parallel" or (plan.strategy == "parameter-server" and not plan.asynchronous):
-        raise PlanError(f"{local} with strategy={plan.strategy}: use strategy=ddp, or parameter-server with "
-                        f"asynchronous, where each worker meets the servers by itself")
+        raise PlanError(
+            f"{local}: zero, precision, offload and device_memory are for ranks that make each "
+            "step together; leave them out"
+        )
+    if plan.strategy == "data-parallel" or (
+        plan.strategy == "parameter-server" and not plan.asynchronous
+    ):
+        raise PlanError(
+            f"{local} with strategy={plan.strategy}: use strategy=ddp, or parameter-server with "
+            f"asynchronous, where each worker meets the servers by itself"
+        )
     alone = [option for option in given if option in OF_STREAMING]
     if plan.asynchronous and alone:
-        raise PlanError(f"{local} with asynchronous and {alone[0]}={getattr(plan, alone[0])}: a worker sends all "
-                        f"weights at once, and waits for the answer; leave {alone[0]} out")
+        raise PlanError(
+            f"{local} with asynchronous and {alone[0]}={getattr(plan, alone[0])}: a worker sends "
+            f"all weights at once, and waits for the answer; leave {alone[0]} out"
+        )
 
 
 # -------------------------------------------------------------------------------------- pipelines
 
+
 def check_pipeline(plan: "Plan") -> None:
-    """Raise PlanError unless the options of the pipeline go together, and with the rest of the plan."""
+    """Raise PlanError unless the options of the pipeline go together, and with the rest of the
+    plan."""
     if plan.pp == 1 and plan.stages_per_rank is not None:
-        raise PlanError(f"plan stages_per_rank={plan.stages_per_rank} with pp=1: there is no pipeline; use pp=2, or "
-                        f"leave it out")
+        raise PlanError(
+            f"plan stages_per_rank={plan.stages_per_rank} with pp=1: there is no pipeline; use "
+            "pp=2, or leave it out"
+        )
     try:
         stages_a_rank(plan.schedule, plan.stages_per_rank)
     except ScheduleError as error:
@@ -161,56 +231,86 @@ def check_pipeline(plan: "Plan") -> None:
     if plan.updates_each_microbatch:
         _check_updates(plan)
     numbers = layer_numbers(plan.stage_layers)
-    if plan.stage_layers not in ("even", "measured") and (numbers is None or len(numbers) != plan.stages
-                                                          or 0 in numbers[1:-1]):
-        raise PlanError(f"plan stage_layers={plan.stage_layers!r}: choose even, measured, or {plan.stages} "
-                        f"number{'s' * (plan.stages > 1)} of layers, of each stage, as "
-                        f"{','.join(['2'] * plan.stages)}; only the first and the last may have none")
+    if plan.stage_layers not in ("even", "measured") and (
+        numbers is None or len(numbers) != plan.stages or 0 in numbers[1:-1]
+    ):
+        raise PlanError(
+            f"plan stage_layers={plan.stage_layers!r}: choose even, measured, or {plan.stages} "
+            f"number{'s' * (plan.stages > 1)} of layers, of each stage, as "
+            f"{','.join(['2'] * plan.stages)}; only the first and the last may have none"
+        )
     if plan.pp == 1 and plan.stage_layers != "even":
-        raise PlanError(f"plan stage_layers={plan.stage_layers} with pp=1: there is one stage; use pp=2, or leave it "
-                        f"out")
+        raise PlanError(
+            f"plan stage_layers={plan.stage_layers} with pp=1: there is one stage; use pp=2, or "
+            "leave it out"
+        )
     if plan.microbatches is None:
         return
     if not isinstance(plan.microbatches, int) or plan.microbatches < 1:
         raise PlanError(f"plan microbatches={plan.microbatches!r}: a pipeline takes at least one")
     if plan.pp == 1 and plan.microbatches > 1:
-        raise PlanError(f"plan microbatches={plan.microbatches} with pp=1: there is no pipeline to fill; use "
-                        f"accumulate={plan.accumulate * plan.microbatches}, which takes as many passes, or pp=2")
+        raise PlanError(
+            f"plan microbatches={plan.microbatches} with pp=1: there is no pipeline to fill; use "
+            f"accumulate={plan.accumulate * plan.microbatches}, which takes as many passes, or pp=2"
+        )
 
 
 def layer_numbers(text: str) -> list[int] | None:
-    """"1,2,1" as numbers; None if it is something else."""
+    """ "1,2,1" as numbers; None if it is something else."""
     numbers = text.split(",")
-    return [*map(int, numbers)] if all(n.isascii() and n.isdigit() and len(n) < 10 for n in numbers) else None
+    return (
+        [*map(int, numbers)]
+        if all(n.isascii() and n.isdigit() and len(n) < 10 for n in numbers)
+        else None
+    )
 
 
 def _check_updates(plan: "Plan") -> None:
-    """PipeDream updates each stage by itself, so it goes with replicas that have whole gradients."""
+    """PipeDream updates each stage by itself, so it goes with replicas that have whole
+    gradients."""
     given = f"plan schedule={plan.schedule}"
     if plan.pp == 1:
-        raise PlanError(f"{given} with pp=1: no stage updates before another; use pp=2, or leave it out")
+        raise PlanError(
+            f"{given} with pp=1: no stage updates before another; use pp=2, or leave it out"
+        )
     if plan.precision not in ("fp32", "bf16"):
-        raise PlanError(f"{given} with precision={plan.precision}: its scales follow whole steps, and each microbatch "
-                        f"makes an update; use bf16, or schedule=1f1b")
+        raise PlanError(
+            f"{given} with precision={plan.precision}: its scales follow whole steps, and each "
+            "microbatch makes an update; use bf16, or schedule=1f1b"
+        )
     alone = {"zero": 0, "ep": 1, "offload": "none", "compress": "none", "accumulate": 1}
     other = next((name for name, none in alone.items() if getattr(plan, name) != none), None)
     if other is not None:
-        raise PlanError(f"{given} with {other}={getattr(plan, other)}: each microbatch makes an update, with older "
-                        f"weights kept whole; use {other}={alone[other]}, or schedule=1f1b")
+        raise PlanError(
+            f"{given} with {other}={getattr(plan, other)}: each microbatch makes an update, with "
+            f"older weights kept whole; use {other}={alone[other]}, or schedule=1f1b"
+        )
 
 
 def updating_misfits(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
     """Why PipeDream cannot train a model, as plan_checks says it."""
     if plan.updates_each_microbatch and config.tied:
-        yield (f"schedule={plan.schedule} with a tied output: the first and the last rank would have to meet for each "
-               f"update of their table", "tied=False")
-    if plan.updates_each_microbatch and config.mixture is not None and config.mixture.balance == "loss":
-        yield (f"schedule={plan.schedule} with a balance loss: its scale is that of the batch, and each microbatch "
-               f"makes an update", "balance=bias")
+        yield (
+            f"schedule={plan.schedule} with a tied output: the first and the last rank would "
+            "have to meet for each update of their table",
+            "tied=False",
+        )
+    if (
+        plan.updates_each_microbatch
+        and config.mixture is not None
+        and config.mixture.balance == "loss"
+    ):
+        yield (
+            f"schedule={plan.schedule} with a balance loss: its scale is that of the batch, and "
+            "each microbatch makes an update",
+            "balance=bias",
+        )
 
 
 def check_clip(plan: "Plan", clip: float | None) -> None:
     """Raise PlanError if gradients are to be clipped by a norm that no rank ever knows."""
     if plan.updates_each_microbatch and clip is not None:
-        raise PlanError(f"plan schedule={plan.schedule} with clip={clip}: each stage updates by itself after each "
-                        f"microbatch, and no rank knows the norm of all; use clip=None (--clip 0)")
+        raise PlanError(
+            f"plan schedule={plan.schedule} with clip={clip}: each stage updates by itself after "
+            "each microbatch, and no rank knows the norm of all; use clip=None (--clip 0)"
+        )

@@ -1,14 +1,18 @@
-"""Chapter 17 · PipeDream in a plan: the step of pipelines that update after each microbatch, with replicas beside them.
+"""Chapter 17 · PipeDream in a plan: the step of pipelines that update after each microbatch, with
+replicas beside them.
 
     rank             dp=0           dp=1        rows of microbatch b are divided between the two
-    stage 0       B0 sum update  B0 sum update        sum: the data axis adds up what one microbatch gave
+    stage 0       B0 sum update  B0 sum update        sum: the data axis adds up what one microbatch
+                                                      gave
     stage 1       B0 sum update  B0 sum update
 
-A microbatch's loss is its mean over all ranks that divide its rows, and so the update is that of one pipeline
-(parallel/pipeline/pipedream.py), whose microbatches are the rows b of every replica. Tensor and context parallelism
-divide the layers and tokens of a stage, and add up what they share before each update, as in hybrid_step.py.
+A microbatch's loss is its mean over all ranks that divide its rows, and so the update is that of
+one pipeline (parallel/pipeline/pipedream.py), whose microbatches are the rows b of every replica.
+Tensor and context parallelism divide the layers and tokens of a stage, and add up what they share
+before each update, as in hybrid_step.py.
 
-Cost: hybrid_step.py's, but the data axis sends its gradients after each of the m microbatches: m times 2 (P-1) Ψ.
+Cost: hybrid_step.py's, but the data axis sends its gradients after each of the m microbatches: m
+times 2 (P-1) Ψ.
 """
 
 from typing import Any
@@ -23,7 +27,8 @@ from minidist.parallel.tensor.split_model import add_up
 
 
 class StashingPipeline(DataPipeline):
-    """This rank's stage of a GPT that is updated after each microbatch. Args, Raises: as DataPipeline, PipeDream."""
+    """This rank's stage of a GPT that is updated after each microbatch. Args, Raises: as
+    DataPipeline, PipeDream."""
 
     own_updates = True
 
@@ -41,9 +46,17 @@ class HybridPipeDream(Hybrid):
     pipelines = StashingPipeline
     updates: tuple[tuple[int, int], ...] = ()
 
-    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
-             accumulate: int = 1) -> float:
-        """One update for each microbatch of a *global* batch, by its own mean loss; returns the mean of all losses.
+    def step(
+        self,
+        batch: Batch,
+        optimizer: Optimizer,
+        *,
+        lr: float | None = None,
+        clip: float | None = None,
+        accumulate: int = 1,
+    ) -> float:
+        """One update for each microbatch of a *global* batch, by its own mean loss; returns the
+        mean of all losses.
 
         Raises:  PlanError for `clip` or `accumulate`.
         """
@@ -68,6 +81,8 @@ class HybridPipeDream(Hybrid):
         pieces = self.plan.pieces
         of_all = rows_of_all(batch, self.rows.size)
         tokens = batch[1].shape[1]
-        sizes = [tokens * sum(rows_of(rows, size=pieces, rank=number)[0] for rows in of_all)
-                 for number in range(pieces)]
+        sizes = [
+            tokens * sum(rows_of(rows, size=pieces, rank=number)[0] for rows in of_all)
+            for number in range(pieces)
+        ]
         return micro_parts(self.part_of(batch), pieces), sizes

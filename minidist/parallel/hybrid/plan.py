@@ -1,4 +1,5 @@
-"""A plan: along which axes a job is cut, and how its gradients travel. What goes with what: plan_checks.py."""
+"""A plan: along which axes a job is cut, and how its gradients travel. What goes with what:
+plan_checks.py."""
 
 import math
 from dataclasses import dataclass, fields
@@ -23,8 +24,19 @@ from minidist.parallel.hybrid.plan_checks import (
 from minidist.parallel.memory.activations import ways_of
 from minidist.parallel.pipeline.schedules import UPDATING, V_SHAPED, stages_a_rank
 
-__all__ = ["ATTENTIONS", "AXES", "OFFLOADS", "ORDER", "PLACEMENTS", "PRECISIONS", "SERVER_DEVICES", "SERVER_DTYPES",
-           "STRATEGIES", "ZERO_STAGES", "Plan"]
+__all__ = [
+    "ATTENTIONS",
+    "AXES",
+    "OFFLOADS",
+    "ORDER",
+    "PLACEMENTS",
+    "PRECISIONS",
+    "SERVER_DEVICES",
+    "SERVER_DTYPES",
+    "STRATEGIES",
+    "ZERO_STAGES",
+    "Plan",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,44 +44,57 @@ class Plan:
     """How a job is cut. `Plan(dp=4)`, or `Plan.parse("dp=4")`.
 
     Attributes: dp, pp, ep, cp, tp   ranks along each axis
-                order         of the axes on the machines: the last is innermost, its ranks are neighbours on a node;
-                              axes that are not named come first
+                order         of the axes on the machines: the last is innermost, its ranks are
+                              neighbours on a node; axes that are not named come first
                 placement     one of PLACEMENTS: which ranks are neighbours
                 bucket_bytes  largest size of a gradient bucket, in bytes
-                algorithm     of the gradients' collectives: pinned, so that the same plan gives the same bits
+                algorithm     of the gradients' collectives: pinned, so that the same plan gives the
+                              same bits
                 zero          the ZeRO stage: 0 (DDP), 1, 2 or 3, of the ranks along dp, ep and cp
-                shard         ZeRO: how many neighbours share one copy of the state (None: all of those ranks)
-                keep_gathered ZeRO-3: units stay gathered from forward to backward (more memory, less traffic)
+                shard         ZeRO: how many neighbours share one copy of the state (None: all of
+                              those ranks)
+                keep_gathered ZeRO-3: units stay gathered from forward to backward (more memory,
+                less traffic)
                 accumulate    backward passes a step
                 precision     one of PRECISIONS
-                compress      how gradients travel along the data axis: "none", or a scheme with its options, as
-                              "top-k:density=0.01" (compress/compress.py)
-                checkpoint_blocks   which blocks' insides backward computes again: "none", "scores", "all" or numbers
-                keep_activations    how their inputs are kept: "whole", or words of WAYS (memory/kept_inputs.py)
-                activation_memory   choose those blocks by measured times, so that a rank's activations take at most so
+                compress      how gradients travel along the data axis: "none", or a scheme with its
+                              options, as "top-k:density=0.01" (compress/compress.py)
+                checkpoint_blocks   which blocks' insides backward computes again: "none", "scores",
+                                    "all" or numbers
+                keep_activations    how their inputs are kept: "whole", or words of WAYS
+                                    (memory/kept_inputs.py)
+                activation_memory   choose those blocks by measured times, so that a rank's
+                                    activations take at most so
                               many bytes (memory/activation_budget.py); None: as checkpoint_blocks says
                 offload       one of OFFLOADS
                 strategy      one of STRATEGIES
-                schedule      of the pipeline: one of ORDERS (schedules.py); microbatches: of each pass of a data rank's
-                              rows (None: four a stage); stages_per_rank: of interleaved, any number (None: two)
-                stage_layers  of each stage of the pipeline: "even"; numbers, as "1,2,1"; or "measured": so that by the
-                              time that a block, the embedding and the output take on rank 0 the slowest stage is as
-                              fast as can be. Another run may measure another split
+                schedule      of the pipeline: one of ORDERS (schedules.py); microbatches: of each
+                              pass of a data rank's rows (None: four a stage); stages_per_rank: of
+                              interleaved, any number (None: two)
+                stage_layers  of each stage of the pipeline: "even"; numbers, as "1,2,1"; or
+                              "measured": so that by the time that a block, the embedding and the
+                              output take on rank 0 the slowest stage is as fast as can be. Another
+                              run may measure another split
                 attention     over ranks of cp: one of ATTENTIONS
-                sequence_parallel   with tp: what lies outside the tensor-parallel regions is divided by tokens
-                replicas      of data-parallel: how many; devices: the numbers of their GPUs, as "0,1" ("": one device)
+                sequence_parallel   with tp: what lies outside the tensor-parallel regions is
+                                    divided by tokens
+                replicas      of data-parallel: how many; devices: the numbers of their GPUs, as
+                              "0,1" ("": one device)
                 servers       of parameter-server: how many ranks of the data axis, the last
                 server_device of parameter-server: where servers are, one of SERVER_DEVICES
                 server_dtype  of synchronous servers' masters, sums and update: one of SERVER_DTYPES
-                asynchronous, staleness   of parameter-server: update by each gradient as it comes; how many steps a
+                asynchronous, staleness   of parameter-server: update by each gradient as it comes;
+                                          how many steps a
                               worker may be ahead of the slowest (None: any number)
-                local_steps   each rank trains alone for so many steps, then all meet once (None: every gradient is
-                              summed); outer, outer_lr, outer_momentum: of the outer optimizer, one of OUTER_OPTIMIZERS
-                              (None: as published); fragments: how many parts the weights travel in; delay: steps that
-                              one is on its way; mix: how much of a rank's own weights then stays; outer_compress: how
-                              they travel (chapter 21)
+                local_steps   each rank trains alone for so many steps, then all meet once (None:
+                              every gradient is summed); outer, outer_lr, outer_momentum: of the
+                              outer optimizer, one of OUTER_OPTIMIZERS (None: as published);
+                              fragments: how many parts the weights travel in; delay: steps that one
+                              is on its way; mix: how much of a rank's own weights then stays;
+                              outer_compress: how they travel (chapter 21)
                 device_memory the most bytes that a rank's device may hold (None: no limit)
-    Raises:     PlanError for a size below 1, an unknown word, and for options that do not go together.
+    Raises:     PlanError for a size below 1, an unknown word, and for options that do not go
+                together.
     """
 
     dp: int = 1
@@ -123,7 +148,7 @@ class Plan:
     require_change = check_change
     savings = property(plan_checks.savings)
 
-    # --------------------------------------------------------------------------------------------------- counting
+    # ------------------------------------------------------------------------------------- counting
 
     @property
     def axes(self) -> dict[str, int]:
@@ -142,7 +167,8 @@ class Plan:
 
     @property
     def copies(self) -> int:
-        """Ranks that share the dense weights, and so their gradients and ZeRO's shards: along dp, ep and cp."""
+        """Ranks that share the dense weights, and so their gradients and ZeRO's shards: along dp,
+        ep and cp."""
         return self.dp * self.ep * self.cp
 
     @property
@@ -153,7 +179,9 @@ class Plan:
     @property
     def masters_of_servers(self) -> str | None:
         """The dtype of servers' masters; None: servers update the weights that travel."""
-        wide = "float32" if self.strategy == "parameter-server" and self.precision == "bf16" else None
+        wide = (
+            "float32" if self.strategy == "parameter-server" and self.precision == "bf16" else None
+        )
         return wide if self.server_dtype == "same" else self.server_dtype
 
     @property
@@ -172,8 +200,13 @@ class Plan:
         return self.schedule in UPDATING
 
     def updates(self, sequences: int) -> int:
-        """Updates of a step: one, or one a microbatch with rows. Args: sequences: of the batch. Returns: from 1."""
-        return min(self.pieces, -(-sequences // (self.dp * self.ep))) if self.updates_each_microbatch else 1
+        """Updates of a step: one, or one a microbatch with rows. Args: sequences: of the batch.
+        Returns: from 1."""
+        return (
+            min(self.pieces, -(-sequences // (self.dp * self.ep)))
+            if self.updates_each_microbatch
+            else 1
+        )
 
     @property
     def boundaries(self) -> int:
@@ -192,21 +225,27 @@ class Plan:
 
     @classmethod
     def parse(cls, text: str) -> "Plan":
-        """The plan that a text says. Args: text: axis=size pairs joined by commas, as in "dp=4,tp=2".
+        """The plan that a text says. Args: text: axis=size pairs joined by commas, as in
+        "dp=4,tp=2".
 
-        Returns: the Plan, whose other options are the defaults. Raises: PlanError for any other text.
+        Returns: the Plan, whose other options are the defaults. Raises: PlanError for any other
+        text.
         """
         sizes: dict[str, Any] = {}
         for pair in filter(None, (piece.strip() for piece in text.split(","))):
             axis, equals, value = pair.partition("=")
             if axis not in AXES or not equals:
-                raise PlanError(f"plan {text!r}: {pair!r} is not AXIS=SIZE with an axis of {', '.join(AXES)}; "
-                                f"write it like dp=4")
+                raise PlanError(
+                    f"plan {text!r}: {pair!r} is not AXIS=SIZE with an axis of {', '.join(AXES)}; "
+                    f"write it like dp=4"
+                )
             if axis in sizes:
                 raise PlanError(f"plan {text!r}: axis {axis} stands there twice")
             if not value.isascii() or not value.isdigit() or len(value) > 9:
-                raise PlanError(f"plan {text[:60]!r}: {axis}={value[:20]} is not a number of ranks; "
-                                f"write it like {axis}=4")
+                raise PlanError(
+                    f"plan {text[:60]!r}: {axis}={value[:20]} is not a number of ranks; "
+                    f"write it like {axis}=4"
+                )
             sizes[axis] = int(value)
         return cls(**sizes)
 

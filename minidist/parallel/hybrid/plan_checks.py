@@ -26,31 +26,42 @@ if TYPE_CHECKING:
     from minidist.parallel.hybrid.plan import Plan
 
 ZERO_STAGES = (0, 1, 2, 3)
-"""What the data axis divides among its ranks: nothing, the optimizer, the gradients too, the parameters too."""
+"""What the data axis divides among its ranks: nothing, the optimizer, the gradients too, the
+parameters too."""
 
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
-"""How weights and gradients are kept: as the model's dtype says, or in two bytes beside float32 master weights; with
-fp8 the inputs of matrix products are rounded to one byte."""
+"""How weights and gradients are kept: as the model's dtype says, or in two bytes beside float32
+master weights; with fp8 the inputs of matrix products are rounded to one byte."""
 
 OFFLOADS = ("none", "optimizer", "all")
-"""What leaves the device: nothing; optimizer state and update, to the host; all that lasts, to disk."""
+"""What leaves the device: nothing; optimizer state and update, to the host; all that lasts, to
+disk."""
 
 STRATEGIES = ("ddp", "data-parallel", "parameter-server")
-"""How the data axis is trained: replicas that are equals (with zero: divided), one process, workers and servers."""
+"""How the data axis is trained: replicas that are equals (with zero: divided), one process, workers
+and servers."""
 
 ATTENTIONS = ("ring", "all-to-all")
-"""How ranks of cp, each with some tokens, see all keys: these go round (ring_attention.py), or heads are swapped for
-tokens (ulysses.py)."""
+"""How ranks of cp, each with some tokens, see all keys: these go round (ring_attention.py), or
+heads are swapped for tokens (ulysses.py)."""
 
 PLACEMENTS = ("node", "rank")
-"""How ranks are counted along the axes: node by node, whatever the launcher's numbers are; or by those numbers."""
+"""How ranks are counted along the axes: node by node, whatever the launcher's numbers are; or by
+those numbers."""
 
 SERVER_DEVICES, SERVER_DTYPES = ("same", "cpu", "cuda"), ("same", "float32", "float64")
 """Where parameter servers are, and in which dtype they update: as the workers, or otherwise."""
 
-CHOICES = {"precision": PRECISIONS, "offload": OFFLOADS, "strategy": STRATEGIES, "schedule": tuple(ORDERS),
-           "attention": ATTENTIONS, "placement": PLACEMENTS, "server_device": SERVER_DEVICES,
-           "server_dtype": SERVER_DTYPES}
+CHOICES = {
+    "precision": PRECISIONS,
+    "offload": OFFLOADS,
+    "strategy": STRATEGIES,
+    "schedule": tuple(ORDERS),
+    "attention": ATTENTIONS,
+    "placement": PLACEMENTS,
+    "server_device": SERVER_DEVICES,
+    "server_dtype": SERVER_DTYPES,
+}
 
 AXES = ("dp", "pp", "ep", "cp", "tp")
 """Mesh axes, outermost first: data, pipeline, expert, context, tensor."""
@@ -58,21 +69,31 @@ AXES = ("dp", "pp", "ep", "cp", "tp")
 ORDER = ",".join(AXES)
 """The axes as `order` has them: the last is innermost, its ranks are neighbours."""
 
-OTHER_AXES: dict[str, Any] = {"microbatches": None, "stages_per_rank": None, "stage_layers": "even",
-                              "attention": "ring", "sequence_parallel": False, "shard": None}
+OTHER_AXES: dict[str, Any] = {
+    "microbatches": None,
+    "stages_per_rank": None,
+    "stage_layers": "even",
+    "attention": "ring",
+    "sequence_parallel": False,
+    "shard": None,
+}
 """Options that depend on the sizes of the axes, and what stands for none."""
 
 
 def axis_order(order: str | Sequence[str]) -> tuple[str, ...]:
-    """All axes, the innermost last: those that `order` ("tp,dp") does not name come first. Raises: PlanError."""
+    """All axes, the innermost last: those that `order` ("tp,dp") does not name come first. Raises:
+    PlanError."""
     given = order.split(",") if isinstance(order, str) else list(order)
     if set(given) - set(AXES) or len(set(given)) < len(given):
-        raise PlanError(f"order {','.join(given)}: name different axes of {', '.join(AXES)}, the innermost last")
+        raise PlanError(
+            f"order {','.join(given)}: name different axes of {', '.join(AXES)}, the innermost last"
+        )
     return (*(axis for axis in AXES if axis not in given), *given)
 
 
 def data_alone(plan: "Plan", ranks: int | None = None, **options: Any) -> tuple["Plan", str] | None:
-    """The plan with all its ranks (or so many) on the data axis, and in words; None if there is no such plan."""
+    """The plan with all its ranks (or so many) on the data axis, and in words; None if there is no
+    such plan."""
     dropped = {option: none for option, none in OTHER_AXES.items() if getattr(plan, option) != none}
     axes = {**dict.fromkeys(AXES, 1), "dp": ranks or plan.size}
     other = _changed(plan, **{**axes, **dropped, **options})
@@ -109,35 +130,63 @@ def check(plan: "Plan") -> None:
     """Raise PlanError unless the plan's fields go together, whatever the model."""
     for axis, size in plan.axes.items():
         if not isinstance(size, int) or size < 1:
-            raise PlanError(f"plan axis {axis}={size}: the number of ranks along an axis is a whole number from 1")
+            raise PlanError(
+                f"plan axis {axis}={size}: the number of ranks along an axis is a whole number "
+                "from 1"
+            )
     if plan.bucket_bytes < 1:
         raise PlanError(f"plan bucket_bytes={plan.bucket_bytes}: a bucket holds at least one byte")
     if not isinstance(plan.accumulate, int) or plan.accumulate < 1:
-        raise PlanError(f"plan accumulate={plan.accumulate!r}: a step has at least one backward pass")
+        raise PlanError(
+            f"plan accumulate={plan.accumulate!r}: a step has at least one backward pass"
+        )
     for option, choices in CHOICES.items():
         if getattr(plan, option) not in choices:
-            raise PlanError(f"plan {option}={getattr(plan, option)!r}: choose one of {', '.join(choices)}")
+            raise PlanError(
+                f"plan {option}={getattr(plan, option)!r}: choose one of {', '.join(choices)}"
+            )
     axis_order(plan.order)
-    for part in (_check_zero, _check_algorithm, _check_offload, _check_strategy, check_compress, check_pipeline,
-                 _check_sequence, check_kept_inputs, check_local_steps):
+    for part in (
+        _check_zero,
+        _check_algorithm,
+        _check_offload,
+        _check_strategy,
+        check_compress,
+        check_pipeline,
+        _check_sequence,
+        check_kept_inputs,
+        check_local_steps,
+    ):
         part(plan)
 
 
 def _check_zero(plan: "Plan") -> None:
     """The stage, and how many ranks share a copy."""
     if plan.zero not in ZERO_STAGES:
-        raise PlanError(f"plan zero={plan.zero!r}: choose a stage of {', '.join(map(str, ZERO_STAGES))}")
+        raise PlanError(
+            f"plan zero={plan.zero!r}: choose a stage of {', '.join(map(str, ZERO_STAGES))}"
+        )
     if plan.keep_gathered and plan.zero != 3:
-        raise PlanError(f"plan keep_gathered with zero={plan.zero}: only ZeRO-3 gathers units; choose zero=3")
+        raise PlanError(
+            f"plan keep_gathered with zero={plan.zero}: only ZeRO-3 gathers units; choose zero=3"
+        )
     if plan.shard is None:
         return
-    fits, axes = divisors(plan.copies), " × ".join(axis for axis in ("dp", "ep", "cp")
-                                                   if axis == "dp" or plan.axes[axis] > 1)
+    fits, axes = (
+        divisors(plan.copies),
+        " × ".join(axis for axis in ("dp", "ep", "cp") if axis == "dp" or plan.axes[axis] > 1),
+    )
     if plan.shard not in fits:
-        raise PlanError(f"plan shard={plan.shard!r}: the {plan.copies} rank{'s' * (plan.copies > 1)} of {axes} cannot "
-                        f"be cut into copies of so many; choose one of {', '.join(map(str, fits))}")
+        raise PlanError(
+            f"plan shard={plan.shard!r}: the {plan.copies} rank{'s' * (plan.copies > 1)} of "
+            f"{axes} cannot be cut into copies of so many; choose one of "
+            f"{', '.join(map(str, fits))}"
+        )
     if not plan.zero:
-        raise PlanError(f"plan shard={plan.shard} with zero=0: nothing is divided among ranks; choose zero=1, 2 or 3")
+        raise PlanError(
+            f"plan shard={plan.shard} with zero=0: nothing is divided among ranks; choose "
+            "zero=1, 2 or 3"
+        )
 
 
 def _check_algorithm(plan: "Plan") -> None:
@@ -145,77 +194,124 @@ def _check_algorithm(plan: "Plan") -> None:
     verbs = ["reduce_scatter", "all_gather"] if plan.zero else ["all_reduce"]
     if plan.shard is not None and plan.shard < plan.copies:
         verbs.append("all_reduce")
-    taken = [name for name in ALGORITHMS[verbs[0]] if all(name in ALGORITHMS[verb] for verb in verbs)]
+    taken = [
+        name for name in ALGORITHMS[verbs[0]] if all(name in ALGORITHMS[verb] for verb in verbs)
+    ]
     if plan.algorithm not in (*taken, "auto"):
-        raise PlanError(f"plan algorithm={plan.algorithm!r} with zero={plan.zero}, which sends by {', '.join(verbs)}: "
-                        f"choose one of {', '.join(taken)}, auto")
+        raise PlanError(
+            f"plan algorithm={plan.algorithm!r} with zero={plan.zero}, which sends by "
+            f"{', '.join(verbs)}: choose one of {', '.join(taken)}, auto"
+        )
 
 
 def _check_offload(plan: "Plan") -> None:
     if plan.offload == "all" and plan.zero != 3:
-        raise PlanError(f"plan offload=all streams the units of ZeRO-3, and the plan has zero={plan.zero}; use "
-                        f"zero=3, on one rank too")
+        raise PlanError(
+            f"plan offload=all streams the units of ZeRO-3, and the plan has zero={plan.zero}; use "
+            f"zero=3, on one rank too"
+        )
     if plan.offload == "optimizer" and not plan.zero and plan.copies > 1:
-        raise PlanError(f"plan offload=optimizer with zero=0 would keep and update the same state {plan.copies} times; "
-                        f"use zero=1, 2 or 3")
+        raise PlanError(
+            "plan offload=optimizer with zero=0 would keep and update the same state "
+            f"{plan.copies} times; use zero=1, 2 or 3"
+        )
     if plan.offload != "none" and plan.compress != "none" and plan.shard not in (None, plan.copies):
-        raise PlanError(f"plan offload={plan.offload} with compress={plan.compress} and shard={plan.shard}: copies are "
-                        f"summed on the host, where no scheme has its residuals; leave one of the three out")
+        raise PlanError(
+            f"plan offload={plan.offload} with compress={plan.compress} and shard={plan.shard}: "
+            "copies are summed on the host, where no scheme has its residuals; leave one of the "
+            "three out"
+        )
     if plan.device_memory is not None and plan.device_memory < 1:
-        raise PlanError(f"plan device_memory={plan.device_memory}: a device has at least one byte; write 64MiB")
+        raise PlanError(
+            f"plan device_memory={plan.device_memory}: a device has at least one byte; write 64MiB"
+        )
 
 
 def _check_strategy(plan: "Plan") -> None:
     """The conditions of the other strategies than DDP and ZeRO, and the options of those alone."""
     others = (plan.zero, plan.precision, plan.offload, plan.device_memory)
-    served = plan.strategy == "parameter-server" and not plan.asynchronous and plan.precision == "bf16"
+    served = (
+        plan.strategy == "parameter-server" and not plan.asynchronous and plan.precision == "bf16"
+    )
     if plan.strategy != "ddp" and others != (0, "bf16" if served else "fp32", "none", None):
-        raise PlanError(f"plan strategy={plan.strategy}: zero, precision, offload and device_memory are for "
-                        f"strategy ddp; leave them out (synchronous servers also take precision=bf16)")
+        raise PlanError(
+            f"plan strategy={plan.strategy}: zero, precision, offload and device_memory are for "
+            f"strategy ddp; leave them out (synchronous servers also take precision=bf16)"
+        )
     for option in ("server_device", "server_dtype"):
         if plan.strategy != "parameter-server" and getattr(plan, option) != "same":
-            raise PlanError(f"plan {option}={getattr(plan, option)} with strategy={plan.strategy}: there is no server; "
-                            f"use strategy=parameter-server, or leave it out")
+            raise PlanError(
+                f"plan {option}={getattr(plan, option)} with strategy={plan.strategy}: there is "
+                "no server; use strategy=parameter-server, or leave it out"
+            )
     if plan.asynchronous and plan.server_dtype != "same":
-        raise PlanError(f"plan server_dtype={plan.server_dtype} with asynchronous: a worker tells the weights of the "
-                        f"run, and its own are rounded; leave one of the two out")
+        raise PlanError(
+            f"plan server_dtype={plan.server_dtype} with asynchronous: a worker tells the "
+            "weights of the run, and its own are rounded; leave one of the two out"
+        )
     if plan.strategy == "parameter-server" and plan.composed:
-        raise PlanError(f"plan {words({**plan.axes, 'dp': 1})} with strategy={plan.strategy}: it keeps whole models; "
-                        f"use strategy=ddp{_or(data_alone(plan))}")
+        raise PlanError(
+            f"plan {words({**plan.axes, 'dp': 1})} with strategy={plan.strategy}: it keeps whole "
+            f"models; use strategy=ddp{_or(data_alone(plan))}"
+        )
     if plan.strategy != "data-parallel" and plan.replicas != 1:
-        raise PlanError(f"plan replicas={plan.replicas}: devices of one process are for strategy data-parallel")
+        raise PlanError(
+            f"plan replicas={plan.replicas}: devices of one process are for strategy data-parallel"
+        )
     numbers = plan.devices.split(",") if plan.devices else []
     if numbers and plan.strategy != "data-parallel":
-        raise PlanError(f"plan devices={plan.devices} with strategy={plan.strategy}: each rank has one device; they "
-                        f"are for strategy data-parallel")
-    if numbers and (len(numbers) != plan.replicas or not all(n.isascii() and n.isdigit() for n in numbers)):
-        raise PlanError(f"plan devices={plan.devices} with replicas={plan.replicas}: name a GPU for each, as "
-                        f"{','.join(map(str, range(plan.replicas)))}")
+        raise PlanError(
+            f"plan devices={plan.devices} with strategy={plan.strategy}: each rank has one "
+            "device; they are for strategy data-parallel"
+        )
+    if numbers and (
+        len(numbers) != plan.replicas or not all(n.isascii() and n.isdigit() for n in numbers)
+    ):
+        raise PlanError(
+            f"plan devices={plan.devices} with replicas={plan.replicas}: name a GPU for each, as "
+            f"{','.join(map(str, range(plan.replicas)))}"
+        )
     if plan.strategy != "parameter-server" and (plan.servers != 1 or plan.asynchronous):
-        raise PlanError(f"plan servers={plan.servers}, asynchronous={plan.asynchronous}: these are for strategy "
-                        f"parameter-server")
+        raise PlanError(
+            f"plan servers={plan.servers}, asynchronous={plan.asynchronous}: these are for "
+            "strategy parameter-server"
+        )
     if plan.strategy == "data-parallel" and (plan.size > 1 or plan.replicas < 1):
-        raise PlanError(f"plan strategy=data-parallel is one process with a thread for each of its replicas; start "
-                        f"one rank instead of {plan.size}, and take replicas={max(plan.size, 2)}")
+        raise PlanError(
+            "plan strategy=data-parallel is one process with a thread for each of its replicas; "
+            f"start one rank instead of {plan.size}, and take replicas={max(plan.size, 2)}"
+        )
     if plan.strategy == "parameter-server" and not 1 <= plan.servers < plan.dp:
-        raise PlanError(f"plan servers={plan.servers}: of {plan.dp} rank{'s' * (plan.dp > 1)} on the data axis, at "
-                        f"least one is a server and one a worker; start {max(2, plan.servers + 1)} or more")
+        raise PlanError(
+            f"plan servers={plan.servers}: of {plan.dp} rank{'s' * (plan.dp > 1)} on the data "
+            f"axis, at least one is a server and one a worker; start {max(2, plan.servers + 1)} "
+            "or more"
+        )
     if plan.staleness is not None and plan.staleness < 0:
-        raise PlanError(f"plan staleness={plan.staleness}: a worker is 0 or more steps ahead of the slowest")
+        raise PlanError(
+            f"plan staleness={plan.staleness}: a worker is 0 or more steps ahead of the slowest"
+        )
 
 
 def _check_sequence(plan: "Plan") -> None:
     if plan.attention != "ring" and plan.cp == 1:
-        raise PlanError(f"plan attention={plan.attention} with cp=1: no sequence is cut; use cp=2, or leave it out")
+        raise PlanError(
+            f"plan attention={plan.attention} with cp=1: no sequence is cut; use cp=2, or leave "
+            "it out"
+        )
     if plan.sequence_parallel and plan.tp == 1:
-        raise PlanError("plan sequence_parallel with tp=1: it divides what lies between tensor-parallel regions; use "
-                        "tp=2, or cp=2, which divides attention too")
+        raise PlanError(
+            "plan sequence_parallel with tp=1: it divides what lies between tensor-parallel "
+            "regions; use tp=2, or cp=2, which divides attention too"
+        )
 
 
-# --------------------------------------------------------------------------------------------------- plan and model
+# ----------------------------------------------------------------------------------- plan and model
+
 
 def check_model(plan: "Plan", config: GPTConfig) -> None:
-    """Check that a model can be cut so. Args: config: the model. Raises: PlanError with a plan or model that fits."""
+    """Check that a model can be cut so. Args: config: the model. Raises: PlanError with a plan or
+    model that fits."""
     chosen(plan.checkpoint_blocks, config.layers)
     for wrong, remedy in _misfits(plan, config):
         other = data_alone(plan)
@@ -226,19 +322,27 @@ def check_model(plan: "Plan", config: GPTConfig) -> None:
 def check_ranks(plan: "Plan", ranks: int, config: GPTConfig | None = None) -> None:
     """Check that the plan is for so many ranks. Raises: PlanError: it names plans that are.
 
-    Args:    ranks: of the job. config: the model, if given: the plans that the error names can cut it.
+    Args:    ranks: of the job. config: the model, if given: the plans that the error names can cut
+             it.
     """
     if plan.size == ranks:
         return
-    found = (other for other in (_changed(plan, dp=ranks * plan.dp // plan.size), data_alone(plan, ranks))
-             if other and other[0].size == ranks and (config is None or not any(_misfits(other[0], config))))
+    found = (
+        other
+        for other in (_changed(plan, dp=ranks * plan.dp // plan.size), data_alone(plan, ranks))
+        if other
+        and other[0].size == ranks
+        and (config is None or not any(_misfits(other[0], config)))
+    )
     ways = [f"use {name}" for _, name in islice(found, 1)]
     if config is None or not any(_misfits(plan, config)):
         ways.append(f"start {plan.size}")
     if not ways and config is not None:
-        check_model(plan, config)       # no number of ranks would help
-    raise PlanError(f"plan {words(plan.axes)} is for {plan.size} rank{'s' * (plan.size > 1)}, the job has {ranks}; "
-                    f"{', or '.join(ways)}")
+        check_model(plan, config)  # no number of ranks would help
+    raise PlanError(
+        f"plan {words(plan.axes)} is for {plan.size} rank{'s' * (plan.size > 1)}, the job has "
+        f"{ranks}; {', or '.join(ways)}"
+    )
 
 
 def _or(other: tuple["Plan", str] | None) -> str:
@@ -246,28 +350,41 @@ def _or(other: tuple["Plan", str] | None) -> str:
 
 
 def _misfits(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
-    """Why a model of this shape cannot be cut so: (what does not fit, what would help beside another plan)."""
+    """Why a model of this shape cannot be cut so: (what does not fit, what would help beside
+    another plan)."""
     yield from _misfits_of_experts(plan, config)
     yield from budget_misfits(plan, config)
     yield from updating_misfits(plan, config)
     if plan.server_dtype == "float32" and config.dtype == "float64":
-        yield "server_dtype=float32 with dtype float64: servers would round what workers sent", "server_dtype=float64"
+        yield (
+            "server_dtype=float32 with dtype float64: servers would round what workers sent",
+            "server_dtype=float64",
+        )
     if plan.stages > config.layers + 2:
-        yield (f"pp={plan.pp} with schedule={plan.schedule} has {plan.stages} stages, and the model {config.layers} "
-               f"layer{'s' * (config.layers > 1)}: each stage but the first and the last needs one",
-               f"at least {plan.stages - 2} layers")
+        yield (
+            f"pp={plan.pp} with schedule={plan.schedule} has {plan.stages} stages, and the model "
+            f"{config.layers} layer{'s' * (config.layers > 1)}: each stage but the first and the "
+            "last needs one",
+            f"at least {plan.stages - 2} layers",
+        )
     numbers = layer_numbers(plan.stage_layers)
     if numbers is not None and sum(numbers) != config.layers:
-        yield (f"stage_layers={plan.stage_layers} are {sum(numbers)} layers, and the model has {config.layers}",
-               "stage_layers=even")
+        yield (
+            f"stage_layers={plan.stage_layers} are {sum(numbers)} layers, and the model has "
+            f"{config.layers}",
+            "stage_layers=even",
+        )
     what, count = narrowest(config)
     if plan.tp > count:
         few = f"{count} {what} leave" if count > 1 else f"1 {what.removesuffix('s')} leaves"
         yield f"tp={plan.tp}: {few} a rank without any", f"at least {plan.tp} {what}"
     least = config.heads // plan.tp
     if plan.attention == "all-to-all" and plan.cp > least:
-        yield (f"cp={plan.cp} with attention=all-to-all: of {config.heads} heads tp={plan.tp} leaves a rank {least}, "
-               f"to be divided by cp", "attention=ring, which takes any number of ranks")
+        yield (
+            f"cp={plan.cp} with attention=all-to-all: of {config.heads} heads tp={plan.tp} "
+            f"leaves a rank {least}, to be divided by cp",
+            "attention=ring, which takes any number of ranks",
+        )
 
 
 def _misfits_of_experts(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, str]]:
@@ -275,14 +392,22 @@ def _misfits_of_experts(plan: "Plan", config: GPTConfig) -> Iterator[tuple[str, 
     mixture = config.mixture
     if mixture is None:
         if plan.ep > 1:
-            yield f"ep={plan.ep}: the model has no experts to divide", f"a mixture (--experts {2 * plan.ep})"
+            yield (
+                f"ep={plan.ep}: the model has no experts to divide",
+                f"a mixture (--experts {2 * plan.ep})",
+            )
         return
     if mixture.experts % plan.ep:
-        yield (f"ep={plan.ep}: {mixture.experts} experts do not divide among {plan.ep} ranks",
-               f"{-(-mixture.experts // plan.ep) * plan.ep} experts")
+        yield (
+            f"ep={plan.ep}: {mixture.experts} experts do not divide among {plan.ep} ranks",
+            f"{-(-mixture.experts // plan.ep) * plan.ep} experts",
+        )
     if plan.strategy != "ddp":
         yield f"strategy={plan.strategy}: no rank there adds up the experts' loads", "strategy=ddp"
     if plan.local_steps is not None:
-        yield f"local_steps={plan.local_steps}: no rank there adds up the experts' loads", "local_steps=None"
+        yield (
+            f"local_steps={plan.local_steps}: no rank there adds up the experts' loads",
+            "local_steps=None",
+        )
     if plan.precision == "fp8":
         yield "precision=fp8: experts' products are not linears, which fp8 is for", "precision=bf16"

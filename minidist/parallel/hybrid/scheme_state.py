@@ -1,16 +1,19 @@
-"""Chapter 21 in chapter 26: what a compression scheme keeps from step to step, as entries of a training's state.
+"""Chapter 21 in chapter 26: what a compression scheme keeps from step to step, as entries of a
+training's state.
 
-What was not sent (Scheme.errors) is owed to the weights, and it does not matter by which rank. Under the same plan each
-rank gets its own back, and the run goes on with the same bits. Under another plan the old ranks' are dealt out to the
-new ones in turn and added up; their sum, which is what must arrive in the weights, stays.
+What was not sent (Scheme.errors) is owed to the weights, and it does not matter by which rank.
+Under the same plan each rank gets its own back, and the run goes on with the same bits. Under
+another plan the old ranks' are dealt out to the new ones in turn and added up; their sum, which is
+what must arrive in the weights, stays.
 
     kind                          which numbers, of a parameter
     worker.all_reduce.3           what rank 3 of those that sum it has not sent
     server.all_reduce.0           what all of them have not sent of the sum, each of its chunk
     scheme.7.NAME                 a further array of world rank 7: for the same plan alone
 
-With tensor and pipeline parallelism a gradient may be summed outside the data axis too (a tied table at both ends):
-each of these S summands counts as ranks of its own, rank g of the data axis with summand s as number g S + s.
+With tensor and pipeline parallelism a gradient may be summed outside the data axis too (a tied
+table at both ends): each of these S summands counts as ranks of its own, rank g of the data axis
+with summand s as number g S + s.
 """
 
 import hashlib
@@ -28,8 +31,8 @@ WORKER, SERVER, PRIVATE = KINDS = ("worker", "server", "scheme")
 
 
 class StateEntry(NamedTuple):
-    """An array of the state: `part` of a parameter's flat numbers, or (None) a private array; `adds`: to what is there.
-    """
+    """An array of the state: `part` of a parameter's flat numbers, or (None) a private array;
+    `adds`: to what is there."""
 
     kind: str
     parameter: Parameter | None
@@ -48,14 +51,23 @@ def own_entries(strategy: Strategy) -> list[StateEntry]:
     scheme = strategy.data_axis.scheme
     if scheme is None:
         return []
-    found = [StateEntry(f"{base}.{number}", parameter, part, array)
-             for base, number, _, parameter, part, array in _errors(strategy, scheme)]
-    return found + [StateEntry(f"{PRIVATE}.{_world_rank(scheme)}.{key}", None, range(array.size), array.reshape(-1))
-                    for key, array in sorted(scheme.private.items())]
+    found = [
+        StateEntry(f"{base}.{number}", parameter, part, array)
+        for base, number, _, parameter, part, array in _errors(strategy, scheme)
+    ]
+    return found + [
+        StateEntry(
+            f"{PRIVATE}.{_world_rank(scheme)}.{key}", None, range(array.size), array.reshape(-1)
+        )
+        for key, array in sorted(scheme.private.items())
+    ]
 
 
-def wanted_entries(strategy: Strategy, saved: dict[str, Any], names: dict[int, str]) -> list[StateEntry]:
-    """What this rank takes of a state that was saved; its errors are zero from here on, unless all come back.
+def wanted_entries(
+    strategy: Strategy, saved: dict[str, Any], names: dict[int, str]
+) -> list[StateEntry]:
+    """What this rank takes of a state that was saved; its errors are zero from here on, unless all
+    come back.
 
     Args:    saved: the small state; names: of parameters, by id, whole.
     """
@@ -68,29 +80,41 @@ def wanted_entries(strategy: Strategy, saved: dict[str, Any], names: dict[int, s
         error[...] = 0
     wanted, seen = list[StateEntry](), set[int]()
     for base, number, count, parameter, part, array in _errors(strategy, scheme):
-        if not told or not base.startswith(WORKER) or id(parameter) in seen:    # the first has all of the parameter
+        # the first has all of the parameter
+        if not told or not base.startswith(WORKER) or id(parameter) in seen:
             continue
         seen.add(id(parameter))
-        kinds = [f"{kind}.{each}" for kind, many in sorted(told["owed"].get(names[id(parameter)], {}).items())
-                 for each in range(many)]
-        wanted += [StateEntry(kind, parameter, part, array, adds=True) for kind in kinds[number::count]]
+        kinds = [
+            f"{kind}.{each}"
+            for kind, many in sorted(told["owed"].get(names[id(parameter)], {}).items())
+            for each in range(many)
+        ]
+        wanted += [
+            StateEntry(kind, parameter, part, array, adds=True) for kind in kinds[number::count]
+        ]
     return wanted
 
 
 def described(strategy: Strategy, names: dict[int, str]) -> dict[str, Any]:
-    """What is no array, of this rank: the scheme, its counters, how many owe each parameter; as JSON."""
+    """What is no array, of this rank: the scheme, its counters, how many owe each parameter; as
+    JSON."""
     scheme = strategy.data_axis.scheme
     if scheme is None or scheme.name == "none":
         return {}
     owed: dict[str, dict[str, int]] = {}
     for base, _, count, parameter, _, _ in _errors(strategy, scheme):
         owed.setdefault(names[id(parameter)], {})[base] = count
-    return {"name": scheme.name, "counters": dict(scheme.counters), "owed": owed,
-            "layout": {str(_world_rank(scheme)): layout_of(scheme)}}
+    return {
+        "name": scheme.name,
+        "counters": dict(scheme.counters),
+        "owed": owed,
+        "layout": {str(_world_rank(scheme)): layout_of(scheme)},
+    }
 
 
 def take_counters(strategy: Strategy, told: dict[str, Any]) -> str:
-    """Take over counters of a `described` scheme. Returns: what is left out, in words; "" if nothing is."""
+    """Take over counters of a `described` scheme. Returns: what is left out, in words; "" if
+    nothing is."""
     scheme = strategy.data_axis.scheme
     if not told:
         return ""
@@ -98,9 +122,14 @@ def take_counters(strategy: Strategy, told: dict[str, Any]) -> str:
         shared = told["counters"].keys() if told["name"] == scheme.name else {"steps", "scale"}
         scheme.counters.update({key: told["counters"][key] for key in shared})
     if told["owed"] and (scheme is None or not scheme.errors):
-        return f"what compress={told['name']} has not sent yet is left out: this plan keeps no residuals"
+        return (
+            f"what compress={told['name']} has not sent yet is left out: this plan keeps "
+            "no residuals"
+        )
     if scheme is not None and scheme.private and not same_layout(scheme, told):
-        return f"compress={told['name']} begins anew under this plan; what it has not sent yet goes on"
+        return (
+            f"compress={told['name']} begins anew under this plan; what it has not sent yet goes on"
+        )
     return ""
 
 
@@ -111,8 +140,14 @@ def same_layout(scheme: Scheme, told: dict[str, Any]) -> bool:
 
 def layout_of(scheme: Scheme) -> str:
     """A digest of the scheme and of all that it sums."""
-    runs = [(run.verb, run.group.world_ranks, [(p.name, p.shape, part.start, part.stop) for p, part in run.spans])
-            for run in scheme.runs]
+    runs = [
+        (
+            run.verb,
+            run.group.world_ranks,
+            [(p.name, p.shape, part.start, part.stop) for p, part in run.spans],
+        )
+        for run in scheme.runs
+    ]
     return hashlib.blake2b(repr((scheme.name, runs)).encode(), digest_size=8).hexdigest()
 
 
@@ -120,20 +155,33 @@ def _world_rank(scheme: Scheme) -> int:
     return scheme.runs[0].group.world_rank
 
 
-def _errors(strategy: Strategy, scheme: Scheme) -> Iterator[tuple[str, int, int, Parameter, range, Array]]:
-    """(kind without number, number, how many there are, parameter, its part, the flat array) of what is owed."""
+def _errors(
+    strategy: Strategy, scheme: Scheme
+) -> Iterator[tuple[str, int, int, Parameter, range, Array]]:
+    """(kind without number, number, how many there are, parameter, its part, the flat array) of
+    what is owed."""
     axis: Any = strategy.data_axis
-    for (which, index), error in sorted(scheme.errors.items(), key=lambda item: (item[0][0] != WORKER, item[0][1])):
+    for (which, index), error in sorted(
+        scheme.errors.items(), key=lambda item: (item[0][0] != WORKER, item[0][1])
+    ):
         run, start = scheme.runs[index], 0
         spans = run.spans
         if which == SERVER:
-            chunk = slice(*bounds(run.size, run.group.size)[run.group.rank:run.group.rank + 2])
-            spans = tuple((parameter, part) for parameter, _, part in spans_within(run.spans, chunk))
+            chunk = slice(*bounds(run.size, run.group.size)[run.group.rank : run.group.rank + 2])
+            spans = tuple(
+                (parameter, part) for parameter, _, part in spans_within(run.spans, chunk)
+            )
         for parameter, part in spans:
             group = run.group if run.verb == "all_reduce" else sharers([parameter], axis.group)
             summand, count = strategy.summand_of(parameter)
             number, ranks = (group.rank, group.size) if which == WORKER else (0, 1)
             if len(part):
-                yield (f"{which}.{run.verb}", number * count + summand, ranks * count, parameter, part,
-                       error[start:start + len(part)])
+                yield (
+                    f"{which}.{run.verb}",
+                    number * count + summand,
+                    ranks * count,
+                    parameter,
+                    part,
+                    error[start : start + len(part)],
+                )
             start += len(part)

@@ -1,13 +1,17 @@
-"""Chapter 26 · State from memory to memory: what ranks hold of a training becomes the state of another plan.
+"""Chapter 26 · State from memory to memory: what ranks hold of a training becomes the state of
+another plan.
 
     trainer.change_plan(Plan(dp=2, tp=2))           between two steps, with the same ranks
-    restore(snapshots, strategy, optimizer, group)  what an elastic job does with the ranks that are left
+    restore(snapshots, strategy, optimizer, group)  what an elastic job does with the ranks that are
+                                                    left
 
-Each rank tells which numbers it has (hybrid/state_map.py) and which it wants. Then numbers go from holder to wanter, in
-P - 1 rounds: in round k a rank sends to the k-th rank after it, and hears from the k-th before it.
+Each rank tells which numbers it has (hybrid/state_map.py) and which it wants. Then numbers go from
+holder to wanter, in P - 1 rounds: in round k a rank sends to the k-th rank after it, and hears from
+the k-th before it.
 
-Cost: each rank receives the bytes that it wants and does not have itself, in at most one message from each other rank,
-in the phase "state"; the descriptions go under `control`. A second copy of the state lies on the host meanwhile.
+Cost: each rank receives the bytes that it wants and does not have itself, in at most one message
+from each other rank, in the phase "state"; the descriptions go under `control`. A second copy of
+the state lies on the host meanwhile.
 """
 
 from collections.abc import Sequence
@@ -35,55 +39,79 @@ from minidist.parallel.step.strategy import Strategy
 
 
 class Snapshot(NamedTuple):
-    """What a rank had of the state between two steps: copies on the host that no later update touches."""
+    """What a rank had of the state between two steps: copies on the host that no later update
+    touches."""
 
     places: list[Place]
     arrays: list[np.ndarray]
-    small: dict[str, Any]           # as state_map.small_state
+    small: dict[str, Any]  # as state_map.small_state
 
 
 class Copies(NamedTuple):
     """What one rank copies to another, of one array: rows as `overlap` gives them."""
 
-    source: int                     # of the sender's offers
-    target: int                     # of the receiver's wishes
+    source: int  # of the sender's offers
+    target: int  # of the receiver's wishes
     rows: np.ndarray
 
 
 def take_snapshot(strategy: Strategy, optimizer: Optimizer) -> Snapshot:
     """This rank's state, copied to the host."""
-    arrays = [np.array(to_host(array)) for array in state_arrays(strategy, optimizer, changes=False)]
+    arrays = [
+        np.array(to_host(array)) for array in state_arrays(strategy, optimizer, changes=False)
+    ]
     return Snapshot(state_places(strategy, optimizer), arrays, small_state(strategy, optimizer))
 
 
-def restore(snapshots: Sequence[Snapshot], strategy: Strategy, optimizer: Optimizer, group: Group) -> None:
-    """Fill the state from the snapshots that the ranks of `group` hold together, this rank none, one or several.
+def restore(
+    snapshots: Sequence[Snapshot], strategy: Strategy, optimizer: Optimizer, group: Group
+) -> None:
+    """Fill the state from the snapshots that the ranks of `group` hold together, this rank none,
+    one or several.
 
     Every rank calls it; the snapshots are of one step, and of any plan of the same model.
     Raises:  CheckpointError on every rank if a number is in no snapshot.
     """
-    small = merged_state([small for shared in share_records(group, [snapshot.small for snapshot in snapshots])
-                          for small in shared])
+    small = merged_state(
+        [
+            small
+            for shared in share_records(group, [snapshot.small for snapshot in snapshots])
+            for small in shared
+        ]
+    )
     places = state_places(strategy, optimizer, small)
-    offers = [(place, array) for snapshot in snapshots
-              for place, array in zip(snapshot.places, snapshot.arrays, strict=True)]
+    offers = [
+        (place, array)
+        for snapshot in snapshots
+        for place, array in zip(snapshot.places, snapshot.arrays, strict=True)
+    ]
     with group.ledger.during("state"):
         numbers = exchange(group, offers, places)
-    for array, values in zip(state_arrays(strategy, optimizer, changes=True, saved=small), numbers, strict=True):
+    for array, values in zip(
+        state_arrays(strategy, optimizer, changes=True, saved=small), numbers, strict=True
+    ):
         array[...] = to_device(values, device_of(array))
     set_small_state(strategy, optimizer, small, group.rank)
     strategy.state_replaced()
 
 
-def exchange(group: Group, offers: Sequence[tuple[Place, np.ndarray]], wishes: Sequence[Place]) -> list[np.ndarray]:
+def exchange(
+    group: Group, offers: Sequence[tuple[Place, np.ndarray]], wishes: Sequence[Place]
+) -> list[np.ndarray]:
     """The numbers of each wish, from the ranks that offer them. Every rank calls it.
 
     Args:    offers: places with flat arrays on the host.
     Raises:  CheckpointError on every rank if a number is offered by none.
     """
-    told = share_records(group, {"offers": [[place.key, stripes_of(place.runs)] for place, _ in offers],
-                                 "wishes": [[place.key, stripes_of(place.runs)] for place in wishes]})
-    holders: dict[str, dict[str, list[tuple[int, int]]]] = {}       # key -> stripes -> (rank, its offer's number)
+    told = share_records(
+        group,
+        {
+            "offers": [[place.key, stripes_of(place.runs)] for place, _ in offers],
+            "wishes": [[place.key, stripes_of(place.runs)] for place in wishes],
+        },
+    )
+    # key -> stripes -> (rank, its offer's number)
+    holders: dict[str, dict[str, list[tuple[int, int]]]] = {}
     for rank, record in enumerate(told):
         for number, (key, stripes) in enumerate(record["offers"]):
             holders.setdefault(key, {}).setdefault(str(stripes), []).append((rank, number))
@@ -96,22 +124,36 @@ def exchange(group: Group, offers: Sequence[tuple[Place, np.ndarray]], wishes: S
         received = _between(source, group.rank, told[group.rank]["wishes"], holders, runs)
         data = _packed(sent, [array for _, array in offers])
         if distance:
-            nbytes = sum(int(copies.rows[:, 2].sum()) * wishes[copies.target].dtype.itemsize for copies in received)
+            nbytes = sum(
+                int(copies.rows[:, 2].sum()) * wishes[copies.target].dtype.itemsize
+                for copies in received
+            )
             data = _swap(group, data, to, source, nbytes)
         _unpack(received, data, results)
         for copies in received:
             found[copies.target] += copies.rows[:, 2].sum()
-    missing = [f"{place.size - count:,} of {place.size:,} numbers of {place.key}"
-               for place, count in zip(wishes, found.tolist(), strict=True) if count < place.size]
+    missing = [
+        f"{place.size - count:,} of {place.size:,} numbers of {place.key}"
+        for place, count in zip(wishes, found.tolist(), strict=True)
+        if count < place.size
+    ]
     for rank, lacking in enumerate(share_records(group, missing[:1])):
         if lacking:
-            raise CheckpointError(f"rank {rank} wants {lacking[0]}, and no rank has them; go on from a checkpoint")
+            raise CheckpointError(
+                f"rank {rank} wants {lacking[0]}, and no rank has them; go on from a checkpoint"
+            )
     return results
 
 
-def _between(source: int, target: int, wishes: Sequence[Any], holders: dict[str, dict[str, list[tuple[int, int]]]],
-             runs: dict[str, np.ndarray]) -> list[Copies]:
-    """What `source` copies to `target`: the same list on both. A rank takes from itself what it has."""
+def _between(
+    source: int,
+    target: int,
+    wishes: Sequence[Any],
+    holders: dict[str, dict[str, list[tuple[int, int]]]],
+    runs: dict[str, np.ndarray],
+) -> list[Copies]:
+    """What `source` copies to `target`: the same list on both. A rank takes from itself what it
+    has."""
     chosen = []
     for number, (key, stripes) in enumerate(wishes):
         for offered, candidates in holders.get(key, {}).items():
@@ -125,8 +167,11 @@ def _between(source: int, target: int, wishes: Sequence[Any], holders: dict[str,
 
 def _packed(sent: Sequence[Copies], arrays: Sequence[np.ndarray]) -> np.ndarray:
     """The numbers of all copies, one after another, as bytes."""
-    parts = [arrays[copies.source][start:start + count].view(np.uint8)
-             for copies in sent for start, _, count in copies.rows.tolist()]
+    parts = [
+        arrays[copies.source][start : start + count].view(np.uint8)
+        for copies in sent
+        for start, _, count in copies.rows.tolist()
+    ]
     return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
 
@@ -136,7 +181,7 @@ def _unpack(received: Sequence[Copies], data: np.ndarray, results: Sequence[np.n
         result = results[copies.target].view(np.uint8)
         itemsize = results[copies.target].itemsize
         for _, start, count in copies.rows.tolist():
-            result[start * itemsize:(start + count) * itemsize] = data[at:at + count * itemsize]
+            result[start * itemsize : (start + count) * itemsize] = data[at : at + count * itemsize]
             at += count * itemsize
 
 

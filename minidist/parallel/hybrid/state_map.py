@@ -1,16 +1,19 @@
 """Chapter 26 · Where the numbers of a training's state lie: the map from any plan to any other.
 
-Each strategy cuts weights and optimizer state in its own way. For a checkpoint, all that matters is which numbers of a
-whole tensor a rank has. So each array of state is described by runs of positions in the flattened whole tensor:
+Each strategy cuts weights and optimizer state in its own way. For a checkpoint, all that matters is
+which numbers of a whole tensor a rank has. So each array of state is described by runs of positions
+in the flattened whole tensor:
 
     weight (4, 6), tp=2 by columns        rank 0: [0, 3) [6, 9) [12, 15) [18, 21)        rank 1: [3, 6) [9, 12) …
     of rank 0's part, ZeRO on 2 ranks     chunk 0: [0, 3) [6, 9)                         chunk 1: [12, 15) [18, 21)
 
-Where ranks have weights and optimizer state of their own (local steps, chapter 21), each saves its own, under its
+Where ranks have weights and optimizer state of their own (local steps, chapter 21), each saves its
+own, under its
 number: "m of rank 2/blocks.0.norm.weight". What they have in common goes under the plain names.
 
-Two plans need not know each other: where the runs of a saved array and of a wanted array overlap, numbers are copied
-(`overlap`). A regular run of runs is written in short as a stripe (start, length, step, count): [0, 3, 6, 4].
+Two plans need not know each other: where the runs of a saved array and of a wanted array overlap,
+numbers are copied (`overlap`). A regular run of runs is written in short as a stripe (start,
+length, step, count): [0, 3, 6, 4].
 """
 
 import re
@@ -26,19 +29,28 @@ from minidist.errors import CheckpointError
 from minidist.nn.weight_shard import WeightShard
 from minidist.nn.weights import positions_of
 from minidist.optim import Optimizer
-from minidist.parallel.hybrid.scheme_state import StateEntry, described, own_entries, take_counters, wanted_entries
+from minidist.parallel.hybrid.scheme_state import (
+    StateEntry,
+    described,
+    own_entries,
+    take_counters,
+    wanted_entries,
+)
 from minidist.parallel.step.flat import Piece
 from minidist.parallel.step.strategy import Strategy
 
-WEIGHT = "weight"       # the kind of weights, in mixed precision of their masters; other kinds are the optimizer's
-OF_RANK = " of rank "   # and its number, behind the kind of what one rank has for itself
+# the kind of weights, in mixed precision of their masters; other kinds are the optimizer's
+WEIGHT = "weight"
+OF_RANK = " of rank "  # and its number, behind the kind of what one rank has for itself
 
 
 class Place(NamedTuple):
     """Which numbers of the state an array has.
 
-    Attributes: kind: WEIGHT, or the optimizer's name of a state array; name: the whole tensor's dotted path.
-                shape: of the whole tensor; runs: (n, 2) int64, [start, stop) in it, in the order of the array.
+    Attributes: kind: WEIGHT, or the optimizer's name of a state array; name: the whole tensor's
+    dotted path.
+                shape: of the whole tensor; runs: (n, 2) int64, [start, stop) in it, in the order of
+                the array.
     """
 
     kind: str
@@ -66,14 +78,19 @@ class Place(NamedTuple):
 def require_together(strategy: Strategy) -> None:
     """Raise CheckpointError for a strategy whose ranks are never together between two steps."""
     if strategy.asynchronous:
-        raise CheckpointError(f"{type(strategy).__name__}, asynchronous: its ranks are at different steps, so no state "
-                              f"of the whole job can be saved or loaded; take synchronous updates")
+        raise CheckpointError(
+            f"{type(strategy).__name__}, asynchronous: its ranks are at different steps, so no "
+            "state of the whole job can be saved or loaded; take synchronous updates"
+        )
 
 
-def state_places(strategy: Strategy, optimizer: Optimizer, saved: dict[str, Any] | None = None) -> list[Place]:
+def state_places(
+    strategy: Strategy, optimizer: Optimizer, saved: dict[str, Any] | None = None
+) -> list[Place]:
     """What this rank has of the state, in the order of `state_arrays`.
 
-    Args:    saved: the small state of a training of perhaps another plan: then what this rank takes of its state.
+    Args:    saved: the small state of a training of perhaps another plan: then what this rank takes
+             of its state.
     Raises:  CheckpointError for a strategy whose ranks are never together between two steps.
     """
     require_together(strategy)
@@ -81,36 +98,56 @@ def state_places(strategy: Strategy, optimizer: Optimizer, saved: dict[str, Any]
     places, mark = [], "" if diverged is None else f"{OF_RANK}{diverged.rank}"
     for slot in optimizer.slots:
         owner, part = _owner_of(slot.weights)
-        name, shape, runs = _whole_name(names[id(owner)], owner), _whole_shape(owner), _runs_of(owner, part)
+        name, shape, runs = (
+            _whole_name(names[id(owner)], owner),
+            _whole_shape(owner),
+            _runs_of(owner, part),
+        )
         arrays: dict[str, Array] = {WEIGHT: slot.weights.data, **slot.state}
-        places += [Place(kind + mark, name, shape, runs, array.dtype) for kind, array in arrays.items()]
-    places += [Place(WEIGHT, _whole_name(names[id(p)], p), _whole_shape(p), _runs_of(p, part), p.dtype)
-               for p, part, _ in strategy.frozen(changes=False)]
-    places += [Place(kind, name, array.shape, np.array([[0, array.size]], np.int64), array.dtype)
-               for kind, name, array in _in_common(strategy)]
+        places += [
+            Place(kind + mark, name, shape, runs, array.dtype) for kind, array in arrays.items()
+        ]
+    places += [
+        Place(WEIGHT, _whole_name(names[id(p)], p), _whole_shape(p), _runs_of(p, part), p.dtype)
+        for p, part, _ in strategy.frozen(changes=False)
+    ]
+    places += [
+        Place(kind, name, array.shape, np.array([[0, array.size]], np.int64), array.dtype)
+        for kind, name, array in _in_common(strategy)
+    ]
     return places + [_place_of(entry, names) for entry in _entries(strategy, saved)]
 
 
 def _entries(strategy: Strategy, saved: dict[str, Any] | None) -> list[StateEntry]:
-    return own_entries(strategy) if saved is None else wanted_entries(strategy, saved, whole_names(strategy))
+    return (
+        own_entries(strategy)
+        if saved is None
+        else wanted_entries(strategy, saved, whole_names(strategy))
+    )
 
 
 def _place_of(entry: StateEntry, names: dict[int, str]) -> Place:
     p, dtype = entry.parameter, entry.array.dtype
     if p is None:
-        return Place(entry.kind, "", (len(entry.part),), np.array([[0, len(entry.part)]], np.int64), dtype)
-    return Place(entry.kind, _whole_name(names[id(p)], p), _whole_shape(p), _runs_of(p, entry.part), dtype)
+        return Place(
+            entry.kind, "", (len(entry.part),), np.array([[0, len(entry.part)]], np.int64), dtype
+        )
+    return Place(
+        entry.kind, _whole_name(names[id(p)], p), _whole_shape(p), _runs_of(p, entry.part), dtype
+    )
 
 
-def state_arrays(strategy: Strategy, optimizer: Optimizer, *, changes: bool,
-                 saved: dict[str, Any] | None = None) -> Iterator[Array]:
-    """The arrays of state_places, flat views, each until the next is asked for; `changes`: what is written is kept.
+def state_arrays(
+    strategy: Strategy, optimizer: Optimizer, *, changes: bool, saved: dict[str, Any] | None = None
+) -> Iterator[Array]:
+    """The arrays of state_places, flat views, each until the next is asked for; `changes`: what is
+    written is kept.
 
     After changes call strategy.state_replaced().
     """
     for slot in optimizer.walk(changes=changes):
         owner, _ = _owner_of(slot.weights)
-        if owner.arrival is not None:       # a gather of the old weights is still on its way
+        if owner.arrival is not None:  # a gather of the old weights is still on its way
             owner.arrival()
         for array in (slot.weights.data, *slot.state.values()):
             yield array.reshape(-1)
@@ -128,12 +165,14 @@ def state_arrays(strategy: Strategy, optimizer: Optimizer, *, changes: bool,
 
 
 def _in_common(strategy: Strategy) -> Iterator[tuple[str, str, Array]]:
-    """(kind, name, array) of what ranks that have diverged have in common; nothing of other strategies."""
+    """(kind, name, array) of what ranks that have diverged have in common; nothing of other
+    strategies."""
     return iter(()) if strategy.diverged is None else strategy.diverged.common_state()
 
 
 def ranks_apart(keys: Iterable[str]) -> int:
-    """How many ranks have a state of their own, by the keys of their places; 0: the state is of all together."""
+    """How many ranks have a state of their own, by the keys of their places; 0: the state is of all
+    together."""
     kinds = {key.partition("/")[0].partition(OF_RANK)[2] for key in keys}
     return len(kinds - {""})
 
@@ -151,17 +190,25 @@ def of_rank(place: Place, rank: int) -> Place:
 
 
 def of_all(place: Place) -> Place:
-    """The place of all together whose numbers a rank begins with that has had no state of its own so far."""
+    """The place of all together whose numbers a rank begins with that has had no state of its own
+    so far."""
     return place._replace(kind=place.kind.partition(OF_RANK)[0])
 
 
 def small_state(strategy: Strategy, optimizer: Optimizer) -> dict[str, Any]:
-    """What is no array, of this rank: how often each whole tensor was updated, and the precision's state; as JSON."""
+    """What is no array, of this rank: how often each whole tensor was updated, and the precision's
+    state; as JSON."""
     kept, diverged = described(strategy, whole_names(strategy)), strategy.diverged
-    return {"updates": {name: slot.steps for name, slot in _slots_by_name(strategy, optimizer)
-                        if slot.weights.data.size},
-            "precision": strategy.precision.state(), **({"scheme": kept} if kept else {}),
-            **({} if diverged is None else {"local steps": diverged.steps})}
+    return {
+        "updates": {
+            name: slot.steps
+            for name, slot in _slots_by_name(strategy, optimizer)
+            if slot.weights.data.size
+        },
+        "precision": strategy.precision.state(),
+        **({"scheme": kept} if kept else {}),
+        **({} if diverged is None else {"local steps": diverged.steps}),
+    }
 
 
 def merged_state(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -169,11 +216,15 @@ def merged_state(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for small in ranks:
         for name, value in small.items():
-            merged[name] = merged_state([merged.get(name, {}), value]) if isinstance(value, dict) else value
+            merged[name] = (
+                merged_state([merged.get(name, {}), value]) if isinstance(value, dict) else value
+            )
     return merged
 
 
-def set_small_state(strategy: Strategy, optimizer: Optimizer, state: dict[str, Any], rank: int) -> None:
+def set_small_state(
+    strategy: Strategy, optimizer: Optimizer, state: dict[str, Any], rank: int
+) -> None:
     """Take over a merged small_state. Rank 0 says what is left out."""
     for name, slot in _slots_by_name(strategy, optimizer):
         slot.steps = state["updates"].get(name, 0)
@@ -202,10 +253,11 @@ def _names(strategy: Strategy) -> dict[int, str]:
 
 
 def _owner_of(weights: Any) -> tuple[Parameter, range]:
-    """The parameter that an optimizer's tensor belongs to, and which of its elements: a Piece's, or all."""
+    """The parameter that an optimizer's tensor belongs to, and which of its elements: a Piece's, or
+    all."""
     if isinstance(weights, Piece):
         return weights.parameter, weights.part
-    owner = getattr(weights, "parameter", weights)          # a Master has one
+    owner = getattr(weights, "parameter", weights)  # a Master has one
     return owner, range(owner.size)
 
 
@@ -223,18 +275,24 @@ def _runs_of(owner: Parameter, part: range) -> np.ndarray:
         return np.empty((0, 2), np.int64)
     if not isinstance(owner, WeightShard):
         return np.array([[part.start, part.stop]], np.int64)
-    positions = np.asarray(positions_of(owner.whole, owner.parts[owner.rank])).reshape(-1)[part.start:part.stop]
+    positions = np.asarray(positions_of(owner.whole, owner.parts[owner.rank])).reshape(-1)[
+        part.start : part.stop
+    ]
     edges = np.flatnonzero(np.diff(positions) != 1) + 1
-    return np.stack([positions[[0, *edges]], positions[[*edges - 1, -1]] + 1], axis=1).astype(np.int64)
+    return np.stack([positions[[0, *edges]], positions[[*edges - 1, -1]] + 1], axis=1).astype(
+        np.int64
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------- overlaps
+# ----------------------------------------------------------------------------------------- overlaps
+
 
 def overlap(have: np.ndarray, want: np.ndarray) -> np.ndarray:
     """What two arrays have in common.
 
     Args:    have, want: their runs; no run of an array overlaps another of the same.
-    Returns: (n, 3) int64: offset in the one, offset in the other, length; each row is one copy of numbers.
+    Returns: (n, 3) int64: offset in the one, offset in the other, length; each row is one copy of
+    numbers.
     """
     if not len(have) or not len(want) or have.min() >= want.max() or want.min() >= have.max():
         return np.empty((0, 3), np.int64)
@@ -268,10 +326,12 @@ def _joined(copies: np.ndarray) -> np.ndarray:
     return copies[first]
 
 
-# -------------------------------------------------------------------------------------------------------------- stripes
+# ------------------------------------------------------------------------------------------ stripes
+
 
 def stripes_of(runs: np.ndarray) -> list[list[int]]:
-    """Runs in short: [start, length, step, count] for each group of runs of one length at equal distances."""
+    """Runs in short: [start, length, step, count] for each group of runs of one length at equal
+    distances."""
     stripes: list[list[int]] = []
     for start, stop in runs.tolist():
         if stripes and stripes[-1][1] == stop - start:
@@ -285,5 +345,8 @@ def stripes_of(runs: np.ndarray) -> list[list[int]]:
 
 def runs_of(stripes: Sequence[Sequence[int]]) -> np.ndarray:
     """The inverse of stripes_of."""
-    starts = [start + step * np.arange(count)[:, None] + [0, length] for start, length, step, count in stripes]
+    starts = [
+        start + step * np.arange(count)[:, None] + [0, length]
+        for start, length, step, count in stripes
+    ]
     return np.concatenate([np.empty((0, 2), np.int64), *starts])

@@ -1,4 +1,5 @@
-"""The strategies that a plan names, each loaded when a plan asks for it: to read one is to read its chapter alone."""
+"""The strategies that a plan names, each loaded when a plan asks for it: to read one is to read its
+chapter alone."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,19 +28,33 @@ SAME = "same"
 """Servers are on the workers' device, and keep the workers' dtype."""
 
 PLACES = {
-    "data-parallel": "data.data_parallel.DataParallel", "parameter-server": "data.parameter_server.ParameterServer",
-    "zero=0": "data.ddp.DDP", "zero=1": "zero.zero1.Zero1", "zero=2": "zero.zero2.Zero2", "zero=3": "zero.zero3.Zero3",
-    "tensor": "tensor.tensor_parallel.tensor_parallel", "sequence": "context.sequence_parallel.sequence_parallel",
+    "data-parallel": "data.data_parallel.DataParallel",
+    "parameter-server": "data.parameter_server.ParameterServer",
+    "zero=0": "data.ddp.DDP",
+    "zero=1": "zero.zero1.Zero1",
+    "zero=2": "zero.zero2.Zero2",
+    "zero=3": "zero.zero3.Zero3",
+    "tensor": "tensor.tensor_parallel.tensor_parallel",
+    "sequence": "context.sequence_parallel.sequence_parallel",
     "loads": "experts.expert_load.ExpertLoad",
-    "experts": "experts.expert_parallel.expert_parallel", "nodes": "experts.node_experts.settle_nodes",
-    "ring": "context.ring_attention.attend_by_ring", "pieces": "context.sparse_ring_attention.attend_by_pieces",
-    "all-to-all": "context.ulysses.attend_by_heads", "offload=none": "zero.shards.ShardStore",
-    "offload=optimizer": "memory.offload.OnHost", "offload=all": "memory.offload_disk.OnDisk",
-    "kept": "memory.kept_inputs.InputKeeper", "budget": "memory.activation_budget.ActivationBudget",
-    "pipedream": "hybrid.pipedream_step.HybridPipeDream", "stage": "memory.activation_budget.Stage",
-    "local-steps": "compress.local_steps.LocalSteps", "streaming": "compress.streaming.StreamingLocalSteps",
-    "asynchronous": "compress.async_local_steps.AsyncLocalSteps", "outers": "compress.outer.OUTERS",
-    "precision": "precision.mixed_precision.MixedPrecision", "compress": "compress.compress.scheme_of",
+    "experts": "experts.expert_parallel.expert_parallel",
+    "nodes": "experts.node_experts.settle_nodes",
+    "ring": "context.ring_attention.attend_by_ring",
+    "pieces": "context.sparse_ring_attention.attend_by_pieces",
+    "all-to-all": "context.ulysses.attend_by_heads",
+    "offload=none": "zero.shards.ShardStore",
+    "offload=optimizer": "memory.offload.OnHost",
+    "offload=all": "memory.offload_disk.OnDisk",
+    "kept": "memory.kept_inputs.InputKeeper",
+    "budget": "memory.activation_budget.ActivationBudget",
+    "pipedream": "hybrid.pipedream_step.HybridPipeDream",
+    "stage": "memory.activation_budget.Stage",
+    "local-steps": "compress.local_steps.LocalSteps",
+    "streaming": "compress.streaming.StreamingLocalSteps",
+    "asynchronous": "compress.async_local_steps.AsyncLocalSteps",
+    "outers": "compress.outer.OUTERS",
+    "precision": "precision.mixed_precision.MixedPrecision",
+    "compress": "compress.compress.scheme_of",
 }
 """A plan's word -> module and name, inside parallel/."""
 
@@ -51,7 +66,8 @@ def load(name: str) -> Any:
 
 
 def make_model(plan: "Plan", config: GPTConfig, mesh: "Mesh") -> tuple[Precision, GPT]:
-    """The plan's precision, and the model in it, not yet drawn. The ranks of a stage of `mesh` share fp8's scales."""
+    """The plan's precision, and the model in it, not yet drawn. The ranks of a stage of `mesh`
+    share fp8's scales."""
     if plan.precision == "fp32":
         return Precision(), GPT(config)
     precision: Any = load("precision")(plan.precision, masters=config.dtype)
@@ -61,42 +77,73 @@ def make_model(plan: "Plan", config: GPTConfig, mesh: "Mesh") -> tuple[Precision
     return precision, model
 
 
-def make_strategy(model: GPT, group: Group, plan: "Plan", *, seed: int, device: str, store: Any, precision: Precision,
-                  key: Callable[[Array, int], DropoutKey | None], recorder: Recorder,
-                  loss: Callable[..., Any]) -> Strategy:
-    """Draw the model, and take the strategy of a plan that has the data axis alone; `group`: its ranks."""
+def make_strategy(
+    model: GPT,
+    group: Group,
+    plan: "Plan",
+    *,
+    seed: int,
+    device: str,
+    store: Any,
+    precision: Precision,
+    key: Callable[[Array, int], DropoutKey | None],
+    recorder: Recorder,
+    loss: Callable[..., Any],
+) -> Strategy:
+    """Draw the model, and take the strategy of a plan that has the data axis alone; `group`: its
+    ranks."""
     options: dict[str, Any] = {"loss": loss, "recorder": recorder}
     if plan.server_device != SAME and group.rank >= plan.workers:
         device = plan.server_device
     gpus = [int(number) for number in plan.devices.split(",") if number]
     if gpus:
-        on_gpu(gpus[0]).use()       # of the calling thread: the optimizer's state is made there, too
+        on_gpu(gpus[0]).use()  # of the calling thread: the optimizer's state is made there, too
     if plan.zero < 3:
         model.initialize(seed, device=device)
     if plan.strategy == "data-parallel":
-        return load("data-parallel")(   # type: ignore[no-any-return]
-            model, plan.replicas, gpus=gpus, recorders=[recorder, *(Silent() for _ in range(plan.replicas - 1))],
-            forward=lambda replica, inputs, first: replica(inputs, key=key(inputs, first)))
+        return load("data-parallel")(  # type: ignore[no-any-return]
+            model,
+            plan.replicas,
+            gpus=gpus,
+            recorders=[recorder, *(Silent() for _ in range(plan.replicas - 1))],
+            forward=lambda replica, inputs, first: replica(inputs, key=key(inputs, first)),
+        )
     if plan.local_steps is not None:
         return make_local_steps(model, group, plan, **options)
     if plan.strategy == "parameter-server":
-        return load("parameter-server")(model, group, servers=plan.servers,   # type: ignore[no-any-return]
-                                        asynchronous=plan.asynchronous, staleness=plan.staleness,
-                                        server_dtype=plan.masters_of_servers, **options)
+        return load("parameter-server")(
+            model,
+            group,
+            servers=plan.servers,  # type: ignore[no-any-return]
+            asynchronous=plan.asynchronous,
+            staleness=plan.staleness,
+            server_dtype=plan.masters_of_servers,
+            **options,
+        )
     if plan.dp == 1 and not plan.zero and plan.offload == "none":
         return Single(model, precision=precision, **options)
-    return make_data_axis(model, group, plan, seed=seed, device=device, store=store, precision=precision, **options)
+    return make_data_axis(
+        model, group, plan, seed=seed, device=device, store=store, precision=precision, **options
+    )
 
 
 def make_local_steps(model: GPT, group: Group, plan: "Plan", **options: Any) -> Strategy:
     """The strategy of ranks that meet seldom."""
     outer: Any = load("outers")[plan.outer]
     given = {"lr": plan.outer_lr, "momentum": plan.outer_momentum}
-    options |= {"every": plan.local_steps,
-                "outer": outer._replace(**{name: value for name, value in given.items() if value is not None})}
+    options |= {
+        "every": plan.local_steps,
+        "outer": outer._replace(
+            **{name: value for name, value in given.items() if value is not None}
+        ),
+    }
     if plan.asynchronous:
-        return cast(Strategy, load("asynchronous")(model, group, servers=plan.servers, staleness=plan.staleness,
-                                                   **options))
+        return cast(
+            Strategy,
+            load("asynchronous")(
+                model, group, servers=plan.servers, staleness=plan.staleness, **options
+            ),
+        )
     named = plan.outer_compress
     options["scheme"] = Scheme(plan.algorithm) if named == "none" else load("compress")(named)
     streaming = {"fragments": plan.fragments, "delay": plan.delay, "mix": plan.mix}
@@ -106,7 +153,8 @@ def make_local_steps(model: GPT, group: Group, plan: "Plan", **options: Any) -> 
 
 
 def make_store(plan: "Plan", folder: str | Path | None, *, device: str, recorder: Recorder) -> Any:
-    """Where the chunks of ZeRO lie, as the plan's `offload` says; `folder`: for the files of "all"."""
+    """Where the chunks of ZeRO lie, as the plan's `offload` says; `folder`: for the files of
+    "all"."""
     store = load(f"offload={plan.offload}")
     if plan.offload == "all":
         return store(folder, device=device, recorder=recorder)
@@ -123,36 +171,74 @@ def make_keeper(plan: "Plan", mesh: "Mesh", store: Any, *, recorder: Recorder) -
 
 
 def make_budget(plan: "Plan", model: Any, mesh: "Mesh", keeper: Any, pipeline: Any) -> Any:
-    """What chooses the blocks to compute again, or None where the plan says it; `pipeline`: that of the strategy."""
+    """What chooses the blocks to compute again, or None where the plan says it; `pipeline`: that of
+    the strategy."""
     if plan.activation_memory is None:
         return None
     blocks = dict(model.blocks if isinstance(model.blocks, dict) else enumerate(model.blocks))
     make, stages = load("budget"), [load("stage")(tuple(blocks))]
     if pipeline is not None:
         edges, schedule = [0, *accumulate(pipeline.layers)], pipeline.schedule
-        stages = [load("stage")(tuple(layer for stage in schedule.stages_of(rank)
-                                      for layer in range(edges[stage], edges[stage + 1])), schedule.held(rank))
-                  for rank in range(plan.pp)]
-    return make(blocks, keeper, plan.activation_memory, stages=stages, rank=mesh["pp"].rank, world=mesh.world,
-                memory=account.current())
+        stages = [
+            load("stage")(
+                tuple(
+                    layer
+                    for stage in schedule.stages_of(rank)
+                    for layer in range(edges[stage], edges[stage + 1])
+                ),
+                schedule.held(rank),
+            )
+            for rank in range(plan.pp)
+        ]
+    return make(
+        blocks,
+        keeper,
+        plan.activation_memory,
+        stages=stages,
+        rank=mesh["pp"].rank,
+        world=mesh.world,
+        memory=account.current(),
+    )
 
 
-def make_data_axis(model: GPT, group: Group, plan: "Plan", *, seed: int, device: str, store: Any = None,
-                   **options: Any) -> DataAxis:
+def make_data_axis(
+    model: GPT,
+    group: Group,
+    plan: "Plan",
+    *,
+    seed: int,
+    device: str,
+    store: Any = None,
+    **options: Any,
+) -> DataAxis:
     """DDP or ZeRO, to train the replicas of a model or of a part of it.
 
-    Args:    model: drawn; with ZeRO-3 not yet, and each rank draws its chunks alone. group: the ranks that share it.
+    Args:    model: drawn; with ZeRO-3 not yet, and each rank draws its chunks alone. group: the
+             ranks that share it.
              store: where ZeRO's chunks lie; options: further ones of the strategy.
     """
     options["algorithm"] = plan.algorithm
     if plan.compress != "none":
         options["scheme"] = load("compress")(plan.compress)
-    stage = plan.zero or (2 if plan.offload == "optimizer" else 0)      # on one rank: gradients by buckets
+    # on one rank: gradients by buckets
+    stage = plan.zero or (2 if plan.offload == "optimizer" else 0)
     if stage:
         options |= {"shard": plan.shard, "store": store}
     if stage < 3:
-        return cast(DataAxis, load(f"zero={stage}")(model, group, bucket_bytes=plan.bucket_bytes, **options))
-    tied = model.tokens if model.config.tied else None      # used at both ends: held all step
+        return cast(
+            DataAxis, load(f"zero={stage}")(model, group, bucket_bytes=plan.bucket_bytes, **options)
+        )
+    tied = model.tokens if model.config.tied else None  # used at both ends: held all step
     units = [child for _, child in model.children() if child is not tied]
-    return cast(DataAxis, load("zero=3")(model, group, units=units, seed=seed, device=device,
-                                         free_after_forward=not plan.keep_gathered, **options))
+    return cast(
+        DataAxis,
+        load("zero=3")(
+            model,
+            group,
+            units=units,
+            seed=seed,
+            device=device,
+            free_after_forward=not plan.keep_gathered,
+            **options,
+        ),
+    )

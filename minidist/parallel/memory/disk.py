@@ -1,12 +1,14 @@
 """Records on disk, and the few buffers through which they are read and written behind computation.
 
-A record is a raw file of regions, one behind the other, each an array of one dtype that begins on a page:
+A record is a raw file of regions, one behind the other, each an array of one dtype that begins on a
+page:
 
     blocks.0    | weights | gradients | m | v |
 
-No file is left behind, however the process ends: files have no names, so the system frees them with their last
-descriptors. A disk does not run full in the middle of a run, because a region's blocks are reserved when it is added.
-A write that fails in spite of it is reported by the next read, write or wait of any kind.
+No file is left behind, however the process ends: files have no names, so the system frees them with
+their last descriptors. A disk does not run full in the middle of a run, because a region's blocks
+are reserved when it is added. A write that fails in spite of it is reported by the next read, write
+or wait of any kind.
 """
 
 import errno
@@ -44,16 +46,18 @@ class Region(NamedTuple):
 
 
 class Record:
-    """A file of regions, zero until they are written; `label`: its name with rank and folder, for errors."""
+    """A file of regions, zero until they are written; `label`: its name with rank and folder, for
+    errors."""
 
     def __init__(self, name: str, label: str, fd: int) -> None:
         self.name, self.label, self.fd, self.nbytes = name, label, fd, 0
         self.close = weakref.finalize(self, os.close, fd)
         self.regions: dict[str, Region] = {}
-        self.writing: list[Move] = []           # a read waits for the writes that were begun before it
+        self.writing: list[Move] = []  # a read waits for the writes that were begun before it
 
     def add(self, key: str, dtype: Any, count: int) -> None:
-        """A region of `count` numbers, behind the others; its space is reserved. Raises DiskError for want of room."""
+        """A region of `count` numbers, behind the others; its space is reserved. Raises DiskError
+        for want of room."""
         dtype = np.dtype(dtype)
         region = self.regions[key] = Region(self.nbytes, count * dtype.itemsize, dtype)
         size = -(-region.nbytes // PAGE) * PAGE
@@ -69,8 +73,11 @@ class Record:
         """Write a region."""
         self._transfer("write", os.pwritev, key, array)
 
-    def _transfer(self, verb: str, call: Callable[[int, list[Any], int], int], key: str, array: Array) -> None:
-        """All of a region; a call may move less than it was asked for. Nothing of an array without data."""
+    def _transfer(
+        self, verb: str, call: Callable[[int, list[Any], int], int], key: str, array: Array
+    ) -> None:
+        """All of a region; a call may move less than it was asked for. Nothing of an array without
+        data."""
         if is_simulated():
             return
         data, region, done = bytes_view(np.ascontiguousarray(to_host(array))), self.regions[key], 0
@@ -92,7 +99,8 @@ class Record:
 
     @property
     def needed(self) -> list[str]:
-        """The regions that an update reads: all, but weights that are a rounding of their masters."""
+        """The regions that an update reads: all, but weights that are a rounding of their
+        masters."""
         return [key for key in self.regions if key != "weights" or self.master == "weights"]
 
 
@@ -102,19 +110,26 @@ def told(name: str, what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = {errno.ENOSPC: "make room, or name another folder with --offload-dir",
-                  errno.EFBIG: "raise the limit of file sizes (ulimit -f)"}.get(error.errno or 0, "check the disk")
-        raise DiskError(f"offload: {name}: cannot {what}: {error.strerror or error}; {advice}") from error
+        advice = {
+            errno.ENOSPC: "make room, or name another folder with --offload-dir",
+            errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
+        }.get(error.errno or 0, "check the disk")
+        raise DiskError(
+            f"offload: {name}: cannot {what}: {error.strerror or error}; {advice}"
+        ) from error
 
 
 class Loan:
-    """A buffer lent for one record. `arrays[key]` is a region's place in it, filled once wait() has returned."""
+    """A buffer lent for one record. `arrays[key]` is a region's place in it, filled once wait() has
+    returned."""
 
     def __init__(self, record: Record, pool: "Pool") -> None:
         self.record, self.buffer, self.pool = record, pool.take(), pool
         self.move: Move | None = None
-        self.arrays = {key: self.buffer[region.offset:region.offset + region.nbytes].view(region.dtype)
-                       for key, region in record.regions.items()}
+        self.arrays = {
+            key: self.buffer[region.offset : region.offset + region.nbytes].view(region.dtype)
+            for key, region in record.regions.items()
+        }
 
     def wait(self) -> "Loan":
         """Return when what was asked to be read is there."""
@@ -130,7 +145,8 @@ class Loan:
 
 
 class Pool:
-    """A fixed number of buffers: it bounds what is in flight, and so the host memory that offloading takes."""
+    """A fixed number of buffers: it bounds what is in flight, and so the host memory that
+    offloading takes."""
 
     def __init__(self, count: int, nbytes: int, device: str, memory: MemoryAccount) -> None:
         self.count, self.nbytes = count, nbytes
@@ -144,23 +160,35 @@ class Pool:
         try:
             return self._free.get(timeout=limit)
         except Empty as error:
-            raise TimeoutError(f"offload: none of {self.count} buffers came free in {limit:g} s; is the disk "
-                               f"still there?") from error
+            raise TimeoutError(
+                f"offload: none of {self.count} buffers came free in {limit:g} s; is the disk "
+                f"still there?"
+            ) from error
 
 
 class Disk:
     """One rank's records, a lane that reads, a lane that writes, and the buffers between them.
 
-    Args:    folder: where files are made (None: where the system keeps temporary ones); who: the rank, for errors.
+    Args:    folder: where files are made (None: where the system keeps temporary ones); who: the
+             rank, for errors.
              buffers: how many are in flight at most, each as large as the largest record.
              device: "cuda" for buffers in pinned memory; memory: the host's account.
              paces: of reading and of writing.
     Raises:  DiskError if the folder is missing or cannot be written.
     """
 
-    def __init__(self, folder: str | Path | None, traffic: MemoryTraffic, *, buffers: int, recorder: Recorder,
-                 memory: MemoryAccount, device: str = "cpu", who: str = "rank 0",
-                 paces: tuple[Pace | None, Pace | None] = (None, None)) -> None:
+    def __init__(
+        self,
+        folder: str | Path | None,
+        traffic: MemoryTraffic,
+        *,
+        buffers: int,
+        recorder: Recorder,
+        memory: MemoryAccount,
+        device: str = "cpu",
+        who: str = "rank 0",
+        paces: tuple[Pace | None, Pace | None] = (None, None),
+    ) -> None:
         self.folder, self.who = writable(folder), who
         self.buffers, self.device, self.memory = buffers, device, memory
         self.records: list[Record] = []
@@ -172,8 +200,10 @@ class Disk:
         """Raise DiskError unless so many bytes are free in the folder."""
         free = shutil.disk_usage(self.folder).free
         if free < nbytes and not is_simulated():
-            raise DiskError(f"offload: {self.who} needs {nbytes:,} bytes in {self.folder}, and {free:,} are free; make "
-                            f"room, or name another folder with --offload-dir")
+            raise DiskError(
+                f"offload: {self.who} needs {nbytes:,} bytes in {self.folder}, and {free:,} are "
+                "free; make room, or name another folder with --offload-dir"
+            )
 
     def record(self, name: str) -> Record:
         """A new file without a region, and without a name in the folder."""
@@ -182,7 +212,7 @@ class Disk:
             self.records.append(Record(name, label, os.dup(file.fileno())))
         return self.records[-1]
 
-    # ------------------------------------------------------------------------------------------ behind computation
+    # --------------------------------------------------------------------------- behind computation
 
     def has_spare(self) -> bool:
         """Whether a buffer may be taken for what is not needed yet: another stays free."""
@@ -194,7 +224,8 @@ class Disk:
         return Loan(record, self._pool_now())
 
     def start_read(self, record: Record, keys: Sequence[str]) -> Loan:
-        """Begin to read regions into a buffer, behind the writes of the record that were begun before."""
+        """Begin to read regions into a buffer, behind the writes of the record that were begun
+        before."""
         loan, before = self.lend(record), list(record.writing)
 
         def read() -> None:
@@ -207,7 +238,8 @@ class Disk:
         return loan
 
     def start_write(self, loan: Loan, keys: Sequence[str], *, after: Move | None = None) -> None:
-        """Begin to write regions from a buffer, `after` what fills it; then the buffer is given back."""
+        """Begin to write regions from a buffer, `after` what fills it; then the buffer is given
+        back."""
         record = loan.record
 
         def write() -> None:
@@ -235,8 +267,10 @@ class Disk:
         if self._pool is None or self._pool.nbytes < nbytes:
             if self._pool is not None:
                 self.check(wait=True)
-                assert self._pool.free() == self.buffers, "records grow only while nothing is in flight"
-            self._pool = None                   # first let go of the old ones
+                assert self._pool.free() == self.buffers, (
+                    "records grow only while nothing is in flight"
+                )
+            self._pool = None  # first let go of the old ones
             self._pool = Pool(self.buffers, nbytes, self.device, self.memory)
         return self._pool
 
@@ -249,14 +283,19 @@ class Disk:
 
 
 def writable(folder: str | Path | None) -> Path:
-    """The folder, or the system's for temporary files. Raises DiskError if no file can be made there."""
+    """The folder, or the system's for temporary files. Raises DiskError if no file can be made
+    there."""
     chosen = Path(tempfile.gettempdir() if folder is None else folder)
     if not chosen.is_dir():
-        raise DiskError(f"offload: {chosen} is {'not a folder' if chosen.exists() else 'not there'}; make it, or name "
-                        f"another folder with --offload-dir")
+        raise DiskError(
+            f"offload: {chosen} is {'not a folder' if chosen.exists() else 'not there'}; make "
+            "it, or name another folder with --offload-dir"
+        )
     try:
         with tempfile.TemporaryFile(dir=chosen):
             return chosen
     except OSError as error:
-        raise DiskError(f"offload: cannot write in {chosen}: {error.strerror or error}; name another folder with "
-                        f"--offload-dir") from error
+        raise DiskError(
+            f"offload: cannot write in {chosen}: {error.strerror or error}; name another folder "
+            "with --offload-dir"
+        ) from error

@@ -1,32 +1,41 @@
-"""Chapter 19 · Kept inputs: what checkpointing keeps of a block is cut over ranks, rounded, or sent to another memory.
+"""Chapter 19 · Kept inputs: what checkpointing keeps of a block is cut over ranks, rounded, or sent
+to another memory.
 
-The idea. A checkpointed model of L blocks keeps L inputs, x bytes each, and needs each one once, at a known time: just
-before the block's second forward. Until then it need not lie whole, exact and on the device. Three ways, in this order:
+The idea. A checkpointed model of L blocks keeps L inputs, x bytes each, and needs each one once, at
+a known time: just before the block's second forward. Until then it need not lie whole, exact and on
+the device. Three ways, in this order:
 
-    "8bit"      a number becomes a code of one byte, with one float32 scale for GROUP numbers of a token. It is rounded
-                up or down by chance (stochastic rounding), so that its expectation is the number itself
-    "shard"     the ranks of tp have the same x: each keeps 1/P of it, and backward gathers it (ZeRO-R's Pa)
-    "offload"   it goes to the host while the next block computes, and comes back while the block behind it does
+    "8bit"      a number becomes a code of one byte, with one float32 scale for GROUP numbers of a
+                token. It is rounded up or down by chance (stochastic rounding), so that its
+                expectation is the number itself
+    "shard"     the ranks of tp have the same x: each keeps 1/P of it, and backward gathers it
+                (ZeRO-R's Pa)
+    "offload"   it goes to the host while the next block computes, and comes back while the block
+                behind it does
 
                  forward                                     backward
-    keep         x1 -> codes -> own part -> host             host -> own part -> all-gather -> x1 -> block 1 again
+    keep         x1 -> codes -> own part -> host             host -> own part -> all-gather -> x1 ->
+                                                             block 1 again
     compute           block 2  …                             block 2 again, backward 2
 
-What a rank holds at the end of forward instead of L x, N numbers an input (x = 4 N in float32, width a multiple of
-GROUP), and what moves in a step; the ways go together (8bit and shard: the gather is of codes):
+What a rank holds at the end of forward instead of L x, N numbers an input (x = 4 N in float32,
+width a multiple of GROUP), and what moves in a step; the ways go together (8bit and shard: the
+gather is of codes):
 
                 device                  host     sent over tp, all ranks together     moved down, and up
     8bit        L N (1 + 4/GROUP)
     shard       L x / P                          L (P - 1) x
     offload     those on their way, ≤ 2 x  L x                                         L x each way
 
-Exact: shard and offload give the same bits. Not exact: 8bit. A restored number is off by less than its group's scale,
-the group's largest number over 127; errors of different numbers are independent and cancel on average. The forward
-does not see them: the loss of a step is exact, its gradients are those of blocks with inputs that are a little off.
-Chance is a hash of (block, seed, step, token, column), as in dropout, so it does not depend on how the job is cut.
+Exact: shard and offload give the same bits. Not exact: 8bit. A restored number is off by less than
+its group's scale, the group's largest number over 127; errors of different numbers are independent
+and cancel on average. The forward does not see them: the loss of a step is exact, its gradients are
+those of blocks with inputs that are a little off. Chance is a hash of (block, seed, step, token,
+column), as in dropout, so it does not depend on how the job is cut.
 
 notes:   N1 §2.2, N2 §10.4
-Source:  Rajbhandari et al. 2020, "ZeRO", §6.1 (Pa, Pa+cpu); Chen et al. 2021, "ActNN" (stochastic rounding by groups).
+Source:  Rajbhandari et al. 2020, "ZeRO", §6.1 (Pa, Pa+cpu); Chen et al. 2021, "ActNN" (stochastic
+         rounding by groups).
 """
 
 from collections.abc import Sequence
@@ -47,14 +56,15 @@ from minidist.nn import DropoutKey
 from minidist.parallel.memory.transfer_lanes import Move, Pace, TransferLane
 from minidist.parallel.step.recorder import Recorder, Silent
 
-GROUP = 128             # numbers of a token with one scale
-LARGEST = 127           # code
+GROUP = 128  # numbers of a token with one scale
+LARGEST = 127  # code
 
 
 def plain_codes(x: np.ndarray, chance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and the scale of one group of numbers, rounded up as often as the rest says; code × scale is about x."""
+    """Codes and the scale of one group of numbers, rounded up as often as the rest says; code ×
+    scale is about x."""
     scale = np.abs(x).max() / LARGEST
-    return np.floor(x / scale + chance).astype(np.int8), scale                   # chance: uniform in [0, 1)
+    return np.floor(x / scale + chance).astype(np.int8), scale  # chance: uniform in [0, 1)
 
 
 # The real one takes all tokens at once, and draws its chances by token and column.
@@ -63,7 +73,8 @@ def plain_codes(x: np.ndarray, chance: np.ndarray) -> tuple[np.ndarray, np.ndarr
 def quantise(x: Array, *, name: str, seed: int, tokens: Array) -> tuple[Array, Array]:
     """Codes, int8 (…, n), and scales, float32 (…, ⌈n/GROUP⌉), of x (…, n); stochastic rounding.
 
-    Args:    tokens: (…) integers, the global number of each token; with `name` and `seed` the key of its chances.
+    Args:    tokens: (…) integers, the global number of each token; with `name` and `seed` the key
+             of its chances.
     A group with inf or NaN is restored as NaN.
     """
     xp, n = array_module(x), x.shape[-1]
@@ -96,21 +107,34 @@ def restore(codes: Array, scales: Array, kind: np.dtype) -> Array:
 
 def bytes_of(numbers: int, width: int, itemsize: int, ways: Sequence[str]) -> int:
     """Bytes that stand for so many numbers of tokens of `width`, before they are cut."""
-    return numbers // width * (width + 4 * -(-width // GROUP)) if "8bit" in ways else numbers * itemsize
+    return (
+        numbers // width * (width + 4 * -(-width // GROUP))
+        if "8bit" in ways
+        else numbers * itemsize
+    )
 
 
 class InputKeeper:
     """Keeps the inputs of checkpointed blocks in the ways of a plan: a Module's `keeper`.
 
-    Args:    ways: some of WAYS; tp: the ranks with the same inputs, for "shard"; own: of all tokens of a key those of
-             the inputs here (None: all); host: the account of the host's memory; pace: how slow a bus to imagine.
-    Attributes: inputs, held: bytes of the inputs that were kept, and of what stood for them on this rank.
+    Args:    ways: some of WAYS; tp: the ranks with the same inputs, for "shard"; own: of all tokens
+             of a key those of the inputs here (None: all); host: the account of the host's memory;
+             pace: how slow a bus to imagine.
+    Attributes: inputs, held: bytes of the inputs that were kept, and of what stood for them on this
+    rank.
              traffic: bytes moved between device and host.
     """
 
-    def __init__(self, ways: Sequence[str], *, tp: Group | None = None, own: Any = None,
-                 host: MemoryAccount | None = None, recorder: Recorder | None = None,
-                 pace: Pace | None = None) -> None:
+    def __init__(
+        self,
+        ways: Sequence[str],
+        *,
+        tp: Group | None = None,
+        own: Any = None,
+        host: MemoryAccount | None = None,
+        recorder: Recorder | None = None,
+        pace: Pace | None = None,
+    ) -> None:
         self.ways, self.tp, self.own = tuple(ways), tp, own
         self.host = host or MemoryAccount(whose="host memory")
         self.inputs = self.held = 0
@@ -118,21 +142,32 @@ class InputKeeper:
         lane = partial(TransferLane, traffic=self.traffic, recorder=recorder or Silent(), pace=pace)
         self.down, self.up = lane("device", "host"), lane("host", "device")
         self._going: Move | None = None
-        self._free: dict[int, list[Array]] = {}         # host buffers that no input is in, by size
+        self._free: dict[int, list[Array]] = {}  # host buffers that no input is in, by size
 
     def __call__(self, where: str, args: tuple[Any, ...], x: Array) -> "KeptInput":
-        """Put x away, the input of the block at path `where`; the key is among its other arguments `args`."""
+        """Put x away, the input of the block at path `where`; the key is among its other arguments
+        `args`."""
         arrays = (x,)
         if "8bit" in self.ways:
-            arrays = self._codes(where, next((arg for arg in args if isinstance(arg, DropoutKey)), None), x)
+            arrays = self._codes(
+                where, next((arg for arg in args if isinstance(arg, DropoutKey)), None), x
+            )
         shapes = [array.shape for array in arrays]
         if "shard" in self.ways:
             arrays = tuple(map(self._own_part, arrays))
         nbytes = sum(array.nbytes for array in arrays)
         self.inputs, self.held = self.inputs + x.nbytes, self.held + nbytes
         if "offload" in self.ways:
-            return KeptInput(self, x, shapes, [self._go_down(where, array) for array in arrays], where)
-        return KeptInput(self, x, shapes, [account.current().hold(array, "activations") for array in arrays], where)
+            return KeptInput(
+                self, x, shapes, [self._go_down(where, array) for array in arrays], where
+            )
+        return KeptInput(
+            self,
+            x,
+            shapes,
+            [account.current().hold(array, "activations") for array in arrays],
+            where,
+        )
 
     def _codes(self, where: str, key: DropoutKey | None, x: Array) -> tuple[Array, ...]:
         if key is None:
@@ -142,30 +177,38 @@ class InputKeeper:
         return quantise(x, name=f"{where}/kept/{key.step}", seed=key.seed, tokens=key.tokens)
 
     def _own_part(self, array: Array) -> Array:
-        """A copy of this rank's part of the flattened array: as a view it would keep the whole alive."""
+        """A copy of this rank's part of the flattened array: as a view it would keep the whole
+        alive."""
         assert self.tp is not None
         edges = bounds(array.size, self.tp.size)
-        return array.reshape(-1)[edges[self.tp.rank]:edges[self.tp.rank + 1]].copy()
+        return array.reshape(-1)[edges[self.tp.rank] : edges[self.tp.rank + 1]].copy()
 
     def device_bytes(self, shape: tuple[int, ...], itemsize: int) -> int:
-        """Bytes on the device that stand for an input between forward and backward; with "shard" the smallest part's.
-        """
+        """Bytes on the device that stand for an input between forward and backward; with "shard"
+        the smallest part's."""
         whole = bytes_of(int(np.prod(shape)), shape[-1], itemsize, self.ways)
-        return 0 if "offload" in self.ways else whole // (self.tp.size if self.tp and "shard" in self.ways else 1)
+        return (
+            0
+            if "offload" in self.ways
+            else whole // (self.tp.size if self.tp and "shard" in self.ways else 1)
+        )
 
     def gather(self, part: Array, shape: tuple[int, ...]) -> Array:
         """The whole array on every rank. Cost: an all-gather."""
         assert self.tp is not None
         return self.tp.all_gather(part, algorithm="ring").reshape(shape)
 
-    # ------------------------------------------------------------------------------------------------------- host
+    # ----------------------------------------------------------------------------------------- host
 
     def _go_down(self, where: str, array: Array) -> Array:
-        """The array's place on the host, into which it begins to go: at most one waits for the bus."""
+        """The array's place on the host, into which it begins to go: at most one waits for the
+        bus."""
         if self._going is not None:
             self._going.wait()
         room = self._room(array.nbytes, device_of(array)).view(array.dtype).reshape(array.shape)
-        self._going = self.down.start(f"input of {where} down", array.nbytes, partial(copy, array, room, mark(array)))
+        self._going = self.down.start(
+            f"input of {where} down", array.nbytes, partial(copy, array, room, mark(array))
+        )
         return room
 
     def come_up(self, where: str, there: Array, device: str) -> tuple[Array, Move]:
@@ -173,7 +216,9 @@ class InputKeeper:
         if self._going is not None:
             self._going.wait()
         here = account.current().hold(empty(there.shape, there.dtype, device), "activations")
-        return here, self.up.start(f"input of {where} up", there.nbytes, partial(copy, there, here, mark(here)))
+        return here, self.up.start(
+            f"input of {where} up", there.nbytes, partial(copy, there, here, mark(here))
+        )
 
     def _room(self, nbytes: int, device: str) -> Array:
         free = self._free.setdefault(nbytes, [])
@@ -189,16 +234,27 @@ class InputKeeper:
         self.up.close()
 
     def record(self) -> dict[str, Any]:
-        """For metrics.json: bytes of inputs and of what stood for them in all steps, moves, and the host's memory."""
-        return {"input_bytes": self.inputs, "kept_bytes": self.held, "moved_bytes": dict(self.traffic.step),
-                "host_bytes": self.host.peak["activations"]}
+        """For metrics.json: bytes of inputs and of what stood for them in all steps, moves, and the
+        host's memory."""
+        return {
+            "input_bytes": self.inputs,
+            "kept_bytes": self.held,
+            "moved_bytes": dict(self.traffic.step),
+            "host_bytes": self.host.peak["activations"],
+        }
 
 
 class KeptInput:
     """One input that a keeper has: parts of its codes or numbers, on the device or the host."""
 
-    def __init__(self, keeper: InputKeeper, x: Array, shapes: list[tuple[int, ...]], arrays: list[Array],
-                 where: str) -> None:
+    def __init__(
+        self,
+        keeper: InputKeeper,
+        x: Array,
+        shapes: list[tuple[int, ...]],
+        arrays: list[Array],
+        where: str,
+    ) -> None:
         self.keeper, self.shapes, self.arrays, self.where = keeper, shapes, arrays, where
         self.kind, self.device = x.dtype, device_of(x)
         self.coming: list[tuple[Array, Move]] | None = None
@@ -206,7 +262,9 @@ class KeptInput:
     def prefetch(self) -> None:
         """Begin to bring it back to the device."""
         if "offload" in self.keeper.ways and self.coming is None and self.arrays:
-            self.coming = [self.keeper.come_up(self.where, there, self.device) for there in self.arrays]
+            self.coming = [
+                self.keeper.come_up(self.where, there, self.device) for there in self.arrays
+            ]
 
     def take(self) -> Array:
         """The input, whole on the device. Cost: with "shard" an all-gather of each array."""
@@ -220,6 +278,11 @@ class KeptInput:
             arrays = [here for here, _ in coming]
         self.arrays = []
         if "shard" in self.keeper.ways:
-            arrays = [self.keeper.gather(part, shape) for part, shape in zip(arrays, self.shapes, strict=True)]
-        whole = restore(arrays[0], arrays[1], self.kind) if "8bit" in self.keeper.ways else arrays[0]
+            arrays = [
+                self.keeper.gather(part, shape)
+                for part, shape in zip(arrays, self.shapes, strict=True)
+            ]
+        whole = (
+            restore(arrays[0], arrays[1], self.kind) if "8bit" in self.keeper.ways else arrays[0]
+        )
         return account.current().hold(whole, "activations")

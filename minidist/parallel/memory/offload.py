@@ -1,57 +1,66 @@
-"""Chapter 20 · Offload: what does not fit on the device lies on the host or on disk, and comes when it is needed.
+"""Chapter 20 · Offload: what does not fit on the device lies on the host or on disk, and comes when
+it is needed.
 
-The idea. Of a parameter's 16 bytes a device computes with few at any moment: the optimizer's state is touched once a
-step, the weights of a layer twice. So each byte lies where it is cheap to keep, and moves while the device computes
-with others. What a device must hold shrinks to what is at work, and what moves is known to the byte:
+The idea. Of a parameter's 16 bytes a device computes with few at any moment: the optimizer's state
+is touched once a step, the weights of a layer twice. So each byte lies where it is cheap to keep,
+and moves while the device computes with others. What a device must hold shrinks to what is at work,
+and what moves is known to the byte:
 
-    OnHost  (ZeRO-Offload)      device   weights | forward, backward            | wait |              |
-                                         gradients of a bucket go down -->
+    OnHost  (ZeRO-Offload)      device   weights | forward, backward            | wait |
+                                         | gradients of a bucket go down -->
                                 host                                            | Adam | weights go up -->
 
-    OnDisk  (ZeRO-Infinity)     disk     read 1 | read 2   | read 3   | …         write gradients 3 | …
+    OnDisk  (ZeRO-Infinity)     disk     read 1 | read 2   | read 3   | …         write gradients 3
+                                | …
                                 host     a few buffers: what comes, what is worked on, what goes
                                 device            unit 1   | unit 2   | unit 3
 
-A store (zero/shards.py) says where a rank's chunks lie; ZeRO (chapters 14 to 16) says which chunks are a rank's. So
-both compose with any number of ranks, and on one rank a chunk is the whole run. What each rank holds, Ψ parameters in
-bytes, P ranks, with Adam in float32 (and in mixed precision, with masters in float32):
+A store (zero/shards.py) says where a rank's chunks lie; ZeRO (chapters 14 to 16) says which chunks
+are a rank's. So both compose with any number of ranks, and on one rank a chunk is the whole run.
+What each rank holds, Ψ parameters in bytes, P ranks, with Adam in float32 (and in mixed precision,
+with masters in float32):
 
                   one device     OnHost, ZeRO-2                        OnDisk, ZeRO-3
-    device        16Ψ (16Ψ)      4Ψ (2Ψ), and three buckets: one       two units, the root's; gradients of three units:
+    device        16Ψ (16Ψ)      4Ψ (2Ψ), and three buckets: one       two units, the root's;
+                                 gradients of three units:
                                  fills, one is reduced, one goes down  one fills, one is reduced, one goes down
     host                         16Ψ/P (14Ψ/P): master, m, v,          `buffers` records
                                  gradients
     disk                                                               16Ψ/P (16Ψ/P), on whole pages
 
-ZeRO-1 keeps its gradients on the device, so OnHost saves 8Ψ (12Ψ) there; with ZeRO-3 the device holds 4Ψ/P (2Ψ/P).
+ZeRO-1 keeps its gradients on the device, so OnHost saves 8Ψ (12Ψ) there; with ZeRO-3 the device
+holds 4Ψ/P (2Ψ/P).
 
-Traffic, a step and rank, A backward passes, w bytes a weight and a gradient, each Ψ/P long; K the optimizer's bytes a
-parameter, the master's among them in mixed precision:
+Traffic, a step and rank, A backward passes, w bytes a weight and a gradient, each Ψ/P long; K the
+optimizer's bytes a parameter, the master's among them in mixed precision:
 
     OnHost   device to host    A w Ψ/P      gradients (ZeRO-1: once, whatever A)
-             host to device    w Ψ/P        new weights: 2Ψ + 2Ψ for A = 1 in fp16, as the paper has it
+             host to device    w Ψ/P        new weights: 2Ψ + 2Ψ for A = 1 in fp16, as the paper has
+                                            it
     OnDisk   disk to host      2A w         weights, before forward and backward (the root's once)
                                + (A-1) w    gradients so far
-                               + w + K'     for the update: gradients, masters and states (K' = K, and w where the
-                                            weights are their own masters)
+                               + w + K'     for the update: gradients, masters and states (K' = K,
+                                            and w where the weights are their own masters)
              host to device    2A w
              device to host    A w          gradients
              host to disk      A w          gradients
                                + w + K      new weights, masters and states
              In float32 with Adam, A = 1: 24Ψ/P read, 16Ψ/P written.
 
-Where a gradient is a sum over more ranks than those of the data axis that share a copy (hybrid sharding: over copies;
-chapter 17: of what ranks of tp, or both ends of a pipeline, hold alike), that sum is made at the end of the step, from
-host to host: nothing moves for it with OnHost, and OnDisk reads and writes these gradients once more. In a pipeline
-each microbatch is a pass of ZeRO-2 and 3.
+Where a gradient is a sum over more ranks than those of the data axis that share a copy (hybrid
+sharding: over copies; chapter 17: of what ranks of tp, or both ends of a pipeline, hold alike),
+that sum is made at the end of the step, from host to host: nothing moves for it with OnHost, and
+OnDisk reads and writes these gradients once more. In a pipeline each microbatch is a pass of ZeRO-2
+and 3.
 
-Weights are read ahead of their unit, gradients are written behind the next one's backward, and the update of a run
-hides the read of the next and the write of the last. The number of buffers bounds what is in flight: one is enough, and
-hides nothing. The arithmetic and its order do not change: the same bits as without. OnDisk is in offload_disk.py.
+Weights are read ahead of their unit, gradients are written behind the next one's backward, and the
+update of a run hides the read of the next and the write of the last. The number of buffers bounds
+what is in flight: one is enough, and hides nothing. The arithmetic and its order do not change: the
+same bits as without. OnDisk is in offload_disk.py.
 
 notes:   N2 §10.2
-Source:  Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training"; Rajbhandari et al. 2021,
-         "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning".
+Source:  Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training"; Rajbhandari et
+         al. 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning".
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -78,41 +87,51 @@ from minidist.parallel.step.step import Batch
 from minidist.parallel.zero.shards import ShardStore
 
 
-def plain_offload(model: GPT, optimizer: Optimizer, batches: Iterable[Batch], host: Sequence[Parameter]) -> float:
-    """ZeRO-Offload on one process: the optimizer is made of `host`, copies of the weights; returns the last loss."""
+def plain_offload(
+    model: GPT, optimizer: Optimizer, batches: Iterable[Batch], host: Sequence[Parameter]
+) -> float:
+    """ZeRO-Offload on one process: the optimizer is made of `host`, copies of the weights; returns
+    the last loss."""
     for inputs, targets in batches:
         loss = model.loss(inputs, targets, divisor=targets.size)
         loss.backward()
         for p, h in zip(model.parameters(), host, strict=True):
-            h.grad = np.array(p.grad)                          # gradients go down: 1 × the model
-            p.zero_grad()                                      # and are freed on the device
-        optimizer.step()                                       # Adam on the host, beside its m and v
+            h.grad = np.array(p.grad)  # gradients go down: 1 × the model
+            p.zero_grad()  # and are freed on the device
+        optimizer.step()  # Adam on the host, beside its m and v
         for p, h in zip(model.parameters(), host, strict=True):
-            p.data[...] = h.data                               # new weights come up: 1 × the model
+            p.data[...] = h.data  # new weights come up: 1 × the model
     return float(loss.item())
 
 
-# `OnHost` below moves a rank's chunks only (chapter 15 says which), bucket by bucket and at the same time as the device
-# computes: a bucket goes down while the next one fills. `OnDisk` moves everything, the weights too, and reads ahead.
+# `OnHost` below moves a rank's chunks only (chapter 15 says which), bucket by bucket and at the
+# same time as the device
+# computes: a bucket goes down while the next one fills. `OnDisk` moves everything, the weights too,
+# and reads ahead.
 
 
 class OffDevice(ShardStore):
-    """What both stores share: the lanes between device and host, and pieces whose arrays are brought for the update.
+    """What both stores share: the lanes between device and host, and pieces whose arrays are
+    brought for the update.
 
-    Args:    recorder: is told what moves when; down, up: how slow a bus to imagine, device to host and back.
+    Args:    recorder: is told what moves when; down, up: how slow a bus to imagine, device to host
+             and back.
     """
 
-    def __init__(self, *, recorder: Recorder | None = None, down: Pace | None = None, up: Pace | None = None) -> None:
+    def __init__(
+        self, *, recorder: Recorder | None = None, down: Pace | None = None, up: Pace | None = None
+    ) -> None:
         super().__init__()
         self.recorder = recorder or Silent()
         self.down = TransferLane("device", "host", self.traffic, recorder=self.recorder, pace=down)
         self.up = TransferLane("host", "device", self.traffic, recorder=self.recorder, pace=up)
         self._names: dict[int, str] = {}
         self._pieces: dict[int, list[Piece]] = {}
-        self._going: Move | None = None         # the gradients that are on their way down
+        self._going: Move | None = None  # the gradients that are on their way down
 
     def stored_pieces(self, flat: Flat, weights: Array, gradients: Array) -> list[Piece]:
-        """flat.pieces, each of which knows its store, its run, and its place in the rank's chunk."""
+        """flat.pieces, each of which knows its store, its run, and its place in the rank's
+        chunk."""
         pieces: list[Any] = flat.pieces(weights, gradients)
         for piece, (_, place, _) in zip(pieces, flat.chunk_spans(), strict=True):
             piece.store, piece.flat, piece.place = self, flat, place
@@ -126,14 +145,16 @@ class OffDevice(ShardStore):
         return None
 
     def go_down(self, flat: Flat, nbytes: int, work: Callable[[], None]) -> Move:
-        """Begin to take gradients down, once those before are: at most one buffer waits for the bus."""
+        """Begin to take gradients down, once those before are: at most one buffer waits for the
+        bus."""
         if self._going is not None:
             self._going.wait()
         self._going = self.down.start(f"gradients {self._names[id(flat)]} down", nbytes, work)
         return self._going
 
     def before_use(self) -> None:
-        """Wait for what is on its way down, under a limit: else how much is held would depend on how fast it goes."""
+        """Wait for what is on its way down, under a limit: else how much is held would depend on
+        how fast it goes."""
         if self._going is not None and account.current().limit is not None:
             self._going.wait()
 
@@ -149,7 +170,9 @@ class OffDevice(ShardStore):
         with account.use(self.host), super().gradients(flats) as sums:
             yield sums
 
-    def state(self, model: Module, flats: Sequence[Flat], *, algorithm: str) -> dict[str, np.ndarray]:
+    def state(
+        self, model: Module, flats: Sequence[Flat], *, algorithm: str
+    ) -> dict[str, np.ndarray]:
         """Masters come from the host or the disk, and nothing of it touches the device."""
         with account.use(self.host):
             return super().state(model, flats, algorithm=algorithm)
@@ -160,24 +183,27 @@ class OffDevice(ShardStore):
 
 
 def take_down(bus: list[Array], sums: np.ndarray, ready: Any, *, first: bool) -> None:
-    """Add the chunk on the bus to sums, or replace them; its buffer on the device is free when this returns."""
+    """Add the chunk on the bus to sums, or replace them; its buffer on the device is free when this
+    returns."""
     chunk = bus.pop()
     if first:
         copy(chunk, sums, ready)
     else:
-        with np.errstate(over="ignore", invalid="ignore"):          # float16's that overflowed: `update` finds them
+        # float16's that overflowed: `update` finds them
+        with np.errstate(over="ignore", invalid="ignore"):
             np.add(sums, bring(chunk, ready), out=sums)
 
 
 def by_run(slots: Sequence[Slot]) -> Iterator[tuple[Flat, list[Slot]]]:
     """Slots in their order, by the run that their pieces belong to."""
-    for _, run in groupby(slots, key=lambda slot: id(slot.weights.flat)):   # type: ignore[attr-defined]
+    for _, run in groupby(slots, key=lambda slot: id(slot.weights.flat)):  # type: ignore[attr-defined]
         chosen = list(run)
-        yield chosen[0].weights.flat, chosen                                # type: ignore[attr-defined]
+        yield chosen[0].weights.flat, chosen  # type: ignore[attr-defined]
 
 
 class OnHost(OffDevice):
-    """ZeRO-Offload: master weights (in float32 too), optimizer state, summed gradients and the update on the host."""
+    """ZeRO-Offload: master weights (in float32 too), optimizer state, summed gradients and the
+    update on the host."""
 
     def keep_gradients(self, flat: Flat, shard: Array | None = None) -> None:
         """Room on the host; `shard` only says where a sum will be when it goes down."""
@@ -191,8 +217,9 @@ class OnHost(OffDevice):
     def pieces(self, flat: Flat, precision: Precision) -> list[Piece]:
         """Over a float32 (float64) copy on the host."""
         low = flat.dtype in LOW_PRECISION
-        master = self._host_zeros(flat, np.dtype(np.float32) if low else flat.dtype,
-                                  "optimizer" if low else "parameters")
+        master = self._host_zeros(
+            flat, np.dtype(np.float32) if low else flat.dtype, "optimizer" if low else "parameters"
+        )
         master[...] = weights = to_host(self._weights[id(flat)])
         unround(master, weights, flat.chunk_spans())
         self._masters[id(flat)] = master
@@ -216,12 +243,19 @@ class OnHost(OffDevice):
                 yield from run
                 if changes:
                     master, weights = self._masters[id(flat)], self._weights[id(flat)]
-                    moves.append(self.up.start(f"weights {self._names[id(flat)]} up", weights.nbytes,
-                                               partial(copy, master, weights, mark(weights))))
+                    moves.append(
+                        self.up.start(
+                            f"weights {self._names[id(flat)]} up",
+                            weights.nbytes,
+                            partial(copy, master, weights, mark(weights)),
+                        )
+                    )
             for move in moves:
                 move.wait()
 
     def _host_zeros(self, flat: Flat, dtype: np.dtype, category: str) -> Array:
-        room = host_bytes(flat.chunk_size * dtype.itemsize, device_of(self._weights[id(flat)])).view(dtype)
+        room = host_bytes(
+            flat.chunk_size * dtype.itemsize, device_of(self._weights[id(flat)])
+        ).view(dtype)
         room[...] = 0
         return self.host.hold(room, category)

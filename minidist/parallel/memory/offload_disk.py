@@ -1,7 +1,9 @@
-"""Chapter 20 · Offload to disk (ZeRO-Infinity): weights, gradients and state lie in files, and come through buffers.
+"""Chapter 20 · Offload to disk (ZeRO-Infinity): weights, gradients and state lie in files, and come
+through buffers.
 
-offload.py has the idea, what lies where, and the traffic in bytes. Here is the store. With prefetch the read of a unit
-hides behind the computation of the one before; without a free buffer it begins when the unit needs it.
+offload.py has the idea, what lies where, and the traffic in bytes. Here is the store. With prefetch
+the read of a unit hides behind the computation of the one before; without a free buffer it begins
+when the unit needs it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,27 +29,47 @@ from minidist.parallel.step.recorder import Recorder
 
 
 class OnDisk(OffDevice):
-    """ZeRO-Infinity: weights, gradients, master weights and optimizer state in one record a run on disk. For ZeRO-3.
+    """ZeRO-Infinity: weights, gradients, master weights and optimizer state in one record a run on
+    disk. For ZeRO-3.
 
-    Args:    folder, buffers, device: as Disk's; read, write: how slow a disk to imagine; down, up: as OffDevice's.
+    Args:    folder, buffers, device: as Disk's; read, write: how slow a disk to imagine; down, up:
+             as OffDevice's.
     Raises:  DiskError for a folder that is missing, cannot be written or is full.
     """
 
-    def __init__(self, folder: str | Path | None = None, *, buffers: int = 4, device: str = "cpu",
-                 recorder: Recorder | None = None, read: Pace | None = None, write: Pace | None = None,
-                 down: Pace | None = None, up: Pace | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        buffers: int = 4,
+        device: str = "cpu",
+        recorder: Recorder | None = None,
+        read: Pace | None = None,
+        write: Pace | None = None,
+        down: Pace | None = None,
+        up: Pace | None = None,
+    ) -> None:
         super().__init__(recorder=recorder, down=down, up=up)
-        self.disk = Disk(folder, self.traffic, buffers=buffers, device=device, recorder=self.recorder,
-                         memory=self.host, paces=(read, write))
+        self.disk = Disk(
+            folder,
+            self.traffic,
+            buffers=buffers,
+            device=device,
+            recorder=self.recorder,
+            memory=self.host,
+            paces=(read, write),
+        )
         self._records: dict[int, Record] = {}
-        self._coming: dict[int, Loan] = {}              # weights that are read ahead
-        self._squares: dict[int, list[list[float]]] = {}    # of each run, of each piece's gradient the blocks' sums
+        self._coming: dict[int, Loan] = {}  # weights that are read ahead
+        # of each run, of each piece's gradient the blocks' sums
+        self._squares: dict[int, list[list[float]]] = {}
 
     def begin(self, who: str) -> None:
         self.disk.who = who
 
     def require(self, nbytes: int, who: str) -> None:
-        """Raise DiskError unless the folder has room for this rank; where ranks share it, reserving files tells."""
+        """Raise DiskError unless the folder has room for this rank; where ranks share it, reserving
+        files tells."""
         self.begin(who)
         self.disk.require(nbytes)
 
@@ -71,10 +93,13 @@ class OnDisk(OffDevice):
             master = widen(weights)
             unround(master, weights, flat.chunk_spans())
             record.write("master", master)
-        return self.stored_pieces(flat, nothing(record.regions[record.master].dtype, (flat.chunk_size,)),
-                                  nothing(flat.dtype, (flat.chunk_size,)))
+        return self.stored_pieces(
+            flat,
+            nothing(record.regions[record.master].dtype, (flat.chunk_size,)),
+            nothing(flat.dtype, (flat.chunk_size,)),
+        )
 
-    # ------------------------------------------------------------------------------------------- while computing
+    # ------------------------------------------------------------------------------ while computing
 
     def prefetch(self, flat: Flat) -> None:
         """Begin to read, if a buffer is free and another stays so."""
@@ -83,11 +108,16 @@ class OnDisk(OffDevice):
 
     def weights(self, flat: Flat, place: Array) -> Array:
         """Read into `place`, or take there what was read ahead."""
-        loan = self._coming.pop(id(flat), None) or self.disk.start_read(self._records[id(flat)], ["weights"])
+        loan = self._coming.pop(id(flat), None) or self.disk.start_read(
+            self._records[id(flat)], ["weights"]
+        )
         with self.recorder.span(f"wait for {self._names[id(flat)]}"):
             loan.wait()
-            self.up.start(f"weights {self._names[id(flat)]} up", place.nbytes,
-                          partial(copy, loan.arrays["weights"], place, mark(place))).wait()
+            self.up.start(
+                f"weights {self._names[id(flat)]} up",
+                place.nbytes,
+                partial(copy, loan.arrays["weights"], place, mark(place)),
+            ).wait()
         loan.end()
         return place
 
@@ -105,14 +135,23 @@ class OnDisk(OffDevice):
         self.disk.start_write(loan, ["gradients"], after=self.go_down(flat, chunk.nbytes, work))
 
     def _note_squares(self, flat: Flat, sums: np.ndarray) -> None:
-        self._squares[id(flat)] = [[*map(float, block_sums(sums[place]))] for _, place, _ in flat.chunk_spans()]
+        self._squares[id(flat)] = [
+            [*map(float, block_sums(sums[place]))] for _, place, _ in flat.chunk_spans()
+        ]
 
     @contextmanager
     def gradients(self, flats: Sequence[Flat]) -> Iterator[list[Array]]:
         """Read from disk, and written back."""
         with account.use(self.host):
-            runs = [(flat, self.host.hold(self._read_now(self._records[id(flat)], "gradients"), "gradients"))
-                    for flat in flats]
+            runs = [
+                (
+                    flat,
+                    self.host.hold(
+                        self._read_now(self._records[id(flat)], "gradients"), "gradients"
+                    ),
+                )
+                for flat in flats
+            ]
             for flat, sums in runs:
                 self._show(flat, sums)
             yield [sums for _, sums in runs]
@@ -130,13 +169,18 @@ class OnDisk(OffDevice):
             piece.grad = sums[piece.place].reshape(piece.grad.shape)
 
     def squares(self, pieces: Iterable[Piece]) -> float:
-        """From the sums that were taken as gradients passed: the same bits as from the gradients."""
+        """From the sums that were taken as gradients passed: the same bits as from the
+        gradients."""
         some = set(map(id, pieces))
-        return add_exactly(block for number, sums in self._squares.items()
-                           for piece, blocks in zip(self._pieces[number], sums, strict=True) if id(piece) in some
-                           for block in blocks)
+        return add_exactly(
+            block
+            for number, sums in self._squares.items()
+            for piece, blocks in zip(self._pieces[number], sums, strict=True)
+            if id(piece) in some
+            for block in blocks
+        )
 
-    # ------------------------------------------------------------------------------------------------- the update
+    # ----------------------------------------------------------------------------------- the update
 
     def make_state(self, weights: Any, names: tuple[str, ...]) -> dict[str, Array]:
         """Regions of zeros, made with the first piece of a run; returns arrays without values."""
@@ -148,14 +192,16 @@ class OnDisk(OffDevice):
 
     def walk(self, slots: Sequence[Slot], *, changes: bool = True) -> Iterator[Slot]:
         """Run by run: while one is updated, the next is read and the one before written."""
-        while self._coming and changes:         # read ahead in vain: it is about to change
+        while self._coming and changes:  # read ahead in vain: it is about to change
             self._coming.popitem()[1].end()
         runs = [(self._records[id(flat)], run) for flat, run in by_run(slots)]
         ahead: Loan | None = None
         with account.use(self.host):
             for number, (record, run) in enumerate(runs, start=1):
                 loan = ahead or self.disk.start_read(record, record.needed)
-                following = runs[number][0] if number < len(runs) and self.disk.has_spare() else None
+                following = (
+                    runs[number][0] if number < len(runs) and self.disk.has_spare() else None
+                )
                 ahead = self.disk.start_read(following, following.needed) if following else None
                 with self.recorder.span(f"wait for {record.name}"):
                     loan.wait()
@@ -164,7 +210,7 @@ class OnDisk(OffDevice):
                     move_in(slot, loan.arrays, record.master)
                 yield from run
                 for slot, (data, grad, state) in zip(run, empty, strict=True):
-                    slot.weights.data, slot.weights.grad, slot.state = data, grad, state    # type: ignore[misc]
+                    slot.weights.data, slot.weights.grad, slot.state = data, grad, state  # type: ignore[misc]
                 if not changes:
                     loan.end()
                     continue
@@ -198,7 +244,8 @@ def nothing(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def move_in(slot: Slot, arrays: Mapping[str, Array], master: str) -> None:
-    """The slot's arrays become views of a chunk's: of its state by name, of `master` and of "gradients"."""
+    """The slot's arrays become views of a chunk's: of its state by name, of `master` and of
+    "gradients"."""
     piece: Any = slot.weights
     shape = piece.data.shape
     slot.state = {key: arrays[key][piece.place].reshape(shape) for key in slot.state}

@@ -1,7 +1,8 @@
 """Chapter 11 · The executor: runs one rank's list of instructions on any kind of work.
 
-It moves arrays between ranks in the order of the list, and asks the work to compute. The message that the next compute
-needs arrives during the present compute, and results leave during the next one:
+It moves arrays between ranks in the order of the list, and asks the work to compute. The message
+that the next compute needs arrives during the present compute, and results leave during the next
+one:
 
     compute      forward 2           | forward 3           | backward 0 …
     leaves       activation 1 ------>  activation 2 ------>
@@ -38,16 +39,21 @@ class StageWork(Protocol):
     """What the stages of one rank compute."""
 
     def skips(self, microbatch: int) -> bool:
-        """Whether a microbatch has nothing to compute on any rank; then its instructions are left out."""
+        """Whether a microbatch has nothing to compute on any rank; then its instructions are left
+        out."""
 
     def room(self, receive: Instruction) -> Array | None:
         """The array that takes the message of a receive; None: a new one."""
 
     def forward(self, stage: int, microbatch: int, x: Array | None) -> Array | None:
-        """From the activation of the previous stage (None on the first) to that of this one (None on the last)."""
+        """From the activation of the previous stage (None on the first) to that of this one (None
+        on the last)."""
 
-    def backward(self, stage: int, microbatch: int, dy: Array | None, *, whole: bool) -> Array | None:
-        """From the gradient of the stage's output to that of its input; if `whole`, the weights' gradients too."""
+    def backward(
+        self, stage: int, microbatch: int, dy: Array | None, *, whole: bool
+    ) -> Array | None:
+        """From the gradient of the stage's output to that of its input; if `whole`, the weights'
+        gradients too."""
 
     def backward_weights(self, stage: int, microbatch: int) -> None:
         """The gradients of weights that an earlier backward deferred."""
@@ -56,29 +62,44 @@ class StageWork(Protocol):
 class Executor:
     """Runs a rank's list.
 
-    Raises:  ScheduleError if the schedule is for another number of ranks than `group` has, or not checked.
+    Raises:  ScheduleError if the schedule is for another number of ranks than `group` has, or not
+             checked.
     """
 
-    def __init__(self, schedule: Schedule, group: Group, *, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self, schedule: Schedule, group: Group, *, recorder: Recorder | None = None
+    ) -> None:
         if schedule.ranks != group.size:
-            raise ScheduleError(f"schedule {schedule.name} is for {schedule.ranks} ranks, and the group has "
-                                f"{group.size}; make it for {group.size}")
+            raise ScheduleError(
+                f"schedule {schedule.name} is for {schedule.ranks} ranks, and the group has "
+                f"{group.size}; make it for {group.size}"
+            )
         if not schedule.checked:
-            raise ScheduleError(f"schedule {schedule.name} was not checked, and might never end; pass what "
-                                f"schedule_checker.check(schedule) returns")
+            raise ScheduleError(
+                f"schedule {schedule.name} was not checked, and might never end; pass what "
+                f"schedule_checker.check(schedule) returns"
+            )
         self.schedule, self.group, self.recorder = schedule, group, recorder or Silent()
-        self._values: dict[Instruction, Array] = {}     # receive -> its array: arrived, or about to be sent
+        # receive -> its array: arrived, or about to be sent
+        self._values: dict[Instruction, Array] = {}
         self._arriving: dict[Instruction, Pending] = {}
         self._leaving: list[Pending] = []
 
     def run(self, work: StageWork, *, backwards: bool = True) -> None:
-        """Run the list once, until all is computed and sent; to evaluate, without backwards and their messages."""
-        instructions = [instruction for instruction in self.schedule.lists[self.group.rank]
-                        if (backwards or isinstance(instruction, (Forward, SendActivation, RecvActivation)))
-                        and not work.skips(instruction.microbatch)]
+        """Run the list once, until all is computed and sent; to evaluate, without backwards and
+        their messages."""
+        instructions = [
+            instruction
+            for instruction in self.schedule.lists[self.group.rank]
+            if (backwards or isinstance(instruction, (Forward, SendActivation, RecvActivation)))
+            and not work.skips(instruction.microbatch)
+        ]
         self._start_receives(work, instructions)
         for number, instruction in enumerate(instructions, start=1):
-            details: dict[str, Any] = {"stage": instruction.stage, "microbatch": instruction.microbatch}
+            details: dict[str, Any] = {
+                "stage": instruction.stage,
+                "microbatch": instruction.microbatch,
+            }
             if isinstance(instruction, COMPUTES):
                 self._start_receives(work, instructions[number:])
                 with self.recorder.span(instruction.word, **details):
@@ -93,12 +114,18 @@ class Executor:
     def _compute(self, work: StageWork, instruction: Instruction) -> None:
         stage, microbatch = instruction.stage, instruction.microbatch
         if isinstance(instruction, Forward):
-            y = work.forward(stage, microbatch, self._values.pop(RecvActivation(stage, microbatch), None))
+            y = work.forward(
+                stage, microbatch, self._values.pop(RecvActivation(stage, microbatch), None)
+            )
             if y is not None:
                 self._values[RecvActivation(stage + 1, microbatch)] = y
         elif isinstance(instruction, (Backward, BackwardInput)):
-            dx = work.backward(stage, microbatch, self._values.pop(RecvGradient(stage, microbatch), None),
-                               whole=isinstance(instruction, Backward))
+            dx = work.backward(
+                stage,
+                microbatch,
+                self._values.pop(RecvGradient(stage, microbatch), None),
+                whole=isinstance(instruction, Backward),
+            )
             if dx is not None:
                 self._values[RecvGradient(stage - 1, microbatch)] = dx
         else:
@@ -107,7 +134,11 @@ class Executor:
     def _start_send(self, send: Instruction) -> None:
         self._end_sends()
         receive = received_as(send)
-        self._leaving.append(self.group.start_send(self._values.pop(receive), dst=self.schedule.rank_of(receive.stage)))
+        self._leaving.append(
+            self.group.start_send(
+                self._values.pop(receive), dst=self.schedule.rank_of(receive.stage)
+            )
+        )
 
     def _end_sends(self, *, wait: bool = False) -> None:
         """Drop the sends that are complete; `wait`: wait for all of them."""
@@ -120,4 +151,6 @@ class Executor:
         for instruction in takewhile(lambda other: not isinstance(other, COMPUTES), following):
             if isinstance(instruction, RECEIVES):
                 source = self.schedule.rank_of(sent_as(instruction).stage)
-                self._arriving[instruction] = self.group.start_recv(source, out=work.room(instruction))
+                self._arriving[instruction] = self.group.start_recv(
+                    source, out=work.room(instruction)
+                )

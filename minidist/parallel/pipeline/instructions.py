@@ -1,7 +1,8 @@
-"""Chapter 11 · Instructions: what a rank of a pipeline can be told to do. A schedule is a list of them for each rank.
+"""Chapter 11 · Instructions: what a rank of a pipeline can be told to do. A schedule is a list of
+them for each rank.
 
-    rank 0   Forward(0, 0)  SendActivation(0, 0)  …  RecvGradient(0, 0)  Backward(0, 0)
-    rank 1   RecvActivation(1, 0)  Forward(1, 0)  Backward(1, 0)  SendGradient(1, 0)  …         (stage, microbatch)
+rank 0   Forward(0, 0)  SendActivation(0, 0)  …  RecvGradient(0, 0)  Backward(0, 0)
+rank 1   RecvActivation(1, 0)  Forward(1, 0)  Backward(1, 0)  SendGradient(1, 0)  …         (stage, microbatch)
 """
 
 from dataclasses import dataclass, field
@@ -23,41 +24,50 @@ class Instruction:
 
 class Forward(Instruction):
     """Run the stage's layers."""
+
     word = "forward"
 
 
 class Backward(Instruction):
     """Compute the gradients of the stage's weights and of its input."""
+
     word = "backward"
 
 
 class BackwardInput(Instruction):
-    """Compute the gradient of the stage's input; BackwardWeights computes those of its weights later."""
+    """Compute the gradient of the stage's input; BackwardWeights computes those of its weights
+    later."""
+
     word = "backward for the input"
 
 
 class BackwardWeights(Instruction):
     """Compute the gradients of the stage's weights."""
+
     word = "backward for the weights"
 
 
 class SendActivation(Instruction):
     """Start to send the stage's output to the next stage."""
+
     word = "send of the activation"
 
 
 class RecvActivation(Instruction):
     """Wait for the stage's input, from the previous stage."""
+
     word = "receive of the activation"
 
 
 class SendGradient(Instruction):
     """Start to send the gradient of the stage's input to the previous stage."""
+
     word = "send of the gradient"
 
 
 class RecvGradient(Instruction):
     """Wait for the gradient of the stage's output, from the next stage."""
+
     word = "receive of the gradient"
 
 
@@ -82,13 +92,17 @@ def received_as(send: Instruction) -> Instruction:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The instructions of every rank; stage s is on rank s mod ranks, or goes there and back (v_shaped).
+    """The instructions of every rank; stage s is on rank s mod ranks, or goes there and back
+    (v_shaped).
 
     Attributes: lists: in rank order, each in the order in which the rank runs it.
                 chunks: stages a rank (v).
-                checked: whether schedule_checker.check has proved it; make_schedule returns checked schedules.
-                v_shaped: of 2p stages rank r has r and 2p-1-r: the first and the last stage are on one rank.
-                updates: each backward ends in an update of its stage (PipeDream); else one update ends the step.
+                checked: whether schedule_checker.check has proved it; make_schedule returns checked
+                schedules.
+                v_shaped: of 2p stages rank r has r and 2p-1-r: the first and the last stage are on
+                one rank.
+                updates: each backward ends in an update of its stage (PipeDream); else one update
+                ends the step.
     """
 
     name: str
@@ -120,17 +134,23 @@ class Schedule:
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
     def leaves(self, stage: int, other: int) -> bool:
-        """Whether what goes from a stage to another is a message: there is such a stage, and on another rank."""
+        """Whether what goes from a stage to another is a message: there is such a stage, and on
+        another rank."""
         return 0 <= other < self.stages and self.rank_of(stage) != self.rank_of(other)
 
     def computes(self, rank: int) -> list[Instruction]:
         """A rank's list without its messages."""
-        return [instruction for instruction in self.lists[rank] if isinstance(instruction, COMPUTES)]
+        return [
+            instruction for instruction in self.lists[rank] if isinstance(instruction, COMPUTES)
+        ]
 
     def held(self, rank: int) -> int:
-        """The most microbatches that are on a rank's stages at once: forward done, and not the whole backward."""
+        """The most microbatches that are on a rank's stages at once: forward done, and not the
+        whole backward."""
         now = most = 0
         for instruction in self.computes(rank):
-            now += isinstance(instruction, Forward) - isinstance(instruction, (Backward, BackwardWeights))
+            now += isinstance(instruction, Forward) - isinstance(
+                instruction, (Backward, BackwardWeights)
+            )
             most = max(most, now)
         return most

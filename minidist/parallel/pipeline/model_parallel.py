@@ -1,7 +1,8 @@
 """Chapter 10 · Model parallel: the layers over the ranks, batch after batch, and its idle time.
 
-The idea. The model does not fit on one device, so each rank holds some neighbouring layers. A batch goes through the
-layers of rank 0, then of rank 1, and so on; its gradients come back the same way. One rank works, the others wait:
+The idea. The model does not fit on one device, so each rank holds some neighbouring layers. A batch
+goes through the layers of rank 0, then of rank 1, and so on; its gradients come back the same way.
+One rank works, the others wait:
 
     rank 0   F .. .. .. .. .. B B | F .. ..           activations  (B, T, width)  ---> next rank
     rank 1   .. F .. .. B B .. .. | .. F ..           gradients    the same shape <--- next rank
@@ -17,12 +18,14 @@ Cost, a step, over all ranks, B sequences of T tokens:
     send         2 × B × T × width elements a boundary; p - 1 boundaries
     all_reduce   with a tied output and p > 1: one, of the token table, between the two ends
     control      one float64 a rank for the loss; with clipping, one for the norm
-    idle         (p-1)/p of the ranks' time, however layers are divided: the step takes as long as on one rank
+    idle         (p-1)/p of the ranks' time, however layers are divided: the step takes as long as
+                 on one rank
 
-Of the two problems in the notes, communication (N0:227) is small, because only activations are sent. Waiting (N0:228)
-is the reason why the pipeline (chapter 11) also cuts the batch.
+Of the two problems in the notes, communication (N0:227) is small, because only activations are
+sent. Waiting (N0:228) is the reason why the pipeline (chapter 11) also cuts the batch.
 
-notes:   N0 Model Parallelism; N1 §2.2 says "model parallel" and means tensor parallelism (chapter 12)
+notes:   N0 Model Parallelism; N1 §2.2 says "model parallel" and means tensor parallelism (chapter
+         12)
 """
 
 from collections.abc import Callable
@@ -35,46 +38,60 @@ from minidist.parallel.pipeline.stages import ArrivedActivation, StageModel
 from minidist.parallel.step.step import Part
 
 
-def plain_model_parallel(layers: Callable[[Any, Array, int], Tensor], group: Group, inputs: Array, targets: Array,
-                         divisor: int) -> None:
-    """One batch through all ranks and back; layers(x, targets, divisor) are this rank's, the last rank's the loss."""
+def plain_model_parallel(
+    layers: Callable[[Any, Array, int], Tensor],
+    group: Group,
+    inputs: Array,
+    targets: Array,
+    divisor: int,
+) -> None:
+    """One batch through all ranks and back; layers(x, targets, divisor) are this rank's, the last
+    rank's the loss."""
     first, last = group.rank == 0, group.rank == group.size - 1
-    x = inputs if first else tensor(group.recv(src=group.rank - 1), requires_grad=True)      # wait
-    y = layers(x, targets, divisor)                                                          # the last: the loss
+    x = inputs if first else tensor(group.recv(src=group.rank - 1), requires_grad=True)  # wait
+    y = layers(x, targets, divisor)  # the last: the loss
     if not last:
         group.send(y.data, dst=group.rank + 1)
-    y.backward(None if last else group.recv(src=group.rank + 1))                             # wait, longer
+    y.backward(None if last else group.recv(src=group.rank + 1))  # wait, longer
     if not first:
         group.send(x.grad, dst=group.rank - 1)
 
 
-# `ModelParallel` below makes each rank's layers out of a GPT and trains them. It adds a tied output, whose token table
-# lies at both ends (one all-reduce of its gradient), clipping by the norm of all ranks' gradients, and a boundary
-# that keeps the shape of what was sent instead of the numbers.
+# `ModelParallel` below makes each rank's layers out of a GPT and trains them. It adds a tied
+# output, whose token table lies at both ends (one all-reduce of its gradient), clipping by the norm
+# of all ranks' gradients, and a boundary that keeps the shape of what was sent instead of the
+# numbers.
 
 
 class ModelParallel(StageModel):
     """The layers of a GPT that this rank of a group has: rank r has stage r.
 
-        strategy = ModelParallel(GPT(config), group, seed=0)
-        loss = strategy.step(batch, AdamW(strategy.parameters, lr))
+    strategy = ModelParallel(GPT(config), group, seed=0)
+    loss = strategy.step(batch, AdamW(strategy.parameters, lr))
     """
 
     def forward(self, part: Part, *, divisor: int) -> tuple[ArrivedActivation | None, Tensor]:
-        """Returns (what came from the previous rank, None on the first; this rank's output, on the last the loss)."""
+        """Returns (what came from the previous rank, None on the first; this rank's output, on the
+        last the loss)."""
         x = None
         if not self.first:
             with self.recorder.span("wait for the activation"):
                 x = ArrivedActivation(self.group.recv(src=self.group.rank - 1))
         with self.recorder.span("forward", rows=len(part.inputs)):
-            y = self.stages.forward(self.group.rank, part.inputs if x is None else x, targets=part.targets,
-                                    divisor=divisor, key=self.key(part))
+            y = self.stages.forward(
+                self.group.rank,
+                part.inputs if x is None else x,
+                targets=part.targets,
+                divisor=divisor,
+                key=self.key(part),
+            )
         if not self.last:
             self.group.send(y.data, dst=self.group.rank + 1)
         return x, y
 
     def backward(self, x: ArrivedActivation | None, y: Tensor) -> None:
-        """Add this rank's gradients; send that of its input to the previous rank. Args: what forward returned."""
+        """Add this rank's gradients; send that of its input to the previous rank. Args: what
+        forward returned."""
         dy = None
         if not self.last:
             with self.recorder.span("wait for the gradient"):
@@ -85,7 +102,8 @@ class ModelParallel(StageModel):
             self.group.send(x.grad, dst=self.group.rank - 1)
 
     def run(self, part: Part, *, divisor: int) -> float:
-        """Forward and backward of some rows; returns the last rank's loss, 0 on others and without rows."""
+        """Forward and backward of some rows; returns the last rank's loss, 0 on others and without
+        rows."""
         if not len(part.inputs):
             return 0.0
         x, y = self.forward(part, divisor=divisor)

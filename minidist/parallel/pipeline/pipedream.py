@@ -1,19 +1,23 @@
-"""Chapter 11 · PipeDream: a pipeline whose stages update after each microbatch, without waiting for the others.
+"""Chapter 11 · PipeDream: a pipeline whose stages update after each microbatch, without waiting for
+the others.
 
-It has no bubble but the first and the last. Each microbatch makes an update of its own on each stage, while other
-microbatches are on their way. The backward of a microbatch must then see the same weights as its forward, so a stage
-that changes its weights keeps the old ones for the microbatches on their way (weight stashing):
+It has no bubble but the first and the last. Each microbatch makes an update of its own on each
+stage, while other microbatches are on their way. The backward of a microbatch must then see the
+same weights as its forward, so a stage that changes its weights keeps the old ones for the
+microbatches on their way (weight stashing):
 
-    stage 0   F0 F1 F2 B0 update F3 B1 update …   F3 sees the update of B0 only: p - 1 - stage updates late
+    stage 0   F0 F1 F2 B0 update F3 B1 update …   F3 sees the update of B0 only: p - 1 - stage
+                                                  updates late
     stage 2   .. .. F0 B0 update F1 B1 update …   the last stage is never late
 
-This is not the serial training, but one process that uses weights equally late gives the same result, up to rounding.
+This is not the serial training, but one process that uses weights equally late gives the same
+result, up to rounding.
 
-Several replicas (chapter 17, parallel/hybrid/pipedream_step.py) divide the rows of each microbatch, and sum its
-gradients before each update.
+Several replicas (chapter 17, parallel/hybrid/pipedream_step.py) divide the rows of each microbatch,
+and sum its gradients before each update.
 
-Cost: the messages of the pipeline (pipeline.py) without those of clipping, and p - 1 - stage copies of the stage's
-weights.
+Cost: the messages of the pipeline (pipeline.py) without those of clipping, and p - 1 - stage copies
+of the stage's weights.
 
 notes:   N1 §2.3 (names PipeDream)
 Source:  Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training".
@@ -37,44 +41,81 @@ from minidist.parallel.step.step import Batch, Key, Part, micro_parts, zero_unus
 def check_pipedream(config: GPTConfig, schedule: Schedule) -> None:
     """Raise PlanError for what cannot be updated stage by stage."""
     if config.tied and schedule.ranks > 1:
-        raise PlanError("PipeDream: a tied output has its table on the first and the last rank, which would have "
-                        "to meet for each update; take a model with tied=False, or Pipeline")
+        raise PlanError(
+            "PipeDream: a tied output has its table on the first and the last rank, which would "
+            "have to meet for each update; take a model with tied=False, or Pipeline"
+        )
     if config.mixture is not None and config.mixture.balance == "loss":
-        raise PlanError("PipeDream: each microbatch's loss has its own scale, which a balance loss does not know; "
-                        "take balance=\"bias\", or Pipeline")
+        raise PlanError(
+            "PipeDream: each microbatch's loss has its own scale, which a balance loss does not know; "
+            'take balance="bias", or Pipeline'
+        )
     if schedule.chunks > 1 or any(isinstance(i, BackwardInput) for i in schedule.computes(0)):
-        raise PlanError(f"PipeDream: schedule {schedule.name} has several stages a rank or backwards in two "
-                        f"halves; choose 1f1b")
+        raise PlanError(
+            f"PipeDream: schedule {schedule.name} has several stages a rank or backwards in two "
+            f"halves; choose 1f1b"
+        )
 
 
 def refuse_clipping(clip: float | None, accumulate: int) -> None:
     """Raise PlanError: no stage knows the others' gradients, or waits for a second pass."""
     if clip is not None or accumulate != 1:
-        raise PlanError(f"PipeDream: clip={clip}, accumulate={accumulate}: each stage updates by itself after each "
-                        f"microbatch; leave both out")
+        raise PlanError(
+            f"PipeDream: clip={clip}, accumulate={accumulate}: each stage updates by itself "
+            "after each microbatch; leave both out"
+        )
 
 
 class PipeDream(Pipeline):
     """A pipeline whose microbatches each make an update, without waiting for the others.
 
-    Args:    as Pipeline; the schedule has one stage a rank and whole backwards (pipedream, or 1f1b, which is the same
-             order; naive is serial).
-    Attributes: updates: of the last step: (microbatch, version of the weights that it used), in the order in which this
+    Args:    as Pipeline; the schedule has one stage a rank and whole backwards (pipedream, or 1f1b,
+             which is the same order; naive is serial).
+    Attributes: updates: of the last step: (microbatch, version of the weights that it used), in the
+    order in which this
                 rank made them; version n is the weights after n updates of that step.
-    Raises:  PlanError for a tied output, whose two ends would wait for each other, and for balance losses.
+    Raises:  PlanError for a tied output, whose two ends would wait for each other, and for balance
+             losses.
     """
 
     own_updates = True
 
-    def __init__(self, model: GPT, group: Group, schedule: Schedule, *, seed: int, layers: Sequence[int] | None = None,
-                 device: str = "cpu", key: Key | None = None, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        group: Group,
+        schedule: Schedule,
+        *,
+        seed: int,
+        layers: Sequence[int] | None = None,
+        device: str = "cpu",
+        key: Key | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
         check_pipedream(model.config, schedule)
-        super().__init__(model, group, schedule, seed=seed, layers=layers, device=device, key=key, recorder=recorder)
+        super().__init__(
+            model,
+            group,
+            schedule,
+            seed=seed,
+            layers=layers,
+            device=device,
+            key=key,
+            recorder=recorder,
+        )
         self.updates: list[tuple[int, int]] = []
 
-    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
-             accumulate: int = 1) -> float:
-        """One update for each microbatch of a *global* batch, by its own mean loss; returns the mean of all losses.
+    def step(
+        self,
+        batch: Batch,
+        optimizer: Optimizer,
+        *,
+        lr: float | None = None,
+        clip: float | None = None,
+        accumulate: int = 1,
+    ) -> float:
+        """One update for each microbatch of a *global* batch, by its own mean loss; returns the
+        mean of all losses.
 
         Raises:  PlanError for `clip` or `accumulate`.
         """
@@ -94,18 +135,27 @@ class PipeDream(Pipeline):
 
 
 class StashingPass(PipelinePass):
-    """A run in which each backward ends in an update; old weights are kept for the microbatches that have used them.
+    """A run in which each backward ends in an update; old weights are kept for the microbatches
+    that have used them.
 
-    Args:    parts: this rank's rows of each microbatch; sizes: targets of each on all ranks that divide its rows.
-             update: sums the gradients of one microbatch over those ranks, updates in place, and forgets them.
+    Args:    parts: this rank's rows of each microbatch; sizes: targets of each on all ranks that
+             divide its rows.
+             update: sums the gradients of one microbatch over those ranks, updates in place, and
+             forgets them.
     """
 
-    def __init__(self, pipeline: Pipeline, parts: list[Part], sizes: Sequence[int], update: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        parts: list[Part],
+        sizes: Sequence[int],
+        update: Callable[[], None],
+    ) -> None:
         super().__init__(pipeline, parts, 1)
         self.weights, self.sizes, self.update = pipeline.weights, sizes, update
         self.recorder, self.version, self.updates = pipeline.recorder, 0, list[tuple[int, int]]()
-        self._used: dict[int, int] = {}                 # microbatch on its way -> version that its forward used
-        self._stash: dict[int, list[Array]] = {}        # version -> weights
+        self._used: dict[int, int] = {}  # microbatch on its way -> version that its forward used
+        self._stash: dict[int, list[Array]] = {}  # version -> weights
 
     def skips(self, microbatch: int) -> bool:
         """Without a row on any rank; where others have one, this rank sums gradients with them."""
@@ -116,8 +166,11 @@ class StashingPass(PipelinePass):
         self._used[microbatch] = self.version
         return super().forward(stage, microbatch, x)
 
-    def backward(self, stage: int, microbatch: int, dy: Array | None, *, whole: bool) -> Array | None:
-        """With the weights of the forward, from the mean of the microbatch's losses; then update the newest weights."""
+    def backward(
+        self, stage: int, microbatch: int, dy: Array | None, *, whole: bool
+    ) -> Array | None:
+        """With the weights of the forward, from the mean of the microbatch's losses; then update
+        the newest weights."""
         used, newest = self._used.pop(microbatch), [weight.data for weight in self.weights]
         if dy is None:
             start, loss = self._kept[stage, microbatch]
@@ -137,8 +190,9 @@ class StashingPass(PipelinePass):
     def _update(self, microbatch: int, used: int) -> None:
         """Update in place; first copy the weights if a microbatch on its way has used them."""
         if self.version in self._used.values():
-            self._stash[self.version] = [account.current().hold(weight.data.copy(), "parameters")
-                                         for weight in self.weights]
+            self._stash[self.version] = [
+                account.current().hold(weight.data.copy(), "parameters") for weight in self.weights
+            ]
         with self.recorder.span("optimizer", microbatch=microbatch):
             self.update()
         self.updates.append((microbatch, used))

@@ -1,9 +1,11 @@
-"""Chapter 11 · Pipeline: the layers over the ranks, and microbatches that follow each other through them.
+"""Chapter 11 · Pipeline: the layers over the ranks, and microbatches that follow each other through
+them.
 
-The idea. Each rank holds one stage of the model, some neighbouring layers. The batch is cut into microbatches. When
-stage 0 has computed the first one, it sends the activations on and takes the second, so all stages work at the same
-time. Gradients come back the same way. The order of the work is a schedule (schedules.py): lists of instructions, which
-are proved (schedule_checker.py) and then run (executor.py). This module computes what the instructions ask.
+The idea. Each rank holds one stage of the model, some neighbouring layers. The batch is cut into
+microbatches. When stage 0 has computed the first one, it sends the activations on and takes the
+second, so all stages work at the same time. Gradients come back the same way. The order of the work
+is a schedule (schedules.py): lists of instructions, which are proved (schedule_checker.py) and then
+run (executor.py). This module computes what the instructions ask.
 
     rank 0   embed, blocks 0-1     x ---> F0 F1 F2 .. .. .. .. B0 B0     activations  (B/m, T, width) ---> next stage
     rank 1   blocks 2-3                   .. F0 F1 .. .. B0 B0 F2 …      gradients    the same shape  <--- next stage
@@ -12,24 +14,29 @@ are proved (schedule_checker.py) and then run (executor.py). This module compute
 What each rank holds, Ψ parameters and L layers in S = v·p stages, v stages a rank:
 
     parameters, gradients, optimizer   of the rank's own layers: Ψ/p, if layers are alike
-    activations                        of its own layers, for as many microbatches as the schedule holds at once,
-                                       without the stage's output: backward needs only its shape
+    activations                        of its own layers, for as many microbatches as the schedule
+                                       holds at once, without the stage's output: backward needs
+                                       only its shape
     tied output                        the token table at both ends, with the same gradient
 
 Cost, a step, over all ranks, B sequences of T tokens:
 
-    send          2 × B × T × width elements a boundary between stages on two ranks; S - 1 boundaries if p > 1
+    send          2 × B × T × width elements a boundary between stages on two ranks; S - 1
+                  boundaries if p > 1
     all_reduce    with a tied output and p > 1: one, of the token table, between the two ends
     control       one float64 a rank for the loss; with clipping, one for the norm
 
-The loss of a microbatch is the sum of its token losses over the targets of the *whole* batch, so microbatches and
-passes add up to the mean however many rows they have. Every rank leaves out a microbatch without rows.
+The loss of a microbatch is the sum of its token losses over the targets of the *whole* batch, so
+microbatches and passes add up to the mean however many rows they have. Every rank leaves out a
+microbatch without rows.
 
 The notes' steps (N0, "Pipeline Parallelism"):
 
-    1  a big batch is cut into small ones.          2  GPU 0 hands the first on as soon as it is done;
-    3  and goes on with the second at once.         4  so all work at the same time, without waiting.
-       Nearly: in the bubble, at the beginning and at the end, they still wait (N0's own second problem).
+    1  a big batch is cut into small ones.          2  GPU 0 hands the first on as soon as it is
+                                                    done;
+    3  and goes on with the second at once.         4  so all work at the same time, without
+       waiting. Nearly: in the bubble, at the beginning and at the end, they still wait (N0's own
+       second problem).
 
 notes:   N0 Pipeline Parallelism; N1 §2.3; N2 流水线并行
 Source:  Huang et al. 2019; Narayanan et al. 2021; Qi et al. 2023.
@@ -54,25 +61,28 @@ from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.step import Batch, Key, Part, micro_parts
 
 
-def plain_gpipe(stage: Callable[[Any, Array, int], Tensor], group: Group, micros: Iterable[Batch],
-                divisor: int) -> None:
-    """One step of GPipe, without a schedule and without overlap; stage(x, targets, divisor) as in chapter 10."""
+def plain_gpipe(
+    stage: Callable[[Any, Array, int], Tensor], group: Group, micros: Iterable[Batch], divisor: int
+) -> None:
+    """One step of GPipe, without a schedule and without overlap; stage(x, targets, divisor) as in
+    chapter 10."""
     first, last, kept = group.rank == 0, group.rank == group.size - 1, []
-    for inputs, targets in micros:                                                 # all forwards
+    for inputs, targets in micros:  # all forwards
         x = inputs if first else tensor(group.recv(src=group.rank - 1), requires_grad=True)
-        y = stage(x, targets, divisor)                                             # the last stage: the loss
+        y = stage(x, targets, divisor)  # the last stage: the loss
         if not last:
             group.send(y.data, dst=group.rank + 1)
         kept.append((x, y))
-    for x, y in reversed(kept):                                                    # all backwards
+    for x, y in reversed(kept):  # all backwards
         y.backward(None if last else group.recv(src=group.rank + 1))
         if not first:
             group.send(x.grad, dst=group.rank - 1)
 
 
-# `Pipeline` below carries out any schedule: the order is a list (schedules.py), checked before it runs, instead of
-# these two loops. So backwards can come early (1F1B holds fewer activations), a rank can have several stages, and
-# backward can be cut in two (zero bubble). Sends and receives are started early and travel while ranks compute.
+# `Pipeline` below carries out any schedule: the order is a list (schedules.py), checked before it
+# runs, instead of these two loops. So backwards can come early (1F1B holds fewer activations), a
+# rank can have several stages, and backward can be cut in two (zero bubble). Sends and receives are
+# started early and travel while ranks compute.
 
 
 class Pipeline(StageModel):
@@ -81,46 +91,76 @@ class Pipeline(StageModel):
         strategy = Pipeline(GPT(config), group, make_schedule("1f1b", group.size, 8), seed=0)
         loss = strategy.step(batch, AdamW(strategy.parameters, lr))
 
-    Args:    as StageModel; schedule: checked, for as many ranks as the group has, says how many stages there are.
-    Raises:  ScheduleError if the schedule is another, or PipeDream's; ShardError if the layers do not fit its stages.
+    Args:    as StageModel; schedule: checked, for as many ranks as the group has, says how many
+             stages there are.
+    Raises:  ScheduleError if the schedule is another, or PipeDream's; ShardError if the layers do
+             not fit its stages.
     """
 
-    always = False      # whether a microbatch without rows runs too: some strategies of chapter 17 need it
-    own_updates = False     # whether each backward ends in an update (pipedream.py)
+    # whether a microbatch without rows runs too: some strategies of chapter 17 need it
+    always = False
+    own_updates = False  # whether each backward ends in an update (pipedream.py)
 
-    def __init__(self, model: GPT, group: Group, schedule: Schedule, *, seed: int | None,
-                 layers: Sequence[int] | None = None, device: str = "cpu", key: Key | None = None,
-                 precision: Precision | None = None, recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        group: Group,
+        schedule: Schedule,
+        *,
+        seed: int | None,
+        layers: Sequence[int] | None = None,
+        device: str = "cpu",
+        key: Key | None = None,
+        precision: Precision | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
         if schedule.updates and not self.own_updates:
-            raise ScheduleError(f"schedule {schedule.name} has an update after each backward, and a Pipeline one a "
-                                f"step; take PipeDream, or choose 1f1b")
+            raise ScheduleError(
+                f"schedule {schedule.name} has an update after each backward, and a Pipeline one a "
+                f"step; take PipeDream, or choose 1f1b"
+            )
         self.schedule, self.executor = schedule, Executor(schedule, group, recorder=recorder)
-        super().__init__(model, group, seed=seed, stages=schedule.stages, layers=layers, device=device, key=key,
-                         precision=precision, recorder=recorder)
+        super().__init__(
+            model,
+            group,
+            seed=seed,
+            stages=schedule.stages,
+            layers=layers,
+            device=device,
+            key=key,
+            precision=precision,
+            recorder=recorder,
+        )
 
     def own_stages(self, rank: int) -> Sequence[int]:
         """As the schedule places them."""
         return self.schedule.stages_of(rank)
 
     def run(self, part: Part, *, divisor: int) -> float:
-        """Run the schedule once on rows of the global batch; adds gradients, returns this rank's share of the loss.
+        """Run the schedule once on rows of the global batch; adds gradients, returns this rank's
+        share of the loss.
 
-        With mixtures each rank has a share, of its balance losses; else the rank of the last stage has all.
+        With mixtures each rank has a share, of its balance losses; else the rank of the last stage
+        has all.
         """
         work = PipelinePass(self, micro_parts(part, self.schedule.microbatches), divisor)
         self.executor.run(work)
         return work.total
 
     def evaluate(self, part: Part, *, divisor: int) -> float:
-        """This rank's share of the loss, as `run`, but without gradients and dropout, for half the messages."""
+        """This rank's share of the loss, as `run`, but without gradients and dropout, for half the
+        messages."""
         work = PipelinePass(self, micro_parts(part, self.schedule.microbatches), divisor)
         with self.model.evaluating(), no_grad():
             self.executor.run(work, backwards=False)
         return work.total
 
-    def go_back(self, stage: int, y: Tensor, dy: Array | None, *, whole: bool) -> list[WeightGradient]:
-        """Backward of a stage's output y (dy None: the loss); unless `whole`, returns deferred gradients of weights."""
-        if not y.requires_grad:         # all weights of the first stage are frozen
+    def go_back(
+        self, stage: int, y: Tensor, dy: Array | None, *, whole: bool
+    ) -> list[WeightGradient]:
+        """Backward of a stage's output y (dy None: the loss); unless `whole`, returns deferred
+        gradients of weights."""
+        if not y.requires_grad:  # all weights of the first stage are frozen
             return []
         return self.precision.backward(y, dy, defer_weights=not whole)
 
@@ -130,37 +170,56 @@ class Pipeline(StageModel):
 
 
 class PipelinePass:
-    """What one run of the schedule computes on this rank, as StageWork asks (executor.py); total: its loss so far."""
+    """What one run of the schedule computes on this rank, as StageWork asks (executor.py); total:
+    its loss so far."""
 
     def __init__(self, pipeline: Pipeline, parts: list[Part], divisor: int) -> None:
-        self.pipeline, self.stages, self.parts, self.divisor = pipeline, pipeline.stages, parts, divisor
+        self.pipeline, self.stages, self.parts, self.divisor = (
+            pipeline,
+            pipeline.stages,
+            parts,
+            divisor,
+        )
         self.total = 0.0
-        self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}    # from forward to backward: x, y
+        # from forward to backward: x, y
+        self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         self._deferred: dict[tuple[int, int], list[WeightGradient]] = {}
 
     def skips(self, microbatch: int) -> bool:
         return not self.pipeline.always and not len(self.parts[microbatch].inputs)
 
     def room(self, receive: Instruction) -> Array:
-        """A new array for a message; an activation counts as such, because it is kept for backward."""
+        """A new array for a message; an activation counts as such, because it is kept for
+        backward."""
         shape = self.stages.between(*self.parts[receive.microbatch].inputs.shape)
         category = "activations" if isinstance(receive, RecvActivation) else "communication"
         device = backend.device_of(next(self.stages.model.parameters()).data)
-        return account.current().hold(backend.empty(shape, backend.dtype(self.pipeline.config.dtype), device), category)
+        return account.current().hold(
+            backend.empty(shape, backend.dtype(self.pipeline.config.dtype), device), category
+        )
 
     def forward(self, stage: int, microbatch: int, x: Array | None) -> Array | None:
         """A stage's forward; only the shape of its output is kept."""
         part = self.parts[microbatch]
         start = None if x is None else ArrivedActivation(x)
-        y = self.stages.forward(stage, part.inputs if start is None else start, targets=part.targets,
-                                divisor=self.divisor, key=self.pipeline.key(part))
+        y = self.stages.forward(
+            stage,
+            part.inputs if start is None else start,
+            targets=part.targets,
+            divisor=self.divisor,
+            key=self.pipeline.key(part),
+        )
         last = stage == self.stages.last
-        self.total += of_stage(self.stages.mixtures(stage), self.divisor) + (float(y.item()) if last else 0.0)
+        self.total += of_stage(self.stages.mixtures(stage), self.divisor) + (
+            float(y.item()) if last else 0.0
+        )
         if is_grad_enabled():
             self._kept[stage, microbatch] = start, y if last else hollow(y)
         return None if last else y.data
 
-    def backward(self, stage: int, microbatch: int, dy: Array | None, *, whole: bool) -> Array | None:
+    def backward(
+        self, stage: int, microbatch: int, dy: Array | None, *, whole: bool
+    ) -> Array | None:
         start, y = self._kept.pop((stage, microbatch))
         for layer in self.stages.mixtures(stage):
             layer.balance_scale = self.pipeline.precision.scale / self.divisor

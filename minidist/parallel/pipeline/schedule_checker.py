@@ -1,15 +1,18 @@
 """Chapter 11 · The checker: what can be known of a pipeline schedule without running it.
 
     schedule = make_schedule("1f1b", ranks=4, microbatches=8)
-    check(schedule)                                     # raises ScheduleError unless the schedule is right and ends
+    check(schedule)                                     # raises ScheduleError unless the schedule
+                                                        is right and ends
     clock = clock_of(schedule, Times(forward=1.0, backward=2.0))
     clock.length, clock.bubble                          # 33.0, 3/11
     peak_held(schedule)                                 # [4, 3, 2, 1] microbatches
-    check_spans(clock.spans)                            # also for spans of a drawn chart, or of a measured timeline
+    check_spans(clock.spans)                            # also for spans of a drawn chart, or of a
+                                                        measured timeline
 
-A schedule is right if each microbatch goes once forward and once backward through every stage, and nothing is used
-before it has arrived. It ends if no ranks wait for each other. Sends never wait, so one play of the lists decides that
-(clock_of): each rank goes on while it can, until all have ended or none can go on.
+A schedule is right if each microbatch goes once forward and once backward through every stage, and
+nothing is used before it has arrived. It ends if no ranks wait for each other. Sends never wait, so
+one play of the lists decides that (clock_of): each rank goes on while it can, until all have ended
+or none can go on.
 """
 
 import itertools
@@ -38,10 +41,12 @@ from minidist.parallel.pipeline.instructions import (
 
 
 def check(schedule: Schedule) -> Schedule:
-    """Prove that a schedule computes the same as one process, and ends; returns it, marked as checked.
+    """Prove that a schedule computes the same as one process, and ends; returns it, marked as
+    checked.
 
-    Raises:  ScheduleError: an instruction of a foreign stage, missing or twice, before what it needs, sent without a
-             receive or the reverse, received in another order than sent; or the ranks that wait for each other.
+    Raises:  ScheduleError: an instruction of a foreign stage, missing or twice, before what it
+             needs, sent without a receive or the reverse, received in another order than sent; or
+             the ranks that wait for each other.
     """
     for rank in range(schedule.ranks):
         _check_list(schedule, rank)
@@ -51,7 +56,8 @@ def check(schedule: Schedule) -> Schedule:
     return replace(schedule, checked=True)
 
 
-# ---------------------------------------------------------------------------------------------------- list by list
+# ------------------------------------------------------------------------------------- list by list
+
 
 def needs(instruction: Instruction, schedule: Schedule) -> Iterator[Instruction]:
     """The instructions that the same rank must run before `instruction`."""
@@ -65,7 +71,11 @@ def needs(instruction: Instruction, schedule: Schedule) -> Iterator[Instruction]
             backward = isinstance(compute, (Backward, BackwardInput)) and compute.stage != stage
             yield _backward_of(compute.stage, microbatch, schedule) if backward else compute
         else:
-            yield RecvActivation(stage, microbatch) if compute.stage < stage else RecvGradient(stage, microbatch)
+            yield (
+                RecvActivation(stage, microbatch)
+                if compute.stage < stage
+                else RecvGradient(stage, microbatch)
+            )
 
 
 def _backward_of(stage: int, microbatch: int, schedule: Schedule) -> Instruction:
@@ -88,26 +98,37 @@ def _computes_before(instruction: Instruction, last: int) -> Iterator[Instructio
 
 
 def _check_list(schedule: Schedule, rank: int) -> None:
-    """Every instruction of a rank's list has an own stage, stands there once, and comes after what it needs."""
+    """Every instruction of a rank's list has an own stage, stands there once, and comes after what
+    it needs."""
     done: set[Instruction] = set()
     mine = schedule.lists[rank]
     for instruction in mine:
-        if not 0 <= instruction.stage < schedule.stages or schedule.rank_of(instruction.stage) != rank:
-            raise ScheduleError(f"{schedule.name}: rank {rank} does the {instruction}, a stage that is not its own")
+        if (
+            not 0 <= instruction.stage < schedule.stages
+            or schedule.rank_of(instruction.stage) != rank
+        ):
+            raise ScheduleError(
+                f"{schedule.name}: rank {rank} does the {instruction}, a stage that is not its own"
+            )
         if instruction in done:
             raise ScheduleError(f"{schedule.name}: rank {rank} does the {instruction} twice")
         for needed in needs(instruction, schedule):
             if needed not in done:
                 when = "comes later in its list" if needed in mine else "is missing in its list"
-                raise ScheduleError(f"{schedule.name}: rank {rank} does the {instruction} before what it needs is "
-                                    f"there: the {needed} {when}")
+                raise ScheduleError(
+                    f"{schedule.name}: rank {rank} does the {instruction} before what it needs is "
+                    f"there: the {needed} {when}"
+                )
         done.add(instruction)
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Each microbatch goes forward and backward through each stage; backward is whole or in two halves."""
+    """Each microbatch goes forward and backward through each stage; backward is whole or in two
+    halves."""
     lists = [set(instructions) for instructions in schedule.lists]
-    for stage, microbatch in itertools.product(range(schedule.stages), range(schedule.microbatches)):
+    for stage, microbatch in itertools.product(
+        range(schedule.stages), range(schedule.microbatches)
+    ):
         rank = schedule.rank_of(stage)
         forward, whole, *halves = (kind(stage, microbatch) for kind in COMPUTES)
         in_parts = any(half in lists[rank] for half in halves)
@@ -121,29 +142,46 @@ def _check_complete(schedule: Schedule) -> None:
 def _check_links(schedule: Schedule) -> None:
     """Each rank receives exactly the messages that another rank sends it, in the same order."""
     for source, target in itertools.product(range(schedule.ranks), repeat=2):
-        sent = [received_as(i) for i in schedule.lists[source] if isinstance(i, SENDS)
-                and schedule.rank_of(received_as(i).stage) == target]
-        taken = [i for i in schedule.lists[target] if isinstance(i, RECEIVES)
-                 and schedule.rank_of(sent_as(i).stage) == source]
+        sent = [
+            received_as(i)
+            for i in schedule.lists[source]
+            if isinstance(i, SENDS) and schedule.rank_of(received_as(i).stage) == target
+        ]
+        taken = [
+            i
+            for i in schedule.lists[target]
+            if isinstance(i, RECEIVES) and schedule.rank_of(sent_as(i).stage) == source
+        ]
         leaving, arriving = set(sent), set(taken)
         for receive in (receive for receive in sent if receive not in arriving):
-            raise ScheduleError(f"{schedule.name}: rank {source} does the {sent_as(receive)}, but rank {target} never "
-                                f"receives it")
+            raise ScheduleError(
+                f"{schedule.name}: rank {source} does the {sent_as(receive)}, but rank {target} "
+                "never receives it"
+            )
         for receive in (receive for receive in taken if receive not in leaving):
-            raise ScheduleError(f"{schedule.name}: rank {target} does the {receive}, but rank {source} never sends it")
-        for first, expected in (pair for pair in zip(sent, taken, strict=True) if pair[0] != pair[1]):
-            raise ScheduleError(f"{schedule.name}: messages from rank {source} to rank {target} are received in "
-                                f"another order than sent: the {first} comes first, but rank {target} expects the "
-                                f"{expected}")
+            raise ScheduleError(
+                f"{schedule.name}: rank {target} does the {receive}, but rank {source} never "
+                "sends it"
+            )
+        for first, expected in (
+            pair for pair in zip(sent, taken, strict=True) if pair[0] != pair[1]
+        ):
+            raise ScheduleError(
+                f"{schedule.name}: messages from rank {source} to rank {target} are received in "
+                f"another order than sent: the {first} comes first, but rank {target} expects the "
+                f"{expected}"
+            )
 
 
-# -------------------------------------------------------------------------------------------------------- the clock
+# ---------------------------------------------------------------------------------------- the clock
+
 
 @dataclass(frozen=True)
 class Times:
     """How long instructions take on a microbatch and stage, in any unit.
 
-    Attributes: message: from the send to its arrival; shares: factors of these times for each stage (default: 1).
+    Attributes: message: from the send to its arrival; shares: factors of these times for each stage
+    (default: 1).
     """
 
     forward: float = 1.0
@@ -155,8 +193,12 @@ class Times:
 
     def of(self, instruction: Instruction) -> float:
         """The time of a compute."""
-        whole = {Forward: self.forward, Backward: self.backward, BackwardInput: self.backward_input,
-                 BackwardWeights: self.backward_weights}[type(instruction)]
+        whole = {
+            Forward: self.forward,
+            Backward: self.backward,
+            BackwardInput: self.backward_input,
+            BackwardWeights: self.backward_weights,
+        }[type(instruction)]
         return whole if self.shares is None else whole * self.shares[instruction.stage]
 
 
@@ -189,9 +231,10 @@ class Clock:
 
 
 def clock_of(schedule: Schedule, times: Times | None = None) -> Clock:
-    """The computes of all ranks in time, if each goes on as soon as it can. Raises ScheduleError in a deadlock."""
+    """The computes of all ranks in time, if each goes on as soon as it can. Raises ScheduleError in
+    a deadlock."""
     lasting, spans = times or Times(), list[ComputeSpan]()
-    arrives: dict[Instruction, float] = {}          # send -> when its message arrives
+    arrives: dict[Instruction, float] = {}  # send -> when its message arrives
 
     def play(rank: int) -> Iterator[Instruction]:
         """Run a rank's list; yields a receive whenever its message was not sent yet."""
@@ -209,9 +252,11 @@ def clock_of(schedule: Schedule, times: Times | None = None) -> Clock:
 
     ranks = [play(rank) for rank in range(schedule.ranks)]
     before: dict[int, Instruction] = {}
-    while (waiting := {rank: at for rank, playing in enumerate(ranks) if (at := next(playing, None))}) != before:
+    while (
+        waiting := {rank: at for rank, playing in enumerate(ranks) if (at := next(playing, None))}
+    ) != before:
         before = waiting
-    if waiting:     # no rank has moved
+    if waiting:  # no rank has moved
         raise ScheduleError(_deadlock(schedule, waiting))
     return Clock(schedule.ranks, tuple(spans))
 
@@ -222,21 +267,28 @@ def _deadlock(schedule: Schedule, at: dict[int, Instruction]) -> str:
     while rank in at and rank not in path:
         path.append(rank)
         rank = schedule.rank_of(sent_as(at[rank]).stage)
-    ring = path[path.index(rank):] if rank in path else path
-    waits = [f"rank {one} at the {at[one]} for rank {schedule.rank_of(sent_as(at[one]).stage)}" for one in ring]
+    ring = path[path.index(rank) :] if rank in path else path
+    waits = [
+        f"rank {one} at the {at[one]} for rank {schedule.rank_of(sent_as(at[one]).stage)}"
+        for one in ring
+    ]
     return f"{schedule.name}: deadlock, these ranks wait: {'; '.join(waits)}" + (
-        "" if rank in path else f"; and rank {rank} has come to its list's end")
+        "" if rank in path else f"; and rank {rank} has come to its list's end"
+    )
 
 
 def peak_held(schedule: Schedule) -> list[int]:
-    """For each rank the most microbatches, counted for each of its stages, that are between forward and backward."""
+    """For each rank the most microbatches, counted for each of its stages, that are between forward
+    and backward."""
     return [schedule.held(rank) for rank in range(schedule.ranks)]
 
 
-# ------------------------------------------------------------------------------------------------------ drawn charts
+# ------------------------------------------------------------------------------------- drawn charts
+
 
 def broken(spans: Sequence[ComputeSpan]) -> list[tuple[ComputeSpan, ComputeSpan]]:
-    """The broken dependencies of spans from any source, in order of start: (the early span, the one it needed)."""
+    """The broken dependencies of spans from any source, in order of start: (the early span, the one
+    it needed)."""
     by_instruction = {span.instruction: span for span in spans}
     last, pairs = max(span.instruction.stage for span in spans), []
     for span in sorted(spans, key=lambda span: (span.start, span.rank)):
@@ -249,18 +301,30 @@ def broken(spans: Sequence[ComputeSpan]) -> list[tuple[ComputeSpan, ComputeSpan]
 
 
 def check_spans(spans: Sequence[ComputeSpan]) -> None:
-    """Raises ScheduleError if a compute starts before one that it needs has stopped: names the first, counts all."""
+    """Raises ScheduleError if a compute starts before one that it needs has stopped: names the
+    first, counts all."""
     pairs = broken(spans)
     if pairs:
         early, needed = pairs[0]
-        raise ScheduleError(f"the {early.instruction} begins at {early.start:g} on rank {early.rank}, but needs the "
-                            f"{needed.instruction}, which rank {needed.rank} ends at {needed.stop:g}; "
-                            f"{len(pairs)} dependencies are broken")
+        raise ScheduleError(
+            f"the {early.instruction} begins at {early.start:g} on rank {early.rank}, but needs "
+            f"the {needed.instruction}, which rank {needed.rank} ends at {needed.stop:g}; "
+            f"{len(pairs)} dependencies are broken"
+        )
 
 
 def computes_of(timelines: Iterable[Any]) -> list[ComputeSpan]:
-    """The computes that ranks recorded (`observe.Timeline`s), to check and draw like those of a clock."""
+    """The computes that ranks recorded (`observe.Timeline`s), to check and draw like those of a
+    clock."""
     kinds = {kind.word: kind for kind in COMPUTES}
-    return [ComputeSpan(timeline.rank, kinds[span.name](span.details["stage"], span.details["microbatch"]), span.start,
-                        span.stop) for timeline in timelines for span in timeline.spans
-            if span.name in kinds and "microbatch" in span.details]
+    return [
+        ComputeSpan(
+            timeline.rank,
+            kinds[span.name](span.details["stage"], span.details["microbatch"]),
+            span.start,
+            span.stop,
+        )
+        for timeline in timelines
+        for span in timeline.spans
+        if span.name in kinds and "microbatch" in span.details
+    ]

@@ -3,8 +3,8 @@
     parameters     |  w (3, 2)  | b (2) |    v (5)    |      13 elements
     chunks, P=3    |     r0     |    r1    |   r2     |      5 + 4 + 4: numpy.array_split
 
-A chunk's edges fall anywhere, also inside a parameter, so shards differ by at most one element, whatever the shapes.
-An optimizer is given the pieces of parameters that lie in the chunk.
+A chunk's edges fall anywhere, also inside a parameter, so shards differ by at most one element,
+whatever the shapes. An optimizer is given the pieces of parameters that lie in the chunk.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,9 +27,11 @@ Squares = Callable[[], float | Array]
 class Piece:
     """A rank's part of one parameter, which the optimizer updates; it may be empty.
 
-    It keeps the parameter's number of dims, (1, …, n). A rule over parameters is given the whole one.
+    It keeps the parameter's number of dims, (1, …, n). A rule over parameters is given the whole
+    one.
 
-    Attributes: name, data, grad: views of the shards, so always up to date; part: its positions in the parameter.
+    Attributes: name, data, grad: views of the shards, so always up to date; part: its positions in
+    the parameter.
     """
 
     def __init__(self, parameter: Parameter, data: Array, grad: Array, part: range) -> None:
@@ -52,22 +54,34 @@ class Flat:
         self.size = sum(p.size for p in parameters)
         edges = bounds(self.size, self.group.size)
         self.chunk = slice(edges[self.group.rank], edges[self.group.rank + 1])
-        self.chunk_size, self.nbytes = self.chunk.stop - self.chunk.start, self.size * self.dtype.itemsize
+        self.chunk_size, self.nbytes = (
+            self.chunk.stop - self.chunk.start,
+            self.size * self.dtype.itemsize,
+        )
 
     def chunk_spans(self, chunk: slice | None = None) -> Iterator[tuple[Parameter, slice, range]]:
-        """(parameter, its piece's place in a chunk, the piece's positions in the flattened parameter): this rank's."""
-        return spans_within([(parameter, range(parameter.size)) for parameter in self.parameters], chunk or self.chunk)
+        """(parameter, its piece's place in a chunk, the piece's positions in the flattened
+        parameter): this rank's."""
+        return spans_within(
+            [(parameter, range(parameter.size)) for parameter in self.parameters],
+            chunk or self.chunk,
+        )
 
     def views(self, vector: Array) -> Iterator[tuple[Parameter, Array]]:
         """(parameter, its place in `vector` in its own shape)."""
         return views(self.parameters, vector)
 
     def pieces(self, weights: Array, gradients: Array) -> list[Piece]:
-        """A piece of every parameter, over this rank's chunks of the weights and of their gradients."""
-        return [Piece(p, weights[place], gradients[place], part) for p, place, part in self.chunk_spans()]
+        """A piece of every parameter, over this rank's chunks of the weights and of their
+        gradients."""
+        return [
+            Piece(p, weights[place], gradients[place], part)
+            for p, place, part in self.chunk_spans()
+        ]
 
     def join(self, *, copy: bool = True) -> Array:
-        """Move the parameters' data into one new vector; each becomes a view of it. `copy`: with their values."""
+        """Move the parameters' data into one new vector; each becomes a view of it. `copy`: with
+        their values."""
         return join(self.parameters, copy=copy)
 
 
@@ -75,7 +89,7 @@ def views(run: Sequence[Parameter], vector: Array) -> Iterator[tuple[Parameter, 
     """(parameter, its place in `vector` in its own shape), for parameters one after another."""
     start = 0
     for parameter in run:
-        yield parameter, vector[start:start + parameter.size].reshape(parameter.shape)
+        yield parameter, vector[start : start + parameter.size].reshape(parameter.shape)
         start += parameter.size
 
 
@@ -96,7 +110,8 @@ def settle_in_vector(run: Iterable[Parameter]) -> None:
 
 
 def forget(parameters: Iterable[Parameter], xp: Any) -> None:
-    """Drop values that are kept elsewhere: a parameter keeps shape and dtype, takes one element, and reads as NaN."""
+    """Drop values that are kept elsewhere: a parameter keeps shape and dtype, takes one element,
+    and reads as NaN."""
     for parameter in parameters:
         parameter.place(xp.broadcast_to(xp.full((), xp.nan, parameter.dtype), parameter.shape))
 
@@ -115,14 +130,17 @@ def trainable(parameters: Iterable[Parameter]) -> list[Parameter]:
     """
     chosen = []
     for parameter in parameters:
-        if untrained(parameter):                    # by an earlier strategy
+        if untrained(parameter):  # by an earlier strategy
             parameter.hooks.remove(left_out)
         if parameter.requires_grad:
             chosen.append(parameter)
         else:
             parameter.hooks.append(left_out)
     if not chosen:
-        raise ConfigError("no parameter asks for a gradient, so there is nothing to train; leave some requires_grad on")
+        raise ConfigError(
+            "no parameter asks for a gradient, so there is nothing to train; leave some "
+            "requires_grad on"
+        )
     return chosen
 
 
@@ -133,12 +151,15 @@ def untrained(parameter: Parameter) -> bool:
 
 def left_out(parameter: Parameter) -> None:
     """Raise ConfigError: backward has reached a parameter that no strategy trains."""
-    raise ConfigError(f"requires_grad of {parameter.name!r} was switched on, but it was off when "
-                      f"the training was set up; switch it on before, and off until it is to learn")
+    raise ConfigError(
+        f"requires_grad of {parameter.name!r} was switched on, but it was off when "
+        f"the training was set up; switch it on before, and off until it is to learn"
+    )
 
 
 def sum_in_order(group: Group, value: float) -> float:
-    """The ranks' numbers added in rank order: the same bits on every rank and transport. Counted under `control`."""
+    """The ranks' numbers added in rank order: the same bits on every rank and transport. Counted
+    under `control`."""
     with group.ledger.control():
         values = np.empty(group.size)
         group.all_gather(np.array([value], dtype=np.float64), out=values, algorithm="ring")

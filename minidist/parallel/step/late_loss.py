@@ -1,8 +1,9 @@
 """A step's loss, on its way from the device: its reader waits for it, and the step does not.
 
-On a GPU the host runs ahead: it launches the kernels of a step long before they run. To read a number in between would
-stop the host until the GPU has come so far, and then the GPU until the next launch. So a pass's loss is copied to
-pinned memory behind the pass, and read when it is asked for. On a CPU it is there at once.
+On a GPU the host runs ahead: it launches the kernels of a step long before they run. To read a
+number in between would stop the host until the GPU has come so far, and then the GPU until the next
+launch. So a pass's loss is copied to pinned memory behind the pass, and read when it is asked for.
+On a CPU it is there at once.
 """
 
 from typing import Any
@@ -12,17 +13,21 @@ from minidist.device.backend import Array, array_module, device_of, pinned
 
 
 class LateLoss:
-    """The sum of the losses of a step's passes. Its maker keeps it until it is done, because a copy is on its way.
+    """The sum of the losses of a step's passes. Its maker keeps it until it is done, because a copy
+    is on its way.
 
     Args:    known: losses that are there already.
     """
 
     def __init__(self, *known: float) -> None:
-        self._shares: list[tuple[Any, Any]] = [(loss, None) for loss in known]  # on the host; the event behind its copy
+        # on the host; the event behind its copy
+        self._shares: list[tuple[Any, Any]] = [(loss, None) for loss in known]
 
     def add(self, loss: Tensor) -> None:
         """Another pass's loss, one number."""
-        self._shares.append((loss.item(), None) if device_of(loss.data) == "cpu" else _copied(loss.data))
+        self._shares.append(
+            (loss.item(), None) if device_of(loss.data) == "cpu" else _copied(loss.data)
+        )
 
     def done(self) -> bool:
         """Whether wait() would return at once."""

@@ -1,6 +1,7 @@
 """The dtype of a strategy's weights, and what it changes in backward and in the update.
 
-A strategy leaves these to its Precision, so its step reads the same in every precision. Precision itself is the plain
+A strategy leaves these to its Precision, so its step reads the same in every precision. Precision
+itself is the plain
 one: weights, gradients and arithmetic share one dtype, and weights are their own masters.
 parallel/precision/mixed_precision.py has the other.
 """
@@ -17,7 +18,8 @@ from minidist.nn import Module
 from minidist.optim import Optimizer, clip_scale, norm_of
 
 Span: TypeAlias = tuple[Parameter, Any, Any]
-"""A parameter, its place in an array, and which of its elements lie there: positions, or () for all."""
+"""A parameter, its place in an array, and which of its elements lie there: positions, or () for
+all."""
 
 
 class Precision:
@@ -38,24 +40,35 @@ class Precision:
         return list(parameters)
 
     def master(self, weights: Array, spans: Iterable[Span]) -> Array:
-        """The optimizer's array for a contiguous array of weights, of which `spans` tells the parts: here itself."""
+        """The optimizer's array for a contiguous array of weights, of which `spans` tells the
+        parts: here itself."""
         return weights
 
     def state_dict(self, model: Module) -> dict[str, np.ndarray]:
-        """Copies of a model's weights on the host, by dotted path, where this rank has all of them."""
+        """Copies of a model's weights on the host, by dotted path, where this rank has all of
+        them."""
         return model.state_dict()
 
     def state(self) -> dict[str, Any]:
-        """What changes from step to step beside the masters, as JSON: how many steps were skipped."""
+        """What changes from step to step beside the masters, as JSON: how many steps were
+        skipped."""
         return {"skipped": self.skipped}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what `state` of any precision returned; and masters are new, so round them to the weights."""
+        """Take over what `state` of any precision returned; and masters are new, so round them to
+        the weights."""
         self.skipped = state["skipped"]
 
-    def backward(self, loss: Tensor, dy: Array | None = None, *, defer_weights: bool = False,
-                 surveyed: Surveyed | None = None) -> list[WeightGradient]:
-        """Backward from the loss, or from what a later stage gave the gradient `dy` for; as Tensor.backward."""
+    def backward(
+        self,
+        loss: Tensor,
+        dy: Array | None = None,
+        *,
+        defer_weights: bool = False,
+        surveyed: Surveyed | None = None,
+    ) -> list[WeightGradient]:
+        """Backward from the loss, or from what a later stage gave the gradient `dy` for; as
+        Tensor.backward."""
         return loss.backward(dy, defer_weights=defer_weights, surveyed=surveyed)
 
     def backward_weights(self, put_off: Iterable[WeightGradient]) -> None:
@@ -63,14 +76,21 @@ class Precision:
         for gradient in put_off:
             gradient()
 
-    def update(self, optimizer: Optimizer, squares: Callable[[], float | Array], *, lr: float | None,
-               clip: float | None) -> None:
-        """The optimizer's step, with gradients scaled so that their norm is at most `clip` (None: as they are).
+    def update(
+        self,
+        optimizer: Optimizer,
+        squares: Callable[[], float | Array],
+        *,
+        lr: float | None,
+        clip: float | None,
+    ) -> None:
+        """The optimizer's step, with gradients scaled so that their norm is at most `clip` (None:
+        as they are).
 
         The optimizer scales as it reads, so clipping costs one pass over the gradients.
-        Args:    squares: finds the sum of the squares of the whole gradient, the same number on every rank, perhaps as
-                 an array of no dims on a GPU; called only where it is needed, which is the same on every rank.
+        Args:    squares: finds the sum of the squares of the whole gradient, the same number on
+                 every rank, perhaps as an array of no dims on a GPU; called only where it is
+                 needed, which is the same on every rank.
         """
         scale = 1.0 if clip is None else clip_scale(norm_of(squares()), clip)
         optimizer.step(lr, scale)
-

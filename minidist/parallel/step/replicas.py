@@ -1,4 +1,5 @@
-"""Which ranks share a parameter, and whether they hold the same weights: a digest tells, for eight bytes a rank."""
+"""Which ranks share a parameter, and whether they hold the same weights: a digest tells, for eight
+bytes a rank."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,8 @@ from minidist.errors import MismatchError
 
 
 def sharers(run: Sequence[Parameter], group: Group) -> Group:
-    """The ranks that share a run of parameters: `group`, unless `shared_by` of the run names others."""
+    """The ranks that share a run of parameters: `group`, unless `shared_by` of the run names
+    others."""
     shared: Group | None = run[0].shared_by
     return group if shared is None else shared
 
@@ -21,8 +23,10 @@ def sharers(run: Sequence[Parameter], group: Group) -> Group:
 def check_equal_replicas(parameters: Iterable[Any], group: Group, *, when: str) -> None:
     """Compare a digest of the weights, or of masters, over the ranks that share them.
 
-    Args:    group: the ranks that share a parameter, unless its `shared_by` names others; when: for the error.
-    Cost:    one all-gather of 8 bytes a rank and group, counted under `control`; hashing reads every weight once.
+    Args:    group: the ranks that share a parameter, unless its `shared_by` names others; when: for
+             the error.
+    Cost:    one all-gather of 8 bytes a rank and group, counted under `control`; hashing reads
+             every weight once.
     Raises:  MismatchError on every rank, naming the ranks whose weights differ from rank 0's.
     """
     hashes = {group.id: (group, hashlib.blake2b(digest_size=8))}
@@ -35,14 +39,18 @@ def check_equal_replicas(parameters: Iterable[Any], group: Group, *, when: str) 
             digests = shared.all_gather(np.frombuffer(digest.digest(), dtype=np.uint64))
         others = [rank for rank in range(shared.size) if digests[rank] != digests[0]]
         if others:
-            raise MismatchError(f"{shared.axis} rank {shared.rank} of {shared.size}: {when}, the weights of ranks "
-                                f"{others} differ from rank 0's; replicas must start equal (give every rank the same "
-                                f"seed) and reduce every gradient")
+            raise MismatchError(
+                f"{shared.axis} rank {shared.rank} of {shared.size}: {when}, the weights of "
+                f"ranks {others} differ from rank 0's; replicas must start equal (give every "
+                "rank the same seed) and reduce every gradient"
+            )
 
 
 def weights_digest(state: dict[str, np.ndarray]) -> str:
     """SHA-256 over weights in the order of their names, as little-endian bytes without padding."""
     digest = hashlib.sha256()
     for name in sorted(state):
-        digest.update(bytes_view(np.ascontiguousarray(state[name], state[name].dtype.newbyteorder("<"))).data)
+        digest.update(
+            bytes_view(np.ascontiguousarray(state[name], state[name].dtype.newbyteorder("<"))).data
+        )
     return digest.hexdigest()

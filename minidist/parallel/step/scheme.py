@@ -1,6 +1,8 @@
-"""How gradients travel between the ranks that sum them: as they are, or by a scheme of parallel/compress/ (chapter 21).
+"""How gradients travel between the ranks that sum them: as they are, or by a scheme of
+parallel/compress/ (chapter 21).
 
-A data axis hands each bucket to its Scheme when the bucket's gradients are final, and gets a call under way.
+A data axis hands each bucket to its Scheme when the bucket's gradients are final, and gets a call
+under way.
 """
 
 from collections.abc import Sequence
@@ -19,8 +21,10 @@ from minidist.optim import Optimizer
 class GradientRun(NamedTuple):
     """What a scheme knows of a bucket, from the first step to the last.
 
-    Attributes: spans: (parameter, which elements of it when flattened), one after another in the bucket.
-                group: the ranks that sum it; verb: "all_reduce", or "reduce_scatter" (ZeRO-1, ZeRO-2).
+    Attributes: spans: (parameter, which elements of it when flattened), one after another in the
+    bucket.
+                group: the ranks that sum it; verb: "all_reduce", or "reduce_scatter" (ZeRO-1,
+                ZeRO-2).
     """
 
     spans: tuple[tuple[Parameter, range], ...]
@@ -42,15 +46,15 @@ class GradientRun(NamedTuple):
         return self.spans[0][0].dtype
 
 
-@entries      # a call's place is then the strategy's line
+@entries  # a call's place is then the strategy's line
 class Scheme:
     """Gradients travel as they are, by collectives of the given algorithm.
 
     Attributes: name; runs: the buckets, by index
-                errors: ("worker" or "server", index) -> what was not sent, and is added to the next step's gradients:
-                of the bucket, or of the chunk that this rank sums up
-                private: further arrays that change from step to step, in the gradients' units; counters: numbers, equal
-                on all ranks, as JSON
+                errors: ("worker" or "server", index) -> what was not sent, and is added to the next
+                step's gradients: of the bucket, or of the chunk that this rank sums up
+                private: further arrays that change from step to step, in the gradients' units;
+                counters: numbers, equal on all ranks, as JSON
     """
 
     name = "none"
@@ -63,27 +67,35 @@ class Scheme:
         self.counters: dict[str, Any] = {"steps": 0, "scale": 1.0}
 
     def attach(self, runs: Sequence[GradientRun]) -> None:
-        """Take the buckets, once, before the first step. Raises: ConfigError for what the scheme cannot compress."""
+        """Take the buckets, once, before the first step. Raises: ConfigError for what the scheme
+        cannot compress."""
         self.runs = runs
 
     def take_optimizer(self, optimizer: Optimizer) -> None:
-        """Know the optimizer, once, before the first step. Raises: ConfigError if the scheme needs another."""
+        """Know the optimizer, once, before the first step. Raises: ConfigError if the scheme needs
+        another."""
 
     def begin_step(self, scale: float = 1.0) -> None:
-        """A step begins; its gradients are multiplied by `scale` (float16's loss scale), and the state follows."""
+        """A step begins; its gradients are multiplied by `scale` (float16's loss scale), and the
+        state follows."""
         if scale != self.counters["scale"]:
             for kept in (*self.errors.values(), *self.private.values()):
                 kept *= scale / self.counters["scale"]
         self.counters.update(steps=self.counters["steps"] + 1, scale=scale)
 
     def start_all_reduce(self, index: int, bucket: Array) -> Pending:
-        """Begin to sum a bucket (n,) over its group; after wait() it holds the sum, the same bits on every rank."""
+        """Begin to sum a bucket (n,) over its group; after wait() it holds the sum, the same bits
+        on every rank."""
         return self.runs[index].group.start_all_reduce(bucket, out=bucket, algorithm=self.algorithm)
 
     def start_reduce_scatter(self, index: int, bucket: Array, out: Array) -> Pending:
-        """Begin to sum a bucket (n,); after wait() `out`, perhaps a part of it, holds this rank's chunk of the sum."""
-        return self.runs[index].group.start_reduce_scatter(bucket, out=out, algorithm=self.algorithm)
+        """Begin to sum a bucket (n,); after wait() `out`, perhaps a part of it, holds this rank's
+        chunk of the sum."""
+        return self.runs[index].group.start_reduce_scatter(
+            bucket, out=out, algorithm=self.algorithm
+        )
 
     def sent_bytes(self, run: GradientRun) -> int | None:
-        """Bytes that the ranks of its group send together for a sum; None: as the algorithm; -1: the numbers decide."""
+        """Bytes that the ranks of its group send together for a sum; None: as the algorithm; -1:
+        the numbers decide."""
         return None

@@ -2,7 +2,8 @@
 
     disk --data--> CPU --batch--> device:  forward -> loss -> backward -> clip -> optimizer
 
-One process holds everything and sees the whole batch. It is the yardstick: "parallel equals serial" means this serial.
+One process holds everything and sees the whole batch. It is the yardstick: "parallel equals serial"
+means this serial.
 
 What fills the memory, for Ψ parameters (bytes):
 
@@ -11,8 +12,8 @@ What fills the memory, for Ψ parameters (bytes):
     gradients        4Ψ                 2Ψ   (fp16)
     optimizer        8Ψ   (m, v)        12Ψ  (fp32 master weights, m, v)
     together         16Ψ                16Ψ
-    activations      grow with batch × context × width × layers, and with context² where scores are kept;
-                     A passes (`accumulate`) keep those of one pass at a time
+    activations      grow with batch × context × width × layers, and with context² where scores are
+                     kept; A passes (`accumulate`) keep those of one pass at a time
 
 Both columns give 16 bytes a parameter, for different reasons.
 
@@ -35,41 +36,63 @@ from minidist.parallel.step.strategy import Strategy
 def plain_single(model: GPT, optimizer: Optimizer, batches: Iterable[Batch]) -> float:
     """Training on one device: batches of inputs and targets, each (B, T); returns the last loss."""
     for inputs, targets in batches:
-        loss = model.loss(inputs, targets, divisor=targets.size)      # forward: activations pile up
-        loss.backward()                                               # they go, gradients come
-        optimizer.step()                                              # with Adam two moments a parameter
+        loss = model.loss(inputs, targets, divisor=targets.size)  # forward: activations pile up
+        loss.backward()  # they go, gradients come
+        optimizer.step()  # with Adam two moments a parameter
         optimizer.zero_grad()
     return float(loss.item())
 
 
-# `Single` below is the same step. It adds what a Trainer asks of every strategy: several passes a batch (chapter 08),
-# master weights in mixed precision (chapter 09), clipping, and a loss that the host need not wait for on a GPU.
+# `Single` below is the same step. It adds what a Trainer asks of every strategy: several passes a
+# batch (chapter 08), master weights in mixed precision (chapter 09), clipping, and a loss that the
+# host need not wait for on a GPU.
 
 
 class Single(Strategy):
     """The training step of one process.
 
-    Args:    loss: of a batch (default: `model.loss`); precision: of weights and update (default: one dtype for all).
+    Args:    loss: of a batch (default: `model.loss`); precision: of weights and update (default:
+             one dtype for all).
              recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of.
     """
 
-    def __init__(self, model: Module, *, loss: Loss | None = None, precision: Precision | None = None,
-                 recorder: Recorder | None = None) -> None:
+    def __init__(
+        self,
+        model: Module,
+        *,
+        loss: Loss | None = None,
+        precision: Precision | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
         self.model, self.loss = model, loss or loss_of(model)
         self.precision = precision or Precision()
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
         self.recorder = recorder or Silent()
-        self._late: list[LateLoss] = []         # of steps that the device may still be at
+        self._late: list[LateLoss] = []  # of steps that the device may still be at
 
-    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
-             accumulate: int = 1) -> float:
+    def step(
+        self,
+        batch: Batch,
+        optimizer: Optimizer,
+        *,
+        lr: float | None = None,
+        clip: float | None = None,
+        accumulate: int = 1,
+    ) -> float:
         """One step on `batch`; returns its mean loss. Args: as Strategy.step."""
         return self.start_step(batch, optimizer, lr=lr, clip=clip, accumulate=accumulate).wait()
 
-    def start_step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
-                   accumulate: int = 1) -> LateLoss:
+    def start_step(
+        self,
+        batch: Batch,
+        optimizer: Optimizer,
+        *,
+        lr: float | None = None,
+        clip: float | None = None,
+        accumulate: int = 1,
+    ) -> LateLoss:
         """As `step`; on a GPU the loss is still on its way, and the host goes on."""
         optimizer.zero_grad()
         total = LateLoss()
@@ -84,5 +107,7 @@ class Single(Strategy):
             total.add(loss)
         with self.recorder.span("optimizer"):
             zero_unused(self.weights)
-            self.precision.update(optimizer, lambda: squares_of(p.grad for p in self.weights), lr=lr, clip=clip)
+            self.precision.update(
+                optimizer, lambda: squares_of(p.grad for p in self.weights), lr=lr, clip=clip
+            )
         return total

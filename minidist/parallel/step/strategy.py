@@ -1,9 +1,12 @@
-"""One protocol: what a Trainer asks of any strategy, and what chapter 17 asks of the strategy of a data axis.
+"""One protocol: what a Trainer asks of any strategy, and what chapter 17 asks of the strategy of a
+data axis.
 
-The step of all data axes (DDP, ZeRO) is the same, and stands here; a chapter says what its parts do:
+The step of all data axes (DDP, ZeRO) is the same, and stands here; a chapter says what its parts
+do:
 
     begin_step                       the gradients of the previous step go
-    begin_pass, forward, backward    for each microbatch of the rank's rows; the `last` backward sums over the ranks
+    begin_pass, forward, backward    for each microbatch of the rank's rows; the `last` backward
+                                     sums over the ranks
     finish_step                      sums the gradients, where no backward was the last one
     update                           the optimizer's step
 
@@ -34,21 +37,25 @@ from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts,
 
 
 class Collective(NamedTuple):
-    """A collective of a step, of an array of `nbytes`; `once`: made by this group alone, and by no group like it."""
+    """A collective of a step, of an array of `nbytes`; `once`: made by this group alone, and by no
+    group like it."""
 
     verb: str
     nbytes: int
     group: Group
     once: bool = False
-    sent: int | None = None     # bytes of all its ranks, if a scheme compresses; -1: the numbers decide
+    # bytes of all its ranks, if a scheme compresses; -1: the numbers decide
+    sent: int | None = None
 
 
 class Strategy(ABC):
     """Trains a model, a step at a time.
 
     Attributes: model, loss, precision, recorder; parameters: what the optimizer is made of.
-                asynchronous: each rank makes steps of its own, so the ranks are never together between two steps.
-                diverged: of ranks with weights and state of their own (local steps): what they have in common.
+                asynchronous: each rank makes steps of its own, so the ranks are never together
+                between two steps.
+                diverged: of ranks with weights and state of their own (local steps): what they have
+                in common.
                 scheme: how gradients travel, where a strategy lets one choose.
     """
 
@@ -67,62 +74,88 @@ class Strategy(ABC):
         return self
 
     @abstractmethod
-    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
-             accumulate: int = 1) -> float:
-        """One step on the *global* batch, the same on every rank; returns its mean loss, the same on every rank.
+    def step(
+        self,
+        batch: Batch,
+        optimizer: Optimizer,
+        *,
+        lr: float | None = None,
+        clip: float | None = None,
+        accumulate: int = 1,
+    ) -> float:
+        """One step on the *global* batch, the same on every rank; returns its mean loss, the same
+        on every rank.
 
-        Args:    optimizer: made of `self.parameters`; lr: the learning rate of this step (None: the optimizer's own).
-                 clip: bound of the norm of the whole gradient; accumulate: in how many passes a rank takes its rows.
+        Args:    optimizer: made of `self.parameters`; lr: the learning rate of this step (None: the
+                 optimizer's own).
+                 clip: bound of the norm of the whole gradient; accumulate: in how many passes a
+                 rank takes its rows.
         """
 
-    def start_step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
-                   accumulate: int = 1) -> LateLoss:
+    def start_step(
+        self,
+        batch: Batch,
+        optimizer: Optimizer,
+        *,
+        lr: float | None = None,
+        clip: float | None = None,
+        accumulate: int = 1,
+    ) -> LateLoss:
         """As `step`; on a GPU the loss may still be on its way."""
         return LateLoss(self.step(batch, optimizer, lr=lr, clip=clip, accumulate=accumulate))
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all weights, in mixed precision the masters, whole, on the host, by dotted path."""
+        """Copies of all weights, in mixed precision the masters, whole, on the host, by dotted
+        path."""
         return self.precision.state_dict(self.model)
 
     def frozen(self, *, changes: bool) -> Iterator[tuple[Parameter, range, Array]]:
-        """Weights that no gradient moves, as the bias of a gate: each with the elements that this rank has of it.
+        """Weights that no gradient moves, as the bias of a gate: each with the elements that this
+        rank has of it.
 
-        Their numbers are flat and live until the next is asked for; `changes`: what is written is kept.
+        Their numbers are flat and live until the next is asked for; `changes`: what is written is
+        kept.
         """
         for p in self.model.parameters():
-            if untrained(p) and (p.size <= 1 or any(p.data.strides)):   # not another rank's
+            if untrained(p) and (p.size <= 1 or any(p.data.strides)):  # not another rank's
                 yield p, range(p.size), p.data.reshape(-1)
 
     def state_replaced(self) -> None:  # noqa: B027 - where weights lie in one place, nothing follows
-        """The optimizer's tensors were written from outside: bring the weights that follow from them up to date.
+        """The optimizer's tensors were written from outside: bring the weights that follow from
+        them up to date.
 
         Every rank calls it.
         """
 
     def summand_of(self, parameter: Parameter) -> tuple[int, int]:
-        """(which, of how many): beside the data axis, over whose ranks the gradient of a parameter is summed."""
+        """(which, of how many): beside the data axis, over whose ranks the gradient of a parameter
+        is summed."""
         return 0, 1
 
     def traffic(self, passes: int) -> list[Collective]:
-        """The collectives of gradients and weights in a step of so many backward passes; none on one rank."""
+        """The collectives of gradients and weights in a step of so many backward passes; none on
+        one rank."""
         return []
 
-    # ------------------------------------------------------------------------------------------------ evaluation
+    # ----------------------------------------------------------------------------------- evaluation
 
     def evaluating(self) -> AbstractContextManager[Any]:
         """Where `loss_share` may be called; at its end what evaluation has gathered is freed."""
         return nullcontext()
 
     def readers(self, everyone: Group) -> tuple[Group, int]:
-        """(group, k): its first k ranks divide the rows of an evaluation. `everyone`: the ranks left."""
+        """(group, k): its first k ranks divide the rows of an evaluation. `everyone`: the ranks
+        left."""
         return everyone, everyone.size
 
     def loss_share(self, part: Part) -> float:
-        """The sum of the losses of some rows, of which this rank may have none; without gradients."""
+        """The sum of the losses of some rows, of which this rank may have none; without
+        gradients."""
         return float(self.loss(part, 1).item()) if len(part.inputs) else 0.0
 
     def sum_shares(self, loss: float, tokens: int, group: Group) -> tuple[float, float]:
-        """Losses and tokens of all readers, in rank order. Cost: one all-gather of two float64 a rank, `control`."""
+        """Losses and tokens of all readers, in rank order. Cost: one all-gather of two float64 a
+        rank, `control`."""
         with group.ledger.control():
             shares = np.empty((group.size, 2))
             group.all_gather(np.array([[loss, tokens]], dtype=np.float64), out=shares)
@@ -134,7 +167,8 @@ class Strategy(ABC):
         return ()
 
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
-        """Compare a digest of the weights over the ranks of `group` that hold them whole. Every rank calls it.
+        """Compare a digest of the weights over the ranks of `group` that hold them whole. Every
+        rank calls it.
 
         Raises:  MismatchError naming the ranks that differ.
         """
@@ -144,26 +178,42 @@ class Strategy(ABC):
 class DataAxis(Strategy):
     """Ranks of a group that divide the rows of a batch and sum their gradients. Args: as DDP."""
 
-    computes_without_rows: ClassVar[bool] = False   # True: a rank without a row runs too, as others gather with it
-    reduces_each_pass: ClassVar[bool] = False       # True: each backward ends in sums, as no rank keeps whole gradients
-    divides_state: ClassVar[bool] = True            # `updated()` are pieces, each rank has the state of its own (ZeRO)
-    update_notes: ClassVar[dict[str, str]] = {}     # what the span of the update carries: the notes' step
-    flats: Sequence[Flat] = ()                      # runs of parameters of which this rank updates chunks (ZeRO)
+    # True: a rank without a row runs too, as others gather with it
+    computes_without_rows: ClassVar[bool] = False
+    # True: each backward ends in sums, as no rank keeps whole gradients
+    reduces_each_pass: ClassVar[bool] = False
+    # `updated()` are pieces, each rank has the state of its own (ZeRO)
+    divides_state: ClassVar[bool] = True
+    # what the span of the update carries: the notes' step
+    update_notes: ClassVar[dict[str, str]] = {}
+    flats: Sequence[Flat] = ()  # runs of parameters of which this rank updates chunks (ZeRO)
 
-    def __init__(self, model: Module, group: Group, *, loss: Loss | None, algorithm: str, precision: Precision | None,
-                 recorder: Recorder | None) -> None:
+    def __init__(
+        self,
+        model: Module,
+        group: Group,
+        *,
+        loss: Loss | None,
+        algorithm: str,
+        precision: Precision | None,
+        recorder: Recorder | None,
+    ) -> None:
         self.model, self.group, self.algorithm = model, group, algorithm
         self.loss, self.precision = loss or loss_of(model), precision or Precision()
         self.recorder = recorder or Silent()
-        self.first_copy = group.rank == 0       # this rank belongs to the first copy of the state (DDP: is it)
-        self._summed = True         # this step's gradients are summed over the ranks
+        # this rank belongs to the first copy of the state (DDP: is it)
+        self.first_copy = group.rank == 0
+        self._summed = True  # this step's gradients are summed over the ranks
 
     def part_of(self, batch: Batch) -> Part:
         """This rank's rows of a global batch; views, and perhaps none."""
         return part_of(batch, size=self.group.size, rank=self.group.rank)
 
-    def set_segments(self, segments: Sequence[Sequence[Module]], order: Sequence[tuple[int, bool]] = ()) -> None:
-        """The model runs in segments (stages), each some modules; in a pass by `order`: (segment, whether forward)."""
+    def set_segments(
+        self, segments: Sequence[Sequence[Module]], order: Sequence[tuple[int, bool]] = ()
+    ) -> None:
+        """The model runs in segments (stages), each some modules; in a pass by `order`: (segment,
+        whether forward)."""
 
     def begin_step(self) -> None:
         """Forget the gradients of the previous step."""
@@ -176,20 +226,31 @@ class DataAxis(Strategy):
         """A forward is about to run."""
 
     def forward(self, part: Part, *, divisor: int) -> Tensor | None:
-        """This rank's share of the mean loss: the sum of its losses over `divisor`, the targets of all ranks.
+        """This rank's share of the mean loss: the sum of its losses over `divisor`, the targets of
+        all ranks.
 
         None without a row: a share of zero. With ZeRO-3 a rank without a row computes too.
         """
         return self.loss(part, divisor) if len(part.inputs) or self.computes_without_rows else None
 
     @abstractmethod
-    def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
-                 defer: bool = False) -> list[WeightGradient]:
-        """Add the gradients of a pass; the `last` backward of a step leaves their sums over all ranks.
+    def backward(
+        self,
+        share: Tensor | None,
+        dy: Array | None = None,
+        *,
+        segment: int = 0,
+        last: bool = True,
+        defer: bool = False,
+    ) -> list[WeightGradient]:
+        """Add the gradients of a pass; the `last` backward of a step leaves their sums over all
+        ranks.
 
-        Args:    share: what forward gave, None without a row; dy: its gradient, where it is an activation and no loss.
+        Args:    share: what forward gave, None without a row; dy: its gradient, where it is an
+                 activation and no loss.
                  segment: the number of the segment that computed it.
-                 defer: put off the gradients of weights, and return them for backward_weights; not in the last.
+                 defer: put off the gradients of weights, and return them for backward_weights; not
+                 in the last.
         """
 
     @abstractmethod
@@ -197,26 +258,42 @@ class DataAxis(Strategy):
         """Compute what a backward of the segment has put off."""
 
     def finish_step(self) -> None:
-        """All backwards of the step are over: sum the gradients, unless one of them was the last."""
+        """All backwards of the step are over: sum the gradients, unless one of them was the
+        last."""
         if not self._summed:
             self.backward(None)
 
     @abstractmethod
     def updated(self) -> list[tuple[Parameter, Any]]:
-        """The parameters that learn, each with what this rank updates of it: itself, or with ZeRO a piece."""
+        """The parameters that learn, each with what this rank updates of it: itself, or with ZeRO a
+        piece."""
 
     @abstractmethod
     def squares(self) -> float | Array:
         """The sum of the squares of the whole gradient, the same number on every rank."""
 
-    def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None,
-               squares: Squares | None = None) -> None:
-        """The optimizer's step. Args: as `step`; squares: in place of this axis's, if others have gradients too."""
+    def update(
+        self,
+        optimizer: Optimizer,
+        *,
+        lr: float | None,
+        clip: float | None,
+        squares: Squares | None = None,
+    ) -> None:
+        """The optimizer's step. Args: as `step`; squares: in place of this axis's, if others have
+        gradients too."""
         with self.recorder.span("optimizer", **self.update_notes):
             self.precision.update(optimizer, squares or self.squares, lr=lr, clip=clip)
 
-    def step(self, batch: Batch, optimizer: Optimizer, *, lr: float | None = None, clip: float | None = None,
-             accumulate: int = 1) -> float:
+    def step(
+        self,
+        batch: Batch,
+        optimizer: Optimizer,
+        *,
+        lr: float | None = None,
+        clip: float | None = None,
+        accumulate: int = 1,
+    ) -> float:
         """One step on the *global* batch. Args, Returns: as Strategy.step."""
         self.begin_step()
         total = 0.0

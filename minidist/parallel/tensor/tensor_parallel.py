@@ -1,15 +1,17 @@
-"""Chapter 12 · Tensor parallelism: each layer's matrices are cut, and the ranks multiply at the same time.
+"""Chapter 12 · Tensor parallelism: each layer's matrices are cut, and the ranks multiply at the
+same time.
 
 The idea. A matrix product can be cut by columns, Y = X [A1 A2] = [X A1  X A2], and by rows,
-Y = [X1 X2] [A1; A2] = X1 A1 + X2 A2. Put the two behind each other: the outputs of the first product are exactly the
-inputs that the second needs on the same rank. An MLP is columns, gelu, rows; attention is columns (the rank's heads),
-softmax, rows. Nothing is sent between them; after the rows the ranks' summands are added up.
+Y = [X1 X2] [A1; A2] = X1 A1 + X2 A2. Put the two behind each other: the outputs of the first
+product are exactly the inputs that the second needs on the same rank. An MLP is columns, gelu,
+rows; attention is columns (the rank's heads), softmax, rows. Nothing is sent between them; after
+the rows the ranks' summands are added up.
 
     forward     x -- f -- A1 -- gelu -- B1 --+                 f: x as it is           (backward: all-reduce)
                   +- f -- A2 -- gelu -- B2 --+- g -- + bias    g: all-reduce           (backward: as it is)
 
-f and g are Megatron's names; here they are TensorRegion.enter and leave (tensor_layers.py). N2:156 draws an all-gather
-after a column linear; none is needed.
+f and g are Megatron's names; here they are TensorRegion.enter and leave (tensor_layers.py). N2:156
+draws an all-gather after a column linear; none is needed.
 
 What each rank holds of a block of width h, P ranks:
 
@@ -20,26 +22,32 @@ What each rank holds of a block of width h, P ranks:
     mlp.down       (4h, h)     rows; whole bias
     tokens         (V, h)      rows: a slice of the vocabulary; a tied table is the head too
     head           (h, V)      columns: the logits of a slice
-    norms, positions, biases of row linears: whole on all ranks; their gradients are equal without any message
+    norms, positions, biases of row linears: whole on all ranks; their gradients are equal without
+    any message
 
-Sizes need not divide: heads, hidden numbers and vocabulary are cut as numpy.array_split does. With fewer key heads than
-ranks, several ranks hold the same key head; they divide its query heads and sum its gradient.
+Sizes need not divide: heads, hidden numbers and vocabulary are cut as numpy.array_split does. With
+fewer key heads than ranks, several ranks hold the same key head; they divide its query heads and
+sum its gradient.
 
 Cost, a step, all ranks together, in numbers (ring; B sequences of T tokens, L blocks):
 
-    blocks       2(P-1) × 4 L B T h      2 all-reduces a block forward (g), 2 backward (f); 6 in all for a block that
-                                         is computed again (chapter 19), because its forward runs twice
+    blocks       2(P-1) × 4 L B T h      2 all-reduces a block forward (g), 2 backward (f); 6 in all
+                                         for a block that is computed again (chapter 19), because
+                                         its forward runs twice
     embedding    2(P-1) × B T h          forward
     head         2(P-1) × B T h          backward
     loss         2(P-1) × 3 B T          maxima; sums and the targets' logits
-    key heads    2(P-K) × L (h + 1) × 2 D for K key heads of width D, if P > K: gradients, after the last backward
-    experts      2(P-1) × L B T E        gradients of the gates' probabilities, of E experts (chapter 18); each shared
-                                         expert is a region too: 2 all-reduces
+    key heads    2(P-K) × L (h + 1) × 2 D for K key heads of width D, if P > K: gradients, after the
+                 last backward
+    experts      2(P-1) × L B T E        gradients of the gates' probabilities, of E experts
+                                         (chapter 18); each shared expert is a region too: 2
+                                         all-reduces
     control      with clipping one float64 a rank: each weight counts once in the norm
 
 N2:158 calls this volume small. It exceeds data parallel's 2(P-1) × 12 L h² as soon as B T > 3h.
 
-Memory: divided, but for activations outside the regions (the residual stream, norms, dropout); chapter 13 divides them.
+Memory: divided, but for activations outside the regions (the residual stream, norms, dropout);
+chapter 13 divides them.
 
 notes:   N0 Tensor Parallelism, N2 张量并行
 Source:  Shoeybi et al. 2019, "Megatron-LM" (1909.08053; N0:256 cites 2104.04473, its successor).
@@ -54,25 +62,31 @@ from minidist.parallel.tensor.split_model import SplitModel
 from minidist.parallel.tensor.tensor_layers import TensorRegion, shared_numbers, split_gpt
 
 
-def plain_tensor_mlp(x: Array, up: Array, down: Array, bias: Array, dy: Array, group: Group) -> tuple[Array, ...]:
-    """An MLP forward and backward; `up` has this rank's columns, `down` its rows: y, dx, and their gradients."""
-    inner = x @ up                                                   # (n, h) (h, own) -> (n, own): complete
-    active = np.maximum(inner, 0)                                    # number by number: no rank needs another's
-    y = group.all_reduce(active @ down, algorithm="ring") + bias     # g: (n, own) (own, h) are summands
-    ddown = active.T @ dy                                            # g backward: dy is whole on all ranks, as it is
+def plain_tensor_mlp(
+    x: Array, up: Array, down: Array, bias: Array, dy: Array, group: Group
+) -> tuple[Array, ...]:
+    """An MLP forward and backward; `up` has this rank's columns, `down` its rows: y, dx, and their
+    gradients."""
+    inner = x @ up  # (n, h) (h, own) -> (n, own): complete
+    active = np.maximum(inner, 0)  # number by number: no rank needs another's
+    # g: (n, own) (own, h) are summands
+    y = group.all_reduce(active @ down, algorithm="ring") + bias
+    ddown = active.T @ dy  # g backward: dy is whole on all ranks, as it is
     dinner = (dy @ down.T) * (inner > 0)
     dup = x.T @ dinner
-    dx = group.all_reduce(dinner @ up.T, algorithm="ring")           # f backward: all columns used x, so add up
+    # f backward: all columns used x, so add up
+    dx = group.all_reduce(dinner @ up.T, algorithm="ring")
     return y, dx, dup, ddown
 
 
-# The real one is made of layers (tensor_layers.py) whose f and g are differentiable collectives, so backward follows
-# from forward. It cuts attention (by heads), the embedding and the loss (by vocabulary) in the same way, whatever the
-# sizes, and draws each rank's slice of the weights alone.
+# The real one is made of layers (tensor_layers.py) whose f and g are differentiable collectives, so
+# backward follows from forward. It cuts attention (by heads), the embedding and the loss (by
+# vocabulary) in the same way, whatever the sizes, and draws each rank's slice of the weights alone.
 
 
 def tensor_parallel(model: GPT, group: Group) -> GPT:
-    """Cut a GPT between the ranks of `group`, in place; then its weights may be drawn. Raises: as split_gpt."""
+    """Cut a GPT between the ranks of `group`, in place; then its weights may be drawn. Raises: as
+    split_gpt."""
     split_gpt(model, TensorRegion(group))
     return model
 
@@ -80,25 +94,30 @@ def tensor_parallel(model: GPT, group: Group) -> GPT:
 class TensorParallel(SplitModel):
     """A GPT cut by `tensor_parallel`, trained on batches that every rank of the group sees whole.
 
-        model = tensor_parallel(GPT(config), group)
-        model.initialize(seed)
-        strategy = TensorParallel(model, group)
-        loss = strategy.step(batch, AdamW(strategy.parameters, lr))
+    model = tensor_parallel(GPT(config), group)
+    model.initialize(seed)
+    strategy = TensorParallel(model, group)
+    loss = strategy.step(batch, AdamW(strategy.parameters, lr))
     """
 
 
-# ------------------------------------------------------------------------------------------------------------ cost
+# --------------------------------------------------------------------------------------------- cost
+
 
 def elements_sent(config: GPTConfig, *, ranks: int, tokens: int, recomputed: int = 0) -> int:
-    """Numbers that all ranks together send along the axis in a step, however many passes it has: the cost above.
+    """Numbers that all ranks together send along the axis in a step, however many passes it has:
+    the cost above.
 
     Args:    tokens: of the batch, B·T; recomputed: how many blocks are computed again in backward.
     """
-    return activations_sent(config, ranks=ranks, tokens=tokens, recomputed=recomputed) + shared_numbers(config, ranks)
+    return activations_sent(
+        config, ranks=ranks, tokens=tokens, recomputed=recomputed
+    ) + shared_numbers(config, ranks)
 
 
 def activations_sent(config: GPTConfig, *, ranks: int, tokens: int, recomputed: int = 0) -> int:
-    """The part of `elements_sent` that is sent inside forward and backward, with the same arguments."""
+    """The part of `elements_sent` that is sent inside forward and backward, with the same
+    arguments."""
     regions = 2 + (config.mixture.shared if config.mixture else 0)
     crossings = regions * (2 * config.layers + recomputed) + 2
     activations = 2 * (ranks - 1) * tokens * (crossings * config.width + 3)
@@ -107,4 +126,6 @@ def activations_sent(config: GPTConfig, *, ranks: int, tokens: int, recomputed: 
 
 def gates_sent(config: GPTConfig, *, ranks: int, tokens: int) -> int:
     """The part of `elements_sent` that is gradients of a mixture's gates."""
-    return 2 * (ranks - 1) * tokens * config.layers * config.mixture.experts if config.mixture else 0
+    return (
+        2 * (ranks - 1) * tokens * config.layers * config.mixture.experts if config.mixture else 0
+    )

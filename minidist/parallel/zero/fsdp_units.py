@@ -1,7 +1,8 @@
-"""Units: parameters that are gathered and freed together, of which this rank keeps its chunks (shards.py).
+"""Units: parameters that are gathered and freed together, of which this rank keeps its chunks
+(shards.py).
 
-A freed parameter keeps its shape and dtype alone. It takes one element, and reads as NaN, so that a use outside its
-unit is noticed.
+A freed parameter keeps its shape and dtype alone. It takes one element, and reads as NaN, so that a
+use outside its unit is noticed.
 """
 
 from collections.abc import Sequence
@@ -22,21 +23,37 @@ from minidist.parallel.zero.shards import ZeroAxis
 class Unit:
     """Some parameters, whole only between fetch and free.
 
-    Args:    module: whose calls need them, or None for the root; parameters: not empty unless it is the root.
-             axis: the strategy, whose store gets this rank's chunks: drawn, where weights were not yet, else cut out.
-    Attributes: flats     the parameters by dtype, by whether they learn, by the ranks that share them, by layout
+    Args:    module: whose calls need them, or None for the root; parameters: not empty unless it is
+             the root.
+             axis: the strategy, whose store gets this rank's chunks: drawn, where weights were not
+             yet, else cut out.
+    Attributes: flats     the parameters by dtype, by whether they learn, by the ranks that share
+                          them, by layout
                 learning  those that do
                 nbytes    of the whole unit
                 calls     calls of the module whose backward is still to come
     """
 
-    def __init__(self, name: str, module: Module | None, parameters: Sequence[Parameter], axis: ZeroAxis, *,
-                 seed: int | None, device: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: Module | None,
+        parameters: Sequence[Parameter],
+        axis: ZeroAxis,
+        *,
+        seed: int | None,
+        device: str,
+    ) -> None:
         self.name, self.module, self.store, self.xp = name, module, axis.store, module_for(device)
         self.algorithm, self.recorder, group = axis.algorithm, axis.recorder, axis.sharing.shard
         kinds: dict[tuple[Any, ...], list[Parameter]] = {}
         for parameter in parameters:
-            kind = (parameter.dtype.name, parameter.requires_grad, sharers([parameter], group).id, parameter.layout)
+            kind = (
+                parameter.dtype.name,
+                parameter.requires_grad,
+                sharers([parameter], group).id,
+                parameter.layout,
+            )
             kinds.setdefault(kind, []).append(parameter)
         self.flats = [Flat(run, group) for run in kinds.values()]
         self.learning = [flat for flat in self.flats if flat.parameters[0].requires_grad]
@@ -47,9 +64,12 @@ class Unit:
             chunk = account.current().hold(self.xp.empty(flat.chunk_size, flat.dtype), "parameters")
             for parameter, place, positions in flat.chunk_spans():
                 if seed is not None and isinstance(parameter, Weight) and not parameter.drawn:
-                    chunk[place], parameter.seed = parameter.draw(seed, positions, device=device), seed
+                    chunk[place], parameter.seed = (
+                        parameter.draw(seed, positions, device=device),
+                        seed,
+                    )
                 else:
-                    chunk[place] = parameter.data.reshape(-1)[positions.start:positions.stop]
+                    chunk[place] = parameter.data.reshape(-1)[positions.start : positions.stop]
             self.store.keep(flat, chunk, f"{name} {number}" if number else name)
         self.free()
         for parameter in parameters:
@@ -69,8 +89,13 @@ class Unit:
             vector = empty_like(flat.parameters[0].data, flat.size, "parameters")
             chunk = self.store.weights(flat, vector[flat.chunk])
             self.recorder.announce(flat.group.axis, f"all_gather {self.name}")
-            self._pending.append((flat, vector, flat.group.start_all_gather(chunk, out=vector,
-                                                                            algorithm=self.algorithm)))
+            self._pending.append(
+                (
+                    flat,
+                    vector,
+                    flat.group.start_all_gather(chunk, out=vector, algorithm=self.algorithm),
+                )
+            )
 
     def complete(self) -> None:
         """Wait for what fetch began; from here the parameters have their values."""
@@ -91,15 +116,21 @@ class Unit:
         self._whole = False
 
 
-def make_units(axis: ZeroAxis, modules: Sequence[Module] | None, ahead: int, *, seed: int | None,
-               device: str) -> tuple[list[Unit], Unit]:
-    """The units of `modules` (None: the model's children) and the root with the rest, each cut down to its shards.
+def make_units(
+    axis: ZeroAxis, modules: Sequence[Module] | None, ahead: int, *, seed: int | None, device: str
+) -> tuple[list[Unit], Unit]:
+    """The units of `modules` (None: the model's children) and the root with the rest, each cut down
+    to its shards.
 
     Parameters that stay whole are in none of them.
-    Raises:  ConfigError if two units share a parameter, a module is not the model's, or ahead is negative.
+    Raises:  ConfigError if two units share a parameter, a module is not the model's, or ahead is
+             negative.
     """
     if ahead < 0:
-        raise ConfigError(f"ahead={ahead}: how many units may be gathered before their turn; take 1, or 0 for none")
+        raise ConfigError(
+            f"ahead={ahead}: how many units may be gathered before their turn; take 1, or 0 for "
+            "none"
+        )
     model = axis.model
     paths = {id(module): path for path, module in model.named_modules()}
     taken = set[int]()
@@ -107,11 +138,17 @@ def make_units(axis: ZeroAxis, modules: Sequence[Module] | None, ahead: int, *, 
     model.assign_names()
     for module in [child for _, child in model.children()] if modules is None else modules:
         if id(module) not in paths:
-            raise ConfigError(f"units: a {type(module).__name__} is no part of the model; name modules of the model")
+            raise ConfigError(
+                f"units: a {type(module).__name__} is no part of the model; name modules of the "
+                "model"
+            )
         parameters = [p for p in module.parameters() if not p.stays_whole]
         twice = [p.name for p in parameters if id(p) in taken]
         if twice:
-            raise ConfigError(f"units: {twice[0]!r} belongs to two units; leave the modules that share it to the root")
+            raise ConfigError(
+                f"units: {twice[0]!r} belongs to two units; leave the modules that share it to "
+                "the root"
+            )
         taken.update(map(id, parameters))
         if parameters:
             chosen.append((paths[id(module)], module, parameters))

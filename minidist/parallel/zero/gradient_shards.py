@@ -1,11 +1,16 @@
-"""Gradients that no rank holds whole: each run of parameters borrows a buffer, is reduced, and keeps a shard.
+"""Gradients that no rank holds whole: each run of parameters borrows a buffer, is reduced, and
+keeps a shard.
 
-    lend         the first gradient of a run comes: the run gets a buffer, its parameters views of it
-    start(i)     the run's gradients are final: reduce-scatter begins; the run started before is waited for, and freed
-    finish()     the last one is waited for, and in the last backward of a step the sums over other copies
+    lend         the first gradient of a run comes: the run gets a buffer, its parameters views of
+                 it
+    start(i)     the run's gradients are final: reduce-scatter begins; the run started before is
+                 waited for, and freed
+    finish()     the last one is waited for, and in the last backward of a step the sums over other
+                 copies
 
-So at most two buffers live beside the shards: one that fills and one in flight (and those of runs in use all along, as
-a tied weight's, or that wait for their turn); with a store off the device (shards.py) a third, on its way there.
+So at most two buffers live beside the shards: one that fills and one in flight (and those of runs
+in use all along, as a tied weight's, or that wait for their turn); with a store off the device
+(shards.py) a third, on its way there.
 """
 
 from functools import partial
@@ -23,17 +28,18 @@ from minidist.parallel.zero.shards import ZeroAxis
 class GradientShards:
     """The gradients of some runs of parameters, of which this rank keeps its chunks.
 
-    Args:    axis: the strategy; its store keeps for each run its chunk's sum over the ranks and over the backwards
-             since `forget`. what: "bucket" or "unit part", for the recorder.
+    Args:    axis: the strategy; its store keeps for each run its chunk's sum over the ranks and
+             over the backwards since `forget`. what: "bucket" or "unit part", for the recorder.
     """
 
     def __init__(self, axis: ZeroAxis, what: str) -> None:
         self.flats, self.sharing, self.store = axis.flats, axis.sharing, axis.store
         self.recorder, self.what = axis.recorder, what
-        self._last = True                               # this is the step's last backward
-        self._empty = [True] * len(self.flats)          # nothing has been added to the shard yet
+        self._last = True  # this is the step's last backward
+        self._empty = [True] * len(self.flats)  # nothing has been added to the shard yet
         self._buffers: dict[int, Array] = {}
-        self._in_flight: tuple[int, Pending, bool] | None = None    # the last: whether its sum must still be added
+        # the last: whether its sum must still be added
+        self._in_flight: tuple[int, Pending, bool] | None = None
         for index, flat in enumerate(self.flats):
             self.store.keep_gradients(flat)
             for parameter in flat.parameters:
@@ -48,11 +54,13 @@ class GradientShards:
         self._last = last
 
     def _lend(self, index: int, parameter: Parameter) -> Array:
-        """The parameter's view of its run's buffer, which is made when the run's first gradient comes."""
+        """The parameter's view of its run's buffer, which is made when the run's first gradient
+        comes."""
         flat = self.flats[index]
         if index not in self._buffers:
             if sum(earlier < index for earlier in self._buffers) > 1:
-                self.settle()       # one flies and one still fills (a bias may come after the weight behind it)
+                # one flies and one still fills (a bias may come after the weight behind it)
+                self.settle()
             self.store.before_use()
             self._buffers[index] = empty_like(flat.parameters[0].data, flat.size, "gradients")
         return next(view for other, view in flat.views(self._buffers[index]) if other is parameter)
@@ -67,7 +75,9 @@ class GradientShards:
         buffer = self._buffers[index]
         room = self.store.gradient_room(flat) if self._empty[index] else None
         self.recorder.announce(flat.group.axis, f"reduce_scatter {self.what} {index}")
-        pending = self.sharing.start_scatter(index, flat, buffer, buffer[flat.chunk] if room is None else room)
+        pending = self.sharing.start_scatter(
+            index, flat, buffer, buffer[flat.chunk] if room is None else room
+        )
         self.settle()
         self._in_flight = index, pending, room is None
 
@@ -78,7 +88,8 @@ class GradientShards:
         self.store.settle()
 
     def sum_copies(self) -> None:
-        """All backwards of a step are over, and none was the `last`: sum the shards over the copies."""
+        """All backwards of a step are over, and none was the `last`: sum the shards over the
+        copies."""
         for index in range(len(self.flats)):
             self._start_sum(index)
         self.sharing.settle()
@@ -97,7 +108,8 @@ class GradientShards:
             pending.wait()
         buffer, flat = self._buffers.pop(index), self.flats[index]
         if apart:
-            with np.errstate(over="ignore", invalid="ignore"):      # float16's that overflowed: `update` finds them
+            # float16's that overflowed: `update` finds them
+            with np.errstate(over="ignore", invalid="ignore"):
                 self.store.add(flat, buffer[flat.chunk], first=self._empty[index])
         self._empty[index] = False
         for parameter in flat.parameters:

@@ -1,7 +1,9 @@
-"""What ZeRO-1 and ZeRO-2 share: each rank holds the whole model, updates its chunk, and gathers the others' chunks.
+"""What ZeRO-1 and ZeRO-2 share: each rank holds the whole model, updates its chunk, and gathers the
+others' chunks.
 
-Gathering hides behind the next forward. A step ends when the updated chunks have set out; a read of a weight waits for
-that weight alone. Forward takes weights in the order in which the model declares them, so they set out in that order:
+Gathering hides behind the next forward. A step ends when the updated chunks have set out; a read of
+a weight waits for that weight alone. Forward takes weights in the order in which the model declares
+them, so they set out in that order:
 
     compute         … optimizer | forward: layer 1 | layer 2  | layer 3  | backward …
     communication               | gather 1 | gather 2 | gather 3 |
@@ -30,12 +32,18 @@ from minidist.parallel.zero.shards import ShardStore, ZeroAxis
 class ParameterArrivals:
     """Gathers runs of parameters, of which each rank has its chunk, into whole vectors.
 
-    Args:    flats: the runs, last used first; weights: their whole vectors, of which the parameters are views.
+    Args:    flats: the runs, last used first; weights: their whole vectors, of which the parameters
+             are views.
              axis: the strategy.
     """
 
     def __init__(self, flats: Sequence[Flat], weights: Sequence[Array], axis: ZeroAxis) -> None:
-        self.flats, self.weights, self.algorithm, self.recorder = flats, weights, axis.algorithm, axis.recorder
+        self.flats, self.weights, self.algorithm, self.recorder = (
+            flats,
+            weights,
+            axis.algorithm,
+            axis.recorder,
+        )
         self._pending: dict[int, Pending] = {}
 
     def start(self) -> None:
@@ -46,7 +54,9 @@ class ParameterArrivals:
         for index in reversed(range(len(self.flats))):
             flat, vector = self.flats[index], self.weights[index]
             self.recorder.announce(flat.group.axis, f"all_gather bucket {index}")
-            self._pending[index] = flat.group.start_all_gather(vector[flat.chunk], out=vector, algorithm=self.algorithm)
+            self._pending[index] = flat.group.start_all_gather(
+                vector[flat.chunk], out=vector, algorithm=self.algorithm
+            )
             for parameter in flat.parameters:
                 parameter.arrival = partial(self._arrive, index)
 
@@ -66,19 +76,40 @@ class ParameterArrivals:
 class ShardedReplica(ZeroAxis):
     """A replica of a model whose optimizer is divided among the ranks of a group.
 
-    Args:    model: equal on all ranks; its weights move into vectors. Frozen weights stay as they are.
-             bucket_bytes: largest size of a bucket, in bytes; the others, and Attributes: as ZeroAxis.
+    Args:    model: equal on all ranks; its weights move into vectors. Frozen weights stay as they
+             are.
+             bucket_bytes: largest size of a bucket, in bytes; the others, and Attributes: as
+             ZeroAxis.
     Raises:  MismatchError if the replicas do not start equal.
     """
 
-    name: str               # of the stage
+    name: str  # of the stage
 
-    def __init__(self, model: Module, group: Group, *, loss: Loss | None = None, bucket_bytes: int = BUCKET_BYTES,
-                 algorithm: str = "ring", shard: int | None = None, precision: Precision | None = None,
-                 store: ShardStore | None = None, recorder: Recorder | None = None,
-                 scheme: Scheme | None = None) -> None:
-        super().__init__(model, group, loss=loss, algorithm=algorithm, shard=shard, precision=precision, store=store,
-                         recorder=recorder, scheme=scheme)
+    def __init__(
+        self,
+        model: Module,
+        group: Group,
+        *,
+        loss: Loss | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        algorithm: str = "ring",
+        shard: int | None = None,
+        precision: Precision | None = None,
+        store: ShardStore | None = None,
+        recorder: Recorder | None = None,
+        scheme: Scheme | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            group,
+            loss=loss,
+            algorithm=algorithm,
+            shard=shard,
+            precision=precision,
+            store=store,
+            recorder=recorder,
+            scheme=scheme,
+        )
         check_equal_replicas(model.parameters(), group, when="before the first step")
         runs = cut(trainable(model.parameters()), bucket_bytes)
         self.flats = self.stored = [Flat(run, self.sharing.shard) for run in runs]
@@ -91,9 +122,12 @@ class ShardedReplica(ZeroAxis):
         self._make_gradients()
         self.parameters = self.pieces()
         self.arrivals = ParameterArrivals(self.flats, self.weights, self)
-        self._order = BucketOrder([flat.parameters for flat in self.flats], self._start_reduce,
-                                  who=f"{self.name} rank {group.rank} of {group.size}",
-                                  by=f"{type(self).__name__}.backward")
+        self._order = BucketOrder(
+            [flat.parameters for flat in self.flats],
+            self._start_reduce,
+            who=f"{self.name} rank {group.rank} of {group.size}",
+            by=f"{type(self).__name__}.backward",
+        )
 
     @abstractmethod
     def _make_gradients(self) -> None:
@@ -101,22 +135,38 @@ class ShardedReplica(ZeroAxis):
 
     @abstractmethod
     def _start_reduce(self, index: int) -> None:
-        """The gradients of a bucket are final, and those before it have set out: begin the reduce-scatter."""
+        """The gradients of a bucket are final, and those before it have set out: begin the
+        reduce-scatter."""
 
-    def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None,
-               squares: Squares | None = None) -> None:
-        """The optimizer's step on this rank's pieces; then the new weights set out. Args: as DataAxis.update."""
+    def update(
+        self,
+        optimizer: Optimizer,
+        *,
+        lr: float | None,
+        clip: float | None,
+        squares: Squares | None = None,
+    ) -> None:
+        """The optimizer's step on this rank's pieces; then the new weights set out. Args: as
+        DataAxis.update."""
         self.arrivals.settle()
         super().update(optimizer, lr=lr, clip=clip, squares=squares)
         self.arrivals.start()
 
     def collectives(self, scatters: Sequence[int]) -> list[Collective]:
         """Of each bucket so many reduce-scatters, its all-gather, and sums over copies."""
-        sent = [None if self.sharing.divides(flat) else self.scheme.sent_bytes(run)
-                for flat, run in zip(self.flats, self.scheme.runs, strict=True)]
-        return ([Collective("reduce_scatter", flat.nbytes, flat.group, sent=count)
-                 for flat, count, times in zip(self.flats, sent, scatters, strict=True) for _ in range(times)]
-                + [Collective("all_gather", flat.nbytes, flat.group) for flat in self.flats] + self.sums_of_copies())
+        sent = [
+            None if self.sharing.divides(flat) else self.scheme.sent_bytes(run)
+            for flat, run in zip(self.flats, self.scheme.runs, strict=True)
+        ]
+        return (
+            [
+                Collective("reduce_scatter", flat.nbytes, flat.group, sent=count)
+                for flat, count, times in zip(self.flats, sent, scatters, strict=True)
+                for _ in range(times)
+            ]
+            + [Collective("all_gather", flat.nbytes, flat.group) for flat in self.flats]
+            + self.sums_of_copies()
+        )
 
     def state_replaced(self) -> None:
         self.arrivals.start()

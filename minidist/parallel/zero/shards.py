@@ -1,22 +1,28 @@
-"""What the three ZeRO stages share: which ranks share a copy of the state, and where a rank's chunks of it lie.
+"""What the three ZeRO stages share: which ranks share a copy of the state, and where a rank's
+chunks of it lie.
 
-Hybrid sharding: the ranks of a node share one copy of the state, and every node has a copy. Gathering and scattering
-use the links inside a node, which are fast; only sums of shards travel between nodes:
+Hybrid sharding: the ranks of a node share one copy of the state, and every node has a copy.
+Gathering and scattering use the links inside a node, which are fast; only sums of shards travel
+between nodes:
 
     8 ranks, shard=4       node 0           node 1
     share a copy        0   1   2   3    4   5   6   7     gather weights, reduce-scatter gradients
-    same shard          0 ─────────────── 4                 all-reduce that shard's gradients; 1-5, 2-6, 3-7 too
+    same shard          0 ─────────────── 4                 all-reduce that shard's gradients; 1-5,
+                                                            2-6, 3-7 too
 
-With S ranks a copy and R = P/S copies a rank holds 1/S where it would hold 1/P, and sends in a step, for n bytes that
-are gathered or scattered in c collectives:
+With S ranks a copy and R = P/S copies a rank holds 1/S where it would hold 1/P, and sends in a
+step, for n bytes that are gathered or scattered in c collectives:
 
     inside, axis "dp.shard"         (S-1)/S × cn
-    between, axis "dp.replicas"     2(R-1)/R × n/S, once a step, whatever the number of backward passes
+    between, axis "dp.replicas"     2(R-1)/R × n/S, once a step, whatever the number of backward
+                                    passes
 
-A shard store says where a rank's chunk of a run (step/flat.py) lies between two uses: weights, sums of gradients, the
-optimizer's state. ShardStore: on the device. With chapter 20's stores copies are summed at the end, from host to host.
+A shard store says where a rank's chunk of a run (step/flat.py) lies between two uses: weights, sums
+of gradients, the optimizer's state. ShardStore: on the device. With chapter 20's stores copies are
+summed at the end, from host to host.
 
-Source:  Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", §3.2.2.
+Source:  Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
+         §3.2.2.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,26 +51,45 @@ from minidist.parallel.step.strategy import Collective, DataAxis
 
 
 class HybridSharding:
-    """The ranks that share a copy with this rank, and those that hold the same shard of other copies.
+    """The ranks that share a copy with this rank, and those that hold the same shard of other
+    copies.
 
-    Args:    group: all ranks of the data axis; shard: how many neighbours share one copy (None: all of them).
-             algorithm: of the all-reduce between copies; scheme: how gradients travel, several copies': between them.
+    Args:    group: all ranks of the data axis; shard: how many neighbours share one copy (None: all
+             of them).
+             algorithm: of the all-reduce between copies; scheme: how gradients travel, several
+             copies': between them.
     Attributes: shard: the ranks that share this rank's copy; copies: how many there are.
              replicas: those that hold this rank's shard, one a copy; None where there is one.
     Raises:  ConfigError if `shard` does not divide the group.
     """
 
-    def __init__(self, group: Group, shard: int | None, *, algorithm: str, recorder: Recorder,
-                 scheme: Scheme | None = None) -> None:
+    def __init__(
+        self,
+        group: Group,
+        shard: int | None,
+        *,
+        algorithm: str,
+        recorder: Recorder,
+        scheme: Scheme | None = None,
+    ) -> None:
         size = group.size if shard is None else shard
         if size not in divisors(group.size):
-            raise ConfigError(f"shard={shard}: {group.size} ranks cannot be cut into copies of {size}; choose one of "
-                              f"{', '.join(map(str, divisors(group.size)))}")
-        self.group, self.copies, self.algorithm, self.recorder = group, group.size // size, algorithm, recorder
+            raise ConfigError(
+                f"shard={shard}: {group.size} ranks cannot be cut into copies of {size}; choose "
+                f"one of {', '.join(map(str, divisors(group.size)))}"
+            )
+        self.group, self.copies, self.algorithm, self.recorder = (
+            group,
+            group.size // size,
+            algorithm,
+            recorder,
+        )
         self.scheme = scheme or Scheme(algorithm)
         one = self.copies == 1
         self.shard = group if one else group.split(group.rank // size, axis=f"{group.axis}.shard")
-        self.replicas = None if one else group.split(group.rank % size, axis=f"{group.axis}.replicas")
+        self.replicas = (
+            None if one else group.split(group.rank % size, axis=f"{group.axis}.replicas")
+        )
         self._pending: list[Pending] = []
 
     def divides(self, flat: Flat) -> bool:
@@ -72,10 +97,13 @@ class HybridSharding:
         return self.copies > 1 and flat.group is self.shard
 
     def run(self, flat: Flat, chunk: slice | None = None) -> GradientRun:
-        """What the scheme sums: all of a flat; with copies a chunk (default: this rank's) over them."""
+        """What the scheme sums: all of a flat; with copies a chunk (default: this rank's) over
+        them."""
         if self.replicas is None or not self.divides(flat):
             return GradientRun.whole(flat.parameters, flat.group, "reduce_scatter")
-        return GradientRun(tuple((p, part) for p, _, part in flat.chunk_spans(chunk)), self.replicas, "all_reduce")
+        return GradientRun(
+            tuple((p, part) for p, _, part in flat.chunk_spans(chunk)), self.replicas, "all_reduce"
+        )
 
     def start_scatter(self, index: int, flat: Flat, gradients: Array, out: Array) -> Pending:
         """Begin to sum a flat's gradients within this copy; `out`: this rank's chunk of the sum."""
@@ -84,7 +112,8 @@ class HybridSharding:
         return flat.group.start_reduce_scatter(gradients, out=out, algorithm=self.algorithm)
 
     def start_sum(self, index: int, chunk: Array, what: str) -> None:
-        """Begin to sum the gradients of a flat's chunk, already summed within this copy, over all copies, in place.
+        """Begin to sum the gradients of a flat's chunk, already summed within this copy, over all
+        copies, in place.
 
         Cost:    one all-reduce of the chunk over the copies; nothing where there is one copy.
         """
@@ -102,12 +131,13 @@ class HybridSharding:
 class ShardStore:
     """The plain store: everything on the device, nothing moves.
 
-    Attributes: traffic: bytes moved between device, host and disk; host: the account of the host's memory.
+    Attributes: traffic: bytes moved between device, host and disk; host: the account of the host's
+    memory.
     """
 
     def __init__(self) -> None:
         self.traffic, self.host = MemoryTraffic(), MemoryAccount(whose="host memory")
-        self._weights: dict[int, Array] = {}        # by id(flat), as all below
+        self._weights: dict[int, Array] = {}  # by id(flat), as all below
         self._gradients: dict[int, Array] = {}
         self._masters: dict[int, Array] = {}
 
@@ -115,11 +145,13 @@ class ShardStore:
         """A strategy takes this store; `who` is its rank, for errors."""
 
     def keep(self, flat: Flat, weights: Array, name: str) -> None:
-        """This rank's chunk of a run's weights, on the device, old or new: (chunk_size,); `name` for errors, spans"""
+        """This rank's chunk of a run's weights, on the device, old or new: (chunk_size,); `name`
+        for errors, spans"""
         self._weights[id(flat)] = weights
 
     def keep_gradients(self, flat: Flat, shard: Array | None = None) -> None:
-        """Make room for the sums of the chunk's gradients; `shard`: where on the device they arrive by themselves."""
+        """Make room for the sums of the chunk's gradients; `shard`: where on the device they arrive
+        by themselves."""
         if shard is None:
             weights = self._weights[id(flat)]
             zeros = array_module(weights).zeros(flat.chunk_size, flat.dtype)
@@ -130,7 +162,7 @@ class ShardStore:
         """The optimizer's tensors: a piece of each parameter of a run, for this rank's chunk."""
         self._masters[id(flat)] = precision.master(self._weights[id(flat)], flat.chunk_spans())
         if self._masters[id(flat)] is not self._weights[id(flat)]:
-            for parameter in flat.parameters:       # also those of which other ranks have all
+            for parameter in flat.parameters:  # also those of which other ranks have all
                 parameter.keep_by("its float32 master")
         return flat.pieces(self._masters[id(flat)], self._gradients[id(flat)])
 
@@ -138,7 +170,8 @@ class ShardStore:
         """The chunk's weights will be needed soon."""
 
     def weights(self, flat: Flat, place: Array) -> Array:
-        """The chunk's weights, on the device: in `place` (chunk_size,), or where they are anyway."""
+        """The chunk's weights, on the device: in `place` (chunk_size,), or where they are
+        anyway."""
         return self._weights[id(flat)]
 
     def gradient_room(self, flat: Flat) -> Array | None:
@@ -146,7 +179,8 @@ class ShardStore:
         return self._gradients[id(flat)]
 
     def add(self, flat: Flat, chunk: Array, *, first: bool) -> None:
-        """Add a sum of gradients (chunk_size,), on the device, to the chunk's; the `first` of a step replaces them."""
+        """Add a sum of gradients (chunk_size,), on the device, to the chunk's; the `first` of a
+        step replaces them."""
         if first:
             self._gradients[id(flat)][...] = chunk
         else:
@@ -160,15 +194,19 @@ class ShardStore:
 
     @contextmanager
     def gradients(self, flats: Sequence[Flat]) -> Iterator[list[Array]]:
-        """The sums of some runs' gradients, in memory inside, as are their pieces'; what is written to them is kept."""
+        """The sums of some runs' gradients, in memory inside, as are their pieces'; what is written
+        to them is kept."""
         yield [self._gradients[id(flat)] for flat in flats]
 
     def squares(self, pieces: Iterable[Piece]) -> float:
         """Sum of the squares of some pieces' gradients, in float64."""
         return sum_of_squares(piece.grad for piece in pieces)
 
-    def state(self, model: Module, flats: Sequence[Flat], *, algorithm: str) -> dict[str, np.ndarray]:
-        """Copies of a model's master weights, whole, on the host, by dotted path; low precision comes as float32.
+    def state(
+        self, model: Module, flats: Sequence[Flat], *, algorithm: str
+    ) -> dict[str, np.ndarray]:
+        """Copies of a model's master weights, whole, on the host, by dotted path; low precision
+        comes as float32.
 
         What is in no flat is the model's. Every rank calls it.
         Cost:    one all-gather a flat, counted under `control`; a flat at a time.
@@ -179,9 +217,16 @@ class ShardStore:
             vector = empty_like(chunk, flat.size, "workspace")
             with flat.group.ledger.control():
                 flat.group.all_gather(chunk, out=vector, algorithm=algorithm)
-            whole.update({id(parameter): widen(np.array(to_host(view))) for parameter, view in flat.views(vector)})
-        return {name: whole[id(p)] if id(p) in whole else widen(np.array(to_host(p.data)))
-                for name, p in model.named_parameters()}
+            whole.update(
+                {
+                    id(parameter): widen(np.array(to_host(view)))
+                    for parameter, view in flat.views(vector)
+                }
+            )
+        return {
+            name: whole[id(p)] if id(p) in whole else widen(np.array(to_host(p.data)))
+            for name, p in model.named_parameters()
+        }
 
     def master(self, flat: Flat) -> Array:
         """The chunk's master weights, on the device or the host; of a frozen run its weights."""
@@ -198,29 +243,48 @@ class ShardStore:
 class ZeroAxis(DataAxis):
     """A data axis whose ranks divide state: a rank updates its chunks.
 
-    Args:    group: the ranks that share the batch; loss: of a part of the batch (default: `model.loss`).
-             algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the same bits.
-             shard: how many neighbours share one copy of the state (default: all); store: where chunks lie (default:
-             on the device); precision: of weights and update (default: one dtype for all); recorder: is told what runs.
-             scheme: how gradients travel (default: as they are; chapter 21). Weights always travel as they are.
+    Args:    group: the ranks that share the batch; loss: of a part of the batch (default:
+             `model.loss`).
+             algorithm: of reduce-scatter and all-gather; pinned, so that the same run gives the
+             same bits.
+             shard: how many neighbours share one copy of the state (default: all); store: where
+             chunks lie (default: on the device); precision: of weights and update (default: one
+             dtype for all); recorder: is told what runs.
+             scheme: how gradients travel (default: as they are; chapter 21). Weights always travel
+             as they are.
     Attributes: parameters: what the optimizer is made of: this rank's pieces; sharing; store.
                 flats: the runs of parameters that learn; stored: all that are divided.
     """
 
     stored: Sequence[Flat]
 
-    def __init__(self, model: Module, group: Group, *, loss: Loss | None, algorithm: str, shard: int | None,
-                 precision: Precision | None, store: ShardStore | None, recorder: Recorder | None,
-                 scheme: Scheme | None = None) -> None:
-        super().__init__(model, group, loss=loss, algorithm=algorithm, precision=precision, recorder=recorder)
-        self.sharing = HybridSharding(group, shard, algorithm=algorithm, recorder=self.recorder, scheme=scheme)
+    def __init__(
+        self,
+        model: Module,
+        group: Group,
+        *,
+        loss: Loss | None,
+        algorithm: str,
+        shard: int | None,
+        precision: Precision | None,
+        store: ShardStore | None,
+        recorder: Recorder | None,
+        scheme: Scheme | None = None,
+    ) -> None:
+        super().__init__(
+            model, group, loss=loss, algorithm=algorithm, precision=precision, recorder=recorder
+        )
+        self.sharing = HybridSharding(
+            group, shard, algorithm=algorithm, recorder=self.recorder, scheme=scheme
+        )
         self.scheme: Scheme = self.sharing.scheme
         self.first_copy = group.rank < self.sharing.shard.size
         self.store = store or ShardStore()
         self.store.begin(f"rank {group.world_rank}")
 
     def sum_stored(self) -> None:
-        """Sum the shards whose gradients have left the device over the copies, one after another."""
+        """Sum the shards whose gradients have left the device over the copies, one after
+        another."""
         for index, flat in enumerate(self.flats):
             if self.sharing.divides(flat) and self.store.gradient_room(flat) is None:
                 with self.store.gradients([flat]) as (shard,):
@@ -237,7 +301,8 @@ class ZeroAxis(DataAxis):
         return list(zip(owners, self.parameters, strict=True))
 
     def squares(self) -> float:
-        """The sum of the squares of the whole gradient. Cost: one all-gather of a float64 a rank, under `control`."""
+        """The sum of the squares of the whole gradient. Cost: one all-gather of a float64 a rank,
+        under `control`."""
         return sum_in_order(self.sharing.shard, self.store.squares(self.parameters))
 
     def state_dict(self) -> dict[str, np.ndarray]:
@@ -252,7 +317,19 @@ class ZeroAxis(DataAxis):
 
     def sums_of_copies(self) -> list[Collective]:
         """The all-reduces of every shard of one copy over the copies, once a step."""
-        runs = [self.sharing.run(flat, slice(*edges)) for flat in self.flats if self.sharing.divides(flat)
-                for edges in pairwise(bounds(flat.size, flat.group.size))]
-        return [Collective(run.verb, run.size * run.dtype.itemsize, run.group, True, self.scheme.sent_bytes(run))
-                for run in runs]
+        runs = [
+            self.sharing.run(flat, slice(*edges))
+            for flat in self.flats
+            if self.sharing.divides(flat)
+            for edges in pairwise(bounds(flat.size, flat.group.size))
+        ]
+        return [
+            Collective(
+                run.verb,
+                run.size * run.dtype.itemsize,
+                run.group,
+                True,
+                self.scheme.sent_bytes(run),
+            )
+            for run in runs
+        ]

@@ -1,32 +1,39 @@
-"""Chapter 14 · ZeRO-1: as DDP, but each rank keeps the optimizer's state of its share of the weights alone.
+"""Chapter 14 · ZeRO-1: as DDP, but each rank keeps the optimizer's state of its share of the
+weights alone.
 
-The idea. In DDP all ranks make the same step from the same sums, each with a full copy of Adam's m and v. That work and
-that memory can be divided: rank r needs the summed gradient of its chunk only, updates that chunk, and hands the new
-weights to the others. Since an all-reduce is a reduce-scatter and an all-gather, and the update fits between the two,
-nothing more is sent than in DDP:
+The idea. In DDP all ranks make the same step from the same sums, each with a full copy of Adam's m
+and v. That work and that memory can be divided: rank r needs the summed gradient of its chunk only,
+updates that chunk, and hands the new weights to the others. Since an all-reduce is a reduce-scatter
+and an all-gather, and the update fits between the two, nothing more is sent than in DDP:
 
     DDP       reduce-scatter gradients, all-gather gradients,                 update everything
     ZeRO-1    reduce-scatter gradients,        update own chunk,              all-gather weights
 
-What each rank holds, Ψ parameters in float32 with Adam (K = 8 bytes of state a parameter) on P ranks:
+What each rank holds, Ψ parameters in float32 with Adam (K = 8 bytes of state a parameter) on P
+ranks:
 
                  DDP     ZeRO-1, each rank
     parameters   4Ψ      4Ψ        the whole model
     gradients    4Ψ      4Ψ        own part's; of the own chunk the sum over all ranks
     optimizer    8Ψ      8Ψ/P      of the own chunk
-    together     16Ψ     8Ψ + 8Ψ/P: at most 2 times less; 4 times with K = 12 in mixed precision, 4Ψ + 12Ψ/P
+    together     16Ψ     8Ψ + 8Ψ/P: at most 2 times less; 4 times with K = 12 in mixed precision, 4Ψ
+                         + 12Ψ/P
 
-Chunks are `numpy.array_split`s of each bucket: their edges fall inside parameters, and shards are even to an element a
-bucket. Where P does not divide a bucket, the all-gather works on copies: up to two buckets of communication memory.
+Chunks are `numpy.array_split`s of each bucket: their edges fall inside parameters, and shards are
+even to an element a bucket. Where P does not divide a bucket, the all-gather works on copies: up to
+two buckets of communication memory.
 
-Cost, a step and rank, whatever the number of backward passes (gradients are added up before they travel):
+Cost, a step and rank, whatever the number of backward passes (gradients are added up before they
+travel):
 
-    bytes        2(P-1)/P × 4Ψ   as DDP: (P-1)/P × 4Ψ in the reduce-scatter, as much in the all-gather
+    bytes        2(P-1)/P × 4Ψ   as DDP: (P-1)/P × 4Ψ in the reduce-scatter, as much in the
+                                 all-gather
     messages     2(P-1) × buckets
     control      two float64: the loss, the squares of the gradient's norm
 
 notes:   N0 ZeRO1, N4 §5
-Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
+Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+         Models".
 """
 
 from collections import deque
@@ -48,26 +55,34 @@ from minidist.parallel.step.strategy import Collective
 from minidist.parallel.zero.replica import ShardedReplica
 
 
-def plain_zero1(model: GPT, new_optimizer: Callable[[list[Piece]], Optimizer], group: Group,
-                batches: Iterable[Batch]) -> None:
-    """ZeRO-1 without buckets and without overlap; the batches are global, the numbers those of N4:297."""
-    flat = Flat(list(model.parameters()), group)                                     # all weights; one chunk is mine
+def plain_zero1(
+    model: GPT,
+    new_optimizer: Callable[[list[Piece]], Optimizer],
+    group: Group,
+    batches: Iterable[Batch],
+) -> None:
+    """ZeRO-1 without buckets and without overlap; the batches are global, the numbers those of
+    N4:297."""
+    flat = Flat(list(model.parameters()), group)  # all weights; one chunk is mine
     weights, mine = flat.join(), np.zeros(flat.chunk_size, flat.dtype)
-    optimizer = new_optimizer(flat.pieces(weights[flat.chunk], mine))                # states of my chunk alone
+    optimizer = new_optimizer(flat.pieces(weights[flat.chunk], mine))  # states of my chunk alone
     for inputs, targets in batches:
         part = part_of((inputs, targets), size=group.size, rank=group.rank)
-        model.loss(part.inputs, part.targets, divisor=targets.size).backward()       # 1 the whole gradient
+        # 1 the whole gradient
+        model.loss(part.inputs, part.targets, divisor=targets.size).backward()
         gradient = np.empty(flat.size, flat.dtype)
         for p, view in flat.views(gradient):
             view[...] = p.grad
-        group.reduce_scatter(gradient, out=mine, algorithm="ring")                   # 2 the sum of my chunk
-        optimizer.step()                                                             # 3 update my chunk
-        group.all_gather(weights[flat.chunk].copy(), out=weights, algorithm="ring")  # 4 all ranks' new weights
+        group.reduce_scatter(gradient, out=mine, algorithm="ring")  # 2 the sum of my chunk
+        optimizer.step()  # 3 update my chunk
+        # 4 all ranks' new weights
+        group.all_gather(weights[flat.chunk].copy(), out=weights, algorithm="ring")
         model.zero_grad()
 
 
-# `Zero1` below adds buckets and overlap at both ends: a bucket's reduce-scatter runs while backward computes the next
-# gradients, and its all-gather while the next forward computes; a weight that is used waits for its own bucket alone.
+# `Zero1` below adds buckets and overlap at both ends: a bucket's reduce-scatter runs while backward
+# computes the next gradients, and its all-gather while the next forward computes; a weight that is
+# used waits for its own bucket alone.
 
 
 class Zero1(ShardedReplica):
@@ -79,21 +94,33 @@ class Zero1(ShardedReplica):
     name, update_notes = "ZeRO-1", {"notes": "ZeRO-1 3"}
 
     def _make_gradients(self) -> None:
-        """Buckets, each with this rank's own gradients; the sum over the ranks arrives in this rank's chunk."""
+        """Buckets, each with this rank's own gradients; the sum over the ranks arrives in this
+        rank's chunk."""
         self.buckets = [Bucket(flat.parameters) for flat in self.flats]
         for flat, bucket in zip(self.flats, self.buckets, strict=True):
             self.store.keep_gradients(flat, bucket.data[flat.chunk])
-        self._pending: deque[tuple[int, Pending]] = deque()     # buckets on their way within the copy
+        self._pending: deque[tuple[int, Pending]] = deque()  # buckets on their way within the copy
 
-    def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
-                 defer: bool = False) -> list[WeightGradient]:
-        """Add gradients into the buckets; in the `last` backward of a step each rank gets the sums of its chunks.
+    def backward(
+        self,
+        share: Tensor | None,
+        dy: Array | None = None,
+        *,
+        segment: int = 0,
+        last: bool = True,
+        defer: bool = False,
+    ) -> list[WeightGradient]:
+        """Add gradients into the buckets; in the `last` backward of a step each rank gets the sums
+        of its chunks.
 
         Args:    as DataAxis.backward.
-        Cost:    one reduce-scatter a bucket, begun during the last backward; returns when all have ended.
+        Cost:    one reduce-scatter a bucket, begun during the last backward; returns when all have
+                 ended.
         """
         with self.recorder.span("backward", notes="ZeRO-1 1"):
-            deferred = self._order.backward(self.precision, share, dy, defer=defer, more_to_come=not last)
+            deferred = self._order.backward(
+                self.precision, share, dy, defer=defer, more_to_come=not last
+            )
         if last:
             with self.recorder.span("wait for gradients", notes="ZeRO-1 2"):
                 self._take_sums(wait=True)
@@ -112,10 +139,13 @@ class Zero1(ShardedReplica):
         self.sum_stored()
 
     def _start_reduce(self, index: int) -> None:
-        """Rank r's chunk of the bucket becomes the sum over all ranks, in its place; the rest keeps this rank's own."""
+        """Rank r's chunk of the bucket becomes the sum over all ranks, in its place; the rest keeps
+        this rank's own."""
         gradients, flat = self.buckets[index].data, self.flats[index]
         self.recorder.announce(flat.group.axis, f"reduce_scatter bucket {index}")
-        self._pending.append((index, self.sharing.start_scatter(index, flat, gradients, gradients[flat.chunk])))
+        self._pending.append(
+            (index, self.sharing.start_scatter(index, flat, gradients, gradients[flat.chunk]))
+        )
         self._take_sums(wait=False)
 
     def _take_sums(self, *, wait: bool) -> None:

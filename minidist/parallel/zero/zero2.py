@@ -1,8 +1,8 @@
 """Chapter 15 · ZeRO-2: as ZeRO-1, and no rank ever holds a whole gradient.
 
-The idea. A rank needs the summed gradient of its own chunk only, so why keep the rest? As soon as a bucket's last
-gradient is final, the bucket is reduce-scattered; each rank adds its chunk of the sum to its shard and frees the
-bucket. The whole gradient is computed, but never all of it is there:
+The idea. A rank needs the summed gradient of its own chunk only, so why keep the rest? As soon as a
+bucket's last gradient is final, the bucket is reduce-scattered; each rank adds its chunk of the sum
+to its shard and frees the bucket. The whole gradient is computed, but never all of it is there:
 
     compute         forward | backward: layer 4 | layer 3          | layer 2          | … | wait | own chunk | forward
     communication   gather  |                   | reduce layer 4   | reduce layer 3   | …                    | gather
@@ -12,21 +12,25 @@ What each rank holds, Ψ parameters in float32 with Adam (K = 8) on P ranks:
 
                  DDP     ZeRO-1         ZeRO-2, each rank
     parameters   4Ψ      4Ψ             4Ψ
-    gradients    4Ψ      4Ψ             4Ψ/P, and for a while two buckets: one fills, one is in flight
+    gradients    4Ψ      4Ψ             4Ψ/P, and for a while two buckets: one fills, one is in
+                                        flight
     optimizer    8Ψ      8Ψ/P           8Ψ/P
-    together     16Ψ     8Ψ + 8Ψ/P      4Ψ + 12Ψ/P: at most 4 times less; 8 times with K = 12 in mixed precision,
-                                        2Ψ + 14Ψ/P
+    together     16Ψ     8Ψ + 8Ψ/P      4Ψ + 12Ψ/P: at most 4 times less; 8 times with K = 12 in
+                                        mixed precision, 2Ψ + 14Ψ/P
 
-A weight that is used twice, as a tied embedding, holds its bucket from its first gradient to its last.
+A weight that is used twice, as a tied embedding, holds its bucket from its first gradient to its
+last.
 
 Cost, a step and rank, with A backward passes:
 
-    bytes        (A+1)(P-1)/P × 4Ψ   every pass must reduce, since no rank can keep the sum of several; A = 1: as DDP
+    bytes        (A+1)(P-1)/P × 4Ψ   every pass must reduce, since no rank can keep the sum of
+                                     several; A = 1: as DDP
     messages     (A+1)(P-1) × buckets
     control      two float64: the loss, the squares of the gradient's norm
 
 notes:   N0 ZeRO2, N4 §6
-Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
+Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+         Models".
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -46,9 +50,14 @@ from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.replica import ShardedReplica
 
 
-def plain_zero2(model: GPT, new_optimizer: Callable[[list[Piece]], Optimizer], group: Group,
-                batches: Iterable[Batch]) -> None:
-    """ZeRO-2, parameter by parameter and without overlap; the batches are global, the numbers those of N4:349."""
+def plain_zero2(
+    model: GPT,
+    new_optimizer: Callable[[list[Piece]], Optimizer],
+    group: Group,
+    batches: Iterable[Batch],
+) -> None:
+    """ZeRO-2, parameter by parameter and without overlap; the batches are global, the numbers those
+    of N4:349."""
     runs = []
     for p in model.parameters():
         flat = Flat([p], group)
@@ -56,20 +65,26 @@ def plain_zero2(model: GPT, new_optimizer: Callable[[list[Piece]], Optimizer], g
         runs.append((flat, weights, mine))
 
         def final(p: Parameter, mine: Array = mine) -> None:
-            group.reduce_scatter(p.grad, out=mine, algorithm="ring")                     # 1a sent as soon as final
-            p.zero_grad()                                                                # 1b and freed
+            group.reduce_scatter(p.grad, out=mine, algorithm="ring")  # 1a sent as soon as final
+            p.zero_grad()  # 1b and freed
+
         p.hooks.append(final)
-    optimizer = new_optimizer([flat.pieces(weights[flat.chunk], mine)[0] for flat, weights, mine in runs])
+    optimizer = new_optimizer(
+        [flat.pieces(weights[flat.chunk], mine)[0] for flat, weights, mine in runs]
+    )
     for inputs, targets in batches:
         part = part_of((inputs, targets), size=group.size, rank=group.rank)
-        model.loss(part.inputs, part.targets, divisor=targets.size).backward()           # 1 the hooks run in here
-        optimizer.step()                                                                 # 2 update my chunks
+        # 1 the hooks run in here
+        model.loss(part.inputs, part.targets, divisor=targets.size).backward()
+        optimizer.step()  # 2 update my chunks
         for flat, weights, _ in runs:
-            group.all_gather(weights[flat.chunk].copy(), out=weights, algorithm="ring")  # 3 all ranks' new weights
+            # 3 all ranks' new weights
+            group.all_gather(weights[flat.chunk].copy(), out=weights, algorithm="ring")
 
 
-# `Zero2` below reduces buckets, not parameters, and backward goes on meanwhile: two buckets of gradients are alive, one
-# that fills and one on its way. Several passes add up in the chunks; all-gathers overlap the next forward.
+# `Zero2` below reduces buckets, not parameters, and backward goes on meanwhile: two buckets of
+# gradients are alive, one that fills and one on its way. Several passes add up in the chunks;
+# all-gathers overlap the next forward.
 
 
 class Zero2(ShardedReplica):
@@ -84,12 +99,20 @@ class Zero2(ShardedReplica):
     def _make_gradients(self) -> None:
         """Shards, and buffers that are lent to buckets."""
         self.gradients = GradientShards(self, "bucket")
-        self._segments = [list(range(len(self.flats)))]         # the runs of each segment
+        self._segments = [list(range(len(self.flats)))]  # the runs of each segment
 
-    def set_segments(self, segments: Sequence[Sequence[Module]], order: Sequence[tuple[int, bool]] = ()) -> None:
+    def set_segments(
+        self, segments: Sequence[Sequence[Module]], order: Sequence[tuple[int, bool]] = ()
+    ) -> None:
         """A backward of a segment reaches, and reduces, the runs of its modules alone."""
-        reached = [{id(parameter) for module in segment for parameter in module.parameters()} for segment in segments]
-        self._segments = [[i for i, flat in enumerate(self.flats) if id(flat.parameters[0]) in own] for own in reached]
+        reached = [
+            {id(parameter) for module in segment for parameter in module.parameters()}
+            for segment in segments
+        ]
+        self._segments = [
+            [i for i, flat in enumerate(self.flats) if id(flat.parameters[0]) in own]
+            for own in reached
+        ]
 
     def begin_step(self) -> None:
         """The next sums replace the shards."""
@@ -97,9 +120,17 @@ class Zero2(ShardedReplica):
         self.gradients.forget()
         self.scheme.begin_step(self.precision.scale)
 
-    def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
-                 defer: bool = False) -> list[WeightGradient]:
-        """Add the sums of the gradients over the ranks of this copy to the shards; the `last` adds the other copies'.
+    def backward(
+        self,
+        share: Tensor | None,
+        dy: Array | None = None,
+        *,
+        segment: int = 0,
+        last: bool = True,
+        defer: bool = False,
+    ) -> list[WeightGradient]:
+        """Add the sums of the gradients over the ranks of this copy to the shards; the `last` adds
+        the other copies'.
 
         Args:    as DataAxis.backward. What is put off is reduced by backward_weights.
         Cost:    one reduce-scatter a bucket, begun during backward; returns when all have ended.
@@ -107,7 +138,9 @@ class Zero2(ShardedReplica):
         self._arrange(segment)
         self.gradients.begin(last=last)
         with self.recorder.span("backward", notes="ZeRO-2 1a"):
-            deferred = self._order.backward(self.precision, share, dy, defer=defer, more_to_come=defer)
+            deferred = self._order.backward(
+                self.precision, share, dy, defer=defer, more_to_come=defer
+            )
         if not defer:
             with self.recorder.span("wait for gradients", notes="ZeRO-2 1b"):
                 self.gradients.finish()
@@ -115,7 +148,8 @@ class Zero2(ShardedReplica):
         return deferred
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
-        """Compute what a backward has put off, and reduce all that the segment's parameters have then."""
+        """Compute what a backward has put off, and reduce all that the segment's parameters have
+        then."""
         self._arrange(segment)
         self._order.backward_weights(self.precision, deferred)
         self.backward(None, segment=segment, last=False)
@@ -137,6 +171,9 @@ class Zero2(ShardedReplica):
         self.gradients.start(self._segments[self._segment][index])
 
     def traffic(self, passes: int) -> list[Collective]:
-        """A reduce-scatter a bucket and pass, or for each segment that reaches it; an all-gather a bucket."""
-        segments = [sum(index in segment for segment in self._segments) for index in range(len(self.flats))]
+        """A reduce-scatter a bucket and pass, or for each segment that reaches it; an all-gather a
+        bucket."""
+        segments = [
+            sum(index in segment for segment in self._segments) for index in range(len(self.flats))
+        ]
         return self.collectives([passes * count for count in segments])

@@ -1,8 +1,10 @@
-"""Chapter 16 · ZeRO-3 (FSDP): parameters too are divided; weights are fetched before use and freed after.
+"""Chapter 16 · ZeRO-3 (FSDP): parameters too are divided; weights are fetched before use and freed
+after.
 
-The idea. A rank keeps its chunk of every weight and nothing else. The model is cut into units (a block, an embedding);
-a unit's weights are gathered before it runs, and freed when it has run; gathered again before its backward; and when
-its gradients are final, these are reduce-scattered and both freed. Meanwhile the next one's weights are on their way:
+The idea. A rank keeps its chunk of every weight and nothing else. The model is cut into units (a
+block, an embedding); a unit's weights are gathered before it runs, and freed when it has run;
+gathered again before its backward; and when its gradients are final, these are reduce-scattered and
+both freed. Meanwhile the next one's weights are on their way:
 
     compute                | forward 1 | 2        | 3 |          | backward 3 | 2                  | 1        |
     communicate   gather 1 | gather 2  | gather 3 |   | gather 3 | gather 2   | gather 1, reduce 3 | reduce 2 | reduce 1
@@ -11,26 +13,32 @@ its gradients are final, these are reduce-scattered and both freed. Meanwhile th
 What each rank holds, Ψ parameters in float32 with Adam (K = 8) on P ranks:
 
                  DDP     ZeRO-2        ZeRO-3, each rank
-    parameters   4Ψ      4Ψ            4Ψ/P, and the unit at work, and as much as `ahead` of the largest before its turn
+    parameters   4Ψ      4Ψ            4Ψ/P, and the unit at work, and as much as `ahead` of the
+                                       largest before its turn
     gradients    4Ψ      4Ψ/P          4Ψ/P, and for a while two units: one fills, one is in flight
     optimizer    8Ψ      8Ψ/P          8Ψ/P
     together     16Ψ     4Ψ + 12Ψ/P    16Ψ/P: the only stage that stores nothing twice
 
-What belongs to no unit is the root: a tied embedding, used at both ends. It is gathered when a step begins and held to
-its last backward. Where P does not divide a unit, gathering works on copies: two units of communication memory.
+What belongs to no unit is the root: a tied embedding, used at both ends. It is gathered when a step
+begins and held to its last backward. Where P does not divide a unit, gathering works on copies: two
+units of communication memory.
 
 Cost, a step and rank, with A backward passes, R of the Ψ parameters in the root:
 
-    bytes        (P-1)/P × 4 × (3A(Ψ-R) + (1+A)R)   gather, gather, reduce: half more than DDP for A = 1
-                 (P-1)/P × 4 × (2A(Ψ-R) + (1+A)R)   where units stay to backward (`free_after_forward=False`)
+    bytes        (P-1)/P × 4 × (3A(Ψ-R) + (1+A)R)   gather, gather, reduce: half more than DDP for A
+                 = 1
+                 (P-1)/P × 4 × (2A(Ψ-R) + (1+A)R)   where units stay to backward
+                                                    (`free_after_forward=False`)
     messages     P-1 for each of these collectives, on a ring
     control      two float64: the loss, the squares of the gradient's norm
 
-With `shard` < P ranks a copy, P is that number here, and sums of shards travel between copies (zero/shards.py). All
-ranks must run the same units in the same order; so a rank without a row runs them too, on no row.
+With `shard` < P ranks a copy, P is that number here, and sums of shards travel between copies
+(zero/shards.py). All ranks must run the same units in the same order; so a rank without a row runs
+them too, on no row.
 
 notes:   N0 ZeRO3, N4 §7
-Source:  Rajbhandari et al. 2020; Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel".
+Source:  Rajbhandari et al. 2020; Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully
+         Sharded Data Parallel".
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -64,10 +72,10 @@ class PlainUnit:
         self.flat, self.group = Flat(list(unit.parameters()), group), group
         self.shard = self.flat.join()[self.flat.chunk].copy()
         self.mine = np.zeros(self.flat.chunk_size, self.flat.dtype)
-        unit.register_forward_pre_hook(self.gather)             # forward 1
-        unit.register_forward_hook(self.free)                   # forward 3
-        unit.register_backward_pre_hook(self.gather)            # backward 1
-        unit.register_backward_hook(self.reduce)                # backward 3, 4; in between 2: compute
+        unit.register_forward_pre_hook(self.gather)  # forward 1
+        unit.register_forward_hook(self.free)  # forward 3
+        unit.register_backward_pre_hook(self.gather)  # backward 1
+        unit.register_backward_hook(self.reduce)  # backward 3, 4; in between 2: compute
         self.free()
 
     def gather(self, *_: Any) -> None:
@@ -90,73 +98,124 @@ class PlainUnit:
         self.free()
 
 
-def plain_zero3(model: GPT, modules: Iterable[Module], new_optimizer: Callable[[list[Piece]], Optimizer], group: Group,
-                batches: Iterable[Batch]) -> None:
-    """ZeRO-3, unit by unit and without prefetch; the batches are global, the numbers those of N4:398."""
+def plain_zero3(
+    model: GPT,
+    modules: Iterable[Module],
+    new_optimizer: Callable[[list[Piece]], Optimizer],
+    group: Group,
+    batches: Iterable[Batch],
+) -> None:
+    """ZeRO-3, unit by unit and without prefetch; the batches are global, the numbers those of
+    N4:398."""
     units = [PlainUnit(module, group) for module in modules]
-    optimizer = new_optimizer([piece for unit in units for piece in unit.flat.pieces(unit.shard, unit.mine)])
+    optimizer = new_optimizer(
+        [piece for unit in units for piece in unit.flat.pieces(unit.shard, unit.mine)]
+    )
     for inputs, targets in batches:
         part = part_of((inputs, targets), size=group.size, rank=group.rank)
-        model.loss(part.inputs, part.targets, divisor=targets.size).backward()      # the hooks run in here
-        optimizer.step()                                                            # and no all-gather at the end
-    for unit in units:                                                              # whole once more, to be looked at
+        # the hooks run in here
+        model.loss(part.inputs, part.targets, divisor=targets.size).backward()
+        optimizer.step()  # and no all-gather at the end
+    for unit in units:  # whole once more, to be looked at
         unit.gather()
 
 
-# `Zero3` below adds prefetch: the next unit's weights come while this one computes, and gradients leave meanwhile.
-# It also takes parameters outside any unit (the root), weights drawn chunk by chunk, several passes, low precision.
+# `Zero3` below adds prefetch: the next unit's weights come while this one computes, and gradients
+# leave meanwhile. It also takes parameters outside any unit (the root), weights drawn chunk by
+# chunk, several passes, low precision.
 
 
 class Zero3(ZeroAxis):
     """A model of which each rank of a group keeps a chunk.
 
-    Args:    model: weights drawn, equal on all ranks; or not yet drawn, with `seed`: then each rank draws its chunks.
-             units: its modules (default: children) without a common parameter, used through calls alone; else: root.
-             ahead: how much may be gathered before its turn, in units as large as the largest; 0: nothing.
+    Args:    model: weights drawn, equal on all ranks; or not yet drawn, with `seed`: then each rank
+             draws its chunks.
+             units: its modules (default: children) without a common parameter, used through calls
+             alone; else: root.
+             ahead: how much may be gathered before its turn, in units as large as the largest; 0:
+             nothing.
              free_after_forward: False: keep a unit until its backward (more memory, less traffic).
              the others, and Attributes: as ZeroAxis (zero/shards.py).
-    Raises:  ConfigError for units that overlap or `ahead` below 0; MismatchError if ranks do not start equal.
+    Raises:  ConfigError for units that overlap or `ahead` below 0; MismatchError if ranks do not
+             start equal.
     """
 
     computes_without_rows = reduces_each_pass = True
 
-    def __init__(self, model: Module, group: Group, *, units: Sequence[Module] | None = None, loss: Loss | None = None,
-                 ahead: int = 1, free_after_forward: bool = True, algorithm: str = "ring", seed: int | None = None,
-                 device: str = "cpu", shard: int | None = None, precision: Precision | None = None,
-                 store: ShardStore | None = None, recorder: Recorder | None = None) -> None:
-        super().__init__(model, group, loss=loss, algorithm=algorithm, shard=shard, precision=precision, store=store,
-                         recorder=recorder)
+    def __init__(
+        self,
+        model: Module,
+        group: Group,
+        *,
+        units: Sequence[Module] | None = None,
+        loss: Loss | None = None,
+        ahead: int = 1,
+        free_after_forward: bool = True,
+        algorithm: str = "ring",
+        seed: int | None = None,
+        device: str = "cpu",
+        shard: int | None = None,
+        precision: Precision | None = None,
+        store: ShardStore | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            group,
+            loss=loss,
+            algorithm=algorithm,
+            shard=shard,
+            precision=precision,
+            store=store,
+            recorder=recorder,
+        )
         self.ahead, self.free_after_forward = ahead, free_after_forward
         trainable(model.parameters())
         if seed is None:
             check_equal_replicas(model.parameters(), group, when="before the first step")
         self.units, self.root = make_units(self, units, ahead, seed=seed, device=device)
-        self.segments: list[list[Unit]] = []    # of a pipeline: the units of each stage, in the order of their calls
-        self.order, self._rest, self._next = list[tuple[int, bool]](), list[tuple[int, bool]](), list[Unit]()
-        self.sequence: list[Unit] = []          # without segments: units as the first forward met them
-        self._met, self._to_come = list[Unit](), list[Unit]()   # this forward has met; this backward has still to
+        # of a pipeline: the units of each stage, in the order of their calls
+        self.segments: list[list[Unit]] = []
+        self.order, self._rest, self._next = (
+            list[tuple[int, bool]](),
+            list[tuple[int, bool]](),
+            list[Unit](),
+        )
+        self.sequence: list[Unit] = []  # without segments: units as the first forward met them
+        # this forward has met; this backward has still to
+        self._met, self._to_come = list[Unit](), list[Unit]()
         self.stored = [flat for unit in (*self.units, self.root) for flat in unit.flats]
         self.flats = [flat for unit in (*self.units, self.root) for flat in unit.learning]
         self.scheme.attach([self.sharing.run(flat) for flat in self.flats])
         self.gradients = GradientShards(self, "unit part")
         self.parameters = self.pieces()
-        self._reduced = set[Unit]()             # whose gradients have set out in this backward
-        self._deferring = False                 # this backward leaves the gradients of weights for later
+        self._reduced = set[Unit]()  # whose gradients have set out in this backward
+        self._deferring = False  # this backward leaves the gradients of weights for later
         self._largest = max((unit.nbytes for unit in self.units), default=0)
         for unit in self.units:
             self._watch(unit)
 
-    def set_segments(self, segments: Sequence[Sequence[Module]], order: Sequence[tuple[int, bool]] = ()) -> None:
-        """Units are gathered in the order of their segments, and the first of the next one is read ahead by `order`."""
-        self.segments = [[unit for module in segment for unit in self.units if unit.module is module]
-                         for segment in segments]
+    def set_segments(
+        self, segments: Sequence[Sequence[Module]], order: Sequence[tuple[int, bool]] = ()
+    ) -> None:
+        """Units are gathered in the order of their segments, and the first of the next one is read
+        ahead by `order`."""
+        self.segments = [
+            [unit for module in segment for unit in self.units if unit.module is module]
+            for segment in segments
+        ]
         self.order = [each for each in order if self.segments[each[0]]]
 
     def _begin(self, segment: int, forward: bool) -> None:
-        """A segment's forward or backward begins: note the units with which the pass goes on after it."""
+        """A segment's forward or backward begins: note the units with which the pass goes on after
+        it."""
         while (segment, forward) in self._rest and self._rest.pop(0) != (segment, forward):
             pass
-        self._next = [unit for number, ahead in self._rest[:1] for unit in self.segments[number][::1 if ahead else -1]]
+        self._next = [
+            unit
+            for number, ahead in self._rest[:1]
+            for unit in self.segments[number][:: 1 if ahead else -1]
+        ]
 
     def _watch(self, unit: Unit) -> None:
         module: Any = unit.module
@@ -180,11 +239,15 @@ class Zero3(ZeroAxis):
     def _enter(self, unit: Unit) -> None:
         """Before a unit's forward: its weights come, and the next unit's set out."""
         unit.fetch()
-        for number in (number for number, segment in enumerate(self.segments) if segment[:1] == [unit]):
+        for number in (
+            number for number, segment in enumerate(self.segments) if segment[:1] == [unit]
+        ):
             self._begin(number, True)
         if not self.segments:
             self._met.append(unit)
-        self._fetch_ahead(unit, self._neighbours(unit, 1) if self.segments else self.sequence[len(self._met):])
+        self._fetch_ahead(
+            unit, self._neighbours(unit, 1) if self.segments else self.sequence[len(self._met) :]
+        )
         unit.complete()
 
     def _leave(self, unit: Unit, result: object) -> None:
@@ -195,29 +258,42 @@ class Zero3(ZeroAxis):
             unit.free()
 
     def _neighbours(self, unit: Unit, direction: int) -> list[Unit]:
-        """The units behind one in its segment, or with direction -1 those before it, the nearest first."""
+        """The units behind one in its segment, or with direction -1 those before it, the nearest
+        first."""
         segment = next(segment for segment in self.segments if unit in segment)[::direction]
-        return segment[segment.index(unit) + 1:]
+        return segment[segment.index(unit) + 1 :]
 
     def _fetch_ahead(self, unit: Unit, following: Sequence[Unit]) -> None:
-        """Begin to gather those behind `unit`: with it, no more than 1 + ahead of the largest; read ahead the next."""
+        """Begin to gather those behind `unit`: with it, no more than 1 + ahead of the largest; read
+        ahead the next."""
         room = (1 + self.ahead) * self._largest - unit.nbytes
         for number, other in enumerate((*following, *self._next)):
             room -= other.nbytes
             full = room < 0 or not self.ahead
-            if full or number >= len(following):        # the next segment's are read ahead, and gathered in their turn
+            # the next segment's are read ahead, and gathered in their turn
+            if full or number >= len(following):
                 other.prefetch()
             else:
                 other.fetch()
             if full:
                 break
 
-    def backward(self, share: Tensor | None, dy: Array | None = None, *, segment: int = 0, last: bool = True,
-                 defer: bool = False) -> list[WeightGradient]:
-        """Add the sums of the gradients over the ranks of this copy to the shards; the `last` adds the other copies'.
+    def backward(
+        self,
+        share: Tensor | None,
+        dy: Array | None = None,
+        *,
+        segment: int = 0,
+        last: bool = True,
+        defer: bool = False,
+    ) -> list[WeightGradient]:
+        """Add the sums of the gradients over the ranks of this copy to the shards; the `last` adds
+        the other copies'.
 
-        Args:    as DataAxis.backward. With segments any number of forwards may lie before it, and none is the last.
-        Cost:    an all-gather and a reduce-scatter a unit, begun during backward; returns when all have ended.
+        Args:    as DataAxis.backward. With segments any number of forwards may lie before it, and
+                 none is the last.
+        Cost:    an all-gather and a reduce-scatter a unit, begun during backward; returns when all
+                 have ended.
         Raises:  GradientError if the first loss is NaN, as it is where a freed weight was used.
         """
         self.gradients.begin(last=last)
@@ -232,8 +308,10 @@ class Zero3(ZeroAxis):
             return deferred
         assert share is not None
         if not self.sequence and np.isnan(share.item()):
-            raise GradientError(f"ZeRO-3 rank {self.group.rank} of {self.group.size}: the first loss is NaN; was a "
-                                f"unit's weight used outside its call (a tied one)? leave its module out of units=")
+            raise GradientError(
+                f"ZeRO-3 rank {self.group.rank} of {self.group.size}: the first loss is NaN; was a "
+                f"unit's weight used outside its call (a tied one)? leave its module out of units="
+            )
         if len(self._met) >= len(self.sequence):
             self.sequence = list(self._met)
         self._to_come = [unit for unit in reversed(self._met) if unit.calls]
@@ -247,7 +325,8 @@ class Zero3(ZeroAxis):
         return []
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
-        """Compute what a backward has put off, and reduce all that the segment's units have then."""
+        """Compute what a backward has put off, and reduce all that the segment's units have
+        then."""
         self.precision.backward_weights(deferred)
         self._reduce_all(self.segments[segment])
 
@@ -259,15 +338,21 @@ class Zero3(ZeroAxis):
         self.sum_stored()
 
     def _enter_backward(self, unit: Unit) -> None:
-        """Before a unit's backward: its weights come again, and those of the unit before it in forward set out."""
+        """Before a unit's backward: its weights come again, and those of the unit before it in
+        forward set out."""
         unit.fetch()
-        self._to_come = self._neighbours(unit, -1) if self.segments else self._to_come[self._to_come.index(unit) + 1:]
+        self._to_come = (
+            self._neighbours(unit, -1)
+            if self.segments
+            else self._to_come[self._to_come.index(unit) + 1 :]
+        )
         if self.free_after_forward:
             self._fetch_ahead(unit, self._to_come)
         unit.complete()
 
     def _leave_backward(self, unit: Unit) -> None:
-        """After a unit's backward: it is free, and after the last of its calls its gradients set out."""
+        """After a unit's backward: it is free, and after the last of its calls its gradients set
+        out."""
         unit.calls -= 1
         if self.free_after_forward or not unit.calls:
             unit.free()
@@ -281,7 +366,8 @@ class Zero3(ZeroAxis):
                 self.gradients.start(self.flats.index(flat))
 
     def _reduce_all(self, units: Sequence[Unit]) -> None:
-        """Reduce what a backward has left of these units, the last unit first, and wait for all sums."""
+        """Reduce what a backward has left of these units, the last unit first, and wait for all
+        sums."""
         with self.recorder.span("wait for gradients", notes="ZeRO-3 backward 3"):
             for unit in reversed(units):
                 self._reduce(unit)
@@ -297,8 +383,14 @@ class Zero3(ZeroAxis):
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
         """Compare nothing: no rank holds weights whole."""
 
-    def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None,
-               squares: Squares | None = None) -> None:
+    def update(
+        self,
+        optimizer: Optimizer,
+        *,
+        lr: float | None,
+        clip: float | None,
+        squares: Squares | None = None,
+    ) -> None:
         """As DataAxis.update, on this rank's pieces."""
         self.root.free()
         super().update(optimizer, lr=lr, clip=clip, squares=squares)
@@ -310,17 +402,36 @@ class Zero3(ZeroAxis):
         for flat in self.stored:
             if untrained(flat.parameters[0]):
                 chunk = self.store.master(flat)
-                yield from ((parameter, part, chunk[place]) for parameter, place, part in flat.chunk_spans())
+                yield from (
+                    (parameter, part, chunk[place]) for parameter, place, part in flat.chunk_spans()
+                )
                 if changes:
                     self.store.keep(flat, chunk, "frozen weights")
 
     def traffic(self, passes: int, fetches: Sequence[int] | None = None) -> list[Collective]:
-        """Gathers and reduce-scatters; `fetches`: how often each segment's units are gathered (default: each pass)."""
+        """Gathers and reduce-scatters; `fetches`: how often each segment's units are gathered
+        (default: each pass)."""
         gathers = (2 if self.free_after_forward else 1) * passes
-        groups = [(self.units, gathers)] if fetches is None else zip(self.segments, fetches, strict=True)
-        calls = [("all_gather", flat, times) for units, times in groups for unit in units for flat in unit.flats]
-        calls += [("all_gather", flat, 1) for flat in self.root.flats]          # held all step
-        calls += [("reduce_scatter", flat, passes if fetches is None or flat not in self.root.flats else 1)
-                  for flat in self.flats]
-        return [Collective(verb, flat.nbytes, flat.group) for verb, flat, times in calls
-                for _ in range(times)] + self.sums_of_copies()
+        groups = (
+            [(self.units, gathers)] if fetches is None else zip(self.segments, fetches, strict=True)
+        )
+        calls = [
+            ("all_gather", flat, times)
+            for units, times in groups
+            for unit in units
+            for flat in unit.flats
+        ]
+        calls += [("all_gather", flat, 1) for flat in self.root.flats]  # held all step
+        calls += [
+            (
+                "reduce_scatter",
+                flat,
+                passes if fetches is None or flat not in self.root.flats else 1,
+            )
+            for flat in self.flats
+        ]
+        return [
+            Collective(verb, flat.nbytes, flat.group)
+            for verb, flat, times in calls
+            for _ in range(times)
+        ] + self.sums_of_copies()

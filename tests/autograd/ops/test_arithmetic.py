@@ -12,9 +12,20 @@ from minidist.device import backend
 from minidist.errors import DtypeError
 
 
-@pytest.mark.parametrize("name, theirs", [("add", np.add), ("sub", np.subtract), ("mul", np.multiply),
-                                          ("div", np.divide), ("neg", np.negative), ("exp", np.exp), ("log", np.log),
-                                          ("tanh", np.tanh), ("sqrt", np.sqrt)])
+@pytest.mark.parametrize(
+    "name, theirs",
+    [
+        ("add", np.add),
+        ("sub", np.subtract),
+        ("mul", np.multiply),
+        ("div", np.divide),
+        ("neg", np.negative),
+        ("exp", np.exp),
+        ("log", np.log),
+        ("tanh", np.tanh),
+        ("sqrt", np.sqrt),
+    ],
+)
 def test_values(name, theirs):
     @given(CASES[name])
     def run(case):
@@ -35,8 +46,8 @@ def test_powers(exponent):
 
 def test_even_powers_of_negative_numbers_have_gradients():
     x = tensor(np.array([-2.0, 0.0, 3.0]), requires_grad=True)
-    (x ** 2 + x ** 3).sum().backward()
-    np.testing.assert_array_equal(x.grad, 2 * x.data + 3 * x.data ** 2)
+    (x**2 + x**3).sum().backward()
+    np.testing.assert_array_equal(x.grad, 2 * x.data + 3 * x.data**2)
 
 
 def test_exponent_must_be_a_number():
@@ -68,19 +79,24 @@ def test_unbroadcast_sums_low_precision_in_float32():
 @pytest.mark.filterwarnings("ignore:divide by zero|invalid value|overflow")
 @pytest.mark.parametrize("kind", ["float64", "float32", "bfloat16"])
 def test_powers_at_the_edges(kind):
-    """As in PyTorch: x ** 0 is 1 everywhere and its slope 0; otherwise the slope is n x ** (n - 1), by IEEE's rules."""
+    """As in PyTorch: x ** 0 is 1 everywhere and its slope 0; otherwise the slope is n x ** (n - 1),
+    by IEEE's rules."""
     inf, nan = np.inf, np.nan
     x = [-inf, -2.0, -0.0, 0.0, 4.0, inf, nan]
-    for n, want, slope in [(0, [1] * 7, [0] * 7), (0.0, [1] * 7, [0] * 7), (1, x, [1] * 7),
-                           (2, [inf, 4, 0, 0, 16, inf, nan], [-inf, -4, 0, 0, 8, inf, nan]),
-                           (3, [-inf, -8, 0, 0, 64, inf, nan], [inf, 12, 0, 0, 48, inf, nan]),
-                           (5, [-inf, -32, 0, 0, 1024, inf, nan], [inf, 80, 0, 0, 1280, inf, nan]),
-                           (-1, [0, -0.5, -inf, inf, 0.25, 0, nan], [0, -0.25, -inf, -inf, -0.0625, 0, nan]),
-                           (-2, [0, 0.25, inf, inf, 0.0625, 0, nan], [0, 0.25, inf, -inf, -0.03125, 0, nan]),
-                           (0.5, [nan, nan, 0, 0, 2, inf, nan], [0, nan, inf, inf, 0.25, 0, nan]),
-                           (1.5, [inf, nan, 0, 0, 8, inf, nan], [nan, nan, 0, 0, 3, inf, nan])]:
+    for n, want, slope in [
+        (0, [1] * 7, [0] * 7),
+        (0.0, [1] * 7, [0] * 7),
+        (1, x, [1] * 7),
+        (2, [inf, 4, 0, 0, 16, inf, nan], [-inf, -4, 0, 0, 8, inf, nan]),
+        (3, [-inf, -8, 0, 0, 64, inf, nan], [inf, 12, 0, 0, 48, inf, nan]),
+        (5, [-inf, -32, 0, 0, 1024, inf, nan], [inf, 80, 0, 0, 1280, inf, nan]),
+        (-1, [0, -0.5, -inf, inf, 0.25, 0, nan], [0, -0.25, -inf, -inf, -0.0625, 0, nan]),
+        (-2, [0, 0.25, inf, inf, 0.0625, 0, nan], [0, 0.25, inf, -inf, -0.03125, 0, nan]),
+        (0.5, [nan, nan, 0, 0, 2, inf, nan], [0, nan, inf, inf, 0.25, 0, nan]),
+        (1.5, [inf, nan, 0, 0, 8, inf, nan], [nan, nan, 0, 0, 3, inf, nan]),
+    ]:
         leaf = tensor(x, dtype=kind, requires_grad=True)
-        y = leaf ** n
+        y = leaf**n
         y.backward(np.ones_like(y.data))
         np.testing.assert_array_equal(y.data.astype(float), want, err_msg=f"x ** {n}")
         np.testing.assert_array_equal(leaf.grad.astype(float), slope, err_msg=f"x ** {n}")
@@ -88,6 +104,8 @@ def test_powers_at_the_edges(kind):
 
 def test_the_slope_of_a_quotient_does_not_square_the_divisor():
     """b² would be 0 or infinite in float32."""
-    a, b = (tensor(np.array(x, np.float32), requires_grad=True) for x in ([1e-30, 1e30], [1e-25, 1e25]))
+    a, b = (
+        tensor(np.array(x, np.float32), requires_grad=True) for x in ([1e-30, 1e30], [1e-25, 1e25])
+    )
     (a / b).sum().backward()
     np.testing.assert_allclose(b.grad, [-1e20, -1e-20], rtol=1e-6)

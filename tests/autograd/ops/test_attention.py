@@ -1,4 +1,5 @@
-"""Causal attention against the plain formula: blocks, kept or recomputed probabilities, groups, extreme scores."""
+"""Causal attention against the plain formula: blocks, kept or recomputed probabilities, groups,
+extreme scores."""
 
 import numpy as np
 import pytest
@@ -36,8 +37,14 @@ def compare(ours, theirs, **tolerance):
         np.testing.assert_allclose(a, b, **tolerance, err_msg=name)
 
 
-@given(t=st.integers(1, 11), block=st.integers(1, 12), kv=st.integers(1, 2), group=st.integers(1, 3),
-       keep=st.booleans(), seed=st.integers(0, 99))
+@given(
+    t=st.integers(1, 11),
+    block=st.integers(1, 12),
+    kv=st.integers(1, 2),
+    group=st.integers(1, 3),
+    keep=st.booleans(),
+    seed=st.integers(0, 99),
+)
 def test_any_block_kept_or_recomputed(t, block, kv, group, keep, seed):
     rng = np.random.default_rng(seed)
     arrays = [rng.normal(size=(2, heads, t, 4)) * 3 for heads in (kv * group, kv, kv)]
@@ -63,7 +70,12 @@ def test_the_packed_form_is_the_plain_one():
         y = ops.causal_attention(parts[0], parts[1], parts[2])
         return ops.reshape(ops.transpose(y, (0, 2, 1, 3)), (2, 5, 8))
 
-    compare(run(lambda x: ops.causal_attention_packed(x, heads=2), [qkv]), run(unpacked, [qkv]), rtol=1e-12, atol=1e-14)
+    compare(
+        run(lambda x: ops.causal_attention_packed(x, heads=2), [qkv]),
+        run(unpacked, [qkv]),
+        rtol=1e-12,
+        atol=1e-14,
+    )
 
 
 @pytest.mark.parametrize("keep", [0, 1000])
@@ -75,8 +87,10 @@ def test_extreme_scores(keep, monkeypatch):
     k = q.copy()
     v = np.arange(8, dtype="float32").reshape(1, 1, 4, 2)
     y, dq, dk, dv = run(ops.causal_attention, [q, k, v])
-    np.testing.assert_allclose(y[0, 0], [v[0, 0, 0], v[0, 0, 1], (v[0, 0, 0] + v[0, 0, 2]) / 2,
-                                         (v[0, 0, 1] + v[0, 0, 3]) / 2])
+    np.testing.assert_allclose(
+        y[0, 0],
+        [v[0, 0, 0], v[0, 0, 1], (v[0, 0, 0] + v[0, 0, 2]) / 2, (v[0, 0, 1] + v[0, 0, 3]) / 2],
+    )
     assert all(np.isfinite(g).all() for g in (dq, dk, dv))
 
 
@@ -91,7 +105,8 @@ def test_nothing_ahead_is_seen():
 @needs_compiler
 @pytest.mark.parametrize("packed", [False, True])
 def test_by_a_kernel(packed, monkeypatch):
-    """What runs on a GPU in half precision, here on the CPU build: the plain path's result and gradients, rounded."""
+    """What runs on a GPU in half precision, here on the CPU build: the plain path's result and
+    gradients, rounded."""
     rng = np.random.default_rng(0)
     if packed:
         arrays = [rng.normal(size=(2, 5, 3 * 2 * 4)).astype("float16")]
@@ -99,11 +114,17 @@ def test_by_a_kernel(packed, monkeypatch):
         arrays = [rng.normal(size=(2, heads, 5, 4)).astype("float16") for heads in (2, 1, 1)]
 
     def call(*leaves):
-        return ops.causal_attention_packed(*leaves, heads=2) if packed else ops.causal_attention(*leaves)
+        return (
+            ops.causal_attention_packed(*leaves, heads=2)
+            if packed
+            else ops.causal_attention(*leaves)
+        )
 
     asked = []
     plain_path = run(call, arrays)
-    monkeypatch.setattr(attention, "kernel", lambda name, *arrays: asked.append(name) or attention.launcher(name))
+    monkeypatch.setattr(
+        attention, "kernel", lambda name, *arrays: asked.append(name) or attention.launcher(name)
+    )
     compare(run(call, arrays), plain_path, rtol=2e-3, atol=4e-3)
     assert asked == ["attention"]
 
@@ -114,5 +135,7 @@ def test_errors():
         ops.causal_attention(q, q[..., :6], q[..., :6])
     with pytest.raises(ShapeError, match="4 query heads do not divide among 3 key heads"):
         ops.causal_attention(q, q[:, :3], q[:, :3])
-    with pytest.raises(ShapeError, match=r"qkv \(2, 4, 10\) with 2 heads; it needs \(B, T, 3·heads·D\)"):
+    with pytest.raises(
+        ShapeError, match=r"qkv \(2, 4, 10\) with 2 heads; it needs \(B, T, 3·heads·D\)"
+    ):
         ops.causal_attention_packed(np.ones((2, 4, 10)), heads=2)

@@ -1,4 +1,5 @@
-"""The differentiable pairs on ranks: values, gradients against finite differences, traffic, and what they refuse."""
+"""The differentiable pairs on ranks: values, gradients against finite differences, traffic, and
+what they refuse."""
 
 import math
 from collections.abc import Callable
@@ -24,17 +25,41 @@ def cut(x: np.ndarray, dim: int, size: int) -> list[np.ndarray]:
     return np.array_split(x, size, axis=dim)
 
 
-# Each pair: (arguments of all ranks, results of all ranks) by plain NumPy, of a whole array; whether all ranks have the
-# same argument, and whether all do the same with the result.
+# Each pair: (arguments of all ranks, results of all ranks) by plain NumPy, of a whole array;
+# whether all ranks have the same argument, and whether all do the same with the result.
 Pair = tuple[Callable[..., tuple[list[np.ndarray], list[np.ndarray]]], bool, bool]
 PAIRS: dict[str, Pair] = {
-    "copy_to": (lambda wholes, dim: ([wholes[0]] * len(wholes), [wholes[0]] * len(wholes)), True, False),
+    "copy_to": (
+        lambda wholes, dim: ([wholes[0]] * len(wholes), [wholes[0]] * len(wholes)),
+        True,
+        False,
+    ),
     "reduce_from": (lambda wholes, dim: (wholes, [sum(wholes)] * len(wholes)), False, True),
-    "all_gather": (lambda wholes, dim: (cut(wholes[0], dim, len(wholes)), [wholes[0]] * len(wholes)), False, False),
-    "reduce_scatter": (lambda wholes, dim: (wholes, cut(sum(wholes), dim, len(wholes))), False, False),
-    "gather_copies": (lambda wholes, dim: (cut(wholes[0], dim, len(wholes)), [wholes[0]] * len(wholes)), False, True),
-    "take_shard": (lambda wholes, dim: ([wholes[0]] * len(wholes), cut(wholes[0], dim, len(wholes))), True, False),
-    "all_to_all": (lambda wholes, dim: (cut(wholes[0], 0, len(wholes)), cut(wholes[0], 1, len(wholes))), False, False),
+    "all_gather": (
+        lambda wholes, dim: (cut(wholes[0], dim, len(wholes)), [wholes[0]] * len(wholes)),
+        False,
+        False,
+    ),
+    "reduce_scatter": (
+        lambda wholes, dim: (wholes, cut(sum(wholes), dim, len(wholes))),
+        False,
+        False,
+    ),
+    "gather_copies": (
+        lambda wholes, dim: (cut(wholes[0], dim, len(wholes)), [wholes[0]] * len(wholes)),
+        False,
+        True,
+    ),
+    "take_shard": (
+        lambda wholes, dim: ([wholes[0]] * len(wholes), cut(wholes[0], dim, len(wholes))),
+        True,
+        False,
+    ),
+    "all_to_all": (
+        lambda wholes, dim: (cut(wholes[0], 0, len(wholes)), cut(wholes[0], 1, len(wholes))),
+        False,
+        False,
+    ),
 }
 
 
@@ -72,7 +97,10 @@ def check_rank(group: Any, name: str, shape: tuple[int, ...], dim: int) -> None:
 
     for mover in range(1 if same_in else group.size):
         for place in np.ndindex(given_[mover].shape):
-            moves, kept = same_in or mover == group.rank, x[place] if x.size and mover == group.rank else 0.0
+            moves, kept = (
+                same_in or mover == group.rank,
+                x[place] if x.size and mover == group.rank else 0.0,
+            )
             values = []
             for step in (STEP, -STEP):
                 if moves:
@@ -81,10 +109,14 @@ def check_rank(group: Any, name: str, shape: tuple[int, ...], dim: int) -> None:
                 if moves:
                     x[place] = given_[group.rank][place]
             if moves:
-                assert leaf.grad[place] == pytest.approx((values[0] - values[1]) / (2 * STEP), rel=1e-5, abs=1e-7)
+                assert leaf.grad[place] == pytest.approx(
+                    (values[0] - values[1]) / (2 * STEP), rel=1e-5, abs=1e-7
+                )
 
 
-@pytest.mark.parametrize("size", [2, 4, *(pytest.param(size, marks=pytest.mark.soak) for size in (1, 3, 5))])
+@pytest.mark.parametrize(
+    "size", [2, 4, *(pytest.param(size, marks=pytest.mark.soak) for size in (1, 3, 5))]
+)
 @pytest.mark.parametrize("name", PAIRS)
 def test_gradients_match_finite_differences(name: str, size: int) -> None:
     """Also where the dim does not divide, and where a rank has nothing."""
@@ -93,22 +125,33 @@ def test_gradients_match_finite_differences(name: str, size: int) -> None:
 
 @pytest.mark.soak
 @settings(max_examples=150)
-@given(name=st.sampled_from(sorted(PAIRS)), size=st.integers(1, 6), shape=st.tuples(*[st.integers(0, 5)] * 2),
-       dim=st.integers(-2, 1))
+@given(
+    name=st.sampled_from(sorted(PAIRS)),
+    size=st.integers(1, 6),
+    shape=st.tuples(*[st.integers(0, 5)] * 2),
+    dim=st.integers(-2, 1),
+)
 def test_gradients_of_any_shape(name: str, size: int, shape: tuple[int, int], dim: int) -> None:
     md.run(lambda world: check_rank(world, name, shape, dim), size=size)
 
 
-@pytest.mark.parametrize(("size", "dims"), [(1, (4, 6)), (2, (4, 6)), (3, (4, 6)), (4, (6, 7)), (5, (7, 3))])
+@pytest.mark.parametrize(
+    ("size", "dims"), [(1, (4, 6)), (2, (4, 6)), (3, (4, 6)), (4, (6, 7)), (5, (7, 3))]
+)
 def test_traffic_is_the_formula(size: int, dims: tuple[int, int]) -> None:
     """The table of the docstring, to the byte."""
     n, padded = math.prod(dims), math.prod(dims) // dims[1] * size * -(-dims[1] // size)
     rows, columns = np.diff(bounds(dims[0], size)), np.diff(bounds(dims[1], size))
     swapped = n - int(rows @ columns)
-    formula = {"copy_to": (0, 2 * (size - 1) * n), "reduce_from": (2 * (size - 1) * n, 0),
-               "all_gather": ((size - 1) * n, (size - 1) * padded),
-               "reduce_scatter": ((size - 1) * padded, (size - 1) * n), "gather_copies": ((size - 1) * n, 0),
-               "take_shard": (0, (size - 1) * n), "all_to_all": (swapped, swapped)}
+    formula = {
+        "copy_to": (0, 2 * (size - 1) * n),
+        "reduce_from": (2 * (size - 1) * n, 0),
+        "all_gather": ((size - 1) * n, (size - 1) * padded),
+        "reduce_scatter": ((size - 1) * padded, (size - 1) * n),
+        "gather_copies": ((size - 1) * n, 0),
+        "take_shard": (0, (size - 1) * n),
+        "all_to_all": (swapped, swapped),
+    }
     assert formula.keys() == PAIRS.keys()
 
     def job(world: Any) -> dict[str, tuple[int, int]]:
@@ -131,7 +174,7 @@ def test_traffic_is_the_formula(size: int, dims: tuple[int, int]) -> None:
 
 def test_direct_adds_in_rank_order() -> None:
     def job(world: Any) -> np.ndarray:
-        x = tensor(np.array([1e16, 1.0, -1e16])[world.rank:world.rank + 1].copy())
+        x = tensor(np.array([1e16, 1.0, -1e16])[world.rank : world.rank + 1].copy())
         return collectives.reduce_from(x, group=world, algorithm="direct").data
 
     for result in md.run(job, size=3):
@@ -144,7 +187,9 @@ def test_an_exchange_of_counts() -> None:
 
     def job(world: Any) -> tuple[np.ndarray, np.ndarray]:
         mine = counts[world.rank]
-        x = tensor(100.0 * world.rank + np.arange(2.0 * sum(mine)).reshape(-1, 2), requires_grad=True)
+        x = tensor(
+            100.0 * world.rank + np.arange(2.0 * sum(mine)).reshape(-1, 2), requires_grad=True
+        )
         y = collectives.all_to_all(x, split=0, join=0, counts=mine, group=world)
         y.backward(y.data * 2)
         assert np.array_equal(x.grad, 2 * x.data)
@@ -166,9 +211,16 @@ def test_counts_of_a_small_dtype_are_added_as_numbers() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     def shards(world: Any) -> None:
-        with pytest.raises(ShapeError, match=r"rank \d of 2: a shard of \d in dim 0, but of 4 altogether it should"):
+        with pytest.raises(
+            ShapeError, match=r"rank \d of 2: a shard of \d in dim 0, but of 4 altogether it should"
+        ):
             collectives.all_gather(np.ones((1 + 2 * world.rank, 2)), dim=0, group=world)
 
     md.run(shards, size=2)
     with pytest.raises(ShapeError, match=r"counts \[1\] for 1 ranks do not cut the 3 of dim 0"):
-        md.run(lambda world: collectives.all_to_all(np.ones(3), split=0, join=0, counts=[1], group=world), size=1)
+        md.run(
+            lambda world: collectives.all_to_all(
+                np.ones(3), split=0, join=0, counts=[1], group=world
+            ),
+            size=1,
+        )

@@ -1,4 +1,5 @@
-"""Top-k, places in runs, grouped products, there and back: values and errors. Gradients: test_gradients.py."""
+"""Top-k, places in runs, grouped products, there and back: values and errors. Gradients:
+test_gradients.py."""
 
 import fake_gpu
 import numpy as np
@@ -37,22 +38,31 @@ def test_each_run_of_rows_has_its_own_matrix() -> None:
 
 @pytest.mark.parametrize("kind", ["float64", "float32", "bfloat16"])
 def test_there_and_back_is_take_times_and_add_to_the_bit(kind: str) -> None:
-    """Tokens 0 and 3 go to two experts, 1 to one, and 2 to none; weights are rounded before they are added."""
+    """Tokens 0 and 3 go to two experts, 1 to one, and 2 to none; weights are rounded before they
+    are added."""
     rng = np.random.default_rng(1)
-    chosen, kept = np.array([[2, 0], [1, 0], [0, 1], [0, 2]]), np.array([[1, 1], [0, 1], [0, 0], [1, 1]], bool)
+    chosen, kept = (
+        np.array([[2, 0], [1, 0], [0, 1], [0, 2]]),
+        np.array([[1, 1], [0, 1], [0, 0], [1, 1]], bool),
+    )
     placement = place_rows(chosen, kept, experts=3)
     assert placement.tokens.tolist() == [0, 1, 3, 0, 3]
     assert placement.experts.tolist() == [0, 0, 0, 2, 2]
     assert placement.counts.tolist() == [3, 0, 2]
     assert placement.slots.tolist() == [[0, 3], [-1, 1], [-1, -1], [2, 4]]
     x, dy, weights = (rng.normal(size=size).astype(dtype(kind)) for size in ((4, 3), (4, 3), 5))
-    scatter = np.eye(4, dtype=x.dtype)[:, placement.tokens]         # (tokens, rows)
+    scatter = np.eye(4, dtype=x.dtype)[:, placement.tokens]  # (tokens, rows)
     results = []
     for plain in (False, True):
         leaves = [tensor(x, requires_grad=True), tensor(weights, requires_grad=True)]
-        rows = ops.take(leaves[0], placement.tokens) if plain else ops.to_experts(leaves[0], placement)
-        y = (ops.matmul(scatter, rows * leaves[1].reshape(5, 1)) if plain else
-             ops.from_experts(rows, leaves[1], placement))
+        rows = (
+            ops.take(leaves[0], placement.tokens) if plain else ops.to_experts(leaves[0], placement)
+        )
+        y = (
+            ops.matmul(scatter, rows * leaves[1].reshape(5, 1))
+            if plain
+            else ops.from_experts(rows, leaves[1], placement)
+        )
         y.backward(dy)
         results.append([rows.data, y.data, *(leaf.grad for leaf in leaves)])
     for got, want in zip(*results, strict=True):
@@ -65,25 +75,40 @@ def test_on_a_gpu_by_kernels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None
     """Which round once what the plain path rounds several times."""
     cupy = fake_gpu.install(monkeypatch)
     asked, find = [], experts.kernel
-    monkeypatch.setattr(experts, "kernel", lambda name, *arrays: find(name, *arrays) and (asked.append(name)
-                                                                                         or find(name, *arrays)))
+    monkeypatch.setattr(
+        experts,
+        "kernel",
+        lambda name, *arrays: find(name, *arrays) and (asked.append(name) or find(name, *arrays)),
+    )
     rng, bound = np.random.default_rng(1), {"float32": 1e-6, "bfloat16": 2e-2}[kind]
-    chosen, kept = rng.permuted(np.tile(np.arange(4), (7, 1)), axis=1)[:, :2], rng.random((7, 2)) < 0.7
-    x, dy, weights = (rng.normal(size=size).astype(dtype(kind)) for size in ((7, 5), (7, 5), kept.sum()))
+    chosen, kept = (
+        rng.permuted(np.tile(np.arange(4), (7, 1)), axis=1)[:, :2],
+        rng.random((7, 2)) < 0.7,
+    )
+    x, dy, weights = (
+        rng.normal(size=size).astype(dtype(kind)) for size in ((7, 5), (7, 5), kept.sum())
+    )
     results = []
     for put in (np.array, cupy.asarray):
         placement = place_rows(put(chosen), put(kept), experts=4)
         leaves = [tensor(put(array), requires_grad=True) for array in (x, weights)]
         y = ops.from_experts(ops.to_experts(leaves[0], placement), leaves[1], placement)
         y.backward(put(dy))
-        results.append([to_host(array).astype(np.float64) for array in (y.data, *(leaf.grad for leaf in leaves))])
+        results.append(
+            [
+                to_host(array).astype(np.float64)
+                for array in (y.data, *(leaf.grad for leaf in leaves))
+            ]
+        )
     for want, got in zip(*results, strict=True):
         np.testing.assert_allclose(got, want, atol=bound * np.abs(want).max())
     assert asked == ["to_experts", "from_experts", "from_experts_gradient", "from_experts"]
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ShapeError, match=r"counts \[2, 2\] do not fit 5 rows of 2 groups; pass one a group"):
+    with pytest.raises(
+        ShapeError, match=r"counts \[2, 2\] do not fit 5 rows of 2 groups; pass one a group"
+    ):
         ops.grouped_linear(np.ones((5, 3)), np.ones((2, 3, 4)), counts=[2, 2])
     with pytest.raises(ShapeError, match=r"x \(5, 3\) does not fit w \(2, 4, 3\)"):
         ops.grouped_linear(np.ones((5, 3)), np.ones((2, 4, 3)), counts=[2, 3])

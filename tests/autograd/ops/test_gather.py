@@ -58,7 +58,9 @@ def test_many_equal_ids_in_low_precision():
 def test_errors():
     table = np.ones((4, 3))
     for wrong in (-1, 4):
-        with pytest.raises(ShapeError, match="embedding: positions .* among 4 rows; they must lie in 0..3"):
+        with pytest.raises(
+            ShapeError, match="embedding: positions .* among 4 rows; they must lie in 0..3"
+        ):
             ops.embedding(table, np.array([0, wrong]))
     with pytest.raises(DtypeError, match="integers, not float64"):
         ops.embedding(table, np.ones(2))
@@ -71,7 +73,8 @@ def test_errors():
 @needs_compiler
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_positions_on_the_host_of_rows_on_a_gpu(dtype, monkeypatch):
-    """Values and gradient, by kernel and without, and nobody waits; a wrong position is an error at once."""
+    """Values and gradient, by kernel and without, and nobody waits; a wrong position is an error at
+    once."""
     cupy = fake_gpu.install(monkeypatch)
     ids, dy = np.array([[3, 0], [1, 1]]), np.arange(12.0, dtype=dtype).reshape(2, 2, 3)
     results = []
@@ -98,5 +101,6 @@ def test_positions_on_a_gpu_are_not_looked_at(monkeypatch):
     want[0, 1] = np.nan
     np.testing.assert_array_equal(to_host(y), want)
     assert np.isnan(to_host(across)).all()
-    np.testing.assert_array_equal(to_host(ops.take(cupy.asarray(table), cupy.asarray(ids[1]), dim=1).data),
-                                  table[:, [0, 2]])
+    np.testing.assert_array_equal(
+        to_host(ops.take(cupy.asarray(table), cupy.asarray(ids[1]), dim=1).data), table[:, [0, 2]]
+    )

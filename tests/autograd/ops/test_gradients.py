@@ -1,4 +1,5 @@
-"""Every op, every differentiable argument: gradients against finite differences, in low precision, and on a GPU."""
+"""Every op, every differentiable argument: gradients against finite differences, in low precision,
+and on a GPU."""
 
 import numpy as np
 import pytest
@@ -12,14 +13,19 @@ from minidist.autograd.tensor import tensor
 from minidist.device import backend
 from minidist.errors import DtypeError
 
-WITH_RANKS = "minidist.autograd.ops.collectives"                 # they run on ranks
-OPS = sorted(name for name, op in REGISTRY.items()
-             if op.__module__.startswith("minidist.autograd.ops.") and op.__module__ != WITH_RANKS)
+WITH_RANKS = "minidist.autograd.ops.collectives"  # they run on ranks
+OPS = sorted(
+    name
+    for name, op in REGISTRY.items()
+    if op.__module__.startswith("minidist.autograd.ops.") and op.__module__ != WITH_RANKS
+)
 
 
 def examples(usual):
     """Decorates a test of (…, count): `usual` examples by default, 100 in the soak tests."""
-    return pytest.mark.parametrize("count", [usual, pytest.param(100, marks=pytest.mark.soak)], ids=["", "many"])
+    return pytest.mark.parametrize(
+        "count", [usual, pytest.param(100, marks=pytest.mark.soak)], ids=["", "many"]
+    )
 
 
 def test_every_op_has_a_case_and_is_offered():
@@ -37,7 +43,9 @@ def test_gradients_match_finite_differences(name, count):
     def run(case):
         leaves = [tensor(a, requires_grad=True) for a in case.arrays]
         for node in nodes_behind(case.call(*leaves)):
-            checked.update((node.op.name, node.op.argument_name(edge.argument)) for edge in node.edges)
+            checked.update(
+                (node.op.name, node.op.argument_name(edge.argument)) for edge in node.edges
+            )
         check_gradients(case.call, case.arrays)
 
     run()
@@ -45,9 +53,11 @@ def test_gradients_match_finite_differences(name, count):
 
 
 def _run(case, kind, xp=np, *, result_is_wide=False):
-    """Results and gradients of a case in another dtype or on another device, as float64 host arrays.
+    """Results and gradients of a case in another dtype or on another device, as float64 host
+    arrays.
 
-    `result_is_wide`: a result for low precision is float32, as a loss is; gradients are in the arguments' dtype.
+    `result_is_wide`: a result for low precision is float32, as a loss is; gradients are in the
+    arguments' dtype.
     """
     leaves = [tensor(xp.asarray(a).astype(kind), requires_grad=True) for a in case.arrays]
     result = case.call(*leaves)
@@ -58,25 +68,34 @@ def _run(case, kind, xp=np, *, result_is_wide=False):
         assert all(output.dtype == backend.widen(leaves[0].data).dtype for output in outputs)
     else:
         assert all(output.dtype == kind for output in outputs), [output.dtype for output in outputs]
-    assert all(gradient.dtype == kind for gradient in gradients), [gradient.dtype for gradient in gradients]
+    assert all(gradient.dtype == kind for gradient in gradients), [
+        gradient.dtype for gradient in gradients
+    ]
     arrays = outputs + gradients
     return [backend.to_host(array).astype("float64") for array in arrays]
 
 
 @examples(8)
 @pytest.mark.parametrize("low", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", [name for name in OPS if name != "max"])  # ties differ once rounded
+# ties differ once rounded
+@pytest.mark.parametrize("name", [name for name in OPS if name != "max"])
 def test_low_precision_is_float32_rounded_once(name, low, count):
     kind = backend.dtype(low)
-    eps = {"float16": 2.0 ** -10, "bfloat16": 2.0 ** -7}[low]  # one unit in the last place, relative
+    # one unit in the last place, relative
+    eps = {"float16": 2.0**-10, "bfloat16": 2.0**-7}[low]
 
     @settings(max_examples=count)
     @given(CASES[name])
     def run(case):
         case.arrays = [a.astype(kind).astype("float64") for a in case.arrays]
-        rounded, wide = _run(case, kind, result_is_wide=name == "cross_entropy"), _run(case, np.dtype("float32"))
+        rounded, wide = (
+            _run(case, kind, result_is_wide=name == "cross_entropy"),
+            _run(case, np.dtype("float32")),
+        )
         for a, b in zip(rounded, wide, strict=True):
-            np.testing.assert_allclose(a, b, rtol=4 * eps, atol=4 * eps * max(1.0, np.abs(b).max(initial=0)))
+            np.testing.assert_allclose(
+                a, b, rtol=4 * eps, atol=4 * eps * max(1.0, np.abs(b).max(initial=0))
+            )
 
     run()
 
@@ -89,7 +108,9 @@ def test_the_other_byte_order_is_refused(name, count):
     def run(case):
         for low in ("float16", "bfloat16", "float32", "float64"):
             strange = backend.dtype(low).newbyteorder()
-            with pytest.raises(DtypeError, match=rf"[<>]{low} .* byte order; pass x.astype\('{low}'\)"):
+            with pytest.raises(
+                DtypeError, match=rf"[<>]{low} .* byte order; pass x.astype\('{low}'\)"
+            ):
                 case.call(*(tensor(a.astype(strange)) for a in case.arrays))
 
     run()
@@ -104,7 +125,9 @@ def test_cupy_agrees_with_numpy(name):
 
     @given(CASES[name])
     def run(case):
-        for a, b in zip(_run(case, np.dtype("float64"), cupy), _run(case, np.dtype("float64")), strict=True):
+        for a, b in zip(
+            _run(case, np.dtype("float64"), cupy), _run(case, np.dtype("float64")), strict=True
+        ):
             np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
 
     run()

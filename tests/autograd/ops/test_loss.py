@@ -18,7 +18,9 @@ def test_values_and_divisor():
     log_p = LOGITS - np.log(np.exp(LOGITS).sum(-1, keepdims=True))
     each = -np.take_along_axis(log_p, TARGETS[..., None], -1)[..., 0]
     assert ops.cross_entropy(LOGITS, TARGETS).item() == pytest.approx(each.mean(), rel=1e-14)
-    assert ops.cross_entropy(LOGITS, TARGETS, divisor=40).item() == pytest.approx(each.sum() / 40, rel=1e-14)
+    assert ops.cross_entropy(LOGITS, TARGETS, divisor=40).item() == pytest.approx(
+        each.sum() / 40, rel=1e-14
+    )
 
 
 @pytest.mark.parametrize("size", [1e5, 1e9, 1e30])
@@ -47,7 +49,10 @@ def test_shards_with_the_global_divisor_add_up():
 
 @pytest.mark.parametrize("kind", ["float64", "float32"])
 def test_huge_logits(kind):
-    x = tensor(np.array([[1e30, 0.0, -1e30], [-1e30, -1e30, 0.0], [-np.inf, 0.0, 0.0]], kind), requires_grad=True)
+    x = tensor(
+        np.array([[1e30, 0.0, -1e30], [-1e30, -1e30, 0.0], [-np.inf, 0.0, 0.0]], kind),
+        requires_grad=True,
+    )
     loss = ops.cross_entropy(x, np.array([0, 2, 1]), divisor=1)
     loss.backward()
     assert loss.item() == pytest.approx(np.log(2.0), rel=1e-6)
@@ -61,17 +66,24 @@ def test_no_tokens():
 def test_errors():
     with pytest.raises(DtypeError, match="targets are token ids, integers, not float64"):
         ops.cross_entropy(LOGITS, TARGETS * 1.0)
-    with pytest.raises(ShapeError, match=r"targets \(5,\) do not fit logits \(2, 5, 7\); they need shape \(2, 5\)"):
+    with pytest.raises(
+        ShapeError, match=r"targets \(5,\) do not fit logits \(2, 5, 7\); they need shape \(2, 5\)"
+    ):
         ops.cross_entropy(LOGITS, TARGETS[0])
     for wrong in (-1, 7):
-        with pytest.raises(ShapeError, match=r"outside the vocabulary, which allows 0\.\.6; logits \(2, 5, 7\)"):
+        with pytest.raises(
+            ShapeError, match=r"outside the vocabulary, which allows 0\.\.6; logits \(2, 5, 7\)"
+        ):
             ops.cross_entropy(LOGITS, np.full((2, 5), wrong))
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_targets_on_the_host_of_logits_on_a_gpu(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By kernel and without: the numbers of a CPU, nobody waits, and a wrong target is an error at once."""
+def test_targets_on_the_host_of_logits_on_a_gpu(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By kernel and without: the numbers of a CPU, nobody waits, and a wrong target is an error at
+    once."""
     cupy = fake_gpu.install(monkeypatch)
     results = []
     for put in (np.array, cupy.asarray):

@@ -14,7 +14,9 @@ X, W, B = RNG.normal(size=(5, 7, 6)) * 3 + 1, RNG.normal(size=6), RNG.normal(siz
 
 def test_values():
     mean, var = X.mean(-1, keepdims=True), X.var(-1, keepdims=True)
-    np.testing.assert_allclose(ops.layer_norm(X, W, B).data, (X - mean) / np.sqrt(var + 1e-5) * W + B, rtol=1e-12)
+    np.testing.assert_allclose(
+        ops.layer_norm(X, W, B).data, (X - mean) / np.sqrt(var + 1e-5) * W + B, rtol=1e-12
+    )
     root = np.sqrt((X * X).mean(-1, keepdims=True) + 1e-3)
     np.testing.assert_allclose(ops.rms_norm(X, W, eps=1e-3).data, X / root * W, rtol=1e-12)
 
@@ -44,7 +46,9 @@ def test_any_number_of_blocks(height, monkeypatch):
 
 def test_empty_and_errors():
     assert ops.layer_norm(np.ones((0, 6)), W, B).shape == (0, 6)
-    with pytest.raises(ShapeError, match=r"layer_norm: b \(5,\) does not fit x \(5, 7, 6\); it needs shape \(6,\)"):
+    with pytest.raises(
+        ShapeError, match=r"layer_norm: b \(5,\) does not fit x \(5, 7, 6\); it needs shape \(6,\)"
+    ):
         ops.layer_norm(X, W, np.ones(5))
     with pytest.raises(ShapeError, match="rms_norm: w"):
         ops.rms_norm(X, np.ones((1, 6)))

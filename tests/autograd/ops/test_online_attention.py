@@ -1,4 +1,5 @@
-"""Ring attention by passes of the kernel, one a pair of blocks: the same as attention to the whole sequence at once."""
+"""Ring attention by passes of the kernel, one a pair of blocks: the same as attention to the whole
+sequence at once."""
 
 from typing import Any
 
@@ -12,12 +13,15 @@ from minidist.autograd.ops import online_attention
 from minidist.autograd.tensor import tensor
 from minidist.parallel.context import ring_attention as chapter
 
-BOUND = 4e-3        # of the largest number: float16 rounds a block's result, its gradients, and the sums once more
+# of the largest number: float16 rounds a block's result, its gradients, and the sums once more
+BOUND = 4e-3
 
 
 def drawn(length: int, heads: int) -> list[np.ndarray]:
     rng = np.random.default_rng(0)
-    return [rng.normal(size=(1, count, length, 12)).astype(np.float16) for count in (2, heads, heads, 2)]
+    return [
+        rng.normal(size=(1, count, length, 12)).astype(np.float16) for count in (2, heads, heads, 2)
+    ]
 
 
 def whole(q: np.ndarray, k: np.ndarray, v: np.ndarray, dy: np.ndarray) -> list[np.ndarray]:
@@ -29,7 +33,8 @@ def whole(q: np.ndarray, k: np.ndarray, v: np.ndarray, dy: np.ndarray) -> list[n
 
 
 def around(size: int, length: int, heads: int, monkeypatch: pytest.MonkeyPatch) -> float:
-    """The largest error of y, dq, dk and dv of `size` ranks, in proportion to the largest number of each."""
+    """The largest error of y, dq, dk and dv of `size` ranks, in proportion to the largest number of
+    each."""
     arrays = drawn(length, heads)
     monkeypatch.setattr(chapter, "fits_kernel", lambda q: True)
 
@@ -45,16 +50,26 @@ def around(size: int, length: int, heads: int, monkeypatch: pytest.MonkeyPatch) 
         for rank, own in enumerate(found):
             there = exact[:, :, chapter.zigzag(length, rank, size)]
             assert own[place].dtype == np.float16
-            worst = max(worst, float(abs(own[place].astype(np.float64) - there).max() / abs(exact).max()))
+            worst = max(
+                worst, float(abs(own[place].astype(np.float64) - there).max() / abs(exact).max())
+            )
     return worst
 
 
 @needs_compiler
-@pytest.mark.parametrize(("size", "length", "heads"), [
-    (1, 9, 1), *(pytest.param(*case, marks=pytest.mark.soak)
-                 for case in [(2, 20, 1), (1, 9, 2), (2, 70, 2), (3, 11, 1)])])
-def test_passes_of_the_kernel_join_to_the_whole(size: int, length: int, heads: int,
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("size", "length", "heads"),
+    [
+        (1, 9, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in [(2, 20, 1), (1, 9, 2), (2, 70, 2), (3, 11, 1)]
+        ),
+    ],
+)
+def test_passes_of_the_kernel_join_to_the_whole(
+    size: int, length: int, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert around(size, length, heads, monkeypatch) < BOUND
 
 
@@ -62,7 +77,10 @@ def test_passes_of_the_kernel_join_to_the_whole(size: int, length: int, heads: i
 @needs_compiler
 def test_a_planted_bug_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that are added with weights of one, as if each had seen all keys."""
-    def absorb(self: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray, queries: slice, *, causal: bool) -> None:
+
+    def absorb(
+        self: Any, q: np.ndarray, k: np.ndarray, v: np.ndarray, queries: slice, *, causal: bool
+    ) -> None:
         before = self.y[:, :, queries].copy()
         original(self, q, k, v, queries, causal=causal)
         self.y[:, :, queries] += before

@@ -30,10 +30,16 @@ def test_the_key_decides():
 def test_shards_drop_what_the_whole_drops():
     whole, tokens = ops.dropout(X, **KEY).data, np.arange(24).reshape(4, 6)
     everything = slice(None)
-    for batch, sequence, columns in [(slice(1, 3), everything, range(8)), (everything, slice(2, 5), range(8)),
-                                     (everything, everything, range(3, 7)), (slice(3, 4), slice(2), range(1, 8, 2))]:
+    for batch, sequence, columns in [
+        (slice(1, 3), everything, range(8)),
+        (everything, slice(2, 5), range(8)),
+        (everything, everything, range(3, 7)),
+        (slice(3, 4), slice(2), range(1, 8, 2)),
+    ]:
         place = (batch, sequence, slice(columns.start, columns.stop, columns.step))
-        shard = ops.dropout(X[place], tokens=tokens[batch, sequence], columns=columns, width=8, **KEY)
+        shard = ops.dropout(
+            X[place], tokens=tokens[batch, sequence], columns=columns, width=8, **KEY
+        )
         np.testing.assert_array_equal(shard.data, whole[place])
 
 
@@ -50,7 +56,9 @@ def test_a_residual_is_added_before_the_one_rounding(kind):
     dropped = ops.dropout(np.ones_like(X), **KEY).data.astype(backend.widen(x).dtype)
     for rate, factor in ((0.25, dropped), (0.0, 1)):
         got = ops.dropout(x, residual, **{**KEY, "rate": rate}).data
-        np.testing.assert_array_equal(got, backend.narrow(backend.widen(x) * factor + backend.widen(residual), x.dtype))
+        np.testing.assert_array_equal(
+            got, backend.narrow(backend.widen(x) * factor + backend.widen(residual), x.dtype)
+        )
 
 
 def test_a_sum_with_dropout_holds_one_array_less_than_the_two():
@@ -67,7 +75,9 @@ def test_a_sum_with_dropout_holds_one_array_less_than_the_two():
 
 
 def test_errors():
-    with pytest.raises(ShapeError, match=r"a residual of shape \(6, 8\) does not fit x \(4, 6, 8\)"):
+    with pytest.raises(
+        ShapeError, match=r"a residual of shape \(6, 8\) does not fit x \(4, 6, 8\)"
+    ):
         ops.dropout(X, X[0], **KEY)
     for rate in (1.0, -0.1):
         with pytest.raises(ConfigError, match=r"not in \[0, 1\)"):

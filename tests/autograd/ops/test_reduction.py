@@ -12,13 +12,19 @@ from minidist.errors import ShapeError
 
 
 @pytest.mark.parametrize("name", ["sum", "mean", "max", "var"])
-@given(shape=st.lists(st.integers(1, 3), max_size=3).map(tuple), keepdims=st.booleans(), data=st.data())
+@given(
+    shape=st.lists(st.integers(1, 3), max_size=3).map(tuple), keepdims=st.booleans(), data=st.data()
+)
 def test_values(name, shape, keepdims, data):
     x = np.random.default_rng(0).normal(size=shape)
-    some = st.lists(st.sampled_from(range(len(shape))), unique=True).map(tuple) if shape else st.none()
+    some = (
+        st.lists(st.sampled_from(range(len(shape))), unique=True).map(tuple) if shape else st.none()
+    )
     dims = data.draw(st.none() | some)
     result = getattr(ops, name)(x, dim=dims, keepdims=keepdims)
-    np.testing.assert_allclose(result.data, getattr(np, name)(x, axis=dims, keepdims=keepdims), rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(
+        result.data, getattr(np, name)(x, axis=dims, keepdims=keepdims), rtol=1e-12, atol=1e-15
+    )
 
 
 def test_one_dim_and_wrong_dims():

@@ -1,4 +1,5 @@
-"""Rotary positions: the formula, that only distances count, and that a shard turns as the whole does."""
+"""Rotary positions: the formula, that only distances count, and that a shard turns as the whole
+does."""
 
 import numpy as np
 import pytest
@@ -13,10 +14,12 @@ def test_values():
     x, positions = RNG.normal(size=(2, 3, 4)), np.array([0, 5, 700])
     y = ops.rotary(x, positions, base=100.0).data
     for t, p in enumerate(positions):
-        for i, speed in enumerate((1.0, 100.0 ** -0.5)):
+        for i, speed in enumerate((1.0, 100.0**-0.5)):
             c, s = np.cos(p * speed), np.sin(p * speed)
             np.testing.assert_allclose(y[:, t, i], x[:, t, i] * c - x[:, t, i + 2] * s, rtol=1e-12)
-            np.testing.assert_allclose(y[:, t, i + 2], x[:, t, i + 2] * c + x[:, t, i] * s, rtol=1e-12)
+            np.testing.assert_allclose(
+                y[:, t, i + 2], x[:, t, i + 2] * c + x[:, t, i] * s, rtol=1e-12
+            )
 
 
 def test_only_distances_count():

@@ -17,12 +17,16 @@ def test_values():
     np.testing.assert_array_equal(ops.transpose(X).data, X.T)
     np.testing.assert_array_equal(ops.getitem(X, (0, slice(1, None))).data, X[0, 1:])
     np.testing.assert_array_equal(ops.concat([X, X[:1]], dim=0).data, np.concatenate([X, X[:1]]))
-    np.testing.assert_array_equal(ops.concat([X, X[..., :1]], dim=-1).data, np.concatenate([X, X[..., :1]], -1))
+    np.testing.assert_array_equal(
+        ops.concat([X, X[..., :1]], dim=-1).data, np.concatenate([X, X[..., :1]], -1)
+    )
 
 
 def test_split_into_equal_parts_or_sizes():
-    for ours, theirs in ((ops.split(X, 3, dim=1), np.split(X, 3, axis=1)),
-                         (ops.split(X, [1, 0, 3], dim=-1), np.split(X, [1, 1], axis=2))):
+    for ours, theirs in (
+        (ops.split(X, 3, dim=1), np.split(X, 3, axis=1)),
+        (ops.split(X, [1, 0, 3], dim=-1), np.split(X, [1, 1], axis=2)),
+    ):
         assert len(ours) == len(theirs)
         for a, b in zip(ours, theirs, strict=True):
             np.testing.assert_array_equal(a.data, b)
@@ -30,7 +34,9 @@ def test_split_into_equal_parts_or_sizes():
 
 
 def test_errors():
-    with pytest.raises(ShapeError, match=r"split: dim 1 of shape \(2, 3, 4\) does not divide into 2"):
+    with pytest.raises(
+        ShapeError, match=r"split: dim 1 of shape \(2, 3, 4\) does not divide into 2"
+    ):
         ops.split(X, 2, dim=1)
     with pytest.raises(ShapeError, match=r"sizes \[1, 1\] do not add up to dim 1"):
         ops.split(X, [1, 1], dim=1)

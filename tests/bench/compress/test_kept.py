@@ -1,4 +1,5 @@
-"""--resume: an interrupted measurement goes on where it stopped, with other options it is refused."""
+"""--resume: an interrupted measurement goes on where it stopped, with other options it is
+refused."""
 
 import json
 
@@ -32,9 +33,19 @@ class InterruptedRanks(ShapedRanks):
 
 
 def measured(ranks, kept):
-    return measure(ranks, [way_of(name, 100) for name in ("none", "sign", "adaptive")],
-                   Links(50e-6, bandwidths("100Mbit,1Gbit")), steps=100, every=5, rounds=2, target=None, through=1.25e7,
-                   progress=lambda line: None, keep=lambda line: None, kept=kept)
+    return measure(
+        ranks,
+        [way_of(name, 100) for name in ("none", "sign", "adaptive")],
+        Links(50e-6, bandwidths("100Mbit,1Gbit")),
+        steps=100,
+        every=5,
+        rounds=2,
+        target=None,
+        through=1.25e7,
+        progress=lambda line: None,
+        keep=lambda line: None,
+        kept=kept,
+    )
 
 
 def test_interrupted_again_and_again_it_ends_with_the_same(tmp_path):
@@ -50,14 +61,17 @@ def test_interrupted_again_and_again_it_ends_with_the_same(tmp_path):
             assert runs < 20
     assert runs > 3
     assert json.loads(json.dumps(result)) == whole
-    assert json.loads(json.dumps(measured(InterruptedRanks(0), KeptMeasurements(path, SETTING)))) == whole
+    assert (
+        json.loads(json.dumps(measured(InterruptedRanks(0), KeptMeasurements(path, SETTING))))
+        == whole
+    )
 
 
 @pytest.mark.parametrize("text", ["a text of one line", "{", '{"setting": {"steps": 7'])
 def test_a_file_of_one_line_that_is_not_ours_stays_as_it_is(text, tmp_path):
     path = tmp_path / "mine"
     path.write_text(text)
-    if text == "{":                     # as our own first line begins
+    if text == "{":  # as our own first line begins
         KeptMeasurements(str(path), SETTING)
         return
     with pytest.raises(ConfigError, match="it does not begin as such a file"):
@@ -80,8 +94,16 @@ def test_advice_too(tmp_path):
     links, ways = Links(50e-6, bandwidths("100Mbit")), [way_of("none", 100), way_of("sign", 100)]
 
     def advise(ranks):
-        return check.advise(ranks, 2, ways, links, rounds=1, check=True, progress=lambda line: None,
-                            kept=KeptMeasurements(str(tmp_path / "kept"), SETTING))
+        return check.advise(
+            ranks,
+            2,
+            ways,
+            links,
+            rounds=1,
+            check=True,
+            progress=lambda line: None,
+            kept=KeptMeasurements(str(tmp_path / "kept"), SETTING),
+        )
 
     assert advise(InterruptedRanks(1e9)) == advise(InterruptedRanks(0))
 
@@ -89,12 +111,16 @@ def test_advice_too(tmp_path):
 def test_other_options_are_refused(tmp_path):
     path = str(tmp_path / "kept")
     KeptMeasurements(path, SETTING)
-    with pytest.raises(ConfigError, match=r"with other options \(lr: 0.1, now 0.2\); give the same, or name a new"):
+    with pytest.raises(
+        ConfigError, match=r"with other options \(lr: 0.1, now 0.2\); give the same, or name a new"
+    ):
         KeptMeasurements(path, {**SETTING, "lr": 0.2})
 
 
-@pytest.mark.parametrize("text", ["no JSON\n", "[1]\n", '{"setting": 3}\n', '{"setting": {}}\n{"name": "x"}\n',
-                                  "\xff\xfe"])
+@pytest.mark.parametrize(
+    "text",
+    ["no JSON\n", "[1]\n", '{"setting": 3}\n', '{"setting": {}}\n{"name": "x"}\n', "\xff\xfe"],
+)
 def test_another_file_is_refused(text, tmp_path):
     (tmp_path / "kept").write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match="name a new file"):

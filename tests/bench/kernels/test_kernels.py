@@ -1,4 +1,5 @@
-"""minidist bench kernels: counted here; timed with a clock of our own, and over the stand-in for CuPy."""
+"""minidist bench kernels: counted here; timed with a clock of our own, and over the stand-in for
+CuPy."""
 
 import contextlib
 import json
@@ -10,8 +11,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from kernel_checks import needs_compiler
-from minidist.kernels import on_cpu
-from minidist.kernels.compile import sources
 from rich.console import Console
 
 from minidist.bench.kernels import gpu as gpu_timing
@@ -25,6 +24,8 @@ from minidist.bench.kernels.timing import CASES, KernelRow, chosen, judged, meas
 from minidist.bench.step.ranks import Model
 from minidist.cli import main
 from minidist.errors import KernelError
+from minidist.kernels import on_cpu
+from minidist.kernels.compile import sources
 
 CEILINGS = {"copy": 1e12, "matrix": {"bfloat16": 100e12, "float32": 10e12}}
 
@@ -34,7 +35,8 @@ def quiet(line):
 
 
 class Clock:
-    """A GPU that is the CPU build, with rubbish in new arrays, and whose clock says what it is told."""
+    """A GPU that is the CPU build, with rubbish in new arrays, and whose clock says what it is
+    told."""
 
     device = "cpu"
 
@@ -59,14 +61,32 @@ class Clock:
         return one_run
 
 
-# ----------------------------------------------------------------------------------------------------------- counting
+# ----------------------------------------------------------------------------------------- counting
+
 
 @needs_compiler
 def test_counts_are_what_the_headers_state(tmp_path, capsys):
-    """Rows of softmax: by v1 each lane's number is a sector of its own, v3 reads and writes whole ones."""
+    """Rows of softmax: by v1 each lane's number is a sector of its own, v3 reads and writes whole
+    ones."""
     file, picture = tmp_path / "counts.json", tmp_path / "counts.png"
-    assert main(["bench", "kernels", "softmax", "residual_dropout", "--count", "--seed", "3", "--json", str(file),
-                 "--figure", str(picture)]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "kernels",
+                "softmax",
+                "residual_dropout",
+                "--count",
+                "--seed",
+                "3",
+                "--json",
+                str(file),
+                "--figure",
+                str(picture),
+            ]
+        )
+        == 0
+    )
     counts = {(row["kernel"], row["rung"]): row for row in json.loads(file.read_text())["counts"]}
     numbers = COUNTED.batch * COUNTED.heads * COUNTED.context * COUNTED.context
     assert counts["softmax", "v1"]["least"] == 2 * 2 * numbers
@@ -74,7 +94,10 @@ def test_counts_are_what_the_headers_state(tmp_path, capsys):
     assert counts["softmax", "v3"]["asked"] == counts["softmax", "v3"]["fetched"] == 3 * 2 * numbers
     assert counts["softmax", "v3"]["needed"] == pytest.approx(2 / 3)
     assert counts["residual_dropout", "v2"]["needed"] == 1.0
-    assert counts["residual_dropout", "v2"]["requests"] * 8 == counts["residual_dropout", "v1"]["requests"]
+    assert (
+        counts["residual_dropout", "v2"]["requests"] * 8
+        == counts["residual_dropout", "v1"]["requests"]
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "asked / fetched" in printed and "66.7%" in printed
@@ -90,23 +113,34 @@ def test_every_rung_is_right_and_counted(case):
 
 
 def test_every_kernel_has_a_case_and_every_case_a_peer():
-    assert {case.family for case in CASES} == {source.path.stem for source in sources()} - {"attention_gradient"}
+    assert {case.family for case in CASES} == {source.path.stem for source in sources()} - {
+        "attention_gradient"
+    }
     assert {case.name for case in CASES} == set(peers.PEERS)
     assert len({case.name for case in CASES}) == len(CASES)
 
 
-@pytest.mark.parametrize(("names", "expected"), [
-    (["softmax"], ["softmax", "softmax_gradient"]), (["top_k"], ["top_k"]),
-    (["ring_add", "layer_norm"], ["layer_norm", "ring_add"])])
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["softmax"], ["softmax", "softmax_gradient"]),
+        (["top_k"], ["top_k"]),
+        (["ring_add", "layer_norm"], ["layer_norm", "ring_add"]),
+    ],
+)
 def test_names_are_modules_or_kernels(names, expected):
     assert [case.name for case in chosen(names)] == expected
 
 
-@pytest.mark.parametrize(("options", "expected"), [
-    (["sofmax"], "no kernel 'sofmax'; did you mean softmax?"),
-    (["--count", "matmull"], "did you mean matmul?"),
-    (["--peers", "eagre"], "'eagre' is no peer; choose of eager, compile, or none"),
-    (["--rounds", "0"], "whole number of at least 1")])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["sofmax"], "no kernel 'sofmax'; did you mean softmax?"),
+        (["--count", "matmull"], "did you mean matmul?"),
+        (["--peers", "eagre"], "'eagre' is no peer; choose of eager, compile, or none"),
+        (["--rounds", "0"], "whole number of at least 1"),
+    ],
+)
 def test_bad_input_is_one_line(options, expected, capsys):
     assert main(["bench", "kernels", *options]) == 2
     told = capsys.readouterr().err
@@ -117,7 +151,11 @@ def test_without_a_gpu_it_says_what_can_be_had(monkeypatch, capsys):
     monkeypatch.setitem(__import__("sys").modules, "cupy", None)
     assert main(["bench", "kernels"]) == 2
     told = capsys.readouterr().err
-    assert "needs CuPy, which is not installed" in told and "--count counts" in told and "device cpu" not in told
+    assert (
+        "needs CuPy, which is not installed" in told
+        and "--count counts" in told
+        and "device cpu" not in told
+    )
     assert told.count("\n") == 1
 
 
@@ -127,7 +165,8 @@ def test_without_a_compiler_nothing_is_counted(monkeypatch, capsys):
     assert "apt install g++" in capsys.readouterr().err
 
 
-# -------------------------------------------------------------------------------------------------- right, or no time
+# -------------------------------------------------------------------------------- right, or no time
+
 
 def of(name):
     return next(case for case in CASES if case.name == name)
@@ -148,14 +187,26 @@ def test_rounding_once_is_allowed():
     assert checked(of("pack_signs"), lambda outputs: None) < 1
 
 
-@pytest.mark.parametrize(("name", "spoil"), [
-    ("softmax", lambda outputs: outputs[0].__setitem__((0, 0), np.nan)),
-    ("softmax", lambda outputs: outputs[0].reshape(-1).view(np.uint16).__setitem__(slice(77, 78), 0xFFFF)),
-    ("softmax", lambda outputs: outputs[0].__setitem__(-1, outputs[0][0])),
-    ("softmax", lambda outputs: outputs.append(outputs[0])),
-    ("at_least", lambda outputs: outputs.__setitem__(slice(None), [one[:-1] for one in outputs])),
-    ("pack_signs", lambda outputs: outputs[0].__setitem__(3, outputs[0][3] ^ 1)),
-    ("swiglu_gradient", lambda outputs: outputs.reverse())])
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("softmax", lambda outputs: outputs[0].__setitem__((0, 0), np.nan)),
+        (
+            "softmax",
+            lambda outputs: (
+                outputs[0].reshape(-1).view(np.uint16).__setitem__(slice(77, 78), 0xFFFF)
+            ),
+        ),
+        ("softmax", lambda outputs: outputs[0].__setitem__(-1, outputs[0][0])),
+        ("softmax", lambda outputs: outputs.append(outputs[0])),
+        (
+            "at_least",
+            lambda outputs: outputs.__setitem__(slice(None), [one[:-1] for one in outputs]),
+        ),
+        ("pack_signs", lambda outputs: outputs[0].__setitem__(3, outputs[0][3] ^ 1)),
+        ("swiglu_gradient", lambda outputs: outputs.reverse()),
+    ],
+)
 def test_what_is_wrong_is_seen(name, spoil):
     assert checked(of(name), spoil) > 2
 
@@ -171,7 +222,11 @@ def test_the_first_and_last_rows_are_looked_at():
     case = replace(of("softmax"), sampled=5)
     inputs = case.draw(COUNTED, Draw(0, KIND))
     rows = sample(case, inputs, np.random.default_rng(1))
-    assert len(set(rows)) == 5 and {rows[0], rows[-1]} == {0, len(inputs["x"]) - 1} and (np.diff(rows) > 0).all()
+    assert (
+        len(set(rows)) == 5
+        and {rows[0], rows[-1]} == {0, len(inputs["x"]) - 1}
+        and (np.diff(rows) > 0).all()
+    )
 
 
 def test_inputs_are_fresh():
@@ -179,21 +234,28 @@ def test_inputs_are_fresh():
     assert one.dtype == ml_dtypes.bfloat16 and (one != other).mean() > 0.9
 
 
-# ------------------------------------------------------------------------------------------------------------- timing
+# ------------------------------------------------------------------------------------------- timing
+
 
 def works(names):
-    return lambda case, inputs: ({name: lambda: None for name in names}, ["rotary, lost: never seen"])
+    return lambda case, inputs: (
+        {name: lambda: None for name in names},
+        ["rotary, lost: never seen"],
+    )
 
 
 @needs_compiler
 def test_contenders_take_turns_and_medians_count():
     clock = Clock([9e-6, 1e-6, 2e-6])
-    rows, left_out = measure_all([of("rotary")], COUNTED, clock, CEILINGS, works([EAGER]), rounds=3, seed=1,
-                                 progress=quiet)
-    assert [row.contender for row in rows] == ["v1", "v2", EAGER] and left_out == ["rotary, lost: never seen"]
+    rows, left_out = measure_all(
+        [of("rotary")], COUNTED, clock, CEILINGS, works([EAGER]), rounds=3, seed=1, progress=quiet
+    )
+    assert [row.contender for row in rows] == ["v1", "v2", EAGER] and left_out == [
+        "rotary, lost: never seen"
+    ]
     assert [len(turns) for turns in clock.turns] == [3, 3, 3]
     heads, half = COUNTED.heads * COUNTED.context, COUNTED.width // COUNTED.heads // 2
-    moved = 2 * 2 * heads * 2 * half + 2 * 4 * COUNTED.context * half           # x in, y out, cos and sin
+    moved = 2 * 2 * heads * 2 * half + 2 * 4 * COUNTED.context * half  # x in, y out, cos and sin
     for row in rows:
         assert (row.bytes, row.seconds, row.dtype) == (moved, 2e-6, "bfloat16")
         assert row.fraction == pytest.approx(moved / 2e-6 / 1e12) and row.beside_eager == 1.0
@@ -202,10 +264,22 @@ def test_contenders_take_turns_and_medians_count():
 
 @needs_compiler
 def test_a_rung_that_takes_float32_alone_is_measured_so():
-    rows, _ = measure_all([of("rms_norm")], COUNTED, Clock([1e-6]), CEILINGS, works([EAGER]), rounds=1, seed=1,
-                          progress=quiet)
+    rows, _ = measure_all(
+        [of("rms_norm")],
+        COUNTED,
+        Clock([1e-6]),
+        CEILINGS,
+        works([EAGER]),
+        rounds=1,
+        seed=1,
+        progress=quiet,
+    )
     assert [(row.contender, row.dtype) for row in rows] == [
-        ("v1", "float32"), ("v2", "bfloat16"), ("v3", "bfloat16"), (EAGER, "bfloat16")]
+        ("v1", "float32"),
+        ("v2", "bfloat16"),
+        ("v3", "bfloat16"),
+        (EAGER, "bfloat16"),
+    ]
     assert [row.beside_eager for row in rows] == [None, 1.0, 1.0, 1.0]
     assert rows[0].bytes > 1.9 * rows[1].bytes
 
@@ -219,8 +293,16 @@ def test_a_wrong_kernel_has_no_time():
         return lambda: tuple(-y if version == 2 else y for y in work())
 
     clock = Clock([1e-6])
-    rows, _ = measure_all([replace(right, build=build)], COUNTED, clock, CEILINGS, works([EAGER]), rounds=1, seed=1,
-                          progress=quiet)
+    rows, _ = measure_all(
+        [replace(right, build=build)],
+        COUNTED,
+        clock,
+        CEILINGS,
+        works([EAGER]),
+        rounds=1,
+        seed=1,
+        progress=quiet,
+    )
     assert len(clock.turns) == 2 and [row.seconds for row in rows] == [1e-6, None, 1e-6]
     assert rows[1].verdict.startswith("wrong: off by") and rows[1].fraction is None
 
@@ -235,22 +317,38 @@ def test_a_rung_that_does_not_run_is_left_out_and_the_others_are_measured():
         return right.build(inputs, version)
 
     broken = replace(right, build=build)
-    rows, left_out = measure_all([broken, replace(broken, versions=(2,))], COUNTED, Clock([1e-6]), CEILINGS,
-                                 works([EAGER]), rounds=1, seed=1, progress=quiet)
+    rows, left_out = measure_all(
+        [broken, replace(broken, versions=(2,))],
+        COUNTED,
+        Clock([1e-6]),
+        CEILINGS,
+        works([EAGER]),
+        rounds=1,
+        seed=1,
+        progress=quiet,
+    )
     assert [row.contender for row in rows] == ["v1", EAGER] and rows[0].beside_eager == 1.0
     assert left_out.count("rotary v2: rotary.cu:9: no such word (NVRTC)") == 2
 
 
 def test_a_rung_too_slow_for_a_step_is_left_out(monkeypatch):
     slow = replace(of("top_k"), versions=(1,), left_out={1: "it reads all"})
-    rows, left_out = measure_all([replace(slow, versions=(1, 2), build=lambda i, v: lambda: ())], COUNTED, Clock([1.0]),
-                                 CEILINGS, works([]), rounds=1, seed=1, progress=quiet)
+    rows, left_out = measure_all(
+        [replace(slow, versions=(1, 2), build=lambda i, v: lambda: ())],
+        COUNTED,
+        Clock([1.0]),
+        CEILINGS,
+        works([]),
+        rounds=1,
+        seed=1,
+        progress=quiet,
+    )
     assert left_out[0] == "top_k v1: it reads all" and [row.contender for row in rows] == ["v2"]
-    assert rows[0].seconds is None          # it gave nothing
+    assert rows[0].seconds is None  # it gave nothing
 
 
 def row(contender="v3", seconds=1e-3, held="copy", **fields):
-    plain = KernelRow("k", "f", contender, "bfloat16", held, 10 ** 9, 5e10, **fields)
+    plain = KernelRow("k", "f", contender, "bfloat16", held, 10**9, 5e10, **fields)
     return timed(plain, seconds, CEILINGS)
 
 
@@ -258,21 +356,27 @@ def test_fractions():
     moves, multiplies = row(seconds=1.25e-3), row(seconds=1e-3, held="matrix")
     assert (moves.rate, moves.fraction) == (pytest.approx(8e11), pytest.approx(0.8))
     assert (multiplies.rate, multiplies.fraction) == (pytest.approx(5e13), pytest.approx(0.5))
-    assert timed(replace(multiplies, dtype="float32"), 1e-2, CEILINGS).fraction == pytest.approx(0.5)
+    assert timed(replace(multiplies, dtype="float32"), 1e-2, CEILINGS).fraction == pytest.approx(
+        0.5
+    )
     assert row(seconds=None).fraction is None
 
 
-@pytest.mark.parametrize(("name", "ours", "eager", "expected"), [
-    ("softmax", 1.1e-3, 1.2e-3, "met"),
-    ("softmax", 1.1e-3, None, "met, eager not measured"),
-    ("softmax", 1.25e-3, 2e-3, "80% of a copy, not 85%"),
-    ("softmax", 1.1e-3, 1.0e-3, "behind eager: 0.91×"),
-    ("softmax", 2e-3, 1e-3, "50% of a copy, not 85%; behind eager: 0.50×"),
-    ("attention", 2e-3, 1e-3, "met"),
-    ("attention", 2.5e-3, 1e-3, "40% of flash attention, not 50%"),
-    ("attention", 2e-3, None, "flash attention not measured"),
-    ("matmul", 9e-3, 1e-3, ""),
-    ("attention_gradient", 9e-3, 1e-3, "")])
+@pytest.mark.parametrize(
+    ("name", "ours", "eager", "expected"),
+    [
+        ("softmax", 1.1e-3, 1.2e-3, "met"),
+        ("softmax", 1.1e-3, None, "met, eager not measured"),
+        ("softmax", 1.25e-3, 2e-3, "80% of a copy, not 85%"),
+        ("softmax", 1.1e-3, 1.0e-3, "behind eager: 0.91×"),
+        ("softmax", 2e-3, 1e-3, "50% of a copy, not 85%; behind eager: 0.50×"),
+        ("attention", 2e-3, 1e-3, "met"),
+        ("attention", 2.5e-3, 1e-3, "40% of flash attention, not 50%"),
+        ("attention", 2e-3, None, "flash attention not measured"),
+        ("matmul", 9e-3, 1e-3, ""),
+        ("attention_gradient", 9e-3, 1e-3, ""),
+    ],
+)
 def test_verdicts(name, ours, eager, expected):
     case = of(name)
     rows = [row(f"v{version}", 9e-3, case.held) for version in case.versions[:-1]]
@@ -280,45 +384,68 @@ def test_verdicts(name, ours, eager, expected):
     rows += [row(EAGER, eager, case.held)] if eager else []
     judgements = [each.verdict for each in judged(rows, case)]
     assert judgements[len(case.versions) - 1] == expected
-    assert not any(judgements[:len(case.versions) - 1] + judgements[len(case.versions):])
+    assert not any(judgements[: len(case.versions) - 1] + judgements[len(case.versions) :])
 
 
 def test_the_table_and_the_figure(tmp_path):
     gpu = {"name": "Some GPU", "driver": "1.2", "cupy": "14", "cuda": 13000, "multiprocessors": 8}
-    rows = judged([row("v1", 9e-3), row("v2", 1.1e-3, error=0.5), row(EAGER, 1.2e-3), row(COMPILED, 1e-3)],
-                  replace(of("rotary"), name="k"))
-    rows += [replace(each, kernel="matmul") for each in (row("v1", 9e-3, "matrix"), row("v5", None, "matrix"))]
-    result = {"gpu": gpu, "ceilings": CEILINGS, "rounds": 3, "counts": None, "left_out": ["PyTorch: gone"],
-              "rows": [asdict(each) for each in rows]}
+    rows = judged(
+        [row("v1", 9e-3), row("v2", 1.1e-3, error=0.5), row(EAGER, 1.2e-3), row(COMPILED, 1e-3)],
+        replace(of("rotary"), name="k"),
+    )
+    rows += [
+        replace(each, kernel="matmul")
+        for each in (row("v1", 9e-3, "matrix"), row("v5", None, "matrix"))
+    ]
+    result = {
+        "gpu": gpu,
+        "ceilings": CEILINGS,
+        "rounds": 3,
+        "counts": None,
+        "left_out": ["PyTorch: gone"],
+        "rows": [asdict(each) for each in rows],
+    }
     with open(tmp_path / "table", "w") as file:
         show_kernels(result, Console(file=file, width=200))
     lines = (tmp_path / "table").read_text().splitlines()
-    assert [cell.strip() for cell in next(line for line in lines if "v2" in line).strip("│").split("│")] == [
-        "", "v2", "bfloat16", "1,100.0", "909 GB/s", "90.9%", "", "1.09×", "met"]
-    assert "5.6 TFLOP/s" in next(line for line in lines if "matmul" in line) and "left out: PyTorch: gone" in lines
+    assert [
+        cell.strip() for cell in next(line for line in lines if "v2" in line).strip("│").split("│")
+    ] == ["", "v2", "bfloat16", "1,100.0", "909 GB/s", "90.9%", "", "1.09×", "met"]
+    assert (
+        "5.6 TFLOP/s" in next(line for line in lines if "matmul" in line)
+        and "left out: PyTorch: gone" in lines
+    )
     draw_kernels(tmp_path / "kernels.png", result)
     assert (tmp_path / "kernels.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_least_bytes_are_each_input_and_output_once():
     x = np.zeros((3, 4), np.float16)
-    assert once({"x": x, "several": [x, x], "count": 7}, (x.astype(np.float32), x)) == 3 * 24 + 48 + 24
+    assert (
+        once({"x": x, "several": [x, x], "count": 7}, (x.astype(np.float32), x)) == 3 * 24 + 48 + 24
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------- the peers
+# ---------------------------------------------------------------------------------------- the peers
+
 
 def torch_result(torch, tensor):
     """In float64, or integers as the bytes that they are."""
     tensor = tensor.detach()
     if tensor.dtype in (torch.bfloat16, torch.float16):
         tensor = tensor.float()
-    return (tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor).numpy().reshape(-1)
+    return (
+        (tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor)
+        .numpy()
+        .reshape(-1)
+    )
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_peers_compute_the_same(case):
-    """On the CPU, eager. Not comparable: another dropout; a y that is no softmax; float32 AdamW without clipping."""
+    """On the CPU, eager. Not comparable: another dropout; a y that is no softmax; float32 AdamW
+    without clipping."""
     torch = pytest.importorskip("torch", reason="needs PyTorch: the extra `bench`")
     inputs = case.draw(COUNTED, Draw(1, case.kind(case.versions[-1], KIND)))
     want = case.want(inputs, np.arange(case.rows(inputs)))
@@ -331,31 +458,49 @@ def test_peers_compute_the_same(case):
         want[0] = np.array([want[0].mean()])
     for ours, theirs in zip(want, got, strict=False):
         numbers = torch_result(torch, theirs)
-        numbers = numbers.view(ours.dtype) if numbers.dtype.kind == "i" and ours.dtype == np.uint32 else numbers
-        np.testing.assert_allclose(numbers.astype(np.float64), ours.reshape(-1).astype(np.float64), rtol=0,
-                                   atol=0.015 * float(abs(ours).max()))
+        numbers = (
+            numbers.view(ours.dtype)
+            if numbers.dtype.kind == "i" and ours.dtype == np.uint32
+            else numbers
+        )
+        np.testing.assert_allclose(
+            numbers.astype(np.float64),
+            ours.reshape(-1).astype(np.float64),
+            rtol=0,
+            atol=0.015 * float(abs(ours).max()),
+        )
 
 
 def test_a_peer_that_does_not_run_is_left_out():
-    """PyTorch as far as it is asked; its eager form works, its compiler fails when the function is first called."""
+    """PyTorch as far as it is asked; its eager form works, its compiler fails when the function is
+    first called."""
+
     def no_compiler(function):
         def fails(*given):
             raise RuntimeError("no triton\nand a long story")
+
         return fails
 
-    torch = SimpleNamespace(compile=no_compiler, compiler=SimpleNamespace(reset=lambda: None),
-                            cuda=SimpleNamespace(empty_cache=lambda: None), from_dlpack=lambda array: array,
-                            bfloat16=ml_dtypes.bfloat16)
+    torch = SimpleNamespace(
+        compile=no_compiler,
+        compiler=SimpleNamespace(reset=lambda: None),
+        cuda=SimpleNamespace(empty_cache=lambda: None),
+        from_dlpack=lambda array: array,
+        bfloat16=ml_dtypes.bfloat16,
+    )
     inputs = of("matmul").draw(Model(1, 8, 1, 4, 1, 16), Draw(0, "float32"))
     found, left_out = peers.peers_of(torch, [EAGER, COMPILED], of("matmul"), inputs)
     np.testing.assert_array_equal(found[EAGER](), inputs["a"] @ inputs["b"])
     assert list(found) == [EAGER] and left_out == ["matmul, torch.compile: no triton"]
 
 
-# --------------------------------------------------------------------------------------------------------- on a GPU
+# ----------------------------------------------------------------------------------------- on a GPU
 
-@pytest.mark.parametrize(("queueing", "reading", "times"), [(0.0, 1e-4, 1), (50e-6, 1e-4, 2), (1e-3, 1e-4, 21),
-                                                            (1.0, 1e-6, 200), (1e-3, 0.0, 200)])
+
+@pytest.mark.parametrize(
+    ("queueing", "reading", "times"),
+    [(0.0, 1e-4, 1), (50e-6, 1e-4, 2), (1e-3, 1e-4, 21), (1.0, 1e-6, 200), (1e-3, 0.0, 200)],
+)
 def test_the_gpu_reads_for_twice_as_long_as_the_host_queues(queueing, reading, times):
     assert readings(queueing, reading) == times
 
@@ -382,10 +527,18 @@ def cuda(monkeypatch):
     cupy = fake_gpu.install(monkeypatch)
     pool, using = Pool(), []
     monkeypatch.setattr(cupy.cuda, "get_elapsed_time", lambda start, stop: 2.0, raising=False)
-    monkeypatch.setattr(type(cupy.cuda.runtime), "getDeviceProperties", lambda self, device: {"l2CacheSize": 4096},
-                        raising=False)
-    monkeypatch.setattr(cupy.cuda, "using_allocator", lambda made: contextlib.nullcontext(using.append(made)),
-                        raising=False)
+    monkeypatch.setattr(
+        type(cupy.cuda.runtime),
+        "getDeviceProperties",
+        lambda self, device: {"l2CacheSize": 4096},
+        raising=False,
+    )
+    monkeypatch.setattr(
+        cupy.cuda,
+        "using_allocator",
+        lambda made: contextlib.nullcontext(using.append(made)),
+        raising=False,
+    )
     for name in ("get_default_memory_pool", "get_default_pinned_memory_pool"):
         monkeypatch.setattr(cupy, name, lambda: pool, raising=False)
     return SimpleNamespace(cupy=cupy, pool=pool, using=using)
@@ -402,7 +555,7 @@ def test_over_the_stand_in_for_cupy(cuda, monkeypatch):
     rows, _ = measure_all(cases, tiny, gpu, CEILINGS, works([]), rounds=1, seed=1, progress=quiet)
     assert [row.kernel for row in rows] == names
     assert all(row.seconds == 2e-3 and row.error <= 1.5 for row in rows)
-    assert cuda.pool.freed == 2 * len(names)        # the GPU's and the pinned
+    assert cuda.pool.freed == 2 * len(names)  # the GPU's and the pinned
 
 
 def test_the_cache_is_emptied_before_every_run(cuda):
@@ -412,7 +565,8 @@ def test_the_cache_is_emptied_before_every_run(cuda):
     timer = gpu.timer(lambda: ran.append("work"))
     ran.clear()
     assert [timer(), timer()] == [2e-3, 2e-3]
-    assert ran == ["read", "read", "work"] * 2          # what the host needs to queue nothing is far below 2 ms
+    # what the host needs to queue nothing is far below 2 ms
+    assert ran == ["read", "read", "work"] * 2
 
 
 def test_new_arrays_are_filled_with_ones(cuda):
@@ -425,8 +579,23 @@ def test_new_arrays_are_filled_with_ones(cuda):
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):
     file, picture = tmp_path / "kernels.json", tmp_path / "kernels.png"
-    assert main(["bench", "kernels", "rotary", "matmul", "--rounds", "3", "--json", str(file), "--figure",
-                 str(picture)]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "kernels",
+                "rotary",
+                "matmul",
+                "--rounds",
+                "3",
+                "--json",
+                str(file),
+                "--figure",
+                str(picture),
+            ]
+        )
+        == 0
+    )
     result = json.loads(file.read_text())
     assert result["ceilings"]["copy"] > 1e10 and all(row["seconds"] for row in result["rows"])
     assert all(0 < row["fraction"] < 1.3 for row in result["rows"])

@@ -18,12 +18,17 @@ def _short_sample(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without matplotlib, which takes a second; tests/observe/test_plots.py draws it."""
-    monkeypatch.setattr("minidist.cli.train.run_folder.draw_loss",
-                        lambda path, losses, **options: path.write_text(str(len(losses))))
+    monkeypatch.setattr(
+        "minidist.cli.train.run_folder.draw_loss",
+        lambda path, losses, **options: path.write_text(str(len(losses))),
+    )
 
 
 @pytest.fixture(autouse=True)
 def _text_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Options are refused after the text is read: half a megabyte, which changes between no two tests."""
+    """Options are refused after the text is read: half a megabyte, which changes between no two
+    tests."""
     load = text.load
-    monkeypatch.setattr(text, "load", lambda source="python": (READ if source == "python" else load)(source))
+    monkeypatch.setattr(
+        text, "load", lambda source="python": (READ if source == "python" else load)(source)
+    )

@@ -1,4 +1,5 @@
-"""After the last step: the results come first, and what is made of them fails by itself; nobody is hurried."""
+"""After the last step: the results come first, and what is made of them fails by itself; nobody is
+hurried."""
 
 import io
 import json
@@ -132,7 +133,8 @@ def test_an_error_of_one_rank_among_all_costs_no_results(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The others send in that work, so the job ends; what the rank has met is told, whichever error ends it."""
+    """The others send in that work, so the job ends; what the rank has met is told, whichever error
+    ends it."""
     usual: Callable[..., Any] = getattr(Trainer, name)
     monkeypatch.setattr(
         Trainer, name, lambda self, *args: (broken if self.world.rank else usual)(self, *args)

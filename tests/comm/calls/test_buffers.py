@@ -1,4 +1,5 @@
-"""Arrays on their way in and out of a call. A stand-in for CuPy shows the staging where there is no GPU."""
+"""Arrays on their way in and out of a call. A stand-in for CuPy shows the staging where there is no
+GPU."""
 
 import sys
 from contextlib import nullcontext
@@ -19,7 +20,11 @@ class DeviceArray:
 
     def __init__(self, values):
         self._values = np.array(values)
-        self.shape, self.dtype, self.nbytes = self._values.shape, self._values.dtype, self._values.nbytes
+        self.shape, self.dtype, self.nbytes = (
+            self._values.shape,
+            self._values.dtype,
+            self._values.nbytes,
+        )
 
     def get(self, out=None):
         if out is None:
@@ -48,8 +53,11 @@ def cupy(monkeypatch):
     module.empty = lambda shape, dtype: DeviceArray(np.empty(shape, dtype))
     pageable, stream = SimpleNamespace(type=0), nullcontext()
     stream.ptr = 0
-    module.cuda = SimpleNamespace(runtime=SimpleNamespace(pointerGetAttributes=lambda address: pageable),
-                                  Device=nullcontext, get_current_stream=lambda: stream)
+    module.cuda = SimpleNamespace(
+        runtime=SimpleNamespace(pointerGetAttributes=lambda address: pageable),
+        Device=nullcontext,
+        get_current_stream=lambda: stream,
+    )
     extra.empty_pinned = np.empty
     monkeypatch.setitem(sys.modules, "cupy", module)
     monkeypatch.setitem(sys.modules, "cupyx", extra)
@@ -70,13 +78,19 @@ def test_device_arrays_come_back_to_their_device(cupy, transport):
         for got in (world.all_reduce(x), world.start_all_reduce(x, algorithm="ring").wait(), given):
             assert isinstance(got, DeviceArray)
             assert (got.get() == total).all()
-        from_root = world.broadcast(x if world.rank == 1 else None, root=1)  # who brought none learns the device
+        # who brought none learns the device
+        from_root = world.broadcast(x if world.rank == 1 else None, root=1)
         assert isinstance(from_root, DeviceArray)
         assert (from_root.get() == np.arange(6.0).reshape(2, 3) + 1).all()
         assert world.all_gather(x).get().shape == (4, 3)
-        assert world.reduce_scatter(x).get().tolist() == np.array_split(total.reshape(-1), 2)[world.rank].tolist()
+        assert (
+            world.reduce_scatter(x).get().tolist()
+            == np.array_split(total.reshape(-1), 2)[world.rank].tolist()
+        )
         assert all(isinstance(part, DeviceArray) for part in world.all_to_all([x, x]))
-        assert (world.exchange(x, dst=other, src=other).get() == np.arange(6.0).reshape(2, 3) + other).all()
+        assert (
+            world.exchange(x, dst=other, src=other).get() == np.arange(6.0).reshape(2, 3) + other
+        ).all()
         world.send(x, dst=world.rank)
         assert isinstance(world.recv(src=world.rank), DeviceArray)
         into_host = np.zeros((2, 3))
@@ -99,6 +113,7 @@ def test_an_argument_is_copied_only_if_it_must_be():
 
 def test_out_of_another_class_of_array_is_filled():
     for algorithm in ("ring", "tree", "naive", "direct"):
+
         def ranks(world, algorithm=algorithm):
             out = np.zeros((2, 3)).view(np.matrix)
             assert world.all_reduce(np.ones((2, 3)), out=out, algorithm=algorithm) is out
@@ -109,8 +124,16 @@ def test_out_of_another_class_of_array_is_filled():
 
 def test_every_view_that_slicing_makes_may_be_out():
     whole = np.zeros((4, 6, 5))
-    for view in (whole, whole.T, whole[::-1], whole[:, ::2, 1:4], whole.transpose(1, 0, 2)[::3], whole[:0, ::2],
-                 whole[..., 0], np.zeros(())):
+    for view in (
+        whole,
+        whole.T,
+        whole[::-1],
+        whole[:, ::2, 1:4],
+        whole.transpose(1, 0, 2)[::3],
+        whole[:0, ::2],
+        whole[..., 0],
+        np.zeros(()),
+    ):
         assert OutputArray("recv", view).out is view
 
 
@@ -131,5 +154,7 @@ def test_device_of():
 
 def test_a_result_of_the_wrong_shape_is_told_after_the_fact_too():
     result = OutputArray("all_gather", np.empty(3))
-    with pytest.raises(ShapeError, match=r"all_gather: out= has shape \(3,\), the result has \(4,\)"):
+    with pytest.raises(
+        ShapeError, match=r"all_gather: out= has shape \(3,\), the result has \(4,\)"
+    ):
         result.array((4,), np.dtype(float))

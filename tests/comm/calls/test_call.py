@@ -1,4 +1,5 @@
-"""Call matching: ranks that call different things get MismatchError with both calls, and nobody gets a wrong result."""
+"""Call matching: ranks that call different things get MismatchError with both calls, and nobody
+gets a wrong result."""
 
 import re
 
@@ -20,15 +21,32 @@ KINDS = {
     "shape": (lambda w: w.all_reduce(ONES), lambda w: w.all_reduce(ONES.reshape(2, 3))),
     "length": (lambda w: w.all_reduce(ONES), lambda w: w.all_reduce(ONES[1:])),
     "dtype": (lambda w: w.all_reduce(ONES), lambda w: w.all_reduce(ONES.astype(np.float64))),
-    "dtype of one size": (lambda w: w.all_reduce(ONES), lambda w: w.all_reduce(ONES.view(np.int32))),
+    "dtype of one size": (
+        lambda w: w.all_reduce(ONES),
+        lambda w: w.all_reduce(ONES.view(np.int32)),
+    ),
     "op": (lambda w: w.all_reduce(ONES, op="max"), lambda w: w.all_reduce(ONES, op="min")),
     "root": (lambda w: w.broadcast(ONES, root=0), lambda w: w.broadcast(ONES, root=1)),
-    "algorithm": (lambda w: w.all_reduce(ONES, algorithm="ring"), lambda w: w.all_reduce(ONES, algorithm="direct")),
-    "order": (lambda w: (w.all_reduce(ONES), w.barrier()), lambda w: (w.barrier(), w.all_reduce(ONES))),
-    "one call left out": (lambda w: (w.broadcast(ONES), w.all_reduce(ONES)), lambda w: w.all_reduce(ONES)),
-    "rows": (lambda w: w.all_gather(ONES.reshape(3, 2)), lambda w: w.all_gather(ONES.reshape(2, 3))),
-    "rows of the result": (lambda w: w.all_gather(ONES, out=np.empty(6 * w.size, np.float32)),
-                           lambda w: w.all_gather(ONES[1:], out=np.empty(5 * w.size, np.float32))),
+    "algorithm": (
+        lambda w: w.all_reduce(ONES, algorithm="ring"),
+        lambda w: w.all_reduce(ONES, algorithm="direct"),
+    ),
+    "order": (
+        lambda w: (w.all_reduce(ONES), w.barrier()),
+        lambda w: (w.barrier(), w.all_reduce(ONES)),
+    ),
+    "one call left out": (
+        lambda w: (w.broadcast(ONES), w.all_reduce(ONES)),
+        lambda w: w.all_reduce(ONES),
+    ),
+    "rows": (
+        lambda w: w.all_gather(ONES.reshape(3, 2)),
+        lambda w: w.all_gather(ONES.reshape(2, 3)),
+    ),
+    "rows of the result": (
+        lambda w: w.all_gather(ONES, out=np.empty(6 * w.size, np.float32)),
+        lambda w: w.all_gather(ONES[1:], out=np.empty(5 * w.size, np.float32)),
+    ),
 }
 
 
@@ -37,7 +55,8 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mismatch_shows_both_calls(kind, transport, size):
     usual, odd = KINDS[kind]
-    hear = {1, 2 % size} if kind == "root" else set(range(size))    # others may have what the root sent by then
+    # others may have what the root sent by then
+    hear = {1, 2 % size} if kind == "root" else set(range(size))
     returned = {}
 
     def ranks(world):
@@ -46,7 +65,9 @@ def test_a_mismatch_shows_both_calls(kind, transport, size):
     with pytest.raises(MismatchError) as caught:
         run(ranks, size=size, transport=transport)
     text = str(caught.value)
-    assert len(re.findall(r"rank \d calls \w+\(.*\), its call \d, at \S*test_call\.py:\d+", text)) == 2, text
+    assert (
+        len(re.findall(r"rank \d calls \w+\(.*\), its call \d, at \S*test_call\.py:\d+", text)) == 2
+    ), text
     assert "rank 1 calls" in text, text
     assert not returned.keys() & hear
     assert all((result == ONES).all() for result in returned.values())
@@ -59,13 +80,22 @@ def disagreements(draw):
     size = draw(st.integers(2, 6))
     length = draw(st.sampled_from((1, 5, 64, 1000)))
     lengths = [[length] * size] * size if verb == "all_to_all" else [length] * size
-    usual = Drawn(verb, algorithm, size, lengths, root=draw(st.integers(0, size - 1)) if verb in ROOTED else 0)
-    kinds = ["verb", "dtype", *(["op"] if verb in REDUCING else []), *(["root"] if verb in ROOTED else []),
-             *(["shape"] if verb in REDUCING else []),
-             *(["algorithm"] if len([pair for pair in PAIRS if pair[0] == verb]) > 1 else [])]
+    usual = Drawn(
+        verb, algorithm, size, lengths, root=draw(st.integers(0, size - 1)) if verb in ROOTED else 0
+    )
+    kinds = [
+        "verb",
+        "dtype",
+        *(["op"] if verb in REDUCING else []),
+        *(["root"] if verb in ROOTED else []),
+        *(["shape"] if verb in REDUCING else []),
+        *(["algorithm"] if len([pair for pair in PAIRS if pair[0] == verb]) > 1 else []),
+    ]
     kind, odd_rank = draw(st.sampled_from(kinds)), draw(st.integers(0, size - 1))
     if kind == "verb":
-        other, its = draw(st.sampled_from([pair for pair in PAIRS if pair[0] not in (verb, "all_to_all")]))
+        other, its = draw(
+            st.sampled_from([pair for pair in PAIRS if pair[0] not in (verb, "all_to_all")])
+        )
         odd = Drawn(other, its, size, [length] * size, root=odd_rank)
     elif kind == "dtype":
         odd = mutated(usual, dtype=draw(st.sampled_from(("int32", "float64"))))
@@ -78,8 +108,12 @@ def disagreements(draw):
     elif kind == "shape":
         odd = mutated(usual, lengths=[length + draw(st.integers(1, 3))] * size)
     else:
-        odd = mutated(usual, algorithm=draw(st.sampled_from(
-            [its for other, its in PAIRS if other == verb and its != algorithm])))
+        odd = mutated(
+            usual,
+            algorithm=draw(
+                st.sampled_from([its for other, its in PAIRS if other == verb and its != algorithm])
+            ),
+        )
     return kind, usual, odd, odd_rank
 
 
@@ -100,12 +134,14 @@ def check_disagreement(transport, drawn):
             raise
 
     if kind == "dtype" and usual.verb in ("broadcast", "scatter"):
-        run(ranks, size=usual.size, transport=transport)  # only the root says the dtype: no disagreement
+        # only the root says the dtype: no disagreement
+        run(ranks, size=usual.size, transport=transport)
         return
     with pytest.raises(MismatchError) as caught:
         run(ranks, size=usual.size, transport=transport)
     assert "test_call.py:" in str(caught.value) or "collective_checker.py:" in str(caught.value)
-    for rank, (what, value) in outcomes.items():  # who returned before it was told did not depend on the odd rank
+    # who returned before it was told did not depend on the odd rank
+    for rank, (what, value) in outcomes.items():
         if what == "returned" and rank != odd_rank:
             assert same(value, expected(usual)[rank]), f"rank {rank} returned {value!r}"
 
@@ -133,6 +169,7 @@ def test_an_out_that_fits_no_call_is_the_callers_own_mistake():
 
 def test_a_foreign_message_is_refused():
     """Bytes under a group's tag that are no call of ours."""
+
     def ranks(world):
         if world.rank == 0:
             tag = Call(world, "barrier", "naive", lambda call: None)._tag
@@ -153,12 +190,20 @@ def test_a_receive_that_does_not_fit_shows_both_sides():
 
     with pytest.raises(MismatchError) as caught:
         run(ranks, size=2)
-    assert re.search(r"rank 1 calls recv\(float64 \(4,\)\), its call 1, at \S*test_call.py:\d+", str(caught.value))
-    assert re.search(r"rank 0 calls send\(float64 \(3,\)\), its call 1, at \S*test_call.py:\d+", str(caught.value))
+    assert re.search(
+        r"rank 1 calls recv\(float64 \(4,\)\), its call 1, at \S*test_call.py:\d+",
+        str(caught.value),
+    )
+    assert re.search(
+        r"rank 0 calls send\(float64 \(3,\)\), its call 1, at \S*test_call.py:\d+",
+        str(caught.value),
+    )
 
 
 def test_a_call_is_so_small_that_python_makes_no_dict_for_it():
-    """CPython keeps 30 attributes of an object beside it; with the next it makes a dict, which took 1.5 µs a call."""
+    """CPython keeps 30 attributes of an object beside it; with the next it makes a dict, which took
+    1.5 µs a call."""
+
     def attributes(world):
         return len(vars(reduced(world, "all_reduce", np.ones(3), "sum", None, "auto")))
 

@@ -1,4 +1,5 @@
-"""Whatever the algorithm: a rank that means something else is met with MismatchError, soon, and does not return."""
+"""Whatever the algorithm: a rank that means something else is met with MismatchError, soon, and
+does not return."""
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ SIZED = [pair for pair in PAIRS if pair[0] != "barrier"]
 @pytest.mark.parametrize("transport", THREADS)
 @pytest.mark.parametrize(("verb", "algorithm"), SIZED)
 def test_another_dtype_of_the_same_size(verb, algorithm, transport):
-    """Rank 3 brings integers; where only the root brings something, rank 3 is the root and the others expect floats."""
+    """Rank 3 brings integers; where only the root brings something, rank 3 is the root and the
+    others expect floats."""
     size = 5
     lengths = [[4] * size] * size if verb == "all_to_all" else [10] * size
     case, returned = Drawn(verb, algorithm, size, lengths, root=3, nodes=(0, 0, 1, 1, 0)), []

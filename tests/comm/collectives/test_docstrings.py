@@ -1,4 +1,5 @@
-"""The step diagrams in the docstrings are what the algorithms do: each is parsed and held against recorded messages."""
+"""The step diagrams in the docstrings are what the algorithms do: each is parsed and held against
+recorded messages."""
 
 import re
 import threading
@@ -39,7 +40,8 @@ DIAGRAMS = {
     ("broadcast", "tree"): [tree.broadcast],
     ("reduce", "tree"): [tree.reduce],
     ("all_to_all", "bruck"): [bruck.all_to_all],
-    ("all_reduce", "torus"): [torus.all_reduce], ("all_reduce", "torus-both"): [torus_both.all_reduce],
+    ("all_reduce", "torus"): [torus.all_reduce],
+    ("all_reduce", "torus-both"): [torus_both.all_reduce],
     ("reduce_scatter", "torus"): [torus.reduce_scatter],
     ("all_gather", "torus"): [torus.all_gather],
     ("gather", "tree"): [tree.gather],
@@ -52,7 +54,8 @@ DIAGRAMS = {
 
 
 def diagram(function):
-    """(P, arrows), an arrow being (step, src, dst, chunk or None). Columns are r0, r1, ... unless a source is named."""
+    """(P, arrows), an arrow being (step, src, dst, chunk or None). Columns are r0, r1, ... unless a
+    source is named."""
     text = function.__doc__
     size, arrows = int(re.search(r"P=(\d)", text)[1]), set()
     for step, body in re.findall(r"step (\d)((?:(?!step).)*)", text):
@@ -89,13 +92,16 @@ def test_diagram_is_what_happens(verb, algorithm, transport):
     with_chunks = any(chunk is not None for *_, chunk in drawn)
     happened = recorded(verb, algorithm, size, transport)
     assert len(happened) == len(drawn)
-    assert {(message["step"], message["src"], message["dst"], message["chunk"] if with_chunks else None)
-            for message in happened} == drawn
+    assert {
+        (message["step"], message["src"], message["dst"], message["chunk"] if with_chunks else None)
+        for message in happened
+    } == drawn
 
 
 @pytest.mark.parametrize("size", range(2, 10))
 def test_tree_is_log_deep(size):
-    """Each rank's depth is at most ceil(log2 P), and it hears in the step that the docstring's rule gives."""
+    """Each rank's depth is at most ceil(log2 P), and it hears in the step that the docstring's rule
+    gives."""
     for root in range(size):
         seen, steps = {root}, (size - 1).bit_length()
         for step in range(steps):
@@ -106,8 +112,9 @@ def test_tree_is_log_deep(size):
 
 
 def test_messages_without_subscribers_read_no_clock(monkeypatch):
-    """What nobody watches costs nothing: no event is made. Of the four messages of a call the clock is not read; of the
-    call it is read twice: by the flight recorder when it begins and when it ends."""
+    """What nobody watches costs nothing: no event is made. Of the four messages of a call the clock
+    is not read; of the call it is read twice: by the flight recorder when it begins and when it
+    ends."""
     reads, clock = Counter(), time.perf_counter
 
     def counted():
@@ -120,7 +127,7 @@ def test_messages_without_subscribers_read_no_clock(monkeypatch):
             before = reads[name]
             world.all_reduce(np.ones(9), algorithm="ring")
             counts.append(reads[name] - before)
-        return min(counts)      # a wait that lasts is recorded, too
+        return min(counts)  # a wait that lasts is recorded, too
 
     monkeypatch.setattr("minidist.comm.calls.call.time.perf_counter", counted)
     assert run(calls, size=3) == [2, 2, 2]

@@ -1,6 +1,8 @@
-"""The test of the tests: algorithms that are wrong on purpose, each of which the checker must catch, and say how.
+"""The test of the tests: algorithms that are wrong on purpose, each of which the checker must
+catch, and say how.
 
-A mutant takes the place of the algorithm it imitates, formula and all. Most are mistakes that somebody has published.
+A mutant takes the place of the algorithm it imitates, formula and all. Most are mistakes that
+somebody has published.
 """
 
 from collections.abc import Callable
@@ -14,7 +16,16 @@ from minidist.comm.calls.buffers import Place, PlaceOf, Rows
 from minidist.comm.calls.call import Call
 from minidist.comm.calls.reduction import Reduction
 from minidist.comm.chunks import bounds, split
-from minidist.comm.collectives import bruck, halving_doubling, hierarchical, naive, ring, torus, torus_both, tree
+from minidist.comm.collectives import (
+    bruck,
+    halving_doubling,
+    hierarchical,
+    naive,
+    ring,
+    torus,
+    torus_both,
+    tree,
+)
 from minidist.comm.collectives.select import ALGORITHMS
 from minidist.comm.collectives.subset_call import SubsetCall
 from minidist.errors import DeadlockError
@@ -23,8 +34,11 @@ MUTANTS: dict[str, tuple[Callable[..., Any], Drawn, type[BaseException], str]] =
 EVEN, UNEVEN = [12] * 4, [13] * 4
 
 
-def mutant(case: Drawn, error: type[BaseException], message: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def mutant(
+    case: Drawn, error: type[BaseException], message: str
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a wrong algorithm: the case that must fail, the error, and what its message says."""
+
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         MUTANTS[function.__name__] = (function, case, error, message)
         return function
@@ -55,7 +69,9 @@ def one_chunk_skipped(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction)
 @mutant(Drawn("all_reduce", "ring", 4, EVEN), AssertionError, "expected array")
 def one_step_left_out(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     sums, own = split(out, call.size), split(x, call.size)
-    ring.reduce_around(call, own, [sums[(call.rank - 2 - step) % call.size] for step in range(call.size - 2)], op)
+    ring.reduce_around(
+        call, own, [sums[(call.rank - 2 - step) % call.size] for step in range(call.size - 2)], op
+    )
     ring.gather_around(call, sums)
 
 
@@ -95,7 +111,9 @@ def broadcast_from_rank_0(call: Call, x: np.ndarray | None, place: Place, root: 
 
 
 @mutant(Drawn("reduce", "tree", 4, EVEN, root=2), AssertionError, "the root has a result")
-def root_ignored(call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, root: int) -> None:
+def root_ignored(
+    call: Call, x: np.ndarray, out: np.ndarray | None, op: Reduction, root: int
+) -> None:
     naive.reduce(call, x, out, op, root=0)
 
 
@@ -107,8 +125,11 @@ def order_ignored(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> 
     return whole
 
 
-@mutant(Drawn("all_gather", "ring", 4, [8192] * 4, transport="threads-unbuffered"), DeadlockError,
-        r"(\d waits for \d at \S*:\d+(, )?){4}\n")
+@mutant(
+    Drawn("all_gather", "ring", 4, [8192] * 4, transport="threads-unbuffered"),
+    DeadlockError,
+    r"(\d waits for \d at \S*:\d+(, )?){4}\n",
+)
 def everyone_sends_first(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     blocks = {call.rank: own}
     for step in range(call.size - 1):
@@ -125,7 +146,11 @@ def neighbours_chunk(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) 
     ring.reduce_scatter(call, np.concatenate(chunks[1:] + chunks[:1]), out, op)
 
 
-@mutant(Drawn("all_to_all", "pairwise", 3, [[1, 2, 3], [4, 5, 6], [7, 8, 9]]), AssertionError, "expected .array")
+@mutant(
+    Drawn("all_to_all", "pairwise", 3, [[1, 2, 3], [4, 5, 6], [7, 8, 9]]),
+    AssertionError,
+    "expected .array",
+)
 def parts_not_transposed(call: Call, parts: list[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
     received = {call.rank: parts[call.rank]}
     for step in range(1, call.size):
@@ -136,10 +161,14 @@ def parts_not_transposed(call: Call, parts: list[np.ndarray], place: PlaceOf) ->
 
 @mutant(Drawn("scatter", "naive", 4, EVEN, root=3), AssertionError, "expected array")
 def parts_reversed(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
-    return naive.scatter(call, None if x is None else np.concatenate(split(x, call.size)[::-1]), place, root)
+    return naive.scatter(
+        call, None if x is None else np.concatenate(split(x, call.size)[::-1]), place, root
+    )
 
 
-@mutant(Drawn("barrier", "dissemination", 4, EVEN), AssertionError, "messages, P ceil.log2 P. expected")
+@mutant(
+    Drawn("barrier", "dissemination", 4, EVEN), AssertionError, "messages, P ceil.log2 P. expected"
+)
 def barrier_of_neighbours(call: Call) -> None:
     nothing = np.empty(0, np.uint8)
     call.exchange(call.next_rank, nothing, call.prev_rank, nothing)
@@ -156,10 +185,12 @@ def halves_from_near_to_far(call: Call, x: np.ndarray, out: np.ndarray, op: Redu
     cut, values = bounds(len(x), call.size), x.copy()
     for distance in (1, 2):
         partner = call.rank ^ distance
-        kept, given = (slice(cut[rank - rank % distance], cut[rank - rank % distance + distance])
-                       for rank in (call.rank, partner))
+        kept, given = (
+            slice(cut[rank - rank % distance], cut[rank - rank % distance + distance])
+            for rank in (call.rank, partner)
+        )
         call.exchange(partner, values[given], partner, values[kept], op.into(values[kept]))
-    out[...] = values[cut[call.rank]:cut[call.rank + 1]]
+    out[...] = values[cut[call.rank] : cut[call.rank + 1]]
 
 
 @mutant(Drawn("all_reduce", "doubling", 6, [13] * 6), AssertionError, "expected array")
@@ -167,7 +198,11 @@ def surplus_added_twice(call: Call, x: np.ndarray, out: np.ndarray, op: Reductio
     halving_doubling.double_whole(call, x * 2 if call.rank in (1, 3) else x, out, op)
 
 
-@mutant(Drawn("all_reduce", "doubling", 4, [64] * 4, dtype="float16", rough=True), AssertionError, "different bits")
+@mutant(
+    Drawn("all_reduce", "doubling", 4, [64] * 4, dtype="float16", rough=True),
+    AssertionError,
+    "different bits",
+)
 def more_precise_than_it_sends(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     total, sent, arrived = x.astype(np.float32), x.copy(), np.empty_like(x)
     for partner in (call.rank ^ 1, call.rank ^ 2):
@@ -186,13 +221,21 @@ def own_blocks_in_front(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     return rows.complete(have)
 
 
-@mutant(Drawn("all_to_all", "bruck", 3, [[1, 2, 3], [4, 5, 6], [7, 8, 9]]), AssertionError, "expected .array")
+@mutant(
+    Drawn("all_to_all", "bruck", 3, [[1, 2, 3], [4, 5, 6], [7, 8, 9]]),
+    AssertionError,
+    "expected .array",
+)
 def parts_jump_backwards(call: Call, parts: list[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
-    return bruck.all_to_all(call, [parts[(2 * call.rank - dst) % call.size] for dst in range(call.size)], place)
+    return bruck.all_to_all(
+        call, [parts[(2 * call.rank - dst) % call.size] for dst in range(call.size)], place
+    )
 
 
 @mutant(Drawn("gather", "tree", 5, [1, 2, 3, 4, 5], root=3), AssertionError, "expected array")
-def joined_as_they_come(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndarray | None:
+def joined_as_they_come(
+    call: Call, own: np.ndarray, rows: Rows | None, root: int
+) -> np.ndarray | None:
     me, parent, children = tree.halved(call.rank, root, call.size)
     have = [own, *(call.recv_block(child.rank, np.empty) for child in reversed(children))]
     if parent is None:
@@ -202,8 +245,12 @@ def joined_as_they_come(call: Call, own: np.ndarray, rows: Rows | None, root: in
     return None
 
 
-@mutant(Drawn("broadcast", "ring", 4, UNEVEN, root=1), AssertionError, "messages, .P-1..P.1. expected")
-def root_is_told_what_it_has(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.ndarray:
+@mutant(
+    Drawn("broadcast", "ring", 4, UNEVEN, root=1), AssertionError, "messages, .P-1..P.1. expected"
+)
+def root_is_told_what_it_has(
+    call: Call, x: np.ndarray | None, place: Place, root: int
+) -> np.ndarray:
     full = ring.broadcast(call, x, place, root)
     if call.next_rank == root:
         call.send(root, full[:0])
@@ -217,7 +264,9 @@ def columns_forgotten(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction)
     ring.all_reduce(SubsetCall(call, torus.grid(call.size).row_of(call.rank)), x, out, op)
 
 
-@mutant(Drawn("all_reduce", "torus-both", 6, [13] * 6), AssertionError, "messages, 4 P D .S-D. expected")
+@mutant(
+    Drawn("all_reduce", "torus-both", 6, [13] * 6), AssertionError, "messages, 4 P D .S-D. expected"
+)
 def one_long_ring(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     torus_both.all_reduce(call, x, out, op, sides=(6,))
 
@@ -229,14 +278,21 @@ def each_part_in_one_dim(call: Call, x: np.ndarray, out: np.ndarray, op: Reducti
         ring.all_reduce(SubsetCall(call, rings[number // 2]), mine, sums, op)
 
 
-@mutant(Drawn("all_reduce", "hierarchical", 5, [12] * 5, op="mean", nodes=(0, 0, 1, 1, 1)), AssertionError,
-        "expected array")
+@mutant(
+    Drawn("all_reduce", "hierarchical", 5, [12] * 5, op="mean", nodes=(0, 0, 1, 1, 1)),
+    AssertionError,
+    "expected array",
+)
 def each_level_divides(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
     hierarchical.all_reduce(call, x, out, op)
     out /= 2
 
 
-@mutant(Drawn("all_gather", "hierarchical", 4, [2] * 4, nodes=(0, 1, 0, 1)), AssertionError, "expected array")
+@mutant(
+    Drawn("all_gather", "hierarchical", 4, [2] * 4, nodes=(0, 1, 0, 1)),
+    AssertionError,
+    "expected array",
+)
 def nodes_hold_ranks_that_follow_each_other(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     whole = hierarchical.all_gather(call, own, rows)
     whole[...] = np.concatenate([whole[:2], whole[4:6], whole[2:4], whole[6:]])

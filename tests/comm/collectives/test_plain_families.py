@@ -1,4 +1,5 @@
-"""The plain version that each family's module opens with: right over links without buffers, and at the real cost."""
+"""The plain version that each family's module opens with: right over links without buffers, and at
+the real cost."""
 
 import math
 from typing import Any
@@ -40,7 +41,8 @@ def summed(size: int, length: int) -> np.ndarray:
 
 
 def check_all_reduce(world: Any, plain: Any, *groups: Any) -> tuple[int, int]:
-    """Run it on the groups (none: the world), check the result, and return what this rank sent: messages, bytes."""
+    """Run it on the groups (none: the world), check the result, and return what this rank sent:
+    messages, bytes."""
     before = totals(world.ledger)
     for length in LENGTHS:
         x = brought(world.rank, length)
@@ -51,15 +53,28 @@ def check_all_reduce(world: Any, plain: Any, *groups: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("name", "family"), [("naive", naive), ("ring", ring), ("direct", direct),
-                                              ("pairwise", pairwise), ("halving-doubling", halving_doubling)])
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("naive", naive),
+        ("ring", ring),
+        ("direct", direct),
+        ("pairwise", pairwise),
+        ("halving-doubling", halving_doubling),
+    ],
+)
 def test_all_reduce(name: str, family: Any, size: int) -> None:
     if family is halving_doubling and size & (size - 1):
         size = 4
     sent = md.run(check_all_reduce, family.plain_all_reduce, size=size, transport=TRANSPORT)
-    formula, cases = FORMULAS["all_reduce", name], [Case(size, nbytes=8 * length) for length in LENGTHS]
-    assert tuple(map(sum, zip(*sent, strict=True))) == (sum(map(formula.messages_of, cases)),
-                                                        sum(map(formula.bytes_of, cases)))
+    formula, cases = (
+        FORMULAS["all_reduce", name],
+        [Case(size, nbytes=8 * length) for length in LENGTHS],
+    )
+    assert tuple(map(sum, zip(*sent, strict=True))) == (
+        sum(map(formula.messages_of, cases)),
+        sum(map(formula.bytes_of, cases)),
+    )
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -80,13 +95,16 @@ def test_tree(size: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_all_to_all(family: Any, size: int) -> None:
     def job(world: Any) -> int:
-        received = family.plain_all_to_all(world, [np.array([world.rank, dst]) for dst in range(size)])
+        received = family.plain_all_to_all(
+            world, [np.array([world.rank, dst]) for dst in range(size)]
+        )
         assert [part.tolist() for part in received] == [[src, world.rank] for src in range(size)]
         return totals(world.ledger)[0]
 
     case = Case(size, parts=[[16] * size] * size)
     assert sum(md.run(job, size=size, transport=TRANSPORT)) == FORMULAS[
-        "all_to_all", "bruck" if family is bruck else "pairwise"].messages_of(case)
+        "all_to_all", "bruck" if family is bruck else "pairwise"
+    ].messages_of(case)
 
 
 @pytest.mark.parametrize("nodes", [(0,), (0, 0, 1), (0, 1, 0, 1, 2), (1, 1, 1)])
@@ -111,7 +129,9 @@ def test_torus(rows: int, columns: int) -> None:
 @pytest.mark.parametrize("sides", [(1,), (3,), (3, 2), (2, 2, 2)])
 def test_torus_both(sides: tuple[int, ...]) -> None:
     def job(world: Any) -> None:
-        rings = [world.split(min(ranks), axis="ring") for ranks in torus_both.rings_of(world.rank, sides)]
+        rings = [
+            world.split(min(ranks), axis="ring") for ranks in torus_both.rings_of(world.rank, sides)
+        ]
         check_all_reduce(world, torus_both.plain_all_reduce, rings)
 
     md.run(job, size=math.prod(sides), transport=TRANSPORT)
@@ -120,11 +140,12 @@ def test_torus_both(sides: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_shared_memory(size: int) -> None:
     """In place of the real one, in ranks that share memory."""
+
     def job(world: Any) -> np.ndarray:
         def plain(call: Any, x: np.ndarray, out: np.ndarray, op: Any) -> None:
             out[...] = shared_memory.plain_all_reduce(call, x)
 
-        select.ALGORITHMS["all_reduce"]["shared"] = plain       # of this process
+        select.ALGORITHMS["all_reduce"]["shared"] = plain  # of this process
         return world.all_reduce(brought(world.rank, 7), algorithm="shared")
 
     for total in md.run(job, size=size, transport="shm"):

@@ -1,7 +1,7 @@
 """Collectives over a board in shared memory: ranks as threads, each with a real end of it.
 
-LENDING has what depends on whether ranks may read each other's memory: both ways are forced here, with pieces so small
-that every drawn length is beyond one or not.
+LENDING has what depends on whether ranks may read each other's memory: both ways are forced here,
+with pieces so small that every drawn length is beyond one or not.
 """
 
 import ctypes
@@ -103,8 +103,17 @@ def test_pieces_of_a_few_kilobytes(length, lends):
 
 @pytest.mark.soak
 @on_both_ways
-@pytest.mark.parametrize(("size", "length"), [(2, SHOWN_BYTES + 1), *(
-    (size, length) for size in (2, 3, 5) for length in (SHOWN_BYTES - 1, SHOWN_BYTES, 2 * SHOWN_BYTES + 7))])
+@pytest.mark.parametrize(
+    ("size", "length"),
+    [
+        (2, SHOWN_BYTES + 1),
+        *(
+            (size, length)
+            for size in (2, 3, 5)
+            for length in (SHOWN_BYTES - 1, SHOWN_BYTES, 2 * SHOWN_BYTES + 7)
+        ),
+    ],
+)
 def test_pieces(size, length, lends):
     check_pieces(size, length, lends)
 
@@ -112,28 +121,38 @@ def test_pieces(size, length, lends):
 def check_pieces(size, length, lends):
     """Every verb on arrays of `length` bytes."""
     way = partial(run_shm, lends=lends)
-    if not lends:       # else these are the same
+    if not lends:  # else these are the same
         for verb in ("all_reduce", "reduce_scatter"):
             for how in ("new", "in place") if verb == "all_reduce" else ("new",):
                 examine(Drawn(verb, "shared", size, [length] * size, "int8", how=how), way)
         examine(Drawn("broadcast", "shared", size, [length] * size, "int8", root=1), way)
-    examine(Drawn("all_gather", "shared", size, [length // 2 + 3 * rank for rank in range(size)], "int8"), way)
+    examine(
+        Drawn(
+            "all_gather", "shared", size, [length // 2 + 3 * rank for rank in range(size)], "int8"
+        ),
+        way,
+    )
     table = [[length * (1 + src * dst) // size for dst in range(size)] for src in range(size)]
     examine(Drawn("all_to_all", "shared", size, table, "int8"), way)
 
 
 def test_parts_have_as_many_dims_as_their_rank_likes():
     """Rank r brings parts of r dims, rank 0 numbers: their labels are of different lengths."""
+
     def ranks(world):
-        got = world.all_to_all([np.full((2,) * world.rank, 10.0 * world.rank + dst) for dst in range(world.size)])
+        got = world.all_to_all(
+            [np.full((2,) * world.rank, 10.0 * world.rank + dst) for dst in range(world.size)]
+        )
         return [(part.shape, float(part.sum()) / part.size) for part in got]
 
-    assert run_shm(ranks, size=3) == [[((), dst), ((2,), 10.0 + dst), ((2, 2), 20.0 + dst)] for dst in range(3)]
+    assert run_shm(ranks, size=3) == [
+        [((), dst), ((2,), 10.0 + dst), ((2, 2), 20.0 + dst)] for dst in range(3)
+    ]
 
 
 def changed_at_once(world, verb, changed, wait):
-    """A call, after which this rank overwrites what it brought and what it got, and joins `changed`; rank 1
-    reads late: after wait()."""
+    """A call, after which this rank overwrites what it brought and what it got, and joins
+    `changed`; rank 1 reads late: after wait()."""
     x = np.full((world.size, 300), world.rank + 1.0)
     if world.rank == 1:
         lend = world.board.read
@@ -143,7 +162,11 @@ def changed_at_once(world, verb, changed, wait):
             lend(*arguments)
 
         world.board.read = late
-    got = world.all_to_all(list(x)) if verb == "all_to_all" else np.split(world.all_gather(x[0]), world.size)
+    got = (
+        world.all_to_all(list(x))
+        if verb == "all_to_all"
+        else np.split(world.all_gather(x[0]), world.size)
+    )
     told = [float(part[0]) for part in got]
     for part in (x, *got):
         part[...] = -1.0
@@ -154,7 +177,10 @@ def changed_at_once(world, verb, changed, wait):
 @pytest.mark.parametrize("verb", LENDING)
 def test_what_is_lent_does_not_change_before_all_have_read_it(verb):
     with pieces_of(512):
-        assert run_shm(changed_at_once, verb, [], lambda: time.sleep(0.02), size=3) == [[1.0, 2.0, 3.0]] * 3
+        assert (
+            run_shm(changed_at_once, verb, [], lambda: time.sleep(0.02), size=3)
+            == [[1.0, 2.0, 3.0]] * 3
+        )
 
 
 def one_rank_is_not_read(read, call, src, address, into):
@@ -174,7 +200,9 @@ def test_mutant_is_caught(mutant, verb, monkeypatch):
     case = Drawn(verb, "shared", 3, [[300] * 3] * 3 if verb == "all_to_all" else [300] * 3)
     with pieces_of(512):
         examine(case, run_shm)
-        monkeypatch.setattr(Call, "read", lambda *arguments, read=Call.read: mutant(read, *arguments))
+        monkeypatch.setattr(
+            Call, "read", lambda *arguments, read=Call.read: mutant(read, *arguments)
+        )
         with pytest.raises(AssertionError, match="expected"):
             examine(case, run_shm)
 
@@ -199,21 +227,31 @@ def test_mutant_that_does_not_wait_for_the_readers_is_caught(verb, monkeypatch):
 
 
 def unreadable(count):
-    """Bytes that this process can read, and the kernel does not let others read: here its clock, often a driver's."""
-    begin = next(int(line.split("-")[0], 16) for line in Path("/proc/self/maps").read_text().splitlines()
-                 if line.endswith("[vvar]"))
+    """Bytes that this process can read, and the kernel does not let others read: here its clock,
+    often a driver's."""
+    begin = next(
+        int(line.split("-")[0], 16)
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if line.endswith("[vvar]")
+    )
     return np.frombuffer((ctypes.c_char * count).from_address(begin), np.uint8)
 
 
 def test_memory_that_others_cannot_read_is_copied_before_it_is_lent():
     def job(world):
-        clock = unreadable(8)       # the first bytes stay as they are
-        assert world.board.lends and not world.board.lendable(clock) and world.board.lendable(np.empty(0))
+        clock = unreadable(8)  # the first bytes stay as they are
+        assert (
+            world.board.lends
+            and not world.board.lendable(clock)
+            and world.board.lendable(np.empty(0))
+        )
         monkeypatch.setattr(world.board, "lendable", lambda array: False)
         with account.use(account.MemoryAccount()) as told:
             result = world.all_gather(np.full(300, world.rank + 1.0))
             assert told.peak["communication"] == 2400
-            parts = world.all_to_all([np.full(300, 10.0 * world.rank + dst) for dst in range(world.size)])
+            parts = world.all_to_all(
+                [np.full(300, 10.0 * world.rank + dst) for dst in range(world.size)]
+            )
         return result[::300].tolist(), [part[-1] for part in parts]
 
     with pieces_of(512), pytest.MonkeyPatch.context() as monkeypatch:
@@ -248,7 +286,7 @@ def test_an_array_that_is_its_own_part_of_out(lends):
     def job(world):
         out = np.zeros((world.size, 500))
         out[world.rank] = world.rank + 1
-        assert world.all_gather(out[world.rank:world.rank + 1], out=out) is out
+        assert world.all_gather(out[world.rank : world.rank + 1], out=out) is out
         return out[:, -1].tolist()
 
     with pieces_of(512):
@@ -257,15 +295,31 @@ def test_an_array_that_is_its_own_part_of_out(lends):
 
 @pytest.mark.parametrize("lends", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_between_processes(lends, monkeypatch):
-    """As conformance has it for short arrays: several dtypes, layouts and ways to get the result."""
+    """As conformance has it for short arrays: several dtypes, layouts and ways to get the
+    result."""
     if not lends:
         monkeypatch.setattr("minidist.comm.transports.shm.process_vm_read._readv", None)
-    cases = [{"verb": verb, "algorithm": "shared", "size": 3, "dtype": dtype, "how": how, "layout": layout,
-              "lengths": [[longest + src * dst for dst in range(3)] for src in range(3)] if verb == "all_to_all"
-              else [longest, 0, longest + 7]}
-             for verb in LENDING for longest, dtype, how, layout in (
-                 (0, "float32", "new", "plain"), (400, "bfloat16", "out", "strided"), (2003, "int64", "start", "plain"),
-                 (1000, "float16", "new", "read-only"), (129, "complex64", "out", "transposed"))]
+    cases = [
+        {
+            "verb": verb,
+            "algorithm": "shared",
+            "size": 3,
+            "dtype": dtype,
+            "how": how,
+            "layout": layout,
+            "lengths": [[longest + src * dst for dst in range(3)] for src in range(3)]
+            if verb == "all_to_all"
+            else [longest, 0, longest + 7],
+        }
+        for verb in LENDING
+        for longest, dtype, how, layout in (
+            (0, "float32", "new", "plain"),
+            (400, "bfloat16", "out", "strided"),
+            (2003, "int64", "start", "plain"),
+            (1000, "float16", "new", "read-only"),
+            (129, "complex64", "out", "transposed"),
+        )
+    ]
 
     def job(world, cases):
         return world.board.lends, conformance.verbs(world, cases)
@@ -273,7 +327,9 @@ def test_between_processes(lends, monkeypatch):
     with pieces_of(1024):
         told = run(job, cases, size=3, transport="shm")
         ways = {way for way, _ in told}
-        assert len(ways) == 1 and (lends or ways == {False}), "what the system allows, the same for all"
+        assert len(ways) == 1 and (lends or ways == {False}), (
+            "what the system allows, the same for all"
+        )
         for number, fields in enumerate(cases):
             case = replace(cost_case(Drawn(**fields)), lends=ways == {True})
             formula = FORMULAS[fields["verb"], "shared"]
@@ -282,18 +338,23 @@ def test_between_processes(lends, monkeypatch):
 
 
 def many_calls(world):
-    """Calls of all lengths one after the other, in two groups that overlap: a turn must not be overwritten too soon."""
+    """Calls of all lengths one after the other, in two groups that overlap: a turn must not be
+    overwritten too soon."""
     half = world.split(world.rank % 2)
     for number in range(60):
         x = np.full(1 + 977 * (number % 9), world.rank + number)
         assert (world.all_reduce(x) == sum(range(world.size)) + world.size * number).all()
-        assert (half.all_reduce(x) == sum(range(world.rank % 2, world.size, 2)) + half.size * number).all()
+        assert (
+            half.all_reduce(x) == sum(range(world.rank % 2, world.size, 2)) + half.size * number
+        ).all()
     return world.ledger.rows()
 
 
 def test_many_calls():
     for rows in run_shm(many_calls, size=4):
-        assert {row["algorithm"] for row in rows if row["verb"] == "all_reduce"} == {"shared"}, "what auto means here"
+        assert {row["algorithm"] for row in rows if row["verb"] == "all_reduce"} == {"shared"}, (
+            "what auto means here"
+        )
 
 
 def odd_one(world):

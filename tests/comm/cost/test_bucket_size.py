@@ -11,18 +11,23 @@ def link(alpha: float, bandwidth: float, gamma: float = 0.0) -> LinkCost:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize("cost", [link(50e-6, 125e6), link(50e-6, 125e6, gamma=4e-9), link(1e-3, 1e9)])
+@pytest.mark.parametrize(
+    "cost", [link(50e-6, 125e6), link(50e-6, 125e6, gamma=4e-9), link(1e-3, 1e9)]
+)
 def test_no_other_size_costs_less(ranks: int, cost: LinkCost) -> None:
     nbytes = 500 << 20
     best = best_bucket_bytes(nbytes, ranks, cost)
     assert LEAST_BYTES < best < nbytes and best % 1024 == 0
     least = exposed_seconds(nbytes, ranks, cost, best)
-    assert all(exposed_seconds(nbytes, ranks, cost, best * factor) >= least * (1 - 1e-6)
-               for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2.0))
+    assert all(
+        exposed_seconds(nbytes, ranks, cost, best * factor) >= least * (1 - 1e-6)
+        for factor in (0.5, 0.9, 0.99, 1.01, 1.1, 2.0)
+    )
 
 
 def test_the_formula_by_hand() -> None:
-    """12 MiB over 2 ranks, 50 µs and 125 MB/s: sqrt(12,582,912 × 2 × 50e-6 × 125e6) = 396,583 bytes."""
+    """12 MiB over 2 ranks, 50 µs and 125 MB/s: sqrt(12,582,912 × 2 × 50e-6 × 125e6) = 396,583
+    bytes."""
     assert best_bucket_bytes(12 << 20, 2, link(50e-6, 125e6)) == 387 << 10
 
 

@@ -1,4 +1,5 @@
-"""One message a step of each link: both ends keep the same one, with when it left and when it came."""
+"""One message a step of each link: both ends keep the same one, with when it left and when it
+came."""
 
 import time
 
@@ -40,10 +41,13 @@ def test_both_ends_keep_the_same_message(transport, size):
     steps = md.run(job, size=size, transport=transport)
     for step in range(4):
         sent = {(rank, *row[:4]) for rank in range(size) for row in steps[rank][step]["out"]}
-        came = {(row[0], rank, *row[1:4]) for rank in range(size) for row in steps[rank][step]["in"]}
+        came = {
+            (row[0], rank, *row[1:4]) for rank in range(size) for row in steps[rank][step]["in"]
+        }
         assert {(src, dst, *rest) for src, dst, *rest in sent} >= came
-        assert {row[3] for row in (r for rank in range(size) for r in steps[rank][step]["out"])} <= (
-            {8 * 900 // size, 8 * 450} if step % 2 == 0 else {8, 16, 8 * 1})
+        assert {
+            row[3] for row in (r for rank in range(size) for r in steps[rank][step]["out"])
+        } <= ({8 * 900 // size, 8 * 450} if step % 2 == 0 else {8, 16, 8 * 1})
     assert any(steps[rank][step]["in"] for rank in range(size) for step in range(4))
     for rank in range(size):
         for row in (row for step in steps[rank] for row in step["in"]):

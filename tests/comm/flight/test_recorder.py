@@ -1,4 +1,5 @@
-"""The flight recorder: what stands in the ring while calls are made, after them, and after the rank was killed."""
+"""The flight recorder: what stands in the ring while calls are made, after them, and after the rank
+was killed."""
 
 import os
 import signal
@@ -15,7 +16,15 @@ from flights import made
 
 import minidist as md
 from minidist.comm.flight.recorder import FlightRecorder
-from minidist.comm.flight.slots import RING_BYTES, SLOT_BYTES, SLOTS, TEXTS, entry_at, place, read_ring
+from minidist.comm.flight.slots import (
+    RING_BYTES,
+    SLOT_BYTES,
+    SLOTS,
+    TEXTS,
+    entry_at,
+    place,
+    read_ring,
+)
 from minidist.errors import ConfigError, PeerLostError
 
 SIGNATURE = ("all_reduce", "ring", "sum", None, "<f4", (3, 4), "train.py:40")
@@ -34,11 +43,23 @@ def test_a_call_is_made_begun_and_ended():
     recorder.ended(number, 96, 2)
     (entry,) = recorder.entries()
     assert entry["made"] <= entry["begun"] <= entry["ended"]
-    assert {key: entry[key] for key in ("number", "kind", "state", "step", "sequence", "nbytes", "messages", "group")} \
-        == {"number": 1, "kind": "call", "state": "ended", "step": None, "sequence": 1, "nbytes": 96, "messages": 2,
-            "group": 7}
-    assert tuple(entry[key] for key in ("verb", "algorithm", "op", "root", "dtype", "where")) == \
-        SIGNATURE[:5] + SIGNATURE[6:]
+    assert {
+        key: entry[key]
+        for key in ("number", "kind", "state", "step", "sequence", "nbytes", "messages", "group")
+    } == {
+        "number": 1,
+        "kind": "call",
+        "state": "ended",
+        "step": None,
+        "sequence": 1,
+        "nbytes": 96,
+        "messages": 2,
+        "group": 7,
+    }
+    assert (
+        tuple(entry[key] for key in ("verb", "algorithm", "op", "root", "dtype", "where"))
+        == SIGNATURE[:5] + SIGNATURE[6:]
+    )
     assert entry["shape"] == [3, 4]
 
 
@@ -53,11 +74,17 @@ def test_a_record_says_how_long_the_program_stood_still():
     recorder.stood(started, 0.25)
     recorder.ended(message, 8, 1, stood=0.5)
     first, *others = recorder.entries()
-    assert first["stood"] == pytest.approx(first["ended"] - first["begun"], rel=1e-6) and first["stood"] >= 0.02
-    assert [(entry["stood"], entry["nbytes"], entry["sequence"]) for entry in others] == [(0.25, 96, 2), (0.5, 8, 3)]
+    assert (
+        first["stood"] == pytest.approx(first["ended"] - first["begun"], rel=1e-6)
+        and first["stood"] >= 0.02
+    )
+    assert [(entry["stood"], entry["nbytes"], entry["sequence"]) for entry in others] == [
+        (0.25, 96, 2),
+        (0.5, 8, 3),
+    ]
     for sequence in range(4, SLOTS + 4):
         make(recorder, sequence)
-    recorder.stood(started, 9.0)                # its slot belongs to a later call now
+    recorder.stood(started, 9.0)  # its slot belongs to a later call now
     assert 9.0 not in [entry["stood"] for entry in recorder.entries()]
 
 
@@ -66,10 +93,18 @@ def test_a_step_leaves_its_memory_and_joules_whatever_their_size():
     recorder.start_step(4)
     recorder.state([2**62] * 7, [2**62] * 8, 2**62, 1e300, "a source of joules of a long name")
     (_, entry) = recorder.entries()
-    assert (entry["kind"], entry["step"], entry["memory"], entry["peak"]) == ("state", 4, [2**62] * 7, [2**62] * 8)
+    assert (entry["kind"], entry["step"], entry["memory"], entry["peak"]) == (
+        "state",
+        4,
+        [2**62] * 7,
+        [2**62] * 8,
+    )
     assert (entry["limit"], entry["joules"], entry["source"]) == (2**62, 1e300, "a source of ")
     recorder.state([0] * 7, [0] * 8, None, 0.0, "nvml + rapl")
-    assert recorder.entries()[-1]["source"] == "nvml + rapl" and recorder.entries()[-1]["limit"] is None
+    assert (
+        recorder.entries()[-1]["source"] == "nvml + rapl"
+        and recorder.entries()[-1]["limit"] is None
+    )
 
 
 def test_the_ring_goes_round_and_keeps_the_newest():
@@ -77,7 +112,7 @@ def test_the_ring_goes_round_and_keeps_the_newest():
     first = make(recorder, 1)
     for sequence in range(2, SLOTS + 10):
         make(recorder, sequence)
-    recorder.ended(first, 1, 1)             # its slot belongs to a later call now
+    recorder.ended(first, 1, 1)  # its slot belongs to a later call now
     kept = recorder.entries()
     assert [entry["sequence"] for entry in kept] == [*range(10, SLOTS + 10)]
     assert {entry["state"] for entry in kept} == {"made"}
@@ -130,7 +165,11 @@ def test_a_ring_in_a_file_is_read_by_others(tmp_path):
     make(recorder, 2)
     header, entries = read_ring(path)
     assert path.stat().st_size == RING_BYTES
-    assert (header["rank"], header["pid"], header["groups"]) == (2, os.getpid(), {7: ["dp", [0, 2]]})
+    assert (header["rank"], header["pid"], header["groups"]) == (
+        2,
+        os.getpid(),
+        {7: ["dp", [0, 2]]},
+    )
     assert [entry["sequence"] for entry in entries] == [1, 2]
 
 
@@ -149,7 +188,8 @@ def test_a_folder_that_another_rank_removes_meanwhile_is_made_again(tmp_path, mo
 
 
 def test_a_folder_that_goes_while_mkdir_looks_at_it_is_made_again(tmp_path, monkeypatch):
-    """mkdir meets the folder, it goes, and mkdir says that something else must be there: "File exists"."""
+    """mkdir meets the folder, it goes, and mkdir says that something else must be there: "File
+    exists"."""
     is_dir, folder = Path.is_dir, tmp_path / "flight"
     folder.mkdir()
 
@@ -179,15 +219,15 @@ def test_a_record_that_was_torn_is_left_out(tmp_path):
     for sequence in range(1, SLOTS + 1):
         make(recorder, sequence)
     old = slot_of(path, 1)
-    make(recorder, SLOTS + 1)               # over record 1
+    make(recorder, SLOTS + 1)  # over record 1
     new = slot_of(path, 1)
     assert (entry_at(old, 0)["sequence"], entry_at(new, 0)["sequence"]) == (1, SLOTS + 1)
-    for written in range(1, SLOT_BYTES - 7):        # bytes, when the process died
+    for written in range(1, SLOT_BYTES - 7):  # bytes, when the process died
         assert entry_at(new[:written] + old[written:], 0) is None
 
 
 def slot_of(path, number):
-    return path.read_bytes()[place(number):place(number) + SLOT_BYTES]
+    return path.read_bytes()[place(number) : place(number) + SLOT_BYTES]
 
 
 def test_a_record_that_is_overwritten_while_it_is_read_is_left_out(tmp_path, monkeypatch):
@@ -196,11 +236,11 @@ def test_a_record_that_is_overwritten_while_it_is_read_is_left_out(tmp_path, mon
     for sequence in range(1, SLOTS + 1):
         make(recorder, sequence)
     old = bytearray(path.read_bytes())
-    make(recorder, SLOTS + 1)               # in the slot of record 1
+    make(recorder, SLOTS + 1)  # in the slot of record 1
     new = path.read_bytes()
     texts = slice(place(1) + 64, place(1) + 64 + TEXTS)
     old[texts] = new[texts]
-    old[place(2) + 64:place(2) + 64 + TEXTS] = bytes(TEXTS)         # record 2: no msgpack of its length
+    old[place(2) + 64 : place(2) + 64 + TEXTS] = bytes(TEXTS)  # record 2: no msgpack of its length
     reads = iter([bytes(old), new])
     monkeypatch.setattr("minidist.comm.flight.slots.read_regular", lambda path, **_: next(reads))
     assert [entry["number"] for entry in read_ring(path)[1]][:2] == [3, 4]
@@ -212,12 +252,24 @@ def test_the_calls_of_a_group_are_recorded_on_every_transport():
         world.all_reduce(np.ones(5, np.float32))
         pending = world.start_all_gather(np.ones(2))
         pending.wait()
-        return [(entry["step"], entry["verb"], entry["state"], entry["nbytes"], entry["where"].rpartition("/")[2])
-                for entry in world.ledger.flight.entries() if entry["kind"] == "call" and entry["step"] == 4]
+        return [
+            (
+                entry["step"],
+                entry["verb"],
+                entry["state"],
+                entry["nbytes"],
+                entry["where"].rpartition("/")[2],
+            )
+            for entry in world.ledger.flight.entries()
+            if entry["kind"] == "call" and entry["step"] == 4
+        ]
 
     for transport in ("threads", "tcp"):
         for calls in md.run(job, size=2, transport=transport):
-            assert [call[:3] for call in calls] == [(4, "all_reduce", "ended"), (4, "all_gather", "ended")]
+            assert [call[:3] for call in calls] == [
+                (4, "all_reduce", "ended"),
+                (4, "all_gather", "ended"),
+            ]
             assert [call[3] for call in calls] == [20, 16]
             assert all(call[4].startswith("test_recorder.py:") for call in calls)
 
@@ -242,13 +294,21 @@ md.run(job, size=2, transport="tcp")
 
 
 def test_a_killed_rank_leaves_its_last_calls(tmp_path):
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=60,
-                          check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert PeerLostError.__name__ in done.stderr
     assert signal.SIGKILL.name in done.stderr
     rings = [read_ring(tmp_path / str(rank))[1] for rank in range(2)]
     last = [[entry for entry in ring if entry["kind"] == "call"][-1] for ring in rings]
-    assert [(entry["verb"], entry["state"]) for entry in last] == [("all_reduce", "failed"), ("barrier", "ended")]
+    assert [(entry["verb"], entry["state"]) for entry in last] == [
+        ("all_reduce", "failed"),
+        ("barrier", "ended"),
+    ]
     assert [ring[-1].get("why", "")[:13] for ring in rings] == ["PeerLostError", ""]
 
 
@@ -257,14 +317,30 @@ def test_messages_are_numbered_by_direction():
         peer = 1 - world.rank
         world.send(np.ones(3), peer) if world.rank == 0 else world.recv(peer)
         world.exchange(np.ones(2), peer, peer)
-        return [(entry["verb"], entry["dst"], entry["src"], entry["sequence"], entry["state"], entry["nbytes"])
-                for entry in world.ledger.flight.entries() if entry["kind"] == "message"]
+        return [
+            (
+                entry["verb"],
+                entry["dst"],
+                entry["src"],
+                entry["sequence"],
+                entry["state"],
+                entry["nbytes"],
+            )
+            for entry in world.ledger.flight.entries()
+            if entry["kind"] == "message"
+        ]
 
     first, second = md.run(job, size=2, transport="threads")
-    assert first == [("send", 1, None, 1, "ended", 24), ("exchange", None, 1, 1, "ended", 0),
-                     ("exchange", 1, None, 2, "ended", 16)]
-    assert second == [("recv", None, 0, 1, "ended", 0), ("exchange", None, 0, 2, "ended", 0),
-                      ("exchange", 0, None, 1, "ended", 16)]
+    assert first == [
+        ("send", 1, None, 1, "ended", 24),
+        ("exchange", None, 1, 1, "ended", 0),
+        ("exchange", 1, None, 2, "ended", 16),
+    ]
+    assert second == [
+        ("recv", None, 0, 1, "ended", 0),
+        ("exchange", None, 0, 2, "ended", 0),
+        ("exchange", 0, None, 1, "ended", 16),
+    ]
 
 
 def test_a_wait_that_lasts_is_recorded_with_its_call():
@@ -272,8 +348,17 @@ def test_a_wait_that_lasts_is_recorded_with_its_call():
         if world.rank == 1:
             time.sleep(0.4)
         world.barrier()
-        return [(entry["what"], entry["ranks"], entry["state"], entry["sequence"], entry["ended"] - entry["begun"])
-                for entry in world.ledger.flight.entries() if entry["kind"] == "wait"]
+        return [
+            (
+                entry["what"],
+                entry["ranks"],
+                entry["state"],
+                entry["sequence"],
+                entry["ended"] - entry["begun"],
+            )
+            for entry in world.ledger.flight.entries()
+            if entry["kind"] == "wait"
+        ]
 
     waits, _ = md.run(job, size=2, transport="tcp")
     ((what, ranks, state, sequence, seconds),) = waits
@@ -305,19 +390,28 @@ def test_the_line_of_an_own_error_is_recorded_and_of_a_lost_peer_none():
         kept[world.rank] = world.ledger.flight
         world.barrier()
         if world.rank == 1:
-            raise ValueError("bad batch " * 40)     # LINE
+            raise ValueError("bad batch " * 40)  # LINE
         world.barrier()
 
     with suppress(ValueError):
         md.run(job, size=2, transport="threads")
-    (own,), (lost,) = ([entry for entry in kept[rank].entries() if entry["kind"] == "end"][:1] for rank in (1, 0))
-    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# LINE"))
-    assert own["where"].endswith(f"test_recorder.py:{line}") and own["why"].startswith("ValueError: bad batch bad")
+    (own,), (lost,) = (
+        [entry for entry in kept[rank].entries() if entry["kind"] == "end"][:1] for rank in (1, 0)
+    )
+    line = next(
+        n
+        for n, text in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if text.endswith("# LINE")
+    )
+    assert own["where"].endswith(f"test_recorder.py:{line}") and own["why"].startswith(
+        "ValueError: bad batch bad"
+    )
     assert lost["where"] == "" and lost["why"].startswith("PeerLostError")
 
 
 def test_a_planted_link_is_not_written_through(tmp_path):
-    """Neither that of a ring nor those of the names that its drafts may have; the ring is this user's alone."""
+    """Neither that of a ring nor those of the names that its drafts may have; the ring is this
+    user's alone."""
     target = tmp_path / "target"
     target.write_text("precious")
     for name in ("00000.ring", f".00000.ring.{os.getpid()}"):

@@ -46,7 +46,9 @@ def accepting(enter, monkeypatch, room=4):
 
 def greet(address, greeted):
     """Call as a rank does, until it is in."""
-    greeted.append(call(lambda: socket.create_connection(address, SOON), TOKEN, {}, time.monotonic() + LIMIT))
+    greeted.append(
+        call(lambda: socket.create_connection(address, SOON), TOKEN, {}, time.monotonic() + LIMIT)
+    )
 
 
 def crowd(acceptor_, address, stack, count=8):
@@ -78,7 +80,9 @@ def test_a_crowd_hangs_up_on_no_rank_that_has_proven_itself(monkeypatch):
             assert sock.recv(7) == b"welcome"
 
 
-# --- a system that has no more ---------------------------------------------------------------------------------------
+# --- a system that has no more
+# ---------------------------------------------------------------------------------------
+
 
 class Deaf:
     """A listener of a process that has no file left."""
@@ -96,7 +100,10 @@ class Deaf:
 @pytest.mark.parametrize("number", acceptor.EXHAUSTED)
 def test_a_caller_for_whom_the_system_has_nothing_left_is_told_of(number, monkeypatch):
     failed = []
-    with accepting(lambda sock, hello: None, monkeypatch) as (acceptor_, address), contextlib.ExitStack() as stack:
+    with (
+        accepting(lambda sock, hello: None, monkeypatch) as (acceptor_, address),
+        contextlib.ExitStack() as stack,
+    ):
         acceptor_._fail = failed.append
         crowd(acceptor_, address, stack, count=2)
         acceptor_.listener = Deaf(acceptor_.listener, number)
@@ -111,7 +118,10 @@ def test_a_caller_for_whom_there_is_no_thread_is_told_of(monkeypatch):
     def refuse(target, *args):
         raise RuntimeError("can't start new thread")
 
-    with accepting(lambda sock, hello: None, monkeypatch) as (acceptor_, address), contextlib.ExitStack() as stack:
+    with (
+        accepting(lambda sock, hello: None, monkeypatch) as (acceptor_, address),
+        contextlib.ExitStack() as stack,
+    ):
         acceptor_._run, acceptor_._fail = refuse, failed.append
         crowd(acceptor_, address, stack, count=1)
     assert "can't start new thread" in str(failed[0])
@@ -132,13 +142,18 @@ def test_a_monitor_without_a_file_for_the_next_rank_ends_the_job():
 
 def test_a_rank_without_a_file_for_the_next_says_so(monkeypatch):
     listener = listen_tcp("127.0.0.1")
-    monkeypatch.setattr(full_mesh, "Acceptor", lambda sock, *args, **options: Acceptor(
-        Deaf(sock, errno.EMFILE), *args, **options))
+    monkeypatch.setattr(
+        full_mesh,
+        "Acceptor",
+        lambda sock, *args, **options: Acceptor(Deaf(sock, errno.EMFILE), *args, **options),
+    )
     with full_mesh.listening(listener), pytest.raises(OSError, match="Too many open files"):
         full_mesh.connect(0, range(2), listener, lambda _: None, TOKEN, LIMIT)
 
 
-# --- the same, many times --------------------------------------------------------------------------------------------
+# --- the same, many times
+# --------------------------------------------------------------------------------------------
+
 
 @contextlib.contextmanager
 def flood(address):
@@ -194,12 +209,26 @@ def test_a_flood_ends_no_job_at_its_ranks(caplog):
             found = {}
 
             def join(rank, found=found, listener=listener, told=told):
-                found[rank] = full_mesh.connect(rank, range(3), listener, lambda _: dial(told, LIMIT), TOKEN, 60.0)
+                found[rank] = full_mesh.connect(
+                    rank, range(3), listener, lambda _: dial(told, LIMIT), TOKEN, 60.0
+                )
 
             admits = threading.Thread(target=join, args=(0,))
             admits.start()
-            dials = [threading.Thread(target=lambda rank=rank, found=found, told=told: found.setdefault(rank, call(
-                lambda: dial(told, LIMIT), TOKEN, {"world_rank": rank}, time.monotonic() + 60.0))) for rank in (1, 2)]
+            dials = [
+                threading.Thread(
+                    target=lambda rank=rank, found=found, told=told: found.setdefault(
+                        rank,
+                        call(
+                            lambda: dial(told, LIMIT),
+                            TOKEN,
+                            {"world_rank": rank},
+                            time.monotonic() + 60.0,
+                        ),
+                    )
+                )
+                for rank in (1, 2)
+            ]
             for thread in dials:
                 thread.start()
             for thread in (admits, *dials):

@@ -1,4 +1,5 @@
-"""deadlock and arbiter: which waits are in vain, how that is told, and that nothing in motion is taken for stuck."""
+"""deadlock and arbiter: which waits are in vain, how that is told, and that nothing in motion is
+taken for stuck."""
 
 import itertools
 from dataclasses import replace
@@ -15,7 +16,9 @@ numbers = itertools.count()
 
 
 def collective(group, sequence, verb="all_reduce", **fields):
-    signature = Signature(group, sequence, verb, "ring", "sum", None, "<f4", (3,), f"{verb}.py:{sequence}")
+    signature = Signature(
+        group, sequence, verb, "ring", "sum", None, "<f4", (3,), f"{verb}.py:{sequence}"
+    )
     return signature._replace(**fields)
 
 
@@ -29,8 +32,11 @@ def wait(call, *peers, members=(0, 1, 2), incoming=True):
 
 def states(*waits, **changes):
     """One settled state a rank; of rank r `waits[r]`, a wait or several."""
-    return {rank: State(each if isinstance(each, tuple) else (each,), settled=True, **changes)
-            for rank, each in enumerate(waits) if each is not None}
+    return {
+        rank: State(each if isinstance(each, tuple) else (each,), settled=True, **changes)
+        for rank, each in enumerate(waits)
+        if each is not None
+    }
 
 
 def stuck(said, ended=None):
@@ -42,8 +48,11 @@ def told(said, ended=None):
 
 
 def test_a_cycle_is_spelled_out_and_who_waits_for_it_is_stuck_too():
-    said = states(wait(message("recv", "a.py:14"), 2), wait(message("send", "c.py:1"), 0, incoming=False),
-                  wait(message("recv", "a.py:9"), 0))
+    said = states(
+        wait(message("recv", "a.py:14"), 2),
+        wait(message("send", "c.py:1"), 0, incoming=False),
+        wait(message("recv", "a.py:9"), 0),
+    )
     error, text, ranks = told(said)
     assert (error, ranks) == ("DeadlockError", [0, 1, 2])
     assert text.startswith("no rank can go on: 0 waits for 2 at a.py:14, 2 waits for 0 at a.py:9\n")
@@ -57,9 +66,12 @@ def test_who_waits_for_one_that_computes_is_not_stuck():
 
 
 def test_who_waits_for_one_that_has_ended_is_stuck_unless_a_message_is_in_flight():
-    said = states(wait(message("recv", "a.py:1"), 1), None, wait(collective(0, 3), 0, members=(0, 2, 5)))
+    said = states(
+        wait(message("recv", "a.py:1"), 1), None, wait(collective(0, 3), 0, members=(0, 2, 5))
+    )
     assert told(said, {1: State()}).text.startswith(
-        "no rank can go on: 0 waits for 1 at a.py:1, rank 1 has ended\n")
+        "no rank can go on: 0 waits for 1 at a.py:1, rank 1 has ended\n"
+    )
     assert told(said, {1: State()}).ranks == [0, 2, 5], "and who will come to the same collective"
     assert stuck(said, {1: State()}) == [0, 2]
     assert stuck(said, {1: State(sent={0: 1})}) == []
@@ -70,14 +82,24 @@ def test_a_message_in_flight_is_hope_for_its_receiver_alone():
     said = states(wait(recv, 1), wait(recv, 0))
     assert stuck(said) == [0, 1]
     assert stuck({**said, 1: State(said[1].waits, sent={0: 5}, settled=True)}) == []
-    assert stuck({0: State(said[0].waits, taken={1: 5}, settled=True),
-                  1: State(said[1].waits, sent={0: 5}, settled=True)}) == [0, 1]
+    assert stuck(
+        {
+            0: State(said[0].waits, taken={1: 5}, settled=True),
+            1: State(said[1].waits, sent={0: 5}, settled=True),
+        }
+    ) == [0, 1]
     send = message("send", "a.py:1")
     full = states(wait(send, 1, incoming=False), wait(send, 0, incoming=False), sent={0: 1, 1: 1})
     assert stuck(full) == [0, 1], "both links are full of what nobody takes"
-    assert stuck({**full, 1: replace(full[1], reads=frozenset({0}))}) == [], "one is being taken; then the other may be"
-    assert stuck({0: full[0], 1: replace(full[1], reads=frozenset({0}), taken={0: 1})}) == [0, 1], "it has been taken"
-    assert stuck({0: full[0]}, {1: replace(full[1], reads=frozenset({0}))}) == [0], "who has ended takes nothing"
+    assert stuck({**full, 1: replace(full[1], reads=frozenset({0}))}) == [], (
+        "one is being taken; then the other may be"
+    )
+    assert stuck({0: full[0], 1: replace(full[1], reads=frozenset({0}), taken={0: 1})}) == [0, 1], (
+        "it has been taken"
+    )
+    assert stuck({0: full[0]}, {1: replace(full[1], reads=frozenset({0}))}) == [0], (
+        "who has ended takes nothing"
+    )
 
 
 def test_a_thread_that_does_not_wait_is_hope_but_not_for_a_call_that_another_is_in():
@@ -85,7 +107,10 @@ def test_a_thread_that_does_not_wait_is_hope_but_not_for_a_call_that_another_is_
     said = states(wait(recv, 1), wait(recv, 0))
     assert stuck({**said, 1: State(said[1].waits, settled=False)}) == []
     said = states(wait(call, 1), wait(call, 0))
-    assert stuck({rank: State(state.waits, settled=False) for rank, state in said.items()}) == [0, 1]
+    assert stuck({rank: State(state.waits, settled=False) for rank, state in said.items()}) == [
+        0,
+        1,
+    ]
 
 
 def test_any_thread_of_a_rank_may_help():
@@ -100,7 +125,9 @@ def test_a_wait_for_the_own_worker_goes_on_with_it():
     said = states((wait(call, 1), wait(call)), wait(message("recv", "b.py:2"), 0))
     error, text, ranks = told(said)
     assert (error, ranks) == ("MismatchError", [0, 1, 2])
-    assert stuck(states(wait(call), wait(message("recv", "b.py:2"), 0))) == [], "the worker is at it"
+    assert stuck(states(wait(call), wait(message("recv", "b.py:2"), 0))) == [], (
+        "the worker is at it"
+    )
 
 
 def test_a_rank_that_waits_for_itself():
@@ -114,15 +141,31 @@ def test_several_peers_in_the_same_call_have_come():
     assert stuck(states(wait(call, 1, 2), wait(call, 0, 2), None), {2: State()}) == [0, 1]
 
 
-@pytest.mark.parametrize(("field", "value"), [("verb", "reduce"), ("dtype", "<f8"), ("shape", (4,)), ("op", "max"),
-                                              ("algorithm", "tree"), ("root", 1)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("verb", "reduce"),
+        ("dtype", "<f8"),
+        ("shape", (4,)),
+        ("op", "max"),
+        ("algorithm", "tree"),
+        ("root", 1),
+    ],
+)
 def test_one_call_with_two_signatures_is_a_mismatch_at_once(field, value):
     said = states(wait(collective(0, 5), 2), None, wait(collective(0, 5, **{field: value}), 0))
     error, text, ranks = deadlock.disagreement(said)
-    assert (error, ranks) == ("MismatchError", [0, 1, 2]), "rank 1 has not said yet that it waits, or comes later"
+    assert (error, ranks) == ("MismatchError", [0, 1, 2]), (
+        "rank 1 has not said yet that it waits, or comes later"
+    )
     assert text.startswith(f"ranks disagree in {field}:\n  rank 0 calls all_reduce(")
     assert "its call 5, at all_reduce.py:5" in text
-    assert deadlock.disagreement(states(wait(collective(0, 5), 2), wait(collective(0, 6, **{field: value}), 0))) is None
+    assert (
+        deadlock.disagreement(
+            states(wait(collective(0, 5), 2), wait(collective(0, 6, **{field: value}), 0))
+        )
+        is None
+    )
 
 
 def test_two_groups_in_another_order_are_a_mismatch():
@@ -132,13 +175,28 @@ def test_two_groups_in_another_order_are_a_mismatch():
 
 
 def test_states_travel_and_nonsense_does_not():
-    state = State((wait(collective(1 << 63, 1), 1), wait(None, 2, members=())), {1: 4}, {2: 5}, True, "x.py:3",
-                  frozenset({2, 5}), frozenset({1}))
+    state = State(
+        (wait(collective(1 << 63, 1), 1), wait(None, 2, members=())),
+        {1: 4},
+        {2: 5},
+        True,
+        "x.py:3",
+        frozenset({2, 5}),
+        frozenset({1}),
+    )
     assert State.unpacked(wire.unpack(wire.pack(state.packed()))) == state
-    for nonsense in (None, 3, [], [[], {}, {}, True], [[[1, [], [], [], "", True, 0.1]], {}, {}, True, "", [], []],
-                     [[], [1], {}, True, "", [], []], [[[1, None, ["x"], [], "", True, 0.1]], {}, {}, True, "", [], []],
-                     [[], {}, {}, True, "", 3, []], [[], {}, {}, True, "", ["x"], []],
-                     [[], {}, {}, True, "", [], ["x"]]):
+    for nonsense in (
+        None,
+        3,
+        [],
+        [[], {}, {}, True],
+        [[[1, [], [], [], "", True, 0.1]], {}, {}, True, "", [], []],
+        [[], [1], {}, True, "", [], []],
+        [[[1, None, ["x"], [], "", True, 0.1]], {}, {}, True, "", [], []],
+        [[], {}, {}, True, "", 3, []],
+        [[], {}, {}, True, "", ["x"], []],
+        [[], {}, {}, True, "", [], ["x"]],
+    ):
         with pytest.raises((TypeError, ValueError)):
             State.unpacked(nonsense)
 
@@ -146,19 +204,28 @@ def test_states_travel_and_nonsense_does_not():
 def test_the_table_says_who_is_late():
     said = states(wait(collective(0, 2), 1), State.waits, None)
     text = deadlock.table({0: said[0], 1: State(doing="train.py:8")}, {2: State()}, 4)
-    assert text.splitlines()[1:] == ["  rank 1 waits for no rank, at train.py:8; late by 0.2 s", "  rank 2 has ended",
-                                     "  rank 3 waits for no rank and does not answer"]
+    assert text.splitlines()[1:] == [
+        "  rank 1 waits for no rank, at train.py:8; late by 0.2 s",
+        "  rank 2 has ended",
+        "  rank 3 waits for no rank and does not answer",
+    ]
 
 
-# --- the arbiter -----------------------------------------------------------------------------------------------------
+# --- the arbiter
+# -----------------------------------------------------------------------------------------------------
+
 
 class Court:
     """An arbiter whose time is ours."""
 
     def __init__(self, monkeypatch):
         self.asked, self.told, self.now = [], [], 0.0
-        monkeypatch.setattr("minidist.comm.health.deadlock_arbiter.time.monotonic", lambda: self.now)
-        self.arbiter = Arbiter(lambda ranks, number: self.asked.append((ranks, number)), self.told.append)
+        monkeypatch.setattr(
+            "minidist.comm.health.deadlock_arbiter.time.monotonic", lambda: self.now
+        )
+        self.arbiter = Arbiter(
+            lambda ranks, number: self.asked.append((ranks, number)), self.told.append
+        )
 
     def hear(self, said, number=0):
         for rank, state in said.items():
@@ -194,7 +261,9 @@ def test_two_equal_rounds_are_a_deadlock(court):
     assert court.arbiter.due() is None
 
 
-@pytest.mark.parametrize("change", [{"sent": {1: 1}}, {"taken": {1: 1}}, {"settled": False}, {"waits": ()}])
+@pytest.mark.parametrize(
+    "change", [{"sent": {1: 1}}, {"taken": {1: 1}}, {"settled": False}, {"waits": ()}]
+)
 def test_what_moves_between_the_rounds_is_no_deadlock(court, change):
     said = states(wait(RECV, 1), wait(RECV, 0))
     court.hear(said)
@@ -253,7 +322,8 @@ def test_another_wait_of_the_same_call_is_not_the_same_and_is_looked_at_again_at
 
 @pytest.mark.parametrize("told", ["while it is asked", "afterwards"])
 def test_a_state_that_is_told_is_looked_at_soon(court, told):
-    """Between two hopeless waits a rank answers that it is in none; of the second it tells by itself."""
+    """Between two hopeless waits a rank answers that it is in none; of the second it tells by
+    itself."""
     said = states(wait(RECV, 1), wait(RECV, 0))
     court.hear(said)
     court.tick()
@@ -303,6 +373,8 @@ def test_packets_that_are_never_acknowledged_are_a_line_of_the_table():
     assert "packets" not in deadlock.table(said, {}, 2)
     said[0] = State(said[0].waits, resent=frozenset({1, 7}))
     last = deadlock.table(said, {}, 2).splitlines()[-1]
-    assert last.startswith("  packets are sent again and again and never acknowledged, from rank 0 to 1: ")
+    assert last.startswith(
+        "  packets are sent again and again and never acknowledged, from rank 0 to 1: "
+    )
     assert "ip link set dev eth0 mtu 1200" in last
     assert State.unpacked(wire.unpack(wire.pack(said[0].packed()))) == said[0]

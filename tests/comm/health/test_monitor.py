@@ -38,14 +38,19 @@ TOKEN = wire.new_token()
 
 @contextlib.contextmanager
 def job(size, *, present=None, grace=60.0, how=None):
-    """A monitor and the links of its ranks (all, or those `present`); afterwards no thread is left."""
+    """A monitor and the links of its ranks (all, or those `present`); afterwards no thread is
+    left."""
     before = set(threading.enumerate())
     monitor, links = Monitor(size, TOKEN, how=how), []
     monitor.start()
     try:
         with ThreadPoolExecutor(8) as pool:
-            connect = functools.partial(MonitorClient, monitor.address, TOKEN, world_size=size, grace=grace)
-            links += pool.map(lambda rank: connect(world_rank=rank), range(size) if present is None else present)
+            connect = functools.partial(
+                MonitorClient, monitor.address, TOKEN, world_size=size, grace=grace
+            )
+            links += pool.map(
+                lambda rank: connect(world_rank=rank), range(size) if present is None else present
+            )
         yield monitor, links
     finally:
         for link in links:
@@ -75,13 +80,18 @@ def wait_for(condition, limit=SOON):
 def test_ranks_meet_in_world_rank_order_as_often_as_they_like():
     with job(5) as (_, links), ThreadPoolExecutor(5) as pool:
         for turn in range(3):
-            infos = list(pool.map(lambda link, turn=turn: link.meet({"port": 100 * turn + link.world_rank}), links))
+            infos = list(
+                pool.map(
+                    lambda link, turn=turn: link.meet({"port": 100 * turn + link.world_rank}), links
+                )
+            )
             assert infos == [[{"port": 100 * turn + rank} for rank in range(5)]] * 5
 
 
 def test_who_did_not_come_is_named():
     with job(4, present=[0, 2]) as (_, links):
-        for link, missing in zip(links, ("1, 2, 3", "1, 3"), strict=True):     # one has come when the other does
+        # one has come when the other does
+        for link, missing in zip(links, ("1, 2, 3", "1, 3"), strict=True):
             link.limit = 0.2
             with pytest.raises(TimeoutError, match=f"ranks {missing} did not come"):
                 link.meet({})
@@ -102,7 +112,7 @@ def test_a_lost_connection_is_told_to_every_other_rank_within_milliseconds():
         noted = losses(links)
         with lateness() as late:
             started = time.monotonic()
-            links[5]._sock.shutdown(socket.SHUT_RDWR)      # what the kernel does when the process dies
+            links[5]._sock.shutdown(socket.SHUT_RDWR)  # what the kernel does when the process dies
             links[5]._closed = True
             wait_for(lambda: all(notes for rank, notes in enumerate(noted) if rank != 5))
         last = max(when for rank, notes in enumerate(noted) if rank != 5 for _, when in notes)
@@ -111,7 +121,10 @@ def test_a_lost_connection_is_told_to_every_other_rank_within_milliseconds():
             if rank != 5:
                 [(error, _)] = notes
                 assert error.world_rank == 5
-                assert str(error) == f"rank 5 (process {os.getpid()} on {platform.node()}) was killed by SIGKILL"
+                assert (
+                    str(error)
+                    == f"rank 5 (process {os.getpid()} on {platform.node()}) was killed by SIGKILL"
+                )
         assert monitor.loss.world_rank == 5
 
 
@@ -124,8 +137,10 @@ def test_a_cut_link_between_a_living_rank_and_a_living_monitor_is_a_lost_link(ca
         told = [error for [(error, _)] in notes]
     assert [type(error) for error in told] == [LinkLostError, LinkLostError]
     assert "has lost its link to the monitor, its process runs" in str(told[0])
-    assert "lost its connection to the job's monitor: it was cut, the monitor still runs" in str(told[1])
-    assert not caplog.text                                  # the monitor is not called to find that out
+    assert "lost its connection to the job's monitor: it was cut, the monitor still runs" in str(
+        told[1]
+    )
+    assert not caplog.text  # the monitor is not called to find that out
 
 
 def test_before_the_ranks_have_met_no_rank_says_that_the_monitor_still_runs():
@@ -138,8 +153,9 @@ def test_before_the_ranks_have_met_no_rank_says_that_the_monitor_still_runs():
 
 
 def test_the_first_of_two_deaths_is_the_jobs():
-    """mpirun kills the others a moment after one has died; how each went takes a while to find out."""
-    seen = threading.Event()        # the kernel may deliver two ends of connections in another order
+    """mpirun kills the others a moment after one has died; how each went takes a while to find
+    out."""
+    seen = threading.Event()  # the kernel may deliver two ends of connections in another order
 
     def how(seat):
         if seat.world_rank == 2:
@@ -171,8 +187,10 @@ def test_a_reported_exception_arrives_with_its_traceback():
         wait_for(lambda: noted[0] and noted[2])
         for rank in (0, 2):
             text = str(noted[rank][0][0])
-            assert text.startswith(f"rank 1 (process {os.getpid()} on {platform.node()}) failed with "
-                                   "ZeroDivisionError: by nothing\n")
+            assert text.startswith(
+                f"rank 1 (process {os.getpid()} on {platform.node()}) failed with "
+                "ZeroDivisionError: by nothing\n"
+            )
             assert "raise error" in text
         assert not noted[1]
         assert not links[0].report(ValueError("second")), "only the first failure is the job's"
@@ -180,7 +198,8 @@ def test_a_reported_exception_arrives_with_its_traceback():
 
 
 def test_who_cannot_report_any_more_first_hears_what_was_said():
-    """Rank 0's listener is late: when its report fails, word that rank 1 was first waits in its socket."""
+    """Rank 0's listener is late: when its report fails, word that rank 1 was first waits in its
+    socket."""
     with job(2) as (_, links):
         take, heard = links[0]._take, threading.Event()
         links[0]._take = lambda frame: (heard.wait(5.0), take(frame))
@@ -234,10 +253,13 @@ def test_bad_input_asks_for_status_2():
 
 
 def test_whoever_saw_a_peer_go_is_not_blamed_for_it(monkeypatch):
-    """Rank 0's data connection to rank 1 breaks a moment before the monitor hears of rank 1's own failure."""
+    """Rank 0's data connection to rank 1 breaks a moment before the monitor hears of rank 1's own
+    failure."""
     monkeypatch.setattr("minidist.comm.health.monitor.BLAME_WAIT", SOON)
     with job(2) as (monitor, links), ThreadPoolExecutor(1) as pool:
-        second = pool.submit(links[0].report, PeerLostError("rank 1 closed the connection", world_rank=1))
+        second = pool.submit(
+            links[0].report, PeerLostError("rank 1 closed the connection", world_rank=1)
+        )
         time.sleep(0.05)
         assert links[1].report(ValueError("the cause"))
         assert second.result() is False
@@ -249,7 +271,10 @@ def test_a_loss_before_the_callback_or_the_connection_is_told_too():
     with job(3, present=[0, 1]) as (monitor, links):
         monitor.lose(Failure(1, 4711, "elsewhere", "exited with status 3"))
         wait_for(lambda: links[0].loss)
-        assert str(losses(links[:1])[0][0][0]) == "rank 1 (process 4711 on elsewhere) exited with status 3"
+        assert (
+            str(losses(links[:1])[0][0][0])
+            == "rank 1 (process 4711 on elsewhere) exited with status 3"
+        )
         late = MonitorClient(monitor.address, TOKEN, 2, 3, grace=60)
         with pytest.raises(PeerLostError, match="4711"):
             late.meet({})
@@ -303,15 +328,18 @@ def test_who_does_not_end_is_ended(monkeypatch):
         links[2].grace = 60.0
         links[1].report(ValueError("mine"))
         wait_for(lambda: links[2]._end_timer)
-        links[2].goodbye()                                 # in time, and left alone
+        links[2].goodbye()  # in time, and left alone
         assert links[2]._end_timer.finished.is_set()
         wait_for(lambda: len(ended) == 2)
         assert sorted(message.split(" s after ")[0] for message in ended) == [
-            f"minidist: rank {rank} was still busy 0.5" for rank in (0, 1)]
+            f"minidist: rank {rank} was still busy 0.5" for rank in (0, 1)
+        ]
         assert "ValueError: mine" in max(ended, key=len)
 
 
-@pytest.mark.parametrize(("rank", "size", "why"), [(0, 2, "already there"), (2, 2, "no rank 2"), (1, 3, "has 2 ranks")])
+@pytest.mark.parametrize(
+    ("rank", "size", "why"), [(0, 2, "already there"), (2, 2, "no rank 2"), (1, 3, "has 2 ranks")]
+)
 def test_a_wrong_rank_is_refused_and_the_job_goes_on(rank, size, why, caplog):
     with job(2) as (_, links), ThreadPoolExecutor(2) as pool:
         with pytest.raises(HandshakeError, match=why):
@@ -331,7 +359,8 @@ def test_a_wrong_token_is_refused_and_logged_with_the_address(caplog):
 
 
 def test_a_crowd_of_silent_strangers_keeps_nobody_out(caplog, monkeypatch):
-    """More connections than may be pending, none of which says a word; then the rightful ranks come."""
+    """More connections than may be pending, none of which says a word; then the rightful ranks
+    come."""
     caplog.set_level(logging.CRITICAL)
     monkeypatch.setattr(acceptor, "PENDING", 8)
     with job(2, present=[]) as (monitor, links), contextlib.ExitStack() as stack:
@@ -353,10 +382,23 @@ def test_garbage_scanners_and_half_words_do_no_harm(caplog):
         assert monitor.loss is None
 
 
-@pytest.mark.parametrize("frame", [{"kind": "dance"}, [1, 2], {"no": "kind"}, {"kind": "meet"}, {"kind": "failed"},
-                                   *({"kind": "failed", "blames": None, "loss": forged} for forged in (
-                                       {"world_rank": 1, "pid": 1, "host": "", "how": "ended well", "status": 0},
-                                       {"world_rank": 0, "pid": 1, "host": "", "how": "was another"}))])
+@pytest.mark.parametrize(
+    "frame",
+    [
+        {"kind": "dance"},
+        [1, 2],
+        {"no": "kind"},
+        {"kind": "meet"},
+        {"kind": "failed"},
+        *(
+            {"kind": "failed", "blames": None, "loss": forged}
+            for forged in (
+                {"world_rank": 1, "pid": 1, "host": "", "how": "ended well", "status": 0},
+                {"world_rank": 0, "pid": 1, "host": "", "how": "was another"},
+            )
+        ),
+    ],
+)
 def test_a_rank_that_speaks_nonsense_is_lost_not_the_monitor(frame):
     with job(2) as (monitor, links):
         wire.send_frame(links[1]._sock, frame)
@@ -366,7 +408,10 @@ def test_a_rank_that_speaks_nonsense_is_lost_not_the_monitor(frame):
 
 
 def test_a_taken_port_is_one_line():
-    with job(1) as (monitor, _), pytest.raises(LaunchError, match=r"cannot listen on 127.0.0.1:\d+") as caught:
+    with (
+        job(1) as (monitor, _),
+        pytest.raises(LaunchError, match=r"cannot listen on 127.0.0.1:\d+") as caught,
+    ):
         acceptor.listen(*monitor.address)
     assert "\n" not in str(caught.value)
 
@@ -376,24 +421,37 @@ def test_nobody_listens():
         MonitorClient(address, TOKEN, 0, 1, limit=0.2)
 
 
-@pytest.mark.parametrize(("status", "says"), [(-9, "was killed by SIGKILL"), (-50, "was killed by signal 50"),
-                                              (3, "exited with status 3"), (0, "exited with status 0 without goodbye")])
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [
+        (-9, "was killed by SIGKILL"),
+        (-50, "was killed by signal 50"),
+        (3, "exited with status 3"),
+        (0, "exited with status 0 without goodbye"),
+    ],
+)
 def test_how_a_process_ended(status, says):
     assert says in how_it_ended(status)
 
 
 def test_a_line_is_one_write():
-    """Where Python's own buffer is off, too: each packet that the socket gives is what one write brought."""
+    """Where Python's own buffer is off, too: each packet that the socket gives is what one write
+    brought."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     with ours, theirs:
         program = "from minidist.comm.health.failure import say_line; say_line('rank 1 is lost')"
-        subprocess.run([sys.executable, "-c", program],
-                       stderr=theirs, env={**os.environ, "PYTHONUNBUFFERED": "1"}, check=True)
+        subprocess.run(
+            [sys.executable, "-c", program],
+            stderr=theirs,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            check=True,
+        )
         assert ours.recv(100) == b"rank 1 is lost\n"
 
 
 def test_a_process_that_has_ended_is_heard_to_the_end_first():
-    """Its goodbye may wait behind others'; and its connection may stay open, where a child of it holds it."""
+    """Its goodbye may wait behind others'; and its connection may stay open, where a child of it
+    holds it."""
     here, there = socket.socketpair()
     with here, there:
         seat, lost = Seat(1, 4711, "here", here), []
@@ -406,14 +464,23 @@ def test_a_process_that_has_ended_is_heard_to_the_end_first():
         assert [loss.world_rank for loss in lost] == [1]
 
 
-@pytest.mark.parametrize(("host", "place"), [("10.1.2.3", "10.1.2.3"), ("127.0.0.2", "127.0.0.2"), ("::1", "::1"),
-                                             ("localhost", "localhost"), ("a-name", "")])
+@pytest.mark.parametrize(
+    ("host", "place"),
+    [
+        ("10.1.2.3", "10.1.2.3"),
+        ("127.0.0.2", "127.0.0.2"),
+        ("::1", "::1"),
+        ("localhost", "localhost"),
+        ("a-name", ""),
+    ],
+)
 def test_only_a_name_that_differs_between_machines_is_listened_for_at_all_addresses(host, place):
     assert acceptor.where_to_listen(host) == place
 
 
 def test_a_process_that_starts_no_thread_any_more_has_a_signal_keep_its_time(monkeypatch):
     """As Python 3.12 at its own end: the failure is told all the same."""
+
     def refuse(timer):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
@@ -423,5 +490,5 @@ def test_a_process_that_starts_no_thread_any_more_has_a_signal_keep_its_time(mon
         with monkeypatch.context() as patched:
             patched.setattr(threading.Timer, "start", refuse)
             assert links[1].report(ValueError("boom")) is True
-        assert set(alarms) == {3}                          # of rank 0, too, which hears of it in this process
+        assert set(alarms) == {3}  # of rank 0, too, which hears of it in this process
         assert links[0].wait_for_loss(5.0).world_rank == 1

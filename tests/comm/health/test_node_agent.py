@@ -1,4 +1,5 @@
-"""Node agent: what becomes of the ranks of another host, and of the host itself; threads of this process play it."""
+"""Node agent: what becomes of the ranks of another host, and of the host itself; threads of this
+process play it."""
 
 import contextlib
 import os
@@ -30,11 +31,12 @@ TOKEN = wire.new_token()
 
 @pytest.fixture
 def far(monkeypatch):
-    """From here on ranks and node agents say that they are on another system; the monitor stays where it is."""
-    this_system()                               # it is remembered: here, before any test gives the host another name
+    """From here on ranks and node agents say that they are on another system; the monitor stays
+    where it is."""
+    this_system()  # it is remembered: here, before any test gives the host another name
     monkeypatch.setattr("minidist.comm.health.acceptor.this_system", lambda: "far")
     monkeypatch.setattr("minidist.comm.health.watchdog.LOOK", 0.05)
-    for patience in ("_TRY", "ANSWER_LIMIT"):   # this machine may be busy
+    for patience in ("_TRY", "ANSWER_LIMIT"):  # this machine may be busy
         monkeypatch.setattr(f"minidist.comm.health.node_agent.{patience}", SOON)
     monkeypatch.setattr("minidist.comm.health.watchdog.AGENT_WAIT", SOON)
 
@@ -49,7 +51,8 @@ def process():
 
 @contextlib.contextmanager
 def job(agent, *, pid=None):
-    """Rank 0 here; ranks 1 and 2 far away, with their node agent; rank 2 is process `pid`. Gives monitor and links."""
+    """Rank 0 here; ranks 1 and 2 far away, with their node agent; rank 2 is process `pid`. Gives
+    monitor and links."""
     with nothing_left(), pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         monitor = Monitor(3, TOKEN)
         monitor.start()
@@ -91,7 +94,11 @@ def test_a_frozen_rank_alone_on_its_host_is_found_and_ended(far, process):
         assert monitor.loss is None
         process.send_signal(signal.SIGSTOP)
         wait_for(lambda: links[0].loss and links[1].loss and agent.loss)
-        assert str(links[0].loss) == str(agent.loss) == f"rank 2 (process {process.pid} on far) is frozen (stopped)"
+        assert (
+            str(links[0].loss)
+            == str(agent.loss)
+            == f"rank 2 (process {process.pid} on far) is frozen (stopped)"
+        )
         assert process.wait(SOON) == -signal.SIGKILL
 
 
@@ -99,7 +106,11 @@ def test_how_a_far_rank_ended_is_known_everywhere(far):
     with job(NodeAgent([1, 2], {1: "never", 2: "was killed by SIGSEGV"}.get)) as (_, links):
         vanish(links[2])
         wait_for(lambda: links[0].loss and links[1].loss)
-        assert str(links[0].loss) == str(links[1].loss) == "rank 2 (process 4711 on far) was killed by SIGSEGV"
+        assert (
+            str(links[0].loss)
+            == str(links[1].loss)
+            == "rank 2 (process 4711 on far) was killed by SIGSEGV"
+        )
 
 
 def test_an_agent_of_a_whole_system_looks_for_the_process_itself(far, process):
@@ -155,8 +166,10 @@ def test_a_host_of_which_nothing_is_heard_is_lost_with_its_ranks(far, monkeypatc
         assert links[0].loss is None, "it answers"
         agent._take = lambda frame: None
         wait_for(lambda: links[0].loss)
-        assert str(links[0].loss) == (f"rank 1 (process {pid} on far) is out of reach with its whole host "
-                                      "(ranks 1, 2): nothing was heard of it for 1 s")
+        assert str(links[0].loss) == (
+            f"rank 1 (process {pid} on far) is out of reach with its whole host "
+            "(ranks 1, 2): nothing was heard of it for 1 s"
+        )
 
 
 def test_an_agent_that_is_gone_takes_its_ranks_along_unless_it_said_goodbye(far):
@@ -171,12 +184,16 @@ def test_an_agent_that_is_gone_takes_its_ranks_along_unless_it_said_goodbye(far)
         wait_for(lambda: second._sock)
         second._sock.shutdown(socket.SHUT_RDWR)
         wait_for(lambda: links[0].loss)
-        assert re.fullmatch(rf"rank 2 \(process 4711 on far\) is out of reach with its whole host \(rank 2\): its "
-                            rf"node agent \(process {os.getpid()}\) is gone \(.* closed the connection\)",
-                            str(links[0].loss))
+        assert re.fullmatch(
+            rf"rank 2 \(process 4711 on far\) is out of reach with its whole host \(rank 2\): its "
+            rf"node agent \(process {os.getpid()}\) is gone \(.* closed the connection\)",
+            str(links[0].loss),
+        )
 
 
-@pytest.mark.parametrize("frame", [{"kind": "dance"}, [1, 2], {"no": "kind"}, {"kind": "seen"}, {"kind": "ended"}])
+@pytest.mark.parametrize(
+    "frame", [{"kind": "dance"}, [1, 2], {"no": "kind"}, {"kind": "seen"}, {"kind": "ended"}]
+)
 def test_an_agent_that_speaks_nonsense_is_lost_not_the_monitor(far, frame):
     agent = NodeAgent([2])
     with job(agent) as (monitor, links):
@@ -192,8 +209,13 @@ def test_the_kernels_ask_whether_the_other_host_is_there(far):
         for sock in (links[0]._sock, monitor._seats[0].sock, monitor._watchdog.agents()[0].sock):
             assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             if hasattr(socket, "TCP_USER_TIMEOUT"):
-                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * acceptor.SILENCE
-                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) + 1 == acceptor.SILENCE
+                assert (
+                    sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+                    == 1000 * acceptor.SILENCE
+                )
+                assert (
+                    sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) + 1 == acceptor.SILENCE
+                )
 
 
 def test_an_agent_as_a_process_ends_with_the_monitor():
@@ -201,7 +223,7 @@ def test_an_agent_as_a_process_ends_with_the_monitor():
         monitor = Monitor(1, TOKEN)
         monitor.start()
         child = HelperProcess(TOKEN, "node_agent", *monitor.address)
-        wait_for(monitor._watchdog.agents, 60.0)        # it starts Python
+        wait_for(monitor._watchdog.agents, 60.0)  # it starts Python
         [post] = monitor._watchdog.agents()
         assert (post.host, post.pid, post.ranks) == (platform.node(), child._process.pid, ())
         assert TOKEN not in Path(f"/proc/{post.pid}/cmdline").read_bytes()
@@ -211,7 +233,8 @@ def test_an_agent_as_a_process_ends_with_the_monitor():
 
 def test_an_agent_that_comes_when_the_job_is_over_releases_its_rank_at_once(far, monkeypatch):
     """A short job ends before the agent's process has started."""
-    monkeypatch.setattr(node_agent, "ENDING", 0.1)      # it may have been asked about this process, which does not end
+    # it may have been asked about this process, which does not end
+    monkeypatch.setattr(node_agent, "ENDING", 0.1)
     released = []
     monkeypatch.setattr(node_agent, "release_parent", lambda: released.append(1))
     with job(NodeAgent([1])) as (monitor, _):
@@ -222,7 +245,9 @@ def test_an_agent_that_comes_when_the_job_is_over_releases_its_rank_at_once(far,
         late.close()
 
 
-def test_an_agent_looks_on_when_the_job_is_over_and_the_monitor_has_gone(far, process, monkeypatch, capfd):
+def test_an_agent_looks_on_when_the_job_is_over_and_the_monitor_has_gone(
+    far, process, monkeypatch, capfd
+):
     released = []
     monkeypatch.setattr(node_agent, "release_parent", lambda: released.append(1))
     monkeypatch.setattr(node_agent, "LOOK", 0.05)
@@ -235,10 +260,11 @@ def test_an_agent_looks_on_when_the_job_is_over_and_the_monitor_has_gone(far, pr
         monitor.release_agents()
         wait_for(lambda: released)
         monitor.close()
-        agent._pids, agent._looks.patience = {process.pid}, 0.1     # not this process, which plays the others
+        # not this process, which plays the others
+        agent._pids, agent._looks.patience = {process.pid}, 0.1
         process.send_signal(signal.SIGSTOP)
         assert process.wait(SOON) == -signal.SIGKILL
-        agent._pids = set()                                         # this test plays with what os.getpid says
+        agent._pids = set()  # this test plays with what os.getpid says
         wait_for(lambda: agent._closed)
     assert f"process {process.pid} on far is frozen" in capfd.readouterr().err
 

@@ -15,7 +15,8 @@ from minidist.comm.health import process_state
 
 @pytest.fixture
 def looks(monkeypatch):
-    """look(after, letter, pid=7): what is frozen at a look `after` seconds later, if the kernel says that letter."""
+    """look(after, letter, pid=7): what is frozen at a look `after` seconds later, if the kernel
+    says that letter."""
     now, state, looks = [0.0], ["T"], process_state.ProcessLooks()
     monkeypatch.setattr(process_state.time, "monotonic", lambda: now[0])
 
@@ -32,7 +33,9 @@ def looks(monkeypatch):
 
 
 def test_frozen_if_stopped_for_the_patience_unless_we_did_not_run_either(looks):
-    assert [looks(0.4, letter) for letter in "TTTTSTTTTTUUUUUTTTTT"] == [set()] * 20, "other letters are other stops"
+    assert [looks(0.4, letter) for letter in "TTTTSTTTTTUUUUUTTTTT"] == [set()] * 20, (
+        "other letters are other stops"
+    )
     assert looks(0.4, "T") == {7}, "1.7 s hold five looks"
     assert looks(5.0, "T") == set(), "Ctrl-Z and fg: the whole job slept"
     assert [looks(0.4, letter) for letter in "TTTTTTS"] == [set()] * 4 + [{7}] * 2 + [set()]
@@ -46,7 +49,14 @@ def test_the_next_look_comes_when_the_patience_with_a_stop_ends(looks):
     told = []
     for letter in "STTTTS":
         told.append((looks(looks.wait(), letter), round(looks.wait(), 3)))
-    assert told == [(set(), 0.4), (set(), 0.4), (set(), 0.4), (set(), 0.2), ({7}, 0.4), (set(), 0.4)]
+    assert told == [
+        (set(), 0.4),
+        (set(), 0.4),
+        (set(), 0.4),
+        (set(), 0.2),
+        ({7}, 0.4),
+        (set(), 0.4),
+    ]
 
 
 def test_who_has_little_patience_looks_more_often(looks):
@@ -63,13 +73,14 @@ def test_what_a_debugger_holds_is_not_frozen(looks):
     """It is stopped (t), and may stop a second time by SIGSTOP."""
     libc = ctypes.CDLL(None)
     with subprocess.Popen(["sleep", "60"]) as sleeper:
-        assert libc.ptrace(16, sleeper.pid, None, None) == 0            # PTRACE_ATTACH
+        assert libc.ptrace(16, sleeper.pid, None, None) == 0  # PTRACE_ATTACH
         while process_state.state_of(sleeper.pid) != "t":
             time.sleep(0.001)
         assert [looks(0.4, "t", sleeper.pid) for _ in range(9)] == [set()] * 9
         process_state.kill_stopped(sleeper.pid)
         assert process_state.state_of(sleeper.pid) == "t"
-        assert libc.ptrace(17, sleeper.pid, None, signal.SIGSTOP) == 0  # PTRACE_DETACH, and a signal
+        # PTRACE_DETACH, and a signal
+        assert libc.ptrace(17, sleeper.pid, None, signal.SIGSTOP) == 0
         while process_state.state_of(sleeper.pid) != "T":
             time.sleep(0.001)
         assert [looks(0.4, "T", sleeper.pid) for _ in range(6)] == [set()] * 5 + [{sleeper.pid}]
@@ -108,7 +119,8 @@ def test_a_process_may_end_a_moment_after_its_connection(monkeypatch):
 
 
 def test_ended_at_two_looks_running(monkeypatch):
-    """Between them, the goodbye of one that ended well is read, and nobody looks for it any more."""
+    """Between them, the goodbye of one that ended well is read, and nobody looks for it any
+    more."""
     looks, pid = process_state.ProcessLooks(), ended("exit 3")
     assert looks.ended({pid, os.getpid()}) == {}
     assert looks.ended({os.getpid()}) == {}
@@ -121,7 +133,7 @@ def test_ended_at_two_looks_running(monkeypatch):
 
 
 def test_how_a_process_ended_that_is_nobody_of_ours(monkeypatch):
-    monkeypatch.setattr(process_state, "REAP_LIMIT", 0.0)      # at the first look
+    monkeypatch.setattr(process_state, "REAP_LIMIT", 0.0)  # at the first look
     assert process_state.exit_of(os.getpid()) is None
     assert "killed" in process_state.exit_of(2**22 + 1)
     pid = ended("kill -9 $$")

@@ -32,7 +32,7 @@ def test_calls_count_from_the_first_question_on():
         one_call(0.01)
         before = spent_in_calls()
         with RunningCall():
-            one_call(0.02)              # inside another: it counts once
+            one_call(0.02)  # inside another: it counts once
         after = spent_in_calls()
         return *before, after[0], after[1]
 

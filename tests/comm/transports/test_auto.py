@@ -1,4 +1,5 @@
-"""Both kinds of links in one transport: who shares memory with whom, and waits that end by either kind."""
+"""Both kinds of links in one transport: who shares memory with whom, and waits that end by either
+kind."""
 
 import mmap
 import threading
@@ -30,27 +31,41 @@ def kinds(world):
     return [type(peer.link).__name__ for peer in world.transport._peers.values()]
 
 
-# --- who shares memory -----------------------------------------------------------------------------------------------
+# --- who shares memory
+# -----------------------------------------------------------------------------------------------
+
 
 def groups(world):
     """What links and boards there are; and that calls over them are right."""
     inside, across = world.split(world.rank // 2), world.split(world.rank % 2)
     pair = inside.split(0)
-    for group, members in ((world, range(4)), (inside, inside.world_ranks), (across, across.world_ranks)):
+    for group, members in (
+        (world, range(4)),
+        (inside, inside.world_ranks),
+        (across, across.world_ranks),
+    ):
         for algorithm in ("auto", "ring"):
-            x = np.full(100_000, 10.0 ** world.rank)
-            assert (group.all_reduce(x, algorithm=algorithm) == sum(10.0 ** rank for rank in members)).all()
+            x = np.full(100_000, 10.0**world.rank)
+            assert (
+                group.all_reduce(x, algorithm=algorithm) == sum(10.0**rank for rank in members)
+            ).all()
     with pytest.raises(ConfigError, match="shared is for ranks that share memory"):
         world.barrier(algorithm="shared")
-    return [kinds(world), [group.board is not None for group in (world, inside, across, pair)],
-            world.nodes, world.transport.name]
+    return [
+        kinds(world),
+        [group.board is not None for group in (world, inside, across, pair)],
+        world.nodes,
+        world.transport.name,
+    ]
 
 
 def test_memory_inside_a_node_and_connections_between():
     with nothing_left():
         found = on_two_nodes(groups)
     assert [sorted(kinds) for kinds, *_ in found] == [["ShmLink", "TcpLink", "TcpLink"]] * 4
-    assert [rest for _, *rest in found] == [[[False, True, False, True], (0, 0, 1, 1), "shm+tcp"]] * 4
+    assert [rest for _, *rest in found] == [
+        [[False, True, False, True], (0, 0, 1, 1), "shm+tcp"]
+    ] * 4
 
 
 def places(world):
@@ -66,14 +81,21 @@ def test_groups_across_nodes_use_no_place_up():
 
 def what_a_job_has(world):
     seen = []
-    world.ledger.subscribe(lambda event: seen.append(event.details["algorithm"]) if event.kind == "call" else None)
+    world.ledger.subscribe(
+        lambda event: seen.append(event.details["algorithm"]) if event.kind == "call" else None
+    )
     world.all_reduce(np.ones(10))
     return [kinds(world)[0], world.transport.inside, world.transport.name, *seen]
 
 
 def test_a_job_on_auto_shares_memory_and_one_on_tcp_does_not():
-    assert md.run(what_a_job_has, size=2, transport="auto") == [["ShmLink", "shm", "shm", "shared"]] * 2
-    assert md.run(what_a_job_has, size=2, transport="tcp") == [["TcpLink", "tcp", "tcp", "direct"]] * 2
+    assert (
+        md.run(what_a_job_has, size=2, transport="auto")
+        == [["ShmLink", "shm", "shm", "shared"]] * 2
+    )
+    assert (
+        md.run(what_a_job_has, size=2, transport="tcp") == [["TcpLink", "tcp", "tcp", "direct"]] * 2
+    )
 
 
 def test_the_name_of_before_is_tcp_and_says_so_once():
@@ -101,28 +123,56 @@ def test_a_job_of_ranks_that_are_alone_on_their_nodes():
 
 
 def test_imports_run_from_auto_to_its_kinds_of_links_and_from_these_to_progress():
-    order = ["auto", "shm", "tcp", "progress"]      # none imports one to its left, and shm and tcp not each other
+    # none imports one to its left, and shm and tcp not each other
+    order = ["auto", "shm", "tcp", "progress"]
     packages = {f"minidist.comm.transports.{name}": number for number, name in enumerate(order)}
 
     def place(module):
-        return next((packages[name] for name in packages if module == name or module.startswith(f"{name}.")), None)
+        return next(
+            (
+                packages[name]
+                for name in packages
+                if module == name or module.startswith(f"{name}.")
+            ),
+            None,
+        )
 
-    found = [arrow for module in modules() if place(module) is not None for arrow in imports(module)]
-    arrows = {(place(arrow.importer), place(arrow.imported)) for arrow in found if place(arrow.imported) is not None}
+    found = [
+        arrow for module in modules() if place(module) is not None for arrow in imports(module)
+    ]
+    arrows = {
+        (place(arrow.importer), place(arrow.imported))
+        for arrow in found
+        if place(arrow.imported) is not None
+    }
     assert {(0, 1), (0, 2), (1, 3), (2, 3)} <= arrows
-    assert {(left, right) for left, right in arrows if left != right} <= {(0, 1), (0, 2), (0, 3), (1, 3), (2, 3)}
+    assert {(left, right) for left, right in arrows if left != right} <= {
+        (0, 1),
+        (0, 2),
+        (0, 3),
+        (1, 3),
+        (2, 3),
+    }
 
 
-# --- waiting ---------------------------------------------------------------------------------------------------------
+# --- waiting
+# ---------------------------------------------------------------------------------------------------------
+
 
 @contextmanager
 def three() -> Iterator[list[ShmTransport]]:
     """Ranks 0 and 1 share memory, 2 is elsewhere; nobody spins, so that every wait sleeps."""
-    (zero_one, one_zero), (zero_two, two_zero), (one_two, two_one) = shm_links(), tcp_links(), tcp_links()
+    (zero_one, one_zero), (zero_two, two_zero), (one_two, two_one) = (
+        shm_links(),
+        tcp_links(),
+        tcp_links(),
+    )
     arenas = [memoryview(mmap.mmap(-1, ARENA_BYTES)) for _ in range(3)]
-    transports = [ShmTransport(0, 10.0, {1: zero_one}, {0: arenas[0], 1: arenas[1]}, {2: zero_two}),
-                  ShmTransport(1, 10.0, {0: one_zero}, {0: arenas[0], 1: arenas[1]}, {2: one_two}),
-                  ShmTransport(2, 10.0, {}, {2: arenas[2]}, {0: two_zero, 1: two_one})]
+    transports = [
+        ShmTransport(0, 10.0, {1: zero_one}, {0: arenas[0], 1: arenas[1]}, {2: zero_two}),
+        ShmTransport(1, 10.0, {0: one_zero}, {0: arenas[0], 1: arenas[1]}, {2: one_two}),
+        ShmTransport(2, 10.0, {}, {2: arenas[2]}, {0: two_zero, 1: two_one}),
+    ]
     for transport in transports:
         transport.spins = 0
     try:
@@ -133,7 +183,8 @@ def three() -> Iterator[list[ShmTransport]]:
 
 
 def received(transport: ShmTransport, peer: int) -> tuple[threading.Thread, list[object]]:
-    """A thread that waits for a message; the list then holds its number and when it came, or the error."""
+    """A thread that waits for a message; the list then holds its number and when it came, or the
+    error."""
     outcome: list[object] = []
 
     def body() -> None:
@@ -184,9 +235,13 @@ def test_a_peer_that_goes_is_lost_on_either_kind_of_link(lost, monkeypatch):
 def test_who_waits_before_a_board_moves_messages_of_connections_on():
     with three() as transports:
         zero, one, two = transports
-        boards = [transport.open_board([0, 1], [0, 0]) for transport in (zero, one) if transport.reserve_board() == 0]
+        boards = [
+            transport.open_board([0, 1], [0, 0])
+            for transport in (zero, one)
+            if transport.reserve_board() == 0
+        ]
         assert zero.open_board([0, 1, 2], [zero.reserve_board(), 0, 0]) is None
-        sent = zero.start_send(2, tag(1), np.ones(2_000_000))           # more than the connection holds
+        sent = zero.start_send(2, tag(1), np.ones(2_000_000))  # more than the connection holds
         shown: list[object] = []
         thread = threading.Thread(target=lambda: shown.extend(boards[0].show(b"", [np.arange(3)])))
         thread.start()
@@ -195,14 +250,16 @@ def test_who_waits_before_a_board_moves_messages_of_connections_on():
         assert got.all()
         assert not shown
         sent.wait()
-        assert [octets.view(np.int64).tolist() for _, octets in boards[1].show(b"", [np.arange(2)])] == [[0, 1, 2],
-                                                                                                         [0, 1]]
+        assert [
+            octets.view(np.int64).tolist() for _, octets in boards[1].show(b"", [np.arange(2)])
+        ] == [[0, 1, 2], [0, 1]]
         thread.join(20)
         assert len(shown) == 2
 
 
 def test_a_network_that_is_not_reached_is_one_line():
     """Who is told an address where nobody listens says which rank it wanted."""
+
     class Meeting:
         world_rank = 1
 
@@ -210,5 +267,9 @@ def test_a_network_that_is_not_reached_is_one_line():
             return [{**info, "memory": "elsewhere", "port": port}, info]
 
     says = "rank 1 cannot connect to rank 0: .*refused"
-    with nothing_left(), nobodys_port() as (_, port), pytest.raises(md.errors.CommError, match=says):
+    with (
+        nothing_left(),
+        nobodys_port() as (_, port),
+        pytest.raises(md.errors.CommError, match=says),
+    ):
         auto.connect(Meeting(), b"a token for tests", 2.0, host="127.0.0.1", node=0)

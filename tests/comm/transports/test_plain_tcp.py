@@ -1,4 +1,5 @@
-"""The transport to read: how its jobs end. What it promises while all goes well is tests/comm/test_conformance.py's."""
+"""The transport to read: how its jobs end. What it promises while all goes well is
+tests/comm/test_conformance.py's."""
 
 import os
 import signal
@@ -14,10 +15,17 @@ from linked import into, tag, tcp_pair
 
 import minidist as md
 from minidist.comm import wire
-from minidist.comm.transports.plain_tcp import HANDSHAKE_LIMIT, HEADER, PlainTcp, connect, receive, send_all
+from minidist.comm.transports.plain_tcp import (
+    HANDSHAKE_LIMIT,
+    HEADER,
+    PlainTcp,
+    connect,
+    receive,
+    send_all,
+)
 from minidist.errors import CommError, DeadlockError, PeerLostError, TimeoutError
 
-FULL = np.zeros(64 << 20, np.uint8)     # more than a connection holds
+FULL = np.zeros(64 << 20, np.uint8)  # more than a connection holds
 
 
 def run(fn, size=2):
@@ -65,7 +73,10 @@ def test_ranks_that_never_connect_are_named():
         def meet(self, info):
             return [info] * 3
 
-    with nothing_left(), pytest.raises(TimeoutError, match=r"rank 0 waited 0\.1 s for ranks \[1, 2\] to connect"):
+    with (
+        nothing_left(),
+        pytest.raises(TimeoutError, match=r"rank 0 waited 0\.1 s for ranks \[1, 2\] to connect"),
+    ):
         connect(Link(), b"token", 0.1, host="127.0.0.1")
 
 
@@ -78,8 +89,12 @@ def test_silent_strangers_neither_delay_a_rank_nor_end_it(strangers):
 
         def meet(self, info):
             for _ in range(strangers + 1):
-                callers.append(socket.create_connection(info["address"]))       # the last is the rank
-            greeting.append(threading.Thread(target=wire.greet, args=(callers[-1], b"token", {"world_rank": 1}, LIMIT)))
+                callers.append(socket.create_connection(info["address"]))  # the last is the rank
+            greeting.append(
+                threading.Thread(
+                    target=wire.greet, args=(callers[-1], b"token", {"world_rank": 1}, LIMIT)
+                )
+            )
             greeting[0].start()
             return [info] * 2
 
@@ -88,7 +103,7 @@ def test_silent_strangers_neither_delay_a_rank_nor_end_it(strangers):
         transport = connect(Link(), b"token", LIMIT, host="127.0.0.1")
         assert time.monotonic() - start < HANDSHAKE_LIMIT / 2
         assert transport._connections[1].getpeername() == callers[-1].getsockname()
-        greeting[0].join(LIMIT)             # it reads the answer, and may be later than this end
+        greeting[0].join(LIMIT)  # it reads the answer, and may be later than this end
         transport.close()
         for caller in callers:
             caller.close()
@@ -113,7 +128,10 @@ def test_abort_ends_a_send_that_blocks():
 
 def test_the_limit_ends_a_send_that_blocks():
     transport, theirs = one_end(limit=0.2)
-    with theirs, pytest.raises(TimeoutError, match=r"rank 0 waited 0.2 s for rank 1 to take a message"):
+    with (
+        theirs,
+        pytest.raises(TimeoutError, match=r"rank 0 waited 0.2 s for rank 1 to take a message"),
+    ):
         transport.start_send(1, tag(1), FULL)
     transport.close()
 

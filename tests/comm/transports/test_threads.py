@@ -15,11 +15,14 @@ from minidist.errors import CommError, PeerLostError, TimeoutError
 
 def test_results_come_in_rank_order_and_arguments_arrive():
     assert run_threads(lambda world, a, b: (world.rank, world.size, a + b), (1, 2), size=4) == [
-        (rank, 4, 3) for rank in range(4)]
+        (rank, 4, 3) for rank in range(4)
+    ]
 
 
 def test_each_rank_has_its_own_ledger_and_account():
-    ledgers, accounts = zip(*run_threads(lambda world: (world.ledger, account.current()), size=3), strict=True)
+    ledgers, accounts = zip(
+        *run_threads(lambda world: (world.ledger, account.current()), size=3), strict=True
+    )
     assert len(set(map(id, ledgers))) == len(set(map(id, accounts))) == 3
     assert account.current() not in accounts
 
@@ -34,11 +37,17 @@ class OddError(Exception):
         return "odd"
 
 
-@pytest.mark.parametrize(("error", "message"), [
-    (ValueError("bad"), "rank 1: bad"), (PeerLostError("rank 7 gone", world_rank=7), "rank 1: rank 7 gone"),
-    (CommError("rank 1 waited"), "rank 1 waited"), (SystemExit("stop"), "rank 1: stop"),
-    (CommError("world rank 1 of 3: no"), "world rank 1 of 3: no"), (CommError("rank 12 left"), "rank 1: rank 12 left"),
-])
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("bad"), "rank 1: bad"),
+        (PeerLostError("rank 7 gone", world_rank=7), "rank 1: rank 7 gone"),
+        (CommError("rank 1 waited"), "rank 1 waited"),
+        (SystemExit("stop"), "rank 1: stop"),
+        (CommError("world rank 1 of 3: no"), "world rank 1 of 3: no"),
+        (CommError("rank 12 left"), "rank 1: rank 12 left"),
+    ],
+)
 def test_the_failure_keeps_its_type_and_names_its_rank(error, message):
     def ranks(world):
         if world.rank == 1:
@@ -52,8 +61,10 @@ def test_the_failure_keeps_its_type_and_names_its_rank(error, message):
     assert caught.traceback[-1].name == "ranks"  # the traceback leads to the line that raised
 
 
-@pytest.mark.parametrize("error", [KeyError("name"), OSError(2, "no such file"), OddError(3), RuntimeError(),
-                                   SystemExit(3)])
+@pytest.mark.parametrize(
+    "error",
+    [KeyError("name"), OSError(2, "no such file"), OddError(3), RuntimeError(), SystemExit(3)],
+)
 def test_a_message_that_has_no_room_gets_a_cause(error):
     before = str(error)
     try:
@@ -85,7 +96,8 @@ def test_the_first_failure_is_the_one_told():
 
 
 def test_survivors_hear_of_the_failure_before_the_run_ends(monkeypatch):
-    """Also where telling them takes its time, and the launcher wakes meanwhile because another rank has ended."""
+    """Also where telling them takes its time, and the launcher wakes meanwhile because another rank
+    has ended."""
     told = Mailbox.abort
 
     def abort(mailbox, error):
@@ -135,7 +147,10 @@ def test_who_hangs_and_where(unbuffered, monkeypatch):
     with pytest.raises(TimeoutError, match="2 of 3 ranks had not ended after 20 s") as caught:
         run_threads(ranks, size=3, limit=LIMIT, unbuffered=unbuffered)
     text = str(caught.value)
-    assert re.search(r"rank 0 calls recv\(\), its call 1, at \S*test_threads.py:\d+, and has waited \d.\d s", text)
+    assert re.search(
+        r"rank 0 calls recv\(\), its call 1, at \S*test_threads.py:\d+, and has waited \d.\d s",
+        text,
+    )
     assert re.search(r"rank 1 waits for no rank, at \S*test_threads.py:\d+; late by \d.\d s", text)
     assert "rank 2 has ended" in text
 
@@ -159,4 +174,4 @@ def test_a_rank_that_waits_for_nobody_is_named_too(monkeypatch):
     with pytest.raises(TimeoutError, match=late):
         run_threads(ranks, size=2, limit=LIMIT)
     over.set()
-    threads[1].join()       # before the next test counts threads
+    threads[1].join()  # before the next test counts threads

@@ -1,4 +1,5 @@
-"""Delayed links keep a transport's promises, and take the time they say: α a message that waits, β a byte sent."""
+"""Delayed links keep a transport's promises, and take the time they say: α a message that waits, β
+a byte sent."""
 
 import threading
 import time
@@ -13,7 +14,7 @@ from minidist.comm.cost.link_model import LinkCost
 from minidist.comm.transports.throttled import Delayed, delayed
 from minidist.errors import ConfigError, PeerLostError
 
-ALPHA = 0.02        # seconds: long beside what a busy machine adds
+ALPHA = 0.02  # seconds: long beside what a busy machine adds
 
 
 def slowly(world, checks):
@@ -33,7 +34,7 @@ def test_the_promises_of_a_transport(transport):
 def seconds_of(world, algorithm, nbytes, alpha, beta):
     with delayed(world, alpha=alpha, beta=beta) as slow:
         x = np.ones(nbytes // 4, np.float32)
-        slow.all_reduce(x, algorithm=algorithm)         # the first one makes threads and connections
+        slow.all_reduce(x, algorithm=algorithm)  # the first one makes threads and connections
         world.barrier()
         started = time.monotonic()
         total = slow.all_reduce(x, algorithm=algorithm)
@@ -41,19 +42,25 @@ def seconds_of(world, algorithm, nbytes, alpha, beta):
         return time.monotonic() - started
 
 
-@pytest.mark.parametrize("algorithm", ["tree", "ring", "direct", "pairwise", "doubling", "halving-doubling"])
-@pytest.mark.parametrize(("alpha", "beta"), [(ALPHA, 0.0), (0.0, 2 * ALPHA / (1 << 14))], ids=["waits", "bytes"])
+@pytest.mark.parametrize(
+    "algorithm", ["tree", "ring", "direct", "pairwise", "doubling", "halving-doubling"]
+)
+@pytest.mark.parametrize(
+    ("alpha", "beta"), [(ALPHA, 0.0), (0.0, 2 * ALPHA / (1 << 14))], ids=["waits", "bytes"]
+)
 def test_an_algorithm_takes_as_long_as_its_path_says(algorithm, alpha, beta):
-    """critical_path.py against the clock: a call is never faster than its path, and at its best hardly slower."""
+    """critical_path.py against the clock: a call is never faster than its path, and at its best
+    hardly slower."""
     nbytes = 1 << 14
     cost = LinkCost("threads", 4, alpha, 0.0, beta, 0.0, 0.0)
     path = PATHS["all_reduce", algorithm](4)
     predicted = cost.seconds(path.work(nbytes))
-    for _ in range(5):                                  # a busy machine holds up one call or another, not each
+    for _ in range(5):  # a busy machine holds up one call or another, not each
         with lateness() as late:
             taken = max(run(seconds_of, algorithm, nbytes, alpha, beta, size=4))
         assert 0.98 * predicted <= taken
-        if taken < 1.5 * predicted + ALPHA + 2 * path.messages * max(late):     # who sends, and who receives
+        # who sends, and who receives
+        if taken < 1.5 * predicted + ALPHA + 2 * path.messages * max(late):
             return
     pytest.fail(f"{taken:.3f} s for {predicted:.3f} s, five times")
 
@@ -72,7 +79,7 @@ def test_a_started_call_runs_while_the_caller_computes():
     for processor, wall, done in run(body, size=2):
         assert done
         assert wall > 0.09
-        assert processor < 0.08             # of all threads of both ranks: nobody spins for 0.1 s
+        assert processor < 0.08  # of all threads of both ranks: nobody spins for 0.1 s
 
 
 def test_both_groups_may_be_used_at_once():
@@ -97,6 +104,7 @@ def test_the_ports_thread_ends_and_the_transport_below_lives_on():
 
 def test_an_abort_ends_a_message_that_is_held():
     """Of the transport below, as a job's control connection does when a rank is lost."""
+
     def body(world):
         with delayed(world, alpha=10.0, beta=0.0) as slow:
             started = time.monotonic()
@@ -110,7 +118,9 @@ def test_an_abort_ends_a_message_that_is_held():
 
 
 def test_a_message_that_is_held_is_no_deadlock():
-    """Both ranks wait longer than it takes to call a wait hopeless, for messages that no transport has seen yet."""
+    """Both ranks wait longer than it takes to call a wait hopeless, for messages that no transport
+    has seen yet."""
+
     def body(world):
         with delayed(world, alpha=0.8, beta=0.0) as slow:
             return slow.exchange(np.full(2, world.rank), dst=1 - world.rank, src=1 - world.rank)[0]
@@ -118,7 +128,9 @@ def test_a_message_that_is_held_is_no_deadlock():
     assert run(body, size=2) == [1, 0]
 
 
-@pytest.mark.parametrize("wrong", [{"alpha": -1.0, "beta": 0.0}, {"alpha": 0.0, "beta": float("nan")}])
+@pytest.mark.parametrize(
+    "wrong", [{"alpha": -1.0, "beta": 0.0}, {"alpha": 0.0, "beta": float("nan")}]
+)
 def test_a_delay_is_a_number_of_seconds(wrong):
     with pytest.raises(ConfigError, match="choose a number of seconds from 0 up"):
         Delayed(None, **wrong)

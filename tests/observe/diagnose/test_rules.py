@@ -1,4 +1,5 @@
-"""What `minidist diagnose` finds in the flight recorders of jobs that went wrong, and of those that did not."""
+"""What `minidist diagnose` finds in the flight recorders of jobs that went wrong, and of those that
+did not."""
 
 import pytest
 from flights import VirtualJob, made
@@ -25,13 +26,19 @@ def test_a_job_that_ended_well_is_healthy(tmp_path):
             job.call(rank, -50 + step + 0.5 + 0.01 * rank, -50 + step + 0.6)
         job.end(rank, -20.0)
     assert findings(tmp_path) == []
-    assert diagnose(read_flights(tmp_path)).summary == "ranks 0-2, 60 calls, the last in step 19; every rank ended well"
+    assert (
+        diagnose(read_flights(tmp_path)).summary
+        == "ranks 0-2, 60 calls, the last in step 19; every rank ended well"
+    )
 
 
 def test_a_job_whose_ranks_have_just_begun_has_no_newest_record(tmp_path):
     VirtualJob(tmp_path, 2, alive=True)
     found = diagnose(read_flights(tmp_path))
-    assert (found.findings, found.summary) == ([], "ranks 0-1, 0 calls; the job runs and has recorded nothing yet")
+    assert (found.findings, found.summary) == (
+        [],
+        "ranks 0-1, 0 calls; the job runs and has recorded nothing yet",
+    )
 
 
 def test_a_job_that_runs_is_healthy_while_its_calls_are_young(tmp_path):
@@ -48,8 +55,13 @@ def test_thirty_of_32_ranks_are_behind_the_two_that_wait(tmp_path):
         if rank in (4, 9):
             job.call(rank, -98.0, None, where="train.py:55")
     found = only(tmp_path)
-    assert (found.cause, found.ranks) == ("behind", tuple(rank for rank in range(32) if rank not in (4, 9)))
-    assert "call 641" in found.what and "ranks 4,9 wait" in found.what and found.where == "train.py:40"
+    assert (found.cause, found.ranks) == (
+        "behind",
+        tuple(rank for rank in range(32) if rank not in (4, 9)),
+    )
+    assert (
+        "call 641" in found.what and "ranks 4,9 wait" in found.what and found.where == "train.py:40"
+    )
 
 
 def test_thirty_ranks_that_are_still_in_the_call_before_are_behind_too(tmp_path):
@@ -100,8 +112,20 @@ def test_a_recorder_that_has_gone_round_ten_times_is_matched_by_sequence(tmp_pat
     for rank in range(3):
         job.call(rank, -200.0, -199.0, sequence=7)
     for number in range(40_000):
-        made(job.flights[1], 9, number + 1, "barrier", "naive", None, None, None, None, "own.py:1", axis="own",
-                            world_ranks=(1,))
+        made(
+            job.flights[1],
+            9,
+            number + 1,
+            "barrier",
+            "naive",
+            None,
+            None,
+            None,
+            None,
+            "own.py:1",
+            axis="own",
+            world_ranks=(1,),
+        )
     for rank in range(3):
         job.call(rank, -100.0, -99.0 if rank else None, sequence=8)
     for rank in (1, 2):
@@ -110,11 +134,25 @@ def test_a_recorder_that_has_gone_round_ten_times_is_matched_by_sequence(tmp_pat
 
 
 @pytest.mark.parametrize("third", [True, False], ids=["another is behind", "no other is behind"])
-def test_a_recorder_that_no_longer_has_the_group_is_suspected_only_where_no_other_rank_is_behind(tmp_path, third):
+def test_a_recorder_that_no_longer_has_the_group_is_suspected_only_where_no_other_rank_is_behind(
+    tmp_path, third
+):
     job = VirtualJob(tmp_path, 3, alive=True)
     for number in range(5000):
-        made(job.flights[1], 9, number + 1, "barrier", "naive", None, None, None, None, "own.py:1", axis="own",
-                            world_ranks=(1,))
+        made(
+            job.flights[1],
+            9,
+            number + 1,
+            "barrier",
+            "naive",
+            None,
+            None,
+            None,
+            None,
+            "own.py:1",
+            axis="own",
+            world_ranks=(1,),
+        )
     job.call(0, -98.0, None)
     if not third:
         job.call(2, -98.0, None)
@@ -156,24 +194,39 @@ def test_an_exception_stands_at_its_own_line_and_not_at_the_last_call(tmp_path):
     assert only(tmp_path).where == "train.py:55"
 
 
-@pytest.mark.parametrize(("other", "cause"), [
-    ({"shape": (5,)}, "wrong shape"), ({"dtype": "<f8"}, "wrong dtype"), ({"op": "max"}, "wrong op"),
-    ({"verb": "all_gather", "op": None}, "wrong verb")])
+@pytest.mark.parametrize(
+    ("other", "cause"),
+    [
+        ({"shape": (5,)}, "wrong shape"),
+        ({"dtype": "<f8"}, "wrong dtype"),
+        ({"op": "max"}, "wrong op"),
+        ({"verb": "all_gather", "op": None}, "wrong verb"),
+    ],
+)
 def test_a_call_that_does_not_fit(tmp_path, other, cause):
     job = VirtualJob(tmp_path, 3)
     for rank in range(3):
         job.call(rank, -9.0, -8.0)
-        job.call(rank, -7.0, -6.0, failed=True, **(other | {"where": "odd.py:3"} if rank == 1 else {}))
+        job.call(
+            rank, -7.0, -6.0, failed=True, **(other | {"where": "odd.py:3"} if rank == 1 else {})
+        )
         job.end(rank, -6.0, "MismatchError: ranks called different things")
     found = only(tmp_path)
-    assert (found.cause, found.ranks, found.where, found.sure) == (cause, (1,), "odd.py:3", "certain")
+    assert (found.cause, found.ranks, found.where, found.sure) == (
+        cause,
+        (1,),
+        "odd.py:3",
+        "certain",
+    )
 
 
 A, B, C = ({"shape": (size,), "where": f"train.py:{size}"} for size in (1, 2, 3))
 
 
-@pytest.mark.parametrize(("calls", "cause"), [
-    ([A, C, A], "left out"), ([A, B, B, C], "made too often"), ([A, C, B], "wrong order")])
+@pytest.mark.parametrize(
+    ("calls", "cause"),
+    [([A, C, A], "left out"), ([A, B, B, C], "made too often"), ([A, C, B], "wrong order")],
+)
 def test_calls_out_of_step(tmp_path, calls, cause):
     job = VirtualJob(tmp_path, 3)
     for rank in range(3):
@@ -211,7 +264,8 @@ def test_receives_in_a_circle_are_a_deadlock(tmp_path):
 
 
 def training(job, late, steps=15, alone=None, who=2):
-    """Steps of one second; rank `who` is `late` for its calls, in seconds, in every step or only in `alone`."""
+    """Steps of one second; rank `who` is `late` for its calls, in seconds, in every step or only in
+    `alone`."""
     for step in range(steps):
         for rank in range(job.size):
             job.step(rank, step, -100.0 + step)
@@ -226,11 +280,18 @@ def training(job, late, steps=15, alone=None, who=2):
 def test_a_slow_rank_is_the_one_that_waits_least(tmp_path):
     training(VirtualJob(tmp_path, 4), 0.4)
     found = only(tmp_path)
-    assert (found.cause, found.ranks, found.sure, found.where) == ("slow", (2,), "certain", "train.py:40")
+    assert (found.cause, found.ranks, found.sure, found.where) == (
+        "slow",
+        (2,),
+        "certain",
+        "train.py:40",
+    )
     assert "13 of 13 steps" in found.evidence[0]
 
 
-@pytest.mark.parametrize(("late", "alone"), [(0.1, None), (0.5, (3, 7, 8))], ids=["a little", "now and then"])
+@pytest.mark.parametrize(
+    ("late", "alone"), [(0.1, None), (0.5, (3, 7, 8))], ids=["a little", "now and then"]
+)
 def test_a_rank_that_is_late_a_little_or_now_and_then_is_not_slow(tmp_path, late, alone):
     training(VirtualJob(tmp_path, 4), late, alone=alone)
     assert findings(tmp_path) == []
@@ -253,7 +314,10 @@ def test_clocks_that_differ_are_told_and_name_no_slow_rank(tmp_path):
 
 def test_a_slow_rank_is_found_where_clocks_differ(tmp_path):
     training(VirtualJob(tmp_path, 4, hosts={2: "far"}, skew={2: 5.0}), 0.4, who=1)
-    assert [(found.cause, found.ranks) for found in findings(tmp_path)] == [("slow", (1,)), ("clock skew", (2,))]
+    assert [(found.cause, found.ranks) for found in findings(tmp_path)] == [
+        ("slow", (1,)),
+        ("clock skew", (2,)),
+    ]
 
 
 def test_a_rank_without_a_recorder_is_told(tmp_path):
@@ -304,8 +368,13 @@ def test_a_dump_of_a_healthy_job_says_nothing_of_its_end(host, tmp_path, monkeyp
 
 def test_a_link_that_broke(tmp_path):
     job = VirtualJob(tmp_path, 3)
-    for rank, why in enumerate(["LinkLostError: rank 1 sent no more", "LinkLostError: rank 0 sent no more",
-                                "PeerLostError: rank 0 failed with LinkLostError"]):
+    for rank, why in enumerate(
+        [
+            "LinkLostError: rank 1 sent no more",
+            "LinkLostError: rank 0 sent no more",
+            "PeerLostError: rank 0 failed with LinkLostError",
+        ]
+    ):
         job.call(rank, -9.0, -8.0, failed=True)
         job.end(rank, -8.0, why)
     assert (only(tmp_path).cause, only(tmp_path).ranks) == ("link lost", (0, 1))

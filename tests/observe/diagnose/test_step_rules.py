@@ -1,4 +1,5 @@
-"""What the records of steps tell: made-up records, one fault each, at the size from which it is named and below it."""
+"""What the records of steps tell: made-up records, one fault each, at the size from which it is
+named and below it."""
 
 import math
 import random
@@ -32,28 +33,55 @@ def diagnose_of(records):
     from minidist.observe.diagnose.flights import RankFlight
 
     flight = RankFlight(0, "here", 1, len(records.ranks), {}, [], "unknown", 0.0)
-    return [found for found in diagnose([flight], records.ranks).findings if found.cause != "no recorder"]
+    return [
+        found
+        for found in diagnose([flight], records.ranks).findings
+        if found.cause != "no recorder"
+    ]
 
 
-@pytest.mark.parametrize(("changed", "cause"), [
-    ({"cpu": 1.5}, "slow compute"), ({"input": lambda step, line: 0.025}, "late reader"),
-    ({"tokens": 1.4, "cpu": 1.3}, "uneven data"), ({"others": lambda step, line: 0.06}, "hogs the interpreter")])
+@pytest.mark.parametrize(
+    ("changed", "cause"),
+    [
+        ({"cpu": 1.5}, "slow compute"),
+        ({"input": lambda step, line: 0.025}, "late reader"),
+        ({"tokens": 1.4, "cpu": 1.3}, "uneven data"),
+        ({"others": lambda step, line: 0.06}, "hogs the interpreter"),
+    ],
+)
 @pytest.mark.parametrize("size", [2, 5])
 def test_a_laggard_is_named_with_its_cause(size, changed, cause):
     assert only(diagnose_of(table(size, victim=1, **changed))) == (cause, (1,))
 
 
-@pytest.mark.parametrize("changed", [
-    {"cpu": 1.15}, {"input": lambda step, line: 0.01}, {"tokens": 1.2, "cpu": 1.15}, {"tokens": 1.5},
-    {"others": lambda step, line: 0.006}, {"cpu": lambda step, line: line["cpu"] * (2.0 if step % 2 else 1.0)},
-    {"cpu": 1.5, "calls": 1.0}],
-    ids=["a little slower", "reads a little", "a little more", "more, at no cost", "a little beside",
-         "every other step", "slower, and nobody waits for it"])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"cpu": 1.15},
+        {"input": lambda step, line: 0.01},
+        {"tokens": 1.2, "cpu": 1.15},
+        {"tokens": 1.5},
+        {"others": lambda step, line: 0.006},
+        {"cpu": lambda step, line: line["cpu"] * (2.0 if step % 2 else 1.0)},
+        {"cpu": 1.5, "calls": 1.0},
+    ],
+    ids=[
+        "a little slower",
+        "reads a little",
+        "a little more",
+        "more, at no cost",
+        "a little beside",
+        "every other step",
+        "slower, and nobody waits for it",
+    ],
+)
 def test_less_names_nobody(changed):
     assert laggards(table(**changed)) == []
 
 
-@given(st.lists(st.sampled_from([0.0, 0.1, 1.0, 1.5, 7.0]) | st.floats(0, 10), min_size=2, max_size=9))
+@given(
+    st.lists(st.sampled_from([0.0, 0.1, 1.0, 1.5, 7.0]) | st.floats(0, 10), min_size=2, max_size=9)
+)
 def test_the_median_of_the_others(values):
     row = {3 * rank: {"cpu": value} for rank, value in enumerate(values)}
     cpu = column("cpu")
@@ -72,7 +100,8 @@ def test_a_step_of_noise_does_not_end_a_streak():
 
 
 def test_short_steps_take_more_of_them():
-    """Five steps of 10 ms are a twentieth of a second, in which another program may have had the core."""
+    """Five steps of 10 ms are a twentieth of a second, in which another program may have had the
+    core."""
     short = {"seconds": lambda step, line: 0.01}
     assert laggards(table(steps=14, at=8, cpu=1.5, **short)) == []
     assert only(laggards(table(steps=60, at=8, cpu=1.5, **short))) == ("slow compute", (2,))
@@ -86,22 +115,33 @@ def slowed(*spans, steps=80, shared=False):
     records = table(4, steps)
     for rank, each in records.ranks.items():
         for line in each.steps:
-            more = 0.5 * line["cpu"] if any(rank == slow and line["step"] in during for slow, during in spans) else 0.0
+            more = (
+                0.5 * line["cpu"]
+                if any(rank == slow and line["step"] in during for slow, during in spans)
+                else 0.0
+            )
             line["cpu"] += more
             line["calls"] -= more + (0.02 if shared else 0.0)
     return records
 
 
 def test_ranks_that_are_slow_in_turn_are_not_named():
-    """Each was on the slower core for a while. One that was so twice as long is named, and two at the same time."""
+    """Each was on the slower core for a while. One that was so twice as long is named, and two at
+    the same time."""
     assert laggards(slowed((1, range(10, 39)), (3, range(40, 55)))) == []
     assert only(laggards(slowed((1, range(10, 40)), (3, range(40, 55))))) == ("slow compute", (1,))
-    assert {fault.ranks for fault in laggards(slowed((1, range(10, 39)), (3, range(30, 45))))} == {(1,), (3,)}
+    assert {fault.ranks for fault in laggards(slowed((1, range(10, 39)), (3, range(30, 45))))} == {
+        (1,),
+        (3,),
+    }
 
 
 def test_on_shared_cores_a_slow_rank_takes_a_quarter_of_the_run():
     assert laggards(slowed((2, range(10, 109)), steps=401, shared=True)) == []
-    assert only(laggards(slowed((2, range(10, 110)), steps=401, shared=True))) == ("slow compute", (2,))
+    assert only(laggards(slowed((2, range(10, 110)), steps=401, shared=True))) == (
+        "slow compute",
+        (2,),
+    )
     assert only(laggards(slowed((2, range(10, 49)), steps=401))) == ("slow compute", (2,))
 
 
@@ -121,7 +161,9 @@ def test_all_ranks_may_wait_for_their_data():
     assert only(laggards(late)) == ("late reader", (0, 1, 2, 3))
 
 
-@pytest.mark.parametrize(("bytes_a_step", "named"), [(MIB, True), (5 * MIB, True), (MIB // 2, False)])
+@pytest.mark.parametrize(
+    ("bytes_a_step", "named"), [(MIB, True), (5 * MIB, True), (MIB // 2, False)]
+)
 def test_a_leak(bytes_a_step, named):
     found = leaks(table(steps=40, rss=lambda step, line: 80 * MIB + bytes_a_step * (step - 8)))
     assert [(fault.cause, fault.ranks) for fault in found] == ([("leak", (2,))] if named else [])
@@ -137,7 +179,12 @@ def test_the_first_number_that_is_not_finite():
     for rank in (0, 2, 3):
         bad.ranks[rank].steps[10]["bad"] = ["blocks.0", "linear", "forward", "nan", 101.1]
     (fault,) = wrong_numbers(bad)
-    assert (fault.cause, fault.ranks, fault.where, fault.sure) == ("not finite", (1,), "blocks.3: gelu", "certain")
+    assert (fault.cause, fault.ranks, fault.where, fault.sure) == (
+        "not finite",
+        (1,),
+        "blocks.3: gelu",
+        "certain",
+    )
     assert "step 9" in fault.what and "ranks 0,2-3 had some later" in fault.evidence[1]
 
 
@@ -167,11 +214,12 @@ def test_a_loss_that_jumps_on_one_rank_and_on_all():
         for line in each.steps[12:]:
             line["loss"] += 1.0
     assert only(wrong_numbers(everyone)) == ("loss jumps", ())
-    assert wrong_numbers(table(loss=lambda step, line: line["loss"] + (step == 12))) == []      # once
+    assert wrong_numbers(table(loss=lambda step, line: line["loss"] + (step == 12))) == []  # once
 
 
 def healthy(chance, kind, steps=400, size=2):
-    """Records of a run of 32 tokens a step: its loss is noisy, and so is the memory of its ranks."""
+    """Records of a run of 32 tokens a step: its loss is noisy, and so is the memory of its
+    ranks."""
     records = table(size, steps)
     noise = {
         "normal": lambda: chance.gauss(0.0, 0.3),

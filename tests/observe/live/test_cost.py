@@ -1,4 +1,5 @@
-"""What it costs the ranks that they can be watched and diagnosed: their records, as seconds and bytes of a step."""
+"""What it costs the ranks that they can be watched and diagnosed: their records, as seconds and
+bytes of a step."""
 
 import json
 import statistics
@@ -42,21 +43,45 @@ def best_seconds(work: Callable[[], object], times: int = 500) -> float:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks."""
     folder = tmp_path_factory.mktemp("cost") / "run"
-    assert main(["train", "-n", "2", "--transport", "tcp", "--quiet", "--steps", "20", *MODEL, "--digest-every", "5",
-                 "--out", str(folder)]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "-n",
+                "2",
+                "--transport",
+                "tcp",
+                "--quiet",
+                "--steps",
+                "20",
+                *MODEL,
+                "--digest-every",
+                "5",
+                "--out",
+                str(folder),
+            ]
+        )
+        == 0
+    )
     return folder
 
 
 @pytest.mark.soak
 def test_the_records_take_less_than_a_hundredth_of_a_step(run: Path, tmp_path: Path) -> None:
-    """Each kind of record: how many a step has, times what one costs. The digest is made every 50 steps by default."""
+    """Each kind of record: how many a step has, times what one costs. The digest is made every 50
+    steps by default."""
     _, entries = read_ring(ring_file(run / "flight", 0))
     kinds = Counter(entry["kind"] for entry in entries)
     calls = sum(entry["kind"] in ("call", "message") for entry in entries) / 20
     messages = sum(entry.get("messages") or 0 for entry in entries) / 20
     assert kinds["state"] == 20 and messages > 0
-    costs = {"calls": calls * _a_call(), "state": _a_state(), "step": _a_step(tmp_path), "messages": messages *
-             _a_message(), "finite": 2 * 2 * best_seconds(lambda: _finite(np.ones((4, 64, 64), np.float32)))}
+    costs = {
+        "calls": calls * _a_call(),
+        "state": _a_state(),
+        "step": _a_step(tmp_path),
+        "messages": messages * _a_message(),
+        "finite": 2 * 2 * best_seconds(lambda: _finite(np.ones((4, 64, 64), np.float32))),
+    }
     step = json.loads((run / "metrics.json").read_text())["step_seconds"]
     told = ", ".join(f"{name} {1e6 * cost:.1f} µs" for name, cost in costs.items())
     cost = sum(costs.values())
@@ -66,7 +91,9 @@ def test_the_records_take_less_than_a_hundredth_of_a_step(run: Path, tmp_path: P
 
 def _a_call() -> float:
     recorder = FlightRecorder()
-    header = b"".join(Signature(1, 1, "all_reduce", "ring", "sum", None, "<f4", (4,), "a.py:1").pack())[8:]
+    header = b"".join(
+        Signature(1, 1, "all_reduce", "ring", "sum", None, "<f4", (4,), "a.py:1").pack()
+    )[8:]
 
     def call() -> None:
         number = recorder.made(1, 1, header, "dp", (0, 1))
@@ -82,8 +109,13 @@ def _a_state() -> float:
 
     def state() -> None:
         now, peak = account.now, account.peak
-        recorder.state([now[name] for name in CATEGORIES], [peak[name] for name in (*CATEGORIES, "total")], None, 1.0,
-                       "estimate")
+        recorder.state(
+            [now[name] for name in CATEGORIES],
+            [peak[name] for name in (*CATEGORIES, "total")],
+            None,
+            1.0,
+            "estimate",
+        )
 
     return best_seconds(state)
 
@@ -121,7 +153,9 @@ def _a_message() -> float:
 
 @pytest.mark.soak
 def test_a_step_with_and_without_records_side_by_side(tmp_path: Path) -> None:
-    """20 turns of each in one process a rank; the middle step. A busy machine moves it by more than the records."""
+    """20 turns of each in one process a rank; the middle step. A busy machine moves it by more than
+    the records."""
+
     def job(world: Group) -> tuple[float, float]:
         config = GPTConfig(vocabulary=64, context=64, layers=2, width=64, heads=2)
         trainer = md.Trainer(md.Plan(dp=2), config, world)
@@ -129,7 +163,9 @@ def test_a_step_with_and_without_records_side_by_side(tmp_path: Path) -> None:
         taken: dict[bool, list[float]] = {True: [], False: []}
         for turn in range(40):
             on = turn % 2 == 0
-            records = RankRecords(trainer, tmp_path, batch=8, context=64, digest_every=0) if on else None
+            records = (
+                RankRecords(trainer, tmp_path, batch=8, context=64, digest_every=0) if on else None
+            )
             world.ledger.times = world.ledger.times if on else None
             for _ in range(5):
                 start = time.perf_counter()
@@ -143,7 +179,10 @@ def test_a_step_with_and_without_records_side_by_side(tmp_path: Path) -> None:
         return statistics.median(taken[True]), statistics.median(taken[False])
 
     with_records, without = md.run(job, size=2, transport="tcp")[0]
-    print(f"{1e3 * with_records:.2f} ms with, {1e3 * without:.2f} ms without: {with_records / without - 1:+.1%}")
+    print(
+        f"{1e3 * with_records:.2f} ms with, {1e3 * without:.2f} ms without: "
+        f"{with_records / without - 1:+.1%}"
+    )
     assert with_records < 1.25 * without
 
 
@@ -152,15 +191,45 @@ def grown(run: Path, steps: int) -> float:
     assert [path.stat().st_size for path in (run / "flight").iterdir()] == [RING_BYTES] * 2
     records = [path.stat().st_size for path in (run / "steps").iterdir()]
     log = (run / "metrics.jsonl").stat().st_size
-    print(f"{sum(records) / 2 / steps:.0f} bytes of steps/ a rank and step, metrics.jsonl {log / steps:.0f} a step")
+    print(
+        f"{sum(records) / 2 / steps:.0f} bytes of steps/ a rank and step, metrics.jsonl "
+        f"{log / steps:.0f} a step"
+    )
     assert len(records) == 2
     return (sum(records) + log) / 2 / steps
 
 
 @pytest.mark.soak
-def test_the_disk_holds_a_ring_a_rank_and_less_than_a_kibibyte_a_rank_and_step(tmp_path: Path) -> None:
-    assert main(["train", "-n", "2", "--transport", "threads", "--quiet", "--steps", "3", "--batch", "2",
-                 "--context", "8", "--layers", "1", "--width", "8", "--heads", "1", "--out", str(tmp_path)]) == 0
+def test_the_disk_holds_a_ring_a_rank_and_less_than_a_kibibyte_a_rank_and_step(
+    tmp_path: Path,
+) -> None:
+    assert (
+        main(
+            [
+                "train",
+                "-n",
+                "2",
+                "--transport",
+                "threads",
+                "--quiet",
+                "--steps",
+                "3",
+                "--batch",
+                "2",
+                "--context",
+                "8",
+                "--layers",
+                "1",
+                "--width",
+                "8",
+                "--heads",
+                "1",
+                "--out",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
     assert grown(tmp_path, 3) < 1024
 
 

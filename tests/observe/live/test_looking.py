@@ -29,12 +29,20 @@ from minidist.observe.step_log import STEP_LOG, StepLog
 def test_a_run_that_goes_on(tmp_path: Path) -> None:
     now = Looking(WatchedRun(tmp_path).folder).look()
     assert (now.state, now.what, now.step, now.steps) == (RUNNING, "step 20 of 50", 20, 50)
-    assert now.losses[-1] == 3.0 and now.tokens_per_second == 5120.0 and now.step_seconds == pytest.approx(0.2)
-    assert [rank.rank for rank in now.ranks] == [0, 1, 2, 3] and {rank.step for rank in now.ranks} == {21}
+    assert (
+        now.losses[-1] == 3.0
+        and now.tokens_per_second == 5120.0
+        and now.step_seconds == pytest.approx(0.2)
+    )
+    assert [rank.rank for rank in now.ranks] == [0, 1, 2, 3] and {
+        rank.step for rank in now.ranks
+    } == {21}
     assert now.slow is None
 
 
-def test_one_whose_ranks_have_recorded_nothing_for_long_is_stalled_and_says_for_whom(tmp_path: Path) -> None:
+def test_one_whose_ranks_have_recorded_nothing_for_long_is_stalled_and_says_for_whom(
+    tmp_path: Path,
+) -> None:
     run = WatchedRun(tmp_path, quiet=30.0)
     for rank in (0, 1, 3):
         run.job.call(rank, -29.9, None)
@@ -89,10 +97,14 @@ def test_a_run_that_was_told_to_stop_has_ended(tmp_path: Path) -> None:
     run.end(0, 1, 2, 3)
     now = Looking(tmp_path).look()
     assert (now.state, now.what) == (ENDED, "step 20 of 50; every rank ended without an error")
-    for ring in (tmp_path / "flight").iterdir():        # as train does after Ctrl-C
+    for ring in (tmp_path / "flight").iterdir():  # as train does after Ctrl-C
         ring.unlink()
     now = Looking(tmp_path).look()
-    assert now.state == ENDED and "it was told to stop while it went well" in now.what and now.losses[-1] == 3.0
+    assert (
+        now.state == ENDED
+        and "it was told to stop while it went well" in now.what
+        and now.losses[-1] == 3.0
+    )
 
 
 def test_a_finished_run_and_a_later_one_in_its_folder(tmp_path: Path) -> None:
@@ -101,7 +113,7 @@ def test_a_finished_run_and_a_later_one_in_its_folder(tmp_path: Path) -> None:
     now = Looking(tmp_path).look()
     assert (now.state, now.what) == (FINISHED, "50 steps; validation loss 1.5000")
     assert now.step == 50 and len(now.ranks) == 4
-    log = StepLog(tmp_path / STEP_LOG, goes_on=False)   # all this is old, and the rings are newer
+    log = StepLog(tmp_path / STEP_LOG, goes_on=False)  # all this is old, and the rings are newer
     log.write(run.state(50).line(1e9))
     log.close()
     os.utime(tmp_path / "metrics.json", (1e9, 1e9))
@@ -115,12 +127,16 @@ def test_a_run_that_has_not_begun_holds_its_folder(tmp_path: Path) -> None:
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         now = Looking(tmp_path).look()
-        assert now.state == NOT_BEGUN and now.what.startswith(f"process {os.getpid()} has the folder")
+        assert now.state == NOT_BEGUN and now.what.startswith(
+            f"process {os.getpid()} has the folder"
+        )
         log = StepLog(tmp_path / STEP_LOG, goes_on=False)
         log.write(WatchedRun(tmp_path / "other", steps=0).state(3).line(2e9))
         log.close()
         now = Looking(tmp_path).look()
-        assert now.state == RUNNING and "there are no flight recorders" in now.what and now.ranks == ()
+        assert (
+            now.state == RUNNING and "there are no flight recorders" in now.what and now.ranks == ()
+        )
     finally:
         os.close(folder)
 

@@ -1,4 +1,5 @@
-"""A follower sees what read_ring sees, while the rank writes, and goes over to a new rank's ring."""
+"""A follower sees what read_ring sees, while the rank writes, and goes over to a new rank's
+ring."""
 
 from pathlib import Path
 
@@ -17,11 +18,11 @@ def test_a_follower_sees_what_the_ring_holds_at_each_look(tmp_path: Path) -> Non
     opened = None
     for step in range(12):
         job.step(0, step, 10.0 * step)
-        if opened is not None:                          # a call of the last step ends in this one
+        if opened is not None:  # a call of the last step ends in this one
             with job.at(0, 10.0 * step + 1):
                 job.flights[0].ended(opened, 8, 1)
             follower.poll()
-            job.flights[0].stood(opened, 0.5)           # known a moment after its end
+            job.flights[0].stood(opened, 0.5)  # known a moment after its end
         for call in range(3):
             job.call(0, 10.0 * step + call, 10.0 * step + call + 0.5)
         opened = job.call(0, 10.0 * step + 8, None)
@@ -30,8 +31,9 @@ def test_a_follower_sees_what_the_ring_holds_at_each_look(tmp_path: Path) -> Non
         assert follower.header == header and follower.entries() == entries
 
 
-def test_it_keeps_the_newest_records_of_a_ring_that_has_gone_round(tmp_path: Path,
-                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_keeps_the_newest_records_of_a_ring_that_has_gone_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ring_follower, "KEPT", 50)
     job, follower = VirtualJob(tmp_path, 1), RingFollower(ring_file(tmp_path, 0))
     for start in (0, SLOTS - 20, 2 * SLOTS + 7):

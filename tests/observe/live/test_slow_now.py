@@ -1,4 +1,5 @@
-"""What holds a run up now: watch names the rank or link that diagnose names, for the same cause, and since when."""
+"""What holds a run up now: watch names the rank or link that diagnose names, for the same cause,
+and since when."""
 
 import time
 from dataclasses import replace
@@ -29,8 +30,11 @@ def silent(size):
 
 def of_diagnose(records):
     """(ranks, cause) of what diagnose finds first, but for the recorders that are not there."""
-    found = [fault for fault in diagnose(silent(len(records.ranks)), records.ranks).findings
-             if fault.cause != "no recorder"]
+    found = [
+        fault
+        for fault in diagnose(silent(len(records.ranks)), records.ranks).findings
+        if fault.cause != "no recorder"
+    ]
     return [(fault.ranks, fault.cause) for fault in found][:1]
 
 
@@ -41,17 +45,37 @@ def of_watch(records):
 
 @pytest.mark.parametrize("steps", [20, 70, 150])
 @pytest.mark.parametrize("size", [2, 5])
-@pytest.mark.parametrize("changed", [SLOW, READS, MORE, HOGS], ids=["slow", "reads", "more", "hogs"])
+@pytest.mark.parametrize(
+    "changed", [SLOW, READS, MORE, HOGS], ids=["slow", "reads", "more", "hogs"]
+)
 def test_watch_and_diagnose_name_the_same_rank_for_the_same_cause(changed, size, steps):
     records = table(size, steps, victim=1, at=steps - 12, **changed)
     assert of_watch(records) == of_diagnose(records) != []
 
 
-@pytest.mark.parametrize("records", [
-    table(), table(7, 200), table(cpu=1.15), table(tokens=1.2, cpu=1.15), table(steps=12, at=8, **SLOW),
-    table(2, 100, at=96, **SLOW), linked(slow=1.0), linked(slow=1.0, late=0.5)],
-    ids=["clean", "clean and long", "a little slower", "a little more", "four steps", "four of many", "links",
-         "a late receiver"])
+@pytest.mark.parametrize(
+    "records",
+    [
+        table(),
+        table(7, 200),
+        table(cpu=1.15),
+        table(tokens=1.2, cpu=1.15),
+        table(steps=12, at=8, **SLOW),
+        table(2, 100, at=96, **SLOW),
+        linked(slow=1.0),
+        linked(slow=1.0, late=0.5),
+    ],
+    ids=[
+        "clean",
+        "clean and long",
+        "a little slower",
+        "a little more",
+        "four steps",
+        "four of many",
+        "links",
+        "a late receiver",
+    ],
+)
 def test_where_diagnose_names_nobody_watch_does_not_either(records):
     assert of_watch(records) == of_diagnose(records) == []
 
@@ -75,15 +99,35 @@ def test_all_ranks_may_wait_for_their_data():
 
 def slow_in(steps, of, *, size=3, victim=2, changed="cpu"):
     """Records in which the victim computes twice as long in some steps."""
-    return table(size, of, victim=victim, at=0, **{changed: lambda step, line: line[changed] * (1 + (step in steps))})
+    return table(
+        size,
+        of,
+        victim=victim,
+        at=0,
+        **{changed: lambda step, line: line[changed] * (1 + (step in steps))},
+    )
 
 
-@pytest.mark.parametrize(("steps", "since"), [
-    (range(20, 50), 21), (range(50 - NEWEST, 50), 2), (range(7, 230), 8),
-    ([*range(20, 60), *range(63, 90)], 21), ([*range(20, 30), *range(41, 70)], 42)],
-    ids=["a streak", "from the first step that counts", "longer than is judged at once", "with a pause", "again"])
+@pytest.mark.parametrize(
+    ("steps", "since"),
+    [
+        (range(20, 50), 21),
+        (range(50 - NEWEST, 50), 2),
+        (range(7, 230), 8),
+        ([*range(20, 60), *range(63, 90)], 21),
+        ([*range(20, 30), *range(41, 70)], 42),
+    ],
+    ids=[
+        "a streak",
+        "from the first step that counts",
+        "longer than is judged at once",
+        "with a pause",
+        "again",
+    ],
+)
 def test_since_when(steps, since):
-    """Slow with pauses means slow since the first slow step, if none was longer than the streak before it."""
+    """Slow with pauses means slow since the first slow step, if none was longer than the streak
+    before it."""
     records = slow_in({*steps}, max(steps) + 1)
     now = slow_now(silent(3), records.ranks)
     assert now is not None and (now.ranks, now.cause, now.since) == ((2,), "slow compute", since)
@@ -101,7 +145,7 @@ def test_a_fault_that_is_over_hides_none_that_lasts():
     for line in records.ranks[0].steps[44:]:
         line["input"] = 0.03
     assert of_watch(records) == [((0,), "late reader")]
-    again = slow_in({*range(2, 30), *range(44, 52)}, 52)            # the same rank, less long
+    again = slow_in({*range(2, 30), *range(44, 52)}, 52)  # the same rank, less long
     assert of_watch(again) == [((2,), "slow compute")]
 
 
@@ -120,7 +164,9 @@ def test_what_else_is_wrong_is_told_and_explains_a_rank_that_comes_late(tmp_path
     flights = read_flights(run.folder)
     late, explained = slow_now(flights, table(4, 40).ranks), slow_now(flights, leak.ranks)
     assert late is not None and (late.ranks, late.cause) == ((2,), "slow") and explained is None
-    assert [fault.cause for fault in diagnose(flights, leak.ranks).findings if fault.ranks == (2,)][:1] != ["slow"]
+    assert [fault.cause for fault in diagnose(flights, leak.ranks).findings if fault.ranks == (2,)][
+        :1
+    ] != ["slow"]
 
 
 def test_a_look_reads_the_records_of_steps(tmp_path: Path) -> None:
@@ -132,8 +178,9 @@ def test_a_look_reads_the_records_of_steps(tmp_path: Path) -> None:
     assert now is not None and (now.ranks, now.cause, now.since) == ((3,), "slow compute", 16)
     found = diagnose(read_flights(tmp_path), read_rank_steps(tmp_path)).findings
     assert [(fault.ranks, fault.cause, fault.what, fault.sure) for fault in found] == [
-        (now.ranks, now.cause, now.what, now.sure)]
-    assert now.seconds == pytest.approx(3.0, abs=1.0)       # steps of 0.2 s
+        (now.ranks, now.cause, now.what, now.sure)
+    ]
+    assert now.seconds == pytest.approx(3.0, abs=1.0)  # steps of 0.2 s
     file = tmp_path / "steps" / "00003.jsonl"
     clean = write_records(tmp_path / "clean", table(4, 50)) / "steps" / "00003.jsonl"
     file.write_text(file.read_text() + "\n".join(clean.read_text().splitlines()[31:]) + "\n")
@@ -157,12 +204,14 @@ def test_of_a_run_that_hangs_the_cause_of_the_hang_is_told(tmp_path: Path) -> No
     assert now.state == "stalled" and now.slow is None
 
 
-# ------------------------------------------------------------------------------------------------- jobs that really ran
+# ----------------------------------------------------------------------------- jobs that really ran
+
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["slow compute", "late reader", "uneven data", "hog", "slow link"])
 def test_of_a_sick_job_watch_names_whom_diagnose_names(kind: str, tmp_path: Path) -> None:
-    """Where other programs hide the fault from diagnosis, or in the last steps, another job is made: three at most."""
+    """Where other programs hide the fault from diagnosis, or in the last steps, another job is
+    made: three at most."""
     for turn in range(3):
         fault = Fault(kind, 1, 4, at=6, seed=3 + turn, steps=36)
         found = sick_job(tmp_path / str(turn), fault).found
@@ -177,7 +226,9 @@ def test_of_a_sick_job_watch_names_whom_diagnose_names(kind: str, tmp_path: Path
 @pytest.mark.parametrize("seed", range(3))
 def test_a_clean_job_is_never_called_slow(seed: int, tmp_path: Path) -> None:
     """Looked at after every second step; ranks share their cores."""
-    assert sick_job(tmp_path, Fault("none", 0, (4, 8, 3)[seed], seed=40 + seed, steps=300)).found == []
+    assert (
+        sick_job(tmp_path, Fault("none", 0, (4, 8, 3)[seed], seed=40 + seed, steps=300)).found == []
+    )
     records = read_rank_steps(tmp_path)
     told = {}
     for end in range(2, 300, 2):
@@ -187,22 +238,32 @@ def test_a_clean_job_is_never_called_slow(seed: int, tmp_path: Path) -> None:
     assert told == {}
 
 
-# ---------------------------------------------------------------------------------- recorders without records of steps
+# --------------------------------------------------------------- recorders without records of steps
+
 
 @pytest.mark.parametrize(("since", "steps"), [(0, 12), (25, 40), (33, 40), (37, 40)])
-def test_a_rank_that_comes_late_is_named_with_the_step_from_which_it_does(since: int, steps: int,
-                                                                          tmp_path: Path) -> None:
+def test_a_rank_that_comes_late_is_named_with_the_step_from_which_it_does(
+    since: int, steps: int, tmp_path: Path
+) -> None:
     """It waits least; the others wait 80 ms of 200 for it."""
     now = Looking(WatchedRun(tmp_path, steps=steps, slow=2, since=since).folder).look()
-    if steps - since < 7:                               # in too few of the newest steps
+    if steps - since < 7:  # in too few of the newest steps
         assert now.slow is None
         return
     assert now.slow is not None and (now.slow.ranks, now.slow.cause) == ((2,), "slow")
-    assert now.slow.since == since + 1 and "the others wait 0.08 s of a step of 0.2 s for it" in now.slow.what
-    assert now.slow.seconds == pytest.approx(0.2 * (steps - since), abs=1e-3) and now.slow.where == "train.py:40"
+    assert (
+        now.slow.since == since + 1
+        and "the others wait 0.08 s of a step of 0.2 s for it" in now.slow.what
+    )
+    assert (
+        now.slow.seconds == pytest.approx(0.2 * (steps - since), abs=1e-3)
+        and now.slow.where == "train.py:40"
+    )
     waited = {rank.rank: rank.parts.waiting for rank in now.ranks if rank.parts is not None}
     assert waited[2] < 0.001
-    assert [waited[rank] for rank in (0, 1, 3)] == pytest.approx([0.08 * min(10, steps - since) / 10] * 3, abs=1e-3)
+    assert [waited[rank] for rank in (0, 1, 3)] == pytest.approx(
+        [0.08 * min(10, steps - since) / 10] * 3, abs=1e-3
+    )
 
 
 def test_since_when_is_the_newest_time_that_it_is_late(tmp_path: Path) -> None:

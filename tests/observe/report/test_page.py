@@ -1,4 +1,5 @@
-"""The page: one file that asks for nothing, texts that cannot break it, every section, lines for what is missing."""
+"""The page: one file that asks for nothing, texts that cannot break it, every section, lines for
+what is missing."""
 
 import json
 import re
@@ -15,11 +16,25 @@ from minidist.observe.report.page import PROGRAM, in_script, page, sections_of
 from minidist.observe.report.run_files import RunFiles, read_run
 from minidist.observe.report.section import Chart, PlainTable, Section
 
-SECTIONS = ["diagnosis", "losses", "timeline", "overlap", "ranks", "stragglers", "memory", "traffic", "ledger", "links",
-            "energy", "environment"]
+SECTIONS = [
+    "diagnosis",
+    "losses",
+    "timeline",
+    "overlap",
+    "ranks",
+    "stragglers",
+    "memory",
+    "traffic",
+    "ledger",
+    "links",
+    "energy",
+    "environment",
+]
 MOST_BYTES, MOST_LIBRARY = 3 << 20, 1_200_000
 REPORT = Path(__file__).parents[3] / "minidist" / "observe" / "report"
-OUTSIDE = re.compile(r"https?:|//|\burl\(|@import|\bfetch\(|XMLHttpRequest|WebSocket|EventSource|sendBeacon|import\(")
+OUTSIDE = re.compile(
+    r"https?:|//|\burl\(|@import|\bfetch\(|XMLHttpRequest|WebSocket|EventSource|sendBeacon|import\("
+)
 
 
 class Parts(HTMLParser):
@@ -66,11 +81,21 @@ def numbers(parts: Parts) -> dict[str, Any]:
 def test_the_page_is_one_small_file_that_asks_for_nothing(tmp_path: Path) -> None:
     text, parts = report(write_run(tmp_path / "run"))
     assert len(text.encode()) < MOST_BYTES
-    loads = [(tag, name, value) for tag, attributes in parts.elements for name, value in attributes.items()
-             if name in ("src", "href", "srcset", "action", "data", "poster", "background")]
-    assert {name for _, name, _ in loads} == {"href"} and all(value and value[0] == "#" for *_, value in loads)
-    assert not {"link", "iframe", "img", "object", "embed", "base", "form"} & {tag for tag, _ in parts.elements}
-    (policy,) = [attributes["content"] for tag, attributes in parts.elements if "http-equiv" in attributes]
+    loads = [
+        (tag, name, value)
+        for tag, attributes in parts.elements
+        for name, value in attributes.items()
+        if name in ("src", "href", "srcset", "action", "data", "poster", "background")
+    ]
+    assert {name for _, name, _ in loads} == {"href"} and all(
+        value and value[0] == "#" for *_, value in loads
+    )
+    assert not {"link", "iframe", "img", "object", "embed", "base", "form"} & {
+        tag for tag, _ in parts.elements
+    }
+    (policy,) = [
+        attributes["content"] for tag, attributes in parts.elements if "http-equiv" in attributes
+    ]
     assert policy and policy.startswith("default-src 'none'")
     assert {*PROGRAM} == {path.name for path in REPORT.glob("*.js")}
     assert all((REPORT / file).read_text() in parts.scripts[2] for file in PROGRAM)
@@ -89,7 +114,9 @@ def test_an_installed_wheel_has_every_file_of_the_page() -> None:
     setup = (Path(__file__).parents[3] / "setup.cfg").read_text()
     (patterns,) = re.findall(r"^minidist\.observe\.report = (.*)$", setup, re.MULTILINE)
     held = {path for pattern in patterns.split(", ") for path in REPORT.glob(pattern)}
-    assert {path for path in REPORT.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")} == held
+    assert {
+        path for path in REPORT.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")
+    } == held
 
 
 def test_every_section_is_there_and_in_the_contents(parts: Parts) -> None:
@@ -99,12 +126,27 @@ def test_every_section_is_there_and_in_the_contents(parts: Parts) -> None:
 
 
 def test_every_chart_has_numbers_a_name_and_a_function(parts: Parts) -> None:
-    charts = [attributes["data-chart"] for tag, attributes in parts.elements if "data-chart" in attributes]
-    assert charts == ["losses", "seconds", "timeline", "overlap", "causes", "rank_steps", "rank_memory", "memory",
-                      "memory_step", "traffic", "watts"]
+    charts = [
+        attributes["data-chart"] for tag, attributes in parts.elements if "data-chart" in attributes
+    ]
+    assert charts == [
+        "losses",
+        "seconds",
+        "timeline",
+        "overlap",
+        "causes",
+        "rank_steps",
+        "rank_memory",
+        "memory",
+        "memory_step",
+        "traffic",
+        "watts",
+    ]
     assert set(charts) | {"categories"} == numbers(parts).keys()
     boxes = [attributes for _, attributes in parts.elements if attributes.get("class") == "chart"]
-    assert all(box["aria-label"] and box["tabindex"] == "0" and box["role"] == "img" for box in boxes)
+    assert all(
+        box["aria-label"] and box["tabindex"] == "0" and box["role"] == "img" for box in boxes
+    )
     drawn = (REPORT / "report.js").read_text().partition("const draw = {")[2]
     assert all(re.search(rf"\b{chart}\b", drawn) for chart in (*charts, "stragglers"))
 
@@ -113,15 +155,24 @@ def test_texts_of_the_run_are_shown_and_do_nothing(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "<i>run & {{numbers}}")
     told = PlainTable(MODEL_OF_A_VILLAIN, [MODEL_OF_A_VILLAIN], [[MODEL_OF_A_VILLAIN]])
     text, parts = report(folder, (told,))
-    assert [tag for tag, _ in parts.elements].count("script") == 3 and not any(tag == "i" for tag, _ in parts.elements)
+    assert [tag for tag, _ in parts.elements].count("script") == 3 and not any(
+        tag == "i" for tag, _ in parts.elements
+    )
     assert "<i>run & {{numbers}}" in parts.text and parts.text.count(MODEL_OF_A_VILLAIN) == 5
     assert "onerror=" not in str([attributes.keys() for _, attributes in parts.elements])
 
 
 def test_every_place_of_a_text_is_escaped() -> None:
     evil = MODEL_OF_A_VILLAIN
-    section = Section("one", evil, [evil], [evil], evil, [Chart("losses", evil, {"name": evil})],
-                      [PlainTable(evil, [evil, evil], [[evil, evil], ["x", evil]], (1,))])
+    section = Section(
+        "one",
+        evil,
+        [evil],
+        [evil],
+        evil,
+        [Chart("losses", evil, {"name": evil})],
+        [PlainTable(evil, [evil, evil], [[evil, evil], ["x", evil]], (1,))],
+    )
     parts = Parts(page(RunFiles(Path("run")), [section]))
     assert parts.text.count(evil) == 11 and [tag for tag, _ in parts.elements].count("script") == 3
     assert sum(attributes.get("aria-label") == evil for _, attributes in parts.elements) == 3
@@ -134,18 +185,29 @@ def test_numbers_in_a_script_cannot_end_it() -> None:
         in_script(float("nan"))
 
 
-@pytest.mark.parametrize(("file", "lines"), [
-    ("metrics.json", 7), ("metrics.jsonl", 3), ("trace.json", 3), ("steps", 3)])
-def test_a_missing_file_gives_lines_that_say_how_to_get_it(file: str, lines: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "lines"), [("metrics.json", 7), ("metrics.jsonl", 3), ("trace.json", 3), ("steps", 3)]
+)
+def test_a_missing_file_gives_lines_that_say_how_to_get_it(
+    file: str, lines: int, tmp_path: Path
+) -> None:
     found = [line for line in missing(write_run(tmp_path / "run", without=(file,))) if file in line]
     assert len(found) == lines and all(";" in line or ":" in line for line in found)
     assert all(line.count("\n") == 0 for line in found)
 
 
-@pytest.mark.parametrize(("file", "text"), [
-    ("metrics.json", "{"), ("metrics.json", "{}"), ("metrics.json", "[1]"), ("trace.json", "nothing"),
-    ("steps/00000.jsonl", '[1]\n{"rank": 0}\n{"step": 1}\n{'), ("trace.json", '{"traceEvents": [{"ph": "X"}]}'),
-    ("metrics.jsonl", '{"step": 1}\n{"step": "2"}\n7\n')])
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("metrics.json", "{"),
+        ("metrics.json", "{}"),
+        ("metrics.json", "[1]"),
+        ("trace.json", "nothing"),
+        ("steps/00000.jsonl", '[1]\n{"rank": 0}\n{"step": 1}\n{'),
+        ("trace.json", '{"traceEvents": [{"ph": "X"}]}'),
+        ("metrics.jsonl", '{"step": 1}\n{"step": "2"}\n7\n'),
+    ],
+)
 def test_a_broken_file_is_as_good_as_none(file: str, text: str, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     (folder / file).write_text(text)
@@ -158,7 +220,9 @@ def test_a_broken_file_is_as_good_as_none(file: str, text: str, tmp_path: Path) 
 
 
 def test_without_waits_the_page_says_how_to_get_causes(tmp_path: Path) -> None:
-    assert any("train with --why" in line for line in missing(write_run(tmp_path / "run", waits=False)))
+    assert any(
+        "train with --why" in line for line in missing(write_run(tmp_path / "run", waits=False))
+    )
     assert not any("--why" in line for line in missing(write_run(tmp_path / "other")))
 
 
@@ -177,7 +241,10 @@ def test_losses_that_are_not_finite_are_gaps_and_are_counted(tmp_path: Path) -> 
     (folder / "metrics.jsonl").write_text(step_lines().replace('"loss": 3.9', '"loss": null'))
     parts = report(folder)[1]
     assert numbers(parts)["losses"]["loss"]["mean"] == [4.0, None, 3.8]
-    assert "1 of 3 losses are not finite" in parts.text and "validation loss is not finite" in parts.text
+    assert (
+        "1 of 3 losses are not finite" in parts.text
+        and "validation loss is not finite" in parts.text
+    )
 
 
 def test_a_folder_used_twice_is_told(tmp_path: Path) -> None:
@@ -205,13 +272,17 @@ def test_energy_that_is_an_estimate_is_called_one(parts: Parts) -> None:
 
 
 def test_the_traffic_matrix_has_the_bytes_of_each_pair(parts: Parts) -> None:
-    assert numbers(parts)["traffic"] == {"ranks": [0, 1], "cells": {"dp": [[0, 1, 12288], [1, 0, 12288]]}}
+    assert numbers(parts)["traffic"] == {
+        "ranks": [0, 1],
+        "cells": {"dp": [[0, 1, 12288], [1, 0, 12288]]},
+    }
     assert "48 of 24,624 bytes have no one receiver" in parts.text
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("ranks", "steps", "calls"), [
-    (5, 60, 20), pytest.param(300, 2, 110, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("ranks", "steps", "calls"), [(5, 60, 20), pytest.param(300, 2, 110, marks=pytest.mark.soak)]
+)
 def test_the_page_of_a_large_job_stays_small(ranks: int, steps: int, calls: int) -> None:
     peers = {str(peer): {"dp": 123456789 + peer, "ep": 987654321} for peer in range(ranks)}
     about = metrics(20_000, ranks=ranks)
@@ -220,7 +291,9 @@ def test_the_page_of_a_large_job_stays_small(ranks: int, steps: int, calls: int)
     run = RunFiles(Path("run"), about, lines, many_ranks(ranks, steps=steps, calls=calls))
     text = page(run, sections_of(run, [], [], []))
     assert len(text.encode()) < MOST_BYTES
-    assert ("Each point stands for 25 steps" in text) and (("spans of the first" in text) == (ranks > 100))
+    assert ("Each point stands for 25 steps" in text) and (
+        ("spans of the first" in text) == (ranks > 100)
+    )
     assert ("The matrix has the first 128 of 300 ranks" in text) == (ranks > 100)
 
 

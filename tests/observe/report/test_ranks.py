@@ -9,14 +9,22 @@ from minidist.observe.report import ranks
 def test_each_value_is_shown_by_rank_and_step() -> None:
     section = ranks.section(run_of(table(3, 20, victim=1, at=12, input=lambda step, line: 0.03)))
     data = section.charts[0].data
-    assert (section.charts[0].key, data["ranks"], data["steps"], data["every"]) == ("rank_steps", [0, 1, 2],
-                                                                                    [*range(20)], 1)
-    assert data["values"]["waiting for data"] == {"unit": "ms", "rows": [[1.0] * 20, [1.0] * 12 + [30.0] * 8,
-                                                                         [1.0] * 20]}
+    assert (section.charts[0].key, data["ranks"], data["steps"], data["every"]) == (
+        "rank_steps",
+        [0, 1, 2],
+        [*range(20)],
+        1,
+    )
+    assert data["values"]["waiting for data"] == {
+        "unit": "ms",
+        "rows": [[1.0] * 20, [1.0] * 12 + [30.0] * 8, [1.0] * 20],
+    }
     assert data["values"]["targets"]["rows"][0] == [512.0] * 20
     medians = section.tables[0]
     assert medians.head[:3] == ["rank", "own computation, ms", "waiting for data, ms"]
-    assert [row[2] for row in medians.rows] == ["1.00"] * 3 and [row[4] for row in medians.rows] == ["2.00"] * 3
+    assert [row[2] for row in medians.rows] == ["1.00"] * 3 and [
+        row[4] for row in medians.rows
+    ] == ["2.00"] * 3
 
 
 def test_many_steps_and_ranks_keep_their_highest_values_and_the_culprits() -> None:
@@ -35,10 +43,17 @@ def test_the_memory_of_each_rank_and_its_growth() -> None:
     leak = table(3, 40, victim=1, at=0, rss=lambda step, line: 80 * MIB + 3 * MIB * step // 2)
     section = ranks.section(run_of(leak))
     chart, memory = section.charts[1], section.tables[1]
-    assert chart.key == "rank_memory" and [line["rank"] for line in chart.data["lines"]] == [0, 1, 2]
+    assert chart.key == "rank_memory" and [line["rank"] for line in chart.data["lines"]] == [
+        0,
+        1,
+        2,
+    ]
     assert chart.data["lines"][1]["mib"]["mean"][-1] == 138.5
-    assert memory.rows == [["0", "80.0", "+0.0", "0.000"], ["1", "138.5", "+51.0", "1.500"],
-                           ["2", "80.0", "+0.0", "0.000"]]
+    assert memory.rows == [
+        ["0", "80.0", "+0.0", "0.000"],
+        ["1", "138.5", "+51.0", "1.500"],
+        ["2", "80.0", "+0.0", "0.000"],
+    ]
     threads = table(2)
     for each in threads.ranks.values():
         for line in each.steps:
@@ -55,9 +70,13 @@ def test_digests_that_are_equal_and_that_differ() -> None:
     drifted = table(4)
     for rank, each in drifted.ranks.items():
         for line in each.steps[3::4]:
-            line["digest"] = {f"dp.{rank // 2}": "odd" if rank == 3 and line["step"] > 8 else "even"}
+            line["digest"] = {
+                f"dp.{rank // 2}": "odd" if rank == 3 and line["step"] > 8 else "even"
+            }
     assert ranks.section(run_of(drifted)).tables[-1].rows == [
-        ["dp.0", "ranks 0-1", "5", "19", "equal"], ["dp.1", "ranks 2-3", "5", "19", "they differ from step 11 on"]]
+        ["dp.0", "ranks 0-1", "5", "19", "equal"],
+        ["dp.1", "ranks 2-3", "5", "19", "they differ from step 11 on"],
+    ]
 
 
 def test_the_line_of_a_busy_thread_is_shown() -> None:

@@ -1,4 +1,5 @@
-"""Asynchronous local steps: equal to a replay of the servers' record, without a barrier, at the cost of chapter 06."""
+"""Asynchronous local steps: equal to a replay of the servers' record, without a barrier, at the
+cost of chapter 06."""
 
 import threading
 from typing import Any
@@ -18,27 +19,58 @@ from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
 def run(size: int, *, steps: int = 6, every: int = 2, **options: Any) -> list[dict[str, Any]]:
     """A run under a Trainer, with a learning rate that changes."""
+
     def rank(world: Any) -> dict[str, Any]:
-        plan = Plan(dp=size, strategy="parameter-server", asynchronous=True, local_steps=every, **options)
-        trainer = Trainer(plan, tiny(), world, seed=3, lr=1e-2, lr_schedule="cosine", warmup=2, steps=steps, clip=0.5)
+        plan = Plan(
+            dp=size, strategy="parameter-server", asynchronous=True, local_steps=every, **options
+        )
+        trainer = Trainer(
+            plan,
+            tiny(),
+            world,
+            seed=3,
+            lr=1e-2,
+            lr_schedule="cosine",
+            warmup=2,
+            steps=steps,
+            clip=0.5,
+        )
         losses = [trainer.step(global_batch(step, 5, tiny())) for step in range(steps)]
         weights, strategy = trainer.state_dict(), trainer.strategy
         assert isinstance(strategy, AsyncLocalSteps)
         held = sum(array.size for slot in trainer.optimizer.slots for array in slot.state.values())
-        return {"weights": weights, "losses": losses, "record": list(strategy.record), "rate": trainer.learning_rate,
-                "sent": world.ledger.sent_bytes("step"), "digest": trainer.weights_sha256(), "moments": held,
-                "loss": trainer.evaluate([global_batch(99, 4, tiny())])}
+        return {
+            "weights": weights,
+            "losses": losses,
+            "record": list(strategy.record),
+            "rate": trainer.learning_rate,
+            "sent": world.ledger.sent_bytes("step"),
+            "digest": trainer.weights_sha256(),
+            "moments": held,
+            "loss": trainer.evaluate([global_batch(99, 4, tiny())]),
+        }
 
     return md.run(rank, size=size)
 
 
-@pytest.mark.parametrize(("size", "every", "staleness"), [(2, 3, 2), (3, 2, 0), (4, 2, 1), (4, 1, None)])
+@pytest.mark.parametrize(
+    ("size", "every", "staleness"), [(2, 3, 2), (3, 2, 0), (4, 2, 1), (4, 1, None)]
+)
 def test_equals_a_replay_of_the_record(size: int, every: int, staleness: int | None) -> None:
     ranks = run(size, every=every, staleness=staleness)
     record, model = ranks[-1]["record"], new_model()
     assert len(record) == (size - 1) * (6 // every)
-    replay_rounds(model, record, lambda step: global_batch(step, 5, tiny()), lambda weights: AdamW(weights, 1e-2),
-                  workers=size - 1, every=every, outer=OUTERS["nesterov"], rate=ranks[0]["rate"], clip=0.5)
+    replay_rounds(
+        model,
+        record,
+        lambda step: global_batch(step, 5, tiny()),
+        lambda weights: AdamW(weights, 1e-2),
+        workers=size - 1,
+        every=every,
+        outer=OUTERS["nesterov"],
+        rate=ranks[0]["rate"],
+        clip=0.5,
+    )
     assert difference(model.state_dict(), ranks[-1]["weights"]) == 0
     assert len({rank["digest"] for rank in ranks}) == len({rank["loss"] for rank in ranks}) == 1
 
@@ -52,7 +84,9 @@ def test_one_worker_is_one_rank_of_diloco() -> None:
         trainer.survivors()
         return vector_of(trainer.model)
 
-    np.testing.assert_allclose(md.run(rank, size=2)[0], reference(1, steps=6, every=3)["common"], rtol=0, atol=1e-10)
+    np.testing.assert_allclose(
+        md.run(rank, size=2)[0], reference(1, steps=6, every=3)["common"], rtol=0, atol=1e-10
+    )
 
 
 def test_several_servers_divide_the_weights() -> None:
@@ -62,7 +96,8 @@ def test_several_servers_divide_the_weights() -> None:
 
 
 def test_bytes_and_moments_are_the_formula() -> None:
-    """Two workers, one server, three rounds of two steps; the weights once more at the end. No moments on a server."""
+    """Two workers, one server, three rounds of two steps; the weights once more at the end. No
+    moments on a server."""
     ranks, nbytes = run(3), vector_of(new_model()).nbytes
     sent = [sum(rank["sent"]["dp"].values()) for rank in ranks]
     assert sent[:2] == [3 * nbytes] * 2
@@ -74,7 +109,9 @@ def test_a_worker_goes_on_while_another_sleeps() -> None:
     ahead = threading.Event()
 
     def rank(world: Any) -> None:
-        trainer = Trainer(Plan(dp=3, strategy="parameter-server", asynchronous=True, local_steps=2), tiny(), world)
+        trainer = Trainer(
+            Plan(dp=3, strategy="parameter-server", asynchronous=True, local_steps=2), tiny(), world
+        )
         assert world.rank != 1 or ahead.wait(20)
         for step in range(4):
             trainer.step(global_batch(step, 4, tiny()))
@@ -86,11 +123,15 @@ def test_a_worker_goes_on_while_another_sleeps() -> None:
 
 def test_no_step_after_the_last() -> None:
     def rank(world: Any) -> None:
-        trainer = Trainer(Plan(dp=2, strategy="parameter-server", asynchronous=True, local_steps=1), tiny(), world)
+        trainer = Trainer(
+            Plan(dp=2, strategy="parameter-server", asynchronous=True, local_steps=1), tiny(), world
+        )
         trainer.step(global_batch(0, 4, tiny()))
         trainer.survivors()
         if world.rank == 0:
-            with pytest.raises(ConfigError, match="worker 0 of 1 has finished and makes no more steps"):
+            with pytest.raises(
+                ConfigError, match="worker 0 of 1 has finished and makes no more steps"
+            ):
                 trainer.step(global_batch(1, 4, tiny()))
 
     md.run(rank, size=2)

@@ -1,4 +1,5 @@
-"""fp16 and bf16 on the wire: two bytes a number, rounded as NumPy does, and an overflow stays one."""
+"""fp16 and bf16 on the wire: two bytes a number, rounded as NumPy does, and an overflow stays
+one."""
 
 import ml_dtypes
 import numpy as np
@@ -22,12 +23,19 @@ def there_and_back(name: str, values: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", KINDS)
-@given(arrays.arrays(st.sampled_from(["float32", "float64"]), st.integers(0, 40),
-                     elements=st.floats(-6e4, 6e4, width=32)))
+@given(
+    arrays.arrays(
+        st.sampled_from(["float32", "float64"]),
+        st.integers(0, 40),
+        elements=st.floats(-6e4, 6e4, width=32),
+    )
+)
 def test_numbers_are_rounded_once(name: str, values: np.ndarray) -> None:
     result = there_and_back(name, values)
     assert result.dtype == values.dtype
-    np.testing.assert_array_equal(result, values.astype(np.float32).astype(KINDS[name]).astype(values.dtype))
+    np.testing.assert_array_equal(
+        result, values.astype(np.float32).astype(KINDS[name]).astype(values.dtype)
+    )
 
 
 @pytest.mark.parametrize("name", KINDS)

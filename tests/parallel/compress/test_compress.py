@@ -20,7 +20,10 @@ from minidist.parallel.step.replicas import weights_digest
 
 MISTAKES = [
     ("zip", "compress 'zip': there is no scheme 'zip'; choose one of none, fp16"),
-    ("8bit:blok=3", "'blok=3' is no option=value; 8bit takes block, book, rounding, feedback, seed"),
+    (
+        "8bit:blok=3",
+        "'blok=3' is no option=value; 8bit takes block, book, rounding, feedback, seed",
+    ),
     ("8bit:block", "'block' is no option=value"),
     ("8bit:block=some", "compress '8bit:block=some': block='some'; write it like 128"),
     ("8bit:block=3", "block=3; a scale is for an even number from 2"),
@@ -46,12 +49,26 @@ def test_every_name_makes_its_scheme(name: str) -> None:
         assert Plan(dp=2, zero=1, compress=name).as_dict()["compress"] == name
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    ({"zero": 3, "dp": 2}, "zero=3 on dp=2, which sends weights in every pass, and they must not lose digits; use zer"),
-    ({"dp": 1}, "which has no ranks that sum gradients; use dp=2, or compress=none"),
-    ({"tp": 2}, "zero=0 on tp=2, which has no ranks that sum gradients"),
-    ({"dp": 2, "strategy": "parameter-server"}, "strategy=parameter-server, which sums gradients otherwise"),
-    ({"replicas": 2, "strategy": "data-parallel"}, "strategy=data-parallel, which sums gradients otherwise")])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"zero": 3, "dp": 2},
+            "zero=3 on dp=2, which sends weights in every pass, and they must not lose digits; "
+            "use zer",
+        ),
+        ({"dp": 1}, "which has no ranks that sum gradients; use dp=2, or compress=none"),
+        ({"tp": 2}, "zero=0 on tp=2, which has no ranks that sum gradients"),
+        (
+            {"dp": 2, "strategy": "parameter-server"},
+            "strategy=parameter-server, which sums gradients otherwise",
+        ),
+        (
+            {"replicas": 2, "strategy": "data-parallel"},
+            "strategy=data-parallel, which sums gradients otherwise",
+        ),
+    ],
+)
 def test_a_plan_refuses(options: dict[str, Any], says: str) -> None:
     with pytest.raises(PlanError) as caught:
         Plan(compress="8bit", **options)
@@ -68,7 +85,8 @@ def test_what_makes_buckets_anew_and_what_has_no_numbers_refuse() -> None:
         md.simulate(Plan(dp=2, compress="8bit"), tiny(), "h100:2", batch=4)
 
 
-# ------------------------------------------------------------------------------------------------ the plain version
+# -------------------------------------------------------------------------------- the plain version
+
 
 def plain(world: Any, density: float | None) -> dict[str, np.ndarray]:
     """Weights after three steps of the plain version, or of plain DDP."""
@@ -93,36 +111,58 @@ def test_the_plain_version_leaves_equal_replicas() -> None:
     assert len({weights_digest(weights) for weights in md.run(plain, 0.05, size=3)}) == 1
 
 
-# ----------------------------------------------------------------------------------------------------- under a plan
+# ------------------------------------------------------------------------------------- under a plan
+
 
 @pytest.mark.parametrize("options", [{}, {"zero": 1}, {"zero": 2, "accumulate": 2}], ids=str)
 def test_a_plan_compresses(options: dict[str, Any]) -> None:
-    """The loss falls as without, at a part of the bytes; all ranks have the same bits, also in a second run."""
-    less, again, whole = (md.run(lambda world, text=text: train(world, compress=text, steps=6, **options), size=3)
-                          for text in ("8bit", "8bit", "none"))
-    assert {rank["digest"] for rank in (*less, *again)} == {less[0]["digest"]} != {whole[0]["digest"]}
+    """The loss falls as without, at a part of the bytes; all ranks have the same bits, also in a
+    second run."""
+    less, again, whole = (
+        md.run(lambda world, text=text: train(world, compress=text, steps=6, **options), size=3)
+        for text in ("8bit", "8bit", "none")
+    )
+    assert (
+        {rank["digest"] for rank in (*less, *again)} == {less[0]["digest"]} != {whole[0]["digest"]}
+    )
     assert abs(less[0]["losses"][-1] - whole[0]["losses"][-1]) < 0.05 * whole[0]["losses"][0]
-    sent, plainly = (sum(sum(verbs.values()) for rank in ranks for verbs in [rank["sent"]["dp"]])
-                     for ranks in (less, whole))
-    assert plainly > (6 if not options else 1.4) * sent      # float64; ZeRO's weights travel as they are
+    sent, plainly = (
+        sum(sum(verbs.values()) for rank in ranks for verbs in [rank["sent"]["dp"]])
+        for ranks in (less, whole)
+    )
+    # float64; ZeRO's weights travel as they are
+    assert plainly > (6 if not options else 1.4) * sent
     assert less[0]["memory"]["residuals"]["now"] > 0 == whole[0]["memory"]["residuals"]["peak"]
 
 
 def measured(world: Any, plan: dict[str, Any]) -> dict[str, Any]:
     """Ledger and formula of two steps."""
-    trainer = Trainer(Plan(bucket_bytes=2048, **plan), tiny(layers=3, heads=4), world, lr=1e-2, seed=3)
+    trainer = Trainer(
+        Plan(bucket_bytes=2048, **plan), tiny(layers=3, heads=4), world, lr=1e-2, seed=3
+    )
     for step in range(2):
         trainer.step(global_batch(step, 8, trainer.config))
-    trainer.check_replicas()        # ZeRO's last weights have arrived
-    result = {"sent": world.ledger.sent_bytes("step"),
-              "formula": metrics.gradient_formula(trainer, global_batch(0, 8, trainer.config))}
+    trainer.check_replicas()  # ZeRO's last weights have arrived
+    result = {
+        "sent": world.ledger.sent_bytes("step"),
+        "formula": metrics.gradient_formula(trainer, global_batch(0, 8, trainer.config)),
+    }
     trainer.close()
     return result
 
 
-@pytest.mark.parametrize("plan", [
-    {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2, "zero": 2}, {"dp": 2, "cp": 2, "zero": 1}, {"dp": 3, "zero": 1},
-    {"dp": 4, "zero": 2, "shard": 2}, {"dp": 6, "zero": 1, "shard": 3}], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"dp": 2, "tp": 2},
+        {"dp": 2, "pp": 2, "zero": 2},
+        {"dp": 2, "cp": 2, "zero": 1},
+        {"dp": 3, "zero": 1},
+        {"dp": 4, "zero": 2, "shard": 2},
+        {"dp": 6, "zero": 1, "shard": 3},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("text", ["8bit:block=16", "fp16"])
 def test_bytes_of_a_plan_are_its_formula(plan: dict[str, Any], text: str) -> None:
     ranks = md.run(measured, {"compress": text, **plan}, size=Plan(**plan).size)

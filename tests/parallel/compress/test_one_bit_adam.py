@@ -40,39 +40,52 @@ def train(world: Any, text: str | None, steps: int, **options: Any) -> dict[str,
 
 
 def test_warm_up_is_adam_bit_for_bit() -> None:
-    plain, scheme = (md.run(lambda world, text=text: train(world, text, 5, clip=0.5), size=3)
-                     for text in (None, "1-bit:warmup=5"))
-    assert all((scheme[rank][name] == plain[0][name]).all() for rank in range(3) for name in plain[0])
+    plain, scheme = (
+        md.run(lambda world, text=text: train(world, text, 5, clip=0.5), size=3)
+        for text in (None, "1-bit:warmup=5")
+    )
+    assert all(
+        (scheme[rank][name] == plain[0][name]).all() for rank in range(3) for name in plain[0]
+    )
     later = md.run(lambda world: train(world, "1-bit:warmup=4", 5, clip=0.5), size=3)
     assert difference(later[0], plain[0]) > 1e-6
-    assert all((later[rank][name] == later[0][name]).all() for rank in range(3) for name in later[0])
+    assert all(
+        (later[rank][name] == later[0][name]).all() for rank in range(3) for name in later[0]
+    )
 
 
 def reference(given: np.ndarray, lr: float, b1: float, b2: float, eps: float) -> np.ndarray:
-    """Algorithm 1 of the paper, with Adam's corrections for the start: weights from 0. given: (ranks, steps, n)."""
+    """Algorithm 1 of the paper, with Adam's corrections for the start: weights from 0. given:
+    (ranks, steps, n)."""
     size, steps, n = given.shape
     m, v, weights, worker, server = (np.zeros(shape) for shape in (n, n, n, (size, n), n))
     for step in range(1, steps + 1):
         if step <= WARMUP:
             gradient = given[:, step - 1].sum(axis=0)
-            m, v = b1 * m + (1 - b1) * gradient, b2 * v + (1 - b2) * gradient ** 2
+            m, v = b1 * m + (1 - b1) * gradient, b2 * v + (1 - b2) * gradient**2
         else:
             new = np.zeros(n)
             for chunk in map(slice, bounds(n, size), bounds(n, size)[1:]):
                 for rank in range(size):
-                    worker[rank, chunk] += b1 * m[chunk] / size + (1 - b1) * given[rank, step - 1, chunk]
-                    sent = np.sign(worker[rank, chunk]) * np.float32(np.abs(worker[rank, chunk]).mean())
+                    worker[rank, chunk] += (
+                        b1 * m[chunk] / size + (1 - b1) * given[rank, step - 1, chunk]
+                    )
+                    sent = np.sign(worker[rank, chunk]) * np.float32(
+                        np.abs(worker[rank, chunk]).mean()
+                    )
                     worker[rank, chunk] -= sent
                     server[chunk] += sent
                 new[chunk] = np.sign(server[chunk]) * np.float32(np.abs(server[chunk]).mean())
                 server[chunk] -= new[chunk]
             m = new
         corrected = v / (1 - b2 ** min(step, WARMUP))
-        weights = weights - lr * m / (1 - b1 ** step) / (np.sqrt(corrected) + eps)
+        weights = weights - lr * m / (1 - b1**step) / (np.sqrt(corrected) + eps)
     return weights
 
 
-def sum_and_update(world: Any, given: np.ndarray, *, scales: tuple[float, ...] = ()) -> tuple[np.ndarray, Any, Any]:
+def sum_and_update(
+    world: Any, given: np.ndarray, *, scales: tuple[float, ...] = ()
+) -> tuple[np.ndarray, Any, Any]:
     """Weights of one bucket of two tensors after all steps, with errors and the ledger's bytes."""
     parameters = [Parameter(np.zeros((5, 7))), Parameter(np.zeros(6))]
     for number, parameter in enumerate(parameters):
@@ -89,7 +102,11 @@ def sum_and_update(world: Any, given: np.ndarray, *, scales: tuple[float, ...] =
         parameters[0].grad, parameters[1].grad = bucket[:35].reshape(5, 7), bucket[35:]
         optimizer.step(scale=1 / scale)
     weights = np.concatenate([parameter.data.reshape(-1) for parameter in parameters])
-    return weights, scheme.errors, {phase: world.ledger.sent_bytes(phase) for phase in ("warm-up", "signs")}
+    return (
+        weights,
+        scheme.errors,
+        {phase: world.ledger.sent_bytes(phase) for phase in ("warm-up", "signs")},
+    )
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
@@ -99,17 +116,28 @@ def test_equals_the_paper_at_its_bytes(size: int) -> None:
     wanted = reference(given, 0.1, 0.9, 0.999, 1e-8)
     for weights, _, _ in ranks:
         np.testing.assert_allclose(weights, wanted, rtol=1e-6, atol=1e-9)
-    sent = {phase: sum(sent[phase]["world"][verb] for _, _, sent in ranks for verb in sent[phase]["world"])
-            for phase in ("warm-up", "signs")}
-    chunks = [stop - start for start, stop in zip(bounds(N, size), bounds(N, size)[1:], strict=False)]
-    assert sent == {"warm-up": WARMUP * 2 * (size - 1) * N * 8,
-                    "signs": (12 - WARMUP) * 2 * (size - 1) * sum(4 + -(-m // 8) for m in chunks)}
+    sent = {
+        phase: sum(
+            sent[phase]["world"][verb] for _, _, sent in ranks for verb in sent[phase]["world"]
+        )
+        for phase in ("warm-up", "signs")
+    }
+    chunks = [
+        stop - start for start, stop in zip(bounds(N, size), bounds(N, size)[1:], strict=False)
+    ]
+    assert sent == {
+        "warm-up": WARMUP * 2 * (size - 1) * N * 8,
+        "signs": (12 - WARMUP) * 2 * (size - 1) * sum(4 + -(-m // 8) for m in chunks),
+    }
 
 
 def test_the_loss_scale_changes_nothing() -> None:
     given = np.random.default_rng(8).normal(size=(2, 10, N))
     plain = md.run(lambda world: sum_and_update(world, given), size=2)[0][0]
-    scaled = md.run(lambda world: sum_and_update(world, given, scales=(8.0,) * 3 + (64.0,) * 4 + (2.0,) * 3), size=2)
+    scaled = md.run(
+        lambda world: sum_and_update(world, given, scales=(8.0,) * 3 + (64.0,) * 4 + (2.0,) * 3),
+        size=2,
+    )
     np.testing.assert_array_equal(scaled[0][0], plain)
 
 

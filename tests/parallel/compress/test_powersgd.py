@@ -11,7 +11,8 @@ SHAPE = (12, 10)
 
 
 def reference(given: list[np.ndarray], rank: int) -> np.ndarray:
-    """Algorithms 1 and 2 of the paper for one matrix, each rank's error that of its own projection: (steps, n)."""
+    """Algorithms 1 and 2 of the paper for one matrix, each rank's error that of its own projection:
+    (steps, n)."""
     errors = np.zeros((len(given), *SHAPE))
     q = random_normal("p0/powersgd/0", 0, range(SHAPE[1] * rank), "float64").reshape(SHAPE[1], rank)
     sums = []
@@ -21,7 +22,7 @@ def reference(given: list[np.ndarray], rank: int) -> np.ndarray:
         q = sum(error.T @ p for error in errors)
         sums.append((p @ q.T).reshape(-1))
         errors -= np.array([p @ (error.T @ p).T for error in errors])
-        signs = np.ones(rank)       # of a column of p: both signs give the same product
+        signs = np.ones(rank)  # of a column of p: both signs give the same product
         q = q * signs
     return np.array(sums)
 
@@ -34,20 +35,30 @@ def test_equals_the_paper(rank: int) -> None:
 
 
 def test_exact_where_the_rank_is_large_enough() -> None:
-    """Gradients that are products of rank 3 need no more than 3 columns; and a square matrix at full rank travels."""
+    """Gradients that are products of rank 3 need no more than 3 columns; and a square matrix at
+    full rank travels."""
     random = np.random.default_rng(1)
     basis = random.normal(size=(40, 3))
-    given = [np.stack([(basis @ random.normal(size=(3, 30))).reshape(-1) for _ in range(4)]) for _ in range(3)]
+    given = [
+        np.stack([(basis @ random.normal(size=(3, 30))).reshape(-1) for _ in range(4)])
+        for _ in range(3)
+    ]
     sums = sum_by("powersgd:rank=3", 3, given=given.__getitem__, shapes=((40, 30),))
-    total = sum(given)      # beside its largest number: rounding grows with how alike the three random columns are
+    # beside its largest number: rounding grows with how alike the three random columns are
+    total = sum(given)
     np.testing.assert_allclose(sums.results[0], total, rtol=0, atol=1e-11 * np.abs(total).max())
-    whole = sum_by("powersgd:rank=12", 3, given=lambda rank: gradients(rank, 4, 120), shapes=(SHAPE,))
-    np.testing.assert_allclose(whole.results[0], sum(gradients(rank, 4, 120) for rank in range(3)), rtol=1e-13)
-    assert ("worker", 0) not in whole.errors[0]         # the matrix travels as it is: nothing to keep
+    whole = sum_by(
+        "powersgd:rank=12", 3, given=lambda rank: gradients(rank, 4, 120), shapes=(SHAPE,)
+    )
+    np.testing.assert_allclose(
+        whole.results[0], sum(gradients(rank, 4, 120) for rank in range(3)), rtol=1e-13
+    )
+    assert ("worker", 0) not in whole.errors[0]  # the matrix travels as it is: nothing to keep
 
 
 def test_two_columns_of_a_full_projection_lose_nothing() -> None:
-    """rank = min(a, b) of a thin matrix (2, 60) with r (a + b) > a b would be no gain; of (3, 60) at 2 some is lost."""
+    """rank = min(a, b) of a thin matrix (2, 60) with r (a + b) > a b would be no gain; of (3, 60)
+    at 2 some is lost."""
     given = [gradients(rank, 6, 180) for rank in range(2)]
     sums = sum_by("powersgd:rank=2", 2, given=given.__getitem__, shapes=((3, 60),))
     assert np.abs(sums.results[0] - sum(given)).max() > 0.1
@@ -77,8 +88,12 @@ def test_warm_start_finds_the_strongest_directions() -> None:
     random = np.random.default_rng(3)
     u, s, v = np.linalg.svd(random.normal(size=(20, 30)), full_matrices=False)
     matrix = (u * (s * 0.5 ** np.arange(20))) @ v
-    sums = sum_by("powersgd:rank=2,feedback=no", 2, given=lambda rank: np.repeat(matrix.reshape(1, -1), 30, axis=0),
-                  shapes=((20, 30),))
+    sums = sum_by(
+        "powersgd:rank=2,feedback=no",
+        2,
+        given=lambda rank: np.repeat(matrix.reshape(1, -1), 30, axis=0),
+        shapes=((20, 30),),
+    )
     u, s, v = np.linalg.svd(2 * matrix)
     best = (u[:, :2] * s[:2]) @ v[:2]
     np.testing.assert_allclose(sums.results[0][-1].reshape(20, 30), best, atol=1e-3 * s[0])

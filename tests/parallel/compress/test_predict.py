@@ -11,26 +11,42 @@ from minidist.parallel.compress.two_phase import RandomStream
 N = 257
 
 
-@pytest.mark.parametrize("text", ["predict", "predict:codec=sign", "predict:codec=8bit,tolerance=0"])
+@pytest.mark.parametrize(
+    "text", ["predict", "predict:codec=sign", "predict:codec=8bit,tolerance=0"]
+)
 def test_owners_know_what_the_ranks_predict(text: str) -> None:
-    """s of all chunks is the sum of all p, and q the same on every rank, though no prediction ever travels."""
+    """s of all chunks is the sum of all p, and q the same on every rank, though no prediction ever
+    travels."""
     sums = sum_by(text, 3, steps=20)
     owners = np.concatenate([private["s.0"] for private in sums.private])
-    np.testing.assert_allclose(owners, sum(private["p.0"] for private in sums.private), rtol=1e-11, atol=1e-12)
+    np.testing.assert_allclose(
+        owners, sum(private["p.0"] for private in sums.private), rtol=1e-11, atol=1e-12
+    )
     for private in sums.private:
         np.testing.assert_array_equal(private["q.0"], sums.private[0]["q.0"])
     assert np.abs(owners).max() > 0.1
 
 
 def test_equals_a_plain_reference() -> None:
-    """One rank of two phases in plain NumPy: DIANA's differences with the errors fed back, by 8-bit codes."""
-    codec, rate, draw = Quantiser(8, block=128, book="linear", rounding="nearest"), 0.1, RandomStream("", 0, 0)
+    """One rank of two phases in plain NumPy: DIANA's differences with the errors fed back, by 8-bit
+    codes."""
+    codec, rate, draw = (
+        Quantiser(8, block=128, book="linear", rounding="nearest"),
+        0.1,
+        RandomStream("", 0, 0),
+    )
 
     def coded(values: np.ndarray) -> np.ndarray:
         return codec.decode(codec.encode(values, draw), len(values), values.dtype)
 
     given = [gradients(rank, 15, 128) for rank in range(2)]
-    p, worker, q, server, sums = np.zeros((2, 128)), np.zeros((2, 128)), np.zeros(128), np.zeros(128), []
+    p, worker, q, server, sums = (
+        np.zeros((2, 128)),
+        np.zeros((2, 128)),
+        np.zeros(128),
+        np.zeros(128),
+        [],
+    )
     for step in range(15):
         summed = np.zeros(128)
         for rank in range(2):
@@ -46,16 +62,24 @@ def test_equals_a_plain_reference() -> None:
             server[chunk] = difference - sent
             sums.append(q[chunk] + sent)
             q[chunk] += rate * sent
-    found = sum_by("predict:codec=8bit,tolerance=0", 2, given=given.__getitem__, shapes=((128,),)).results[0]
+    found = sum_by(
+        "predict:codec=8bit,tolerance=0", 2, given=given.__getitem__, shapes=((128,),)
+    ).results[0]
     np.testing.assert_allclose(found.reshape(-1, 64), np.array(sums), rtol=1e-9, atol=1e-9)
 
 
 def test_silence_keeps_the_sum_near() -> None:
-    """Gradients that repeat: after a while nothing is sent, and what is applied is on average what was given."""
-    sums = sum_by("predict:codec=8bit,rate=0.5,tolerance=0.2", 3,
-                  given=lambda rank: np.repeat(gradients(rank, 1, N), 40, axis=0))
+    """Gradients that repeat: after a while nothing is sent, and what is applied is on average what
+    was given."""
+    sums = sum_by(
+        "predict:codec=8bit,rate=0.5,tolerance=0.2",
+        3,
+        given=lambda rank: np.repeat(gradients(rank, 1, N), 40, axis=0),
+    )
     wanted = sum(gradients(rank, 1, N)[0] for rank in range(3))
-    np.testing.assert_allclose(sums.results[0].mean(axis=0), wanted, atol=0.02 * np.abs(wanted).max())
+    np.testing.assert_allclose(
+        sums.results[0].mean(axis=0), wanted, atol=0.02 * np.abs(wanted).max()
+    )
 
 
 def test_one_byte_for_nothing() -> None:
@@ -68,4 +92,7 @@ def test_one_byte_for_nothing() -> None:
     assert codec.length(stream, 100, numbers.dtype) == 1
     assert codec.length(stream, 0, numbers.dtype) == 0
     assert not codec.decode(silence, 100, numbers.dtype).any()
-    assert np.abs(codec.decode(payload, 100, numbers.dtype) - numbers).max() <= np.abs(numbers).max() / 14 * 1.001
+    assert (
+        np.abs(codec.decode(payload, 100, numbers.dtype) - numbers).max()
+        <= np.abs(numbers).max() / 14 * 1.001
+    )

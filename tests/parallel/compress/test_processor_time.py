@@ -1,4 +1,5 @@
-"""Compression pays over 1 Gbit/s: each scheme takes less processor time than the bytes that it saves would take.
+"""Compression pays over 1 Gbit/s: each scheme takes less processor time than the bytes that it
+saves would take.
 
 1-bit has the codec of `sign` and is not in the table; `adaptive` sends what its link bears.
 """
@@ -19,11 +20,26 @@ from minidist.parallel.compress.compress import scheme_of
 from minidist.parallel.data.buckets import BUCKET_BYTES
 from minidist.parallel.step.scheme import GradientRun
 
-GIGABIT = 1e9 / 8       # bytes a second
-WARM, TIMED = 2, 5      # steps
-TEXTS = ("fp16", "bf16", "8bit", "8bit:rounding=stochastic", "8bit:book=dynamic", "4bit", "4bit:book=dynamic", "top-k",
-         "threshold:value=3e-3", "random-k", "sign", "sign:majority=yes", "powersgd", "predict",
-         "predict:codec=8bit", "predict:codec=sign")
+GIGABIT = 1e9 / 8  # bytes a second
+WARM, TIMED = 2, 5  # steps
+TEXTS = (
+    "fp16",
+    "bf16",
+    "8bit",
+    "8bit:rounding=stochastic",
+    "8bit:book=dynamic",
+    "4bit",
+    "4bit:book=dynamic",
+    "top-k",
+    "threshold:value=3e-3",
+    "random-k",
+    "sign",
+    "sign:majority=yes",
+    "powersgd",
+    "predict",
+    "predict:codec=8bit",
+    "predict:codec=sign",
+)
 
 
 class Arrived(Pending):
@@ -40,7 +56,8 @@ class Arrived(Pending):
 
 
 class EqualRanks:
-    """A group of four whose other ranks send what this one sends: no time passes in the calls. sent: bytes."""
+    """A group of four whose other ranks send what this one sends: no time passes in the calls.
+    sent: bytes."""
 
     def __init__(self) -> None:
         self.size, self.rank, self.id, self.sent = 4, 1, 0, 0
@@ -71,17 +88,23 @@ def buckets_of(model: GPT, limit: int) -> Iterator[list[Any]]:
 
 
 def cost_of(text: str, model: GPT) -> tuple[float, int]:
-    """(processor seconds, sent bytes) of a step of one rank: the least of five after the warm-up, because
-    other programs slow a processor down."""
+    """(processor seconds, sent bytes) of a step of one rank: the least of five after the warm-up,
+    because other programs slow a processor down."""
     group, buckets = EqualRanks(), list(buckets_of(model, BUCKET_BYTES))
     scheme = scheme_of(text)
-    scheme.attach([GradientRun.whole(bucket, cast(Group, group), "all_reduce") for bucket in buckets])
+    scheme.attach(
+        [GradientRun.whole(bucket, cast(Group, group), "all_reduce") for bucket in buckets]
+    )
     random, seconds, sent = np.random.default_rng(0), [], 0
     for _ in range(WARM + TIMED):
-        arrays = [(1e-3 * random.standard_normal(run.size)).astype(np.float32) for run in scheme.runs]
+        arrays = [
+            (1e-3 * random.standard_normal(run.size)).astype(np.float32) for run in scheme.runs
+        ]
         before, begun = group.sent, time.process_time()
         scheme.begin_step()
-        for pending in [scheme.start_all_reduce(index, array) for index, array in enumerate(arrays)]:
+        for pending in [
+            scheme.start_all_reduce(index, array) for index, array in enumerate(arrays)
+        ]:
             pending.wait()
         seconds.append(time.process_time() - begun)
         sent = group.sent - before

@@ -22,7 +22,9 @@ def test_the_largest(n: int, seed: int, spread: float, data: st.DataObject) -> N
     np.testing.assert_array_equal(found, np.sort(np.argsort(-np.abs(values), kind="stable")[:k]))
 
 
-@pytest.mark.parametrize("values", [np.zeros(5000), np.ones(5000), np.repeat([0.0, 7.0], 2500), np.full(5000, np.nan)])
+@pytest.mark.parametrize(
+    "values", [np.zeros(5000), np.ones(5000), np.repeat([0.0, 7.0], 2500), np.full(5000, np.nan)]
+)
 def test_equal_numbers(values: np.ndarray) -> None:
     found = largest(values, 100)
     assert len(np.unique(found)) == 100
@@ -38,7 +40,8 @@ def test_what_is_not_finite_comes_first() -> None:
 
 
 def test_a_sample_that_misses_what_is_large() -> None:
-    """The large numbers lie between the places that the sample looks at, or at just these places."""
+    """The large numbers lie between the places that the sample looks at, or at just these
+    places."""
     for first in (0, 1):
         values = np.full(1 << 16, 0.5)
         values[first::4] = 1.0 + np.arange(1 << 14)
@@ -60,9 +63,10 @@ def test_one_of_every_stratum(size: int, chunks: int, data: st.DataObject) -> No
     assert lengths.min() >= 1
     edges = np.concatenate([[0], np.cumsum(lengths)])
     assert ((positions >= edges[:-1]) & (positions < edges[1:])).all()
-    for chunk in range(chunks):         # a reduce-scatter of the values leaves each rank those of its chunk
-        start, stop = bounds(k, chunks)[chunk:chunk + 2]
-        low, high = bounds(size, chunks)[chunk:chunk + 2]
+    # a reduce-scatter of the values leaves each rank those of its chunk
+    for chunk in range(chunks):
+        start, stop = bounds(k, chunks)[chunk : chunk + 2]
+        low, high = bounds(size, chunks)[chunk : chunk + 2]
         assert ((positions[start:stop] >= low) & (positions[start:stop] < high)).all()
         assert lengths[start:stop].sum() == high - low
 

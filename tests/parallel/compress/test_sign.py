@@ -14,8 +14,11 @@ DRAW = RandomStream("", 0, 0)
 
 
 @settings(max_examples=60, deadline=None)
-@given(count=st.integers(0, 300), block=st.sampled_from([0, 8, 16, 64, 4096]),
-       kind=st.sampled_from(["float32", "float64"]))
+@given(
+    count=st.integers(0, 300),
+    block=st.sampled_from([0, 8, 16, 64, 4096]),
+    kind=st.sampled_from(["float32", "float64"]),
+)
 def test_there_and_back(count: int, block: int, kind: str) -> None:
     codec, values = Sign(block), np.random.default_rng(count).normal(size=count).astype(kind)
     payload = codec.encode(values, DRAW)

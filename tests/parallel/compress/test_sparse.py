@@ -15,7 +15,9 @@ from minidist.parallel.step.scheme import GradientRun
 N = 257
 
 
-def reference(given: list[np.ndarray], *, density: float, momentum: float = 0.0, masking: bool = True) -> np.ndarray:
+def reference(
+    given: list[np.ndarray], *, density: float, momentum: float = 0.0, masking: bool = True
+) -> np.ndarray:
     """Deep Gradient Compression, algorithm 4, for all ranks: the sums (steps, n)."""
     u, v = np.zeros((2, len(given), given[0].shape[1]))
     k, sums = count_of(density, u.shape[1]), []
@@ -39,14 +41,19 @@ def test_equals_the_paper(options: dict[str, float]) -> None:
     given = [gradients(rank, 20, N) for rank in range(3)]
     text = "top-k:density=0.05" + "".join(f",{name}={value}" for name, value in options.items())
     sums = sum_by(text.replace("False", "no"), 3, given=given.__getitem__)
-    np.testing.assert_allclose(sums.results[0], reference(given, density=0.05, **options), rtol=1e-13, atol=1e-13)
+    np.testing.assert_allclose(
+        sums.results[0], reference(given, density=0.05, **options), rtol=1e-13, atol=1e-13
+    )
 
 
 def test_without_masking_it_is_another_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: masking is asked for, and left out. The test above then fails."""
     made = TopK.__init__
-    monkeypatch.setattr(TopK, "__init__", lambda self, density, **options:
-                        made(self, density, **{**options, "masking": False}))
+    monkeypatch.setattr(
+        TopK,
+        "__init__",
+        lambda self, density, **options: made(self, density, **{**options, "masking": False}),
+    )
     given = [gradients(rank, 20, N) for rank in range(3)]
     sums = sum_by("top-k:density=0.05,momentum=0.9", 3, given=given.__getitem__)
     assert not np.allclose(sums.results[0], reference(given, density=0.05, momentum=0.9), rtol=1e-3)
@@ -61,7 +68,9 @@ def test_threshold_equals_strom() -> None:
         assert mask.sum(axis=1).max() < N / 2
         wanted.append(np.where(mask, residuals, 0).sum(axis=0))
         residuals[mask] = 0
-    np.testing.assert_allclose(sum_by("threshold:value=3", 2, given=given.__getitem__).results[0], wanted, rtol=1e-13)
+    np.testing.assert_allclose(
+        sum_by("threshold:value=3", 2, given=given.__getitem__).results[0], wanted, rtol=1e-13
+    )
 
 
 def test_a_threshold_of_nothing_sends_half() -> None:
@@ -82,7 +91,9 @@ def test_warm_up_falls_in_equal_ratios() -> None:
     for _ in range(7):
         scheme.begin_step()
         densities.append(scheme.present_density())
-    np.testing.assert_allclose(densities, [0.25 * 0.04 ** (step / 4) for step in range(4)] + [0.01] * 3)
+    np.testing.assert_allclose(
+        densities, [0.25 * 0.04 ** (step / 4) for step in range(4)] + [0.01] * 3
+    )
 
 
 def test_errors_follow_the_loss_scale() -> None:
@@ -90,10 +101,10 @@ def test_errors_follow_the_loss_scale() -> None:
         results, scales = [], (1.0, 8.0, 8.0, 2.0)
         for scaled in (False, True):
             scheme, parameter = TopK(0.1, momentum=0.5), Parameter(np.zeros(40))
-            scheme.attach([GradientRun.whole([parameter], world, "all_reduce")])   # type: ignore[arg-type]
+            scheme.attach([GradientRun.whole([parameter], world, "all_reduce")])  # type: ignore[arg-type]
             for step, scale in enumerate(scales):
                 scale = scale if scaled else 1.0
-                bucket = gradients(world.rank, 4, 40)[step] * scale        # type: ignore[attr-defined]
+                bucket = gradients(world.rank, 4, 40)[step] * scale  # type: ignore[attr-defined]
                 scheme.begin_step(scale)
                 scheme.start_all_reduce(0, bucket).wait()
                 results.append(bucket / scale)
@@ -120,6 +131,7 @@ def test_random_k_without_feedback_is_right_on_average() -> None:
     given = partial(lambda rank: np.repeat(gradients(rank, 1, N), 3000, axis=0))
     wanted = gradients(0, 1, N)[0] + gradients(1, 1, N)[0]
     sums = sum_by("random-k:density=0.2,feedback=no", 2, given=given).results[0]
-    deviation = 2 * np.abs(wanted) / np.sqrt(3000)              # of the mean: each number is 0 or 5 times itself
+    # of the mean: each number is 0 or 5 times itself
+    deviation = 2 * np.abs(wanted) / np.sqrt(3000)
     assert np.abs(sums.mean(axis=0) - wanted).max() < 5 * deviation.max()
     assert (np.count_nonzero(sums, axis=1) == round(0.2 * N)).all()

@@ -1,4 +1,5 @@
-"""What was not sent is state: nothing of it is lost under another plan, and it comes back to the bit under the same."""
+"""What was not sent is state: nothing of it is lost under another plan, and it comes back to the
+bit under the same."""
 
 from pathlib import Path
 from typing import Any
@@ -11,28 +12,35 @@ import minidist as md
 from minidist.parallel.hybrid.hybrid import Plan
 from minidist.parallel.hybrid.state_map import state_arrays, state_places
 
-CHANGES = {"layers": 2, "width": 12, "heads": 4, "tied": True}       # parts and chunks come out uneven
+CHANGES = {"layers": 2, "width": 12, "heads": 4, "tied": True}  # parts and chunks come out uneven
 SCHEME = "4bit:block=16"
 
 
 def owed(trainer: Any) -> dict[str, np.ndarray]:
-    """All that no rank has sent yet, of each whole tensor: added up over the kinds, once where ranks hold the same."""
-    mine = [(place.key, place.name, place.shape, place.runs, np.array(array)) for place, array in zip(
-        state_places(trainer.strategy, trainer.optimizer),
-        state_arrays(trainer.strategy, trainer.optimizer, changes=False), strict=True)
-        if place.kind.split(".")[0] in ("worker", "server")]
+    """All that no rank has sent yet, of each whole tensor: added up over the kinds, once where
+    ranks hold the same."""
+    mine = [
+        (place.key, place.name, place.shape, place.runs, np.array(array))
+        for place, array in zip(
+            state_places(trainer.strategy, trainer.optimizer),
+            state_arrays(trainer.strategy, trainer.optimizer, changes=False),
+            strict=True,
+        )
+        if place.kind.split(".")[0] in ("worker", "server")
+    ]
     return {key: (name, shape, runs, array) for key, name, shape, runs, array in mine}
 
 
 def total(ranks: list[Any]) -> dict[str, np.ndarray]:
-    """The sum over ranks of `owed`, by whole tensor; numbers of one kind at one place count once."""
+    """The sum over ranks of `owed`, by whole tensor; numbers of one kind at one place count
+    once."""
     kinds: dict[str, tuple[str, np.ndarray]] = {}
     for rank in ranks:
         for key, (name, shape, runs, array) in rank.items():
             whole = kinds.setdefault(key, (name, np.zeros(int(np.prod(shape)))))[1]
             at = 0
             for start, stop in runs:
-                whole[start:stop] = array[at:at + stop - start]
+                whole[start:stop] = array[at : at + stop - start]
                 at += stop - start
     sums: dict[str, np.ndarray] = {}
     for name, whole in kinds.values():
@@ -40,7 +48,9 @@ def total(ranks: list[Any]) -> dict[str, np.ndarray]:
     return sums
 
 
-def changed(world: Any, before: dict[str, Any], after: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+def changed(
+    world: Any, before: dict[str, Any], after: dict[str, Any]
+) -> tuple[Any, Any, dict[str, Any]]:
     """What is owed before and after a change of the plan, and what the scheme counts."""
     trainer = make(world, {"compress": SCHEME, **before}, CHANGES, {})
     steps(trainer, 3)
@@ -54,30 +64,37 @@ def changed(world: Any, before: dict[str, Any], after: dict[str, Any]) -> tuple[
     return first, second, counted
 
 
-@pytest.mark.parametrize(("before", "after"), [
-    ({"dp": 4}, {"dp": 4}),                                        # other buckets, so other chunks
-    ({"dp": 4}, {"dp": 2, "tp": 2, "zero": 2}),
-    ({"dp": 2, "tp": 2, "sequence_parallel": True}, {"dp": 4, "zero": 1}),
-    ({"dp": 4, "zero": 1, "shard": 2}, {"dp": 2, "pp": 2}),
-    ({"dp": 2, "pp": 2}, {"dp": 4, "zero": 2, "shard": 2}),
-], ids=lambda plan: ",".join(f"{key}={value}" for key, value in plan.items()))
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"dp": 4}, {"dp": 4}),  # other buckets, so other chunks
+        ({"dp": 4}, {"dp": 2, "tp": 2, "zero": 2}),
+        ({"dp": 2, "tp": 2, "sequence_parallel": True}, {"dp": 4, "zero": 1}),
+        ({"dp": 4, "zero": 1, "shard": 2}, {"dp": 2, "pp": 2}),
+        ({"dp": 2, "pp": 2}, {"dp": 4, "zero": 2, "shard": 2}),
+    ],
+    ids=lambda plan: ",".join(f"{key}={value}" for key, value in plan.items()),
+)
 def test_another_plan_owes_as_much(before: dict[str, Any], after: dict[str, Any]) -> None:
     ranks = md.run(changed, before, after, size=4)
     first, second = total([rank[0] for rank in ranks]), total([rank[1] for rank in ranks])
     assert first.keys() == second.keys()
     assert any(np.abs(array).max() > 0 for array in first.values())
     for name, array in first.items():
-        np.testing.assert_allclose(second[name], array, rtol=0, atol=1e-15 + 1e-12 * np.abs(array).max(), err_msg=name)
+        np.testing.assert_allclose(
+            second[name], array, rtol=0, atol=1e-15 + 1e-12 * np.abs(array).max(), err_msg=name
+        )
     assert ranks[0][2]["steps"] == 3
 
 
 def test_a_plan_that_keeps_nothing_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     md.run(changed, {"dp": 2}, {"dp": 2, "zero": 3, "compress": "none"}, size=2)
-    assert capfd.readouterr().err == ("minidist: what compress=4bit has not sent yet is left out: this plan keeps no "
-                                      "residuals\n")
+    assert capfd.readouterr().err == (
+        "minidist: what compress=4bit has not sent yet is left out: this plan keeps no residuals\n"
+    )
 
 
-@pytest.mark.soak       # test_another_plan_owes_as_much divides residuals
+@pytest.mark.soak  # test_another_plan_owes_as_much divides residuals
 def test_fewer_ranks_go_on_from_a_checkpoint_of_more(tmp_path: Path) -> None:
     def save(world: Any) -> Any:
         trainer = make(world, {"dp": 3, "compress": SCHEME}, CHANGES, {})
@@ -96,4 +113,6 @@ def test_fewer_ranks_go_on_from_a_checkpoint_of_more(tmp_path: Path) -> None:
 
     first, second = (total(md.run(job, size=size)) for job, size in ((save, 3), (load, 2)))
     for name, array in first.items():
-        np.testing.assert_allclose(second[name], array, rtol=0, atol=1e-15 + 1e-12 * np.abs(array).max(), err_msg=name)
+        np.testing.assert_allclose(
+            second[name], array, rtol=0, atol=1e-15 + 1e-12 * np.abs(array).max(), err_msg=name
+        )

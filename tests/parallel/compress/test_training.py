@@ -1,4 +1,5 @@
-"""Each scheme in training: several buckets under way at once, all axes alike, and the loss falls."""
+"""Each scheme in training: several buckets under way at once, all axes alike, and the loss
+falls."""
 
 from functools import cache
 from typing import Any
@@ -11,17 +12,39 @@ import minidist as md
 from minidist.errors import ConfigError
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
-TEXTS = ["top-k:density=0.1", "top-k:density=0.1,momentum=0.5", "threshold:value=0.01", "random-k:density=0.1", "sign",
-         "sign:majority=yes", "powersgd:rank=2", "predict", "adaptive:period=4"]
+TEXTS = [
+    "top-k:density=0.1",
+    "top-k:density=0.1,momentum=0.5",
+    "threshold:value=0.01",
+    "random-k:density=0.1",
+    "sign",
+    "sign:majority=yes",
+    "powersgd:rank=2",
+    "predict",
+    "adaptive:period=4",
+]
 
 
 @cache
-def trained(text: str, steps: int, zero: int = 0, precision: str = "fp32", optimizer: str = "adamw",
-            shard: int | None = None) -> list[dict[str, Any]]:
+def trained(
+    text: str,
+    steps: int,
+    zero: int = 0,
+    precision: str = "fp32",
+    optimizer: str = "adamw",
+    shard: int | None = None,
+) -> list[dict[str, Any]]:
     """Three ranks (or two copies of two) that learn one batch of noise by heart."""
+
     def job(world: Any) -> dict[str, Any]:
-        plan = Plan(dp=world.size, zero=zero, shard=shard, bucket_bytes=SMALL_BUCKETS, precision=precision,
-                    compress=text)
+        plan = Plan(
+            dp=world.size,
+            zero=zero,
+            shard=shard,
+            bucket_bytes=SMALL_BUCKETS,
+            precision=precision,
+            compress=text,
+        )
         config = tiny() if precision == "fp32" else tiny(dtype="float32")
         trainer = Trainer(plan, config, world, optimizer=optimizer, lr=1e-2, seed=3)
         batch = global_batch(0, 6, tiny())
@@ -46,7 +69,8 @@ def test_ranks_stay_equal_and_learn(text: str, zero: int) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("text", [*TEXTS, "1-bit:warmup=3"])
 def test_low_precision(text: str, precision: str) -> None:
-    """Gradients of two bytes are added in float32; float16's loss scale overflows at first and every rank sees it."""
+    """Gradients of two bytes are added in float32; float16's loss scale overflows at first and
+    every rank sees it."""
     ranks = trained(text, 6, precision=precision)
     assert len({rank["digest"] for rank in ranks}) == 1
     assert np.isfinite(ranks[0]["losses"]).all()
@@ -65,14 +89,16 @@ def test_one_bit_adam_learns_and_names_its_optimizer() -> None:
 
 @pytest.mark.parametrize("text", [*TEXTS, "1-bit:warmup=3"])
 def test_between_copies(text: str) -> None:
-    """Two copies of two ranks (ZeRO-1): shards, which are parts of parameters, are summed over the copies."""
+    """Two copies of two ranks (ZeRO-1): shards, which are parts of parameters, are summed over the
+    copies."""
     ranks = trained(text, 6, zero=1, shard=2)
     assert len({rank["digest"] for rank in ranks}) == 1
     assert np.isfinite(ranks[0]["losses"]).all()
 
 
-@pytest.mark.parametrize("text", ["top-k:density=0.1", "threshold:value=0.01", "powersgd:rank=2",
-                                  "random-k:density=0.1"])
+@pytest.mark.parametrize(
+    "text", ["top-k:density=0.1", "threshold:value=0.01", "powersgd:rank=2", "random-k:density=0.1"]
+)
 def test_zero_sums_as_ddp_does(text: str) -> None:
     """What is chosen does not depend on who keeps it."""
     ddp = trained(text, 4)[0]["weights"]
@@ -80,7 +106,9 @@ def test_zero_sums_as_ddp_does(text: str) -> None:
         assert difference(trained(text, 4, zero)[0]["weights"], ddp) < 1e-10
 
 
-@pytest.mark.parametrize("text", ["top-k:density=1", "random-k:density=1", "powersgd:rank=100", "adaptive:start=1"])
+@pytest.mark.parametrize(
+    "text", ["top-k:density=1", "random-k:density=1", "powersgd:rank=100", "adaptive:start=1"]
+)
 def test_everything_sent_is_plain_training(text: str) -> None:
     assert difference(trained(text, 4)[0]["weights"], trained("none", 4)[0]["weights"]) < 1e-10
 
@@ -92,7 +120,7 @@ def test_a_residual_lost_on_the_way_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 
     def forgetful(self: Trainer, *args: Any, **options: Any) -> float:
         loss = start(self, *args, **options)
-        for error in self.strategy.data_axis.scheme.errors.values():      # type: ignore[union-attr]
+        for error in self.strategy.data_axis.scheme.errors.values():  # type: ignore[union-attr]
             error[...] = 0
         return loss
 

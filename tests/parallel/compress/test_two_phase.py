@@ -23,10 +23,14 @@ from minidist.parallel.zero.zero2 import Zero2
 
 VERBS = ["all_reduce", "reduce_scatter"]
 N = sum(math.prod(shape) for shape in SHAPES)
-BYTES = {"fp16": lambda m: 2 * m, "bf16:feedback=yes": lambda m: 2 * m, "8bit": lambda m: 4 * math.ceil(m / 128) + m,
-         "4bit": lambda m: 4 * math.ceil(m / 128) + math.ceil(m / 2),
-         "8bit:block=6": lambda m: 4 * math.ceil(m / 6) + m,
-         "4bit:block=10,rounding=stochastic": lambda m: 4 * math.ceil(m / 10) + math.ceil(m / 2)}
+BYTES = {
+    "fp16": lambda m: 2 * m,
+    "bf16:feedback=yes": lambda m: 2 * m,
+    "8bit": lambda m: 4 * math.ceil(m / 128) + m,
+    "4bit": lambda m: 4 * math.ceil(m / 128) + math.ceil(m / 2),
+    "8bit:block=6": lambda m: 4 * math.ceil(m / 6) + m,
+    "4bit:block=10,rounding=stochastic": lambda m: 4 * math.ceil(m / 10) + math.ceil(m / 2),
+}
 
 
 @pytest.mark.parametrize("kind", ["float32", "float64"])
@@ -42,14 +46,17 @@ def test_bytes_are_the_formula(text: str, verb: str, size: int, kind: str) -> No
 
 
 def reference(text: str, size: int, steps: int) -> np.ndarray:
-    """The published exchange in one process, rank by rank and chunk by chunk: the sums of all steps."""
-    codec: Any = scheme_of(text).codec      # type: ignore[attr-defined]
+    """The published exchange in one process, rank by rank and chunk by chunk: the sums of all
+    steps."""
+    codec: Any = scheme_of(text).codec  # type: ignore[attr-defined]
     edges = list(pairwise(bounds(N, size)))
     given = [gradients(rank, steps, N) for rank in range(size)]
     worker, server, results = np.zeros((size, N)), np.zeros(N), []
 
     def sent(values: np.ndarray, stream: str) -> np.ndarray:
-        return codec.decode(codec.encode(values, RandomStream(stream, 0, 0)), len(values), values.dtype)
+        return codec.decode(
+            codec.encode(values, RandomStream(stream, 0, 0)), len(values), values.dtype
+        )
 
     for step in range(steps):
         result = np.empty(N)
@@ -67,16 +74,21 @@ def reference(text: str, size: int, steps: int) -> np.ndarray:
     return np.array(results)
 
 
-@pytest.mark.parametrize("text", ["8bit", "4bit:book=dynamic", "fp16:feedback=yes",
-                                  "4bit:rounding=stochastic,feedback=yes"])
+@pytest.mark.parametrize(
+    "text",
+    ["8bit", "4bit:book=dynamic", "fp16:feedback=yes", "4bit:rounding=stochastic,feedback=yes"],
+)
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_it_is_the_published_exchange(text: str, size: int) -> None:
     np.testing.assert_array_equal(sum_by(text, size, steps=5).results[0], reference(text, size, 5))
 
 
-# --------------------------------------------------------------------------------------------------- in a strategy
+# ------------------------------------------------------------------------------------ in a strategy
 
-def train(world: Any, kind: Any, text: str, log: list[str] | None = None) -> tuple[str, dict[str, int]]:
+
+def train(
+    world: Any, kind: Any, text: str, log: list[str] | None = None
+) -> tuple[str, dict[str, int]]:
     """Digest of the weights after three steps, and the bytes sent for gradients and weights."""
     model = GPT(tiny())
     model.initialize(3)
@@ -101,7 +113,7 @@ def listen(scheme: Any, log: list[str]) -> None:
         log.append(f"start, {sum(each._first is not None for each in under_way)} in phase 1")
         wait = pending.wait
         pending.wait = lambda: (log.append("wait"), wait())[1]
-        return pending         # type: ignore[no-any-return]
+        return pending  # type: ignore[no-any-return]
 
     scheme.start_all_reduce = noted
 

@@ -1,4 +1,5 @@
-"""32,768 tokens on four ranks: the peak is that of a shard, dense and under a window; with processes, in minutes."""
+"""32,768 tokens on four ranks: the peak is that of a shard, dense and under a window; with
+processes, in minutes."""
 
 import resource
 from typing import Any
@@ -18,10 +19,17 @@ WINDOW = "local:1024"
 
 
 def peak_of_a_step(world: Any, tokens: int, pattern: str | None, divided: bool) -> dict[str, float]:
-    """Peak bytes of a rank in forward and backward of one sequence, by the account; and of its process, by the system.
-    """
-    config = GPTConfig(vocabulary=64, context=tokens, layers=2, width=WIDTH, heads=2, positions="rotary",
-                       attention_pattern=pattern)
+    """Peak bytes of a rank in forward and backward of one sequence, by the account; and of its
+    process, by the system."""
+    config = GPTConfig(
+        vocabulary=64,
+        context=tokens,
+        layers=2,
+        width=WIDTH,
+        heads=2,
+        positions="rotary",
+        attention_pattern=pattern,
+    )
     with account.use(account.MemoryAccount()) as memory:
         model = GPT(config)
         if divided:
@@ -45,8 +53,8 @@ def measured(size: int, tokens: int, pattern: str | None) -> list[dict[str, floa
 @pytest.mark.soak
 @pytest.mark.parametrize("pattern", [None, WINDOW], ids=["dense", "window"])
 def test_four_ranks_hold_a_quarter(pattern: str | None) -> None:
-    """Four ranks, 32,768 tokens: no rank holds more activations than one process with 8,192, and all peaks are those
-    of a shard; the loss is that of one process with the whole sequence.
+    """Four ranks, 32,768 tokens: no rank holds more activations than one process with 8,192, and
+    all peaks are those of a shard; the loss is that of one process with the whole sequence.
     """
     (whole,), (shard,) = measured(1, TOKENS, pattern), measured(1, TOKENS // RANKS, pattern)
     ranks = measured(RANKS, TOKENS, pattern)
@@ -60,5 +68,7 @@ def test_four_ranks_hold_a_quarter(pattern: str | None) -> None:
     print("one process", whole, "a shard alone", shard)
     if pattern is not None:
         token = 4 * 2 * WIDTH
-        assert sum(rank["sent"] for rank in ranks) == 2 * 3 * token * tokens_sent(pattern, TOKENS, RANKS)
+        assert sum(rank["sent"] for rank in ranks) == 2 * 3 * token * tokens_sent(
+            pattern, TOKENS, RANKS
+        )
         assert max(rank["communication"] for rank in ranks) < 3 * piece

@@ -1,4 +1,5 @@
-"""Ring attention: equal to one process, its bytes, its balance, and memory that is that of a shard."""
+"""Ring attention: equal to one process, its bytes, its balance, and memory that is that of a
+shard."""
 
 import threading
 import time
@@ -35,35 +36,56 @@ from minidist.nn import GPT
 from minidist.optim import SGD
 from minidist.parallel.context import ring_attention as chapter
 from minidist.parallel.context import token_shard
-from minidist.parallel.context.ring_attention import context_parallel, elements_sent, ring_attention, visible, zigzag
+from minidist.parallel.context.ring_attention import (
+    context_parallel,
+    elements_sent,
+    ring_attention,
+    visible,
+    zigzag,
+)
 from minidist.parallel.memory.activations import forget_scores
 from minidist.parallel.tensor import split_model
 
-# ------------------------------------------------------------------------------------------------------ attention
+# ---------------------------------------------------------------------------------------- attention
+
 
 def numbers(name: str, *shape: int, dtype: str = "float64") -> Any:
     """The same numbers on every rank, between -1 and 1."""
-    return (2 * random_uniform(name, 0, range(int(np.prod(shape))), "float64") - 1).reshape(shape).astype(dtype)
+    return (
+        (2 * random_uniform(name, 0, range(int(np.prod(shape))), "float64") - 1)
+        .reshape(shape)
+        .astype(dtype)
+    )
 
 
 def parts(length: int, kv_heads: int, each: int, scale: float) -> dict[str, Any]:
     """q, k, v and the result's gradient, of whole sequences."""
     shapes = {"q": kv_heads * each, "k": kv_heads, "v": kv_heads, "dy": kv_heads * each}
-    return {name: (scale if name == "q" else 1.0) * numbers(name, 2, heads, length, 4)
-            for name, heads in shapes.items()}
+    return {
+        name: (scale if name == "q" else 1.0) * numbers(name, 2, heads, length, 4)
+        for name, heads in shapes.items()
+    }
 
 
-def attend(world: Any, length: int, kv_heads: int, each: int, scale: float, dtype: str = "float64") -> list[Any]:
+def attend(
+    world: Any, length: int, kv_heads: int, each: int, scale: float, dtype: str = "float64"
+) -> list[Any]:
     """This rank's tokens; attention to them, and the gradients of their q, k, v."""
     own = zigzag(length, world.rank, world.size)
-    whole = {name: array[:, :, own].astype(dtype) for name, array in parts(length, kv_heads, each, scale).items()}
+    whole = {
+        name: array[:, :, own].astype(dtype)
+        for name, array in parts(length, kv_heads, each, scale).items()
+    }
     dy = whole.pop("dy")
     leaves = {name: tensor(array, requires_grad=True) for name, array in whole.items()}
     with world.ledger.during("step"):
         y = ring_attention(**leaves, group=world, length=length)
         forward = world.ledger.sent_bytes("step")
         y.backward(dy)
-    sent = [ledger.get("world", {}).get("exchange", 0) for ledger in (forward, world.ledger.sent_bytes("step"))]
+    sent = [
+        ledger.get("world", {}).get("exchange", 0)
+        for ledger in (forward, world.ledger.sent_bytes("step"))
+    ]
     return [own, [y.data, *(leaf.grad for leaf in leaves.values())], sent[0], sent[1] - sent[0]]
 
 
@@ -77,14 +99,26 @@ def alone(length: int, kv_heads: int, each: int, scale: float) -> list[Any]:
     return [y.data, *(leaf.grad for leaf in leaves.values())]
 
 
-def check_attention(size: int, length: int, kv_heads: int = 2, each: int = 2, scale: float = 1.0, *,
-                    transport: str = "threads", dtype: str = "float64", bound: float = BOUND) -> None:
+def check_attention(
+    size: int,
+    length: int,
+    kv_heads: int = 2,
+    each: int = 2,
+    scale: float = 1.0,
+    *,
+    transport: str = "threads",
+    dtype: str = "float64",
+    bound: float = BOUND,
+) -> None:
     """Every rank's part equals that part of causal_attention's, and the bytes are the formula's."""
     expected = alone(length, kv_heads, each, scale)
     ranks = run_ranks(attend, length, kv_heads, each, scale, dtype, size=size, transport=transport)
     for own, arrays, _, _ in ranks:
         for ours, whole in zip(arrays, expected, strict=True):
-            assert np.all(np.abs(ours.astype("float64") - whole[:, :, own]) < bound * max(1.0, np.abs(whole).max()))
+            assert np.all(
+                np.abs(ours.astype("float64") - whole[:, :, own])
+                < bound * max(1.0, np.abs(whole).max())
+            )
     assert sorted(np.concatenate([own for own, *_ in ranks])) == list(range(length))
     if dtype == "float64":
         whole_piece = 8 * 2 * length * kv_heads * 4 * (size > 1)
@@ -100,8 +134,13 @@ def test_equals_causal_attention(size: int) -> None:
     check_attention(size, 7, transport="threads-unbuffered")
 
 
-any_attention = given(size=st.integers(1, 5), length=st.integers(1, 40), kv_heads=st.integers(1, 3),
-                      each=st.integers(1, 3), scale=st.sampled_from([1.0, 1e-3, 3e4]))
+any_attention = given(
+    size=st.integers(1, 5),
+    length=st.integers(1, 40),
+    kv_heads=st.integers(1, 3),
+    each=st.integers(1, 3),
+    scale=st.sampled_from([1.0, 1e-3, 3e4]),
+)
 
 
 @settings(max_examples=5)
@@ -114,30 +153,39 @@ def test_any_attention(size: int, length: int, kv_heads: int, each: int, scale: 
 @pytest.mark.soak
 @settings(max_examples=300)
 @any_attention
-def test_very_many_attentions(size: int, length: int, kv_heads: int, each: int, scale: float) -> None:
+def test_very_many_attentions(
+    size: int, length: int, kv_heads: int, each: int, scale: float
+) -> None:
     """The same, more often."""
     check_attention(size, length, kv_heads, each, scale)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 2e-6), ("bfloat16", 2e-2)])
 def test_low_precision(dtype: str, bound: float) -> None:
-    """Off float64 by the rounding of what comes in and goes out: in between sums and gradients are float32."""
+    """Off float64 by the rounding of what comes in and goes out: in between sums and gradients are
+    float32."""
     check_attention(4, 33, dtype=dtype, bound=bound)
 
 
 def test_a_rank_sends_its_blocks() -> None:
     """Where 2P divides the tokens each rank sends 2(P-1) blocks forward and 4P-2 backward."""
-    block = 8 * 2 * (24 // 4) * 2 * 4       # batch × sequence/P × key-value width
+    block = 8 * 2 * (24 // 4) * 2 * 4  # batch × sequence/P × key-value width
     for _, _, forward, backward in md.run(attend, 24, 2, 2, 1.0, size=4):
         assert (forward, backward) == (6 * block, 14 * block)
 
 
 def test_every_rank_has_as_much_to_do() -> None:
-    """Zigzag: the scores that ranks compute differ by no more than blocks do; consecutive tokens would be 1 to 2P-1."""
+    """Zigzag: the scores that ranks compute differ by no more than blocks do; consecutive tokens
+    would be 1 to 2P-1."""
+
     def scores(rank: int, size: int, length: int) -> int:
         pairs = [pair for source in range(size) for pair in visible(length, rank, source, size)]
-        return sum((q.stop - q.start) * (k.stop - k.start) if not causal else
-                   (q.stop - q.start) * (q.stop - q.start + 1) // 2 for q, k, causal in pairs)
+        return sum(
+            (q.stop - q.start) * (k.stop - k.start)
+            if not causal
+            else (q.stop - q.start) * (q.stop - q.start + 1) // 2
+            for q, k, causal in pairs
+        )
 
     for size, length in ((1, 5), (4, 64), (5, 73)):
         each = [scores(rank, size, length) for rank in range(size)]
@@ -150,14 +198,16 @@ def test_wrong_number_of_tokens() -> None:
         q = tensor(np.zeros((1, 2, 5, 4)))
         ring_attention(q, q, q, group=world, length=9)
 
-    with pytest.raises(ShapeError, match=r"rank \d of 2 has 5 tokens, but of a sequence of 9 it should have \d"):
+    with pytest.raises(
+        ShapeError, match=r"rank \d of 2 has 5 tokens, but of a sequence of 9 it should have \d"
+    ):
         md.run(job, size=2)
     with pytest.raises(ShapeError, match="ring_attention: 3 query heads do not divide among 2"):
         q, k = tensor(np.zeros((1, 3, 4, 4))), tensor(np.zeros((1, 2, 4, 4)))
         md.run(lambda world: ring_attention(q, k, k, group=world, length=4), size=1)
 
 
-# -------------------------------------------------------------------------------------------------------- memory, time
+# ------------------------------------------------------------------------------------- memory, time
 
 LONG = {"heads": 2, "width": 8, "layers": 1, "vocabulary": 16, "positions": "rotary"}
 
@@ -175,21 +225,24 @@ def step_under(world: Any, context: int, limit: int | None, serial: bool = False
 
 
 def test_the_peak_is_that_of_a_shard() -> None:
-    """A context P times as long: P ranks need no more than one needs of its P-th part, but for pieces on their way."""
+    """A context P times as long: P ranks need no more than one needs of its P-th part, but for
+    pieces on their way."""
     context, size = 128, 4
     one = step_under(None, context, None, serial=True)
-    piece = 8 * 2 * context * LONG["width"]                     # keys and values of a rank's tokens
+    piece = 8 * 2 * context * LONG["width"]  # keys and values of a rank's tokens
     limit = one["total"] + 5 * piece
     for peak in md.run(step_under, context * size, limit, size=size):
         assert peak["total"] <= limit
-        assert peak["activations"] <= one["activations"] + 8 * context  # its targets: an array of its own
+        # its targets: an array of its own
+        assert peak["activations"] <= one["activations"] + 8 * context
         assert peak["communication"] == 5 * piece
     with pytest.raises(MemoryLimitError, match="do not fit under the limit"):
         step_under(None, context * size, limit, serial=True)
 
 
 def test_nobody_makes_all_scores() -> None:
-    """By what NumPy allocates, over all ranks: a fraction of even one rank's scores with one other's keys."""
+    """By what NumPy allocates, over all ranks: a fraction of even one rank's scores with one
+    other's keys."""
     length, size = 2048, 4
     whole = {name: numbers(name, 1, 1, length, 4) for name in ("q", "k", "v")}
 
@@ -208,11 +261,17 @@ def test_nobody_makes_all_scores() -> None:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_blocks_are_computed_with_while_pieces_are_on_their_way(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and back, between the start of each piece and the wait for it, but for the gradients that come home; not
-    where a rank waits for what it starts."""
+def test_blocks_are_computed_with_while_pieces_are_on_their_way(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and back, between the start of each piece and the wait for it, but for the gradients
+    that come home; not where a rank waits for what it starts."""
     own = threading.local()
-    start, absorb, add = chapter.pass_on, online_attention.OnlineSoftmax.absorb, online_attention.OnlineGradients.add
+    start, absorb, add = (
+        chapter.pass_on,
+        online_attention.OnlineSoftmax.absorb,
+        online_attention.OnlineGradients.add,
+    )
 
     class Piece:
         def __init__(self, pending: Any) -> None:
@@ -228,6 +287,7 @@ def test_blocks_are_computed_with_while_pieces_are_on_their_way(waits: bool, mon
         def block(*args: Any, **options: Any) -> None:
             own.blocks += 1
             work(*args, **options)
+
         return block
 
     monkeypatch.setattr(chapter, "pass_on", lambda *args: Piece(start(*args)))
@@ -248,18 +308,21 @@ def test_blocks_are_computed_with_while_pieces_are_on_their_way(waits: bool, mon
 @pytest.mark.parametrize("tokens", [1, 100_000])
 def test_a_hop_is_one_message_of_any_size(tokens: int) -> None:
     """Also of an array larger than a ring all-reduce sends at once."""
+
     def job(world: Any) -> tuple[int, int]:
         kv, before = np.zeros((2, 1, 1, tokens, 8)), totals(world.ledger)
         assert [source for source, _ in chapter.around(world, kv, 3 * tokens)] == [
-            (world.rank - hop) % 3 for hop in range(3)]
+            (world.rank - hop) % 3 for hop in range(3)
+        ]
         return sent_since(world.ledger, before)
 
     assert md.run(job, size=3) == [(2, 2 * 2 * tokens * 8 * 8)] * 3
 
 
-@pytest.mark.soak   # of seconds
+@pytest.mark.soak  # of seconds
 def test_pieces_travel_while_others_are_computed_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each piece takes 40 ms on its way and 20 ms of work for each of two pairs of blocks: both at once."""
+    """Each piece takes 40 ms on its way and 20 ms of work for each of two pairs of blocks: both at
+    once."""
     original = online_attention.OnlineSoftmax.absorb
 
     def slowly(self: Any, *args: Any, **options: Any) -> None:
@@ -279,25 +342,34 @@ def test_pieces_travel_while_others_are_computed_with(monkeypatch: pytest.Monkey
             return time.perf_counter() - start
 
     one_after_the_other, taken = 0.06 + 2 * (0.04 + 0.04), 1.0
-    for _ in range(5):      # other programs can only add to it
+    for _ in range(5):  # other programs can only add to it
         taken = min(taken, max(md.run(job, size=size)))
         if taken < one_after_the_other - 0.04:
             break
     assert taken < one_after_the_other - 0.04
 
 
-# ------------------------------------------------------------------------------------------------------------ training
+# ----------------------------------------------------------------------------------------- training
+
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_training_equals_one_process(size: int) -> None:
     """Seven tokens: less than 2P blocks for the largest; one rank more gets one more."""
-    check_job(context, elements_sent, size, {"dropout": 0.2, "context": 7}, {"sequences": 3}, steps=3)
+    check_job(
+        context, elements_sent, size, {"dropout": 0.2, "context": 7}, {"sequences": 3}, steps=3
+    )
 
 
-@pytest.mark.soak       # test_any_job draws both
+@pytest.mark.soak  # test_any_job draws both
 def test_grouped_queries_and_rotary_positions() -> None:
-    check_job(context, elements_sent, 3, {**GROUPED, "context": 13},
-              {"sequences": 2, "checkpoint": "all", "accumulate": 2}, steps=3)
+    check_job(
+        context,
+        elements_sent,
+        3,
+        {**GROUPED, "context": 13},
+        {"sequences": 2, "checkpoint": "all", "accumulate": 2},
+        steps=3,
+    )
 
 
 @settings(max_examples=2)
@@ -336,7 +408,9 @@ def test_mixed_precision(precision: str) -> None:
 
 
 def test_generating_text() -> None:
-    """Every rank draws the text that one process draws, also while it has fewer tokens than ranks."""
+    """Every rank draws the text that one process draws, also while it has fewer tokens than
+    ranks."""
+
     def job(world: Any) -> list[int]:
         model = GPT(tiny(context=9))
         if world.size > 1:
@@ -362,7 +436,8 @@ def test_the_loss_is_the_mean_of_all_tokens() -> None:
     np.testing.assert_allclose(md.run(job, size=4), md.run(job, size=1) * 4, rtol=1e-14)
 
 
-# --------------------------------------------------------------------------------------- the parity test sees the bugs
+# -------------------------------------------------------------------- the parity test sees the bugs
+
 
 def gradients_not_added(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(split_model, "add_up", lambda parts, **options: None)
@@ -370,7 +445,7 @@ def gradients_not_added(patch: pytest.MonkeyPatch) -> None:
 
 def positions_of_the_first_tokens(patch: pytest.MonkeyPatch) -> None:
     """The position offset forgotten: learned and rotary."""
-    patch.setattr(chapter, "pick", lambda array, own, dim: array[:len(own(len(array)))])
+    patch.setattr(chapter, "pick", lambda array, own, dim: array[: len(own(len(array)))])
 
 
 def no_scaling_down(patch: pytest.MonkeyPatch) -> None:
@@ -389,8 +464,13 @@ def forgetful_update(scores: Any, v: Any, y: Any, top: Any, total: Any) -> None:
 def own_piece_alone(patch: pytest.MonkeyPatch) -> None:
     """N2:315: L/2 × L/2 scores a rank."""
     original = chapter.visible
-    patch.setattr(chapter, "visible", lambda length, rank, source, size: original(length, rank, source, size)
-                  if rank == source else iter(()))
+    patch.setattr(
+        chapter,
+        "visible",
+        lambda length, rank, source, size: (
+            original(length, rank, source, size) if rank == source else iter(())
+        ),
+    )
 
 
 def no_mask(patch: pytest.MonkeyPatch) -> None:
@@ -401,12 +481,23 @@ def no_mask(patch: pytest.MonkeyPatch) -> None:
 def share_of_the_loss_by_own_tokens(patch: pytest.MonkeyPatch) -> None:
     """A mean of means."""
     original = token_shard.TokenShardOutput.loss
-    patch.setattr(token_shard.TokenShardOutput, "loss", lambda self, logits, targets, *, divisor: original(
-        self, logits, targets, divisor=logits.shape[1] * len(targets) * self.group.size))
+    patch.setattr(
+        token_shard.TokenShardOutput,
+        "loss",
+        lambda self, logits, targets, *, divisor: original(
+            self, logits, targets, divisor=logits.shape[1] * len(targets) * self.group.size
+        ),
+    )
 
 
-BUGS = [gradients_not_added, positions_of_the_first_tokens, no_scaling_down, own_piece_alone, no_mask,
-        share_of_the_loss_by_own_tokens]
+BUGS = [
+    gradients_not_added,
+    positions_of_the_first_tokens,
+    no_scaling_down,
+    own_piece_alone,
+    no_mask,
+    share_of_the_loss_by_own_tokens,
+]
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
@@ -415,8 +506,10 @@ def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) ->
     options: dict[str, Any] = {"optimizer": SGD, "clip": None, "steps": 2}
     serial = run(context, 1, changes, **options)[0]
     bug(monkeypatch)
-    assert not all(difference(rank["weights"], serial["weights"]) < 1e-7 for rank in
-                   run(context, 3, changes, **options))
+    assert not all(
+        difference(rank["weights"], serial["weights"]) < 1e-7
+        for rank in run(context, 3, changes, **options)
+    )
 
 
 @pytest.mark.parametrize("layer", [token_shard.TokenShardPositions, token_shard.TokenShardDropout])

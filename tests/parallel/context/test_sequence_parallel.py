@@ -28,7 +28,11 @@ from minidist.nn.layers import Embedding
 from minidist.optim import SGD
 from minidist.parallel.context import sequence_parallel as chapter
 from minidist.parallel.context import token_shard
-from minidist.parallel.context.sequence_parallel import elements_sent, outside_numbers, sequence_parallel
+from minidist.parallel.context.sequence_parallel import (
+    elements_sent,
+    outside_numbers,
+    sequence_parallel,
+)
 from minidist.parallel.memory.activations import checkpoint_blocks
 from minidist.parallel.tensor import split_model
 
@@ -41,7 +45,10 @@ def test_equals_one_process(size: int) -> None:
 
 def test_a_group_of_one_rank() -> None:
     alone, serial = run(sequence, 1, {}, whole=False)[0], run(sequence, 1, {})[0]
-    assert difference(alone["weights"], serial["weights"]) < BOUND and sent_along_the_axis([alone]) == 0
+    assert (
+        difference(alone["weights"], serial["weights"]) < BOUND
+        and sent_along_the_axis([alone]) == 0
+    )
 
 
 def test_more_ranks_than_tokens() -> None:
@@ -79,17 +86,22 @@ def check_job(size: int, changes: dict[str, Any], options: dict[str, Any], *, st
     """Ranks equal one process and each other, and send what the formula says."""
     ranks, alone = (run(sequence, count, changes, steps=steps, **options) for count in (size, 1))
     check_equal(ranks, alone[0])
-    formula = elements_sent(GPTConfig(**ranks[0]["config"]), ranks=size, sequences=options["sequences"],
-                            recomputed=blocks_again(ranks[0], options["checkpoint"]))
+    formula = elements_sent(
+        GPTConfig(**ranks[0]["config"]),
+        ranks=size,
+        sequences=options["sequences"],
+        recomputed=blocks_again(ranks[0], options["checkpoint"]),
+    )
     assert sent_along_the_axis(ranks) == 8 * steps * formula
 
 
 def test_the_same_bytes_as_tensor_parallelism() -> None:
-    """Where ranks divide the tokens: but for the gradients of the weights outside, halves of the same all-reduces."""
+    """Where ranks divide the tokens: but for the gradients of the weights outside, halves of the
+    same all-reduces."""
     changes = {"context": 8}
     ours, plain = (run(kind, 4, changes) for kind in (sequence, tensor))
     config = GPTConfig(**ours[0]["config"])
-    outside = STEPS * 8 * 2 * 3 * outside_numbers(config)           # steps × bytes × 2(P-1)
+    outside = STEPS * 8 * 2 * 3 * outside_numbers(config)  # steps × bytes × 2(P-1)
     assert sent_along_the_axis(ours) == sent_along_the_axis(plain) + outside
     verbs = ours[0]["sent"]["world"]
     assert verbs.keys() == {"all_gather", "reduce_scatter", "all_reduce"}
@@ -115,7 +127,8 @@ def held(size: int, layers: int, which: str) -> int:
 
 
 def test_all_but_the_gathered_inputs_is_divided() -> None:
-    """A block keeps (2 (h + 1) + inside) / P numbers a token, and 2 h that were gathered; computed again, h / P."""
+    """A block keeps (2 (h + 1) + inside) / P numbers a token, and 2 h that were gathered; computed
+    again, h / P."""
     tokens, h = 2 * 16, 32
     for which in ("none", "all"):
         each = {size: held(size, 3, which) - held(size, 2, which) for size in (1, 2, 4)}
@@ -125,7 +138,9 @@ def test_all_but_the_gathered_inputs_is_divided() -> None:
 
 
 def test_generating_text() -> None:
-    """Every rank draws the text that one process draws, also while it has fewer tokens than ranks."""
+    """Every rank draws the text that one process draws, also while it has fewer tokens than
+    ranks."""
+
     def job(world: Any) -> list[int]:
         model = GPT(tiny(**SIZES))
         if world.size > 1:
@@ -137,7 +152,8 @@ def test_generating_text() -> None:
     assert md.run(job, size=3) == [expected] * 3
 
 
-# --------------------------------------------------------------------------------------- the parity test sees the bugs
+# -------------------------------------------------------------------- the parity test sees the bugs
+
 
 def norms_not_added(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(split_model, "add_up", lambda parts, **options: None)
@@ -145,21 +161,33 @@ def norms_not_added(patch: pytest.MonkeyPatch) -> None:
 
 def positions_of_the_first_tokens(patch: pytest.MonkeyPatch) -> None:
     """The position offset forgotten."""
-    patch.setattr(token_shard.TokenShardPositions, "forward",
-                  lambda self, ids: Embedding.forward(self, ids[:len(ids[self.own(len(ids))])]))
+    patch.setattr(
+        token_shard.TokenShardPositions,
+        "forward",
+        lambda self, ids: Embedding.forward(self, ids[: len(ids[self.own(len(ids))])]),
+    )
 
 
 def gathered_as_copies(patch: pytest.MonkeyPatch) -> None:
     """The gather's gradient as a slice instead of a sum."""
-    patch.setattr(chapter.SequenceRegion, "enter", lambda self, x: chapter.collectives.gather_copies(
-        x, dim=1, group=self.group))
+    patch.setattr(
+        chapter.SequenceRegion,
+        "enter",
+        lambda self, x: chapter.collectives.gather_copies(x, dim=1, group=self.group),
+    )
 
 
-@pytest.mark.parametrize("bug", [norms_not_added, positions_of_the_first_tokens, gathered_as_copies],
-                         ids=lambda bug: bug.__name__)
+@pytest.mark.parametrize(
+    "bug",
+    [norms_not_added, positions_of_the_first_tokens, gathered_as_copies],
+    ids=lambda bug: bug.__name__,
+)
 def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"optimizer": SGD, "clip": None, "steps": 2}
     serial = run(sequence, 1, {}, **options)[0]
     assert difference(run(sequence, 3, {}, **options)[0]["weights"], serial["weights"]) < BOUND
     bug(monkeypatch)
-    assert not all(difference(rank["weights"], serial["weights"]) < 1e-7 for rank in run(sequence, 3, {}, **options))
+    assert not all(
+        difference(rank["weights"], serial["weights"]) < 1e-7
+        for rank in run(sequence, 3, {}, **options)
+    )

@@ -29,13 +29,21 @@ from minidist.parallel.context.ulysses import elements_sent, ulysses
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_equals_one_process(size: int) -> None:
     """Eight heads and seven tokens: three and five divide neither."""
-    check_job(swapped, elements_sent, size, {"dropout": 0.2, "context": 7}, {"sequences": 3}, steps=3)
+    check_job(
+        swapped, elements_sent, size, {"dropout": 0.2, "context": 7}, {"sequences": 3}, steps=3
+    )
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_key_heads_that_several_ranks_need(size: int) -> None:
-    check_job(swapped, elements_sent, size, {**GROUPED, "context": 13},
-              {"sequences": 2, "checkpoint": "all", "accumulate": 2}, steps=2)
+    check_job(
+        swapped,
+        elements_sent,
+        size,
+        {**GROUPED, "context": 13},
+        {"sequences": 2, "checkpoint": "all", "accumulate": 2},
+        steps=2,
+    )
 
 
 @settings(max_examples=2)
@@ -64,17 +72,28 @@ def test_a_rank_sends_its_share() -> None:
     sequences, context, width, size = 2, 8, 16, 4
     ranks = run(swapped, size, {"context": context, "layers": 1}, sequences=sequences, steps=1)
     for rank in ranks:
-        numbers = 8 * (size - 1) * sequences * context * width // size ** 2
+        numbers = 8 * (size - 1) * sequences * context * width // size**2
         assert rank["sent"]["world"]["all_to_all"] == 8 * numbers
 
 
 def test_scores_and_activations_are_divided() -> None:
-    """A block holds a P-th of what one rank holds, also of the probabilities that short sequences keep."""
+    """A block holds a P-th of what one rank holds, also of the probabilities that short sequences
+    keep."""
+
     def held(world: Any) -> int:
         by_layers = []
         for layers in (1, 2):
             with account.use(account.MemoryAccount()) as memory:
-                model = GPT(tiny(heads=8, width=32, context=16, vocabulary=16, layers=layers, positions="rotary"))
+                model = GPT(
+                    tiny(
+                        heads=8,
+                        width=32,
+                        context=16,
+                        vocabulary=16,
+                        layers=layers,
+                        positions="rotary",
+                    )
+                )
                 if world.size > 1:
                     ulysses(model, world)
                 model.initialize(0)
@@ -89,8 +108,11 @@ def test_scores_and_activations_are_divided() -> None:
 
 
 def test_more_ranks_than_heads() -> None:
-    with pytest.raises(PlanError, match=r"over world=3 ranks: 2 heads leave a rank without any; choose 1 to 2 ranks, "
-                                        r"or at least 3 heads, or ring attention"):
+    with pytest.raises(
+        PlanError,
+        match=r"over world=3 ranks: 2 heads leave a rank without any; choose 1 to 2 ranks, "
+        r"or at least 3 heads, or ring attention",
+    ):
         md.run(lambda world: ulysses(GPT(tiny(heads=2)), world), size=3)
 
 
@@ -104,7 +126,9 @@ def test_mixed_precision(precision: str) -> None:
 
 
 def test_generating_text() -> None:
-    """Every rank draws the text that one process draws, also while it has fewer tokens than ranks."""
+    """Every rank draws the text that one process draws, also while it has fewer tokens than
+    ranks."""
+
     def job(world: Any) -> list[int]:
         model = GPT(tiny(context=9, heads=4))
         if world.size > 1:
@@ -116,10 +140,11 @@ def test_generating_text() -> None:
     assert md.run(job, size=3) == [expected] * 3
 
 
-# --------------------------------------------------------------------------------------- the parity test sees the bugs
+# -------------------------------------------------------------------- the parity test sees the bugs
+
 
 def positions_of_the_first_tokens(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(chapter, "pick", lambda array, own, dim: array[:len(array[own(len(array))])])
+    patch.setattr(chapter, "pick", lambda array, own, dim: array[: len(array[own(len(array))])])
 
 
 def heads_without_tokens(patch: pytest.MonkeyPatch) -> None:
@@ -141,12 +166,17 @@ def turned_heads(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(collectives, "all_to_all", turned)
 
 
-@pytest.mark.parametrize("bug", [positions_of_the_first_tokens, heads_without_tokens, turned_heads],
-                         ids=lambda bug: bug.__name__)
+@pytest.mark.parametrize(
+    "bug",
+    [positions_of_the_first_tokens, heads_without_tokens, turned_heads],
+    ids=lambda bug: bug.__name__,
+)
 def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"positions": "rotary", "context": 6}
     options: dict[str, Any] = {"optimizer": SGD, "clip": None, "steps": 2}
     serial = run(swapped, 1, changes, **options)[0]
     bug(monkeypatch)
-    assert not all(difference(rank["weights"], serial["weights"]) < 1e-7 for rank in
-                   run(swapped, 3, changes, **options))
+    assert not all(
+        difference(rank["weights"], serial["weights"]) < 1e-7
+        for rank in run(swapped, 3, changes, **options)
+    )

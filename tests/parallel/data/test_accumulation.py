@@ -1,4 +1,5 @@
-"""Accumulation: the weights of one pass, the activations of one microbatch, and each stage's traffic."""
+"""Accumulation: the weights of one pass, the activations of one microbatch, and each stage's
+traffic."""
 
 from typing import Any
 
@@ -48,11 +49,15 @@ def check_ranks(ranks: list[dict[str, Any]], serial: dict[str, Any]) -> None:
     assert len({rank["digest"] for rank in ranks}) == 1
 
 
-# ------------------------------------------------------------------------------------------- parallel equals serial
+# --------------------------------------------------------------------------- parallel equals serial
 
-@pytest.mark.parametrize(("zero", "size", "accumulate"), [(0, 1, 3), (0, 3, 2), (1, 2, 4), (2, 3, 2), (3, 2, 3)])
+
+@pytest.mark.parametrize(
+    ("zero", "size", "accumulate"), [(0, 1, 3), (0, 3, 2), (1, 2, 4), (2, 3, 2), (3, 2, 3)]
+)
 def test_equals_one_process(zero: int, size: int, accumulate: int) -> None:
-    """Uneven passes; dropout is the same whatever the passes; with 3 ranks × 2 passes of 5 rows some have none."""
+    """Uneven passes; dropout is the same whatever the passes; with 3 ranks × 2 passes of 5 rows
+    some have none."""
     check_equal(size, zero=zero, accumulate=accumulate, config={"dropout": 0.2})
 
 
@@ -62,25 +67,51 @@ def test_same_bits_over_tcp() -> None:
     assert check_equal(3, "tcp", accumulate=2)[0]["digest"] == over_threads["digest"]
 
 
-any_job = given(size=st.integers(1, 5), accumulate=st.integers(1, 5), zero=st.integers(0, 3),
-                sequences=st.integers(1, 11), tied=st.booleans(), clip=st.sampled_from([None, 0.1]))
+any_job = given(
+    size=st.integers(1, 5),
+    accumulate=st.integers(1, 5),
+    zero=st.integers(0, 3),
+    sequences=st.integers(1, 11),
+    tied=st.booleans(),
+    clip=st.sampled_from([None, 0.1]),
+)
 
 
 @settings(max_examples=3)
 @any_job
-def test_any_job(size: int, accumulate: int, zero: int, sequences: int, tied: bool, clip: float | None) -> None:
+def test_any_job(
+    size: int, accumulate: int, zero: int, sequences: int, tied: bool, clip: float | None
+) -> None:
     """Also fewer rows than ranks × passes."""
-    check_equal(size, accumulate=accumulate, zero=zero, sequences=sequences, clip=clip, steps=2, optimizer="sgd",
-                config={"tied": tied, "layers": 1})
+    check_equal(
+        size,
+        accumulate=accumulate,
+        zero=zero,
+        sequences=sequences,
+        clip=clip,
+        steps=2,
+        optimizer="sgd",
+        config={"tied": tied, "layers": 1},
+    )
 
 
 @pytest.mark.soak
 @settings(max_examples=200)
 @any_job
-def test_very_many_jobs(size: int, accumulate: int, zero: int, sequences: int, tied: bool, clip: float | None) -> None:
+def test_very_many_jobs(
+    size: int, accumulate: int, zero: int, sequences: int, tied: bool, clip: float | None
+) -> None:
     """The same, more often."""
-    check_equal(size, accumulate=accumulate, zero=zero, sequences=sequences, clip=clip, steps=2, optimizer="sgd",
-                config={"tied": tied, "layers": 1})
+    check_equal(
+        size,
+        accumulate=accumulate,
+        zero=zero,
+        sequences=sequences,
+        clip=clip,
+        steps=2,
+        optimizer="sgd",
+        config={"tied": tied, "layers": 1},
+    )
 
 
 @pytest.mark.soak
@@ -88,7 +119,12 @@ def test_very_many_jobs(size: int, accumulate: int, zero: int, sequences: int, t
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_every_stage_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
     """The four stages in one job."""
-    options = {"accumulate": 3, "steps": 20, "sequences": 11, "config": {"context": 16, "width": 16, "layers": 3}}
+    options = {
+        "accumulate": 3,
+        "steps": 20,
+        "sequences": 11,
+        "config": {"context": 16, "width": 16, "layers": 3},
+    }
     serial = run(1, **{**options, "accumulate": 1})[0]
     for stage in zip(*md.run(every_stage, options, size=size, transport=transport), strict=True):
         check_ranks(list(stage), serial)
@@ -99,21 +135,33 @@ def every_stage(world: Any, options: dict[str, Any]) -> list[dict[str, Any]]:
     return [_train(world, {**options, "zero": zero}) for zero in range(4)]
 
 
-@pytest.mark.parametrize("bug", ["mean of means", "divides by the passes too", "forgets a pass", "takes all rows"])
+@pytest.mark.parametrize(
+    "bug", ["mean of means", "divides by the passes too", "forgets a pass", "takes all rows"]
+)
 def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGD without clipping: Adam and clipping forgive a wrong scale."""
     options: dict[str, Any] = {"accumulate": 2, "optimizer": "sgd", "clip": None}
     forward, backward = DDP.forward, DDP.backward
     if bug == "mean of means":
-        monkeypatch.setattr(DDP, "forward", lambda self, part, divisor: forward(
-            self, part, divisor=max(part.targets.size, 1) * 4))
+        monkeypatch.setattr(
+            DDP,
+            "forward",
+            lambda self, part, divisor: forward(self, part, divisor=max(part.targets.size, 1) * 4),
+        )
     elif bug == "divides by the passes too":
-        monkeypatch.setattr(DDP, "forward", lambda self, part, divisor: forward(self, part, divisor=divisor * 2))
+        monkeypatch.setattr(
+            DDP, "forward", lambda self, part, divisor: forward(self, part, divisor=divisor * 2)
+        )
     elif bug == "forgets a pass":
-        monkeypatch.setattr(DDP, "backward", lambda self, share, last: backward(self, share, last=last) if last
-                            else None)
+        monkeypatch.setattr(
+            DDP,
+            "backward",
+            lambda self, share, last: backward(self, share, last=last) if last else None,
+        )
     else:
-        monkeypatch.setattr("minidist.parallel.step.strategy.micro_parts", lambda part, count: [part] * count)
+        monkeypatch.setattr(
+            "minidist.parallel.step.strategy.micro_parts", lambda part, count: [part] * count
+        )
     with pytest.raises(AssertionError):
         check_equal(2, **options)
 
@@ -124,7 +172,8 @@ def test_a_mean_of_means_is_another_number() -> None:
     assert np.concatenate(losses).mean() == 2.0 and np.mean([part.mean() for part in losses]) == 3.0
 
 
-# ------------------------------------------------------------------------------------------------------------ passes
+# ------------------------------------------------------------------------------------------- passes
+
 
 @given(rows=st.integers(0, 12), count=st.integers(1, 7), first=st.integers(0, 9))
 def test_passes_are_array_splits_that_know_their_rows(rows: int, count: int, first: int) -> None:
@@ -143,7 +192,8 @@ def test_no_pass_is_refused() -> None:
         md.Plan(accumulate=0)
 
 
-# ------------------------------------------------------------------------------------------------------ what it costs
+# ------------------------------------------------------------------------------------ what it costs
+
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
@@ -155,8 +205,16 @@ def test_traffic_is_the_formula(zero: int, accumulate: int) -> None:
     root = ranks[0]["weights"]["tokens.weight"].size if zero == 3 else 0
     expected = elements_sent(count, ranks=size, zero=zero, accumulate=accumulate, root=root)
     assert sum(sum(rank["sent"]["dp"].values()) for rank in ranks) == steps * 8 * expected
-    assert expected == (size - 1) * [2 * count, 2 * count, (accumulate + 1) * count,
-                                     3 * accumulate * (count - root) + (1 + accumulate) * root][zero]
+    assert (
+        expected
+        == (size - 1)
+        * [
+            2 * count,
+            2 * count,
+            (accumulate + 1) * count,
+            3 * accumulate * (count - root) + (1 + accumulate) * root,
+        ][zero]
+    )
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -167,18 +225,23 @@ def test_units_that_stay_until_backward_cost_less(accumulate: int) -> None:
         count = sum(parameter.size for parameter in model.parameters())
         strategy = Zero3(model, world, free_after_forward=False)
         with world.ledger.during("step"):
-            strategy.step(global_batch(0, 4, tiny()), SGD(strategy.parameters, 0.1), accumulate=accumulate)
+            strategy.step(
+                global_batch(0, 4, tiny()), SGD(strategy.parameters, 0.1), accumulate=accumulate
+            )
         return count, sum(world.ledger.sent_bytes("step")["world"].values())
 
     results = md.run(job, size=2)
-    expected = elements_sent(results[0][0], ranks=2, zero=3, accumulate=accumulate, free_after_forward=False)
+    expected = elements_sent(
+        results[0][0], ranks=2, zero=3, accumulate=accumulate, free_after_forward=False
+    )
     assert expected == 2 * accumulate * results[0][0]
     assert sum(sent for _, sent in results) == 8 * expected
 
 
 @pytest.mark.parametrize("strategy", [Single, DDP])
 def test_activations_are_those_of_one_microbatch(strategy: Any) -> None:
-    """Measured by the account: 8 rows in A passes have the peak of 8/A rows in one, and gradients are not doubled.
+    """Measured by the account: 8 rows in A passes have the peak of 8/A rows in one, and gradients
+    are not doubled.
 
     But for the token ids, which a pass's rows are views of, and the loss of the pass before.
     """
@@ -191,23 +254,32 @@ def test_activations_are_those_of_one_microbatch(strategy: Any) -> None:
             trained = strategy(model, world) if strategy is DDP else strategy(model)
             optimizer = SGD(trained.parameters, 0.1)
             for step in range(2):
-                trained.step(global_batch(step, sequences, config), optimizer, accumulate=accumulate)
+                trained.step(
+                    global_batch(step, sequences, config), optimizer, accumulate=accumulate
+                )
             return memory.peak
 
     def job(world: Any) -> list[tuple[dict[str, int], dict[str, int]]]:
-        return [(peaks(world, 8 * world.size, passes), peaks(world, 8 // passes * world.size, 1))
-                for passes in (1, 2, 4, 8)]
+        return [
+            (peaks(world, 8 * world.size, passes), peaks(world, 8 // passes * world.size, 1))
+            for passes in (1, 2, 4, 8)
+        ]
 
     for found in md.run(job, size=2 if strategy is DDP else 1):
         whole, batch = found[0][0], 2 * 8 * 13 * 8 + 4
         for passes, (accumulated, alone) in zip((1, 2, 4, 8), found, strict=True):
-            assert alone["activations"] <= accumulated["activations"] <= alone["activations"] + batch
+            assert (
+                alone["activations"] <= accumulated["activations"] <= alone["activations"] + batch
+            )
             assert accumulated["activations"] <= whole["activations"] / passes + batch
             assert accumulated["gradients"] == whole["gradients"]
 
 
-@pytest.mark.parametrize(("size", "plan"), [
-    (3, {}), (2, {"zero": 3}), (1, {"zero": 3, "offload": "all", "checkpoint_blocks": "all"})], ids=str)
+@pytest.mark.parametrize(
+    ("size", "plan"),
+    [(3, {}), (2, {"zero": 3}), (1, {"zero": 3, "offload": "all", "checkpoint_blocks": "all"})],
+    ids=str,
+)
 def test_an_evaluation_takes_no_more_than_a_step(size: int, plan: dict[str, Any]) -> None:
     """It takes as many passes, uneven ones and empty ones too; the loss is that of one pass."""
     config = tiny(width=16, context=12, dtype="float32")
@@ -215,7 +287,9 @@ def test_an_evaluation_takes_no_more_than_a_step(size: int, plan: dict[str, Any]
 
     def job(world: Any, passes: int) -> tuple[dict[str, int], dict[str, int], float]:
         with account.use(account.MemoryAccount()) as memory:
-            trainer = Trainer(Plan(dp=world.size, accumulate=passes, **plan), config, world, steps=1)
+            trainer = Trainer(
+                Plan(dp=world.size, accumulate=passes, **plan), config, world, steps=1
+            )
             before = trainer.evaluate(batches)
             memory.reset_peak()
             trainer.step(batches[0])
@@ -225,8 +299,9 @@ def test_an_evaluation_takes_no_more_than_a_step(size: int, plan: dict[str, Any]
             trainer.close()
             return step, memory.peak, before
 
-    for (step, evaluation, loss), (_, _, whole) in zip(*(md.run(job, passes, size=size) for passes in (8, 1)),
-                                                       strict=True):
+    for (step, evaluation, loss), (_, _, whole) in zip(
+        *(md.run(job, passes, size=size) for passes in (8, 1)), strict=True
+    ):
         assert 0 < evaluation["activations"] <= step["activations"]
         assert evaluation["total"] <= step["total"]
         assert loss == pytest.approx(whole, rel=1e-6)

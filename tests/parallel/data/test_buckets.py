@@ -11,21 +11,30 @@ from minidist.errors import ConfigError
 from minidist.parallel.data.buckets import cut, make_buckets
 
 
-@given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12), bucket_bytes=st.integers(1, 400))
+@given(
+    sizes=st.lists(st.integers(0, 40), min_size=1, max_size=12), bucket_bytes=st.integers(1, 400)
+)
 def test_cut_keeps_order_and_bound(sizes: list[int], bucket_bytes: int) -> None:
     parameters = [Parameter(np.zeros(n, np.float32), name=f"p{i}") for i, n in enumerate(sizes)]
     runs = cut(parameters, bucket_bytes)
     assert [p for run in runs for p in run] == parameters[::-1]
     for run in runs:
         assert len(run) == 1 or sum(p.data.nbytes for p in run) <= bucket_bytes
-    for one, following in zip(runs, runs[1:], strict=False):     # none could have taken in the next gradient as well
+    # none could have taken in the next gradient as well
+    for one, following in zip(runs, runs[1:], strict=False):
         assert sum(p.data.nbytes for p in one) + following[0].data.nbytes > bucket_bytes
 
 
 def test_dtypes_do_not_share_a_bucket() -> None:
-    parameters = [Parameter(np.zeros(2, kind), name=kind) for kind in ("float32", "float32", "float64", "float32")]
+    parameters = [
+        Parameter(np.zeros(2, kind), name=kind)
+        for kind in ("float32", "float32", "float64", "float32")
+    ]
     assert [[p.dtype.name for p in run] for run in cut(parameters, 1 << 20)] == [
-        ["float32"], ["float64"], ["float32", "float32"]]
+        ["float32"],
+        ["float64"],
+        ["float32", "float32"],
+    ]
 
 
 def test_backward_writes_into_the_bucket() -> None:

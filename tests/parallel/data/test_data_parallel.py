@@ -22,10 +22,19 @@ from minidist.parallel.step.step import Part
 BOUND = 1e-10
 
 
-def train(replicas: int, *, steps: int = 3, sequences: int = 5, clip: float | None = 0.5, rule: Any = AdamW,
-          frozen: tuple[str, ...] = (), step_options: dict[str, Any] | None = None,
-          **changes: Any) -> tuple[dict[str, np.ndarray], list[float], Any, Any]:
-    """Weights, losses, strategy, memory by device after some steps; 0 replicas is one process without any of it."""
+def train(
+    replicas: int,
+    *,
+    steps: int = 3,
+    sequences: int = 5,
+    clip: float | None = 0.5,
+    rule: Any = AdamW,
+    frozen: tuple[str, ...] = (),
+    step_options: dict[str, Any] | None = None,
+    **changes: Any,
+) -> tuple[dict[str, np.ndarray], list[float], Any, Any]:
+    """Weights, losses, strategy, memory by device after some steps; 0 replicas is one process
+    without any of it."""
     config, seed = tiny(**changes), 3
     with account.use(account.MemoryAccount()) as memory:
         model = GPT(config)
@@ -43,33 +52,60 @@ def train(replicas: int, *, steps: int = 3, sequences: int = 5, clip: float | No
         def forward(replica: Any, inputs: np.ndarray, first: int) -> Any:
             return replica(inputs, key=key(first, inputs))
 
-        strategy: Any = DataParallel(model, replicas, forward=forward) if replicas else Single(model, loss=loss)
+        strategy: Any = (
+            DataParallel(model, replicas, forward=forward) if replicas else Single(model, loss=loss)
+        )
         optimizer = rule([p for p in strategy.parameters if p.requires_grad], 1e-2)
         memory.reset_peak()
         losses = []
         for step in range(steps):
-            losses.append(strategy.step(global_batch(step, sequences, config), optimizer, clip=clip,
-                                        **(step_options or {})))
-        seen = [device.account.snapshot() for device in strategy.devices] if replicas else [memory.snapshot()]
+            losses.append(
+                strategy.step(
+                    global_batch(step, sequences, config),
+                    optimizer,
+                    clip=clip,
+                    **(step_options or {}),
+                )
+            )
+        seen = (
+            [device.account.snapshot() for device in strategy.devices]
+            if replicas
+            else [memory.snapshot()]
+        )
         return model.state_dict(), losses, strategy, seen
 
 
-# ------------------------------------------------------------------------------------------- parallel equals serial
+# --------------------------------------------------------------------------- parallel equals serial
 
-@pytest.mark.parametrize("replicas", [1, *(pytest.param(count, marks=pytest.mark.soak) for count in (2, 3, 4)), 5])
+
+@pytest.mark.parametrize(
+    "replicas", [1, *(pytest.param(count, marks=pytest.mark.soak) for count in (2, 3, 4)), 5]
+)
 def test_equals_one_process_after_twenty_steps(replicas: int) -> None:
     serial, losses, *_ = train(0, steps=20)
     weights, ours, *_ = train(replicas, steps=20)
     assert difference(weights, serial) < BOUND
     np.testing.assert_allclose(ours, losses, rtol=1e-12)
     again = train(replicas, steps=20)[0]
-    assert all(np.array_equal(again[name], weights[name]) for name in weights)         # the same bits on a second run
+    # the same bits on a second run
+    assert all(np.array_equal(again[name], weights[name]) for name in weights)
 
 
-any_job = given(replicas=st.integers(1, 6), accumulate=st.integers(1, 3), options=st.fixed_dictionaries({
-    "sequences": st.integers(1, 9), "clip": st.sampled_from([None, 0.1]), "rule": st.sampled_from([AdamW, SGD]),
-    "frozen": st.sampled_from([(), ("tokens.weight", "blocks.0.mlp.up.bias")]), "tied": st.booleans(),
-    "dropout": st.sampled_from([0.0, 0.2]), "layers": st.just(1)}))
+any_job = given(
+    replicas=st.integers(1, 6),
+    accumulate=st.integers(1, 3),
+    options=st.fixed_dictionaries(
+        {
+            "sequences": st.integers(1, 9),
+            "clip": st.sampled_from([None, 0.1]),
+            "rule": st.sampled_from([AdamW, SGD]),
+            "frozen": st.sampled_from([(), ("tokens.weight", "blocks.0.mlp.up.bias")]),
+            "tied": st.booleans(),
+            "dropout": st.sampled_from([0.0, 0.2]),
+            "layers": st.just(1),
+        }
+    ),
+)
 
 
 def check_job(replicas: int, accumulate: int, options: dict[str, Any]) -> None:
@@ -97,7 +133,8 @@ def test_very_many_jobs(replicas: int, accumulate: int, options: dict[str, Any])
 
 def test_float32_stays_close() -> None:
     options: dict[str, Any] = {"rule": SGD, "dtype": "float32"}
-    assert difference(train(3, **options)[0], train(0, **options)[0]) < 1e-5      # some hundred roundings of 6e-8
+    # some hundred roundings of 6e-8
+    assert difference(train(3, **options)[0], train(0, **options)[0]) < 1e-5
 
 
 class Regression(Module):
@@ -123,9 +160,16 @@ def test_any_loss(replicas: int) -> None:
     for count in (0, replicas):
         model = Regression()
         model.initialize(1)
-        strategy: Any = (DataParallel(model, count, loss=squares) if count else
-                         Single(model, loss=lambda part, divisor, model=model:
-                                squares(model(part.inputs), part.targets, divisor)))
+        strategy: Any = (
+            DataParallel(model, count, loss=squares)
+            if count
+            else Single(
+                model,
+                loss=lambda part, divisor, model=model: squares(
+                    model(part.inputs), part.targets, divisor
+                ),
+            )
+        )
         optimizer = SGD(strategy.parameters, 0.1, momentum=0.9)
         losses = [strategy.step(batch, optimizer) for batch in batches]
         assert losses[-1] < losses[0]
@@ -140,31 +184,50 @@ def test_replicas_that_use_different_parameters() -> None:
     for replicas in (0, 3):
         model = Chooser()
         optimizer = AdamW(model.parameters(), 0.1)
-        strategy: Any = DataParallel(
-            model, replicas, forward=lambda replica, inputs, first: replica(inputs).reshape(1),
-            loss=lambda outputs, targets, divisor: outputs.sum() * (1.0 / divisor)) if replicas else Single(model)
+        strategy: Any = (
+            DataParallel(
+                model,
+                replicas,
+                forward=lambda replica, inputs, first: replica(inputs).reshape(1),
+                loss=lambda outputs, targets, divisor: outputs.sum() * (1.0 / divisor),
+            )
+            if replicas
+            else Single(model)
+        )
         for batch in CHOICES:
             strategy.step((batch, batch), optimizer)
         found.append([weight.data.copy() for weight in model.weights])
     np.testing.assert_allclose(found[1], found[0], rtol=1e-12)
 
 
-@pytest.mark.parametrize("bug", ["averages twice", "scatters the loss", "forgets to copy", "loses a replica"])
+@pytest.mark.parametrize(
+    "bug", ["averages twice", "scatters the loss", "forgets to copy", "loses a replica"]
+)
 def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"rule": SGD, "clip": None, "sequences": 6}
     original = DataParallel.loss_of
     if bug == "averages twice":
-        monkeypatch.setattr(DataParallel, "loss_of", lambda self, outputs, targets, divisor:
-                            original(self, outputs, targets, divisor * 3))
+        monkeypatch.setattr(
+            DataParallel,
+            "loss_of",
+            lambda self, outputs, targets, divisor: original(self, outputs, targets, divisor * 3),
+        )
     elif bug == "scatters the loss":
+
         def loss_of(self: Any, outputs: Any, targets: Any, divisor: int) -> Any:
             gradients, loss = original(self, outputs, targets, divisor)
             return np.full_like(gradients, loss), loss
+
         monkeypatch.setattr(DataParallel, "loss_of", loss_of)
     elif bug == "forgets to copy":
         copy_model, copied = DataParallel.copy_model, []
-        monkeypatch.setattr(DataParallel, "copy_model", lambda self, device:
-                            copied.append(1) or (copy_model(self, device) if len(copied) <= 3 else None))
+        monkeypatch.setattr(
+            DataParallel,
+            "copy_model",
+            lambda self, device: (
+                copied.append(1) or (copy_model(self, device) if len(copied) <= 3 else None)
+            ),
+        )
     else:
         monkeypatch.setattr(DataParallel, "sum_gradients", lambda self, device: None)
     serial = train(0, **options)[0]
@@ -173,7 +236,8 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
     assert difference(train(3, **options)[0], serial) < BOUND
 
 
-# -------------------------------------------------------------------------------------------------------- what it costs
+# ------------------------------------------------------------------------------------ what it costs
+
 
 @pytest.mark.parametrize(("replicas", "sequences"), [(1, 4), (2, 5), (4, 4), (4, 9), (3, 2)])
 def test_bytes_and_messages_are_the_formula(replicas: int, sequences: int) -> None:
@@ -182,22 +246,37 @@ def test_bytes_and_messages_are_the_formula(replicas: int, sequences: int) -> No
     model = sum(array.nbytes for array in weights.values())
     inputs, _ = global_batch(0, sequences, config)
     rows = [len(part) for part in np.array_split(inputs, replicas)]
-    row = inputs.itemsize * config.context, 8 * config.context * config.vocabulary      # of inputs, of outputs
+    # of inputs, of outputs
+    row = inputs.itemsize * config.context, 8 * config.context * config.vocabulary
     for rank, device in enumerate(strategy.devices):
-        sent, messages = (table().get("dp", {}) for table in (device.group.ledger.sent_bytes,
-                                                              device.group.ledger.messages))
-        others, idle = (sum(rows[1:]), int(sequences < replicas) * (replicas - 1)) if rank == 0 else (0, 0)
+        sent, messages = (
+            table().get("dp", {})
+            for table in (device.group.ledger.sent_bytes, device.group.ledger.messages)
+        )
+        others, idle = (
+            (sum(rows[1:]), int(sequences < replicas) * (replicas - 1)) if rank == 0 else (0, 0)
+        )
         peers = replicas - 1 if rank == 0 else 0
-        assert sent == {"scatter": steps * others * sum(row), "broadcast": steps * peers * model,
-                        "gather": steps * rows[rank] * row[1] if rank else 0, "reduce": steps * model if rank else 0}
-        assert messages == {"scatter": steps * 2 * peers, "broadcast": steps * (peers + idle),
-                            "gather": steps * bool(rank), "reduce": steps * bool(rank)}
+        assert sent == {
+            "scatter": steps * others * sum(row),
+            "broadcast": steps * peers * model,
+            "gather": steps * rows[rank] * row[1] if rank else 0,
+            "reduce": steps * model if rank else 0,
+        }
+        assert messages == {
+            "scatter": steps * 2 * peers,
+            "broadcast": steps * (peers + idle),
+            "gather": steps * bool(rank),
+            "reduce": steps * bool(rank),
+        }
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_memory_of_device_0_beside_the_others(replicas: int) -> None:
     config = tiny(dtype="float32", width=32, vocabulary=50)
-    weights, _, _, memory = train(replicas, sequences=8, rule=Adam, dtype="float32", width=32, vocabulary=50)
+    weights, _, _, memory = train(
+        replicas, sequences=8, rule=Adam, dtype="float32", width=32, vocabulary=50
+    )
     model = sum(array.nbytes for array in weights.values())
     outputs = 8 * config.context * config.vocabulary * 4
     for rank, held in enumerate(memory):
@@ -207,7 +286,8 @@ def test_memory_of_device_0_beside_the_others(replicas: int) -> None:
     assert all(first >= other + 2 * model + 2 * outputs - outputs // replicas for other in others)
 
 
-# -------------------------------------------------------------------------------------------------------------- order
+# -------------------------------------------------------------------------------------------- order
+
 
 def test_every_device_is_a_thread_of_one_process_and_takes_the_notes_steps_in_order() -> None:
     timelines = [Timeline(rank) for rank in range(3)]
@@ -216,12 +296,25 @@ def test_every_device_is_a_thread_of_one_process_and_takes_the_notes_steps_in_or
     strategy = DataParallel(model, 3, recorders=timelines)
     names: list[str] = []
     forward = strategy.forward
-    strategy.forward = lambda *args: (names.append(data_parallel.threading.current_thread().name), forward(*args))[1]
+    strategy.forward = lambda *args: (
+        names.append(data_parallel.threading.current_thread().name),
+        forward(*args),
+    )[1]
     strategy.step(global_batch(0, 6, tiny()), SGD(strategy.parameters, 0.1))
-    assert sorted(names) == sorted([data_parallel.threading.current_thread().name, "replica 1", "replica 2"])
+    assert sorted(names) == sorted(
+        [data_parallel.threading.current_thread().name, "replica 1", "replica 2"]
+    )
     for timeline in timelines:
         notes = [span.details["notes"] for span in timeline.spans if "notes" in span.details]
-        assert notes == ["DP 1", "DP 2", "DP 3", "DP 3", *["DP 3"] * (timeline.rank == 0), "DP 4", "DP 5"]
+        assert notes == [
+            "DP 1",
+            "DP 2",
+            "DP 3",
+            "DP 3",
+            *["DP 3"] * (timeline.rank == 0),
+            "DP 4",
+            "DP 5",
+        ]
         assert (timeline.spans[-1].name == "optimizer") == (timeline.rank == 0)
 
 
@@ -230,13 +323,15 @@ def test_replicas_follow_train_and_eval() -> None:
     model.initialize(0)
     strategy = DataParallel(model, 2)
     model.eval()
-    strategy.step(global_batch(0, 4, tiny()), SGD(strategy.parameters, 0.1))           # else dropout asks for its key
+    # else dropout asks for its key
+    strategy.step(global_batch(0, 4, tiny()), SGD(strategy.parameters, 0.1))
     model.train()
     with pytest.raises(ConfigError, match="trains without a key"):
         strategy.step(global_batch(0, 4, tiny()), SGD(strategy.parameters, 0.1))
 
 
-# ---------------------------------------------------------------------------------------------------------- mistakes
+# ----------------------------------------------------------------------------------------- mistakes
+
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_replica_that_fails_ends_the_step_with_its_own_error(rank: int) -> None:
@@ -251,7 +346,9 @@ def test_a_replica_that_fails_ends_the_step_with_its_own_error(rank: int) -> Non
     strategy = DataParallel(model, 4, forward=forward, limit=20.0)
     with pytest.raises(ArithmeticError, match="on purpose") as caught:
         strategy.step(global_batch(0, 8, tiny()), SGD(strategy.parameters, 0.1))
-    assert isinstance(caught.value.__cause__, CommError) and f"replica {rank} of 4" in str(caught.value.__cause__)
+    assert isinstance(caught.value.__cause__, CommError) and f"replica {rank} of 4" in str(
+        caught.value.__cause__
+    )
 
 
 def test_mistakes_are_refused() -> None:

@@ -1,4 +1,5 @@
-"""Sums in slices, the most urgent first: the same training as DDP's, in another order; and sooner, as predicted."""
+"""Sums in slices, the most urgent first: the same training as DDP's, in another order; and sooner,
+as predicted."""
 
 import threading
 import time
@@ -34,15 +35,22 @@ def trained(world: Any, stage: Any, options: dict[str, Any], accumulate: int = 1
     losses = []
     for step in range(3):
         with world.ledger.during("step"):
-            losses.append(strategy.step(global_batch(step, 5, CONFIG), optimizer, accumulate=accumulate))
+            losses.append(
+                strategy.step(global_batch(step, 5, CONFIG), optimizer, accumulate=accumulate)
+            )
         if isinstance(strategy, SlicedDDP):
-            strategy.settle()                           # all of it, the next step would wait for its own alone
+            strategy.settle()  # all of it, the next step would wait for its own alone
         orders.append(list(getattr(strategy, "order", [])))
     weights = {name: array.copy() for name, array in strategy.state_dict().items()}
     strategy.check_replicas(world)
     sent = world.ledger.sent_bytes("step")["world"]["all_reduce"] - before
-    return {"weights": weights, "losses": losses, "orders": orders, "sent": sent,
-            "steps": {slot.steps for slot in optimizer.slots}}
+    return {
+        "weights": weights,
+        "losses": losses,
+        "orders": orders,
+        "sent": sent,
+        "steps": {slot.steps for slot in optimizer.slots},
+    }
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -54,14 +62,18 @@ def test_it_trains_as_ddp(size: int, priority: bool, accumulate: int) -> None:
     assert difference(ours[0]["weights"], plain[0]["weights"]) < 1e-12
     assert ours[0]["losses"] == pytest.approx(plain[0]["losses"], rel=1e-12)
     assert sum(rank["sent"] for rank in ours) == sum(rank["sent"] for rank in plain)
-    assert ours[0]["steps"] == {3}                      # each tensor was updated once a step
+    assert ours[0]["steps"] == {3}  # each tensor was updated once a step
     for rank in ours[1:]:
-        assert all(np.array_equal(rank["weights"][name], ours[0]["weights"][name]) for name in rank["weights"])
+        assert all(
+            np.array_equal(rank["weights"][name], ours[0]["weights"][name])
+            for name in rank["weights"]
+        )
         assert rank["orders"] == ours[0]["orders"]
 
 
 class HeldLink:
-    """A group on which the first all-reduce sets out at once, and the others when `opened` is set."""
+    """A group on which the first all-reduce sets out at once, and the others when `opened` is
+    set."""
 
     def __init__(self, group: Any) -> None:
         self.group, self.opened, self.first = group, threading.Event(), True
@@ -76,7 +88,8 @@ class HeldLink:
 
 
 class HeldDDP(SlicedDDP):
-    """One slice sets out as soon as the last layer is ready; the others wait until backward has ended."""
+    """One slice sets out as soon as the last layer is ready; the others wait until backward has
+    ended."""
 
     def _start_reduce(self, index: int) -> None:
         super()._start_reduce(index)
@@ -100,14 +113,17 @@ def test_an_urgent_slice_passes_those_that_wait() -> None:
     orders = md.run(slices_sent, size=2)
     assert orders[0] == orders[1] and len(set(orders[0])) == len(orders[0])
     last = max(urgency for urgency, _ in orders[0])
-    assert orders[0][0] == (last, 0)                            # the first to be ready is the last layer
-    assert orders[0][2:] == sorted(orders[0][2:])               # the second is chosen when the queue is still short
-    assert orders[0][2] == (0, 0) and orders[0][-1][0] == last  # the first layer has passed what was ready before it
+    assert orders[0][0] == (last, 0)  # the first to be ready is the last layer
+    # the second is chosen when the queue is still short
+    assert orders[0][2:] == sorted(orders[0][2:])
+    # the first layer has passed what was ready before it
+    assert orders[0][2] == (0, 0) and orders[0][-1][0] == last
 
 
 @pytest.mark.parametrize("priority", [True, False])
 def test_a_rank_that_fails_ends_the_others_at_once(priority: bool) -> None:
     """Rank 1 fails between two steps, while slices are on their way or about to be."""
+
     def job(world: Any) -> None:
         model = GPT(CONFIG)
         model.initialize(0)
@@ -133,15 +149,18 @@ def test_clip_is_refused_and_a_slice_without_a_number() -> None:
 
     with pytest.raises(ConfigError, match="clip needs the norm of the whole gradient"):
         md.run(job, 1.0, 4096, size=1)
-    with pytest.raises(ConfigError, match="slice_bytes=7; a slice holds at least one number, 8 bytes"):
+    with pytest.raises(
+        ConfigError, match="slice_bytes=7; a slice holds at least one number, 8 bytes"
+    ):
         md.run(job, None, 7, size=1)
 
 
-# ---------------------------------------------------------------------------------------------- a run, as predicted
+# ------------------------------------------------------------------------------ a run, as predicted
 
 SLEEPING = tiny(layers=6, width=16)
-FORWARD, BACKWARD, SUM = 0.040, 0.080, 0.100        # seconds: of a block, asleep, and of the sum of its gradients
-BLOCK = 8 * (12 * 16 * 16 + 13 * 16)                # bytes
+# seconds: of a block, asleep, and of the sum of its gradients
+FORWARD, BACKWARD, SUM = 0.040, 0.080, 0.100
+BLOCK = 8 * (12 * 16 * 16 + 13 * 16)  # bytes
 ALPHA, SLICES = 50e-6, 4
 
 
@@ -151,8 +170,14 @@ def cycles(world: Any, priority: bool) -> Timeline:
     model.initialize(0)
     with delayed(world, alpha=ALPHA, beta=SUM / BLOCK) as slow:
         timeline.follow(slow.ledger, waits=True)
-        strategy = SlicedDDP(model, slow, bucket_bytes=BLOCK, slice_bytes=BLOCK // SLICES, priority=priority,
-                             recorder=timeline)
+        strategy = SlicedDDP(
+            model,
+            slow,
+            bucket_bytes=BLOCK,
+            slice_bytes=BLOCK // SLICES,
+            priority=priority,
+            recorder=timeline,
+        )
         for block in model.blocks:
             block.register_forward_hook(lambda module, args, result: time.sleep(FORWARD))
             block.register_backward_pre_hook(lambda module: time.sleep(BACKWARD))
@@ -175,7 +200,10 @@ def test_priorities_save_what_a_record_without_them_predicts() -> None:
     link, off = LinkCost("delayed", 2, ALPHA, 0.0, SUM / BLOCK, 0.0, 0.0), 1.0
     for _ in range(4):
         (in_turn, told), ran = median_of(False, link), median_of(True, link)[0]
-        print(f"\nin turn {1e3 * in_turn:.1f} ms, by urgency predicted {1e3 * told:.1f}, ran {1e3 * ran:.1f}")
+        print(
+            f"\nin turn {1e3 * in_turn:.1f} ms, by urgency predicted {1e3 * told:.1f}, ran "
+            f"{1e3 * ran:.1f}"
+        )
         off = min(off, abs(told / ran - 1))
         if off <= 0.1 and ran < 0.95 * in_turn:
             break
@@ -186,5 +214,7 @@ def test_priorities_save_what_a_record_without_them_predicts() -> None:
 def median_of(priority: bool, link: LinkCost) -> tuple[float, float]:
     """Seconds of the middle cycle of five, and what it is predicted to take by urgency."""
     timelines = md.run(cycles, priority, size=2)
-    records = sorted((record_step(timelines, step) for step in range(1, 5)), key=lambda record: record.seconds)
+    records = sorted(
+        (record_step(timelines, step) for step in range(1, 5)), key=lambda record: record.seconds
+    )
     return records[1].seconds, predict(records[1], Change(priority=True), link)

@@ -1,4 +1,5 @@
-"""Expert parallelism: equal to one process for any split, at the cost its docstring states; bugs planted and seen."""
+"""Expert parallelism: equal to one process for any split, at the cost its docstring states; bugs
+planted and seen."""
 
 import hashlib
 from functools import cache
@@ -26,13 +27,17 @@ BOUND = 1e-10
 ITEM = 8
 
 
-def run(size: int, moe: dict[str, Any], changes: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
+def run(
+    size: int, moe: dict[str, Any], changes: dict[str, Any], **options: Any
+) -> list[dict[str, Any]]:
     """What each of `size` threads holds after training."""
     return md.run(lambda world: train(world, moe, changes, **options), size=size)
 
 
 def digest(rank: dict[str, Any]) -> str:
-    return hashlib.sha256(b"".join(array.tobytes() for array in rank["weights"].values())).hexdigest()
+    return hashlib.sha256(
+        b"".join(array.tobytes() for array in rank["weights"].values())
+    ).hexdigest()
 
 
 def check(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
@@ -44,9 +49,17 @@ def check(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
         np.testing.assert_array_equal(rank["loads"], alone["loads"])
 
 
-def check_traffic(ranks: list[dict[str, Any]], moe: dict[str, Any], *, steps: int, passes: int = 1, clip: bool = True,
-                  again: bool = False) -> None:
-    """To the byte: four all-to-alls of routed tokens (six with blocks computed again), the dense sum, the counts."""
+def check_traffic(
+    ranks: list[dict[str, Any]],
+    moe: dict[str, Any],
+    *,
+    steps: int,
+    passes: int = 1,
+    clip: bool = True,
+    again: bool = False,
+) -> None:
+    """To the byte: four all-to-alls of routed tokens (six with blocks computed again), the dense
+    sum, the counts."""
     size, config = len(ranks), ranks[0]["config"]
     experts, layers = {**MOE, **moe}["experts"], config["layers"]
 
@@ -56,14 +69,23 @@ def check_traffic(ranks: list[dict[str, Any]], moe: dict[str, Any], *, steps: in
     rows = sum(rank["rows"] for rank in ranks)
     assert total("world", "all_to_all") == ITEM * (6 if again else 4) * rows * config["width"]
     assert total("world", "all_reduce") == ITEM * steps * ranks[0]["dense"]
-    assert {verb for rank in ranks for verb in rank["sent"]["world"]} <= {"all_to_all", "all_reduce"}
-    assert total("control", "all_to_all") == ITEM * steps * passes * (2 if again else 1) * layers * (size - 1) * experts
+    assert {verb for rank in ranks for verb in rank["sent"]["world"]} <= {
+        "all_to_all",
+        "all_reduce",
+    }
+    assert (
+        total("control", "all_to_all")
+        == ITEM * steps * passes * (2 if again else 1) * layers * (size - 1) * experts
+    )
     assert total("control", "all_reduce") == ITEM * steps * 2 * (size - 1) * 2 * experts * layers
     assert total("control", "all_gather") == ITEM * steps * (1 + clip) * size * (size - 1)
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "loss": {}, "capacity": {"capacity": 0.8, "top_k": 1}, "bias": {"balance": "bias", "shared": 1, "capacity": 1.2}}
+    "loss": {},
+    "capacity": {"capacity": 0.8, "top_k": 1},
+    "bias": {"balance": "bias", "shared": 1, "capacity": 1.2},
+}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +100,10 @@ def test_equals_one_process(serial: dict[str, dict[str, Any]], kind: str, size: 
     ranks = run(size, KINDS[kind], {})
     check(ranks, serial[kind])
     check_traffic(ranks, KINDS[kind], steps=split.STEPS)
-    assert kind != "capacity" or serial[kind]["loads"][:, :, 1].sum() < serial[kind]["loads"][:, :, 0].sum()
+    assert (
+        kind != "capacity"
+        or serial[kind]["loads"][:, :, 1].sum() < serial[kind]["loads"][:, :, 0].sum()
+    )
 
 
 @pytest.mark.soak
@@ -90,7 +115,12 @@ def test_same_bits_over_tcp() -> None:
 
 @pytest.mark.parametrize(("sequences", "accumulate"), [(2, 1), (3, 2)])
 def test_ranks_without_a_row_take_part(sequences: int, accumulate: int) -> None:
-    options: dict[str, Any] = {"sequences": sequences, "accumulate": accumulate, "clip": None, "steps": 2}
+    options: dict[str, Any] = {
+        "sequences": sequences,
+        "accumulate": accumulate,
+        "clip": None,
+        "steps": 2,
+    }
     ranks = run(4, {}, {"positions": "rotary", "kv_heads": 2}, **options)
     check(ranks, run(1, {}, {"positions": "rotary", "kv_heads": 2}, **options)[0])
     check_traffic(ranks, {}, steps=2, passes=accumulate, clip=False)
@@ -107,7 +137,8 @@ def test_blocks_computed_again_send_tokens_twice_more(balance: str) -> None:
 
 @pytest.mark.parametrize(("size", "copies", "kind"), [(4, 2, "loss"), (6, 3, "bias")])
 def test_data_times_experts(size: int, copies: int, kind: str) -> None:
-    """Several groups, each with all experts: their gradients are summed over the copies, by the formula."""
+    """Several groups, each with all experts: their gradients are summed over the copies, by the
+    formula."""
     options: dict[str, Any] = {"optimizer": SGD, "clip": 0.05}
     ranks = run(size, KINDS[kind], {}, copies=copies, **options)
     check(ranks, run(1, KINDS[kind], {}, **options)[0])
@@ -115,53 +146,94 @@ def test_data_times_experts(size: int, copies: int, kind: str) -> None:
     assert summed == ITEM * split.STEPS * 2 * (copies - 1) * 2 * MOE["experts"] * 2 * 16 * 64
     moved = sum(rank["sent"].get("ep", {}).get("all_to_all", 0) for rank in ranks)
     assert moved == ITEM * 4 * sum(rank["rows"] for rank in ranks) * 16
-    assert sum(rank["sent"]["world"]["all_reduce"] for rank in ranks) == ITEM * split.STEPS * ranks[0]["dense"]
+    assert (
+        sum(rank["sent"]["world"]["all_reduce"] for rank in ranks)
+        == ITEM * split.STEPS * ranks[0]["dense"]
+    )
 
 
-@pytest.mark.parametrize(("kind", "moe", "changes"), [
-    (split.tensor, {"shared": 1, "capacity": 0.8}, {"activation": "silu"}), (split.sequence, {"shared": 1}, {})],
-    ids=["tensor", "sequence"])
+@pytest.mark.parametrize(
+    ("kind", "moe", "changes"),
+    [
+        (split.tensor, {"shared": 1, "capacity": 0.8}, {"activation": "silu"}),
+        (split.sequence, {"shared": 1}, {}),
+    ],
+    ids=["tensor", "sequence"],
+)
 def test_experts_times_tensor(kind: Any, moe: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Each expert cut by columns and rows; the gate sees all tokens or, with sequence parallelism, its own."""
+    """Each expert cut by columns and rows; the gate sees all tokens or, with sequence parallelism,
+    its own."""
     changes = {"mixture": MixtureConfig(experts=5, **moe), **changes}
     config = tiny(**{**split.SIZES, **changes})
     ranks = split.run(kind, 3, changes, checkpoint="0")
     split.check_equal(ranks, split.run(kind, 1, changes)[0])
-    formula = (tensor_parallel.elements_sent(config, ranks=3, tokens=18, recomputed=1) if kind is split.tensor else
-               sequence_parallel.elements_sent(config, ranks=3, sequences=3, recomputed=1))
+    formula = (
+        tensor_parallel.elements_sent(config, ranks=3, tokens=18, recomputed=1)
+        if kind is split.tensor
+        else sequence_parallel.elements_sent(config, ranks=3, sequences=3, recomputed=1)
+    )
     assert split.sent_along_the_axis(ranks) == split.STEPS * ITEM * formula
 
 
 any_job = given(
-    size=st.integers(2, 5), moe=st.fixed_dictionaries({
-        "experts": st.integers(5, 9), "top_k": st.integers(1, 3), "noise": st.sampled_from([0.0, 0.5]),
-        "capacity": st.sampled_from([None, 0.5, 1.0, 1.25]), "balance": st.sampled_from(["loss", "bias", "none"]),
-        "shared": st.integers(0, 1), "bias_rate": st.just(0.05)}),
-    changes=st.fixed_dictionaries({
-        "heads": st.just(2), "width": st.sampled_from([8, 12]), "layers": st.integers(1, 2), "tied": st.booleans(),
-        "activation": st.sampled_from(["gelu", "silu"]), "dropout": st.sampled_from([0.0, 0.2]),
-        "positions": st.sampled_from(["learned", "rotary"])}),
-    options=st.fixed_dictionaries({
-        "sequences": st.integers(1, 7), "accumulate": st.integers(1, 2), "clip": st.sampled_from([None, 0.1]),
-        "optimizer": st.sampled_from([AdamW, SGD])}))
+    size=st.integers(2, 5),
+    moe=st.fixed_dictionaries(
+        {
+            "experts": st.integers(5, 9),
+            "top_k": st.integers(1, 3),
+            "noise": st.sampled_from([0.0, 0.5]),
+            "capacity": st.sampled_from([None, 0.5, 1.0, 1.25]),
+            "balance": st.sampled_from(["loss", "bias", "none"]),
+            "shared": st.integers(0, 1),
+            "bias_rate": st.just(0.05),
+        }
+    ),
+    changes=st.fixed_dictionaries(
+        {
+            "heads": st.just(2),
+            "width": st.sampled_from([8, 12]),
+            "layers": st.integers(1, 2),
+            "tied": st.booleans(),
+            "activation": st.sampled_from(["gelu", "silu"]),
+            "dropout": st.sampled_from([0.0, 0.2]),
+            "positions": st.sampled_from(["learned", "rotary"]),
+        }
+    ),
+    options=st.fixed_dictionaries(
+        {
+            "sequences": st.integers(1, 7),
+            "accumulate": st.integers(1, 2),
+            "clip": st.sampled_from([None, 0.1]),
+            "optimizer": st.sampled_from([AdamW, SGD]),
+        }
+    ),
+)
 
 
-def check_job(size: int, moe: dict[str, Any], changes: dict[str, Any], options: dict[str, Any], steps: int) -> None:
+def check_job(
+    size: int, moe: dict[str, Any], changes: dict[str, Any], options: dict[str, Any], steps: int
+) -> None:
     ranks = run(size, moe, changes, steps=steps, **options)
     check(ranks, run(1, moe, changes, steps=steps, **options)[0])
-    check_traffic(ranks, moe, steps=steps, passes=options["accumulate"], clip=options["clip"] is not None)
+    check_traffic(
+        ranks, moe, steps=steps, passes=options["accumulate"], clip=options["clip"] is not None
+    )
 
 
 @settings(max_examples=2)
 @any_job
-def test_any_job(size: int, moe: dict[str, Any], changes: dict[str, Any], options: dict[str, Any]) -> None:
+def test_any_job(
+    size: int, moe: dict[str, Any], changes: dict[str, Any], options: dict[str, Any]
+) -> None:
     check_job(size, moe, changes, options, steps=2)
 
 
 @pytest.mark.soak
 @settings(max_examples=200)
 @any_job
-def test_very_many_jobs(size: int, moe: dict[str, Any], changes: dict[str, Any], options: dict[str, Any]) -> None:
+def test_very_many_jobs(
+    size: int, moe: dict[str, Any], changes: dict[str, Any], options: dict[str, Any]
+) -> None:
     """The same, more often."""
     check_job(size, moe, changes, options, steps=3)
 
@@ -171,7 +243,9 @@ def test_very_many_jobs(size: int, moe: dict[str, Any], changes: dict[str, Any],
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
     for moe in KINDS.values():
-        ranks = md.run(in_processes, moe, {"context": 16}, {"steps": 20}, size=size, transport=transport)
+        ranks = md.run(
+            in_processes, moe, {"context": 16}, {"steps": 20}, size=size, transport=transport
+        )
         check(ranks, run(1, moe, {"context": 16}, steps=20)[0])
 
 
@@ -180,8 +254,10 @@ def test_experts_and_their_state_are_divided(size: int) -> None:
     for rank, held in enumerate(run(size, {}, {}, steps=1)):
         own = len(np.array_split(np.arange(MOE["experts"]), size)[rank])
         dense = held["dense"] // (2 * (size - 1))
-        numbers = dense + 2 * own * 2 * 16 * 64                # layers × own experts × (up and down)
-        now = [held["memory"][category]["now"] for category in ("parameters", "gradients", "optimizer")]
+        numbers = dense + 2 * own * 2 * 16 * 64  # layers × own experts × (up and down)
+        now = [
+            held["memory"][category]["now"] for category in ("parameters", "gradients", "optimizer")
+        ]
         assert now == [ITEM * numbers, ITEM * numbers, 2 * ITEM * numbers]
 
 
@@ -189,12 +265,16 @@ def test_experts_and_their_state_are_divided(size: int) -> None:
 def test_mixed_precision(precision: str) -> None:
     """Replicas stay equal, and near one process: sums are rounded where they are cut."""
     changes = {"dtype": {"bf16": "bfloat16", "fp16": "float16"}[precision]}
-    alone, ranks = run(1, {}, changes, precision=precision)[0], run(3, {}, changes, precision=precision)
+    alone, ranks = (
+        run(1, {}, changes, precision=precision)[0],
+        run(3, {}, changes, precision=precision),
+    )
     assert len({digest(rank) for rank in ranks}) == 1
     np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=2e-2)
 
 
-# --------------------------------------------------------------------------------------- the parity test sees the bugs
+# -------------------------------------------------------------------- the parity test sees the bugs
+
 
 def local_noise(patch: pytest.MonkeyPatch) -> Any:
     """Noise keyed by the token's number on its rank."""
@@ -216,6 +296,7 @@ def local_loads(patch: pytest.MonkeyPatch) -> None:
 
 def experts_averaged(patch: pytest.MonkeyPatch) -> None:
     """Experts' gradients divided by the number of ranks."""
+
     def wrong(weights: Any) -> None:
         for weight in weights:
             if isinstance(weight, WeightShard):
@@ -229,16 +310,27 @@ def dense_not_summed(patch: pytest.MonkeyPatch) -> None:
 
 
 def norm_of_own_experts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(split_model, "squares_once", lambda weights, group: sum(float((p.grad ** 2).sum()) for p in weights))
+    patch.setattr(
+        split_model,
+        "squares_once",
+        lambda weights, group: sum(float((p.grad**2).sum()) for p in weights),
+    )
 
 
 BUGS: dict[Any, dict[str, Any]] = {
-    local_noise: {"noise": 1.0}, results_not_sorted_back: {}, local_loads: {"balance": "bias", "bias_rate": 0.1},
-    experts_averaged: {}, dense_not_summed: {}, norm_of_own_experts: {}}
+    local_noise: {"noise": 1.0},
+    results_not_sorted_back: {},
+    local_loads: {"balance": "bias", "bias_rate": 0.1},
+    experts_averaged: {},
+    dense_not_summed: {},
+    norm_of_own_experts: {},
+}
 
 
 @cache
-def unspoilt(moe: tuple[tuple[str, Any], ...], options: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+def unspoilt(
+    moe: tuple[tuple[str, Any], ...], options: tuple[tuple[str, Any], ...]
+) -> dict[str, Any]:
     """One process, which three ranks equal."""
     alone = run(1, dict(moe), {}, **dict(options))[0]
     check(run(3, dict(moe), {}, **dict(options)), alone)
@@ -248,19 +340,27 @@ def unspoilt(moe: tuple[tuple[str, Any], ...], options: tuple[tuple[str, Any], .
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With SGD: Adam forgives a wrong scale."""
-    options: dict[str, Any] = {"optimizer": SGD, "clip": 0.05 if bug is norm_of_own_experts else None, "steps": 2}
+    options: dict[str, Any] = {
+        "optimizer": SGD,
+        "clip": 0.05 if bug is norm_of_own_experts else None,
+        "steps": 2,
+    }
     alone = unspoilt(tuple(BUGS[bug].items()), tuple(options.items()))
     wrong = run(3, BUGS[bug], {}, spoil=bug(monkeypatch), **options)
     assert not all(difference(rank["weights"], alone["weights"]) < 1e-7 for rank in wrong)
 
 
-# ------------------------------------------------------------------------------------------------------------ errors
+# ------------------------------------------------------------------------------------------- errors
+
 
 def test_what_cannot_be_divided_says_what_would() -> None:
     def job(world: Any, experts: int) -> None:
         expert_parallel(mixture(GPT(tiny()), MixtureConfig(experts=experts)), world)
 
-    with pytest.raises(PlanError, match="ep=3 ranks: 2 experts leave a rank without any; choose ep from 1 to 2, or at"):
+    with pytest.raises(
+        PlanError,
+        match="ep=3 ranks: 2 experts leave a rank without any; choose ep from 1 to 2, or at",
+    ):
         md.run(job, 2, size=3)
     with pytest.raises(ConfigError, match="the model has no experts; make it a mixture first"):
         md.run(lambda world: expert_parallel(GPT(tiny()), world), size=1)

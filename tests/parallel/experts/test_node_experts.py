@@ -1,4 +1,5 @@
-"""Experts on several nodes: equal to one process, at the cost that the docstring states; bugs planted and seen."""
+"""Experts on several nodes: equal to one process, at the cost that the docstring states; bugs
+planted and seen."""
 
 from typing import Any
 
@@ -23,28 +24,46 @@ SWAPPED = ((4, 2, 0, 1, 3), (1, 2, 3, 4, 0))
 
 
 def on_nodes(nodes: tuple[int, ...], moe: dict[str, Any], **options: Any) -> list[dict[str, Any]]:
-    """What each rank holds after training, with the node of each, and what it sent to ranks of other nodes."""
+    """What each rank holds after training, with the node of each, and what it sent to ranks of
+    other nodes."""
+
     def rank(world: Any) -> dict[str, Any]:
         world.nodes = nodes
         found = train(world, moe, {}, **options)
         sent = world.ledger.sent_to("step")
-        far = {axis: sum(axes.get(axis, 0) for to, axes in sent.items() if nodes[to] != nodes[world.rank])
-               for axis in ("world", "world.inside", "control")}
+        far = {
+            axis: sum(
+                axes.get(axis, 0) for to, axes in sent.items() if nodes[to] != nodes[world.rank]
+            )
+            for axis in ("world", "world.inside", "control")
+        }
         return {**found, "far": far}
 
     return md.run(rank, size=len(nodes))
 
 
-def check(nodes: tuple[int, ...], moe: dict[str, Any], *, of_serial: dict[str, Any] | None = None,
-          **options: Any) -> list[dict[str, Any]]:
+def check(
+    nodes: tuple[int, ...],
+    moe: dict[str, Any],
+    *,
+    of_serial: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[dict[str, Any]]:
     ranks = on_nodes(nodes, moe, **options)
-    alone = md.run(lambda world: train(world, {**moe, **(of_serial or {})}, {},
-                                       **{**options, "checkpoint": "none"}), size=1)[0]
+    alone = md.run(
+        lambda world: train(
+            world, {**moe, **(of_serial or {})}, {}, **{**options, "checkpoint": "none"}
+        ),
+        size=1,
+    )[0]
     assert difference(ranks[0]["weights"], alone["weights"]) < BOUND
     np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=1e-12)
     np.testing.assert_array_equal(ranks[0]["loads"], alone["loads"])
     for rank in ranks[1:]:
-        assert all(np.array_equal(rank["weights"][name], array) for name, array in ranks[0]["weights"].items())
+        assert all(
+            np.array_equal(rank["weights"][name], array)
+            for name, array in ranks[0]["weights"].items()
+        )
     return ranks
 
 
@@ -52,18 +71,36 @@ def sent(ranks: list[dict[str, Any]], axis: str) -> int:
     return sum(rank["sent"].get(axis, {}).get("all_to_all", 0) for rank in ranks)
 
 
-@pytest.mark.parametrize(("nodes", "moe", "of_serial", "options"), [
-    ((0, 0, 1, 1), {"top_k": 3}, {}, {}), ((0, 0, 1), {"node_limit": 1}, {"nodes": (4, 1)}, {}),
-    ((0, 1, 0, 1), {"capacity": 0.8, "balance": "bias", "shared": 1}, {}, {"accumulate": 2}),
-    ((0, 0, 0, 1), {"placement": SWAPPED, "top_k": 2}, {"placement": None}, {"checkpoint": "all"}),
-    ((0, 0, 1, 1), {"placement": SWAPPED, "nodes": (3, 2), "node_limit": 1}, {}, {"sequences": 2})],
-    ids=["even", "limit", "in turn, dropped", "placed, computed again", "placed and limited"])
-def test_equals_one_process(nodes: tuple[int, ...], moe: dict[str, Any], of_serial: dict[str, Any],
-                            options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "moe", "of_serial", "options"),
+    [
+        ((0, 0, 1, 1), {"top_k": 3}, {}, {}),
+        ((0, 0, 1), {"node_limit": 1}, {"nodes": (4, 1)}, {}),
+        ((0, 1, 0, 1), {"capacity": 0.8, "balance": "bias", "shared": 1}, {}, {"accumulate": 2}),
+        (
+            (0, 0, 0, 1),
+            {"placement": SWAPPED, "top_k": 2},
+            {"placement": None},
+            {"checkpoint": "all"},
+        ),
+        (
+            (0, 0, 1, 1),
+            {"placement": SWAPPED, "nodes": (3, 2), "node_limit": 1},
+            {},
+            {"sequences": 2},
+        ),
+    ],
+    ids=["even", "limit", "in turn, dropped", "placed, computed again", "placed and limited"],
+)
+def test_equals_one_process(
+    nodes: tuple[int, ...], moe: dict[str, Any], of_serial: dict[str, Any], options: dict[str, Any]
+) -> None:
     """Five experts on three and four ranks; SGD, because Adam forgives a wrong scale."""
     if moe.get("node_limit") == 1 and "nodes" not in moe:
-        moe = {**moe, "top_k": 1}       # one node has a single expert
-    ranks = check(nodes, moe, of_serial=of_serial, **{"steps": 2, "optimizer": SGD, "clip": 0.05, **options})
+        moe = {**moe, "top_k": 1}  # one node has a single expert
+    ranks = check(
+        nodes, moe, of_serial=of_serial, **{"steps": 2, "optimizer": SGD, "clip": 0.05, **options}
+    )
     top_k, times = {**MOE, **moe}["top_k"], 3 if options.get("checkpoint") else 2
     copies, rows = (sum(rank[kind] for rank in ranks) for kind in ("copies", "rows"))
     assert sent(ranks, "world") == ITEM * times * (2 * WIDTH + top_k) * copies
@@ -75,10 +112,22 @@ def test_equals_one_process(nodes: tuple[int, ...], moe: dict[str, Any], of_seri
     assert sent(ranks, "control") == ITEM * (times - 1) * (top_k * copies + forwards * counts)
 
 
-any_job = given(nodes=st.lists(st.integers(0, 2), min_size=2, max_size=5), moe=st.fixed_dictionaries({
-    "experts": st.integers(5, 8), "top_k": st.integers(1, 3), "capacity": st.sampled_from([None, 0.8]),
-    "noise": st.sampled_from([0.0, 0.5]), "balance": st.sampled_from(["loss", "bias"]), "bias_rate": st.just(0.05)}),
-    options=st.fixed_dictionaries({"sequences": st.integers(1, 6), "accumulate": st.integers(1, 2)}))
+any_job = given(
+    nodes=st.lists(st.integers(0, 2), min_size=2, max_size=5),
+    moe=st.fixed_dictionaries(
+        {
+            "experts": st.integers(5, 8),
+            "top_k": st.integers(1, 3),
+            "capacity": st.sampled_from([None, 0.8]),
+            "noise": st.sampled_from([0.0, 0.5]),
+            "balance": st.sampled_from(["loss", "bias"]),
+            "bias_rate": st.just(0.05),
+        }
+    ),
+    options=st.fixed_dictionaries(
+        {"sequences": st.integers(1, 6), "accumulate": st.integers(1, 2)}
+    ),
+)
 
 
 @settings(max_examples=2)
@@ -103,9 +152,14 @@ def test_the_plain_loop() -> None:
     right = np.einsum("nh,ehk,ne->nk", x, experts, weights)
 
     def rank(world: Any) -> Any:
-        across, inside = world.split(world.rank % 2, axis="across"), world.split(world.rank // 2, axis="inside")
+        across, inside = (
+            world.split(world.rank % 2, axis="across"),
+            world.split(world.rank // 2, axis="inside"),
+        )
         mine = np.array_split(np.arange(22), 4)[world.rank]
-        y = plain_node_experts(x[mine], weights[mine], lambda rows: rows @ experts[world.rank], across, inside)
+        y = plain_node_experts(
+            x[mine], weights[mine], lambda rows: rows @ experts[world.rank], across, inside
+        )
         away = weights[mine][:, 2:] if world.rank < 2 else weights[mine][:, :2]
         return y, world.ledger.sent_bytes(), int(away.any(axis=1).sum())
 
@@ -115,8 +169,15 @@ def test_the_plain_loop() -> None:
     assert here == ITEM * (5 + 2 + 5) * sum(count for *_, count in found)
 
 
-def trained(world: Any, nodes: tuple[int, ...], mixture: MixtureConfig, plan: dict[str, Any], *, load: Any = None,
-            save: Any = None) -> Any:
+def trained(
+    world: Any,
+    nodes: tuple[int, ...],
+    mixture: MixtureConfig,
+    plan: dict[str, Any],
+    *,
+    load: Any = None,
+    save: Any = None,
+) -> Any:
     """Losses and weights of two steps of a plan, from a checkpoint and to one."""
     world.nodes = nodes
     config = tiny(mixture=mixture)
@@ -132,18 +193,26 @@ def trained(world: Any, nodes: tuple[int, ...], mixture: MixtureConfig, plan: di
     return result
 
 
-PLANS: list[dict[str, Any]] = [{"ep": 4, "zero": 1}, {"ep": 2, "tp": 2, "zero": 3},
-                               {"dp": 2, "ep": 2, "order": "ep,dp"}, {"pp": 2, "ep": 2, "order": "ep,pp", "zero": 2}]
+PLANS: list[dict[str, Any]] = [
+    {"ep": 4, "zero": 1},
+    {"ep": 2, "tp": 2, "zero": 3},
+    {"dp": 2, "ep": 2, "order": "ep,dp"},
+    {"pp": 2, "ep": 2, "order": "ep,pp", "zero": 2},
+]
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: ",".join(f"{key}={value}" for key, value in plan.items()))
+@pytest.mark.parametrize(
+    "plan", PLANS, ids=lambda plan: ",".join(f"{key}={value}" for key, value in plan.items())
+)
 def test_in_a_plan_and_through_a_checkpoint(plan: dict[str, Any], tmp_path: Any) -> None:
-    """A limit takes its nodes from the ranks; a checkpoint goes on with experts placed otherwise, under another plan.
-    """
+    """A limit takes its nodes from the ranks; a checkpoint goes on with experts placed otherwise,
+    under another plan."""
     nodes = (0, 1, 0, 1) if plan.get("tp") else (0, 0, 1, 1)
     plan = {**plan, "placement": "rank"} if plan.get("tp") else plan
     limited = MixtureConfig(experts=4, top_k=2, node_limit=1)
-    ranks = md.run(lambda world: trained(world, nodes, limited, plan, save=tmp_path / "step-000002"), size=4)
+    ranks = md.run(
+        lambda world: trained(world, nodes, limited, plan, save=tmp_path / "step-000002"), size=4
+    )
     losses, weights, settled, found = ranks[0]
     expected = None if plan.get("tp") else (2, 2)
     assert settled.nodes == ((4,) if expected is None else expected)
@@ -151,41 +220,67 @@ def test_in_a_plan_and_through_a_checkpoint(plan: dict[str, Any], tmp_path: Any)
     assert difference(weights, alone[1]) < BOUND
     np.testing.assert_allclose(losses, alone[0], rtol=1e-12)
     placed = MixtureConfig(experts=4, top_k=2, placement=((3, 1, 0, 2), (0, 2, 1, 3)))
-    again = md.run(lambda world: trained(world, (0, 1), placed, {"ep": 2}, load=tmp_path / "step-000002"), size=2)[0]
-    other = md.run(lambda world: trained(world, (0,), MixtureConfig(experts=4, top_k=2), {},
-                                         load=tmp_path / "step-000002"), size=1)[0]
+    again = md.run(
+        lambda world: trained(world, (0, 1), placed, {"ep": 2}, load=tmp_path / "step-000002"),
+        size=2,
+    )[0]
+    other = md.run(
+        lambda world: trained(
+            world, (0,), MixtureConfig(experts=4, top_k=2), {}, load=tmp_path / "step-000002"
+        ),
+        size=1,
+    )[0]
     assert difference(again[1], other[1]) < BOUND
     if expected is not None:
         order, copies = found
         assert [sorted(layer) for layer in order.tolist()] == [[0, 1, 2, 3]] * 2
-        assert (copies[:, 2] <= copies[:, 1]).all() and all((found[0] == rank[3][0]).all() for rank in ranks)
+        assert (copies[:, 2] <= copies[:, 1]).all() and all(
+            (found[0] == rank[3][0]).all() for rank in ranks
+        )
 
 
 @pytest.mark.soak
 def test_nodes_stay_when_the_plan_changes() -> None:
-    """The limit is that of the ranks that began, also where the experts then lie on one node, and in an evaluation."""
-    def rank(world: Any, nodes: tuple[int, ...], mixture: MixtureConfig, plans: list[dict[str, Any]]) -> Any:
+    """The limit is that of the ranks that began, also where the experts then lie on one node, and
+    in an evaluation."""
+
+    def rank(
+        world: Any, nodes: tuple[int, ...], mixture: MixtureConfig, plans: list[dict[str, Any]]
+    ) -> Any:
         world.nodes, config = nodes, tiny(mixture=mixture)
         trainer = Trainer(Plan(**plans[0]), config, world, lr=1e-2, optimizer="sgd")
         trainer.step(global_batch(0, 5, config))
         if plans[1:]:
             trainer.change_plan(Plan(**plans[1]))
         trainer.step(global_batch(1, 5, config))
-        return trainer.state_dict(), trainer.evaluate([global_batch(7, 5, config)]), trainer.config.mixture
+        return (
+            trainer.state_dict(),
+            trainer.evaluate([global_batch(7, 5, config)]),
+            trainer.config.mixture,
+        )
 
     limited = MixtureConfig(experts=8, node_limit=1)
-    weights, loss, settled = md.run(rank, (0, 0, 1, 1), limited, [{"ep": 4}, {"dp": 2, "ep": 2}], size=4)[0]
+    weights, loss, settled = md.run(
+        rank, (0, 0, 1, 1), limited, [{"ep": 4}, {"dp": 2, "ep": 2}], size=4
+    )[0]
     alone = md.run(rank, (0,), settled, [{}], size=1)[0]
-    assert settled.nodes == (4, 4) and difference(weights, alone[0]) < BOUND and abs(loss - alone[1]) < 1e-12
+    assert (
+        settled.nodes == (4, 4)
+        and difference(weights, alone[0]) < BOUND
+        and abs(loss - alone[1]) < 1e-12
+    )
 
 
 @pytest.mark.parametrize("top_k", [2, 3])
 def test_measured_copies_are_those_that_travel(top_k: int) -> None:
-    """What is computed from the choices is what the ranks sent; and what a placement is to save, it saves."""
+    """What is computed from the choices is what the ranks sent; and what a placement is to save, it
+    saves."""
     moe: dict[str, Any] = {"noise": 0.0, "experts": 8, "top_k": top_k, "capacity": 1.0}
     before = on_nodes((0, 0, 1, 1), moe, steps=1)
     order, copies = before[0]["placed"]
-    assert copies[:, 0].tolist() == [5 * 6] * 2 and copies[:, 1].sum() == sum(rank["copies"] for rank in before)
+    assert copies[:, 0].tolist() == [5 * 6] * 2 and copies[:, 1].sum() == sum(
+        rank["copies"] for rank in before
+    )
     assert all((rank["placed"][0] == order).all() for rank in before)
     after = on_nodes((0, 0, 1, 1), {**moe, "placement": tuple(map(tuple, order.tolist()))}, steps=1)
     assert sum(rank["copies"] for rank in after) == copies[:, 2].sum() < copies[:, 1].sum()
@@ -196,25 +291,34 @@ def test_ranks_that_lie_differently_are_told_what_to_say() -> None:
         world.nodes = nodes
         Trainer(Plan(**plan), tiny(mixture=MixtureConfig(experts=4, top_k=1, node_limit=1)), world)
 
-    with pytest.raises(PlanError, match=r"lie on nodes \(0, 0\), \(0, 1\), .*say on how many nodes .*nodes=2"):
+    with pytest.raises(
+        PlanError, match=r"lie on nodes \(0, 0\), \(0, 1\), .*say on how many nodes .*nodes=2"
+    ):
         md.run(rank, (0, 0, 0, 1, 1, 1), {"dp": 3, "ep": 2}, size=6)
     with pytest.raises(PlanError, match=r"\(0, 1, 0, 1\)"):
         md.run(rank, (0, 1, 0, 1), {"ep": 4, "placement": "rank"}, size=4)
 
 
-# --------------------------------------------------------------------------------------------- parity sees these bugs
+# --------------------------------------------------------------------------- parity sees these bugs
+
 
 def sums_without_weights(patch: pytest.MonkeyPatch) -> None:
     """The sum on the node forgets the gate's weights."""
     right = node_experts.ops.from_experts
-    patch.setattr(node_experts.ops, "from_experts",
-                  lambda rows, weights, placement: right(rows, weights * 0 + 1, placement))
+    patch.setattr(
+        node_experts.ops,
+        "from_experts",
+        lambda rows, weights, placement: right(rows, weights * 0 + 1, placement),
+    )
 
 
 def dropped_choices_travel(patch: pytest.MonkeyPatch) -> None:
     right = NodeExperts.mixed
-    patch.setattr(NodeExperts, "mixed",
-                  lambda self, x, weights, chosen, kept: right(self, x, weights, chosen, kept | True))
+    patch.setattr(
+        NodeExperts,
+        "mixed",
+        lambda self, x, weights, chosen, kept: right(self, x, weights, chosen, kept | True),
+    )
 
 
 def placement_of_rows_alone(patch: pytest.MonkeyPatch) -> None:
@@ -228,8 +332,11 @@ def placement_of_rows_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(split_experts.SplitExperts, "__init__", wrong)
 
 
-@pytest.mark.parametrize("bug", [sums_without_weights, dropped_choices_travel, placement_of_rows_alone],
-                         ids=lambda bug: bug.__name__)
+@pytest.mark.parametrize(
+    "bug",
+    [sums_without_weights, dropped_choices_travel, placement_of_rows_alone],
+    ids=lambda bug: bug.__name__,
+)
 def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"optimizer": SGD, "clip": None, "steps": 2}
     alone = md.run(lambda world: train(world, {"capacity": 0.8}, {}, **options), size=1)[0]

@@ -182,7 +182,8 @@ def test_the_first_batch_is_compared_before_weights_move(name: str) -> None:
 
 
 def test_what_is_compared_counts_as_control_alone() -> None:
-    """16 bytes a rank beside each loss, with tp beside each norm, and 48 ahead of the first step."""
+    """16 bytes a rank beside each loss, with tp beside each norm, and 48 ahead of the first
+    step."""
 
     def rank(world: Any, name: str) -> tuple[int, int]:
         trainer = trainer_of(world, name)
@@ -340,7 +341,8 @@ def whole(trainer: Trainer, rank: int) -> Any:
         (
             "three axes",
             lambda trainer, rank: tuple((ids + (rank == 6)) % 11 for ids in whole(trainer, rank)),
-            "MismatchError: rank 6: the batch's inputs and targets differ from rank 4's; ranks along pp",
+            "MismatchError: rank 6: the batch's inputs and targets differ from rank 4's; ranks "
+            "along pp",
         ),
         (
             "local steps",

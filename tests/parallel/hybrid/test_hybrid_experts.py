@@ -1,4 +1,5 @@
-"""Plans with the axis ep: experts × everything else equals one process, sends and holds what the formulas say."""
+"""Plans with the axis ep: experts × everything else equals one process, sends and holds what the
+formulas say."""
 
 from typing import Any
 
@@ -19,30 +20,51 @@ from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.pipeline.stages import Stages
 
 LOSS: dict[str, Any] = {"experts": 4, "capacity": 0.9, "noise": 0.1, "balance_weight": 0.1}
-BIAS: dict[str, Any] = {"experts": 4, "capacity": 1.2, "shared": 1, "balance": "bias", "bias_rate": 0.1}
+BIAS: dict[str, Any] = {
+    "experts": 4,
+    "capacity": 1.2,
+    "shared": 1,
+    "balance": "bias",
+    "bias_rate": 0.1,
+}
 
 
 def model(mixture: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """What a tiny mixture has that a tiny GPT has not, in what can travel to ranks of a new mpirun."""
+    """What a tiny mixture has that a tiny GPT has not, in what can travel to ranks of a new
+    mpirun."""
     return {**MOST, "layers": 2, "mixture": mixture, **changes}
 
 
-def check_all(plan: dict[str, Any], mixture: dict[str, Any], *, changes: dict[str, Any] | None = None,
-              **options: Any) -> list[dict[str, Any]]:
+def check_all(
+    plan: dict[str, Any],
+    mixture: dict[str, Any],
+    *,
+    changes: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[dict[str, Any]]:
     """Parity, with SGD (Adam forgives a wrong scale); and bytes along every axis."""
-    ranks = check(model(mixture, **(changes or {})), plan, **{"optimizer": "sgd", "clip": 0.05, **options})
+    ranks = check(
+        model(mixture, **(changes or {})), plan, **{"optimizer": "sgd", "clip": 0.05, **options}
+    )
     formula = ranks[0]["formula"]
     expected = formula.get("axes", {"dp": formula["sent_bytes"]})
     assert sent_by_axis(ranks) == {axis: count for axis, count in expected.items() if count}
     return ranks
 
 
-@pytest.mark.parametrize(("plan", "mixture"), [
-    ({"dp": 3, "zero": 3}, BIAS), ({"dp": 2, "ep": 2, "zero": 3, "checkpoint_blocks": "0"}, LOSS),
-    ({"dp": 2, "ep": 2, "tp": 2, "zero": 1, "accumulate": 2}, BIAS),
-    ({"ep": 2, "cp": 2, "tp": 2, "sequence_parallel": True}, LOSS),
-    ({"pp": 2, "ep": 2, "zero": 2, "schedule": "interleaved", "microbatches": 2}, LOSS)],
-    ids=lambda plan: ",".join(f"{key}={value}" for key, value in plan.items()) if "experts" not in plan else "")
+@pytest.mark.parametrize(
+    ("plan", "mixture"),
+    [
+        ({"dp": 3, "zero": 3}, BIAS),
+        ({"dp": 2, "ep": 2, "zero": 3, "checkpoint_blocks": "0"}, LOSS),
+        ({"dp": 2, "ep": 2, "tp": 2, "zero": 1, "accumulate": 2}, BIAS),
+        ({"ep": 2, "cp": 2, "tp": 2, "sequence_parallel": True}, LOSS),
+        ({"pp": 2, "ep": 2, "zero": 2, "schedule": "interleaved", "microbatches": 2}, LOSS),
+    ],
+    ids=lambda plan: (
+        ",".join(f"{key}={value}" for key, value in plan.items()) if "experts" not in plan else ""
+    ),
+)
 def test_equals_one_process(plan: dict[str, Any], mixture: dict[str, Any]) -> None:
     """Three sequences, so that one of four ranks has none, and takes part."""
     check_all(plan, mixture, sequences=3, steps=2)
@@ -50,22 +72,47 @@ def test_equals_one_process(plan: dict[str, Any], mixture: dict[str, Any]) -> No
 
 @st.composite
 def any_plan(draw: Any, ranks: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]:
-    """(the plan, the mixture, the model, sequences) of a job of 2 to `ranks` ranks that is not refused."""
-    tp, pp, cp, ep = (draw(st.sampled_from(sizes)) for sizes in ((1, 1, 2, 3), (1, 1, 2, 3), (1, 1, 2), (1, 2, 2, 3)))
+    """(the plan, the mixture, the model, sequences) of a job of 2 to `ranks` ranks that is not
+    refused."""
+    tp, pp, cp, ep = (
+        draw(st.sampled_from(sizes))
+        for sizes in ((1, 1, 2, 3), (1, 1, 2, 3), (1, 1, 2), (1, 2, 2, 3))
+    )
     assume(1 < tp * pp * cp * ep <= ranks)
     dp, heads = draw(st.integers(1, min(3, ranks // (tp * pp * cp * ep)))), draw(st.integers(tp, 4))
-    mixture = {"experts": ep * draw(st.integers(1, 3)), "top_k": 1, "noise": draw(st.sampled_from([0.0, 0.5])),
-               "capacity": draw(st.sampled_from([None, 0.8, 1.2])), "shared": draw(st.integers(0, 1)),
-               "balance": draw(st.sampled_from(["loss", "bias", "none"])), "balance_weight": 0.1, "bias_rate": 0.1}
+    mixture = {
+        "experts": ep * draw(st.integers(1, 3)),
+        "top_k": 1,
+        "noise": draw(st.sampled_from([0.0, 0.5])),
+        "capacity": draw(st.sampled_from([None, 0.8, 1.2])),
+        "shared": draw(st.integers(0, 1)),
+        "balance": draw(st.sampled_from(["loss", "bias", "none"])),
+        "balance_weight": 0.1,
+        "bias_rate": 0.1,
+    }
     mixture["top_k"] = draw(st.integers(1, min(3, mixture["experts"])))
-    changes = {"layers": draw(st.integers(1, 3)), "heads": heads, "width": 2 * heads, "tied": draw(st.booleans()),
-               "dropout": draw(st.sampled_from([0.0, 0.2])), "activation": draw(st.sampled_from(["gelu", "silu"])),
-               "positions": draw(st.sampled_from(["learned", "rotary"]))}
-    plan = {"dp": dp, "pp": pp, "ep": ep, "cp": cp, "tp": tp, "zero": draw(st.integers(0, 3)),
-            "schedule": draw(st.sampled_from(SCHEDULES)), "accumulate": draw(st.integers(1, 2)),
-            "microbatches": draw(st.integers(1, 4)) if pp > 1 else None,
-            "sequence_parallel": tp > 1 and draw(st.booleans()),
-            "checkpoint_blocks": draw(st.sampled_from(["none", "all", "0"]))}
+    changes = {
+        "layers": draw(st.integers(1, 3)),
+        "heads": heads,
+        "width": 2 * heads,
+        "tied": draw(st.booleans()),
+        "dropout": draw(st.sampled_from([0.0, 0.2])),
+        "activation": draw(st.sampled_from(["gelu", "silu"])),
+        "positions": draw(st.sampled_from(["learned", "rotary"])),
+    }
+    plan = {
+        "dp": dp,
+        "pp": pp,
+        "ep": ep,
+        "cp": cp,
+        "tp": tp,
+        "zero": draw(st.integers(0, 3)),
+        "schedule": draw(st.sampled_from(SCHEDULES)),
+        "accumulate": draw(st.integers(1, 2)),
+        "microbatches": draw(st.integers(1, 4)) if pp > 1 else None,
+        "sequence_parallel": tp > 1 and draw(st.booleans()),
+        "checkpoint_blocks": draw(st.sampled_from(["none", "all", "0"])),
+    }
     try:
         Plan(**plan).require_model(tiny(**{**changes, "mixture": MixtureConfig(**mixture)}))
     except PlanError:
@@ -86,40 +133,65 @@ def test_very_many_plans(job: tuple[dict[str, Any], dict[str, Any], dict[str, An
 @pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", "shm", "mpi"])
 def test_eight_ranks_everywhere(transport: str) -> None:
     plan = {"dp": 2, "ep": 2, "tp": 2, "zero": 1}
-    serial, = md.run(train, model(BIAS), {"steps": 20}, size=1)
+    (serial,) = md.run(train, model(BIAS), {"steps": 20}, size=1)
     ranks = md.run(train, model(BIAS), {"plan": plan, "steps": 20}, size=8, transport=transport)
     assert difference(ranks[7]["weights"], serial["weights"]) < BOUND
 
 
-@pytest.mark.soak       # tests/parallel/experts/test_expert_parallel.py has it, too
+@pytest.mark.soak  # tests/parallel/experts/test_expert_parallel.py has it, too
 @pytest.mark.parametrize(("precision", "plan"), [("fp16", {"ep": 2, "tp": 2, "zero": 1})])
 def test_mixed_precision(precision: str, plan: dict[str, Any]) -> None:
-    """Nearer to one process in the same precision than a tenth of the way that training went; all ranks alike."""
+    """Nearer to one process in the same precision than a tenth of the way that training went; all
+    ranks alike."""
     changes = model(BIAS, dtype="float32")
-    (start,), (serial,) = (md.run(train, changes, {"optimizer": "sgd", "steps": steps, "lr": 0.1,
-                                                   "plan": {"precision": precision}}, size=1) for steps in (0, 2))
-    ranks = md.run(train, changes, {"optimizer": "sgd", "lr": 0.1, "plan": {**plan, "precision": precision}}, size=4)
+    (start,), (serial,) = (
+        md.run(
+            train,
+            changes,
+            {"optimizer": "sgd", "steps": steps, "lr": 0.1, "plan": {"precision": precision}},
+            size=1,
+        )
+        for steps in (0, 2)
+    )
+    ranks = md.run(
+        train,
+        changes,
+        {"optimizer": "sgd", "lr": 0.1, "plan": {**plan, "precision": precision}},
+        size=4,
+    )
     assert len({(rank["digest"], *rank["losses"]) for rank in ranks}) == 1
-    names = [name for name in serial["weights"] if not name.endswith("mlp.bias")]       # those move by signs
-    apart, way = (float(np.sqrt(sum(np.sum((a["weights"][name] - b["weights"][name]) ** 2.0) for name in names)))
-                  for a, b in ((ranks[0], serial), (serial, start)))
+    # those move by signs
+    names = [name for name in serial["weights"] if not name.endswith("mlp.bias")]
+    apart, way = (
+        float(
+            np.sqrt(sum(np.sum((a["weights"][name] - b["weights"][name]) ** 2.0) for name in names))
+        )
+        for a, b in ((ranks[0], serial), (serial, start))
+    )
     assert apart < 0.1 * way
-    assert sent_by_axis(ranks) == {axis: count for axis, count in ranks[0]["formula"]["axes"].items() if count}
+    assert sent_by_axis(ranks) == {
+        axis: count for axis, count in ranks[0]["formula"]["axes"].items() if count
+    }
 
 
 def test_experts_are_divided_by_ep_and_their_state_by_dp() -> None:
-    """With zero=1 a rank of dp=2, ep=2 has half of the experts and a quarter of their state; and of the rest's."""
-    ranks = md.run(train, model(LOSS), {"plan": {"dp": 2, "ep": 2, "zero": 1, "bucket_bytes": 1 << 20}}, size=4)
+    """With zero=1 a rank of dp=2, ep=2 has half of the experts and a quarter of their state; and of
+    the rest's."""
+    ranks = md.run(
+        train, model(LOSS), {"plan": {"dp": 2, "ep": 2, "zero": 1, "bucket_bytes": 1 << 20}}, size=4
+    )
     config = tiny(**model(LOSS))
     whole = md.run(train, model(LOSS), {"steps": 1}, size=1)[0]["memory"]["parameters"]["now"]
     experts = 8 * config.layers * 4 * 2 * config.width * config.hidden
     for rank in ranks:
         assert rank["memory"]["parameters"]["now"] == whole - experts + experts // 2
-        assert abs(rank["memory"]["optimizer"]["now"] - 2 * whole // 4) <= 64      # buckets need not divide
+        # buckets need not divide
+        assert abs(rank["memory"]["optimizer"]["now"] - 2 * whole // 4) <= 64
     assert experts > whole // 2
 
 
-# --------------------------------------------------------------------------------------- the parity test sees the bugs
+# -------------------------------------------------------------------- the parity test sees the bugs
+
 
 def plant(bug: str, patch: pytest.MonkeyPatch) -> None:
     if bug == "experts summed over ep too":
@@ -140,10 +212,14 @@ def plant(bug: str, patch: pytest.MonkeyPatch) -> None:
 
         patch.setattr(Hybrid, "squares", narrow)
     elif bug == "loads of one rank":
-        patch.setattr(expert_load, "rebalance", lambda model, counted: moe.rebalance(model, moe.loads(model)))
+        patch.setattr(
+            expert_load, "rebalance", lambda model, counted: moe.rebalance(model, moe.loads(model))
+        )
     elif bug == "gate's gradient of own columns":
-        patch.setattr("minidist.parallel.tensor.tensor_layers.SplitMixture.enter",
-                      lambda self, x: x if x.shape[-1] == 4 else self.region.enter(x))
+        patch.setattr(
+            "minidist.parallel.tensor.tensor_layers.SplitMixture.enter",
+            lambda self, x: x if x.shape[-1] == 4 else self.region.enter(x),
+        )
     elif bug == "balance of own tokens":
         patch.setattr(hybrid_cut.TokenShardSequences, "joined", lambda self, chosen: chosen)
         patch.setattr(hybrid_cut.TokenShardSequences, "parted", lambda self, kept: kept)
@@ -151,25 +227,38 @@ def plant(bug: str, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(Stages, "mixtures", lambda self, stage: [])
 
 
-@pytest.mark.parametrize(("bug", "plan", "mixture"), [
-    ("experts summed over ep too", {"dp": 2, "ep": 2}, LOSS), ("norm of one rank's experts", {"ep": 2}, LOSS),
-    ("loads of one rank", {"ep": 2}, BIAS), ("gate's gradient of own columns", {"tp": 2}, LOSS),
-    ("balance of own tokens", {"cp": 2}, LOSS), ("stages' balance forgotten", {"pp": 2}, LOSS)])
-def test_planted_bugs_break_parity(bug: str, plan: dict[str, Any], mixture: dict[str, Any],
-                                   monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("bug", "plan", "mixture"),
+    [
+        ("experts summed over ep too", {"dp": 2, "ep": 2}, LOSS),
+        ("norm of one rank's experts", {"ep": 2}, LOSS),
+        ("loads of one rank", {"ep": 2}, BIAS),
+        ("gate's gradient of own columns", {"tp": 2}, LOSS),
+        ("balance of own tokens", {"cp": 2}, LOSS),
+        ("stages' balance forgotten", {"pp": 2}, LOSS),
+    ],
+)
+def test_planted_bugs_break_parity(
+    bug: str, plan: dict[str, Any], mixture: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plant(bug, monkeypatch)
     with pytest.raises((AssertionError, MismatchError)):
         check(model(mixture), plan, optimizer="sgd", clip=0.05)
 
 
-# ---------------------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------- refusals
 
-@pytest.mark.parametrize(("plan", "mixture", "says"), [
-    ({"dp": 2, "ep": 2}, None, r"no experts to divide; use dp=4, or a mixture \(--experts 4\)"),
-    ({"ep": 3}, LOSS, "4 experts do not divide among 3 ranks; use dp=3, or 6 experts"),
-    ({"ep": 8}, LOSS, "4 experts do not divide among 8 ranks; use dp=8, or 8 experts"),
-    ({"dp": 2, "strategy": "parameter-server"}, LOSS, "use strategy=ddp"),
-    ({"dp": 2, "precision": "fp8"}, LOSS, "not linears, which fp8 is for; use precision=bf16")])
+
+@pytest.mark.parametrize(
+    ("plan", "mixture", "says"),
+    [
+        ({"dp": 2, "ep": 2}, None, r"no experts to divide; use dp=4, or a mixture \(--experts 4\)"),
+        ({"ep": 3}, LOSS, "4 experts do not divide among 3 ranks; use dp=3, or 6 experts"),
+        ({"ep": 8}, LOSS, "4 experts do not divide among 8 ranks; use dp=8, or 8 experts"),
+        ({"dp": 2, "strategy": "parameter-server"}, LOSS, "use strategy=ddp"),
+        ({"dp": 2, "precision": "fp8"}, LOSS, "not linears, which fp8 is for; use precision=bf16"),
+    ],
+)
 def test_plan_refuses(plan: dict[str, Any], mixture: dict[str, Any] | None, says: str) -> None:
     config = tiny(mixture=None if mixture is None else MixtureConfig(**mixture))
     with pytest.raises(PlanError, match=says) as caught:

@@ -1,4 +1,5 @@
-"""The matrix of compositions: any plan over dp, pp, cp and tp equals one process, and sends what its modules say."""
+"""The matrix of compositions: any plan over dp, pp, cp and tp equals one process, and sends what
+its modules say."""
 
 from functools import partial
 from typing import Any
@@ -23,7 +24,15 @@ from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.zero2 import Zero2
 from minidist.parallel.zero.zero3 import Zero3
 
-EVERYTHING = {"dp": 2, "pp": 2, "cp": 2, "tp": 2, "zero": 3, "sequence_parallel": True, "microbatches": 3}
+EVERYTHING = {
+    "dp": 2,
+    "pp": 2,
+    "cp": 2,
+    "tp": 2,
+    "zero": 3,
+    "sequence_parallel": True,
+    "microbatches": 3,
+}
 """Sixteen ranks, four axes, and a rank has a part of all that can be divided."""
 
 Job = tuple[dict[str, Any], dict[str, Any], int]
@@ -46,7 +55,11 @@ def uneven(draw: Any, layers: int, stages: int) -> str:
     """So many layers on so many stages, of which none but the ends is without."""
     assume(stages <= layers + 2)
     counts = [0, *[1] * (stages - 2), 0]
-    for stage in draw(st.lists(st.integers(0, stages - 1), min_size=layers + 2 - stages, max_size=layers + 2 - stages)):
+    for stage in draw(
+        st.lists(
+            st.integers(0, stages - 1), min_size=layers + 2 - stages, max_size=layers + 2 - stages
+        )
+    ):
         counts[stage] += 1
     return ",".join(map(str, counts))
 
@@ -56,19 +69,32 @@ def any_plan(draw: Any, ranks: int, layers: int) -> Job:
     """A job of up to `ranks` ranks and `layers` layers that no plan's check refuses."""
     sizes = draw(axes(ranks))
     heads = draw(st.integers(sizes["tp"], max(sizes["tp"], 4)))
-    changes = {"layers": draw(st.integers(2, layers)), "heads": heads, "width": 2 * heads,
-               "kv_heads": draw(st.sampled_from([heads, heads, 1])), "vocabulary": draw(st.integers(8, 14)),
-               "context": draw(st.integers(3, 9)), "tied": draw(st.booleans()),
-               "dropout": draw(st.sampled_from([0.0, 0.2])), "positions": draw(st.sampled_from(["learned", "rotary"])),
-               "activation": draw(st.sampled_from(["gelu", "silu"])), "norm": draw(st.sampled_from(["layer", "rms"]))}
-    plan = {**sizes, "zero": draw(st.integers(0, 3)), "accumulate": draw(st.integers(1, 2)),
-            "schedule": draw(st.sampled_from(SCHEDULES)), "keep_gathered": draw(st.booleans()),
-            "microbatches": draw(st.integers(1, 5)) if sizes["pp"] > 1 else None,
-            "attention": draw(st.sampled_from(["ring", "all-to-all"])) if sizes["cp"] > 1 else "ring",
-            "sequence_parallel": draw(st.booleans()) and sizes["tp"] > 1,
-            "checkpoint_blocks": draw(st.sampled_from(["none", "scores", "all", "0"])),
-            "offload": draw(st.sampled_from(["none", "none", "optimizer", "all"])),
-            "bucket_bytes": draw(st.sampled_from([500, 1 << 20]))}
+    changes = {
+        "layers": draw(st.integers(2, layers)),
+        "heads": heads,
+        "width": 2 * heads,
+        "kv_heads": draw(st.sampled_from([heads, heads, 1])),
+        "vocabulary": draw(st.integers(8, 14)),
+        "context": draw(st.integers(3, 9)),
+        "tied": draw(st.booleans()),
+        "dropout": draw(st.sampled_from([0.0, 0.2])),
+        "positions": draw(st.sampled_from(["learned", "rotary"])),
+        "activation": draw(st.sampled_from(["gelu", "silu"])),
+        "norm": draw(st.sampled_from(["layer", "rms"])),
+    }
+    plan = {
+        **sizes,
+        "zero": draw(st.integers(0, 3)),
+        "accumulate": draw(st.integers(1, 2)),
+        "schedule": draw(st.sampled_from(SCHEDULES)),
+        "keep_gathered": draw(st.booleans()),
+        "microbatches": draw(st.integers(1, 5)) if sizes["pp"] > 1 else None,
+        "attention": draw(st.sampled_from(["ring", "all-to-all"])) if sizes["cp"] > 1 else "ring",
+        "sequence_parallel": draw(st.booleans()) and sizes["tp"] > 1,
+        "checkpoint_blocks": draw(st.sampled_from(["none", "scores", "all", "0"])),
+        "offload": draw(st.sampled_from(["none", "none", "optimizer", "all"])),
+        "bucket_bytes": draw(st.sampled_from([500, 1 << 20])),
+    }
     plan["keep_gathered"] &= plan["zero"] == 3
     if sizes["pp"] > 1 and plan["schedule"] == "interleaved":
         plan["stages_per_rank"] = draw(st.integers(1, 3))
@@ -107,91 +133,168 @@ def test_very_many_plans(job: Job) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("plan", [
-    {"cp": 2, "tp": 2, "sequence_parallel": True}, {"dp": 2, "cp": 2, "zero": 3}, {"dp": 2, "pp": 2, "zero": 3},
-    {"pp": 2, "cp": 2, "attention": "all-to-all", "zero": 2, "schedule": "zb-h1"},
-    {"dp": 2, "pp": 2, "zero": 2, "schedule": "interleaved"}, EVERYTHING],
-    ids=lambda plan: ",".join(f"{key}={value}" for key, value in plan.items()))
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"cp": 2, "tp": 2, "sequence_parallel": True},
+        {"dp": 2, "cp": 2, "zero": 3},
+        {"dp": 2, "pp": 2, "zero": 3},
+        {"pp": 2, "cp": 2, "attention": "all-to-all", "zero": 2, "schedule": "zb-h1"},
+        {"dp": 2, "pp": 2, "zero": 2, "schedule": "interleaved"},
+        EVERYTHING,
+    ],
+    ids=lambda plan: ",".join(f"{key}={value}" for key, value in plan.items()),
+)
 def test_plans_under_mpirun(plan: dict[str, Any]) -> None:
     """Fixed examples: processes that draw for themselves would draw different ones."""
-    serial, = md.run(train, MOST, {"steps": 20}, size=1)
-    ranks = md.run(train, MOST, {"plan": plan, "steps": 20}, size=Plan(**plan).size, transport="mpi")
+    (serial,) = md.run(train, MOST, {"steps": 20}, size=1)
+    ranks = md.run(
+        train, MOST, {"plan": plan, "steps": 20}, size=Plan(**plan).size, transport="mpi"
+    )
     assert difference(ranks[-1]["weights"], serial["weights"]) < BOUND
     assert len({(rank["digest"], *rank["losses"]) for rank in ranks}) == 1
     assert sent_by_axis(ranks) == ranks[0]["formula"]["axes"]
 
 
-# ------------------------------------------------------------------------------------------------------------- memory
+# ------------------------------------------------------------------------------------------- memory
 
-@pytest.mark.soak       # tests/parallel/hybrid/test_hybrid_step.py has memory
+
+@pytest.mark.soak  # tests/parallel/hybrid/test_hybrid_step.py has memory
 def test_what_lasts_is_divided_by_dp_and_cp_together() -> None:
-    """ZeRO's shards span both; activations are of a rank's rows and tokens; with tp outside the regions too."""
-    changes, options = {"layers": 4, "width": 32, "heads": 4, "context": 16, "vocabulary": 8}, {"steps": 1}
-    alone, = md.run(train, changes, {**options, "sequences": 4}, size=1)
+    """ZeRO's shards span both; activations are of a rank's rows and tokens; with tp outside the
+    regions too."""
+    changes, options = (
+        {"layers": 4, "width": 32, "heads": 4, "context": 16, "vocabulary": 8},
+        {"steps": 1},
+    )
+    (alone,) = md.run(train, changes, {**options, "sequences": 4}, size=1)
 
     def shares(plan: dict[str, Any]) -> list[float]:
-        memory = [rank["memory"] for rank in md.run(train, changes, {"plan": plan, **options, "sequences": 4}, size=4)]
-        return [max(rank[what][when] for rank in memory) / alone["memory"][what][when]
-                for what, when in (("parameters", "now"), ("gradients", "now"), ("optimizer", "now"),
-                                   ("activations", "peak"))]
+        memory = [
+            rank["memory"]
+            for rank in md.run(train, changes, {"plan": plan, **options, "sequences": 4}, size=4)
+        ]
+        return [
+            max(rank[what][when] for rank in memory) / alone["memory"][what][when]
+            for what, when in (
+                ("parameters", "now"),
+                ("gradients", "now"),
+                ("optimizer", "now"),
+                ("activations", "peak"),
+            )
+        ]
 
     assert shares({"dp": 2, "cp": 2, "zero": 3}) == pytest.approx([1 / 4] * 4, rel=0.1)
-    tensor, sequence = (shares({"cp": 2, "tp": 2, "sequence_parallel": divided})[-1] for divided in (False, True))
-    assert 1 / 4 < sequence < 0.95 * tensor < 1 / 3      # what was gathered for the regions stays whole (chapter 13)
+    tensor, sequence = (
+        shares({"cp": 2, "tp": 2, "sequence_parallel": divided})[-1] for divided in (False, True)
+    )
+    # what was gathered for the regions stays whole (chapter 13)
+    assert 1 / 4 < sequence < 0.95 * tensor < 1 / 3
 
 
 @pytest.mark.soak
 def test_stages_keep_their_promise_behind_a_pipeline() -> None:
-    """Ψ of a rank's stage on dp=4: with ZeRO-2 no whole gradient is held at any time, with ZeRO-3 no whole weights."""
+    """Ψ of a rank's stage on dp=4: with ZeRO-2 no whole gradient is held at any time, with ZeRO-3
+    no whole weights."""
     changes = {"layers": 6, "width": 16, "vocabulary": 8}
-    held = {zero: [rank["memory"] for rank in md.run(
-        train, changes, {"plan": {"dp": 4, "pp": 2, "zero": zero, "microbatches": 2, "bucket_bytes": 4096}, "steps": 1,
-                         "sequences": 4}, size=8)] for zero in (2, 3)}
+    held = {
+        zero: [
+            rank["memory"]
+            for rank in md.run(
+                train,
+                changes,
+                {
+                    "plan": {
+                        "dp": 4,
+                        "pp": 2,
+                        "zero": zero,
+                        "microbatches": 2,
+                        "bucket_bytes": 4096,
+                    },
+                    "steps": 1,
+                    "sequences": 4,
+                },
+                size=8,
+            )
+        ]
+        for zero in (2, 3)
+    }
     for two, three in zip(*held.values(), strict=True):
         psi = two["parameters"]["now"]
         assert abs(two["gradients"]["now"] - psi / 4) < psi / 100
-        bucket, unit = 8 * 4 * 16 * 16, 8 * 13 * (16 * 16 + 16)     # the largest of either: a matrix, a block
+        # the largest of either: a matrix, a block
+        bucket, unit = 8 * 4 * 16 * 16, 8 * 13 * (16 * 16 + 16)
         assert two["gradients"]["peak"] < psi / 4 + 3 * bucket
         for what in ("parameters", "gradients"):
             assert three[what]["peak"] < psi / 4 + 2 * unit < psi
         assert abs(three["parameters"]["now"] - psi / 4) < psi / 100
 
 
-# --------------------------------------------------------------------------------------- the parity test sees the bugs
+# -------------------------------------------------------------------- the parity test sees the bugs
+
 
 def consecutive(attend: Any) -> Any:
     """The ring, of ranks that take consecutive tokens as if it needed no zigzag."""
+
     def attend_by_ring(model: Any, group: Any) -> Any:
         attend(model, group)
         return partial(shard_of, group=group)
+
     return attend_by_ring
 
 
-@pytest.mark.parametrize(("bug", "plan"), [
-    ("tokens not in zigzag", {"cp": 2}), ("rows divided by cp too", {"dp": 2, "cp": 2}),
-    ("dropout of the first tokens", {"cp": 2}), ("positions of the first tokens", {"cp": 2}),
-    ("norms not summed over tp", {"dp": 2, "tp": 2, "zero": 2, "sequence_parallel": True}),
-    ("second halves not reduced", {"dp": 2, "pp": 2, "zero": 2, "schedule": "zb-h1", "microbatches": 2}),
-    ("a stage's gradients not reduced", {"dp": 2, "pp": 2, "zero": 2, "schedule": "interleaved"}),
-    ("table not reduced", {"dp": 2, "pp": 2, "zero": 3, "microbatches": 2}),
-    ("copies not summed", {"dp": 2, "pp": 2, "zero": 2, "shard": 1, "microbatches": 2})])
+@pytest.mark.parametrize(
+    ("bug", "plan"),
+    [
+        ("tokens not in zigzag", {"cp": 2}),
+        ("rows divided by cp too", {"dp": 2, "cp": 2}),
+        ("dropout of the first tokens", {"cp": 2}),
+        ("positions of the first tokens", {"cp": 2}),
+        ("norms not summed over tp", {"dp": 2, "tp": 2, "zero": 2, "sequence_parallel": True}),
+        (
+            "second halves not reduced",
+            {"dp": 2, "pp": 2, "zero": 2, "schedule": "zb-h1", "microbatches": 2},
+        ),
+        (
+            "a stage's gradients not reduced",
+            {"dp": 2, "pp": 2, "zero": 2, "schedule": "interleaved"},
+        ),
+        ("table not reduced", {"dp": 2, "pp": 2, "zero": 3, "microbatches": 2}),
+        ("copies not summed", {"dp": 2, "pp": 2, "zero": 2, "shard": 1, "microbatches": 2}),
+    ],
+)
 def test_planted_bugs(bug: str, plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     planted: dict[str, tuple[Any, str, Any]] = {
-        "tokens not in zigzag": (ring_attention, "attend_by_ring", consecutive(ring_attention.attend_by_ring)),
+        "tokens not in zigzag": (
+            ring_attention,
+            "attend_by_ring",
+            consecutive(ring_attention.attend_by_ring),
+        ),
         "rows divided by cp too": (Mesh, "rows", Mesh.copies),
         "dropout of the first tokens": (
-            hybrid_step, "own_key", lambda key, own: token_shard.own_key(key, lambda length: slice(len(own(length))))),
+            hybrid_step,
+            "own_key",
+            lambda key, own: token_shard.own_key(key, lambda length: slice(len(own(length)))),
+        ),
         "positions of the first tokens": (
-            token_shard.TokenShardPositions, "forward",
-            lambda self, ids: Embedding.forward(self, np.arange(len(self.own(len(ids)))))),
+            token_shard.TokenShardPositions,
+            "forward",
+            lambda self, ids: Embedding.forward(self, np.arange(len(self.own(len(ids))))),
+        ),
         "norms not summed over tp": (hybrid_step, "add_up", lambda parts: None),
-        "second halves not reduced": (DataPipeline, "go_back_weights",
-                                      lambda self, stage, put_off: self.precision.backward_weights(put_off)),
+        "second halves not reduced": (
+            DataPipeline,
+            "go_back_weights",
+            lambda self, stage, put_off: self.precision.backward_weights(put_off),
+        ),
         "a stage's gradients not reduced": (
-            Zero2, "set_segments",
-            lambda self, segments, order: self.__dict__.update(_segments=[[] for _ in segments])),
+            Zero2,
+            "set_segments",
+            lambda self, segments, order: self.__dict__.update(_segments=[[] for _ in segments]),
+        ),
         "table not reduced": (Zero3, "finish_step", lambda self: self.gradients.sum_copies()),
-        "copies not summed": (GradientShards, "sum_copies", lambda self: None)}
+        "copies not summed": (GradientShards, "sum_copies", lambda self: None),
+    }
     monkeypatch.setattr(*planted[bug])
     with pytest.raises((AssertionError, MinidistError)):
         check({**MOST, "positions": "learned"}, plan, optimizer="sgd", clip=None, steps=2)

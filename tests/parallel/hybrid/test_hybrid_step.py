@@ -1,4 +1,5 @@
-"""Composed plans: dp × pp × tp equals one process, sends what its chapters say, refuses what does not go together."""
+"""Composed plans: dp × pp × tp equals one process, sends what its chapters say, refuses what does
+not go together."""
 
 from typing import Any
 
@@ -17,30 +18,57 @@ from minidist.parallel.hybrid.hybrid_costs import elements_sent
 from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.pipeline.pipeline import Pipeline
 
-# ------------------------------------------------------------------------------------------- parallel equals serial
+# --------------------------------------------------------------------------- parallel equals serial
 
-@pytest.mark.parametrize("plan", [
-    {"dp": 2, "tp": 2, "zero": 3}, {"dp": 3, "tp": 2, "zero": 2, "accumulate": 2}, {"pp": 3, "tp": 2},
-    {"dp": 2, "pp": 2, "tp": 2, "zero": 1, "schedule": "zb-h1", "microbatches": 3, "checkpoint_blocks": "0,2"},
-    {"dp": 2, "pp": 2, "zero": 3, "schedule": "zb-h1"},
-    {"dp": 4, "pp": 2, "zero": 2, "shard": 2, "schedule": "interleaved", "accumulate": 2},
-    {"dp": 2, "pp": 2, "zero": 2, "schedule": "zb-v", "microbatches": 3},
-    {"dp": 2, "pp": 2, "zero": 3, "schedule": "dualpipe-v", "microbatches": 5},
-    {"pp": 2, "schedule": "interleaved", "stages_per_rank": 1},
-    {"dp": 2, "cp": 2, "zero": 2, "checkpoint_blocks": "all"},
-    {"pp": 2, "cp": 2, "tp": 2, "sequence_parallel": True, "zero": 1},
-    {"cp": 2, "tp": 2, "attention": "all-to-all", "checkpoint_blocks": "scores"}],
-    ids=lambda plan: ",".join(f"{key}={value}" for key, value in plan.items()))
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"dp": 2, "tp": 2, "zero": 3},
+        {"dp": 3, "tp": 2, "zero": 2, "accumulate": 2},
+        {"pp": 3, "tp": 2},
+        {
+            "dp": 2,
+            "pp": 2,
+            "tp": 2,
+            "zero": 1,
+            "schedule": "zb-h1",
+            "microbatches": 3,
+            "checkpoint_blocks": "0,2",
+        },
+        {"dp": 2, "pp": 2, "zero": 3, "schedule": "zb-h1"},
+        {"dp": 4, "pp": 2, "zero": 2, "shard": 2, "schedule": "interleaved", "accumulate": 2},
+        {"dp": 2, "pp": 2, "zero": 2, "schedule": "zb-v", "microbatches": 3},
+        {"dp": 2, "pp": 2, "zero": 3, "schedule": "dualpipe-v", "microbatches": 5},
+        {"pp": 2, "schedule": "interleaved", "stages_per_rank": 1},
+        {"dp": 2, "cp": 2, "zero": 2, "checkpoint_blocks": "all"},
+        {"pp": 2, "cp": 2, "tp": 2, "sequence_parallel": True, "zero": 1},
+        {"cp": 2, "tp": 2, "attention": "all-to-all", "checkpoint_blocks": "scores"},
+    ],
+    ids=lambda plan: ",".join(f"{key}={value}" for key, value in plan.items()),
+)
 def test_equals_one_process(plan: dict[str, Any]) -> None:
     check(MOST, plan)
 
 
-@pytest.mark.soak       # tests/parallel/context/test_ulysses.py has shared key heads
-@pytest.mark.parametrize("plan", [{"dp": 3, "tp": 2, "zero": 2, "bucket_bytes": 300}, *(
-    pytest.param(plan, marks=pytest.mark.soak) for plan in (
-        {"dp": 2, "pp": 2, "tp": 2}, {"dp": 2, "tp": 2, "zero": 1}, {"dp": 4, "tp": 2, "zero": 2, "shard": 2},
-        {"dp": 2, "cp": 2, "tp": 2, "zero": 3, "sequence_parallel": True},
-        {"dp": 2, "pp": 2, "tp": 2, "zero": 3, "schedule": "zb-h1", "microbatches": 3}))], ids=str)
+@pytest.mark.soak  # tests/parallel/context/test_ulysses.py has shared key heads
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"dp": 3, "tp": 2, "zero": 2, "bucket_bytes": 300},
+        *(
+            pytest.param(plan, marks=pytest.mark.soak)
+            for plan in (
+                {"dp": 2, "pp": 2, "tp": 2},
+                {"dp": 2, "tp": 2, "zero": 1},
+                {"dp": 4, "tp": 2, "zero": 2, "shard": 2},
+                {"dp": 2, "cp": 2, "tp": 2, "zero": 3, "sequence_parallel": True},
+                {"dp": 2, "pp": 2, "tp": 2, "zero": 3, "schedule": "zb-h1", "microbatches": 3},
+            )
+        ),
+    ],
+    ids=str,
+)
 def test_key_heads_that_several_ranks_hold(plan: dict[str, Any]) -> None:
     """One key head of three queries: two lie on one rank and one on the other."""
     ranks = check({**MOST, "heads": 3, "width": 12, "kv_heads": 1}, plan)
@@ -49,7 +77,8 @@ def test_key_heads_that_several_ranks_hold(plan: dict[str, Any]) -> None:
 
 @pytest.mark.soak
 def test_uneven_shards_have_equal_bits() -> None:
-    """Three data ranks, whose sums depend on their order; heads that do not divide; check_replicas looks."""
+    """Three data ranks, whose sums depend on their order; heads that do not divide; check_replicas
+    looks."""
     for zero in (0, 1):
         check({**MOST, "heads": 3, "width": 12, "vocabulary": 13}, {"dp": 3, "tp": 2, "zero": zero})
     check(MOST, {"dp": 3, "pp": 2, "zero": 1})
@@ -58,10 +87,14 @@ def test_uneven_shards_have_equal_bits() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("transport", ["mpi", "tcp"])
 def test_processes(transport: str) -> None:
-    """In the default run tests/parallel/test_over_mpi.py has these plans, with the bits of threads."""
-    plan = ({"pp": 2, "tp": 2, "microbatches": 2} if transport == "tcp" else
-            {"cp": 2, "tp": 2, "sequence_parallel": True, "zero": 2})
-    serial, = md.run(train, MOST, {}, size=1)
+    """In the default run tests/parallel/test_over_mpi.py has these plans, with the bits of
+    threads."""
+    plan = (
+        {"pp": 2, "tp": 2, "microbatches": 2}
+        if transport == "tcp"
+        else {"cp": 2, "tp": 2, "sequence_parallel": True, "zero": 2}
+    )
+    (serial,) = md.run(train, MOST, {}, size=1)
     ranks = md.run(train, MOST, {"plan": plan}, size=4, transport=transport)
     assert difference(ranks[3]["weights"], serial["weights"]) < BOUND
     assert len({(rank["digest"], *rank["losses"]) for rank in ranks}) == 1
@@ -71,59 +104,89 @@ def test_processes(transport: str) -> None:
 @pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", "shm", "mpi"])
 def test_eight_ranks_everywhere(transport: str) -> None:
     plan = {"dp": 2, "pp": 2, "tp": 2, "zero": 1, "microbatches": 4}
-    serial, = md.run(train, MOST, {"steps": 20}, size=1)
+    (serial,) = md.run(train, MOST, {"steps": 20}, size=1)
     ranks = md.run(train, MOST, {"plan": plan, "steps": 20}, size=8, transport=transport)
     assert difference(ranks[7]["weights"], serial["weights"]) < BOUND
 
 
-@pytest.mark.parametrize(("precision", "plan"), [
-    ("bf16", {"cp": 2, "tp": 2, "zero": 1, "sequence_parallel": True}), ("fp16", {"pp": 2, "tp": 2}),
-    ("fp8", {"cp": 2, "pp": 2, "zero": 3}), ("fp8", {"tp": 2, "sequence_parallel": True})])
+@pytest.mark.parametrize(
+    ("precision", "plan"),
+    [
+        ("bf16", {"cp": 2, "tp": 2, "zero": 1, "sequence_parallel": True}),
+        ("fp16", {"pp": 2, "tp": 2}),
+        ("fp8", {"cp": 2, "pp": 2, "zero": 3}),
+        ("fp8", {"tp": 2, "sequence_parallel": True}),
+    ],
+)
 def test_mixed_precision(precision: str, plan: dict[str, Any]) -> None:
-    """Nearer to one process in the same precision than a tenth of the way that training went; masters are float32."""
+    """Nearer to one process in the same precision than a tenth of the way that training went;
+    masters are float32."""
     changes = {**MOST, "dtype": "float32"}
-    start, = md.run(train, changes, {"steps": 0, "plan": {"precision": precision}}, size=1)
-    serial, = md.run(train, changes, {"optimizer": "sgd", "plan": {"precision": precision}}, size=1)
-    ranks = md.run(train, changes, {"optimizer": "sgd", "plan": {**plan, "precision": precision}},
-                   size=Plan(**plan).size)
+    (start,) = md.run(train, changes, {"steps": 0, "plan": {"precision": precision}}, size=1)
+    (serial,) = md.run(
+        train, changes, {"optimizer": "sgd", "plan": {"precision": precision}}, size=1
+    )
+    ranks = md.run(
+        train,
+        changes,
+        {"optimizer": "sgd", "plan": {**plan, "precision": precision}},
+        size=Plan(**plan).size,
+    )
     assert len({(rank["digest"], *rank["losses"]) for rank in ranks}) == 1
     ours = ranks[0]["weights"]
     assert all(array.dtype == np.float32 for array in ours.values())
-    apart, way = (float(np.sqrt(sum(np.sum((a[name] - b[name]) ** 2.0) for name in a)))
-                  for a, b in ((ours, serial["weights"]), (serial["weights"], start["weights"])))
+    apart, way = (
+        float(np.sqrt(sum(np.sum((a[name] - b[name]) ** 2.0) for name in a)))
+        for a, b in ((ours, serial["weights"]), (serial["weights"], start["weights"]))
+    )
     assert apart < 0.1 * way
     assert sent_by_axis(ranks) == ranks[0]["formula"]["axes"]
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1])
 def test_the_scales_of_fp8_are_those_of_whole_matrices(kv_heads: int) -> None:
-    """Of every linear the largest of x, weights and dy, which a shard cannot know, are one process's; but where ranks
-    share a key head each rounds its summand of the head's dy.
+    """Of every linear the largest of x, weights and dy, which a shard cannot know, are one
+    process's; but where ranks share a key head each rounds its summand of the head's dy.
     """
+
     def job(world: Any, plan: dict[str, Any]) -> np.ndarray:
         config = tiny(heads=4, kv_heads=kv_heads, dtype="float32")
         trainer = Trainer(Plan(**plan, precision="fp8"), config, world, optimizer="sgd", lr=0.0)
         trainer.step(global_batch(0, 4, config))
-        return trainer.precision.float8.state()[:, :, -1]       # type: ignore[attr-defined]
+        return trainer.precision.float8.state()[:, :, -1]  # type: ignore[attr-defined]
 
     (alone,), ranks = md.run(job, {}, size=1), md.run(job, {"dp": 2, "tp": 2}, size=4)
     for seen in ranks:
         np.testing.assert_array_equal(seen, ranks[0])
-        np.testing.assert_array_equal(seen[:, 1], alone[:, 1])      # weights are drawn alike, to the bit
+        # weights are drawn alike, to the bit
+        np.testing.assert_array_equal(seen[:, 1], alone[:, 1])
         known = slice(3 if kv_heads == 4 else 2)
-        np.testing.assert_allclose(seen[:, known], alone[:, known], rtol=2e-2)      # bf16 rounds what adds up in parts
+        # bf16 rounds what adds up in parts
+        np.testing.assert_allclose(seen[:, known], alone[:, known], rtol=2e-2)
     assert alone.min() > 0
 
 
-# --------------------------------------------------------------------------------------- the parity test sees the bugs
+# -------------------------------------------------------------------- the parity test sees the bugs
 
-@pytest.mark.parametrize("bug", ["ends not summed", "norm too large", "norms counted on every tensor rank",
-                                 "table counted twice", "own dropout rows", "loss of all tensor ranks"])
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        "ends not summed",
+        "norm too large",
+        "norms counted on every tensor rank",
+        "table counted twice",
+        "own dropout rows",
+        "loss of all tensor ranks",
+    ],
+)
 def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "ends not summed":
         monkeypatch.setattr(hybrid_step, "add_up", lambda parts: None)
     elif bug == "norm too large":
-        monkeypatch.setattr(hybrid_step, "sum_of_squares", lambda arrays: 2 * clip.sum_of_squares(arrays))
+        monkeypatch.setattr(
+            hybrid_step, "sum_of_squares", lambda arrays: 2 * clip.sum_of_squares(arrays)
+        )
     elif bug == "norms counted on every tensor rank":
         counts = hybrid_step.counts_at
         monkeypatch.setattr(hybrid_step, "counts_at", lambda parameter, rank: counts(parameter, 0))
@@ -131,11 +194,11 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
         squares = Hybrid.squares
 
         def twice(self: Hybrid) -> float:
-            table, self._twice = self._twice, lambda: []        # type: ignore[method-assign]
+            table, self._twice = self._twice, lambda: []  # type: ignore[method-assign]
             try:
                 return squares(self)
             finally:
-                self._twice = table                             # type: ignore[method-assign]
+                self._twice = table  # type: ignore[method-assign]
 
         monkeypatch.setattr(Hybrid, "squares", twice)
     elif bug == "own dropout rows":
@@ -152,40 +215,60 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("bug", ["lie apart", "counted by each", "not added up"])
 def test_planted_bugs_in_shared_key_heads(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "lie apart":
-        monkeypatch.setattr(Hybrid, "_alike", Hybrid._whole)        # equal but for the last bits
+        monkeypatch.setattr(Hybrid, "_alike", Hybrid._whole)  # equal but for the last bits
     elif bug == "counted by each":
         monkeypatch.setattr(WeightShard, "first_sharer", lambda self: True)
     else:
         monkeypatch.setattr(hybrid_step, "add_up", lambda parts: None)
     with pytest.raises((AssertionError, MismatchError)):
-        check({**MOST, "heads": 3, "width": 12, "kv_heads": 1}, {"dp": 3, "tp": 2, "zero": 2}, optimizer="sgd",
-              clip=0.05)
+        check(
+            {**MOST, "heads": 3, "width": 12, "kv_heads": 1},
+            {"dp": 3, "tp": 2, "zero": 2},
+            optimizer="sgd",
+            clip=0.05,
+        )
 
 
-# ------------------------------------------------------------------------------------------------------ cost, memory
+# ------------------------------------------------------------------------------------- cost, memory
 
-@pytest.mark.parametrize(("plan", "tied"), [
-    ({"dp": 2, "pp": 2, "tp": 2}, True), ({"dp": 2, "tp": 2, "zero": 2, "accumulate": 2}, False),
-    ({"pp": 2, "tp": 2, "schedule": "interleaved"}, False), ({"dp": 2, "pp": 2, "zero": 1}, True),
-    ({"dp": 3, "tp": 2, "zero": 3}, True), ({"dp": 2, "pp": 2, "zero": 3, "keep_gathered": True}, True),
-    ({"dp": 2, "cp": 2, "tp": 2, "zero": 2, "sequence_parallel": True}, True),
-    ({"cp": 3, "pp": 2, "zero": 2, "attention": "all-to-all"}, False)])
+
+@pytest.mark.parametrize(
+    ("plan", "tied"),
+    [
+        ({"dp": 2, "pp": 2, "tp": 2}, True),
+        ({"dp": 2, "tp": 2, "zero": 2, "accumulate": 2}, False),
+        ({"pp": 2, "tp": 2, "schedule": "interleaved"}, False),
+        ({"dp": 2, "pp": 2, "zero": 1}, True),
+        ({"dp": 3, "tp": 2, "zero": 3}, True),
+        ({"dp": 2, "pp": 2, "zero": 3, "keep_gathered": True}, True),
+        ({"dp": 2, "cp": 2, "tp": 2, "zero": 2, "sequence_parallel": True}, True),
+        ({"cp": 3, "pp": 2, "zero": 2, "attention": "all-to-all"}, False),
+    ],
+)
 def test_traffic(plan: dict[str, Any], tied: bool) -> None:
     """The ledger beside the formulas, by axis, exactly."""
     config = tiny(layers=4, heads=4, tied=tied)
-    ranks = md.run(train, {"layers": 4, "heads": 4, "tied": tied}, {"plan": plan, "steps": 2},
-                   size=Plan(**plan).size)
+    ranks = md.run(
+        train,
+        {"layers": 4, "heads": 4, "tied": tied},
+        {"plan": plan, "steps": 2},
+        size=Plan(**plan).size,
+    )
     sent = sent_by_axis(ranks)
     assert sent == ranks[0]["formula"]["axes"]
-    assert {axis: 2 * 8 * count for axis, count in elements_sent(config, Plan(**plan), 5).items()} == {
-        axis: sent[axis] for axis in sent if not axis.startswith("dp")}
+    assert {
+        axis: 2 * 8 * count for axis, count in elements_sent(config, Plan(**plan), 5).items()
+    } == {axis: sent[axis] for axis in sent if not axis.startswith("dp")}
 
 
 def test_memory() -> None:
-    """Of blocks, a rank of pp=2, tp=2 holds a quarter; and with zero=1, dp=2 of Adam's state an eighth."""
+    """Of blocks, a rank of pp=2, tp=2 holds a quarter; and with zero=1, dp=2 of Adam's state an
+    eighth."""
     changes = {"layers": 4, "width": 32, "heads": 4, "vocabulary": 8}
-    alone, = md.run(train, changes, {}, size=1)
+    (alone,) = md.run(train, changes, {}, size=1)
     ranks = md.run(train, changes, {"plan": {"dp": 2, "pp": 2, "tp": 2, "zero": 1}}, size=8)
     for category, share in (("parameters", 1 / 4), ("gradients", 1 / 4), ("optimizer", 1 / 8)):
-        held = [rank["memory"][category]["now"] / alone["memory"][category]["now"] for rank in ranks]
+        held = [
+            rank["memory"][category]["now"] / alone["memory"][category]["now"] for rank in ranks
+        ]
         assert all(0.9 * share < each < 1.12 * share for each in held), (category, held)

@@ -1,4 +1,5 @@
-"""Layers of stages by measured time: the same on all ranks, and the measuring leaves nothing behind."""
+"""Layers of stages by measured time: the same on all ranks, and the measuring leaves nothing
+behind."""
 
 from typing import Any
 
@@ -18,14 +19,20 @@ def test_layers_by_measured_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The output takes as long as three blocks: a stage of its own."""
     monkeypatch.setattr(chapter, "measured_costs", lambda config, group, device: (1.0, 0.0, 3.0))
     for how, expected in (("even", [2, 2, 2]), ("measured", [3, 3, 0]), ("1,4,1", [1, 4, 1])):
-        assert md.run(lambda world, how=how: stage_layers(how, tiny(layers=6), 3, world), size=1) == [expected]
+        assert md.run(
+            lambda world, how=how: stage_layers(how, tiny(layers=6), 3, world), size=1
+        ) == [expected]
 
 
 def test_measuring_leaves_nothing_behind() -> None:
-    """Neither in the account, whose limit it may pass, nor noise that a mixture of experts would want a key for."""
+    """Neither in the account, whose limit it may pass, nor noise that a mixture of experts would
+    want a key for."""
+
     def job(world: Any) -> int:
         with account.use(account.MemoryAccount(limit=100)) as memory:
-            layers = stage_layers("measured", tiny(mixture=MixtureConfig(experts=2, noise=0.5)), 2, world)
+            layers = stage_layers(
+                "measured", tiny(mixture=MixtureConfig(experts=2, noise=0.5)), 2, world
+            )
             assert sum(layers) == tiny().layers
         return memory.peak["total"]
 

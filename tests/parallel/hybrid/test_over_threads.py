@@ -1,4 +1,5 @@
-"""md.Mesh, md.Plan and md.Trainer work the same where ranks are threads of one process, as debuggers want them."""
+"""md.Mesh, md.Plan and md.Trainer work the same where ranks are threads of one process, as
+debuggers want them."""
 
 from typing import Any
 
@@ -11,7 +12,8 @@ CONFIG = tiny()
 
 
 def work(world: Any) -> list[Any]:
-    """Three steps on a mesh of 2 × 2: this rank's place, its losses, and the digest of the weights."""
+    """Three steps on a mesh of 2 × 2: this rank's place, its losses, and the digest of the
+    weights."""
     mesh = md.Mesh(world, dp=2, tp=2)
     trainer = md.Trainer(md.Plan(dp=2, tp=2, zero=1), CONFIG, world, lr=1e-2, seed=3)
     losses = [float(trainer.step(global_batch(step, 4, CONFIG))) for step in range(3)]
@@ -21,7 +23,9 @@ def work(world: Any) -> list[Any]:
     return [[mesh["dp"].rank, mesh["tp"].rank], losses, digest]
 
 
-@pytest.mark.parametrize("transport", ["threads-unbuffered", "auto", pytest.param("tcp", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "transport", ["threads-unbuffered", "auto", pytest.param("tcp", marks=pytest.mark.soak)]
+)
 def test_the_same_run_over_threads_and_over(transport: str) -> None:
     over_threads = md.run(work, size=4, transport="threads")
     assert [place for place, *_ in over_threads] == [[0, 0], [0, 1], [1, 0], [1, 1]]

@@ -1,4 +1,5 @@
-"""PipeDream in a plan: equal to one process that uses weights as late as its definition says, also with replicas."""
+"""PipeDream in a plan: equal to one process that uses weights as late as its definition says, also
+with replicas."""
 
 from pathlib import Path
 from typing import Any
@@ -21,36 +22,64 @@ BOUND, STEPS = 1e-10, 2
 CONFIG = {"layers": 4, "heads": 4}
 
 
-def train(world: Any, options: dict[str, Any], sequences: int, changes: dict[str, Any] | None = None) -> dict[str, Any]:
+def train(
+    world: Any, options: dict[str, Any], sequences: int, changes: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """What a rank holds and recorded after some steps."""
     config = tiny(**{**CONFIG, **(changes or {})})
-    optimizer = "sgd" if changes else "adamw"       # Adam's step has the same size whatever rounding makes of it
-    trainer = Trainer(Plan(schedule="pipedream", **options), config, world, optimizer=optimizer, lr=1e-2, clip=None,
-                      seed=3)
+    # Adam's step has the same size whatever rounding makes of it
+    optimizer = "sgd" if changes else "adamw"
+    trainer = Trainer(
+        Plan(schedule="pipedream", **options),
+        config,
+        world,
+        optimizer=optimizer,
+        lr=1e-2,
+        clip=None,
+        seed=3,
+    )
     strategy: Any = trainer.strategy
     losses, updates = [], []
     for step in range(STEPS):
         losses.append(trainer.step(global_batch(step, sequences, config)))
         updates.append([list(update) for update in strategy.updates])
     trainer.check_replicas()
-    found = {"weights": trainer.state_dict(), "losses": losses, "updates": updates, "digest": trainer.weights_sha256(),
-             "names": sorted(strategy.model.state_dict()), "stage": strategy.pp.rank,
-             "formula": metrics.gradient_formula(trainer, global_batch(0, sequences, config))["axes"],
-             "sent": world.ledger.sent_bytes("step"), "own": sum(p.data.nbytes for p in strategy.model.parameters())}
+    found = {
+        "weights": trainer.state_dict(),
+        "losses": losses,
+        "updates": updates,
+        "digest": trainer.weights_sha256(),
+        "names": sorted(strategy.model.state_dict()),
+        "stage": strategy.pp.rank,
+        "formula": metrics.gradient_formula(trainer, global_batch(0, sequences, config))["axes"],
+        "sent": world.ledger.sent_bytes("step"),
+        "own": sum(p.data.nbytes for p in strategy.model.parameters()),
+    }
     trainer.close()
     return found
 
 
 def replay(options: dict[str, Any], ranks: list[dict[str, Any]], sequences: int) -> dict[str, Any]:
-    """One process: microbatch b is the rows b of every replica, and each stage is late by the stages behind it."""
+    """One process: microbatch b is the rows b of every replica, and each stage is late by the
+    stages behind it."""
     config, plan = tiny(**CONFIG), Plan(schedule="pipedream", **options)
     stages = [next(rank for rank in ranks if rank["stage"] == stage) for stage in range(plan.pp)]
     steps = []
     for step in range(STEPS):
         batch = global_batch(step, sequences, config)
-        parts = [micro_parts(part_of(batch, size=plan.dp, rank=rank), plan.pieces) for rank in range(plan.dp)]
-        steps.append([tuple(np.concatenate([getattr(part, ids) for part in row]) for ids in ("inputs", "targets"))
-                      for row in zip(*parts, strict=True)])
+        parts = [
+            micro_parts(part_of(batch, size=plan.dp, rank=rank), plan.pieces)
+            for rank in range(plan.dp)
+        ]
+        steps.append(
+            [
+                tuple(
+                    np.concatenate([getattr(part, ids) for part in row])
+                    for ids in ("inputs", "targets")
+                )
+                for row in zip(*parts, strict=True)
+            ]
+        )
     return replay_updates(config, stages, steps)
 
 
@@ -64,11 +93,20 @@ def check(options: dict[str, Any], sequences: int) -> list[dict[str, Any]]:
     return ranks
 
 
-@pytest.mark.parametrize(("options", "sequences"), [
-    ({"pp": 3, "microbatches": 5}, 7), ({"dp": 2, "pp": 2, "microbatches": 3}, 7),
-    ({"dp": 3, "pp": 2, "microbatches": 2}, 4),         # replicas without a row of the second microbatch
-    ({"dp": 2, "pp": 3, "microbatches": 7, "checkpoint_blocks": "all"}, 9),
-    pytest.param({"dp": 2, "pp": 2, "microbatches": 3, "cp": 2}, 7, marks=pytest.mark.soak)], ids=str)
+@pytest.mark.parametrize(
+    ("options", "sequences"),
+    [
+        ({"pp": 3, "microbatches": 5}, 7),
+        ({"dp": 2, "pp": 2, "microbatches": 3}, 7),
+        (
+            {"dp": 3, "pp": 2, "microbatches": 2},
+            4,
+        ),  # replicas without a row of the second microbatch
+        ({"dp": 2, "pp": 3, "microbatches": 7, "checkpoint_blocks": "all"}, 9),
+        pytest.param({"dp": 2, "pp": 2, "microbatches": 3, "cp": 2}, 7, marks=pytest.mark.soak),
+    ],
+    ids=str,
+)
 def test_equals_the_replay(options: dict[str, Any], sequences: int) -> None:
     check(options, sequences)
 
@@ -85,12 +123,21 @@ def test_bytes_are_the_formula() -> None:
     ranks = check({"dp": 2, "pp": 2, "microbatches": 3}, 7)
     config, sent = tiny(**CONFIG), sent_by_axis(ranks)
     assert sent == ranks[0]["formula"]
-    assert sent["dp"] == STEPS * 3 * 2 * sum(rank["own"] for rank in ranks if rank["stage"] in (0, 1)) // 2
+    assert (
+        sent["dp"]
+        == STEPS * 3 * 2 * sum(rank["own"] for rank in ranks if rank["stage"] in (0, 1)) // 2
+    )
     assert sent["pp"] == STEPS * 2 * 7 * config.context * config.width * 8
 
 
-@pytest.mark.parametrize("options", [{"pp": 2, "tp": 2, "microbatches": 3},
-                                     {"pp": 2, "tp": 2, "microbatches": 3, "sequence_parallel": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pp": 2, "tp": 2, "microbatches": 3},
+        {"pp": 2, "tp": 2, "microbatches": 3, "sequence_parallel": True},
+    ],
+    ids=str,
+)
 def test_tensor_parallel_stages_are_as_late(options: dict[str, Any]) -> None:
     """The same training as without tp, whose ranks divide layers and no time."""
     alone = md.run(train, {"pp": 2, "microbatches": 3}, 5, size=2)
@@ -99,17 +146,20 @@ def test_tensor_parallel_stages_are_as_late(options: dict[str, Any]) -> None:
     assert sent_by_axis(ranks) == ranks[0]["formula"]
 
 
-@pytest.mark.soak       # tests/parallel/pipeline/test_pipeline.py has half precision
+@pytest.mark.soak  # tests/parallel/pipeline/test_pipeline.py has half precision
 def test_low_precision() -> None:
-    """bfloat16: nearer to the replay in float64 than a tenth of the way that training went; masters are float32."""
+    """bfloat16: nearer to the replay in float64 than a tenth of the way that training went; masters
+    are float32."""
     options = {"dp": 2, "pp": 2, "microbatches": 3}
     exact = md.run(train, options, 7, {"dropout": 0.0}, size=4)
     ranks = md.run(train, {**options, "precision": "bf16"}, 7, {"dtype": "float32"}, size=4)
     start = GPT(tiny(**CONFIG))
     start.initialize(3)
     ours, theirs, first = ranks[0]["weights"], exact[0]["weights"], start.state_dict()
-    apart, way = (float(np.sqrt(sum(np.sum((a[name] - b[name]) ** 2.0) for name in a)))
-                  for a, b in ((ours, theirs), (theirs, first)))
+    apart, way = (
+        float(np.sqrt(sum(np.sum((a[name] - b[name]) ** 2.0) for name in a)))
+        for a, b in ((ours, theirs), (theirs, first))
+    )
     assert all(array.dtype == np.float32 for array in ours.values()) and apart < 0.1 * way
     assert len({rank["digest"] for rank in ranks}) == 1
 
@@ -118,10 +168,17 @@ def test_low_precision() -> None:
 def test_planted_bugs_break_the_replay(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "own mean":
         of_all = pipedream_step.HybridPipeDream._microbatches
-        monkeypatch.setattr(pipedream_step.HybridPipeDream, "_microbatches", lambda self, batch: (
-            of_all(self, batch)[0], [part.targets.size for part in of_all(self, batch)[0]]))
+        monkeypatch.setattr(
+            pipedream_step.HybridPipeDream,
+            "_microbatches",
+            lambda self, batch: (
+                of_all(self, batch)[0],
+                [part.targets.size for part in of_all(self, batch)[0]],
+            ),
+        )
     else:
         from minidist.parallel.data.ddp import DDP
+
         monkeypatch.setattr(DDP, "finish_step", lambda self: None)
     with pytest.raises((AssertionError, md.errors.MinidistError)):
         check({"dp": 2, "pp": 2, "microbatches": 3}, 8)
@@ -129,8 +186,11 @@ def test_planted_bugs_break_the_replay(bug: str, monkeypatch: pytest.MonkeyPatch
 
 def test_a_checkpoint_goes_on_under_another_plan(tmp_path: Path) -> None:
     """From PipeDream to 1F1B of other ranks and back; the numbers of updates come along."""
+
     def first(world: Any) -> dict[str, np.ndarray]:
-        trainer = Trainer(Plan(dp=2, pp=2, schedule="pipedream", microbatches=3), tiny(**CONFIG), world, clip=None)
+        trainer = Trainer(
+            Plan(dp=2, pp=2, schedule="pipedream", microbatches=3), tiny(**CONFIG), world, clip=None
+        )
         trainer.step(global_batch(0, 6, tiny(**CONFIG)))
         trainer.save(tmp_path / "saved")
         weights = trainer.state_dict()
@@ -145,14 +205,22 @@ def test_a_checkpoint_goes_on_under_another_plan(tmp_path: Path) -> None:
         return weights, steps
 
     saved = md.run(first, size=4)[0]
-    for plan in (Plan(pp=3), Plan(dp=2, zero=3), Plan(pp=2, schedule="zb-v"), Plan(pp=4, schedule="pipedream")):
+    for plan in (
+        Plan(pp=3),
+        Plan(dp=2, zero=3),
+        Plan(pp=2, schedule="zb-v"),
+        Plan(pp=4, schedule="pipedream"),
+    ):
         weights, steps = md.run(lambda world, plan=plan: second(world, plan), size=plan.size)[0]
-        assert steps == 3 and all(np.array_equal(weights[name], array) for name, array in saved.items())
+        assert steps == 3 and all(
+            np.array_equal(weights[name], array) for name, array in saved.items()
+        )
 
 
-@pytest.mark.soak       # tests/parallel/hybrid/test_change_plan.py changes plans
+@pytest.mark.soak  # tests/parallel/hybrid/test_change_plan.py changes plans
 def test_to_pipedream_and_back_between_two_steps() -> None:
     """From memory to memory; a trainer that clips cannot."""
+
     def job(world: Any) -> list[bool]:
         config = tiny(**CONFIG)
         trainer, equal = Trainer(Plan(pp=2, schedule="zb-v"), config, world, clip=None), []
@@ -160,7 +228,12 @@ def test_to_pipedream_and_back_between_two_steps() -> None:
             trainer.step(global_batch(step, 6, config))
             before = trainer.state_dict()
             trainer.change_plan(plan)
-            equal.append(all(np.array_equal(before[name], array) for name, array in trainer.state_dict().items()))
+            equal.append(
+                all(
+                    np.array_equal(before[name], array)
+                    for name, array in trainer.state_dict().items()
+                )
+            )
         trainer.clip = 1.0
         with pytest.raises(PlanError, match="--clip 0"):
             trainer.change_plan(Plan(pp=2, schedule="pipedream"))
@@ -170,17 +243,26 @@ def test_to_pipedream_and_back_between_two_steps() -> None:
     assert md.run(job, size=2) == [[True, True]] * 2
 
 
-@pytest.mark.parametrize(("options", "changes", "clip", "says"), [
-    ({"dp": 2}, {}, None, "there is|no stage updates before another; use pp=2"),
-    ({"pp": 2, "zero": 1}, {}, None, "with zero=1.*use zero=0"), ({"pp": 2, "ep": 2}, {}, None, "with ep=2"),
-    ({"pp": 2, "precision": "fp16"}, {}, None, "with precision=fp16.*use bf16"),
-    ({"pp": 2, "accumulate": 2}, {}, None, "with accumulate=2"),
-    ({"dp": 2, "pp": 2, "compress": "8bit"}, {}, None, "with compress=8bit"),
-    ({"pp": 2}, {"tied": True}, None, "with a tied output.*tied=False"), ({"pp": 2}, {}, 1.0, r"--clip 0\)")])
-def test_what_does_not_go_together(options: dict[str, Any], changes: dict[str, Any], clip: float | None,
-                                   says: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "changes", "clip", "says"),
+    [
+        ({"dp": 2}, {}, None, "there is|no stage updates before another; use pp=2"),
+        ({"pp": 2, "zero": 1}, {}, None, "with zero=1.*use zero=0"),
+        ({"pp": 2, "ep": 2}, {}, None, "with ep=2"),
+        ({"pp": 2, "precision": "fp16"}, {}, None, "with precision=fp16.*use bf16"),
+        ({"pp": 2, "accumulate": 2}, {}, None, "with accumulate=2"),
+        ({"dp": 2, "pp": 2, "compress": "8bit"}, {}, None, "with compress=8bit"),
+        ({"pp": 2}, {"tied": True}, None, "with a tied output.*tied=False"),
+        ({"pp": 2}, {}, 1.0, r"--clip 0\)"),
+    ],
+)
+def test_what_does_not_go_together(
+    options: dict[str, Any], changes: dict[str, Any], clip: float | None, says: str
+) -> None:
     def job(world: Any) -> None:
-        Trainer(Plan(schedule="pipedream", **options), tiny(**{**CONFIG, **changes}), world, clip=clip)
+        Trainer(
+            Plan(schedule="pipedream", **options), tiny(**{**CONFIG, **changes}), world, clip=clip
+        )
 
     with pytest.raises(PlanError, match=says) as caught:
         md.run(job, size=2)

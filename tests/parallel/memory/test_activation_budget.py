@@ -1,4 +1,5 @@
-"""An activation budget: the knapsack is exact, the choice never takes more than the budget, and changes no weights."""
+"""An activation budget: the knapsack is exact, the choice never takes more than the budget, and
+changes no weights."""
 
 from itertools import product
 from typing import Any
@@ -12,7 +13,14 @@ from training import difference, global_batch, tiny
 import minidist as md
 from minidist.errors import MemoryLimitError, PlanError
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
-from minidist.parallel.memory.activation_budget import MEASURED, Stage, Way, _with_last, knapsack, plain_knapsack
+from minidist.parallel.memory.activation_budget import (
+    MEASURED,
+    Stage,
+    Way,
+    _with_last,
+    knapsack,
+    plain_knapsack,
+)
 
 CONFIG = tiny(layers=4, context=16, width=16)
 
@@ -25,46 +33,79 @@ def cost(blocks: list[dict[str, Way]], chosen: list[str] | None) -> tuple[int, f
     return sum(way.nbytes for way in ways), sum(way.seconds for way in ways)
 
 
-@given(blocks=st.lists(st.fixed_dictionaries({name: st.builds(Way, st.integers(0, 9), st.integers(0, 9).map(float))
-                                              for name in ("none", "scores", "all")}), min_size=1, max_size=5),
-       limit=st.integers(0, 40), more=st.integers(-9, 9))
+@given(
+    blocks=st.lists(
+        st.fixed_dictionaries(
+            {
+                name: st.builds(Way, st.integers(0, 9), st.integers(0, 9).map(float))
+                for name in ("none", "scores", "all")
+            }
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    limit=st.integers(0, 40),
+    more=st.integers(-9, 9),
+)
 @settings(max_examples=60)
-def test_the_knapsack_is_the_best_of_all_choices(blocks: list[dict[str, Way]], limit: int, more: int) -> None:
-    found = [cost(blocks, list(names)) for names in product(("none", "scores", "all"), repeat=len(blocks))]
+def test_the_knapsack_is_the_best_of_all_choices(
+    blocks: list[dict[str, Way]], limit: int, more: int
+) -> None:
+    found = [
+        cost(blocks, list(names))
+        for names in product(("none", "scores", "all"), repeat=len(blocks))
+    ]
     best = min((each[1] for each in found if each and each[0] <= limit), default=None)
     for solve in (plain_knapsack, knapsack):
         ours = cost(blocks, solve(blocks, limit))
         assert (ours and ours[1]) == best
         assert ours is None or ours[0] <= limit
-    last = [(cost(blocks[:-1], list(names[:-1])), blocks[-1][names[-1]])
-            for names in product(("none", "scores", "all"), repeat=len(blocks))]
-    best = min((rest[1] + way.seconds for rest, way in last
-                if rest and rest[0] <= limit + more and rest[0] + way.nbytes <= limit), default=None)
+    last = [
+        (cost(blocks[:-1], list(names[:-1])), blocks[-1][names[-1]])
+        for names in product(("none", "scores", "all"), repeat=len(blocks))
+    ]
+    best = min(
+        (
+            rest[1] + way.seconds
+            for rest, way in last
+            if rest and rest[0] <= limit + more and rest[0] + way.nbytes <= limit
+        ),
+        default=None,
+    )
     ours = cost(blocks, _with_last(blocks, limit, limit + more) or None)
     assert (ours and ours[1]) == best
 
 
-def train(plan: dict[str, Any], *, steps: int = MEASURED + 2, config: Any = CONFIG) -> list[dict[str, Any]]:
+def train(
+    plan: dict[str, Any], *, steps: int = MEASURED + 2, config: Any = CONFIG
+) -> list[dict[str, Any]]:
     """What each rank of a plan holds after some steps."""
+
     def rank(world: Any) -> dict[str, Any]:
         trainer = Trainer(Plan(**plan), config, world, lr=1e-2, seed=3)
         try:
             for step in range(steps):
                 trainer.step(global_batch(step, 8, config))
             budget = trainer.budget
-            return {"weights": trainer.state_dict(), "peak": trainer.account.peak["activations"],
-                    "chosen": budget and budget.chosen, "again": budget and budget.recomputed_steps(steps)}
+            return {
+                "weights": trainer.state_dict(),
+                "peak": trainer.account.peak["activations"],
+                "chosen": budget and budget.chosen,
+                "again": budget and budget.recomputed_steps(steps),
+            }
         finally:
             trainer.close()
+
     return md.run(rank, size=Plan(**plan).size, limit=300.0)
 
 
 def check(plan: dict[str, Any], parts: list[float]) -> None:
-    """For budgets between the peak of "all" and that of "none": within the budget, and the same weights."""
+    """For budgets between the peak of "all" and that of "none": within the budget, and the same
+    weights."""
     ends = [train({**plan, "checkpoint_blocks": which}) for which in ("all", "none")]
     least, most = (max(rank["peak"] for rank in ranks) for ranks in ends)
     for part in parts:
-        limit = int(least + part * (most - least)) + 64         # a loss more or less
+        limit = int(least + part * (most - least)) + 64  # a loss more or less
         ours = train({**plan, "activation_memory": limit})
         assert max(rank["peak"] for rank in ours) <= limit
         assert len({tuple(rank["chosen"]) for rank in ours}) == 1
@@ -76,23 +117,45 @@ def check(plan: dict[str, Any], parts: list[float]) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("plan", "parts"), [({}, [0.5, 1.0]), ({"dp": 2, "zero": 3, "accumulate": 2}, [0.5]),
-                                             ({"pp": 2, "microbatches": 4}, [0.5])], ids=str)
+@pytest.mark.parametrize(
+    ("plan", "parts"),
+    [
+        ({}, [0.5, 1.0]),
+        ({"dp": 2, "zero": 3, "accumulate": 2}, [0.5]),
+        ({"pp": 2, "microbatches": 4}, [0.5]),
+    ],
+    ids=str,
+)
 def test_within_the_budget(plan: dict[str, Any], parts: list[float]) -> None:
     check(plan, parts)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("plan", [
-    {"cp": 2}, {"tp": 2}, {"tp": 2, "pp": 2, "microbatches": 4},
-    {"tp": 2, "sequence_parallel": True}, {"pp": 2, "schedule": "gpipe"},
-    {"pp": 2, "schedule": "interleaved", "microbatches": 4}, {"pp": 2, "schedule": "zb-h1"}, {"pp": 3, "dp": 2},
-    {"pp": 2, "schedule": "zb-v"},
-    {"dp": 2, "zero": 1}, {"tp": 2, "keep_activations": "shard"}, {"keep_activations": "offload"}], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"cp": 2},
+        {"tp": 2},
+        {"tp": 2, "pp": 2, "microbatches": 4},
+        {"tp": 2, "sequence_parallel": True},
+        {"pp": 2, "schedule": "gpipe"},
+        {"pp": 2, "schedule": "interleaved", "microbatches": 4},
+        {"pp": 2, "schedule": "zb-h1"},
+        {"pp": 3, "dp": 2},
+        {"pp": 2, "schedule": "zb-v"},
+        {"dp": 2, "zero": 1},
+        {"tp": 2, "keep_activations": "shard"},
+        {"keep_activations": "offload"},
+    ],
+    ids=str,
+)
 def test_within_the_budget_for_long(plan: dict[str, Any]) -> None:
-    kept = {**plan} if "keep_activations" not in plan else {name: value for name, value in plan.items()
-                                                            if name != "keep_activations"}
+    kept = (
+        {**plan}
+        if "keep_activations" not in plan
+        else {name: value for name, value in plan.items() if name != "keep_activations"}
+    )
     check(kept, [0.0, 0.25, 0.5, 0.75, 1.0])
     if kept != plan:
         ends = [train({**kept, "checkpoint_blocks": which}) for which in ("all", "none")]
@@ -103,7 +166,9 @@ def test_within_the_budget_for_long(plan: dict[str, Any]) -> None:
 
 
 def test_the_peak_of_the_whole_run_is_told() -> None:
-    """The account's peaks are reset while the first steps are measured, and put together afterwards."""
+    """The account's peaks are reset while the first steps are measured, and put together
+    afterwards."""
+
     def rank(world: Any) -> tuple[int, int]:
         trainer = Trainer(Plan(activation_memory=1 << 30), CONFIG, world)
         large = trainer.account.hold(np.zeros(1 << 20), "workspace")

@@ -25,15 +25,22 @@ def train(size: int, **options: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("which", ["scores", "all", "0", "1,0"])
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 def test_the_same_weights(which: str, positions: str) -> None:
-    """Dropout too: what is computed again drops the same. Scores are made another way, so not with the same bits."""
+    """Dropout too: what is computed again drops the same. Scores are made another way, so not with
+    the same bits."""
     config = tiny(positions=positions, dropout=0.2)
-    plain, again = (train(size=1, config=config, checkpoint_blocks=how)[0] for how in ("none", which))
+    plain, again = (
+        train(size=1, config=config, checkpoint_blocks=how)[0] for how in ("none", which)
+    )
     assert difference(again["weights"], plain["weights"]) < 1e-12
     assert which == "scores" or again["digest"] == plain["digest"]
 
 
-@given(zero=st.integers(0, 3), size=st.integers(1, 4), which=st.sampled_from(["scores", "all", "1"]),
-       tied=st.booleans())
+@given(
+    zero=st.integers(0, 3),
+    size=st.integers(1, 4),
+    which=st.sampled_from(["scores", "all", "1"]),
+    tied=st.booleans(),
+)
 @settings(max_examples=2)
 def test_under_any_strategy(zero: int, size: int, which: str, tied: bool) -> None:
     check(zero, size, which, tied, steps=2)
@@ -41,8 +48,12 @@ def test_under_any_strategy(zero: int, size: int, which: str, tied: bool) -> Non
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-@given(zero=st.integers(0, 3), size=st.integers(1, 5), which=st.sampled_from(["scores", "all", "0", "1"]),
-       tied=st.booleans())
+@given(
+    zero=st.integers(0, 3),
+    size=st.integers(1, 5),
+    which=st.sampled_from(["scores", "all", "0", "1"]),
+    tied=st.booleans(),
+)
 @settings(max_examples=60)
 def test_under_any_strategy_for_long(zero: int, size: int, which: str, tied: bool) -> None:
     check(zero, size, which, tied, steps=20)
@@ -71,13 +82,13 @@ def check(zero: int, size: int, which: str, tied: bool, *, steps: int) -> None:
 
 CONFIG = GPTConfig(vocabulary=16, context=32, layers=6, width=16, heads=4)
 BATCH = 4
-INPUT = BATCH * 32 * 16 * 4                 # bytes of a block's input
-SCORES = BATCH * 4 * 32 * 32 * 4            # and of its probabilities
+INPUT = BATCH * 32 * 16 * 4  # bytes of a block's input
+SCORES = BATCH * 4 * 32 * 32 * 4  # and of its probabilities
 
 
 def held(which: str, layers: int) -> int:
     """Activation bytes at the end of forward."""
-    config = GPTConfig(**{**CONFIG.as_dict(), "layers": layers})       # type: ignore[arg-type]
+    config = GPTConfig(**{**CONFIG.as_dict(), "layers": layers})  # type: ignore[arg-type]
     with account.use(account.MemoryAccount()) as memory:
         model = GPT(config)
         model.initialize(0)
@@ -97,19 +108,28 @@ def test_what_a_block_keeps() -> None:
 
 def test_the_peak_is_one_block() -> None:
     def peak(layers: int, which: str) -> int:
-        config = GPTConfig(**{**CONFIG.as_dict(), "layers": layers})   # type: ignore[arg-type]
-        return train(size=1, config=config, sequences=BATCH, steps=1,
-                      checkpoint_blocks=which)[0]["memory"]["activations"]["peak"]
+        config = GPTConfig(**{**CONFIG.as_dict(), "layers": layers})  # type: ignore[arg-type]
+        return train(size=1, config=config, sequences=BATCH, steps=1, checkpoint_blocks=which)[0][
+            "memory"
+        ]["activations"]["peak"]
 
     assert peak(6, "all") - peak(5, "all") == INPUT
     assert peak(6, "all") < 0.5 * peak(6, "none")
 
 
-@pytest.mark.parametrize("changes", [{}, {"tied": True, "positions": "rotary", "norm": "rms", "activation": "silu"},
-                                     {"vocabulary": 300, "dropout": 0.2}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tied": True, "positions": "rotary", "norm": "rms", "activation": "silu"},
+        {"vocabulary": 300, "dropout": 0.2},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_peak_is_known_beforehand(changes: dict[str, Any], precision: str) -> None:
-    """Never too much, and at most a hundredth too little; or by a block, where the last is among those chosen."""
+    """Never too much, and at most a hundredth too little; or by a block, where the last is among
+    those chosen."""
     config = tiny(dtype="float32", layers=5, context=16, width=16, **changes)
     computed = replace(config, dtype={"fp32": "float32", "bf16": "bfloat16"}[precision])
     kept = pass_bytes(computed, 4, "none") - pass_bytes(replace(computed, layers=4), 4, "none")
@@ -122,7 +142,9 @@ def test_the_peak_is_known_beforehand(changes: dict[str, Any], precision: str) -
 
 @pytest.mark.parametrize("which", ["", "some", "6", "-1", "0,,1", "²", "0.5"])
 def test_bad_choices_say_what_would_do(which: str) -> None:
-    with pytest.raises(PlanError, match=r"choose none, scores, all, or numbers of blocks from 0 to 5"):
+    with pytest.raises(
+        PlanError, match=r"choose none, scores, all, or numbers of blocks from 0 to 5"
+    ):
         chosen(which, 6)
     with pytest.raises(PlanError):
         train(size=1, config=CONFIG, checkpoint_blocks=which)
@@ -130,7 +152,7 @@ def test_bad_choices_say_what_would_do(which: str) -> None:
 
 def test_random_numbers_are_replayed() -> None:
     """A model in whose dropped places gradients are zero, computed again with the same places."""
-    config = GPTConfig(**{**CONFIG.as_dict(), "dropout": 0.5})         # type: ignore[arg-type]
+    config = GPTConfig(**{**CONFIG.as_dict(), "dropout": 0.5})  # type: ignore[arg-type]
     results: dict[str, Any] = {}
     for which in ("none", "all"):
         model = GPT(config)

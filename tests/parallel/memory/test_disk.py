@@ -1,4 +1,5 @@
-"""Records on disk and their buffers: what is written is read, in order, through few buffers; lanes keep their pace."""
+"""Records on disk and their buffers: what is written is read, in order, through few buffers; lanes
+keep their pace."""
 
 import threading
 import time
@@ -20,11 +21,16 @@ from minidist.parallel.zero.shards import MemoryTraffic
 
 def disk(buffers: int = 2, **options: object) -> Disk:
     """With an account of its own."""
-    return Disk(None, MemoryTraffic(), buffers=buffers, recorder=Silent(), memory=MemoryAccount(), **options)  # type: ignore
+    return Disk(
+        None, MemoryTraffic(), buffers=buffers, recorder=Silent(), memory=MemoryAccount(), **options
+    )  # type: ignore
 
 
-@given(counts=st.lists(st.integers(0, 3000), min_size=1, max_size=4), buffers=st.integers(1, 3),
-       dtype=st.sampled_from([np.float64, np.float32, np.float16, ml_dtypes.bfloat16]))
+@given(
+    counts=st.lists(st.integers(0, 3000), min_size=1, max_size=4),
+    buffers=st.integers(1, 3),
+    dtype=st.sampled_from([np.float64, np.float32, np.float16, ml_dtypes.bfloat16]),
+)
 def test_what_is_written_is_read(counts: list[int], buffers: int, dtype: type) -> None:
     """Also right behind the write, through one buffer, of any dtype and of nothing at all."""
     place = disk(buffers)
@@ -61,7 +67,7 @@ def test_buffers_are_bounded_and_one_is_left_for_who_must_have_it() -> None:
     record = place.record("some")
     record.add("w", np.float32, 10)
     first = place.lend(record)
-    assert not place.has_spare()        # nobody reads ahead with the last one
+    assert not place.has_spare()  # nobody reads ahead with the last one
     second, waited = place.lend(record), []
     thread = threading.Thread(target=lambda: waited.append(place.lend(record)))
     thread.start()
@@ -83,14 +89,18 @@ def test_who_waits_for_a_buffer_in_vain_is_told() -> None:
 
 def test_too_little_room_is_told_with_the_need(tmp_path: Path) -> None:
     place = disk(who="rank 3")
-    with pytest.raises(DiskError, match=r"rank 3 needs 1,000,000,000,000,000,000 bytes in .*are free; make room"):
+    with pytest.raises(
+        DiskError, match=r"rank 3 needs 1,000,000,000,000,000,000 bytes in .*are free; make room"
+    ):
         place.require(10**18)
     place.close()
 
 
 def test_a_lane_takes_its_time_and_counts() -> None:
     traffic = MemoryTraffic()
-    lane = TransferLane("host", "disk", traffic, recorder=Silent(), pace=Pace(latency=0.01, per_byte=1e-5))
+    lane = TransferLane(
+        "host", "disk", traffic, recorder=Silent(), pace=Pace(latency=0.01, per_byte=1e-5)
+    )
     start = time.monotonic()
     with traffic.during_step():
         one, other = (lane.start("write", 1000, lambda n=n: n) for n in (1, 2))

@@ -30,22 +30,43 @@ def serial() -> dict[str, Any]:
 def test_equals_one_process(serial: dict[str, Any], size: int) -> None:
     ranks = md.run(train_stages, "model parallel", CHANGES, size=size)
     assert all(differ(rank, serial) < BOUND for rank in ranks)
-    assert size == 1 or sum(len(rank["own"]) for rank in ranks) == len(serial["weights"]) + 1      # the table, twice
+    # the table, twice
+    assert size == 1 or sum(len(rank["own"]) for rank in ranks) == len(serial["weights"]) + 1
 
 
-@pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", pytest.param("shm", marks=pytest.mark.soak),
-                                       pytest.param("mpi", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "threads-unbuffered",
+        "tcp",
+        pytest.param("shm", marks=pytest.mark.soak),
+        pytest.param("mpi", marks=pytest.mark.soak),
+    ],
+)
 def test_equals_one_process_on_every_transport(serial: dict[str, Any], transport: str) -> None:
-    assert differ(md.run(train_stages, "model parallel", CHANGES, size=3, transport=transport)[0], serial) < BOUND
+    assert (
+        differ(
+            md.run(train_stages, "model parallel", CHANGES, size=3, transport=transport)[0], serial
+        )
+        < BOUND
+    )
 
 
-any_job = given(size=st.integers(1, 6), sequences=st.integers(1, 7), accumulate=st.integers(1, 4),
-                layers=st.integers(4, 7), tied=st.booleans(), positions=st.sampled_from(["learned", "rotary"]))
+any_job = given(
+    size=st.integers(1, 6),
+    sequences=st.integers(1, 7),
+    accumulate=st.integers(1, 4),
+    layers=st.integers(4, 7),
+    tied=st.booleans(),
+    positions=st.sampled_from(["learned", "rotary"]),
+)
 
 
 @settings(max_examples=2)
 @any_job
-def test_any_job(size: int, sequences: int, accumulate: int, layers: int, tied: bool, positions: str) -> None:
+def test_any_job(
+    size: int, sequences: int, accumulate: int, layers: int, tied: bool, positions: str
+) -> None:
     """Also passes without a row."""
     check_job(size, sequences, accumulate, layers, tied, positions)
 
@@ -53,30 +74,52 @@ def test_any_job(size: int, sequences: int, accumulate: int, layers: int, tied: 
 @pytest.mark.soak
 @settings(max_examples=150)
 @any_job
-def test_very_many_jobs(size: int, sequences: int, accumulate: int, layers: int, tied: bool, positions: str) -> None:
+def test_very_many_jobs(
+    size: int, sequences: int, accumulate: int, layers: int, tied: bool, positions: str
+) -> None:
     """The same, more often."""
     check_job(size, sequences, accumulate, layers, tied, positions)
 
 
-def check_job(size: int, sequences: int, accumulate: int, layers: int, tied: bool, positions: str) -> None:
+def check_job(
+    size: int, sequences: int, accumulate: int, layers: int, tied: bool, positions: str
+) -> None:
     """Ranks equal one process."""
     changes = {"layers": layers, "tied": tied, "positions": positions}
-    one, many = (md.run(lambda world, name: train_stages(world, name, changes, steps=2, sequences=sequences,
-                                                         accumulate=accumulate), name, size=count)[0]
-                 for name, count in (("single", 1), ("model parallel", size)))
+    one, many = (
+        md.run(
+            lambda world, name: train_stages(
+                world, name, changes, steps=2, sequences=sequences, accumulate=accumulate
+            ),
+            name,
+            size=count,
+        )[0]
+        for name, count in (("single", 1), ("model parallel", size))
+    )
     assert differ(many, one) < BOUND
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("transport", ["threads", "tcp", "shm"])
 def test_equals_one_process_after_twenty_steps(transport: str) -> None:
-    one, many = (md.run(lambda world, name: train_stages(world, name, CHANGES, steps=20), name, size=count,
-                        transport=transport)[0] for name, count in (("single", 1), ("model parallel", 4)))
+    one, many = (
+        md.run(
+            lambda world, name: train_stages(world, name, CHANGES, steps=20),
+            name,
+            size=count,
+            transport=transport,
+        )[0]
+        for name, count in (("single", 1), ("model parallel", 4))
+    )
     assert differ(many, one) < BOUND
 
 
-@pytest.mark.parametrize("bug", ["gradient not handed back", "table not summed", "dropout of the first rows"])
-def test_planted_bugs_break_parity(serial: dict[str, Any], bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "bug", ["gradient not handed back", "table not summed", "dropout of the first rows"]
+)
+def test_planted_bugs_break_parity(
+    serial: dict[str, Any], bug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if bug == "gradient not handed back":
         backward = ModelParallel.backward
 
@@ -90,8 +133,13 @@ def test_planted_bugs_break_parity(serial: dict[str, Any], bug: str, monkeypatch
         monkeypatch.setattr(ModelParallel, "sum_ends", lambda self: None)
     else:
         forward = ModelParallel.forward
-        monkeypatch.setattr(ModelParallel, "forward", lambda self, part, divisor: forward(
-            self, type(part)(part.inputs, part.targets, part.first + 1), divisor=divisor))
+        monkeypatch.setattr(
+            ModelParallel,
+            "forward",
+            lambda self, part, divisor: forward(
+                self, type(part)(part.inputs, part.targets, part.first + 1), divisor=divisor
+            ),
+        )
     assert not differ(md.run(train_stages, "model parallel", CHANGES, size=2)[0], serial) < 1e-6
 
 
@@ -100,24 +148,40 @@ def test_planted_bugs_break_parity(serial: dict[str, Any], bug: str, monkeypatch
 def test_bytes_are_the_formula(size: int, tied: bool, accumulate: int) -> None:
     """Whatever the number of passes."""
     changes, config = {"layers": 4, "tied": tied}, tiny(layers=4, tied=tied)
-    ranks = md.run(lambda world: train_stages(world, "model parallel", changes, steps=2, sequences=7,
-                                              accumulate=accumulate), size=size)
+    ranks = md.run(
+        lambda world: train_stages(
+            world, "model parallel", changes, steps=2, sequences=7, accumulate=accumulate
+        ),
+        size=size,
+    )
     sent = [rank["sent"].get("world", {}) for rank in ranks]
-    assert sum(s.get("send", 0) for s in sent) == 2 * 2 * (size - 1) * 7 * config.context * config.width * 8
+    assert (
+        sum(s.get("send", 0) for s in sent)
+        == 2 * 2 * (size - 1) * 7 * config.context * config.width * 8
+    )
     table = 2 * 2 * config.vocabulary * config.width * 8 if tied and size > 1 else 0
     assert sum(s.get("all_reduce", 0) for s in sent) == table
     assert all(rank["sent"]["control"] == {"all_gather": 2 * 2 * 8 * (size - 1)} for rank in ranks)
 
 
 def test_one_rank_works_at_a_time() -> None:
-    """By recorded spans: none overlaps another rank's. With stages that sleep the ranks are idle (p-1)/p."""
+    """By recorded spans: none overlaps another rank's. With stages that sleep the ranks are idle
+    (p-1)/p."""
+
     def job(world: Any) -> list[list[float]]:
         timeline, config = Timeline(world.rank), tiny(layers=3)
         strategy = ModelParallel(GPT(config), world, seed=0, recorder=timeline)
         forward = strategy.stages.forward
-        strategy.stages.forward = lambda *args, **options: (time.sleep(0.02), forward(*args, **options))[1]
+        strategy.stages.forward = lambda *args, **options: (
+            time.sleep(0.02),
+            forward(*args, **options),
+        )[1]
         strategy.step(global_batch(0, 2, config), SGD(strategy.parameters, 0.1), accumulate=2)
-        return [[span.start, span.stop] for span in timeline.spans if span.name in ("forward", "backward")]
+        return [
+            [span.start, span.stop]
+            for span in timeline.spans
+            if span.name in ("forward", "backward")
+        ]
 
     spans = sorted(span for rank in md.run(job, size=3) for span in rank)
     assert all(one[1] <= other[0] for one, other in zip(spans, spans[1:], strict=False))

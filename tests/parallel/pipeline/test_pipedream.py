@@ -1,4 +1,5 @@
-"""PipeDream: equal to one process that uses weights as late as the stages recorded; late and hungry by the formula."""
+"""PipeDream: equal to one process that uses weights as late as the stages recorded; late and hungry
+by the formula."""
 
 from functools import cache
 from typing import Any
@@ -33,17 +34,32 @@ def run_stages(world: Any, microbatches: int, name: str = "1f1b") -> dict[str, A
         losses.append(strategy.step(global_batch(step, SEQUENCES, config), optimizer))
         updates.append([list(update) for update in strategy.updates])
     held = memory.peak["parameters"], memory.now["parameters"]
-    return {"weights": strategy.state_dict(), "losses": losses, "updates": updates, "names": names,
-            "held": list(held), "own": sum(weight.data.nbytes for weight in strategy.weights)}
+    return {
+        "weights": strategy.state_dict(),
+        "losses": losses,
+        "updates": updates,
+        "names": names,
+        "held": list(held),
+        "own": sum(weight.data.nbytes for weight in strategy.weights),
+    }
 
 
 def replay(ranks: list[dict[str, Any]], microbatches: int) -> dict[str, Any]:
-    """One process: each microbatch forward and backward with every stage's weights as late as its rank recorded."""
+    """One process: each microbatch forward and backward with every stage's weights as late as its
+    rank recorded."""
     config = tiny(**CONFIG)
     batches = [global_batch(step, SEQUENCES, config) for step in range(STEPS)]
-    return replay_updates(config, ranks, [
-        [(part.inputs, part.targets) for part in micro_parts(Part(*batch, first=0), microbatches)]
-        for batch in batches])
+    return replay_updates(
+        config,
+        ranks,
+        [
+            [
+                (part.inputs, part.targets)
+                for part in micro_parts(Part(*batch, first=0), microbatches)
+            ]
+            for batch in batches
+        ],
+    )
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 11])
@@ -55,8 +71,15 @@ def test_equals_the_replay(size: int, microbatches: int) -> None:
     np.testing.assert_allclose(ranks[-1]["losses"], again["losses"], rtol=1e-12)
 
 
-@pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", pytest.param("shm", marks=pytest.mark.soak),
-                                       pytest.param("mpi", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "threads-unbuffered",
+        "tcp",
+        pytest.param("shm", marks=pytest.mark.soak),
+        pytest.param("mpi", marks=pytest.mark.soak),
+    ],
+)
 def test_the_same_bits_on_every_transport(transport: str) -> None:
     here, there = (md.run(run_stages, 7, size=3, transport=way) for way in ("threads", transport))
     assert here[0]["losses"] == there[0]["losses"] and here[0]["updates"] == there[0]["updates"]
@@ -71,7 +94,8 @@ def four_stages() -> list[dict[str, Any]]:
 
 
 def test_weights_are_as_late_as_there_are_stages_ahead() -> None:
-    """Version max(0, b - (p - 1 - stage)); on the last stage always the newest: and naive is never late."""
+    """Version max(0, b - (p - 1 - stage)); on the last stage always the newest: and naive is never
+    late."""
     for rank, result in enumerate(four_stages()):
         assert result["updates"][0] == [[b, max(0, b - (3 - rank))] for b in range(9)]
     for result in md.run(run_stages, 4, "naive", size=3):
@@ -89,11 +113,19 @@ def test_planted_bugs_break_the_replay(bug: str, monkeypatch: pytest.MonkeyPatch
     stashing = pipedream.StashingPass
     if bug == "no stash":
         put = stashing._put
-        monkeypatch.setattr(stashing, "_put", lambda self, arrays: put(self, [w.data for w in self.weights]))
+        monkeypatch.setattr(
+            stashing, "_put", lambda self, arrays: put(self, [w.data for w in self.weights])
+        )
     else:
-        monkeypatch.setattr(stashing, "_update", lambda self, microbatch, met: (
-            self.updates.append((microbatch, met)), setattr(self, "version", self.version + 1),
-            [weight.zero_grad() for weight in self.weights]))
+        monkeypatch.setattr(
+            stashing,
+            "_update",
+            lambda self, microbatch, met: (
+                self.updates.append((microbatch, met)),
+                setattr(self, "version", self.version + 1),
+                [weight.zero_grad() for weight in self.weights],
+            ),
+        )
     ranks = md.run(run_stages, 7, size=3)
     assert not difference(ranks[0]["weights"], replay(ranks, 7)["weights"]) < 1e-6
 
@@ -104,8 +136,17 @@ def test_what_it_cannot_do() -> None:
         strategy = PipeDream(GPT(config), world, make_schedule(name, world.size, 4), seed=0)
         strategy.step(global_batch(0, 4, config), AdamW(strategy.parameters, 0.1), **options)
 
-    for name, tied, options, says in (("1f1b", True, {}, "tied=False"), ("interleaved", False, {}, "choose 1f1b"),
-                                      ("zb-h1", False, {}, "choose 1f1b"), ("1f1b", False, {"clip": 1.0}, "clip=1.0"),
-                                      ("1f1b", False, {"accumulate": 2}, "accumulate=2")):
+    for name, tied, options, says in (
+        ("1f1b", True, {}, "tied=False"),
+        ("interleaved", False, {}, "choose 1f1b"),
+        ("zb-h1", False, {}, "choose 1f1b"),
+        ("1f1b", False, {"clip": 1.0}, "clip=1.0"),
+        ("1f1b", False, {"accumulate": 2}, "accumulate=2"),
+    ):
         with pytest.raises(PlanError, match=says):
-            md.run(lambda world, name=name, tied=tied, options=options: job(world, name, tied, **options), size=2)
+            md.run(
+                lambda world, name=name, tied=tied, options=options: job(
+                    world, name, tied, **options
+                ),
+                size=2,
+            )

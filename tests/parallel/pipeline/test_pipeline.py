@@ -1,4 +1,5 @@
-"""The pipeline: equal to one process under every schedule, at the cost and with the memory its docstring states."""
+"""The pipeline: equal to one process under every schedule, at the cost and with the memory its
+docstring states."""
 
 import threading
 import time
@@ -33,13 +34,19 @@ from minidist.parallel.pipeline.schedule_checker import (
     computes_of,
     peak_held,
 )
-from minidist.parallel.pipeline.schedules import ORDERS, UPDATING, V_SHAPED, make_schedule, stages_a_rank
+from minidist.parallel.pipeline.schedules import (
+    ORDERS,
+    UPDATING,
+    V_SHAPED,
+    make_schedule,
+    stages_a_rank,
+)
 from minidist.parallel.precision.mixed_precision import LossScale, MixedPrecision
 from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import Part
 
 BOUND = 1e-10
-CHANGES = {"layers": 6, "tied": True, "dropout": 0.2}       # what most can go wrong in
+CHANGES = {"layers": 6, "tied": True, "dropout": 0.2}  # what most can go wrong in
 SCHEDULES = [name for name in ORDERS if name not in UPDATING]
 
 
@@ -49,7 +56,8 @@ def serial() -> dict[str, Any]:
     return md.run(train_stages, "single", CHANGES, size=1)[0]
 
 
-# ------------------------------------------------------------------------------------------- parallel equals serial
+# --------------------------------------------------------------------------- parallel equals serial
+
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_the_first_stage_may_be_frozen_between_two_steps(name: str) -> None:
@@ -73,14 +81,23 @@ def test_the_first_stage_may_be_frozen_between_two_steps(name: str) -> None:
     assert difference(md.run(job, 2, size=2)[0], alone) < BOUND
 
 
-@pytest.mark.parametrize(("name", "size"), [*((name, size) for name in SCHEDULES for size in (2, 3)), ("gpipe", 1),
-                                            ("interleaved", 1), ("zb-h1", 5), ("zb-v", 1), ("dualpipe-v", 1)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        *((name, size) for name in SCHEDULES for size in (2, 3)),
+        ("gpipe", 1),
+        ("interleaved", 1),
+        ("zb-h1", 5),
+        ("zb-v", 1),
+        ("dualpipe-v", 1),
+    ],
+)
 def test_equals_one_process(serial: dict[str, Any], name: str, size: int) -> None:
     """Microbatches of two rows and of one; weights at both ends; layers that do not divide."""
     ranks = md.run(train_stages, name, CHANGES, size=size)
     assert differ(ranks[0], serial) < BOUND
     assert len({tuple(rank["losses"]) for rank in ranks}) == 1
-    twice = size > 1 and name not in V_SHAPED       # the table is at both ends
+    twice = size > 1 and name not in V_SHAPED  # the table is at both ends
     assert sum(len(rank["own"]) for rank in ranks) == len(serial["weights"]) + twice
 
 
@@ -90,39 +107,77 @@ def test_equals_one_process_on_every_transport(serial: dict[str, Any], transport
     assert differ(ranks[1], serial) < BOUND
 
 
-any_job = given(size=st.integers(1, 5), name=st.sampled_from(SCHEDULES), microbatches=st.integers(1, 7),
-                sequences=st.integers(1, 9), accumulate=st.integers(1, 3), chunks=st.integers(1, 3),
-                changes=st.fixed_dictionaries({
-                    "layers": st.integers(3, 7), "tied": st.booleans(), "dropout": st.sampled_from([0.0, 0.2]),
-                    "positions": st.sampled_from(["learned", "rotary"]), "norm": st.sampled_from(["layer", "rms"])}))
+any_job = given(
+    size=st.integers(1, 5),
+    name=st.sampled_from(SCHEDULES),
+    microbatches=st.integers(1, 7),
+    sequences=st.integers(1, 9),
+    accumulate=st.integers(1, 3),
+    chunks=st.integers(1, 3),
+    changes=st.fixed_dictionaries(
+        {
+            "layers": st.integers(3, 7),
+            "tied": st.booleans(),
+            "dropout": st.sampled_from([0.0, 0.2]),
+            "positions": st.sampled_from(["learned", "rotary"]),
+            "norm": st.sampled_from(["layer", "rms"]),
+        }
+    ),
+)
 
 
 @settings(max_examples=3)
 @any_job
-def test_any_job(size: int, name: str, microbatches: int, sequences: int, accumulate: int, chunks: int,
-                 changes: dict[str, Any]) -> None:
-    """Fewer microbatches than stages, fewer rows than microbatches, a stage without a layer at an end."""
+def test_any_job(
+    size: int,
+    name: str,
+    microbatches: int,
+    sequences: int,
+    accumulate: int,
+    chunks: int,
+    changes: dict[str, Any],
+) -> None:
+    """Fewer microbatches than stages, fewer rows than microbatches, a stage without a layer at an
+    end."""
     check_job(size, name, microbatches, sequences, accumulate, chunks, changes)
 
 
 @pytest.mark.soak
 @settings(max_examples=150)
 @any_job
-def test_very_many_jobs(size: int, name: str, microbatches: int, sequences: int, accumulate: int, chunks: int,
-                        changes: dict[str, Any]) -> None:
+def test_very_many_jobs(
+    size: int,
+    name: str,
+    microbatches: int,
+    sequences: int,
+    accumulate: int,
+    chunks: int,
+    changes: dict[str, Any],
+) -> None:
     """The same, more often."""
     check_job(size, name, microbatches, sequences, accumulate, chunks, changes)
 
 
-def check_job(size: int, name: str, microbatches: int, sequences: int, accumulate: int, chunks: int,
-              changes: dict[str, Any]) -> None:
+def check_job(
+    size: int,
+    name: str,
+    microbatches: int,
+    sequences: int,
+    accumulate: int,
+    chunks: int,
+    changes: dict[str, Any],
+) -> None:
     """Every rank equals one process."""
     options: dict[str, Any] = {"sequences": sequences, "steps": 2, "accumulate": accumulate}
     several = chunks if name == "interleaved" and size * chunks <= changes["layers"] + 2 else None
     size = min(size, (changes["layers"] + 2) // stages_a_rank(name, several))
     alone = md.run(lambda world: train_stages(world, "single", changes, **options), size=1)[0]
-    for rank in md.run(lambda world: train_stages(world, name, changes, microbatches=microbatches, chunks=several,
-                                                  **options), size=size):
+    for rank in md.run(
+        lambda world: train_stages(
+            world, name, changes, microbatches=microbatches, chunks=several, **options
+        ),
+        size=size,
+    ):
         assert differ(rank, alone) < BOUND
 
 
@@ -134,11 +189,17 @@ def test_equals_one_process_after_twenty_steps(name: str, transport: str) -> Non
     alone = md.run(lambda world: train_stages(world, "single", changes, **options), size=1)[0]
     for size in (2, 3, 4, 5):
         if transport == "mpi":
-            ranks = md.run(train_stages, name, {**changes, "layers": 8}, size=size, transport=transport)
+            ranks = md.run(
+                train_stages, name, {**changes, "layers": 8}, size=size, transport=transport
+            )
             short = md.run(lambda world: train_stages(world, "single", changes), size=1)[0]
             assert differ(ranks[0], short) < BOUND
         else:
-            ranks = md.run(lambda world: train_stages(world, name, changes, **options), size=size, transport=transport)
+            ranks = md.run(
+                lambda world: train_stages(world, name, changes, **options),
+                size=size,
+                transport=transport,
+            )
             assert differ(ranks[0], alone) < BOUND
 
 
@@ -146,66 +207,116 @@ def test_equals_one_process_after_twenty_steps(name: str, transport: str) -> Non
 def test_uneven_splits(serial: dict[str, Any], layers: list[int]) -> None:
     ranks = md.run(lambda world: train_stages(world, "1f1b", CHANGES, layers=layers), size=3)
     assert differ(ranks[0], serial) < BOUND
-    held = [len({name.split(".")[1] for name in rank["own"] if name.startswith("blocks.")}) for rank in ranks]
+    held = [
+        len({name.split(".")[1] for name in rank["own"] if name.startswith("blocks.")})
+        for rank in ranks
+    ]
     assert held == layers
 
 
-# --------------------------------------------------------------------------------------- the parity test sees the bugs
+# -------------------------------------------------------------------- the parity test sees the bugs
 
-@pytest.mark.parametrize("bug", ["table not summed", "table counted twice", "own norm", "first row forgotten",
-                                 "microbatch divisor", "weights' half forgotten"])
-def test_planted_bugs_break_parity(serial: dict[str, Any], bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.mark.parametrize(
+    "bug",
+    [
+        "table not summed",
+        "table counted twice",
+        "own norm",
+        "first row forgotten",
+        "microbatch divisor",
+        "weights' half forgotten",
+    ],
+)
+def test_planted_bugs_break_parity(
+    serial: dict[str, Any], bug: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = "zb-h1" if bug.startswith("weights") else "1f1b"
     if bug == "table not summed":
         monkeypatch.setattr(Pipeline, "sum_ends", lambda self: None)
     elif bug == "table counted twice":
-        monkeypatch.setattr(Pipeline, "_squares", lambda self: stages_module.sum_in_order(
-            self.group, stages_module.sum_of_squares(p.grad for p in self.weights)))
+        monkeypatch.setattr(
+            Pipeline,
+            "_squares",
+            lambda self: stages_module.sum_in_order(
+                self.group, stages_module.sum_of_squares(p.grad for p in self.weights)
+            ),
+        )
     elif bug == "own norm":
         monkeypatch.setattr(stages_module, "sum_in_order", lambda group, value: value)
     elif bug == "first row forgotten":
         micro = pipeline_module.micro_parts
-        monkeypatch.setattr(pipeline_module, "micro_parts", lambda part, count: [
-            type(part)(part.inputs, part.targets, 0) for part in micro(part, count)])
+        monkeypatch.setattr(
+            pipeline_module,
+            "micro_parts",
+            lambda part, count: [
+                type(part)(part.inputs, part.targets, 0) for part in micro(part, count)
+            ],
+        )
     elif bug == "microbatch divisor":
         forward = stages_module.Stages.forward
-        monkeypatch.setattr(stages_module.Stages, "forward", lambda self, stage, x, *, targets, divisor, key: forward(
-            self, stage, x, targets=targets, divisor=4 * targets.size, key=key))
+        monkeypatch.setattr(
+            stages_module.Stages,
+            "forward",
+            lambda self, stage, x, *, targets, divisor, key: forward(
+                self, stage, x, targets=targets, divisor=4 * targets.size, key=key
+            ),
+        )
     else:
-        monkeypatch.setattr(pipeline_module.PipelinePass, "backward_weights", lambda self, stage, microbatch: None)
+        monkeypatch.setattr(
+            pipeline_module.PipelinePass, "backward_weights", lambda self, stage, microbatch: None
+        )
     assert not differ(md.run(train_stages, name, CHANGES, size=3)[0], serial) < 1e-6
 
 
 def in_half_precision(world: Any, name: str, dtype: str, scale: float) -> dict[str, Any]:
     """Masters, losses and skipped steps after three steps in float16, or bfloat16."""
     config = tiny(dtype=dtype, layers=4, tied=True)
-    precision = MixedPrecision("fp16", loss_scale=LossScale(scale)) if dtype == "float16" else MixedPrecision("bf16")
+    precision = (
+        MixedPrecision("fp16", loss_scale=LossScale(scale))
+        if dtype == "float16"
+        else MixedPrecision("bf16")
+    )
     model = GPT(config)
     if name == "single":
         model.initialize(3)
         strategy: Any = Single(model, precision=precision)
     else:
-        strategy = Pipeline(model, world, make_schedule(name, world.size, 4), seed=3, precision=precision)
+        strategy = Pipeline(
+            model, world, make_schedule(name, world.size, 4), seed=3, precision=precision
+        )
     optimizer = AdamW(strategy.parameters, 1e-3)
-    losses = [strategy.step(global_batch(step, 8, config), optimizer, clip=0.5, accumulate=4 if name == "single" else 1)
-              for step in range(3)]
+    losses = [
+        strategy.step(
+            global_batch(step, 8, config),
+            optimizer,
+            clip=0.5,
+            accumulate=4 if name == "single" else 1,
+        )
+        for step in range(3)
+    ]
     return {"weights": strategy.state_dict(), "losses": losses, "skipped": precision.skipped}
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 1.0), ("float16", 2.0**22)])
 def test_half_precision(dtype: str, scale: float) -> None:
-    """As near to one process as rounding lets it be; all stages skip a step together where one overflows."""
+    """As near to one process as rounding lets it be; all stages skip a step together where one
+    overflows."""
     alone = md.run(in_half_precision, "single", dtype, scale, size=1)[0]
     ranks = md.run(in_half_precision, "zb-h1", dtype, scale, size=3)
-    assert {rank["skipped"] for rank in ranks} == {alone["skipped"]} and (alone["skipped"] > 0) == (scale > 2**20)
-    # Adam's step is lr = 1e-3 whatever the gradient's size, and rounding may turn the sign of one near zero
+    assert {rank["skipped"] for rank in ranks} == {alone["skipped"]} and (alone["skipped"] > 0) == (
+        scale > 2**20
+    )
+    # Adam's step is lr = 1e-3 whatever the gradient's size, and rounding may turn the sign of one
+    # near zero
     assert difference(ranks[0]["weights"], alone["weights"]) < 3 * 2e-3
     np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=1e-2)
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "interleaved"])
 def test_evaluation_is_the_forwards_alone(name: str) -> None:
-    """The loss of one process, without dropout; nothing is kept, no weight has a gradient; training goes on."""
+    """The loss of one process, without dropout; nothing is kept, no weight has a gradient; training
+    goes on."""
     config = tiny(layers=6, dropout=0.5)
     alone, batch = GPT(config), global_batch(0, 5, config)
     alone.initialize(3)
@@ -226,23 +337,41 @@ def test_evaluation_is_the_forwards_alone(name: str) -> None:
     assert shares[:2] == [0.0, 0.0] and shares[2] == pytest.approx(expected, rel=1e-12)
 
 
-# ------------------------------------------------------------------------------------------------------ what it costs
+# ------------------------------------------------------------------------------------ what it costs
 
-@pytest.mark.parametrize(("name", "size", "tied"), [*((name, 3, False) for name in SCHEDULES), ("1f1b", 1, True),
-                                                    ("1f1b", 2, True), ("interleaved", 2, True), ("zb-v", 2, True)])
+
+@pytest.mark.parametrize(
+    ("name", "size", "tied"),
+    [
+        *((name, 3, False) for name in SCHEDULES),
+        ("1f1b", 1, True),
+        ("1f1b", 2, True),
+        ("interleaved", 2, True),
+        ("zb-v", 2, True),
+    ],
+)
 def test_bytes_are_the_formula(name: str, size: int, tied: bool) -> None:
     steps, changes = 2, {"layers": 6, "tied": tied}
-    config, ranks = tiny(**changes), md.run(
-        lambda world: train_stages(world, name, changes, steps=steps, sequences=7), size=size)
-    v_shaped = name in V_SHAPED                     # its middle boundary is on the last rank
+    config, ranks = (
+        tiny(**changes),
+        md.run(
+            lambda world: train_stages(world, name, changes, steps=steps, sequences=7), size=size
+        ),
+    )
+    v_shaped = name in V_SHAPED  # its middle boundary is on the last rank
     boundaries = size * stages_a_rank(name) - 1 - v_shaped if size > 1 else 0
     sent = sum(rank["sent"].get("world", {}).get("send", 0) for rank in ranks)
     assert sent == steps * 2 * boundaries * 7 * config.context * config.width * 8
     table = sum(rank["sent"].get("world", {}).get("all_reduce", 0) for rank in ranks)
-    assert table == (steps * 2 * config.vocabulary * config.width * 8 if tied and size > 1 and not v_shaped else 0)
+    assert table == (
+        steps * 2 * config.vocabulary * config.width * 8
+        if tied and size > 1 and not v_shaped
+        else 0
+    )
     for rank in ranks:
         assert rank["sent"].keys() <= {"world", "control"}
-        assert rank["sent"]["control"] == {"all_gather": steps * 2 * 8 * (size - 1)}       # loss and norm
+        # loss and norm
+        assert rank["sent"]["control"] == {"all_gather": steps * 2 * 8 * (size - 1)}
 
 
 def activations(world: Any, name: str, microbatches: int, layers: int = 6) -> tuple[int, int]:
@@ -250,18 +379,20 @@ def activations(world: Any, name: str, microbatches: int, layers: int = 6) -> tu
     config = tiny(layers=layers)
     pipeline = Pipeline(GPT(config), world, make_schedule(name, world.size, microbatches), seed=3)
     batch = tuple(np.tile(ids, (microbatches, 1)) for ids in global_batch(0, 2, config))
-    batches = [np.array(ids) for ids in batch]      # arrays of their own: the account counts a view's owner
+    # arrays of their own: the account counts a view's owner
+    batches = [np.array(ids) for ids in batch]
     optimizer, memory = SGD(pipeline.parameters, 1e-2), account.current()
     pipeline.step((batches[0], batches[1]), optimizer)
     memory.reset_peak()
     pipeline.step((batches[0], batches[1]), optimizer)
-    ids = batches[0].nbytes if world.rank != 1 else 0       # inputs at one end, targets at the other
+    ids = batches[0].nbytes if world.rank != 1 else 0  # inputs at one end, targets at the other
     return memory.peak["activations"] - ids, memory.now["activations"] - ids
 
 
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
 def test_activations_are_those_of_the_microbatches_held(name: str) -> None:
-    """To the byte: a peak with k held is that with one, and k - 1 times what each adds; the ids of the batch apart."""
+    """To the byte: a peak with k held is that with one, and k - 1 times what each adds; the ids of
+    the batch apart."""
     one, two = md.run(activations, "gpipe", 1, size=3), md.run(activations, "gpipe", 2, size=3)
     held = peak_held(make_schedule(name, 3, 5))
     for rank, (peak, left) in enumerate(md.run(activations, name, 5, size=3)):
@@ -272,8 +403,12 @@ def test_activations_are_those_of_the_microbatches_held(name: str) -> None:
 
 @pytest.mark.soak
 def test_zero_bubble_holds_no_more_than_1f1bs_first_stage() -> None:
-    """Rank by rank: what a microbatch keeps there, times the microbatches that 1F1B's first stage holds."""
-    one, two, zero = (md.run(activations, name, m, size=3) for name, m in (("gpipe", 1), ("gpipe", 2), ("zb-h1", 6)))
+    """Rank by rank: what a microbatch keeps there, times the microbatches that 1F1B's first stage
+    holds."""
+    one, two, zero = (
+        md.run(activations, name, m, size=3)
+        for name, m in (("gpipe", 1), ("gpipe", 2), ("zb-h1", 6))
+    )
     for rank in range(3):
         each = two[rank][0] - one[rank][0]
         assert zero[rank][0] <= one[rank][0] + (3 - 1) * each
@@ -281,15 +416,19 @@ def test_zero_bubble_holds_no_more_than_1f1bs_first_stage() -> None:
 
 @pytest.mark.soak
 def test_v_schedules_hold_equally_much_on_every_rank() -> None:
-    """ZB-V as much as 1F1B's first stage, which holds most there; DualPipe-V an activation of a stage more."""
-    one, v, dual = ([peak for peak, _ in md.run(activations, name, 7, 12, size=3)]
-                    for name in ("1f1b", "zb-v", "dualpipe-v"))
+    """ZB-V as much as 1F1B's first stage, which holds most there; DualPipe-V an activation of a
+    stage more."""
+    one, v, dual = (
+        [peak for peak, _ in md.run(activations, name, 7, 12, size=3)]
+        for name in ("1f1b", "zb-v", "dualpipe-v")
+    )
     assert one[0] > 1.4 * one[1] > 1.9 * one[2]
     assert v == pytest.approx([one[0]] * 3, rel=0.05)
     assert dual == pytest.approx([one[0] * 7 / 6] * 3, rel=0.05)
 
 
-# ----------------------------------------------------------------------------------------------------- time and order
+# ----------------------------------------------------------------------------------- time and order
+
 
 class Sleeper:
     """Stages that sleep: `unit` seconds forward, twice that backward or once for each half."""
@@ -304,12 +443,16 @@ class Sleeper:
         return None
 
     def forward(self, stage: int, microbatch: int, x: Any) -> Any:
-        assert (x is None) == (stage == 0) and (x is None or x.tolist() == [stage - 1, microbatch, 0])
+        assert (x is None) == (stage == 0) and (
+            x is None or x.tolist() == [stage - 1, microbatch, 0]
+        )
         time.sleep(self.unit)
         return None if stage == self.stages - 1 else np.array([stage, microbatch, 0])
 
     def backward(self, stage: int, microbatch: int, dy: Any, *, whole: bool) -> Any:
-        assert (dy is None) == (stage == self.stages - 1) and (dy is None or dy.tolist() == [stage + 1, microbatch, 1])
+        assert (dy is None) == (stage == self.stages - 1) and (
+            dy is None or dy.tolist() == [stage + 1, microbatch, 1]
+        )
         time.sleep(self.unit * (1 + whole))
         return None if stage == 0 else np.array([stage, microbatch, 1])
 
@@ -324,23 +467,45 @@ def sleep_through(world: Any, schedule: Schedule, unit: float) -> list[list[Any]
     world.barrier()
     executor.run(Sleeper(schedule.stages, unit))
     timelines = timeline.collect(world)
-    return None if timelines is None else [
-        [span.rank, span.instruction.word, span.instruction.stage, span.instruction.microbatch, span.start, span.stop]
-        for span in computes_of(timelines)]
+    return (
+        None
+        if timelines is None
+        else [
+            [
+                span.rank,
+                span.instruction.word,
+                span.instruction.stage,
+                span.instruction.microbatch,
+                span.start,
+                span.stop,
+            ]
+            for span in computes_of(timelines)
+        ]
+    )
 
 
 def slept(schedule: Schedule, unit: float, transport: str = "threads") -> list[ComputeSpan]:
     """The spans of a run of stages that sleep."""
     kinds = {kind.word: kind for kind in COMPUTES}
-    return [ComputeSpan(rank, kinds[word](stage, microbatch), start, stop)
-            for rank, word, stage, microbatch, start, stop in
-            md.run(sleep_through, schedule, unit, size=schedule.ranks, transport=transport)[0]]
+    return [
+        ComputeSpan(rank, kinds[word](stage, microbatch), start, stop)
+        for rank, word, stage, microbatch, start, stop in md.run(
+            sleep_through, schedule, unit, size=schedule.ranks, transport=transport
+        )[0]
+    ]
 
 
-@pytest.mark.parametrize(("name", "transport"), [*((name, "threads-unbuffered") for name in SCHEDULES),
-                                                 ("interleaved", "tcp"), ("zb-h1", "shm")])
+@pytest.mark.parametrize(
+    ("name", "transport"),
+    [
+        *((name, "threads-unbuffered") for name in SCHEDULES),
+        ("interleaved", "tcp"),
+        ("zb-h1", "shm"),
+    ],
+)
 def test_the_measured_timeline_is_the_schedule(name: str, transport: str) -> None:
-    """Each message is the right one (the sleepers look), every dependency holds, each rank computes in its order."""
+    """Each message is the right one (the sleepers look), every dependency holds, each rank computes
+    in its order."""
     schedule = make_schedule(name, 3, 4)
     spans = slept(schedule, 0.0, transport)
     assert not broken(spans)
@@ -348,9 +513,11 @@ def test_the_measured_timeline_is_the_schedule(name: str, transport: str) -> Non
         assert [span.instruction for span in spans if span.rank == rank] == schedule.computes(rank)
 
 
-def nearest_bubble(schedule: Schedule, ideal: float, *, unit: float, bound: float, transport: str = "threads") -> float:
-    """Of stages that sleep. Several runs, for a machine with other work wakes them late; a worker that waits where it
-    must not is late in all of them.
+def nearest_bubble(
+    schedule: Schedule, ideal: float, *, unit: float, bound: float, transport: str = "threads"
+) -> float:
+    """Of stages that sleep. Several runs, for a machine with other work wakes them late; a worker
+    that waits where it must not is late in all of them.
     """
     nearest = 1.0
     for _ in range(8):
@@ -361,7 +528,8 @@ def nearest_bubble(schedule: Schedule, ideal: float, *, unit: float, bound: floa
     return nearest
 
 
-@pytest.mark.soak   # of seconds: by default test_the_measured_timeline_is_the_schedule holds the order
+# of seconds: by default test_the_measured_timeline_is_the_schedule holds the order
+@pytest.mark.soak
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_measured_bubble_is_the_ideal_one(name: str) -> None:
     schedule = make_schedule(name, 3, 3)
@@ -370,8 +538,8 @@ def test_the_measured_bubble_is_the_ideal_one(name: str) -> None:
 
 
 class Together(Sleeper):
-    """Two stages; who receives is at work on a message until the other works on the next but one. `alone`: on which
-    nobody was within `limit` seconds.
+    """Two stages; who receives is at work on a message until the other works on the next but one.
+    `alone`: on which nobody was within `limit` seconds.
     """
 
     def __init__(self, microbatches: int, limit: float) -> None:
@@ -381,11 +549,15 @@ class Together(Sleeper):
         self.alone: list[tuple[str, int]] = []
         self.changed = threading.Condition()
 
-    def at_work(self, what: str, stage: int, microbatch: int, other: tuple[str, int, int] | None) -> None:
+    def at_work(
+        self, what: str, stage: int, microbatch: int, other: tuple[str, int, int] | None
+    ) -> None:
         with self.changed:
             self.begun.add((what, stage, microbatch))
             self.changed.notify_all()
-            if other is not None and not self.changed.wait_for(lambda: other in self.begun, self.limit):
+            if other is not None and not self.changed.wait_for(
+                lambda: other in self.begun, self.limit
+            ):
                 self.alone.append((what, microbatch))
 
     def forward(self, stage: int, microbatch: int, x: Any) -> Any:
@@ -395,33 +567,49 @@ class Together(Sleeper):
 
     def backward(self, stage: int, microbatch: int, dy: Any, *, whole: bool) -> Any:
         last = stage == 1 or microbatch < 2
-        self.at_work("backward", stage, microbatch, None if last else ("backward", 1, microbatch - 2))
+        self.at_work(
+            "backward", stage, microbatch, None if last else ("backward", 1, microbatch - 2)
+        )
         return super().backward(stage, microbatch, dy, whole=whole)
 
 
 def wait_for_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mistake that both tests below must see."""
     start = Executor._start_send
-    monkeypatch.setattr(Executor, "_start_send", lambda self, send: (start(self, send), self._end_sends(wait=True)))
+    monkeypatch.setattr(
+        Executor, "_start_send", lambda self, send: (start(self, send), self._end_sends(wait=True))
+    )
 
 
 @pytest.mark.parametrize("sends", ["on the side", "waiting"])
-def test_a_rank_works_on_while_nobody_takes_what_it_sent(sends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_works_on_while_nobody_takes_what_it_sent(
+    sends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over links on which a message has left when it is taken, and who computes takes none."""
     if sends == "waiting":
         wait_for_what_is_sent(monkeypatch)
-    stages, schedule = Together(5, 20.0 if sends == "on the side" else 0.1), make_schedule("gpipe", 2, 5)
-    md.run(lambda world: Executor(schedule, world).run(stages), size=2, transport="threads-unbuffered")
-    alone = [] if sends == "on the side" else [*(("forward", m) for m in (0, 1, 2)),
-                                               *(("backward", m) for m in (4, 3, 2))]
+    stages, schedule = (
+        Together(5, 20.0 if sends == "on the side" else 0.1),
+        make_schedule("gpipe", 2, 5),
+    )
+    md.run(
+        lambda world: Executor(schedule, world).run(stages), size=2, transport="threads-unbuffered"
+    )
+    alone = (
+        []
+        if sends == "on the side"
+        else [*(("forward", m) for m in (0, 1, 2)), *(("backward", m) for m in (4, 3, 2))]
+    )
     assert stages.alone == alone
 
 
-@pytest.mark.soak   # of seconds
+@pytest.mark.soak  # of seconds
 @pytest.mark.parametrize("sends", ["on the side", "waiting"])
-def test_activations_travel_while_the_next_microbatch_is_computed(sends: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message is on its way as long as a forward takes: in the clock's time; or, if a rank waited for what it sends,
-    another forward for each of five microbatches.
+def test_activations_travel_while_the_next_microbatch_is_computed(
+    sends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message is on its way as long as a forward takes: in the clock's time; or, if a rank waited
+    for what it sends, another forward for each of five microbatches.
     """
     unit, schedule = 0.02, make_schedule("gpipe", 2, 5)
     if sends == "waiting":
@@ -436,7 +624,7 @@ def test_activations_travel_while_the_next_microbatch_is_computed(sends: str, mo
             return time.perf_counter() - begin
 
     taken, ideal = 9.0, unit * clock_of(schedule, Times(message=1.0)).length
-    for _ in range(5 if sends == "on the side" else 1):     # other programs can only add to it
+    for _ in range(5 if sends == "on the side" else 1):  # other programs can only add to it
         taken = min(taken, max(md.run(job, size=2)))
         if taken < ideal + 2.5 * unit:
             break
@@ -446,17 +634,29 @@ def test_activations_travel_while_the_next_microbatch_is_computed(sends: str, mo
 @pytest.mark.soak
 @pytest.mark.parametrize("transport", ["threads", "tcp"])
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 6), (4, 4), (4, 8)])
-@pytest.mark.parametrize(("name", "formula"), [
-    ("gpipe", lambda p, m: (p - 1) / (m + p - 1)), ("1f1b", lambda p, m: (p - 1) / (m + p - 1)),
-    ("interleaved", lambda p, m: (p - 1) / (2 * m + p - 1)), ("zb-h1", lambda p, m: (p - 1) / (3 * m + p - 1))])
-def test_the_measured_bubble_is_the_formulas(name: str, formula: Any, p: int, m: int, transport: str) -> None:
-    """Of the formulas the nearest two, interleaved and zb-h1 of p = 4, m = 8, are more than twice the bound apart."""
+@pytest.mark.parametrize(
+    ("name", "formula"),
+    [
+        ("gpipe", lambda p, m: (p - 1) / (m + p - 1)),
+        ("1f1b", lambda p, m: (p - 1) / (m + p - 1)),
+        ("interleaved", lambda p, m: (p - 1) / (2 * m + p - 1)),
+        ("zb-h1", lambda p, m: (p - 1) / (3 * m + p - 1)),
+    ],
+)
+def test_the_measured_bubble_is_the_formulas(
+    name: str, formula: Any, p: int, m: int, transport: str
+) -> None:
+    """Of the formulas the nearest two, interleaved and zb-h1 of p = 4, m = 8, are more than twice
+    the bound apart."""
     ideal = formula(p, m)
-    nearest = nearest_bubble(make_schedule(name, p, m), ideal, unit=0.04, bound=0.02, transport=transport)
+    nearest = nearest_bubble(
+        make_schedule(name, p, m), ideal, unit=0.04, bound=0.02, transport=transport
+    )
     assert abs(nearest - ideal) < 0.02
 
 
-# ----------------------------------------------------------------------------------------------------------- mistakes
+# ----------------------------------------------------------------------------------------- mistakes
+
 
 def test_what_cannot_work_is_refused_before_anything_runs() -> None:
     def job(world: Any, size: int, layers: list[int] | None) -> None:
@@ -473,6 +673,10 @@ def test_what_cannot_work_is_refused_before_anything_runs() -> None:
 def test_a_schedule_must_be_checked_before_it_runs() -> None:
     right = make_schedule("1f1b", 2, 2)
     unchecked = Schedule(right.name, right.ranks, right.microbatches, right.chunks, right.lists)
-    assert unchecked == right and not unchecked.checked and right.checked and check(unchecked).checked
-    with pytest.raises(ScheduleError, match=r"schedule 1f1b was not checked, .* pass what schedule_checker.check"):
+    assert (
+        unchecked == right and not unchecked.checked and right.checked and check(unchecked).checked
+    )
+    with pytest.raises(
+        ScheduleError, match=r"schedule 1f1b was not checked, .* pass what schedule_checker.check"
+    ):
         md.run(lambda world: Executor(unchecked, world), size=2)

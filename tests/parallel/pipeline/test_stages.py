@@ -16,9 +16,15 @@ from minidist.parallel.pipeline.stages import Stages, balanced_layers, hollow
 
 
 @settings(max_examples=20)
-@given(costs=st.lists(st.integers(1, 9), min_size=1, max_size=6), stages=st.integers(1, 4), first=st.integers(0, 9),
-       last=st.integers(0, 9))
-def test_no_split_has_a_faster_slowest_stage(costs: list[int], stages: int, first: int, last: int) -> None:
+@given(
+    costs=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    stages=st.integers(1, 4),
+    first=st.integers(0, 9),
+    last=st.integers(0, 9),
+)
+def test_no_split_has_a_faster_slowest_stage(
+    costs: list[int], stages: int, first: int, last: int
+) -> None:
     if len(costs) < stages - 2:
         with pytest.raises(ShardError, match=f"take at most {len(costs) + 2}"):
             balanced_layers(costs, stages)
@@ -30,9 +36,14 @@ def test_no_split_has_a_faster_slowest_stage(costs: list[int], stages: int, firs
         sums[0], sums[-1] = sums[0] + first, sums[-1] + last
         return max(sums)
 
-    splits = [split for split in itertools.product(range(len(costs) + 1), repeat=stages)
-              if sum(split) == len(costs) and all(split[1:-1])]
-    assert slowest(tuple(balanced_layers(costs, stages, first=first, last=last))) == min(map(slowest, splits))
+    splits = [
+        split
+        for split in itertools.product(range(len(costs) + 1), repeat=stages)
+        if sum(split) == len(costs) and all(split[1:-1])
+    ]
+    assert slowest(tuple(balanced_layers(costs, stages, first=first, last=last))) == min(
+        map(slowest, splits)
+    )
 
 
 def test_even_layers_and_heavy_ends() -> None:
@@ -60,8 +71,10 @@ def test_stages_together_are_the_model(layers: list[int], tied: bool) -> None:
         np.testing.assert_array_equal(weights[name], array)
 
 
-@pytest.mark.parametrize(("layers", "says"), [([1, 2], "must add up to 4"), ([5, -1], "must add up to 4"),
-                                              ([2, 0, 2], "stage 1 has none")])
+@pytest.mark.parametrize(
+    ("layers", "says"),
+    [([1, 2], "must add up to 4"), ([5, -1], "must add up to 4"), ([2, 0, 2], "stage 1 has none")],
+)
 def test_layers_that_do_not_fit(layers: list[int], says: str) -> None:
     with pytest.raises(ShardError, match=says):
         Stages(GPT(tiny(layers=4)), layers, [0])

@@ -1,4 +1,5 @@
-"""Tensor parallelism: equal to one process, at the cost its docstring states, whatever the sizes."""
+"""Tensor parallelism: equal to one process, at the cost its docstring states, whatever the
+sizes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +42,8 @@ def serial() -> dict[str, Any]:
     return run(tensor, 1, {})[0]
 
 
-# ------------------------------------------------------------------------------------------- parallel equals serial
+# --------------------------------------------------------------------------- parallel equals serial
+
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_equals_one_process(serial: dict[str, Any], size: int) -> None:
@@ -86,33 +88,55 @@ def check_job(size: int, changes: dict[str, Any], options: dict[str, Any], *, st
     """Ranks equal one process and each other, and send what the formula says."""
     ranks, alone = (run(tensor, count, changes, steps=steps, **options) for count in (size, 1))
     check_equal(ranks, alone[0])
-    check_traffic(ranks, steps=steps, sequences=options["sequences"], checkpoint=options["checkpoint"])
+    check_traffic(
+        ranks, steps=steps, sequences=options["sequences"], checkpoint=options["checkpoint"]
+    )
 
 
-def check_traffic(ranks: list[dict[str, Any]], *, steps: int, sequences: int = 3, checkpoint: str = "none") -> None:
-    """To the byte, whatever the number of passes: along the axis, and under control at most the clipping norm."""
+def check_traffic(
+    ranks: list[dict[str, Any]], *, steps: int, sequences: int = 3, checkpoint: str = "none"
+) -> None:
+    """To the byte, whatever the number of passes: along the axis, and under control at most the
+    clipping norm."""
     config = GPTConfig(**ranks[0]["config"])
-    formula = elements_sent(config, ranks=len(ranks), tokens=sequences * config.context,
-                            recomputed=blocks_again(ranks[0], checkpoint))
-    sent = [{verb: nbytes for axis, verbs in rank["sent"].items() if axis != "control"
-             for verb, nbytes in verbs.items()} for rank in ranks]
+    formula = elements_sent(
+        config,
+        ranks=len(ranks),
+        tokens=sequences * config.context,
+        recomputed=blocks_again(ranks[0], checkpoint),
+    )
+    sent = [
+        {
+            verb: nbytes
+            for axis, verbs in rank["sent"].items()
+            if axis != "control"
+            for verb, nbytes in verbs.items()
+        }
+        for rank in ranks
+    ]
     assert {verb for rank in sent for verb in rank} == {"all_reduce"}
     assert sum(rank["all_reduce"] for rank in sent) == 8 * steps * formula
     assert sum(sum(rank["sent"].get("control", {}).values()) for rank in ranks) in (
-        0, 8 * steps * len(ranks) * (len(ranks) - 1))
+        0,
+        8 * steps * len(ranks) * (len(ranks) - 1),
+    )
 
 
-# -------------------------------------------------------------------------------------------------------- what it costs
+# ------------------------------------------------------------------------------------ what it costs
+
 
 @pytest.mark.parametrize(("size", "checkpoint"), [(2, "none"), (4, "all")])
 def test_traffic_is_the_formula(size: int, checkpoint: str) -> None:
-    """Written out: 4 all-reduces a block of batch × sequence × width, 2 more where it is computed again, and so on."""
+    """Written out: 4 all-reduces a block of batch × sequence × width, 2 more where it is computed
+    again, and so on."""
     ranks = run(tensor, size, {}, steps=2, checkpoint=checkpoint)
     config, tokens = GPTConfig(**ranks[0]["config"]), 3 * 6
     each = 4 if checkpoint == "none" else 6
     numbers = tokens * config.width * (each * config.layers + 1 + 1) + 3 * tokens
     axis = "world"
-    assert sum(rank["sent"][axis]["all_reduce"] for rank in ranks) == 8 * 2 * 2 * (size - 1) * numbers
+    assert (
+        sum(rank["sent"][axis]["all_reduce"] for rank in ranks) == 8 * 2 * 2 * (size - 1) * numbers
+    )
     check_traffic(ranks, steps=2, checkpoint=checkpoint)
 
 
@@ -128,7 +152,9 @@ def test_weights_and_optimizer_state_are_divided(size: int) -> None:
         columns, hidden = part(config.heads) * config.head_width, part(config.hidden)
         block = (h + 1) * 3 * columns + columns * h + h + (h + 1) * hidden + hidden * h + h + 4 * h
         count = layers * block + 2 * part(config.vocabulary) * h + config.context * h + 2 * h
-        now = [held["memory"][category]["now"] for category in ("parameters", "gradients", "optimizer")]
+        now = [
+            held["memory"][category]["now"] for category in ("parameters", "gradients", "optimizer")
+        ]
         assert now[:2] == [8 * count, 8 * count] and now[2] == 2 * 8 * count
 
 
@@ -150,17 +176,19 @@ def held_by_a_block(size: int, layers: int) -> int:
 
 
 def test_activations_inside_the_regions_are_divided() -> None:
-    """What a block keeps is a + b/P: a outside (what two norms keep and give, 4 h + 2 a token), b inside."""
+    """What a block keeps is a + b/P: a outside (what two norms keep and give, 4 h + 2 a token), b
+    inside."""
     each = {size: held_by_a_block(size, 3) - held_by_a_block(size, 2) for size in (1, 2, 4, 8)}
     tokens, h = 2 * 16, 32
     outside = 8 * tokens * (4 * h + 2)
     inside = each[1] - outside
     assert each == {size: outside + inside // size for size in each}
     scores = 2 * 8 * 16 * 16
-    assert inside == 8 * (tokens * (3 * h + h + 8 + 2 * 4 * h) + scores)        # qkv, attention's result and sums; gelu
+    # qkv, attention's result and sums; gelu
+    assert inside == 8 * (tokens * (3 * h + h + 8 + 2 * 4 * h) + scores)
 
 
-# --------------------------------------------------------------------------------------- the parity test sees the bugs
+# -------------------------------------------------------------------- the parity test sees the bugs
 
 Spoil = Callable[[pytest.MonkeyPatch], Callable[[GPT], None] | None]
 
@@ -172,13 +200,21 @@ def no_f(patch: pytest.MonkeyPatch) -> None:
 
 def reduce_twice(patch: pytest.MonkeyPatch) -> None:
     """g's backward as the sum that it need not be."""
-    patch.setattr(tensor_layers.TensorRegion, "leave", lambda self, x: collectives.copy_to(
-        collectives.reduce_from(x, group=self.group), group=self.group))
+    patch.setattr(
+        tensor_layers.TensorRegion,
+        "leave",
+        lambda self, x: collectives.copy_to(
+            collectives.reduce_from(x, group=self.group), group=self.group
+        ),
+    )
 
 
 def bias_before_the_sum(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tensor_layers.RowLinear, "forward", lambda self, x: self.region.leave(
-        ops.linear(x, self.weight, self.bias)))
+    patch.setattr(
+        tensor_layers.RowLinear,
+        "forward",
+        lambda self, x: self.region.leave(ops.linear(x, self.weight, self.bias)),
+    )
 
 
 def shared_heads_not_added(patch: pytest.MonkeyPatch) -> None:
@@ -195,24 +231,49 @@ def norm_counts_twice(patch: pytest.MonkeyPatch) -> None:
 
 def contiguous_columns(patch: pytest.MonkeyPatch) -> None:
     """qkv cut as one matrix: a rank gets queries of all heads and no values."""
-    patch.setattr(tensor_layers, "head_columns", lambda heads, keys, width, shares: [
-        (np.arange(3 * heads * width)[part], np.arange(0))
-        for part in even_slices(3 * heads * width, len(shares))])
+    patch.setattr(
+        tensor_layers,
+        "head_columns",
+        lambda heads, keys, width, shares: [
+            (np.arange(3 * heads * width)[part], np.arange(0))
+            for part in even_slices(3 * heads * width, len(shares))
+        ],
+    )
 
 
 def target_counted_everywhere(patch: pytest.MonkeyPatch) -> None:
     """Ids of other ranks' slices wrap round: negative indices."""
-    patch.setattr(tensor_layers.SplitEmbedding, "forward", lambda self, ids: self.region.leave(
-        ops.embedding(self.weight, (ids - self.rows.start) % self.weight.shape[0])))
+    patch.setattr(
+        tensor_layers.SplitEmbedding,
+        "forward",
+        lambda self, ids: self.region.leave(
+            ops.embedding(self.weight, (ids - self.rows.start) % self.weight.shape[0])
+        ),
+    )
 
 
-@pytest.mark.parametrize("bug", [no_f, reduce_twice, bias_before_the_sum, shared_heads_not_added, norm_counts_twice,
-                                 contiguous_columns, target_counted_everywhere], ids=lambda bug: bug.__name__)
+@pytest.mark.parametrize(
+    "bug",
+    [
+        no_f,
+        reduce_twice,
+        bias_before_the_sum,
+        shared_heads_not_added,
+        norm_counts_twice,
+        contiguous_columns,
+        target_counted_everywhere,
+    ],
+    ids=lambda bug: bug.__name__,
+)
 def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With SGD: Adam forgives a wrong scale. Clipped only where clipping is the bug."""
     changes: dict[str, Any] = {"kv_heads": 1} if bug is shared_heads_not_added else {}
-    options: dict[str, Any] = {"optimizer": SGD, "clip": 0.1 if bug is norm_counts_twice else None, "steps": 2,
-                               "seed": 4}
+    options: dict[str, Any] = {
+        "optimizer": SGD,
+        "clip": 0.1 if bug is norm_counts_twice else None,
+        "steps": 2,
+        "seed": 4,
+    }
 
     def with_biases(model: GPT) -> None:
         for name, parameter in model.named_parameters():
@@ -220,16 +281,23 @@ def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) ->
                 parameter.init = type(parameter.init)("ones")
 
     serial = run(tensor, 1, changes, spoil=with_biases, **options)[0]
-    assert difference(run(tensor, 4, changes, spoil=with_biases, **options)[0]["weights"], serial["weights"]) < BOUND
+    assert (
+        difference(
+            run(tensor, 4, changes, spoil=with_biases, **options)[0]["weights"], serial["weights"]
+        )
+        < BOUND
+    )
     bug(monkeypatch)
     wrong = run(tensor, 4, changes, spoil=with_biases, **options)
     assert not all(difference(rank["weights"], serial["weights"]) < 1e-7 for rank in wrong)
 
 
-# ------------------------------------------------------------------------------------------------------------- parts
+# -------------------------------------------------------------------------------------------- parts
+
 
 def test_a_shard_draws_its_part_alone() -> None:
     """And any piece of it, by flat position or index: the bits of the whole."""
+
     def job(world: Any) -> None:
         whole, model = GPT(tiny(**SIZES)), tensor_parallel(GPT(tiny(**SIZES)), world)
         whole.initialize(5)
@@ -257,7 +325,9 @@ def test_weights_in_the_serial_layout_are_cut_again(changes: dict[str, Any]) -> 
         strategy.load_state_dict(whole.state_dict())
         for name, array in strategy.state_dict().items():
             np.testing.assert_array_equal(array, whole.state_dict()[name], err_msg=name)
-        with pytest.raises(ShapeError, match=r"tokens.weight is \(\d, 16\), the whole weight \(13, 16\); load what"):
+        with pytest.raises(
+            ShapeError, match=r"tokens.weight is \(\d, 16\), the whole weight \(13, 16\); load what"
+        ):
             strategy.load_state_dict(model.state_dict())
 
     md.run(job, size=3)
@@ -265,6 +335,7 @@ def test_weights_in_the_serial_layout_are_cut_again(changes: dict[str, Any]) -> 
 
 def test_generating_text() -> None:
     """Every rank draws the text that one process draws."""
+
     def job(world: Any) -> list[int]:
         model = GPT(tiny(**SIZES))
         if world.size > 1:
@@ -285,7 +356,8 @@ def test_mixed_precision(precision: str) -> None:
     np.testing.assert_allclose(ranks[0]["losses"], alone[0]["losses"], rtol=2e-2)
 
 
-# ------------------------------------------------------------------------------------------------ the loss of slices
+# ------------------------------------------------------------------------------- the loss of slices
+
 
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_cross_entropy_of_slices(size: int) -> None:
@@ -299,25 +371,44 @@ def test_cross_entropy_of_slices(size: int) -> None:
     def job(world: Any) -> None:
         own = even_slices(11, size)[world.rank]
         x = leaf(logits[..., own].copy(), requires_grad=True)
-        loss = collectives.split_cross_entropy(x, targets, first=own.start, vocabulary=11, group=world, divisor=7)
+        loss = collectives.split_cross_entropy(
+            x, targets, first=own.start, vocabulary=11, group=world, divisor=7
+        )
         assert loss.item() == pytest.approx(expected.item(), rel=1e-13)
         loss.backward()
         np.testing.assert_allclose(x.grad, whole.grad[..., own], atol=1e-15)
-        with pytest.raises(ShapeError, match=r"targets 0\.\.11 outside the vocabulary, which allows 0\.\.10"):
-            collectives.split_cross_entropy(x, targets % 2 * 11, first=own.start, vocabulary=11, group=world)
+        with pytest.raises(
+            ShapeError, match=r"targets 0\.\.11 outside the vocabulary, which allows 0\.\.10"
+        ):
+            collectives.split_cross_entropy(
+                x, targets % 2 * 11, first=own.start, vocabulary=11, group=world
+            )
         huge = leaf(np.full((1, 1, own.stop - own.start), 1e9, np.float32))
-        alike = collectives.split_cross_entropy(huge, targets[:1, :1], first=own.start, vocabulary=11, group=world)
+        alike = collectives.split_cross_entropy(
+            huge, targets[:1, :1], first=own.start, vocabulary=11, group=world
+        )
         assert alike.item() == pytest.approx(np.log(11), rel=1e-6)
 
     md.run(job, size=size)
 
 
-# ------------------------------------------------------------------------------------------------------------ errors
+# ------------------------------------------------------------------------------------------- errors
 
-@pytest.mark.parametrize(("changes", "says"), [
-    ({"heads": 2}, "tp=3 ranks: 2 heads leave a rank without any; choose tp from 1 to 2, or at least 3 heads"),
-    ({"vocabulary": 2}, "2 token ids leave a rank without any; choose tp from 1 to 2, or at least 3 token ids"),
-])
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"heads": 2},
+            "tp=3 ranks: 2 heads leave a rank without any; choose tp from 1 to 2, or at least 3 "
+            "heads",
+        ),
+        (
+            {"vocabulary": 2},
+            "2 token ids leave a rank without any; choose tp from 1 to 2, or at least 3 token ids",
+        ),
+    ],
+)
 def test_what_cannot_be_cut_says_what_would_fit(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(PlanError, match=says):
         run(tensor, 3, changes)

@@ -1,4 +1,5 @@
-"""Hybrid sharding: equal to one process; what travels within a copy and between copies; what a rank holds."""
+"""Hybrid sharding: equal to one process; what travels within a copy and between copies; what a rank
+holds."""
 
 from typing import Any
 
@@ -21,30 +22,49 @@ from minidist.parallel.zero.memory_formula import SINGLE, state_bytes
 from minidist.parallel.zero.shards import HybridSharding
 
 any_shard = given(
-    stage=st.sampled_from([1, 2, 3]), size=st.sampled_from([2, 4, 6]), choice=st.integers(0, 3),
-    accumulate=st.integers(1, 3), options=st.fixed_dictionaries({
-        "sequences": st.integers(1, 9), "optimizer": st.sampled_from(["adamw", "sgd"]),
-        "clip": st.sampled_from([None, 0.1]), "frozen": st.sampled_from([(), ("tokens.weight", "norm.bias")]),
-        "changes": st.fixed_dictionaries({"tied": st.booleans(), "layers": st.just(1)})}))
+    stage=st.sampled_from([1, 2, 3]),
+    size=st.sampled_from([2, 4, 6]),
+    choice=st.integers(0, 3),
+    accumulate=st.integers(1, 3),
+    options=st.fixed_dictionaries(
+        {
+            "sequences": st.integers(1, 9),
+            "optimizer": st.sampled_from(["adamw", "sgd"]),
+            "clip": st.sampled_from([None, 0.1]),
+            "frozen": st.sampled_from([(), ("tokens.weight", "norm.bias")]),
+            "changes": st.fixed_dictionaries({"tied": st.booleans(), "layers": st.just(1)}),
+        }
+    ),
+)
 
 
 def check(stage: int, size: int, choice: int, accumulate: int, options: dict[str, Any]) -> None:
     """Any divisor as the number of ranks that share a copy."""
     fits = divisors(size)
-    check_equal(stage, size, steps=2, step_options={"accumulate": accumulate},
-                strategy_options={"shard": fits[choice % len(fits)]}, **options)
+    check_equal(
+        stage,
+        size,
+        steps=2,
+        step_options={"accumulate": accumulate},
+        strategy_options={"shard": fits[choice % len(fits)]},
+        **options,
+    )
 
 
 @settings(max_examples=3)
 @any_shard
-def test_equals_one_process(stage: int, size: int, choice: int, accumulate: int, options: dict[str, Any]) -> None:
+def test_equals_one_process(
+    stage: int, size: int, choice: int, accumulate: int, options: dict[str, Any]
+) -> None:
     check(stage, size, choice, accumulate, options)
 
 
 @pytest.mark.soak
 @settings(max_examples=200)
 @any_shard
-def test_equals_one_process_often(stage: int, size: int, choice: int, accumulate: int, options: dict[str, Any]) -> None:
+def test_equals_one_process_often(
+    stage: int, size: int, choice: int, accumulate: int, options: dict[str, Any]
+) -> None:
     check(stage, size, choice, accumulate, options)
 
 
@@ -52,31 +72,62 @@ def test_equals_one_process_often(stage: int, size: int, choice: int, accumulate
 @pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", "shm"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_equals_one_process_after_twenty_steps(stage: int, transport: str) -> None:
-    check_equal(stage, 4, {"context": 16, "width": 16, "layers": 3}, transport=transport, steps=20, sequences=9,
-                strategy_options={"shard": 2})
+    check_equal(
+        stage,
+        4,
+        {"context": 16, "width": 16, "layers": 3},
+        transport=transport,
+        steps=20,
+        sequences=9,
+        strategy_options={"shard": 2},
+    )
 
 
-@pytest.mark.parametrize("bug", ["copies are forgotten", "every pass is summed", "the norm counts copies"])
+@pytest.mark.parametrize(
+    "bug", ["copies are forgotten", "every pass is summed", "the norm counts copies"]
+)
 def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "copies are forgotten":
         monkeypatch.setattr(HybridSharding, "start_sum", lambda self, index, chunk, what: None)
     elif bug == "every pass is summed":
         monkeypatch.setattr(GradientShards, "begin", lambda self, last: None)
     else:
-        monkeypatch.setattr(shards, "sum_in_order", lambda group, value: 2 * sum_in_order(group, value))
+        monkeypatch.setattr(
+            shards, "sum_in_order", lambda group, value: 2 * sum_in_order(group, value)
+        )
     with pytest.raises(AssertionError):
-        check_equal(2, 4, optimizer="sgd", clip=0.1, step_options={"accumulate": 2}, strategy_options={"shard": 2})
+        check_equal(
+            2,
+            4,
+            optimizer="sgd",
+            clip=0.1,
+            step_options={"accumulate": 2},
+            strategy_options={"shard": 2},
+        )
 
 
-# -------------------------------------------------------------------------------------------------------- what it costs
+# ------------------------------------------------------------------------------------ what it costs
 
-@pytest.mark.parametrize(("stage", "size", "shard", "accumulate"), [
-    (1, 4, 2, 2), (2, 6, 3, 2), (3, 6, 2, 2), (3, 4, 1, 1)])
+
+@pytest.mark.parametrize(
+    ("stage", "size", "shard", "accumulate"),
+    [(1, 4, 2, 2), (2, 6, 3, 2), (3, 6, 2, 2), (3, 4, 1, 1)],
+)
 def test_bytes_by_axis(stage: int, size: int, shard: int, accumulate: int) -> None:
-    """(S-1)/S of what is gathered and reduced within a copy; 2(R-1)/R of a shard between copies, once a step."""
+    """(S-1)/S of what is gathered and reduced within a copy; 2(R-1)/R of a shard between copies,
+    once a step."""
     steps, copies = 2, size // shard
-    ranks = md.run(lambda world: train(world, stage, steps=steps, sequences=7, shard=shard,
-                                       step_options={"accumulate": accumulate}), size=size)
+    ranks = md.run(
+        lambda world: train(
+            world,
+            stage,
+            steps=steps,
+            sequences=7,
+            shard=shard,
+            step_options={"accumulate": accumulate},
+        ),
+        size=size,
+    )
     nbytes = ranks[0]["nbytes"]
     reduced = {1: 1, 2: accumulate, 3: accumulate}[stage]
     gathered = {1: 1, 2: 1, 3: 2 * accumulate}[stage]
@@ -87,13 +138,22 @@ def test_bytes_by_axis(stage: int, size: int, shard: int, accumulate: int) -> No
                 sent[axis, verb] = sent.get((axis, verb), 0) + count
     del sent["control", "all_gather"]
     inside = steps * copies * (shard - 1) * nbytes
-    assert sent == {("world.shard", "reduce_scatter"): reduced * inside,
-                    ("world.shard", "all_gather"): gathered * inside,
-                    ("world.replicas", "all_reduce"): steps * 2 * (copies - 1) * nbytes}
+    assert sent == {
+        ("world.shard", "reduce_scatter"): reduced * inside,
+        ("world.shard", "all_gather"): gathered * inside,
+        ("world.replicas", "all_reduce"): steps * 2 * (copies - 1) * nbytes,
+    }
 
 
-@pytest.mark.parametrize("options", [{"zero": 1}, {"zero": 2, "accumulate": 2}, {"zero": 3, "keep_gathered": True},
-                                     {"zero": 3, "accumulate": 2, "precision": "bf16"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero": 1},
+        {"zero": 2, "accumulate": 2},
+        {"zero": 3, "keep_gathered": True},
+        {"zero": 3, "accumulate": 2, "precision": "bf16"},
+    ],
+)
 def test_through_the_trainer(options: dict[str, Any]) -> None:
     """What the command line's table holds measured traffic against; and evaluation."""
     config = tiny(dtype="float32", tied=options["zero"] == 3)
@@ -106,8 +166,10 @@ def test_through_the_trainer(options: dict[str, Any]) -> None:
         formula, digest = metrics.gradient_formula(trainer, batch), trainer.weights_sha256()
         trainer.close()
         tables = world.ledger.sent_bytes("step"), world.ledger.messages("step")
-        bytes_and_messages = [sum(sum(verbs.values()) for axis, verbs in table.items() if axis != "control")
-                              for table in tables]
+        bytes_and_messages = [
+            sum(sum(verbs.values()) for axis, verbs in table.items() if axis != "control")
+            for table in tables
+        ]
         assert losses[0] == pytest.approx(before, rel=1e-5) and losses[1] < losses[0]
         return formula, *bytes_and_messages, digest
 
@@ -120,10 +182,14 @@ def test_through_the_trainer(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_rank_holds_the_share_of_its_copy(stage: int) -> None:
     changes = {"dtype": "float32", "width": 32, "vocabulary": 50}
-    for rank in md.run(lambda world: train(world, stage, changes, optimizer="adam", shard=2), size=4):
+    for rank in md.run(
+        lambda world: train(world, stage, changes, optimizer="adam", shard=2), size=4
+    ):
         held = state_bytes(rank["nbytes"] // 4, SINGLE, zero=stage, ranks=4, shard=2)
         for category in ("parameters", "gradients", "optimizer"):
-            assert rank["memory"][category]["now"] == pytest.approx(held[category], rel=0.01, abs=200)
+            assert rank["memory"][category]["now"] == pytest.approx(
+                held[category], rel=0.01, abs=200
+            )
 
 
 def test_one_copy_is_the_group_itself() -> None:
@@ -132,8 +198,12 @@ def test_one_copy_is_the_group_itself() -> None:
             sharing = HybridSharding(world, shard, algorithm="ring", recorder=Silent())
             assert sharing.shard is world and sharing.copies == 1
         sharing = HybridSharding(world, 2, algorithm="ring", recorder=Silent())
-        assert sharing.shard.world_ranks == ((0, 1), (2, 3))[world.rank // 2] and sharing.copies == 2
-        with pytest.raises(ConfigError, match="4 ranks cannot be cut into copies of 3; choose one of 1, 2, 4"):
+        assert (
+            sharing.shard.world_ranks == ((0, 1), (2, 3))[world.rank // 2] and sharing.copies == 2
+        )
+        with pytest.raises(
+            ConfigError, match="4 ranks cannot be cut into copies of 3; choose one of 1, 2, 4"
+        ):
             HybridSharding(world, 3, algorithm="ring", recorder=Silent())
 
     md.run(job, size=4)

@@ -30,18 +30,24 @@ def test_a_step_returns_while_weights_travel_and_a_reader_waits(stage: Any) -> N
             strategy.step(global_batch(0, 4, tiny()), SGD(strategy.parameters, 0.1))
             last = list(model.parameters())[-1]
             if alpha:
-                assert under_way(strategy) == len(list(model.parameters())) and last.arrival is not None
+                assert (
+                    under_way(strategy) == len(list(model.parameters()))
+                    and last.arrival is not None
+                )
             assert np.isfinite(last.data).all() and last.arrival is None
             weights = model.state_dict()
             assert not under_way(strategy)
         return weights
 
-    slowly, at_once = (md.run(lambda world, a=alpha: job(world, a), size=2) for alpha in (0.03, 0.0))
+    slowly, at_once = (
+        md.run(lambda world, a=alpha: job(world, a), size=2) for alpha in (0.03, 0.0)
+    )
     assert [difference(rank, at_once[0]) for rank in slowly] == [0.0, 0.0]
 
 
 def test_they_set_out_in_the_order_of_use() -> None:
     """The first bucket holds the last layer; the embedding is needed first."""
+
     def job(world: Any) -> list[str]:
         model, lines = GPT(tiny()), []
         model.initialize(0)
@@ -53,7 +59,9 @@ def test_they_set_out_in_the_order_of_use() -> None:
         return [line for line in lines if line.startswith("all_gather")]
 
     lines = md.run(job, size=2)[0]
-    assert len(lines) > 2 and lines == [f"all_gather bucket {index}" for index in reversed(range(len(lines)))]
+    assert len(lines) > 2 and lines == [
+        f"all_gather bucket {index}" for index in reversed(range(len(lines)))
+    ]
 
 
 def test_an_update_waits_for_weights_that_nobody_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,8 +79,12 @@ def test_an_update_waits_for_weights_that_nobody_read(monkeypatch: pytest.Monkey
     def job(world: Any) -> None:
         model = GPT(tiny())
         model.initialize(0)
-        strategy = Zero1(model, world, loss=lambda part, divisor: (model.tokens.weight * (1.0 / divisor)).sum(),
-                         bucket_bytes=SMALL_BUCKETS)
+        strategy = Zero1(
+            model,
+            world,
+            loss=lambda part, divisor: (model.tokens.weight * (1.0 / divisor)).sum(),
+            bucket_bytes=SMALL_BUCKETS,
+        )
         for step in range(2):
             strategy.step(global_batch(step, 4, tiny()), SGD(strategy.parameters, 0.1))
 

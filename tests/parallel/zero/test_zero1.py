@@ -20,10 +20,10 @@ from minidist.parallel.zero import shards
 from minidist.parallel.zero.replica import ParameterArrivals
 from minidist.parallel.zero.zero1 import Zero1
 
-# ------------------------------------------------------------------------------------------- parallel equals serial
+# --------------------------------------------------------------------------- parallel equals serial
 
 
-@pytest.mark.parametrize("size", [5, 1, 2])      # the default run takes the first
+@pytest.mark.parametrize("size", [5, 1, 2])  # the default run takes the first
 def test_equals_one_process(size: int) -> None:
     ranks = check_equal(1, size)
     assert md.run(lambda world: train(world, 1), size=size)[0]["digest"] == ranks[0]["digest"]
@@ -39,13 +39,21 @@ def test_same_bits_over_tcp() -> None:
 @pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
-    check_equal(1, size, {"context": 16, "width": 16, "layers": 3}, transport=transport, steps=20, sequences=9)
+    check_equal(
+        1,
+        size,
+        {"context": 16, "width": 16, "layers": 3},
+        transport=transport,
+        steps=20,
+        sequences=9,
+    )
 
 
 @settings(max_examples=3)
 @any_job
 def test_any_job(size: int, accumulate: int, options: dict[str, Any]) -> None:
-    """Uneven parts and shards, ranks without a row, accumulation, a weight used twice, frozen weights."""
+    """Uneven parts and shards, ranks without a row, accumulation, a weight used twice, frozen
+    weights."""
     check_equal(1, size, steps=2, step_options={"accumulate": accumulate}, **options)
 
 
@@ -57,37 +65,49 @@ def test_very_many_jobs(size: int, accumulate: int, options: dict[str, Any]) -> 
     check_equal(1, size, steps=2, step_options={"accumulate": accumulate}, **options)
 
 
-@pytest.mark.parametrize("bug", ["averages twice", "clips by its own norm", "keeps its weights", "reduces each pass"])
+@pytest.mark.parametrize(
+    "bug", ["averages twice", "clips by its own norm", "keeps its weights", "reduces each pass"]
+)
 def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"optimizer": "sgd", "clip": 0.1, "step_options": {"accumulate": 2}}
     if bug == "averages twice":
         options["clip"] = None
         forward = Zero1.forward
-        monkeypatch.setattr(Zero1, "forward", lambda self, part, divisor: forward(self, part, divisor=divisor * 2))
+        monkeypatch.setattr(
+            Zero1, "forward", lambda self, part, divisor: forward(self, part, divisor=divisor * 2)
+        )
     elif bug == "clips by its own norm":
         monkeypatch.setattr(shards, "sum_in_order", lambda group, value: value)
     elif bug == "keeps its weights":
         monkeypatch.setattr(ParameterArrivals, "start", lambda self: None)
     else:
         backward = Zero1.backward
-        monkeypatch.setattr(Zero1, "backward", lambda self, share, last: backward(self, share, last=True))
-    with pytest.raises((AssertionError, GradientError)):     # reducing what was reduced is refused
+        monkeypatch.setattr(
+            Zero1, "backward", lambda self, share, last: backward(self, share, last=True)
+        )
+    with pytest.raises((AssertionError, GradientError)):  # reducing what was reduced is refused
         check_equal(1, 3, **options)
 
 
-# -------------------------------------------------------------------------------------------------------- what it costs
+# ------------------------------------------------------------------------------------ what it costs
+
 
 @pytest.mark.parametrize(("size", "accumulate"), [(2, 1), (3, 2), (5, 1)])
 def test_bytes_and_messages_are_the_formula(size: int, accumulate: int) -> None:
     steps = 2
-    ranks = md.run(lambda world: train(world, 1, steps=steps, step_options={"accumulate": accumulate}), size=size)
+    ranks = md.run(
+        lambda world: train(world, 1, steps=steps, step_options={"accumulate": accumulate}),
+        size=size,
+    )
     model = GPT(tiny())
     model.initialize(0)
     buckets = len(cut(model.parameters(), SMALL_BUCKETS))
     each = steps * (size - 1) * ranks[0]["nbytes"]
     assert sent_for_training(ranks) == {"reduce_scatter": each, "all_gather": each}
     for rank in ranks:
-        assert rank["messages"]["world"] == dict.fromkeys(rank["sent"]["world"], steps * (size - 1) * buckets)
+        assert rank["messages"]["world"] == dict.fromkeys(
+            rank["sent"]["world"], steps * (size - 1) * buckets
+        )
         for nbytes in rank["sent"]["world"].values():
             assert abs(nbytes - each / size) <= steps * buckets * 2 * 8
         assert sum(rank["sent"]["control"].values()) == steps * 2 * 8 * (size - 1)
@@ -97,14 +117,17 @@ def test_bytes_and_messages_are_the_formula(size: int, accumulate: int) -> None:
 def test_bytes_a_parameter(size: int) -> None:
     """float32, Adam: 4 + 4 + 8/P, each category within an element a bucket."""
     changes = {"dtype": "float32", "width": 32, "vocabulary": 50}
-    for rank in md.run(lambda world: train(world, 1, changes, bucket_bytes=16384, optimizer="adam"), size=size):
+    for rank in md.run(
+        lambda world: train(world, 1, changes, bucket_bytes=16384, optimizer="adam"), size=size
+    ):
         nbytes, memory = rank["nbytes"], rank["memory"]
         for category, expected in (("parameters", nbytes), ("gradients", nbytes)):
             assert memory[category]["now"] == memory[category]["peak"] == expected
         assert memory["optimizer"]["now"] == pytest.approx(2 * nbytes / size, rel=0.01, abs=200)
 
 
-# -------------------------------------------------------------------------------------------------------------- order
+# -------------------------------------------------------------------------------------------- order
+
 
 def test_buckets_set_out_in_order_during_backward() -> None:
     def job(world: Any) -> list[str]:
@@ -114,7 +137,9 @@ def test_buckets_set_out_in_order_during_backward() -> None:
         start = strategy._order.start
         strategy._order.start = lambda index: (lines.append(f"bucket {index}"), start(index))[1]  # type: ignore
         list(model.parameters())[0].hooks.append(lambda parameter: lines.append("first parameter"))
-        strategy.backward(strategy.forward(strategy.part_of(global_batch(0, 4, tiny())), divisor=24))
+        strategy.backward(
+            strategy.forward(strategy.part_of(global_batch(0, 4, tiny())), divisor=24)
+        )
         return lines
 
     for lines in md.run(job, size=2):
@@ -123,7 +148,8 @@ def test_buckets_set_out_in_order_during_backward() -> None:
         assert lines.index("first parameter") >= len(started) - 1
 
 
-# ---------------------------------------------------------------------------------------------------------- mistakes
+# ----------------------------------------------------------------------------------------- mistakes
+
 
 def test_mistakes_are_refused() -> None:
     def job(world: Any) -> None:
@@ -146,18 +172,27 @@ def test_mistakes_are_refused() -> None:
     md.run(job, size=2)
 
 
-# ------------------------------------------------------------------------------------------------------- flat shards
+# -------------------------------------------------------------------------------------- flat shards
 
-@given(sizes=st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=1, max_size=6), size=st.integers(1, 7))
+
+@given(
+    sizes=st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=1, max_size=6),
+    size=st.integers(1, 7),
+)
 def test_pieces_are_an_array_split(sizes: list[list[int]], size: int) -> None:
-    """Together the ranks' pieces are every element once, in order, with as many dims as their parameters."""
-    parameters = [Parameter(np.full(shape, float(i)), name=f"p{i}") for i, shape in enumerate(sizes)]
+    """Together the ranks' pieces are every element once, in order, with as many dims as their
+    parameters."""
+    parameters = [
+        Parameter(np.full(shape, float(i)), name=f"p{i}") for i, shape in enumerate(sizes)
+    ]
     whole = np.concatenate([p.data.reshape(-1) for p in parameters])
     for rank, chunk in enumerate(np.array_split(whole, size)):
         flat = Flat(parameters, type("Group", (), {"rank": rank, "size": size})())  # type: ignore[arg-type]
         assert (flat.size, flat.chunk_size) == (len(whole), len(chunk))
         pieces = flat.pieces(whole[flat.chunk], -whole[flat.chunk])
-        np.testing.assert_array_equal(np.concatenate([piece.data.reshape(-1) for piece in pieces]), chunk)
+        np.testing.assert_array_equal(
+            np.concatenate([piece.data.reshape(-1) for piece in pieces]), chunk
+        )
         assert [piece.data.ndim for piece in pieces] == [max(1, p.ndim) for p in parameters]
         for (_, _, positions), piece in zip(flat.chunk_spans(), pieces, strict=True):
             assert len(positions) == piece.data.size == piece.grad.size

@@ -1,4 +1,5 @@
-"""ZeRO-2: equal to one process, (A+1)Ψ of traffic, and never more gradient than the shard and two buckets."""
+"""ZeRO-2: equal to one process, (A+1)Ψ of traffic, and never more gradient than the shard and two
+buckets."""
 
 from typing import Any
 
@@ -20,14 +21,15 @@ from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.zero1 import Zero1
 from minidist.parallel.zero.zero2 import Zero2
 
-# ------------------------------------------------------------------------------------------- parallel equals serial
+# --------------------------------------------------------------------------- parallel equals serial
 
 
-@pytest.mark.parametrize("size", [5, 1, 2])      # the default run takes the first
+@pytest.mark.parametrize("size", [5, 1, 2])  # the default run takes the first
 def test_equals_one_process(size: int) -> None:
     ranks = check_equal(2, size)
     assert md.run(lambda world: train(world, 2), size=size)[0]["digest"] == ranks[0]["digest"]
-    assert md.run(lambda world: train(world, 1), size=size)[0]["digest"] == ranks[0]["digest"]   # the same sums
+    # the same sums
+    assert md.run(lambda world: train(world, 1), size=size)[0]["digest"] == ranks[0]["digest"]
 
 
 @pytest.mark.soak
@@ -40,13 +42,21 @@ def test_same_bits_over_tcp() -> None:
 @pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
-    check_equal(2, size, {"context": 16, "width": 16, "layers": 3}, transport=transport, steps=20, sequences=9)
+    check_equal(
+        2,
+        size,
+        {"context": 16, "width": 16, "layers": 3},
+        transport=transport,
+        steps=20,
+        sequences=9,
+    )
 
 
 @settings(max_examples=3)
 @any_job
 def test_any_job(size: int, accumulate: int, options: dict[str, Any]) -> None:
-    """Uneven parts and shards, ranks without a row, accumulation, a weight used twice, frozen weights."""
+    """Uneven parts and shards, ranks without a row, accumulation, a weight used twice, frozen
+    weights."""
     check_equal(2, size, steps=2, step_options={"accumulate": accumulate}, **options)
 
 
@@ -63,7 +73,9 @@ def test_very_many_jobs(size: int, accumulate: int, options: dict[str, Any]) -> 
 def test_ranks_that_use_different_parameters(stage: Any, bucket_bytes: int) -> None:
     def choose(world: Any) -> list[np.ndarray]:
         model = Chooser()
-        strategy: Any = Single(model) if world.size == 1 else stage(model, world, bucket_bytes=bucket_bytes)
+        strategy: Any = (
+            Single(model) if world.size == 1 else stage(model, world, bucket_bytes=bucket_bytes)
+        )
         optimizer = AdamW(strategy.parameters, 0.1)
         for batch in CHOICES:
             strategy.step((batch, batch), optimizer)
@@ -83,18 +95,25 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr(GradientShards, "forget", lambda self: None)
     else:
         start = GradientShards.start
-        monkeypatch.setattr(GradientShards, "start",
-                            lambda self, index: (self._buffers[index].fill(0), start(self, index)))
+        monkeypatch.setattr(
+            GradientShards,
+            "start",
+            lambda self, index: (self._buffers[index].fill(0), start(self, index)),
+        )
     with pytest.raises(AssertionError):
         check_equal(2, 3, optimizer="sgd", clip=None, step_options={"accumulate": 2})
 
 
-# -------------------------------------------------------------------------------------------------------- what it costs
+# ------------------------------------------------------------------------------------ what it costs
+
 
 @pytest.mark.parametrize(("size", "accumulate"), [(2, 1), (3, 2), (5, 3)])
 def test_bytes_and_messages_are_the_formula(size: int, accumulate: int) -> None:
     steps = 2
-    ranks = md.run(lambda world: train(world, 2, steps=steps, step_options={"accumulate": accumulate}), size=size)
+    ranks = md.run(
+        lambda world: train(world, 2, steps=steps, step_options={"accumulate": accumulate}),
+        size=size,
+    )
     model = GPT(tiny())
     model.initialize(0)
     buckets = len(cut(model.parameters(), SMALL_BUCKETS))
@@ -114,9 +133,12 @@ BUCKET = 16384
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_bytes_a_parameter(size: int, tied: bool) -> None:
-    """float32, Adam: 4 + (4 + 8)/P; the gradients' peak is the shard, two buckets, and a tied weight's bucket."""
+    """float32, Adam: 4 + (4 + 8)/P; the gradients' peak is the shard, two buckets, and a tied
+    weight's bucket."""
     changes = {"dtype": "float32", "width": 32, "vocabulary": 50, "layers": 4, "tied": tied}
-    for rank in md.run(lambda world: train(world, 2, changes, bucket_bytes=BUCKET, optimizer="adam"), size=size):
+    for rank in md.run(
+        lambda world: train(world, 2, changes, bucket_bytes=BUCKET, optimizer="adam"), size=size
+    ):
         nbytes, memory = rank["nbytes"], rank["memory"]
         assert nbytes > 10 * BUCKET
         assert memory["parameters"]["now"] == memory["parameters"]["peak"] == nbytes
@@ -129,12 +151,17 @@ def test_bytes_a_parameter(size: int, tied: bool) -> None:
 def test_a_bucket_that_is_not_freed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
     settle = GradientShards.settle
-    monkeypatch.setattr(GradientShards, "settle", lambda self: (kept.extend(self._buffers.values()), settle(self))[1])
+    monkeypatch.setattr(
+        GradientShards,
+        "settle",
+        lambda self: (kept.extend(self._buffers.values()), settle(self))[1],
+    )
     with pytest.raises(AssertionError):
         test_bytes_a_parameter(2, False)
 
 
-# -------------------------------------------------------------------------------------------------------------- order
+# -------------------------------------------------------------------------------------------- order
+
 
 def test_a_bucket_sets_out_when_its_last_gradient_is_final() -> None:
     def job(world: Any) -> list[str]:
@@ -146,7 +173,9 @@ def test_a_bucket_sets_out_when_its_last_gradient_is_final() -> None:
         strategy = Zero2(model, world, bucket_bytes=SMALL_BUCKETS)
         start = strategy._order.start
         strategy._order.start = lambda index: (lines.append(f"bucket {index}"), start(index))[1]  # type: ignore
-        strategy.backward(strategy.forward(strategy.part_of(global_batch(0, 4, tiny())), divisor=24))
+        strategy.backward(
+            strategy.forward(strategy.part_of(global_batch(0, 4, tiny())), divisor=24)
+        )
         for index, flat in enumerate(strategy.flats):
             finals = [lines.index(parameter.name) for parameter in flat.parameters]
             previous = lines.index(f"bucket {index - 1}") if index else 0
@@ -158,7 +187,8 @@ def test_a_bucket_sets_out_when_its_last_gradient_is_final() -> None:
         assert len(started) > 2 and started == [f"bucket {index}" for index in range(len(started))]
 
 
-# ---------------------------------------------------------------------------------------------------- borrowed rooms
+# ----------------------------------------------------------------------------------- borrowed rooms
+
 
 def test_a_parameter_borrows_when_its_gradient_comes() -> None:
     room = np.zeros(3)

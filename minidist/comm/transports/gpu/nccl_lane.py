@@ -1,13 +1,14 @@
-"""NCCL's communicator, and the lanes that messages from GPU to GPU take: two ranks, one way, a communicator each.
+"""NCCL's communicator, and the lanes that messages from GPU to GPU take: two ranks, one way, a
+communicator each.
 
     rank 0    lane 0 -> 1    a thread that makes NCCL's calls, in order; a stream    rank 1
               lane 1 -> 0    another; so two ranks may both send first
 
-In one communicator, calls match in the order in which they are made, and each call waits for those before it. With all
-messages of two ranks in one, a send would wait for a receive that stands behind another send. A lane has only sends on
-one side and only receives on the other, both in the headers' order, so no circle of waits can form. Its thread also
-waits for the other rank to come, so that a send never does. Deadlock detection does not see these waits; the limit ends
-them.
+In one communicator, calls match in the order in which they are made, and each call waits for those
+before it. With all messages of two ranks in one, a send would wait for a receive that stands behind
+another send. A lane has only sends on one side and only receives on the other, both in the headers'
+order, so no circle of waits can form. Its thread also waits for the other rank to come, so that a
+send never does. Deadlock detection does not see these waits; the limit ends them.
 
 Needs several GPUs: not yet run on any.
 """
@@ -28,33 +29,38 @@ from minidist.comm.transports.gpu.staging import Gpu, GpuSide
 from minidist.device.backend import Array
 from minidist.errors import CommError
 
-_STUCK = 1.0            # seconds that abort() waits for a call of NCCL's to return before it aborts around it
+_STUCK = 1.0  # seconds that abort() waits for a call of NCCL's to return before it aborts around it
 
 
 class Communicator:
     """NCCL's communicator on a side's stream. Made by all its ranks; blocks until they have come.
 
-    All pairs are connected at once: the first call between two would do so while it holds the lock of NCCL's calls.
+    All pairs are connected at once: the first call between two would do so while it holds the lock
+    of NCCL's calls.
     """
 
     def __init__(self, gpu: Gpu, side: GpuSide, size: int, id: bytes, rank: int) -> None:
         self._gpu, self._side, nccl = gpu, side, gpu.nccl
         self._comm = nccl.NcclCommunicator(size, id, rank)
         gpu.ends.append(self.abort)
-        gpu.check()                                         # aborted before it stood in `ends`
+        gpu.check()  # aborted before it stood in `ends`
         gpu.watch.failures.append(self.failure)
         with gpu.device, side.stream:
             words = gpu.cupy.empty(2 * size, np.uint8)
             nccl.groupStart()
             for peer in set(range(size)) - {rank}:
                 self._comm.send(words[peer:].data.ptr, 1, nccl.NCCL_UINT8, peer, side.stream.ptr)
-                self._comm.recv(words[size + peer:].data.ptr, 1, nccl.NCCL_UINT8, peer, side.stream.ptr)
+                self._comm.recv(
+                    words[size + peer :].data.ptr, 1, nccl.NCCL_UINT8, peer, side.stream.ptr
+                )
             nccl.groupEnd()
 
     def queue(self, what: str, start: Callable[[Any, int], None]) -> None:
-        """Put NCCL's kernels into the stream, as one group: `start(communicator, stream)` makes the calls.
+        """Put NCCL's kernels into the stream, as one group: `start(communicator, stream)` makes the
+        calls.
 
-        The calls return at once, mostly: NCCL may wait for its peers, or for room. The watch ends that at the limit.
+        The calls return at once, mostly: NCCL may wait for its peers, or for room. The watch ends
+        that at the limit.
         """
         gpu, stream, calls = self._gpu, self._side.stream, SimpleNamespace(done=False)
         begun = gpu.event(stream)
@@ -69,8 +75,10 @@ class Communicator:
                     gpu.nccl.groupEnd()
             except gpu.nccl.NcclError as error:
                 gpu.check()
-                raise CommError(f"rank {gpu.transport.world_rank}: NCCL refuses {what}: {error}; NCCL_DEBUG=WARN in "
-                                "the environment says more") from error
+                raise CommError(
+                    f"rank {gpu.transport.world_rank}: NCCL refuses {what}: {error}; "
+                    "NCCL_DEBUG=WARN in the environment says more"
+                ) from error
             finally:
                 calls.done = True
         gpu.watch.follow(f"NCCL's {what}", begun, gpu.event(stream), [])
@@ -147,7 +155,8 @@ class NcclLane(DeviceLane):
 
 
 class _Parcel(Handle):
-    """One message in a lane; `queued` is its mark in the side's stream, once the lane's thread has put it there."""
+    """One message in a lane; `queued` is its mark in the side's stream, once the lane's thread has
+    put it there."""
 
     def __init__(self, gpu: Gpu, side: GpuSide, what: str, array: Array) -> None:
         self._gpu, self._side, self._what, self.array = gpu, side, what, array

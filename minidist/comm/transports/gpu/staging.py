@@ -1,8 +1,9 @@
-"""The GPU of a rank: streams beside the program's, a thread that watches them, words between ranks over the host.
+"""The GPU of a rank: streams beside the program's, a thread that watches them, words between ranks
+over the host.
 
-No call waits for the GPU. A thread looks now and then whether the GPU is done with the queued work, so that the limit
-holds, a lost peer is noticed, and arrays live as long as the GPU uses them. Work that waits in vain ends when the watch
-aborts it (ncclCommAbort).
+No call waits for the GPU. A thread looks now and then whether the GPU is done with the queued work,
+so that the limit holds, a lost peer is noticed, and arrays live as long as the GPU uses them. Work
+that waits in vain ends when the watch aborts it (ncclCommAbort).
 
 Run on one H200.
 """
@@ -26,7 +27,7 @@ from minidist.errors import CommError, TimeoutError
 WORDS = 1 << 62
 """The tag's sequence for words about devices between a group's ranks; not counted."""
 
-_SHORTEST, _LONGEST = 0.0005, 0.02      # seconds between the watch's looks
+_SHORTEST, _LONGEST = 0.0005, 0.02  # seconds between the watch's looks
 NOTHING = np.empty(0, np.uint8)
 
 
@@ -59,11 +60,12 @@ class Gpu:
             raise self.error
 
     def abort(self, error: CommError) -> None:
-        """The transport's abort() and close(): no call begins any more, and the work that the GPU waits for ends."""
+        """The transport's abort() and close(): no call begins any more, and the work that the GPU
+        waits for ends."""
         self.error = self.error or error
-        with self.watch.changed:                            # its thread ends when no flight is left
+        with self.watch.changed:  # its thread ends when no flight is left
             self.watch.changed.notify_all()
-        if self.ends:                                       # a library may be slow, the caller must not wait
+        if self.ends:  # a library may be slow, the caller must not wait
             ends, self.ends = self.ends, []
             threading.Thread(target=self._end, args=(ends,), name="gpu abort", daemon=True).start()
 
@@ -75,7 +77,8 @@ class Gpu:
     def within_limit(self, work: Callable[[], Any], what: str) -> Any:
         """`work()`, which may block in a library for ever, in a thread that is left behind then.
 
-        Raises: what the work raises; TimeoutError after the limit; what the transport was aborted with.
+        Raises: what the work raises; TimeoutError after the limit; what the transport was aborted
+        with.
         """
         future: Future[Any] = Future()
 
@@ -96,30 +99,37 @@ class Gpu:
         while not wait([future], _LONGEST).done:
             self.check()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {transport.world_rank} waited {transport.limit:g} s for {what}")
+                raise TimeoutError(
+                    f"rank {transport.world_rank} waited {transport.limit:g} s for {what}"
+                )
         return future.result()
 
 
 @dataclass(eq=False)
 class Flight:
-    """Work in a stream's queue: it may begin at event `begun` and ends at `done`; `keep` holds its arrays."""
+    """Work in a stream's queue: it may begin at event `begun` and ends at `done`; `keep` holds its
+    arrays."""
 
     what: str
     begun: Any
     done: Any
     keep: list[Any]
-    since: float | None = None      # when it was first seen begun
+    since: float | None = None  # when it was first seen begun
 
 
 class Watch:
-    """Watches flights: releases their arrays, aborts the transport when one outlasts the limit or fails."""
+    """Watches flights: releases their arrays, aborts the transport when one outlasts the limit or
+    fails."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
-        self.failures: list[Callable[[], str]] = []     # each returns an error that a library found by itself, or ""
+        # each returns an error that a library found by itself, or ""
+        self.failures: list[Callable[[], str]] = []
         self._flights: list[Flight] = []
         self.changed = threading.Condition()
-        threading.Thread(target=self._run, name=f"gpu watch of rank {gpu.transport.world_rank}", daemon=True).start()
+        threading.Thread(
+            target=self._run, name=f"gpu watch of rank {gpu.transport.world_rank}", daemon=True
+        ).start()
 
     def follow(self, what: str, begun: Any, done: Any, keep: list[Any]) -> None:
         """Watch one more."""
@@ -128,12 +138,13 @@ class Watch:
             self.changed.notify_all()
 
     def finish(self) -> None:
-        """Return when the GPU is done with all. Raises: what the transport was aborted with, a late flight's error."""
+        """Return when the GPU is done with all. Raises: what the transport was aborted with, a late
+        flight's error."""
         with self.changed:
             waits = bool(self._flights)
             while self._flights and self._gpu.error is None:
                 self.changed.wait(_LONGEST)
-        if waits:                                           # flights ended by an abort are over, but not done
+        if waits:  # flights ended by an abort are over, but not done
             self._gpu.check()
 
     def _run(self) -> None:
@@ -143,9 +154,11 @@ class Watch:
                 try:
                     landed = [flight for flight in flights if flight.done.done]
                     self._judge([flight for flight in flights if flight not in landed])
-                except Exception as error:                  # of CUDA: this process cannot use the GPU any more
+                except Exception as error:  # of CUDA: this process cannot use the GPU any more
                     transport = self._gpu.transport
-                    transport.abort(CommError(f"rank {transport.world_rank}: the GPU failed: {error}"))
+                    transport.abort(
+                        CommError(f"rank {transport.world_rank}: the GPU failed: {error}")
+                    )
                     return
                 with self.changed:
                     for flight in landed:
@@ -162,30 +175,42 @@ class Watch:
             return list(self._flights)
 
     def _judge(self, waiting: list[Flight]) -> None:
-        """The clock of a flight runs from the look that finds it begun: before that its own rank's work keeps it."""
+        """The clock of a flight runs from the look that finds it begun: before that its own rank's
+        work keeps it."""
         transport, now = self._gpu.transport, time.monotonic()
         for flight in waiting:
             if flight.since is None and flight.begun.done:
                 flight.since = now
-        late = [flight for flight in waiting if flight.since and now - flight.since > transport.limit]
-        failed = [text for failure in self.failures if waiting and self._gpu.error is None and (text := failure())]
+        late = [
+            flight for flight in waiting if flight.since and now - flight.since > transport.limit
+        ]
+        failed = [
+            text
+            for failure in self.failures
+            if waiting and self._gpu.error is None and (text := failure())
+        ]
         if self._gpu.error is not None:
             return
         if failed:
             transport.abort(CommError(f"rank {transport.world_rank}: {failed[0]}"))
         elif late:
-            transport.abort(TimeoutError(f"rank {transport.world_rank} waited {transport.limit:g} s for the GPU in "
-                                         f"{late[0].what}; is every rank of the group still there?"))
+            transport.abort(
+                TimeoutError(
+                    f"rank {transport.world_rank} waited {transport.limit:g} s for the GPU in "
+                    f"{late[0].what}; is every rank of the group still there?"
+                )
+            )
 
 
 class GpuSide(SideStream):
-    """A group's side: see device_lane.py. Its work begins behind an event in a stream of the program's."""
+    """A group's side: see device_lane.py. Its work begins behind an event in a stream of the
+    program's."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         with gpu.device:
             self.stream = gpu.cupy.cuda.Stream(non_blocking=True)
-        self._program: Any = None                           # the stream whose work is under way
+        self._program: Any = None  # the stream whose work is under way
 
     def begin(self) -> tuple[Any, Any]:
         self._gpu.check()
@@ -193,7 +218,9 @@ class GpuSide(SideStream):
             stream = current_stream(self._gpu.cupy)
             return stream, self._gpu.event(stream)
 
-    def carry_out(self, begun: tuple[Any, Any], work: Callable[[], Any], keep: Any) -> tuple[Any, Any]:
+    def carry_out(
+        self, begun: tuple[Any, Any], work: Callable[[], Any], keep: Any
+    ) -> tuple[Any, Any]:
         gpu = self._gpu
         gpu.check()
         self._program, ready = begun
@@ -207,7 +234,7 @@ class GpuSide(SideStream):
 
     def allocate(self, make: Callable[[], Array]) -> Array:
         assert self._program is not None, "inside the work"
-        with self._gpu.device:                              # also in a thread that receives for another
+        with self._gpu.device:  # also in a thread that receives for another
             with self._program:
                 array = make()
             self.stream.wait_event(self._gpu.event(self._program))
@@ -220,26 +247,38 @@ class GpuSide(SideStream):
             stream = self._gpu.cupy.cuda.get_current_stream()
             stream.wait_event(event)
         if stream.ptr == program.ptr:
-            held.clear()        # later work of this stream, which owns the memory, comes after their use
+            held.clear()  # later work of this stream, which owns the memory, comes after their use
 
 
 class GpuNative(Native):
-    """What NCCL and CUDA IPC share: arrays on the host, and numbers to agree on, go over the host."""
+    """What NCCL and CUDA IPC share: arrays on the host, and numbers to agree on, go over the
+    host."""
 
     def __init__(self, gpu: Gpu, side: GpuSide, group: int, world_ranks: Sequence[int]) -> None:
-        self._gpu, self._side, self._tag, self._world_ranks = gpu, side, Tag(group, WORDS), tuple(world_ranks)
+        self._gpu, self._side, self._tag, self._world_ranks = (
+            gpu,
+            side,
+            Tag(group, WORDS),
+            tuple(world_ranks),
+        )
         self._rank, self._size = world_ranks.index(gpu.transport.world_rank), len(world_ranks)
 
     def _tell(self, mine: np.ndarray) -> list[np.ndarray]:
-        """Every rank's bytes (uint8, of any length), in rank order: P-1 messages a rank, at once, not counted."""
+        """Every rank's bytes (uint8, of any length), in rank order: P-1 messages a rank, at once,
+        not counted."""
         heard = {self._rank: mine}
 
         def accept_from(rank: int) -> Callable[[bytes, int], np.ndarray]:
             return lambda meta, nbytes: heard.setdefault(rank, np.empty(nbytes, np.uint8))
 
         transport, others = self._gpu.transport, set(range(self._size)) - {self._rank}
-        arriving = [transport.start_recv(self._world_ranks[rank], self._tag, accept_from(rank)) for rank in others]
-        leaving = [transport.start_send(self._world_ranks[rank], self._tag, mine) for rank in others]
+        arriving = [
+            transport.start_recv(self._world_ranks[rank], self._tag, accept_from(rank))
+            for rank in others
+        ]
+        leaving = [
+            transport.start_send(self._world_ranks[rank], self._tag, mine) for rank in others
+        ]
         for handle in arriving + leaving:
             handle.wait()
         return [heard[rank] for rank in range(self._size)]

@@ -1,10 +1,10 @@
 """MPI's own collectives, as `algorithm="native"`: to compare ours with, in speed and in results.
 
-Each is started without blocking (MPI_Iallreduce, …) and tested, as messages are in transport.py: MPI's blocking calls
-burn their core, know no time limit, and do not notice a dead rank.
+Each is started without blocking (MPI_Iallreduce, …) and tested, as messages are in transport.py:
+MPI's blocking calls burn their core, know no time limit, and do not notice a dead rank.
 
-A group that is not the world needs a communicator of its own. It is made by the group's first native call, after all
-its ranks have agreed on that call; there alone MPI waits in its own way.
+A group that is not the world needs a communicator of its own. It is made by the group's first
+native call, after all its ranks have agreed on that call; there alone MPI waits in its own way.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,9 @@ KINDS = ("i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f4", "f8", "c8", "c16"
 class MpiCall(Operation):
     """A collective under way, which MPI writes to the arrays of until it is complete."""
 
-    def __init__(self, engine: Engine, request: MPI.Request, arrays: object, others: tuple[int, ...]) -> None:
+    def __init__(
+        self, engine: Engine, request: MPI.Request, arrays: object, others: tuple[int, ...]
+    ) -> None:
         super().__init__(engine, engine.world_rank, Tag(0, 0))
         self.request, self.arrays, self.others = request, arrays, others
 
@@ -44,7 +46,8 @@ class MpiCall(Operation):
 
 
 class MpiNative(Native):
-    """The collectives of one communicator; `group` is the id of the ranks' group. Arrays tell MPI their dtype."""
+    """The collectives of one communicator; `group` is the id of the ranks' group. Arrays tell MPI
+    their dtype."""
 
     def __init__(self, engine: "MpiTransport", group: int, world_ranks: Sequence[int]) -> None:
         self._engine, self._comm = engine, engine.comm
@@ -52,8 +55,11 @@ class MpiNative(Native):
         if group == WORLD:
             return
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            raise CommError("this MPI grants MPI_THREAD_SERIALIZED only, where two groups that make their "
-                            "communicators at once can wait for each other; take algorithm native in the world only")
+            raise CommError(
+                "this MPI grants MPI_THREAD_SERIALIZED only, where two groups that make their "
+                "communicators at once can wait for each other; take algorithm native in the "
+                "world only"
+            )
         members = engine.comm.Get_group().Incl(list(world_ranks))
         self._comm = engine.comm.Create_group(members, group % 32000)
 
@@ -69,25 +75,45 @@ class MpiNative(Native):
     def all_reduce(self, x: np.ndarray, out: np.ndarray, op: str) -> None:
         self._carry_out(lambda: self._comm.Iallreduce(_source(x, out), out, _OPS[op]), x, out)
 
-    def reduce_scatter(self, x: np.ndarray, out: np.ndarray, counts: Sequence[int], op: str) -> None:
-        target = out if out.size else np.empty(0, out.dtype)    # MPI refuses one that begins where x does
-        self._carry_out(lambda: self._comm.Ireduce_scatter(x, target, list(counts), _OPS[op]), x, target)
+    def reduce_scatter(
+        self, x: np.ndarray, out: np.ndarray, counts: Sequence[int], op: str
+    ) -> None:
+        # MPI refuses one that begins where x does
+        target = out if out.size else np.empty(0, out.dtype)
+        self._carry_out(
+            lambda: self._comm.Ireduce_scatter(x, target, list(counts), _OPS[op]), x, target
+        )
 
-    def gather(self, octets: np.ndarray, out: np.ndarray | None, counts: Sequence[int], root: int) -> None:
+    def gather(
+        self, octets: np.ndarray, out: np.ndarray | None, counts: Sequence[int], root: int
+    ) -> None:
         target = None if out is None else [out, list(counts), MPI.BYTE]
         self._carry_out(lambda: self._comm.Igatherv([octets, MPI.BYTE], target, root), octets, out)
 
     def all_gather(self, octets: np.ndarray, out: np.ndarray, counts: Sequence[int]) -> None:
-        self._carry_out(lambda: self._comm.Iallgatherv([octets, MPI.BYTE], [out, list(counts), MPI.BYTE]), octets, out)
+        self._carry_out(
+            lambda: self._comm.Iallgatherv([octets, MPI.BYTE], [out, list(counts), MPI.BYTE]),
+            octets,
+            out,
+        )
 
-    def scatter(self, octets: np.ndarray | None, counts: Sequence[int], out: np.ndarray | None, root: int) -> None:
+    def scatter(
+        self, octets: np.ndarray | None, counts: Sequence[int], out: np.ndarray | None, root: int
+    ) -> None:
         source = None if octets is None else [octets, list(counts), MPI.BYTE]
         target = MPI.IN_PLACE if out is None else [out, MPI.BYTE]
         self._carry_out(lambda: self._comm.Iscatterv(source, target, root), octets, out)
 
-    def all_to_all(self, octets: np.ndarray, leaving: Sequence[int], out: np.ndarray, coming: Sequence[int]) -> None:
-        self._carry_out(lambda: self._comm.Ialltoallv([octets, list(leaving), MPI.BYTE],
-                                                      [out, list(coming), MPI.BYTE]), octets, out)
+    def all_to_all(
+        self, octets: np.ndarray, leaving: Sequence[int], out: np.ndarray, coming: Sequence[int]
+    ) -> None:
+        self._carry_out(
+            lambda: self._comm.Ialltoallv(
+                [octets, list(leaving), MPI.BYTE], [out, list(coming), MPI.BYTE]
+            ),
+            octets,
+            out,
+        )
 
     def _carry_out(self, start: Callable[[], MPI.Request], *arrays: np.ndarray | None) -> None:
         """Start a collective, and wait for it as for a message."""

@@ -1,15 +1,18 @@
-"""Ranks that mpirun started: messages as MPI's own point-to-point messages, and a wait that gives its core away.
+"""Ranks that mpirun started: messages as MPI's own point-to-point messages, and a wait that gives
+its core away.
 
     frame on the wire                     MPI messages, in this order, all under one tag
     header and up to 16 KiB of payload    one:   header + payload
     header and more payload               many:  header | 1 MiB of payload | 1 MiB | ... | the rest
 
-MPI keeps the order of messages between two ranks, so the receiver knows the kind of each. Payload goes from the
-sender's array straight into the receiver's, two pieces under way at a time; for a reduction into two buffers, from
-which it is added. Pieces also keep every message under MPI's limit of 2^31 - 1 bytes.
+MPI keeps the order of messages between two ranks, so the receiver knows the kind of each. Payload
+goes from the sender's array straight into the receiver's, two pieces under way at a time; for a
+reduction into two buffers, from which it is added. Pieces also keep every message under MPI's limit
+of 2^31 - 1 bytes.
 
-A blocking MPI call burns its core (MPICH and Open MPI poll), which ranks that share cores cannot afford. So everything
-is started without blocking and tested; between tests we yield the core, then sleep, 1 µs at first and 500 µs at most.
+A blocking MPI call burns its core (MPICH and Open MPI poll), which ranks that share cores cannot
+afford. So everything is started without blocking and tested; between tests we yield the core, then
+sleep, 1 µs at first and 500 µs at most.
 """
 
 import threading
@@ -30,11 +33,11 @@ from minidist.comm.transports.progress.stream import StreamTransport
 from minidist.device import account
 from minidist.errors import CommError, ConfigError
 
-SPINS = 50                          # tests with yielded core before sleeping
+SPINS = 50  # tests with yielded core before sleeping
 _SHORTEST, _LONGEST = 1e-6, 500e-6  # seconds of a sleep
-SMALL_BYTES = 16 << 10              # most payload that travels with its header
+SMALL_BYTES = 16 << 10  # most payload that travels with its header
 PIECE_BYTES = 1 << 20
-_DEPTH = 2                          # pieces under way
+_DEPTH = 2  # pieces under way
 
 
 class MpiTransport(StreamTransport):
@@ -42,13 +45,20 @@ class MpiTransport(StreamTransport):
 
     def __init__(self, limit: float) -> None:
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
-            raise CommError("MPI was initialised for one thread only, and a rank here has several: leave mpi4py.rc's "
-                            "thread_level alone, or take a library that grants MPI_THREAD_SERIALIZED")
-        self.comm = comm = MPI.COMM_WORLD.Dup()             # apart from the messages of other code
-        self.one_at_a_time = threading.Lock()               # held around MPI's calls
-        self.calls: list[mpi_native.MpiCall] = []           # collectives to test
-        self._natives: dict[int, Native] = {}               # by the group's id
-        links = {rank: MpiLink(comm, rank, self.one_at_a_time) for rank in range(comm.size) if rank != comm.rank}
+            raise CommError(
+                "MPI was initialised for one thread only, and a rank here has several: leave "
+                "mpi4py.rc's thread_level alone, or take a library that grants "
+                "MPI_THREAD_SERIALIZED"
+            )
+        self.comm = comm = MPI.COMM_WORLD.Dup()  # apart from the messages of other code
+        self.one_at_a_time = threading.Lock()  # held around MPI's calls
+        self.calls: list[mpi_native.MpiCall] = []  # collectives to test
+        self._natives: dict[int, Native] = {}  # by the group's id
+        links = {
+            rank: MpiLink(comm, rank, self.one_at_a_time)
+            for rank in range(comm.size)
+            if rank != comm.rank
+        }
         super().__init__("mpi", comm.rank, limit, links, SPINS)
         self._nap = _SHORTEST
 
@@ -96,23 +106,30 @@ def _buffer(nbytes: int) -> np.ndarray:
 
 
 class MpiLink(ByteLink):
-    """One peer's messages, as two streams of bytes. `_buffer[_start:]` has been received and not consumed."""
+    """One peer's messages, as two streams of bytes. `_buffer[_start:]` has been received and not
+    consumed."""
 
     short = SMALL_BYTES
-    parting = False     # mpirun and the monitor tell of an end, and no message may be left without a receive
+    # mpirun and the monitor tell of an end, and no message may be left without a receive
+    parting = False
 
     def __init__(self, comm: MPI.Comm, peer: int, one_at_a_time: threading.Lock) -> None:
-        self._out = _UnderWay(lambda buffer: comm.Isend([buffer, len(buffer), MPI.BYTE], peer), one_at_a_time, True)
-        self._in = _UnderWay(lambda buffer: comm.Irecv([buffer, len(buffer), MPI.BYTE], peer), one_at_a_time, False)
+        self._out = _UnderWay(
+            lambda buffer: comm.Isend([buffer, len(buffer), MPI.BYTE], peer), one_at_a_time, True
+        )
+        self._in = _UnderWay(
+            lambda buffer: comm.Irecv([buffer, len(buffer), MPI.BYTE], peer), one_at_a_time, False
+        )
         self._header = _buffer(HEADER_BYTES + META_LIMIT + SMALL_BYTES)
         self._buffer, self._start = self._header[:0], 0
-        self._spare = [np.empty(0, np.uint8)] * _DEPTH      # buffers for payload to be reduced, made when needed
+        # buffers for payload to be reduced, made when needed
+        self._spare = [np.empty(0, np.uint8)] * _DEPTH
 
     def write(self, prefix: bytes, payload: np.ndarray) -> int:
         if prefix and not self._out:
             self._out.post(prefix + payload.tobytes() if len(payload) <= SMALL_BYTES else prefix)
         while len(self._out) <= _DEPTH and (start := self._out.nbytes - len(prefix)) < len(payload):
-            self._out.post(payload[start:start + PIECE_BYTES])
+            self._out.post(payload[start : start + PIECE_BYTES])
         return len(self._out.oldest())
 
     def peek(self, count: int) -> bytes | None:
@@ -122,32 +139,38 @@ class MpiLink(ByteLink):
             self._take()
         if len(self._buffer) - self._start < count:
             return None
-        return self._buffer[self._start:self._start + count].tobytes()
+        return self._buffer[self._start : self._start + count].tobytes()
 
     def piece(self, most: int, itemsize: int) -> np.ndarray:
         if self._start == len(self._buffer):
             while self._spare and self._in.nbytes < most:
                 spare = self._spare.pop()
                 spare = spare if len(spare) else _buffer(PIECE_BYTES)
-                self._in.post(spare[:most - self._in.nbytes])
+                self._in.post(spare[: most - self._in.nbytes])
             self._take()
-        received = self._buffer[self._start:self._start + most]
-        return received.copy() if self._buffer.base is self._header else received  # where items are aligned
+        received = self._buffer[self._start : self._start + most]
+        # where items are aligned
+        return received.copy() if self._buffer.base is self._header else received
 
     def skip(self, count: int) -> None:
         self._start += count
         base = self._buffer.base
-        if count and self._start == len(self._buffer) and base is not None and base is not self._header:
+        if (
+            count
+            and self._start == len(self._buffer)
+            and base is not None
+            and base is not self._header
+        ):
             self._spare.append(base)
 
     def read_into(self, target: np.ndarray) -> int:
         if self._start < len(self._buffer):
-            buffered = self._buffer[self._start:self._start + len(target)]
-            target[:len(buffered)] = buffered
+            buffered = self._buffer[self._start : self._start + len(target)]
+            target[: len(buffered)] = buffered
             self._start += len(buffered)
             return len(buffered)
         while len(self._in) < _DEPTH and self._in.nbytes < len(target):
-            self._in.post(target[self._in.nbytes:self._in.nbytes + PIECE_BYTES])
+            self._in.post(target[self._in.nbytes : self._in.nbytes + PIECE_BYTES])
         return len(self._in.oldest())
 
     def _take(self) -> None:
@@ -163,11 +186,13 @@ class MpiLink(ByteLink):
 class _UnderWay:
     """MPI messages in one direction that were started and not taken yet, oldest first."""
 
-    def __init__(self, start: Callable[[Any], MPI.Request], one_at_a_time: threading.Lock, sends: bool) -> None:
+    def __init__(
+        self, start: Callable[[Any], MPI.Request], one_at_a_time: threading.Lock, sends: bool
+    ) -> None:
         self._start, self._mpi, self._sends = start, one_at_a_time, sends
         self._posted: deque[tuple[MPI.Request, Any]] = deque()
         self._status = MPI.Status()
-        self.nbytes = 0                                     # of all their buffers
+        self.nbytes = 0  # of all their buffers
 
     def __len__(self) -> int:
         return len(self._posted)
@@ -178,7 +203,8 @@ class _UnderWay:
         self.nbytes += len(buffer)
 
     def oldest(self) -> Any:
-        """The bytes of the oldest, if it is complete, and no longer under way then; else none. No message is empty."""
+        """The bytes of the oldest, if it is complete, and no longer under way then; else none. No
+        message is empty."""
         if not self._posted:
             return b""
         request, buffer = self._posted[0]

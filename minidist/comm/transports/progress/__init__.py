@@ -1,1 +1,2 @@
-"""What drives links: frames, streams of messages, mailboxes, the poll loop and the progress engine."""
+"""What drives links: frames, streams of messages, mailboxes, the poll loop and the progress
+engine."""

@@ -1,13 +1,16 @@
-"""Which thread moves the bytes: one thread that waits leads and drives the transfers of all; the others follow.
+"""Which thread moves the bytes: one thread that waits leads and drives the transfers of all; the
+others follow.
 
     thread A        wait() -> leads:  pass  pass  spin  sleep  pass   its transfer is complete: steps down
     thread B            wait() -> follows: asleep on a condition ...........................  -> leads, or is done
-    no wait         the helper thread takes a pass now and then, so that transfers that were started still move
+    no wait         the helper thread takes a pass now and then, so that transfers that were started
+                    still move
 
-A pass moves the bytes that can be moved without blocking (stream.py). One thread at a time leads. So the receiving side
-of a link needs no lock, and waiting for one transfer moves every other one too: `start_send; start_recv; wait both`
-cannot deadlock. A leader with nothing to move gives up its core `spins` times (a reply is often microseconds away),
-then sleeps in the kernel until a link is ready, another thread starts a transfer, or a thread calls abort().
+A pass moves the bytes that can be moved without blocking (stream.py). One thread at a time leads.
+So the receiving side of a link needs no lock, and waiting for one transfer moves every other one
+too: `start_send; start_recv; wait both` cannot deadlock. A leader with nothing to move gives up its
+core `spins` times (a reply is often microseconds away), then sleeps in the kernel until a link is
+ready, another thread starts a transfer, or a thread calls abort().
 """
 
 import math
@@ -23,12 +26,13 @@ from minidist.comm.transport import Tag, Transport
 from minidist.comm.transports.progress.mailbox import loopback
 from minidist.errors import CommError, LinkLostError, PeerLostError, TimeoutError
 
-_QUICK, _SLOW = 0.0002, 0.005   # seconds between the helper's passes: while bytes move, while none do
-_HEARSAY = 2.0                  # most seconds to wait for the reason of a lost peer; milliseconds mostly
-_LOOK = 0.005                   # seconds between looks for it
-_ASK = 0.2                      # seconds between questions whether the peer has left
+# seconds between the helper's passes: while bytes move, while none do
+_QUICK, _SLOW = 0.0002, 0.005
+_HEARSAY = 2.0  # most seconds to wait for the reason of a lost peer; milliseconds mostly
+_LOOK = 0.005  # seconds between looks for it
+_ASK = 0.2  # seconds between questions whether the peer has left
 LEFT = "it has left the job (its transport was closed)"
-_HEARS = 1.0                    # most seconds of one sleep; see Engine
+_HEARS = 1.0  # most seconds of one sleep; see Engine
 
 yield_core = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -39,9 +43,10 @@ def _nap(deadline: float) -> float:
 
 
 class Operation(Handle):
-    """A transfer on its way; str() says what for. `error` and `finished` are written once, by Engine.finish."""
+    """A transfer on its way; str() says what for. `error` and `finished` are written once, by
+    Engine.finish."""
 
-    incoming = False    # whether it is a message from the peer
+    incoming = False  # whether it is a message from the peer
 
     def __init__(self, engine: "Engine", peer: int, tag: Tag) -> None:
         self.engine, self.peer, self.tag = engine, peer, tag
@@ -67,45 +72,61 @@ class Operation(Handle):
 
 
 class Engine(Transport):
-    """A transport whose waiting threads do the work. No thread holds `lock` while it sleeps, or in accept or reduce.
+    """A transport whose waiting threads do the work. No thread holds `lock` while it sleeps, or in
+    accept or reduce.
 
-    A thread sleeps _HEARS seconds at most. Python runs the handler of a signal in the main thread, between two of its
-    lines; a signal that comes just before the sleep begins, or that another thread takes, does not end the sleep.
+    A thread sleeps _HEARS seconds at most. Python runs the handler of a signal in the main thread,
+    between two of its lines; a signal that comes just before the sleep begins, or that another
+    thread takes, does not end the sleep.
     """
 
-    def __init__(self, name: str, world_rank: int, world_size: int, limit: float, spins: int) -> None:
-        self.name, self.world_rank, self.world_size, self.limit = name, world_rank, world_size, limit
+    def __init__(
+        self, name: str, world_rank: int, world_size: int, limit: float, spins: int
+    ) -> None:
+        self.name, self.world_rank, self.world_size, self.limit = (
+            name,
+            world_rank,
+            world_size,
+            limit,
+        )
         self.lock = threading.Lock()
-        self.lost: dict[int, PeerLostError] = {}    # peers that the job goes on without
+        self.lost: dict[int, PeerLostError] = {}  # peers that the job goes on without
         self.spins = spins
         self._turn = threading.Condition(self.lock)
-        self._leading = self._asleep = False        # a thread leads; and is asleep, or about to be
-        self._led = 0                               # times a thread has waited, or passed
+        self._leading = self._asleep = False  # a thread leads; and is asleep, or about to be
+        self._led = 0  # times a thread has waited, or passed
         self._followers = 0
-        self._unfinished = 0                        # transfers started and not finished
+        self._unfinished = 0  # transfers started and not finished
         self._closing = self._helper_awake = False
         self._helper_call = threading.Event()
-        self._helper = threading.Thread(target=self._help, name=f"{name} helper of rank {world_rank}", daemon=True)
+        self._helper = threading.Thread(
+            target=self._help, name=f"{name} helper of rank {world_rank}", daemon=True
+        )
         self._helper.start()
 
-    # --- what a transport supplies -----------------------------------------------------------------------------------
+    # --- what a transport supplies
+    # -----------------------------------------------------------------------------------
 
     @abstractmethod
     def _pass(self) -> bool:
-        """Move what can be moved without blocking; whether anything moved. Called by the leader, without the lock."""
+        """Move what can be moved without blocking; whether anything moved. Called by the leader,
+        without the lock."""
 
     @abstractmethod
     def _sleep(self, seconds: float) -> None:
-        """Sleep until a pass may find something to move, _wake() is called, or `seconds` are over."""
+        """Sleep until a pass may find something to move, _wake() is called, or `seconds` are
+        over."""
 
     @abstractmethod
     def _wake(self) -> None:
         """End the leader's sleep, the present one or else the next. From any thread."""
 
-    # --- waiting -----------------------------------------------------------------------------------------------------
+    # --- waiting
+    # -----------------------------------------------------------------------------------------------------
 
     def drive(self, operation: Operation) -> None:
-        """Return when `operation` is finished, leading while no other thread does; a long wait is told (wait_state.py).
+        """Return when `operation` is finished, leading while no other thread does; a long wait is
+        told (wait_state.py).
 
         Raises: TimeoutError after `limit` seconds; what abort() was given.
         """
@@ -115,8 +136,10 @@ class Engine(Transport):
                 if self._drive_until(operation, start + limit):
                     return
                 state = self.waits.state()
-            raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s {operation.in_vain()}"
-                               f"{self.waits.described(state)}")
+            raise TimeoutError(
+                f"rank {self.world_rank} waited {self.limit:g} s {operation.in_vain()}"
+                f"{self.waits.described(state)}"
+            )
 
     def _drive_until(self, operation: Operation, deadline: float) -> bool:
         """Whether `operation` finished in time. Raises what abort() was given."""
@@ -163,7 +186,8 @@ class Engine(Transport):
                 yield_core()
             else:
                 with self.lock:
-                    self._asleep = not operation.finished   # from now on, a transfer that starts or ends calls _wake()
+                    # from now on, a transfer that starts or ends calls _wake()
+                    self._asleep = not operation.finished
                 if self._asleep:
                     self._sleep(_nap(deadline))
                     self._asleep = False
@@ -176,30 +200,50 @@ class Engine(Transport):
                 self._followers -= 1
 
     def explained(self, error: Exception, what: str) -> Exception:
-        """The error to raise: for a lost peer the monitor's, which comes a moment later and says how it ended.
+        """The error to raise: for a lost peer the monitor's, which comes a moment later and says
+        how it ended.
 
-        A peer that left may make a deadlock. A link that broke makes none: this is no wait that the arbiter hears of.
-        The link to a peer that left breaks, too, if this rank goes on sending: the monitor knows which it is.
+        A peer that left may make a deadlock. A link that broke makes none: this is no wait that the
+        arbiter hears of. The link to a peer that left breaks, too, if this rank goes on sending:
+        the monitor knows which it is.
         """
         if not isinstance(error, PeerLostError):
             return error
         lost = error.world_rank
-        if isinstance(error, LinkLostError) and lost is not None and self._await_reason(lost, self.waits.left):
+        if (
+            isinstance(error, LinkLostError)
+            and lost is not None
+            and self._await_reason(lost, self.waits.left)
+        ):
             error = PeerLostError(f"rank {self.world_rank} lost rank {lost}: {LEFT}", lost)
         if isinstance(error, LinkLostError):
-            error = LinkLostError(f"{error}; neither rank has died: the link between rank {self.world_rank} and rank "
-                                  f"{lost} is lost; look at the network between them", lost)
+            error = LinkLostError(
+                f"{error}; neither rank has died: the link between rank {self.world_rank} and rank "
+                f"{lost} is lost; look at the network between them",
+                lost,
+            )
         elif lost is not None and self.waits.error is None:
             with self.waits.lasting(what, lambda: (lost,)):
                 self._await_reason(lost)
         error = self.waits.error or self.lost.get(self.world_rank if lost is None else lost, error)
-        return self.waits.located(error, self.world_rank) if isinstance(error, PeerLostError) else error
+        return (
+            self.waits.located(error, self.world_rank)
+            if isinstance(error, PeerLostError)
+            else error
+        )
 
     def _await_reason(self, lost: int, left: Callable[[int], bool] = lambda rank: False) -> bool:
-        """Wait until it is known why a peer is lost, or _HEARSAY s; True as soon as `left(rank)` says that it left."""
-        asked, deadline = -math.inf, time.monotonic() + (
-            _HEARSAY if self.waits.hearsay is None else self.waits.hearsay)
-        while self.waits.error is None and lost not in self.lost and (now := time.monotonic()) < deadline:
+        """Wait until it is known why a peer is lost, or _HEARSAY s; True as soon as `left(rank)`
+        says that it left."""
+        asked, deadline = (
+            -math.inf,
+            time.monotonic() + (_HEARSAY if self.waits.hearsay is None else self.waits.hearsay),
+        )
+        while (
+            self.waits.error is None
+            and lost not in self.lost
+            and (now := time.monotonic()) < deadline
+        ):
             if now - asked > _ASK:
                 asked = now
                 if left(lost):
@@ -207,7 +251,8 @@ class Engine(Transport):
             time.sleep(_LOOK)
         return False
 
-    # --- the life of an operation: under the lock --------------------------------------------------------------------
+    # --- the life of an operation: under the lock
+    # --------------------------------------------------------------------
 
     def begin(self) -> None:
         """Count a transfer as begun."""
@@ -230,19 +275,23 @@ class Engine(Transport):
         if self._followers:
             self._turn.notify_all()
 
-    # --- the helper --------------------------------------------------------------------------------------------------
+    # --- the helper
+    # --------------------------------------------------------------------------------------------------
 
     def _call_helper(self) -> None:
         self._helper_awake = True
         self._helper_call.set()
 
     def _help(self) -> None:
-        """Take a pass now and then while no thread waits; sleep while there is nothing to move, or a thread leads."""
+        """Take a pass now and then while no thread waits; sleep while there is nothing to move, or
+        a thread leads."""
         pause, led = _SLOW, self._led
         while not self._closing:
             time.sleep(pause)
             with self.lock:
-                self._helper_awake = self._unfinished > 0 and not self._leading and self.waits.error is None
+                self._helper_awake = (
+                    self._unfinished > 0 and not self._leading and self.waits.error is None
+                )
             if self._helper_awake:
                 moved = self._led == led and self._step_up() and self._pass_until_still()
                 pause = _QUICK if moved else min(2 * pause, _SLOW)
@@ -263,10 +312,12 @@ class Engine(Transport):
     def loopback(self) -> Transport:
         return loopback(self.world_rank, self.limit, self.waits)
 
-    # --- ending ------------------------------------------------------------------------------------------------------
+    # --- ending
+    # ------------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """End the helper, and every wait, with a CommError; afterwards no thread is at work here."""
+        """End the helper, and every wait, with a CommError; afterwards no thread is at work
+        here."""
         self._closing = True
         self.abort(CommError(f"rank {self.world_rank} has closed its {self.name} transport"))
         self._helper_call.set()

@@ -4,8 +4,8 @@
           magic  kind  (0)    meta length  group id    sequence        payload   CRC-32  meta, zeros up to `align`
                                                                        bytes     of all but itself
 
-All numbers are little-endian. Both ranks have proved that they belong to the job, so the checksum is against damage and
-confusion, not against an enemy.
+All numbers are little-endian. Both ranks have proved that they belong to the job, so the checksum
+is against damage and confusion, not against an enemy.
 """
 
 import struct
@@ -19,12 +19,12 @@ from minidist.errors import CommError
 
 MAGIC = b"mdf1"
 MESSAGE, GOODBYE = 1, 2
-PAYLOAD_LIMIT = 1 << 40         # bytes; more than any host holds
+PAYLOAD_LIMIT = 1 << 40  # bytes; more than any host holds
 
 _FIELDS = struct.Struct("<4sBxHQQQ")
 _CHECKSUM = struct.Struct("<I")
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
-_REMEMBERED = 64    # the messages of one call mostly have one header
+_REMEMBERED = 64  # the messages of one call mostly have one header
 
 
 class Header(NamedTuple):
@@ -38,7 +38,8 @@ class Header(NamedTuple):
 
 @lru_cache(maxsize=_REMEMBERED)
 def pack_header(kind: int, tag: Tag, meta: bytes, nbytes: int, align: int) -> bytes:
-    """The bytes before a payload, a multiple of `align` long. Raises CommError if `meta` has more than 4 KiB."""
+    """The bytes before a payload, a multiple of `align` long. Raises CommError if `meta` has more
+    than 4 KiB."""
     if len(meta) > META_LIMIT:
         raise CommError(f"a message's header may carry {META_LIMIT} bytes, not {len(meta)}")
     fields = _FIELDS.pack(MAGIC, kind, len(meta), tag.group, tag.sequence, nbytes)
@@ -49,23 +50,27 @@ def pack_header(kind: int, tag: Tag, meta: bytes, nbytes: int, align: int) -> by
 
 @lru_cache(maxsize=_REMEMBERED)
 def header_length(start: bytes, align: int) -> int:
-    """How long the header is that begins with these HEADER_BYTES. Raises CommError if they do not begin one."""
+    """How long the header is that begins with these HEADER_BYTES. Raises CommError if they do not
+    begin one."""
     magic, kind, meta_length, _group, _sequence, nbytes = _FIELDS.unpack_from(start)
     if magic != MAGIC or kind not in (MESSAGE, GOODBYE):
         raise CommError(f"no frame begins with {start[:8]!r}")
     if meta_length > META_LIMIT or nbytes > PAYLOAD_LIMIT:
-        raise CommError(f"a frame announces {meta_length} bytes of meta and {nbytes} of payload; "
-                        f"{META_LIMIT} and {PAYLOAD_LIMIT} are allowed")
+        raise CommError(
+            f"a frame announces {meta_length} bytes of meta and {nbytes} of payload; "
+            f"{META_LIMIT} and {PAYLOAD_LIMIT} are allowed"
+        )
     length = HEADER_BYTES + int(meta_length)
     return length + -length % align
 
 
 @lru_cache(maxsize=_REMEMBERED)
 def parse_header(data: bytes) -> Header:
-    """The header in `data`, which is as long as header_length said. Raises CommError if it was damaged."""
+    """The header in `data`, which is as long as header_length said. Raises CommError if it was
+    damaged."""
     _magic, kind, meta_length, group, sequence, nbytes = _FIELDS.unpack_from(data)
     (checksum,) = _CHECKSUM.unpack_from(data, _FIELDS.size)
-    meta = data[HEADER_BYTES:HEADER_BYTES + meta_length]
-    if zlib.crc32(meta, zlib.crc32(data[:_FIELDS.size])) != checksum:
+    meta = data[HEADER_BYTES : HEADER_BYTES + meta_length]
+    if zlib.crc32(meta, zlib.crc32(data[: _FIELDS.size])) != checksum:
         raise CommError(f"a frame's checksum is wrong: {data[:HEADER_BYTES].hex()}")
     return Header(kind, Tag(group, sequence), meta, nbytes)

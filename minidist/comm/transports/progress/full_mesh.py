@@ -5,10 +5,10 @@
     rank 2    dials 0, 1,          admits 3
     rank 3    dials 0, 1, 2
 
-Every rank listens before any address is told, so no dial is refused. A rank admits callers while it dials, so no ranks
-wait for each other in a circle. Both ranks of a connection prove that they know the job's token (wire.py). Each caller
-is answered in a thread of its own: a stranger that sends nothing, or nonsense, delays no rank, nor does a crowd of them
-(acceptor.py).
+Every rank listens before any address is told, so no dial is refused. A rank admits callers while it
+dials, so no ranks wait for each other in a circle. Both ranks of a connection prove that they know
+the job's token (wire.py). Each caller is answered in a thread of its own: a stranger that sends
+nothing, or nonsense, delays no rank, nor does a crowd of them (acceptor.py).
 """
 
 import builtins
@@ -31,26 +31,38 @@ from minidist.errors import CommError, LinkLostError, PeerLostError, TimeoutErro
 News = queue.SimpleQueue["tuple[int, socket.socket] | OSError"]
 """The ranks that have come, or what this process lacks to take another."""
 
-DIAL_LIMIT = 2 * SILENCE    # seconds that the host of a rank which listens may take to answer
+DIAL_LIMIT = 2 * SILENCE  # seconds that the host of a rank which listens may take to answer
 
 
-def connect(world_rank: int, ranks: Iterable[int], listener: socket.socket, dial: Callable[[int], socket.socket],
-            token: bytes, limit: float) -> dict[int, socket.socket]:
-    """Connect to those of `ranks` that are not this one: `dial(rank)` the lower ones, admit the higher at `listener`.
+def connect(
+    world_rank: int,
+    ranks: Iterable[int],
+    listener: socket.socket,
+    dial: Callable[[int], socket.socket],
+    token: bytes,
+    limit: float,
+) -> dict[int, socket.socket]:
+    """Connect to those of `ranks` that are not this one: `dial(rank)` the lower ones, admit the
+    higher at `listener`.
 
     Returns: the connections by world rank, in blocking mode without timeout.
-    Raises:  PeerLostError naming a rank that cannot be reached; HandshakeError if a rank dialled is not of this job, or
-             ended the handshake; TimeoutError naming the ranks that did not come.
+    Raises:  PeerLostError naming a rank that cannot be reached; HandshakeError if a rank dialled is
+             not of this job, or ended the handshake; TimeoutError naming the ranks that did not
+             come.
     """
     deadline, connections = time.monotonic() + limit, dict[int, socket.socket]()
     missing = {rank for rank in ranks if rank > world_rank}
     news: News = queue.SimpleQueue()
     if missing:
-        threading.Thread(target=_admit, args=(listener, token, set(missing), news), daemon=True).start()
+        threading.Thread(
+            target=_admit, args=(listener, token, set(missing), news), daemon=True
+        ).start()
     try:
         for rank in sorted(rank for rank in ranks if rank < world_rank):
             try:
-                connections[rank] = call(partial(dial, rank), token, {"world_rank": world_rank}, deadline)
+                connections[rank] = call(
+                    partial(dial, rank), token, {"world_rank": world_rank}, deadline
+                )
             except CommError as error:
                 error.args = (f"rank {world_rank} cannot connect to rank {rank}: {error}",)
                 if isinstance(error, PeerLostError):
@@ -60,8 +72,9 @@ def connect(world_rank: int, ranks: Iterable[int], listener: socket.socket, dial
             try:
                 came = news.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise TimeoutError(f"rank {world_rank} waited {limit:g} s for ranks {sorted(missing)} to connect"
-                                   ) from None
+                raise TimeoutError(
+                    f"rank {world_rank} waited {limit:g} s for ranks {sorted(missing)} to connect"
+                ) from None
             if isinstance(came, OSError):
                 raise came
             rank, connections[rank] = came
@@ -77,16 +90,18 @@ def hang_up(connections: Mapping[int, socket.socket]) -> None:
         sock.close()
 
 
-def _admit(listener: socket.socket, token: bytes, expected: set[int],
-           news: "News") -> None:
-    """Answer callers until all expected ranks are in the news, or the listener is closed; or why that cannot be."""
+def _admit(listener: socket.socket, token: bytes, expected: set[int], news: "News") -> None:
+    """Answer callers until all expected ranks are in the news, or the listener is closed; or why
+    that cannot be."""
     lock = threading.Lock()
 
     def enter(sock: socket.socket, hello: dict[str, Any]) -> None:
         rank = hello.get("world_rank")
         with lock:
             if rank not in expected:
-                raise CommError(f"a caller said it is rank {rank!r}; expected are {sorted(expected)}")
+                raise CommError(
+                    f"a caller said it is rank {rank!r}; expected are {sorted(expected)}"
+                )
             expected.remove(rank)
         sock.settimeout(None)
         news.put((rank, sock))
@@ -94,17 +109,26 @@ def _admit(listener: socket.socket, token: bytes, expected: set[int],
     def run(target: Callable[..., None], *args: Any) -> None:
         threading.Thread(target=target, args=args, name="answering a caller", daemon=True).start()
 
-    acceptor = Acceptor(listener, token, enter, len(expected), run, "refused a connection", fail=news.put)
+    acceptor = Acceptor(
+        listener, token, enter, len(expected), run, "refused a connection", fail=news.put
+    )
     while expected and listener.fileno() >= 0:
         acceptor.accept()
 
 
-# --- listening and dialling ------------------------------------------------------------------------------------------
+# --- listening and dialling
+# ------------------------------------------------------------------------------------------
+
 
 def listen_unix() -> socket.socket:
-    """A listener for processes of this host: at a name without a file on Linux, elsewhere at a temporary file."""
+    """A listener for processes of this host: at a name without a file on Linux, elsewhere at a
+    temporary file."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind("" if platform.system() == "Linux" else str(Path(tempfile.mkdtemp(prefix="minidist-")) / "listener"))
+    listener.bind(
+        ""
+        if platform.system() == "Linux"
+        else str(Path(tempfile.mkdtemp(prefix="minidist-")) / "listener")
+    )
     listener.listen(QUEUE)
     return listener
 
@@ -121,8 +145,10 @@ def dial(sock: socket.socket, address: Any, limit: float) -> socket.socket:
         sock.connect(address)
     except builtins.TimeoutError as error:
         sock.close()
-        raise LinkLostError(f"{wire.written(address)} did not answer for {min(limit, DIAL_LIMIT):g} s: packets "
-                            "to it are lost; is there a firewall between the hosts?") from error
+        raise LinkLostError(
+            f"{wire.written(address)} did not answer for {min(limit, DIAL_LIMIT):g} s: packets "
+            "to it are lost; is there a firewall between the hosts?"
+        ) from error
     except BaseException:
         sock.close()
         raise
@@ -140,6 +166,7 @@ def listening(*listeners: socket.socket) -> Iterator[None]:
             with suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)  # wakes accept(); close alone would not
             listener.close()
-            if isinstance(address, str) and address:  # listen_unix made a file, in a folder of its own
+            # listen_unix made a file, in a folder of its own
+            if isinstance(address, str) and address:
                 Path(address).unlink()
                 Path(address).parent.rmdir()

@@ -1,12 +1,15 @@
 """A transport within one process: each rank is a thread with a mailbox.
 
-Two kinds of link. "threads" is buffered: a send copies its bytes and is complete at once. "threads-unbuffered" is a
-rendezvous: a send is complete only when the receiver has taken the bytes, straight from the sender's array. The second
-turns a hidden assumption ("my neighbour will receive some time") into a deadlock that a test can see.
+Two kinds of link. "threads" is buffered: a send copies its bytes and is complete at once.
+"threads-unbuffered" is a
+rendezvous: a send is complete only when the receiver has taken the bytes, straight from the
+sender's array. The second turns a hidden assumption ("my neighbour will receive some time") into a
+deadlock that a test can see.
 
-How a message travels: the sender puts it into the receiver's mailbox. There it is matched with the oldest receive
-posted for the same (peer, tag), whichever came first. The next thread of the receiving rank that waits, for this or for
-another message, carries out the matched pair. Copies: one on "threads-unbuffered", two on "threads".
+How a message travels: the sender puts it into the receiver's mailbox. There it is matched with the
+oldest receive posted for the same (peer, tag), whichever came first. The next thread of the
+receiving rank that waits, for this or for another message, carries out the matched pair. Copies:
+one on "threads-unbuffered", two on "threads".
 """
 
 import threading
@@ -27,7 +30,7 @@ class MailTransfer(Handle):
 
     def __init__(self, home: "Mailbox", peer: int, tag: Tag) -> None:
         self.home, self.peer, self.tag = home, peer, tag
-        self.complete = self.matched = False        # matched: the other side has come, too
+        self.complete = self.matched = False  # matched: the other side has come, too
         self.error: BaseException | None = None
 
     def peers(self) -> tuple[int, ...]:
@@ -51,7 +54,9 @@ class MailSend(MailTransfer):
 
 
 class MailReceive(MailTransfer):
-    def __init__(self, home: "Mailbox", peer: int, tag: Tag, accept: Accept, reduce: Reduce | None) -> None:
+    def __init__(
+        self, home: "Mailbox", peer: int, tag: Tag, accept: Accept, reduce: Reduce | None
+    ) -> None:
         super().__init__(home, peer, tag)
         self.accept, self.reduce = accept, reduce
 
@@ -59,9 +64,11 @@ class MailReceive(MailTransfer):
         return f"a message from rank {self.peer}"
 
     def take(self, send: MailSend) -> None:
-        """Move the payload to the array that `accept` returns; an error of `accept` or `reduce` belongs to this handle.
+        """Move the payload to the array that `accept` returns; an error of `accept` or `reduce`
+        belongs to this handle.
 
-        Both arrays are released here: the thread that carries this out may live on, and wait for another message.
+        Both arrays are released here: the thread that carries this out may live on, and wait for
+        another message.
         """
         try:
             target = self.accept(send.meta, send.view.nbytes)
@@ -79,8 +86,15 @@ class MailReceive(MailTransfer):
 class Mailbox(Transport):
     """One rank's mailbox; `peers` are the mailboxes of all ranks, this one included."""
 
-    def __init__(self, world_rank: int, peers: Mapping[int, "Mailbox"], world_size: int, limit: float,
-                 unbuffered: bool, waits: Waits | None = None) -> None:
+    def __init__(
+        self,
+        world_rank: int,
+        peers: Mapping[int, "Mailbox"],
+        world_size: int,
+        limit: float,
+        unbuffered: bool,
+        waits: Waits | None = None,
+    ) -> None:
         self.name = "threads-unbuffered" if unbuffered else "threads"
         self.world_rank, self.world_size, self.limit = world_rank, world_size, limit
         self.lost: dict[int, PeerLostError] = {}
@@ -98,7 +112,9 @@ class Mailbox(Transport):
         self._peers[peer].deliver(self.world_rank, send)
         return send
 
-    def start_recv(self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None) -> Handle:
+    def start_recv(
+        self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None
+    ) -> Handle:
         recv = MailReceive(self, peer, tag, accept, reduce)
         with self._changed:
             self._posted[peer, tag].append(recv)
@@ -124,17 +140,22 @@ class Mailbox(Transport):
         self._posted.clear()
 
     def wait_for(self, handle: MailTransfer) -> None:
-        """Carry out matched pairs until `handle` is complete; sleep while there are none. A wait that lasts is told."""
+        """Carry out matched pairs until `handle` is complete; sleep while there are none. A wait
+        that lasts is told."""
         start, limit = time.monotonic(), self.limit
         done = self._carry_out(handle, start + min(QUIET, limit))
         if not done:
-            with self.waits.lasting(str(handle), handle.peers, incoming=isinstance(handle, MailReceive)):
+            with self.waits.lasting(
+                str(handle), handle.peers, incoming=isinstance(handle, MailReceive)
+            ):
                 done = self._carry_out(handle, start + limit)
                 state = self.waits.state()
         if not done:
-            raise TimeoutError(f"rank {self.world_rank} waited {self.limit:g} s for {handle} (group "
-                               f"{handle.tag.group:x}); did rank {handle.peer} make the matching call?"
-                               f"{self.waits.described(state)}")
+            raise TimeoutError(
+                f"rank {self.world_rank} waited {self.limit:g} s for {handle} (group "
+                f"{handle.tag.group:x}); did rank {handle.peer} make the matching call?"
+                f"{self.waits.described(state)}"
+            )
         if handle.error is not None:
             raise handle.error
 
@@ -148,8 +169,11 @@ class Mailbox(Transport):
                 send.home._finish(send)
         return handle.complete
 
-    def _next_pair(self, handle: MailTransfer, deadline: float) -> tuple[MailReceive, MailSend] | None:
-        """The next matched pair to carry out, or None once `handle` is complete or it is too late."""
+    def _next_pair(
+        self, handle: MailTransfer, deadline: float
+    ) -> tuple[MailReceive, MailSend] | None:
+        """The next matched pair to carry out, or None once `handle` is complete or it is too
+        late."""
         with self._changed:
             while not handle.complete:
                 if (failure := self.waits.failure(self.world_rank)) is not None:
@@ -173,12 +197,13 @@ class Mailbox(Transport):
                 self._changed.notify_all()
 
     def _match(self, key: tuple[int, Tag]) -> bool:
-        """Pair the oldest message with the oldest receive of the same peer and tag, if both are there."""
+        """Pair the oldest message with the oldest receive of the same peer and tag, if both are
+        there."""
         arrived, posted = self._arrived[key], self._posted[key]
         if not (arrived and posted):
             return False
         recv, send = posted.popleft(), arrived.popleft()
-        if not arrived:                 # a tag without messages takes no memory
+        if not arrived:  # a tag without messages takes no memory
             del self._arrived[key]
         if not posted:
             del self._posted[key]
@@ -201,7 +226,8 @@ def connect(size: int, limit: float, unbuffered: bool) -> list[Mailbox]:
 
 
 def loopback(world_rank: int, limit: float, waits: Waits | None = None) -> Mailbox:
-    """A rank's buffered link to itself: the one link that no transport has. `waits`: its transport's."""
+    """A rank's buffered link to itself: the one link that no transport has. `waits`: its
+    transport's."""
     peers: dict[int, Mailbox] = {}
     peers[world_rank] = Mailbox(world_rank, peers, 1, limit, unbuffered=False, waits=waits)
     return peers[world_rank]

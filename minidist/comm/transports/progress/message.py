@@ -1,4 +1,5 @@
-"""A message on its way: out (Send), asked for (Receive), or coming in (Frame); the link, and the peer at its end."""
+"""A message on its way: out (Send), asked for (Receive), or coming in (Frame); the link, and the
+peer at its end."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -15,33 +16,41 @@ from minidist.errors import CommError
 class ByteLink(ABC):
     """Two streams of bytes, to and from one peer. No method blocks.
 
-    The end of the incoming stream raises EOFError, once all bytes before it were read; a broken link raises OSError.
-    Frames begin at multiples of `align` bytes.
+    The end of the incoming stream raises EOFError, once all bytes before it were read; a broken
+    link raises OSError. Frames begin at multiples of `align` bytes.
     """
 
     align = 1
-    short = 4 << 10     # most bytes of a payload that whole() looks for
-    parting = True      # say goodbye before closing
+    short = 4 << 10  # most bytes of a payload that whole() looks for
+    parting = True  # say goodbye before closing
 
     @abstractmethod
     def write(self, prefix: bytes, payload: np.ndarray) -> int:
-        """Take bytes from the front of prefix + payload (uint8); how many were taken, 0 when the link is full."""
+        """Take bytes from the front of prefix + payload (uint8); how many were taken, 0 when the
+        link is full."""
 
     @abstractmethod
     def peek(self, count: int) -> bytes | None:
-        """The next `count` bytes (at most a header and `short`), not consumed; None while fewer are there."""
+        """The next `count` bytes (at most a header and `short`), not consumed; None while fewer are
+        there."""
 
     def whole(self, header: bytes, nbytes: int) -> np.ndarray | None:
-        """The payload (uint8) of the message at the front, not consumed, if it is all there and has just this header.
+        """The payload (uint8) of the message at the front, not consumed, if it is all there and has
+        just this header.
 
         Args:    nbytes: of the payload, at most `short`.
         """
         data = self.peek(len(header) + nbytes)
-        return np.frombuffer(data, np.uint8, offset=len(header)) if data and data.startswith(header) else None
+        return (
+            np.frombuffer(data, np.uint8, offset=len(header))
+            if data and data.startswith(header)
+            else None
+        )
 
     @abstractmethod
     def piece(self, most: int, itemsize: int) -> np.ndarray:
-        """At most `most` bytes (uint8) of whole items, aligned, not consumed; perhaps in memory the peer wrote to."""
+        """At most `most` bytes (uint8) of whole items, aligned, not consumed; perhaps in memory the
+        peer wrote to."""
 
     @abstractmethod
     def skip(self, count: int) -> None:
@@ -49,7 +58,8 @@ class ByteLink(ABC):
 
     @abstractmethod
     def read_into(self, target: np.ndarray) -> int:
-        """Consume bytes into the front of `target` (uint8, not empty); how many, 0 when none are there."""
+        """Consume bytes into the front of `target` (uint8, not empty); how many, 0 when none are
+        there."""
 
     @abstractmethod
     def close(self) -> None:
@@ -59,20 +69,27 @@ class ByteLink(ABC):
 class Send(Operation):
     """`sent` bytes of prefix + payload have left."""
 
-    def __init__(self, engine: Engine, peer: int, tag: Tag, view: np.ndarray, prefix: bytes) -> None:
+    def __init__(
+        self, engine: Engine, peer: int, tag: Tag, view: np.ndarray, prefix: bytes
+    ) -> None:
         super().__init__(engine, peer, tag)
         self.prefix, self.payload, self.sent = prefix, view.view(np.uint8), 0
         self.nbytes = len(prefix) + view.nbytes
 
     def __str__(self) -> str:
-        return (f"rank {self.peer} to take {len(self.payload)} bytes (tag {self.tag.group:x}/{self.tag.sequence}; "
-                f"{max(0, self.sent - len(self.prefix))} have left)")
+        return (
+            f"rank {self.peer} to take {len(self.payload)} bytes (tag "
+            f"{self.tag.group:x}/{self.tag.sequence}; {max(0, self.sent - len(self.prefix))} "
+            "have left)"
+        )
 
 
 class Receive(Operation):
     incoming = True
 
-    def __init__(self, engine: Engine, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None) -> None:
+    def __init__(
+        self, engine: Engine, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None
+    ) -> None:
         super().__init__(engine, peer, tag)
         self.accept, self.reduce = accept, reduce
 
@@ -83,13 +100,13 @@ class Receive(Operation):
 class Frame:
     """A message on its way in: copied or reduced into an array, buffered, or dropped."""
 
-    receive: Receive | None = None              # None until a receive asks for it
-    filled = 0                                  # bytes of payload that have come
-    buffer: np.ndarray | None = None            # holds them until then
-    settled = False                             # it is complete, and the leader has finished its receive
-    failure: Exception | None = None            # the error of `accept` or `reduce`; the rest is dropped
-    _into: np.ndarray | None = None             # the array to fill, as uint8
-    _total: np.ndarray | None = None            # the array to reduce into
+    receive: Receive | None = None  # None until a receive asks for it
+    filled = 0  # bytes of payload that have come
+    buffer: np.ndarray | None = None  # holds them until then
+    settled = False  # it is complete, and the leader has finished its receive
+    failure: Exception | None = None  # the error of `accept` or `reduce`; the rest is dropped
+    _into: np.ndarray | None = None  # the array to fill, as uint8
+    _total: np.ndarray | None = None  # the array to reduce into
 
     def __init__(self, header: frames.Header) -> None:
         self.header, self.nbytes = header, header.nbytes
@@ -103,7 +120,8 @@ class Frame:
         self.buffer = self._into = np.empty(self.nbytes, np.uint8)
 
     def open(self, receive: Receive) -> None:
-        """The receive of this message is known: it says where the payload goes, buffered or still to come."""
+        """The receive of this message is known: it says where the payload goes, buffered or still
+        to come."""
         self.receive = receive
         try:
             target = self._target_of(receive)
@@ -123,7 +141,7 @@ class Frame:
         if not left:
             return 0
         if self._into is not None:
-            moved = link.read_into(self._into[self.filled:] if self.filled else self._into)
+            moved = link.read_into(self._into[self.filled :] if self.filled else self._into)
         else:
             piece = link.piece(left, 1 if self._total is None else self._total.itemsize)
             moved = len(piece)
@@ -137,7 +155,10 @@ class Frame:
         nbytes = self.header.nbytes
         target = receive.accept(self.header.meta, nbytes)
         if target.nbytes != nbytes or target.ndim != 1 or not target.flags.c_contiguous:
-            raise CommError(f"{receive} has {nbytes} bytes, and was to fill {target.nbytes}, shape {target.shape}")
+            raise CommError(
+                f"{receive} has {nbytes} bytes, and was to fill {target.nbytes}, shape "
+                f"{target.shape}"
+            )
         if receive.reduce is None and not target.flags.writeable:
             raise CommError(f"{receive} was to fill an array that is read-only")
         return target
@@ -174,27 +195,37 @@ class ByTag(dict[Tag, "deque[Item]"]):
 
 
 class Peer:
-    """The link, and the messages each way. The engine's lock guards them, except `frame`, which is the leader's."""
+    """The link, and the messages each way. The engine's lock guards them, except `frame`, which is
+    the leader's."""
 
     def __init__(self, rank: int, link: ByteLink) -> None:
         self.rank, self.link = rank, link
         self.outgoing: deque[Send] = deque()
-        self.sent = self.taken = 0                  # messages begun, and messages taken whole
+        self.sent = self.taken = 0  # messages begun, and messages taken whole
         self.posted: ByTag[Receive] = ByTag()
         self.unexpected: ByTag[Frame] = ByTag()
         self.unexpected_bytes = 0
-        self.receives: set[Receive] = set()         # asked for and not finished
-        self.frame: Frame | None = None             # whose payload is being read
-        self.awaited = 0                            # waits for it at a board (shm/exchange_board.py)
-        self.deaf: str | None = None                # why nothing more can be sent to it
-        self.mute: str | None = None                # why nothing more will come from it
+        self.receives: set[Receive] = set()  # asked for and not finished
+        self.frame: Frame | None = None  # whose payload is being read
+        self.awaited = 0  # waits for it at a board (shm/exchange_board.py)
+        self.deaf: str | None = None  # why nothing more can be sent to it
+        self.mute: str | None = None  # why nothing more will come from it
 
     @property
     def idle(self) -> bool:
-        """Whether no message is on its way, nor asked for: the next that comes begins at the front of the link."""
-        return not (self.outgoing or self.receives or self.unexpected or self.frame or self.deaf or self.mute)
+        """Whether no message is on its way, nor asked for: the next that comes begins at the front
+        of the link."""
+        return not (
+            self.outgoing
+            or self.receives
+            or self.unexpected
+            or self.frame
+            or self.deaf
+            or self.mute
+        )
 
     @property
     def reading(self) -> bool:
-        """Whether something is to be read: a message asked for, or the rest of one that was refused."""
+        """Whether something is to be read: a message asked for, or the rest of one that was
+        refused."""
         return bool(self.receives) or self.frame is not None

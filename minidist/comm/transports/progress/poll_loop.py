@@ -1,7 +1,9 @@
-"""How a leader sleeps on links that the kernel can watch: until poll() reports one of them, or the bell.
+"""How a leader sleeps on links that the kernel can watch: until poll() reports one of them, or the
+bell.
 
-    leader   arms every link it waits for, looks once more, poll(links, bell) .......... disarms them, takes a pass
-    others   start or finish a transfer, or abort: one byte into the bell ........^
+leader   arms every link it waits for, looks once more, poll(links, bell) .......... disarms them,
+         takes a pass
+others   start or finish a transfer, or abort: one byte into the bell ........^
 """
 
 import math
@@ -17,7 +19,7 @@ from minidist.comm.health.deadlock import LONG_PACKETS
 from minidist.comm.transports.progress.message import ByteLink
 from minidist.comm.transports.progress.stream import StreamTransport
 
-ASK = 1.0       # seconds between two looks at whether links are silent
+ASK = 1.0  # seconds between two looks at whether links are silent
 
 
 class PolledLink(ByteLink):
@@ -29,7 +31,8 @@ class PolledLink(ByteLink):
 
     @abstractmethod
     def arm(self, reading: bool, writing: bool) -> int:
-        """The poll events that end a sleep in which we wait to read or to write; 0 if the link is ready already."""
+        """The poll events that end a sleep in which we wait to read or to write; 0 if the link is
+        ready already."""
 
     def disarm(self, events: int) -> None:
         """The sleep is over; poll reported `events` of this link."""
@@ -39,17 +42,20 @@ class PolledLink(ByteLink):
         return False
 
     def silent(self) -> bool:
-        """Whether that lasts for SILENCE s (acceptor.py): the link is lost, though no error says so."""
+        """Whether that lasts for SILENCE s (acceptor.py): the link is lost, though no error says
+        so."""
         return False
 
 
 class PolledTransport(StreamTransport):
     """A StreamTransport over PolledLinks: tcp and shm."""
 
-    def __init__(self, name: str, world_rank: int, limit: float, links: Mapping[int, PolledLink], spins: int) -> None:
+    def __init__(
+        self, name: str, world_rank: int, limit: float, links: Mapping[int, PolledLink], spins: int
+    ) -> None:
         super().__init__(name, world_rank, limit, links, spins)
         self._polled = dict(links)
-        self._asks = 0.0                            # when the links are asked again whether they are silent
+        self._asks = 0.0  # when the links are asked again whether they are silent
         self.waits.resent = lambda: [rank for rank, link in self._polled.items() if link.resends()]
         self._bell, self._ringer = socket.socketpair()
         self._bell.setblocking(False)
@@ -64,8 +70,11 @@ class PolledTransport(StreamTransport):
         poller = select.poll()
         poller.register(self._bell, select.POLLIN)
         with self.lock:
-            self._active = {rank: peer for rank, peer in self._active.items()
-                            if peer.reading or peer.outgoing or peer.awaited}
+            self._active = {
+                rank: peer
+                for rank, peer in self._active.items()
+                if peer.reading or peer.outgoing or peer.awaited
+            }
             watched = {self._polled[rank].fileno(): self._polled[rank] for rank in self._active}
             ready = self.waits.error is not None
             for rank, peer in self._active.items():
@@ -84,8 +93,8 @@ class PolledTransport(StreamTransport):
     def _drop_silent(self) -> bool:
         """Lose the peers whose links swallow packets; whether this rank waits for one of them.
 
-        Of a link that this rank does not wait for the monitor is told: its peer may wait for what this
-        rank has sent.
+        Of a link that this rank does not wait for the monitor is told: its peer may wait for what
+        this rank has sent.
         """
         self._asks = time.monotonic() + ASK
         silent = {rank for rank, link in self._polled.items() if link.silent()}
@@ -93,8 +102,10 @@ class PolledTransport(StreamTransport):
             self.waits.cut(rank)
         waited_for = silent.intersection(self._active)
         for rank in waited_for:
-            self._lose(self._active[rank], f"nothing that was sent to it was acknowledged for {SILENCE:g} s; "
-                                           f"{LONG_PACKETS}")
+            self._lose(
+                self._active[rank],
+                f"nothing that was sent to it was acknowledged for {SILENCE:g} s; {LONG_PACKETS}",
+            )
         return bool(waited_for)
 
     def _wake(self) -> None:

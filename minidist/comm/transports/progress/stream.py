@@ -1,16 +1,17 @@
 """Messages over byte streams: what tcp, shm and mpi share.
 
-A ByteLink moves bytes to and from one peer, in order, and never blocks. Here messages become frames on it, and frames
-are matched with receives:
+A ByteLink moves bytes to and from one peer, in order, and never blocks. Here messages become frames
+on it, and frames are matched with receives:
 
     start_send --> outgoing --+                                    +--> posted[tag]      a receive waits: to its array,
                               |  header|payload|header|payload ... |                     or reduced there in pieces
                               +--------------> link ---------------+
                                                                    +--> unexpected[tag]  no receive yet: buffered
 
-A header is read only while this rank waits for a message of that peer. So a message that comes early stays in the link
-(in the kernel's buffers, in the ring), and a sender that is far ahead is held back. A message is buffered only if it
-stands before one that a receive asks for, within UNEXPECTED_LIMIT.
+A header is read only while this rank waits for a message of that peer. So a message that comes
+early stays in the link (in the kernel's buffers, in the ring), and a sender that is far ahead is
+held back. A message is buffered only if it stands before one that a receive asks for, within
+UNEXPECTED_LIMIT.
 """
 
 import threading
@@ -27,30 +28,34 @@ from minidist.comm.transports.progress.engine import LEFT, Engine, yield_core
 from minidist.comm.transports.progress.message import ByteLink, Frame, Peer, Receive, Send
 from minidist.errors import CommError, LinkLostError, PeerLostError
 
-UNEXPECTED_LIMIT = 256 << 20    # most bytes of buffered messages from one peer
+UNEXPECTED_LIMIT = 256 << 20  # most bytes of buffered messages from one peer
 _NOTHING = np.empty(0, np.uint8)
 _SENT = Finished()
-_LAST_WORDS = 0.5               # seconds to wait for a lost peer's messages, unless its link ends before
+_LAST_WORDS = 0.5  # seconds to wait for a lost peer's messages, unless its link ends before
 
 
 class StreamTransport(Engine):
     """Messages to and from every other rank, over one ByteLink each."""
 
-    def __init__(self, name: str, world_rank: int, limit: float, links: Mapping[int, ByteLink], spins: int) -> None:
+    def __init__(
+        self, name: str, world_rank: int, limit: float, links: Mapping[int, ByteLink], spins: int
+    ) -> None:
         super().__init__(name, world_rank, len(links) + 1, limit, spins)
         self.waits = Waits(self.counts, self.reads)
-        self.waits.ends.append(lambda error: self._wake())  # the leader raises, and wakes the followers
+        # the leader raises, and wakes the followers
+        self.waits.ends.append(lambda error: self._wake())
         self._peers = {rank: Peer(rank, link) for rank, link in links.items()}
-        self._active: dict[int, Peer] = {}         # peers with a transfer that is new or unfinished
+        self._active: dict[int, Peer] = {}  # peers with a transfer that is new or unfinished
 
-    # --- starting ----------------------------------------------------------------------------------------------------
+    # --- starting
+    # ----------------------------------------------------------------------------------------------------
 
     def start_send(self, peer: int, tag: Tag, view: np.ndarray, meta: bytes = b"") -> Handle:
         to = self._peer(peer)
         header, taken = frames.pack_header(frames.MESSAGE, tag, meta, view.nbytes, to.link.align), 0
         with self.lock:
             to.sent += 1
-            if not to.outgoing and to.deaf is None:     # nothing stands before it
+            if not to.outgoing and to.deaf is None:  # nothing stands before it
                 try:
                     taken = to.link.write(header, view.view(np.uint8))
                 except OSError as error:
@@ -67,15 +72,26 @@ class StreamTransport(Engine):
                 self._attend(to)
         return send
 
-    def swap(self, tag: Tag, sends: Sequence[tuple[int, np.ndarray, bytes]],
-             receives: Sequence[ShortReceive]) -> tuple[list[Handle], list[bool]] | None:
+    def swap(
+        self,
+        tag: Tag,
+        sends: Sequence[tuple[int, np.ndarray, bytes]],
+        receives: Sequence[ShortReceive],
+    ) -> tuple[list[Handle], list[bool]] | None:
         peers = [self._peer(receive.peer) for receive in receives]
-        if any(receive.nbytes > peer.link.short for receive, peer in zip(receives, peers, strict=True)):
+        if any(
+            receive.nbytes > peer.link.short for receive, peer in zip(receives, peers, strict=True)
+        ):
             return None
         with self.lock:
-            if self._leading or self.waits.error is not None or self.lost or not all(peer.idle for peer in peers):
+            if (
+                self._leading
+                or self.waits.error is not None
+                or self.lost
+                or not all(peer.idle for peer in peers)
+            ):
                 return None
-            self._leading = True        # from here on only this thread reads the links
+            self._leading = True  # from here on only this thread reads the links
             self._led += 1
         try:
             handles = [self.start_send(peer, tag, view, meta) for peer, view, meta in sends]
@@ -83,10 +99,15 @@ class StreamTransport(Engine):
         finally:
             self._step_down()
 
-    def _take(self, tag: Tag, peers: Sequence[Peer], receives: Sequence[ShortReceive]) -> list[bool]:
-        """Which of these messages came while the leader looked `spins` times. Not under the lock."""
-        headers = [frames.pack_header(frames.MESSAGE, tag, receive.meta, receive.nbytes, peer.link.align)
-                   for receive, peer in zip(receives, peers, strict=True)]
+    def _take(
+        self, tag: Tag, peers: Sequence[Peer], receives: Sequence[ShortReceive]
+    ) -> list[bool]:
+        """Which of these messages came while the leader looked `spins` times. Not under the
+        lock."""
+        headers = [
+            frames.pack_header(frames.MESSAGE, tag, receive.meta, receive.nbytes, peer.link.align)
+            for receive, peer in zip(receives, peers, strict=True)
+        ]
         came, idle = [False] * len(receives), 0
         while idle <= self.spins and self.waits.error is None:
             idle += 1
@@ -109,7 +130,7 @@ class StreamTransport(Engine):
             return False
         try:
             target = receive.into()
-        except Exception:               # the message stays: start_recv's wait() raises the same for it
+        except Exception:  # the message stays: start_recv's wait() raises the same for it
             return False
         target.view(np.uint8)[...] = payload
         peer.link.skip(len(header) + receive.nbytes + -receive.nbytes % peer.link.align)
@@ -117,7 +138,9 @@ class StreamTransport(Engine):
             peer.taken += 1
         return True
 
-    def start_recv(self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None) -> Handle:
+    def start_recv(
+        self, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None = None
+    ) -> Handle:
         source = self._peer(peer)
         receive = Receive(self, peer, tag, accept, reduce)
         with self.lock:
@@ -143,7 +166,9 @@ class StreamTransport(Engine):
     def _peer(self, rank: int) -> Peer:
         peer = self._peers.get(rank)
         if peer is None:
-            raise CommError(f"rank {self.world_rank} of {self.world_size} has no link to rank {rank}")
+            raise CommError(
+                f"rank {self.world_rank} of {self.world_size} has no link to rank {rank}"
+            )
         return peer
 
     def _attend(self, peer: Peer) -> None:
@@ -152,16 +177,20 @@ class StreamTransport(Engine):
         self.attend()
 
     def counts(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
-        """Messages begun to each rank, and messages taken whole from each; the difference is in flight."""
+        """Messages begun to each rank, and messages taken whole from each; the difference is in
+        flight."""
         peers = self._peers.values()
-        return ({peer.rank: peer.sent for peer in peers if peer.sent},
-                {peer.rank: peer.taken for peer in peers if peer.taken})
+        return (
+            {peer.rank: peer.sent for peer in peers if peer.sent},
+            {peer.rank: peer.taken for peer in peers if peer.taken},
+        )
 
     def reads(self) -> list[int]:
         """Ranks whose messages are read as they come, while this rank waits for anything."""
         return [peer.rank for peer in self._peers.values() if peer.reading]
 
-    # --- moving ------------------------------------------------------------------------------------------------------
+    # --- moving
+    # ------------------------------------------------------------------------------------------------------
 
     def _pass(self) -> bool:
         moved = False
@@ -174,13 +203,14 @@ class StreamTransport(Engine):
         return moved
 
     def _push(self, peer: Peer) -> bool:
-        """Write the first message of the queue as far as the link takes it; whether it took any. Under the lock."""
+        """Write the first message of the queue as far as the link takes it; whether it took any.
+        Under the lock."""
         send = peer.outgoing[0]
         begun = send.sent - len(send.prefix)
         try:
             if peer.deaf is not None:
                 raise OSError(peer.deaf)
-            taken = peer.link.write(send.prefix[send.sent:], send.payload[max(0, begun):])
+            taken = peer.link.write(send.prefix[send.sent :], send.payload[max(0, begun) :])
         except OSError as error:
             self._deafen(peer, f"its connection broke ({error})")
             return True
@@ -191,7 +221,8 @@ class StreamTransport(Engine):
         return taken > 0
 
     def _pull(self, peer: Peer) -> bool:
-        """Read what the link has of the message at its front; whether there was any. Only the leader reads links."""
+        """Read what the link has of the message at its front; whether there was any. Only the
+        leader reads links."""
         try:
             fresh = peer.frame is None
             frame = peer.frame or self._next_frame(peer)
@@ -210,7 +241,8 @@ class StreamTransport(Engine):
         return True
 
     def _next_frame(self, peer: Peer) -> Frame | None:
-        """The frame whose header stands at the front of the link, matched; None while the header is not all there."""
+        """The frame whose header stands at the front of the link, matched; None while the header is
+        not all there."""
         start = peer.link.peek(frames.HEADER_BYTES)
         data = start and peer.link.peek(frames.header_length(start, peer.link.align))
         if not data:
@@ -229,12 +261,16 @@ class StreamTransport(Engine):
         return frame
 
     def _keep(self, peer: Peer, frame: Frame) -> None:
-        """Buffer a message without a receive, because a receive asks for one behind it. Under the lock."""
+        """Buffer a message without a receive, because a receive asks for one behind it. Under the
+        lock."""
         tag, nbytes = frame.header.tag, frame.header.nbytes
         if peer.unexpected_bytes + nbytes > UNEXPECTED_LIMIT:
-            raise CommError(f"a message of {nbytes} bytes (tag {tag.group:x}/{tag.sequence}) that no receive asks for "
-                            f"stands before one that is; {peer.unexpected_bytes} bytes are buffered already, and "
-                            f"{UNEXPECTED_LIMIT} may be: receive in the order in which the peer sends")
+            raise CommError(
+                f"a message of {nbytes} bytes (tag {tag.group:x}/{tag.sequence}) that no receive "
+                f"asks for stands before one that is; {peer.unexpected_bytes} bytes are buffered "
+                f"already, and {UNEXPECTED_LIMIT} may be: receive in the order in which the peer "
+                "sends"
+            )
         peer.unexpected_bytes += nbytes
         peer.unexpected.put(tag, frame)
         frame.keep()
@@ -265,15 +301,19 @@ class StreamTransport(Engine):
             peer.receives.remove(receive)
             self.finish(receive, error)
 
-    # --- losing a peer -----------------------------------------------------------------------------------------------
+    # --- losing a peer
+    # -----------------------------------------------------------------------------------------------
 
-    def _lost(self, peer: Peer, why: str, kind: type[PeerLostError] = LinkLostError) -> PeerLostError:
+    def _lost(
+        self, peer: Peer, why: str, kind: type[PeerLostError] = LinkLostError
+    ) -> PeerLostError:
         if why == LEFT or peer.rank in self.lost:
             kind = PeerLostError
         return kind(f"rank {self.world_rank} lost rank {peer.rank}: {why}", world_rank=peer.rank)
 
     def _deafen(self, peer: Peer, why: str) -> None:
-        """Nothing more can be sent to `peer`; what it sent before may still be read. Under the lock."""
+        """Nothing more can be sent to `peer`; what it sent before may still be read. Under the
+        lock."""
         peer.deaf = peer.deaf or why
         while peer.outgoing:
             self.finish(peer.outgoing.popleft(), self._lost(peer, peer.deaf))
@@ -281,8 +321,12 @@ class StreamTransport(Engine):
     def _end_of(self, peer: Peer, error: EOFError | OSError) -> None:
         """Reading from `peer` has ended so."""
         ended = isinstance(error, EOFError)
-        self._lose(peer, (str(error) or "its connection ended without a goodbye") if ended
-                   else f"its connection broke ({error})")
+        self._lose(
+            peer,
+            (str(error) or "its connection ended without a goodbye")
+            if ended
+            else f"its connection broke ({error})",
+        )
 
     def _lose(self, peer: Peer, why: str) -> None:
         """Nothing more will come from `peer`, nor can be sent to it."""
@@ -299,7 +343,9 @@ class StreamTransport(Engine):
         self._await_last_words(self._peer(error.world_rank))
 
     def _await_last_words(self, peer: Peer) -> None:
-        """`peer` is lost: messages that it had sent are still read; receives that wait for more then fail."""
+        """`peer` is lost: messages that it had sent are still read; receives that wait for more
+        then fail."""
+
         def give_up() -> None:
             if peer.mute is None and peer.receives:
                 self._lose(peer, str(self.lost[peer.rank]))
@@ -308,7 +354,8 @@ class StreamTransport(Engine):
         timer.daemon = True
         timer.start()
 
-    # --- ending ------------------------------------------------------------------------------------------------------
+    # --- ending
+    # ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Say goodbye and release the links. A send that was not waited for may be cut off."""

@@ -4,19 +4,20 @@
     rank 1's part    posted | asleep | closed | headers of turns 0, 1 | bytes      only rank 1 writes here
     ...
 
-One `show` is all there is: a rank copies its arrays into its part, moves `posted`, waits until the others have posted
-as often, and reads their bytes where they lie. So bytes for P-1 ranks are written once, and all ranks wait for each
-other at once instead of one after the other.
+One `show` is all there is: a rank copies its arrays into its part, moves `posted`, waits until the
+others have posted as often, and reads their bytes where they lie. So bytes for P-1 ranks are
+written once, and all ranks wait for each other at once instead of one after the other.
 
-Parts have two turns, used alternately: a rank overwrites a turn only at its second `show` after, and before that all
-others have posted the first. Where the ranks may read each other's memory, long arrays need not be copied: a rank shows
-their address, the others read() them there, and all meet once more before it may change them.
+Parts have two turns, used alternately: a rank overwrites a turn only at its second `show` after,
+and before that all others have posted the first. Where the ranks may read each other's memory, long
+arrays need not be copied: a rank shows their address, the others read() them there, and all meet
+once more before it may change them.
 
-A rank closes its board while others may still read its last bytes. So its part serves another board only after they
-have closed theirs too: `closed` counts how often.
+A rank closes its board while others may still read its last bytes. So its part serves another board
+only after they have closed theirs too: `closed` counts how often.
 
-The fences have the reasons of ring_buffer.py: bytes before `posted`; `posted` before `asleep`, and `asleep` before the
-look at `posted`, so that the later one sees the other, and no wake-up is lost.
+The fences have the reasons of ring_buffer.py: bytes before `posted`; `posted` before `asleep`, and
+`asleep` before the look at `posted`, so that the later one sees the other, and no wake-up is lost.
 """
 
 import struct
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
 
 _PAGE = 4096
 TURNS = 2
-_HEADER = struct.Struct("2Q")   # how many bytes of meta, and of arrays
-_HEADER_BYTES = 2 * _PAGE   # these words, and meta
-_BYTES = _PAGE + TURNS * _HEADER_BYTES      # where those of all turns begin in a part
+_HEADER = struct.Struct("2Q")  # how many bytes of meta, and of arrays
+_HEADER_BYTES = 2 * _PAGE  # these words, and meta
+_BYTES = _PAGE + TURNS * _HEADER_BYTES  # where those of all turns begin in a part
 PART_BYTES = _BYTES + TURNS * SHOWN_BYTES
 
 _POSTED, _ASLEEP, CLOSED = 0, LINE // 8, 2 * LINE // 8
@@ -50,8 +51,8 @@ class BoardPart:
     def __init__(self, memory: memoryview) -> None:
         self.words = memory[:_PAGE].cast("Q")
         starts = [_PAGE + turn * _HEADER_BYTES for turn in range(TURNS)]
-        self._headers = [memory[start:start + LINE] for start in starts]
-        self._metas = [memory[start + LINE:start + LINE + META_LIMIT] for start in starts]
+        self._headers = [memory[start : start + LINE] for start in starts]
+        self._metas = [memory[start + LINE : start + LINE + META_LIMIT] for start in starts]
         self._shown = np.frombuffer(memory[_BYTES:PART_BYTES], np.uint8).reshape(TURNS, SHOWN_BYTES)
 
     def clear(self) -> int:
@@ -62,11 +63,12 @@ class BoardPart:
     def write(self, turn: int, meta: bytes, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Put arrays here, one after the other; returns their bytes where they lie now."""
         if meta:
-            self._metas[turn][:len(meta)] = meta
+            self._metas[turn][: len(meta)] = meta
         stop = 0
         for array in arrays:
             start, stop = stop, stop + array.nbytes
-            np.positive(array.view(np.uint8), out=self._shown[turn, start:stop])    # a copy: see ring_buffer.copy
+            # a copy: see ring_buffer.copy
+            np.positive(array.view(np.uint8), out=self._shown[turn, start:stop])
         _HEADER.pack_into(self._headers[turn], 0, len(meta), stop)
         return self._shown[turn, :stop]
 
@@ -77,15 +79,26 @@ class BoardPart:
 
 
 class SharedBoard(Board):
-    """A group's board, as one of its ranks sees it; `closed`: how often boards in each part were closed before."""
+    """A group's board, as one of its ranks sees it; `closed`: how often boards in each part were
+    closed before."""
 
-    def __init__(self, transport: "ShmTransport", world_ranks: Sequence[int], parts: Sequence[BoardPart], *,
-                 closed: Sequence[int], lends: bool = False) -> None:
+    def __init__(
+        self,
+        transport: "ShmTransport",
+        world_ranks: Sequence[int],
+        parts: Sequence[BoardPart],
+        *,
+        closed: Sequence[int],
+        lends: bool = False,
+    ) -> None:
         self._transport, self._world_ranks, self._parts = transport, tuple(world_ranks), list(parts)
         self._closed, self.lends = closed, lends
         self._own = parts[world_ranks.index(transport.world_rank)]
-        self._others = [(rank, part.words) for rank, part in zip(world_ranks, parts, strict=True)
-                        if rank != transport.world_rank]
+        self._others = [
+            (rank, part.words)
+            for rank, part in zip(world_ranks, parts, strict=True)
+            if rank != transport.world_rank
+        ]
         self._fence = Fence()
         self._shown = 0
 
@@ -118,8 +131,13 @@ class SharedBoard(Board):
         if self._parts:
             self._fence()  # our reads before `closed`
             self._own.words[CLOSED] += 1
-            self._transport.close_board(self, [(part.words, closed) for part, closed
-                                               in zip(self._parts, self._closed, strict=True)])
+            self._transport.close_board(
+                self,
+                [
+                    (part.words, closed)
+                    for part, closed in zip(self._parts, self._closed, strict=True)
+                ],
+            )
             del self._own
             self._parts, self._others = [], []  # the memory goes when nothing points into it
 
@@ -128,7 +146,8 @@ class SharedBoard(Board):
         return [rank for rank, words in self._others if words[_POSTED] < self._shown]
 
     def sleeps(self, asleep: bool) -> None:
-        """Ask to be woken when the last has posted, or no more. Then look at missing() once again."""
+        """Ask to be woken when the last has posted, or no more. Then look at missing() once
+        again."""
         self._own.words[_ASLEEP] = int(asleep)
         self._fence()  # our `asleep` before the look at their `posted`
 

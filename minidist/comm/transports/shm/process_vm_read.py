@@ -2,13 +2,13 @@
 
     rank 1's array ----- process_vm_readv(process of rank 1, address, nbytes) -----> rank 0's array
 
-Linux calls it cross-memory attach, and allows it to processes that may debug the other one: of the same user, unless
-Yama or a container forbids it. So ranks try it when they meet: each tells the others where in its memory some random
-bytes lie, and reads theirs. They must be equal: containers may number processes differently, and then the same number
-is another process.
+Linux calls it cross-memory attach, and allows it to processes that may debug the other one: of the
+same user, unless Yama or a container forbids it. So ranks try it when they meet: each tells the
+others where in its memory some random bytes lie, and reads theirs. They must be equal: containers
+may number processes differently, and then the same number is another process.
 
-Yama (kernel.yama.ptrace_scope = 1) lets only ancestors read a process, unless it names others. It can name one process,
-or all of its user. A rank has many readers, so it names all, as without Yama.
+Yama (kernel.yama.ptrace_scope = 1) lets only ancestors read a process, unless it names others. It
+can name one process, or all of its user. A rank has many readers, so it names all, as without Yama.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ import numpy as np
 
 from minidist.comm.calls.buffers import address_of
 
-_EXHIBIT = struct.Struct("<QQ16s")          # process id, address, the bytes that lie there
+_EXHIBIT = struct.Struct("<QQ16s")  # process id, address, the bytes that lie there
 EXHIBIT_BYTES = _EXHIBIT.size
 _WORD = ctypes.sizeof(ctypes.c_size_t)
 _SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
@@ -33,13 +33,21 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _readv = getattr(_libc, "process_vm_readv", None)
 if _readv is not None:
     _readv.restype = ctypes.c_ssize_t
-    _readv.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
+    _readv.argtypes = [
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_void_p,
+        ctypes.c_ulong,
+        ctypes.c_ulong,
+    ]
 
 
 def read(process: int, address: int, target: np.ndarray) -> None:
     """Fill `target` (uint8, contiguous) with what lies at `address` of the memory of `process`.
 
-    Raises: OSError: ESRCH if there is no such process any more, EFAULT if it has nothing there, EPERM if we may not,
+    Raises: OSError: ESRCH if there is no such process any more, EFAULT if it has nothing there,
+    EPERM if we may not,
             ENOSYS where the system knows no such call.
     """
     if _readv is None:
@@ -64,12 +72,13 @@ def readable(array: np.ndarray) -> bool:
 
 
 class Exhibit:
-    """Random bytes in this process's memory, as long as this object lives; `told` says to others where they are."""
+    """Random bytes in this process's memory, as long as this object lives; `told` says to others
+    where they are."""
 
     def __init__(self) -> None:
         self._bytes = np.frombuffer(secrets.token_bytes(16), np.uint8)
         self.told = _EXHIBIT.pack(os.getpid(), address_of(self._bytes), self._bytes.tobytes())
-        with suppress(OSError):     # there is no Yama
+        with suppress(OSError):  # there is no Yama
             if _YAMA.read_text().strip() == "1":
                 _libc.prctl(_SET_PTRACER, _ANY, 0, 0, 0)
 

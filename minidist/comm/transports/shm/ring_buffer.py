@@ -1,29 +1,35 @@
-"""A ring of bytes in shared memory: one process writes, another reads, without a lock and mostly without the kernel.
+"""A ring of bytes in shared memory: one process writes, another reads, without a lock and mostly
+without the kernel.
 
     words, each on a cache line of its own     data, CAPACITY bytes
     head    bytes ever written                 +----------------------------------------------------------+
-    tail    bytes ever read                    | free | unread: tail % CAPACITY ... head % CAPACITY | free |
+    tail    bytes ever read                    | free | unread: tail % CAPACITY ... head % CAPACITY
+                                               | free |
     reader  the reader sleeps: wake it         +----------------------------------------------------------+
     writer  the writer sleeps: wake it
 
-The writer copies bytes in, then moves `head`; the reader copies them out, or adds them to an array where they lie, then
-moves `tail`. A side moves only what the other's word says is there.
+The writer copies bytes in, then moves `head`; the reader copies them out, or adds them to an array
+where they lie, then moves `tail`. A side moves only what the other's word says is there.
 
-The ring is larger than a core's second-level cache. To write a cache line that the reader's core still holds, the
-writer waits until it is taken away there: 512 KiB take 55 µs in a ring of half a megabyte, and 15 in one of two or more
-(AMD EPYC). In a larger ring the reader's cache has dropped a line before the writer comes round again.
+The ring is larger than a core's second-level cache. To write a cache line that the reader's core
+still holds, the writer waits until it is taken away there: 512 KiB take 55 µs in a ring of half a
+megabyte, and 15 in one of two or more (AMD EPYC). In a larger ring the reader's cache has dropped a
+line before the writer comes round again.
 
-The link of two processes has a ring each way, and a socket: a byte in it wakes the other side, which says in the ring
-that it sleeps. However a process ends, the kernel closes its socket.
+The link of two processes has a ring each way, and a socket: a byte in it wakes the other side,
+which says in the ring that it sleeps. However a process ends, the kernel closes its socket.
 
-Order matters twice, and a processor keeps it only at a fence (ARM reorders stores; x86 reads ahead of its own stores):
+Order matters twice, and a processor keeps it only at a fence (ARM reorders stores; x86 reads ahead
+of its own stores):
 
     bytes before head     else the reader takes bytes that are not there yet
-    head before reader    the writer moves `head`, then looks whether the reader sleeps; the reader says that it sleeps,
-                          then looks at `head` once more. The later one sees the other: no wake-up is lost.
+    head before reader    the writer moves `head`, then looks whether the reader sleeps; the reader
+                          says that it sleeps, then looks at `head` once more. The later one sees
+                          the other: no wake-up is lost.
 
-Python has no fence, but to release a lock and take it again is one: nothing before the release may come after it,
-nothing after the acquire may come before it, and the two keep their order (ARMv8; on x86 each is a fence by itself).
+Python has no fence, but to release a lock and take it again is one: nothing before the release may
+come after it, nothing after the acquire may come before it, and the two keep their order (ARMv8; on
+x86 each is a fence by itself).
 """
 
 import select
@@ -36,21 +42,24 @@ import numpy as np
 from minidist.comm.calls.buffers import address_of
 from minidist.comm.transports.progress.poll_loop import PolledLink
 
-CAPACITY = 4 << 20          # bytes of a ring: more than a core's second-level cache
-PIECE_BYTES = 512 << 10     # most that is copied before the other side sees it, so that both work at once
-LINE = 64                   # bytes of a cache line; each write begins at a multiple
+CAPACITY = 4 << 20  # bytes of a ring: more than a core's second-level cache
+# most that is copied before the other side sees it, so that both work at once
+PIECE_BYTES = 512 << 10
+LINE = 64  # bytes of a cache line; each write begins at a multiple
 _PAGE = 4096
 RING_BYTES = _PAGE + CAPACITY
 
 _HEAD, _TAIL, _READER, _WRITER = (index * LINE // 8 for index in range(4))
-_SHOW_BYTES = CAPACITY // 16    # the reader moves `tail` when it has read so much, or before it sleeps
+# the reader moves `tail` when it has read so much, or before it sleeps
+_SHOW_BYTES = CAPACITY // 16
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
     """target[:] = source, both uint8.
 
-    On AMD's Zen 3 and 4 the memmove of glibc 2.33 to 2.38 falls to a twelfth of its speed when the target lies 1 to 15
-    bytes behind the source, modulo a page; a loop of NumPy's does not, and is otherwise a little slower.
+    On AMD's Zen 3 and 4 the memmove of glibc 2.33 to 2.38 falls to a twelfth of its speed when the
+    target lies 1 to 15 bytes behind the source, modulo a page; a loop of NumPy's does not, and is
+    otherwise a little slower.
     """
     if len(source) > _PAGE and 0 < (address_of(target) - address_of(source)) % _PAGE < 16:
         np.positive(source, out=target)
@@ -59,7 +68,8 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
 
 
 class Fence:
-    """A call orders memory: writes and reads before it come before those after it, for every process."""
+    """A call orders memory: writes and reads before it come before those after it, for every
+    process."""
 
     def __init__(self) -> None:
         lock = threading.Lock()
@@ -86,8 +96,8 @@ class RingWriter(_End):
 
     def __init__(self, memory: memoryview) -> None:
         super().__init__(memory)
-        self._head = 0                              # ours
-        self._tail = 0                              # the reader's as last seen
+        self._head = 0  # ours
+        self._tail = 0  # the reader's as last seen
 
     def free(self) -> int:
         """Bytes that can be written now, a multiple of 64."""
@@ -112,7 +122,7 @@ class RingWriter(_End):
         if count < wanted:
             count &= -LINE
         if count:
-            copy(self._data[begin:begin + count], payload if count == wanted else payload[:count])
+            copy(self._data[begin : begin + count], payload if count == wanted else payload[:count])
             self._head += count
         if count == wanted:
             self._head += -count % LINE
@@ -123,9 +133,9 @@ class RingWriter(_End):
     def _put(self, prefix: bytes) -> None:
         begin = self._head % CAPACITY
         first = min(len(prefix), CAPACITY - begin)
-        self._bytes[begin:begin + first] = prefix[:first]
+        self._bytes[begin : begin + first] = prefix[:first]
         if first < len(prefix):
-            self._bytes[:len(prefix) - first] = prefix[first:]
+            self._bytes[: len(prefix) - first] = prefix[first:]
         self._head += len(prefix)
 
     def reader_sleeps(self) -> bool:
@@ -137,7 +147,8 @@ class RingWriter(_End):
         return sleeps
 
     def sleeps(self, asleep: bool) -> None:
-        """Ask to be woken when half of the ring is free, or no more. A fence must follow, then a look at roomy()."""
+        """Ask to be woken when half of the ring is free, or no more. A fence must follow, then a
+        look at roomy()."""
         self._words[_WRITER] = int(asleep)
 
     def roomy(self) -> bool:
@@ -149,7 +160,8 @@ class RingReader(_End):
 
     def __init__(self, memory: memoryview) -> None:
         super().__init__(memory)
-        self._tail = self._shown = self._head = 0   # ours; what the writer knows of it; the writer's as last seen
+        # ours; what the writer knows of it; the writer's as last seen
+        self._tail = self._shown = self._head = 0
 
     def unread(self) -> int:
         """Bytes that can be read now."""
@@ -164,20 +176,22 @@ class RingReader(_End):
         if self._head - self._tail < count and self.unread() < count:
             return None
         begin = self._tail % CAPACITY
-        data = self._bytes[begin:begin + count].tobytes()
-        return data if len(data) == count else data + self._bytes[:count - len(data)].tobytes()
+        data = self._bytes[begin : begin + count].tobytes()
+        return data if len(data) == count else data + self._bytes[: count - len(data)].tobytes()
 
     def piece(self, most: int) -> np.ndarray:
         """The bytes that are there, in one stretch, where they lie; not consumed.
 
-        A stretch ends with the ring, a payload, or after a multiple of 64 bytes: items of 1, 2, 4, ... 64 are whole.
+        A stretch ends with the ring, a payload, or after a multiple of 64 bytes: items of 1, 2, 4,
+        ... 64 are whole.
         """
         unread = self.unread()
         begin = self._tail % CAPACITY
-        return self._data[begin:begin + min(most, unread, CAPACITY - begin, PIECE_BYTES)]
+        return self._data[begin : begin + min(most, unread, CAPACITY - begin, PIECE_BYTES)]
 
     def skip(self, count: int) -> bool:
-        """Consume `count` bytes; whether the writer is to be woken: it asked for it, and enough was read."""
+        """Consume `count` bytes; whether the writer is to be woken: it asked for it, and enough was
+        read."""
         self._tail += count
         return self._tail - self._shown >= _SHOW_BYTES and self.show()
 
@@ -192,7 +206,8 @@ class RingReader(_End):
         return wakes
 
     def sleeps(self, asleep: bool) -> None:
-        """Ask to be woken when something is written, or no more. A fence must follow, then a look at unread()."""
+        """Ask to be woken when something is written, or no more. A fence must follow, then a look
+        at unread()."""
         self._words[_READER] = int(asleep)
 
 
@@ -202,11 +217,14 @@ class ShmLink(PolledLink):
     align = LINE
 
     def __init__(self, sock: socket.socket, memory: memoryview, lower: bool) -> None:
-        first, second = memory[:RING_BYTES], memory[RING_BYTES:2 * RING_BYTES]
-        self._out, self._in = RingWriter(first if lower else second), RingReader(second if lower else first)
+        first, second = memory[:RING_BYTES], memory[RING_BYTES : 2 * RING_BYTES]
+        self._out, self._in = (
+            RingWriter(first if lower else second),
+            RingReader(second if lower else first),
+        )
         sock.setblocking(False)
         self._sock = sock
-        self.ended = False                          # the peer's socket is closed: it writes and reads no more
+        self.ended = False  # the peer's socket is closed: it writes and reads no more
 
     def write(self, prefix: bytes, payload: np.ndarray) -> int:
         if self.ended:
@@ -235,13 +253,14 @@ class ShmLink(PolledLink):
     def read_into(self, target: np.ndarray) -> int:
         piece = self.piece(len(target), 1)
         if len(piece):
-            copy(target[:len(piece)], piece)
+            copy(target[: len(piece)], piece)
             self.skip(len(piece))
         return len(piece)
 
     def ring(self) -> None:
         """Wake the peer."""
-        with suppress(OSError):  # full: it is ringing already; broken: the peer is gone, and arm() will see it
+        # full: it is ringing already; broken: the peer is gone, and arm() will see it
+        with suppress(OSError):
             self._sock.send(b"!")
 
     def fileno(self) -> int:

@@ -1,18 +1,20 @@
-"""Ranks of one host as processes that share memory: two copies a message, and the kernel only to sleep.
+"""Ranks of one host as processes that share memory: two copies a message, and the kernel only to
+sleep.
 
     rank 0                        shared by the two                          rank 1
     array --copy-->  [ ring 0 -> 1: head, tail, 4 MiB of bytes ]  --add-->   array
     array <--copy--  [ ring 1 -> 0                              ]  <--copy-- array
     doorbell <=====  a connected socket: "wake up", or the end of the process  =====> doorbell
 
-A reduction adds straight from the ring: nothing of the size of a message is allocated, on either side. Groups have
-boards (exchange_board.py) beside the rings, each rank's part in an arena where it alone places boards. Where the system
-lets each rank read the memory of all others (process_vm_read.py), long arrays are only shown where they lie.
+A reduction adds straight from the ring: nothing of the size of a message is allocated, on either
+side. Groups have boards (exchange_board.py) beside the rings, each rank's part in an arena where it
+alone places boards. Where the system lets each rank read the memory of all others
+(process_vm_read.py), long arrays are only shown where they lie.
 
-When two ranks have connected, they pass each other open files through the socket (hand_over): the lower rank the memory
-of their rings, each its arena; and try to read each other's memory. A file has no name and no directory entry. So
-nothing of it can be left behind, no other user can open it, and /dev/shm does not limit its size. Pages never written
-cost nothing.
+When two ranks have connected, they pass each other open files through the socket (hand_over): the
+lower rank the memory of their rings, each its arena; and try to read each other's memory. A file
+has no name and no directory entry. So nothing of it can be left behind, no other user can open it,
+and /dev/shm does not limit its size. Pages never written cost nothing.
 """
 
 import errno
@@ -28,31 +30,57 @@ import numpy as np
 from minidist.comm.transport import Board
 from minidist.comm.transports.progress.poll_loop import PolledLink, PolledTransport
 from minidist.comm.transports.shm import process_vm_read
-from minidist.comm.transports.shm.exchange_board import CLOSED, PART_BYTES, BoardPart, BoardWait, SharedBoard
+from minidist.comm.transports.shm.exchange_board import (
+    CLOSED,
+    PART_BYTES,
+    BoardPart,
+    BoardWait,
+    SharedBoard,
+)
 from minidist.comm.transports.shm.process_vm_read import EXHIBIT_BYTES, Exhibit
 from minidist.comm.transports.shm.ring_buffer import RING_BYTES, ShmLink
 from minidist.device.cores import of_all_ranks
 from minidist.errors import CommError, PeerLostError
 
-SPINS, SPINS_CROWDED = 200, 20  # looks at the rings before sleeping: where each rank has a core, and where not
-BOARDS = 64                     # boards that a rank may have open at a time
+# looks at the rings before sleeping: where each rank has a core, and where not
+SPINS, SPINS_CROWDED = 200, 20
+BOARDS = 64  # boards that a rank may have open at a time
 ARENA_BYTES = BOARDS * PART_BYTES
-STRETCH_BYTES = 32 << 20        # most that is read from another rank's memory between looks at whether the job lives
+# most that is read from another rank's memory between looks at whether the job lives
+STRETCH_BYTES = 32 << 20
 
 
-def share(world_rank: int, connections: Mapping[int, socket.socket], limit: float,
-          far: Mapping[int, PolledLink] | None = None, *, name: str = "shm") -> "ShmTransport":
-    """The transport of a rank that is connected to the others of its host; `far`: its links to other hosts."""
-    rings, arenas, processes = hand_over(world_rank, connections, 2 * RING_BYTES, ARENA_BYTES, limit)
-    links = {rank: ShmLink(connections[rank], memory, lower=rank > world_rank) for rank, memory in rings.items()}
+def share(
+    world_rank: int,
+    connections: Mapping[int, socket.socket],
+    limit: float,
+    far: Mapping[int, PolledLink] | None = None,
+    *,
+    name: str = "shm",
+) -> "ShmTransport":
+    """The transport of a rank that is connected to the others of its host; `far`: its links to
+    other hosts."""
+    rings, arenas, processes = hand_over(
+        world_rank, connections, 2 * RING_BYTES, ARENA_BYTES, limit
+    )
+    links = {
+        rank: ShmLink(connections[rank], memory, lower=rank > world_rank)
+        for rank, memory in rings.items()
+    }
     return ShmTransport(world_rank, limit, links, arenas, far, processes=processes, name=name)
 
 
-def hand_over(world_rank: int, connections: Mapping[int, socket.socket], ring_bytes: int, arena_bytes: int,
-              limit: float) -> tuple[dict[int, memoryview], dict[int, memoryview], dict[int, int] | None]:
+def hand_over(
+    world_rank: int,
+    connections: Mapping[int, socket.socket],
+    ring_bytes: int,
+    arena_bytes: int,
+    limit: float,
+) -> tuple[dict[int, memoryview], dict[int, memoryview], dict[int, int] | None]:
     """Give files and take them with every rank connected; the sockets are in blocking mode then.
 
-    Returns: the memory shared with each other rank for rings, every rank's arena, this one's included, and every rank's
+    Returns: the memory shared with each other rank for rings, every rank's arena, this one's
+    included, and every rank's
              process, None unless each rank may read the memory of all others; all by world rank.
     Raises:  PeerLostError naming a rank that ended meanwhile.
     """
@@ -77,7 +105,7 @@ def hand_over(world_rank: int, connections: Mapping[int, socket.socket], ring_by
                 cut = flags & socket.MSG_CTRUNC
                 if not cut and (len(received) != expected or len(told) != EXHIBIT_BYTES):
                     raise EOFError("it ended")
-            if cut:                                 # by the kernel
+            if cut:  # by the kernel
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             process = process_vm_read.process_of(told)
             if process is not None:
@@ -111,8 +139,9 @@ def _while_starting(world_rank: int, rank: int) -> Iterator[None]:
     try:
         yield
     except (OSError, EOFError) as error:
-        raise PeerLostError(f"rank {world_rank} got no shared memory from rank {rank} while starting: {error}",
-                            rank) from error
+        raise PeerLostError(
+            f"rank {world_rank} got no shared memory from rank {rank} while starting: {error}", rank
+        ) from error
 
 
 def nameless_file(nbytes: int) -> int:
@@ -131,7 +160,8 @@ def _map(file: int, nbytes: int) -> memoryview:
 
 
 class ShmTransport(PolledTransport):
-    """One rank's rings to the others of its host, and the memory where groups among these have their boards.
+    """One rank's rings to the others of its host, and the memory where groups among these have
+    their boards.
 
     Args: links              to every other rank of this host
           arenas, processes  as hand_over() returned them
@@ -139,15 +169,24 @@ class ShmTransport(PolledTransport):
           name               what ran: "shm", or "shm+tcp" with far links
     """
 
-    def __init__(self, world_rank: int, limit: float, links: Mapping[int, "ShmLink"], arenas: dict[int, memoryview],
-                 far: Mapping[int, PolledLink] | None = None, *, processes: Mapping[int, int] | None = None,
-                 name: str = "shm") -> None:
+    def __init__(
+        self,
+        world_rank: int,
+        limit: float,
+        links: Mapping[int, "ShmLink"],
+        arenas: dict[int, memoryview],
+        far: Mapping[int, PolledLink] | None = None,
+        *,
+        processes: Mapping[int, int] | None = None,
+        name: str = "shm",
+    ) -> None:
         spins = SPINS if len(links) < of_all_ranks() else SPINS_CROWDED
         super().__init__(name, world_rank, limit, {**links, **(far or {})}, spins)
         self.links, self._arenas, self._processes = links, arenas, processes
         self._free = list(range(BOARDS - 1, -1, -1))
-        self._boards: dict[SharedBoard, int] = {}   # and their places
-        self._left: list[tuple[int, list[tuple[memoryview, int]]]] = []  # places whose boards others may still read
+        self._boards: dict[SharedBoard, int] = {}  # and their places
+        # places whose boards others may still read
+        self._left: list[tuple[int, list[tuple[memoryview, int]]]] = []
         self._waits: list[BoardWait] = []
 
     @property
@@ -156,11 +195,13 @@ class ShmTransport(PolledTransport):
 
     @property
     def shared_bytes(self) -> int:
-        """A ring to each rank, and the places of the groups' boards. Pages never written take no room."""
+        """A ring to each rank, and the places of the groups' boards. Pages never written take no
+        room."""
         return RING_BYTES * len(self.links) + PART_BYTES * len(self._boards)
 
     def reserve_board(self) -> int:
-        """A place, plus BOARDS times the boards closed there before: so others can tell when this one is."""
+        """A place, plus BOARDS times the boards closed there before: so others can tell when this
+        one is."""
         for left in list(self._left):
             place, others = left
             if all(words[CLOSED] > before for words, before in others):
@@ -176,20 +217,30 @@ class ShmTransport(PolledTransport):
         if -1 in places or not self._arenas.keys() >= set(world_ranks):
             self._free += [own % BOARDS] if own >= 0 else []
             return None
-        parts = [self._part(rank, place % BOARDS) for rank, place in zip(world_ranks, places, strict=True)]
-        board = SharedBoard(self, world_ranks, parts, closed=[place // BOARDS for place in places],
-                            lends=self._processes is not None)
+        parts = [
+            self._part(rank, place % BOARDS)
+            for rank, place in zip(world_ranks, places, strict=True)
+        ]
+        board = SharedBoard(
+            self,
+            world_ranks,
+            parts,
+            closed=[place // BOARDS for place in places],
+            lends=self._processes is not None,
+        )
         self._boards[board] = own % BOARDS
         return board
 
     def close_board(self, board: SharedBoard, others: list[tuple[memoryview, int]]) -> None:
-        """Its place is free again when all ranks have closed theirs: until then they may read it."""
+        """Its place is free again when all ranks have closed theirs: until then they may read
+        it."""
         self._left.append((self._boards.pop(board), others))
 
     def read(self, rank: int, address: int, target: np.ndarray) -> None:
         """Fill `target` (uint8) with the bytes at `address` of another rank of this host.
 
-        Raises: PeerLostError if that rank is gone, what abort() was given; CommError if the system now forbids it.
+        Raises: PeerLostError if that rank is gone, what abort() was given; CommError if the system
+        now forbids it.
         """
         assert self._processes is not None, "the board lends"
         what = f"{len(target)} bytes in the memory of rank {rank}"
@@ -197,13 +248,20 @@ class ShmTransport(PolledTransport):
             if self.waits.error is not None:
                 raise self.explained(self.waits.error, what)
             try:
-                process_vm_read.read(self._processes[rank], address + start, target[start:start + STRETCH_BYTES])
+                process_vm_read.read(
+                    self._processes[rank], address + start, target[start : start + STRETCH_BYTES]
+                )
             except PermissionError as error:
-                raise CommError(f"rank {self.world_rank} may not read {what} any more, which it could when they met "
-                                f"({error}); did it change its user, or forbid being debugged?") from error
+                raise CommError(
+                    f"rank {self.world_rank} may not read {what} any more, which it could when "
+                    f"they met ({error}); did it change its user, or forbid being debugged?"
+                ) from error
             except OSError as error:
-                lost = self._lost(self._peers[rank], f"its memory cannot be read any more ({error})",
-                                  PeerLostError)
+                lost = self._lost(
+                    self._peers[rank],
+                    f"its memory cannot be read any more ({error})",
+                    PeerLostError,
+                )
                 raise self.explained(lost, what) from error
 
     def close(self) -> None:
@@ -214,7 +272,7 @@ class ShmTransport(PolledTransport):
         self._arenas.clear()
 
     def _part(self, rank: int, place: int) -> BoardPart:
-        return BoardPart(self._arenas[rank][place * PART_BYTES:(place + 1) * PART_BYTES])
+        return BoardPart(self._arenas[rank][place * PART_BYTES : (place + 1) * PART_BYTES])
 
     def await_board(self, board: SharedBoard) -> None:
         """Wait in the engine until all ranks have posted."""
@@ -246,8 +304,12 @@ class ShmTransport(PolledTransport):
             lost = [rank for rank in gone if rank in missing]
             with self.lock:
                 if not wait.finished and (lost or not missing):
-                    self.finish(wait, self._lost(self._peers[lost[0]], "its process ended", PeerLostError)
-                                if lost else None)
+                    self.finish(
+                        wait,
+                        self._lost(self._peers[lost[0]], "its process ended", PeerLostError)
+                        if lost
+                        else None,
+                    )
                     moved = True
         return moved
 
@@ -259,4 +321,3 @@ class ShmTransport(PolledTransport):
             super()._sleep(seconds)
         for board in boards:
             board.sleeps(False)
-

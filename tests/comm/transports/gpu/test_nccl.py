@@ -1,4 +1,5 @@
-"""The device side of transport nccl (NCCL, CUDA IPC) on a stand-in for CuPy; with real GPUs under -m gpu."""
+"""The device side of transport nccl (NCCL, CUDA IPC) on a stand-in for CuPy; with real GPUs under
+-m gpu."""
 
 import shutil
 import sys
@@ -13,20 +14,28 @@ import pytest
 from helpers import run
 from kernel_checks import needs_compiler
 from linked import linked
-from minidist.kernels import on_cpu
 
 import minidist as md
 from minidist.comm.transports.gpu import cuda_ipc, nccl
 from minidist.comm.transports.gpu.staging import Gpu, GpuSide
 from minidist.device import backend, dispatch
-from minidist.errors import CommError, ConfigError, DeviceError, LaunchError, MismatchError, PeerLostError, TimeoutError
+from minidist.errors import (
+    CommError,
+    ConfigError,
+    DeviceError,
+    LaunchError,
+    MismatchError,
+    PeerLostError,
+    TimeoutError,
+)
+from minidist.kernels import on_cpu
 
 
 @pytest.fixture
 def cupy(monkeypatch):
     modules = fake_cupy.modules()
     fake_cupy.stand_in(monkeypatch, modules)
-    if on_cpu.compiler() is None:       # nothing to run a kernel with: the plain path
+    if on_cpu.compiler() is None:  # nothing to run a kernel with: the plain path
         monkeypatch.setattr(cuda_ipc, "kernel", lambda *_: None)
     monkeypatch.setattr(fake_cupy.NcclCommunicator, "all", [])
     monkeypatch.setattr(cuda_ipc, "TURN_BYTES", 16 << 10)
@@ -38,6 +47,7 @@ def cupy(monkeypatch):
 @pytest.fixture
 def late(cupy, monkeypatch):
     """What a thread's default stream is given is done late."""
+
     def default_stream():
         stream = fake_cupy.Stream()
         stream.put(lambda: time.sleep(0.03))
@@ -78,13 +88,14 @@ on_both = pytest.mark.parametrize("one_gpu", [False, True], ids=["nccl", "cuda-i
 @pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.soak)])
 def test_every_verb(cupy, monkeypatch, one_gpu, size):
     monkeypatch.setattr(fake_cupy.NcclCommunicator, "kernel_seconds", 0.0)
-    monkeypatch.setattr(cuda_ipc, "TURN_BYTES", 1024)   # several rounds
+    monkeypatch.setattr(cuda_ipc, "TURN_BYTES", 1024)  # several rounds
     run_on_gpus(gpu_calls.all_cases, size, size=size, one_gpu=one_gpu)
 
 
 @needs_compiler
 def test_ranks_that_share_a_gpu_add_low_precision_by_a_kernel(cupy, monkeypatch):
-    """The same bits as the plain path, which widens, adds, rounds; NaN, infinities and an odd beginning included."""
+    """The same bits as the plain path, which widens, adds, rounds; NaN, infinities and an odd
+    beginning included."""
     monkeypatch.setattr(cuda_ipc, "TURN_BYTES", 1024)
     ran, kind = [], backend.dtype("bfloat16")
 
@@ -96,7 +107,10 @@ def test_ranks_that_share_a_gpu_add_low_precision_by_a_kernel(cupy, monkeypatch)
         x = np.random.default_rng(world.rank).normal(size=1009).astype(np.float32)
         x[::97] = (np.nan, np.inf, 1e38)[world.rank]
         values = cupy.asarray(x.astype(kind))
-        return [gpu_calls.back(world.all_reduce(values)), gpu_calls.back(world.reduce_scatter(values))]
+        return [
+            gpu_calls.back(world.all_reduce(values)),
+            gpu_calls.back(world.reduce_scatter(values)),
+        ]
 
     def by(chosen):
         monkeypatch.setattr(cuda_ipc, "kernel", chosen)
@@ -117,19 +131,25 @@ def test_beside_the_host(cupy, one_gpu):
 @pytest.mark.usefixtures("late")
 @on_both
 def test_what_workers_do_is_ordered_in_the_program_s_stream(one_gpu):
-    run_on_gpus(gpu_calls.mixed, size=2, one_gpu=one_gpu)       # where a half of the world is a rank alone
+    # where a half of the world is a rank alone
+    run_on_gpus(gpu_calls.mixed, size=2, one_gpu=one_gpu)
     run_on_gpus(gpu_calls.in_a_stream_of_its_own, size=2, one_gpu=one_gpu)
 
 
 @on_both
 def test_results_are_memory_of_the_program_s_stream(cupy, one_gpu):
     """Its pool may hand a freed one out again at once, to whoever comes next in that stream."""
+
     def ranks(world):
         for fields in gpu_calls.cases(2):
             case = gpu_calls.Drawn(**fields)
-            got = gpu_calls.call(world, case, gpu_calls.on_device(gpu_calls.bring(case, world.rank)), None)
+            got = gpu_calls.call(
+                world, case, gpu_calls.on_device(gpu_calls.bring(case, world.rank)), None
+            )
             for array in got if isinstance(got, list) else [got]:
-                assert array is None or (array.base or array).stream is fake_cupy.get_current_stream(), fields
+                assert (
+                    array is None or (array.base or array).stream is fake_cupy.get_current_stream()
+                ), fields
 
     run_on_gpus(ranks, size=2, one_gpu=one_gpu)
 
@@ -137,8 +157,9 @@ def test_results_are_memory_of_the_program_s_stream(cupy, one_gpu):
 @on_both
 def test_who_waits_in_another_stream_frees_nothing_early(cupy, one_gpu):
     """What only the program's stream may have again is still read by the side then."""
+
     def ranks(world):
-        world.all_reduce(cupy.asarray(np.ones(2000)))           # NCCL's ranks have met
+        world.all_reduce(cupy.asarray(np.ones(2000)))  # NCCL's ranks have met
         world.transport.device.side(world.id).stream.put(lambda: time.sleep(0.05))
         pending = world.start_all_reduce(cupy.asarray(np.full(2000, world.rank + 1.0)))
         with cupy.cuda.Stream():
@@ -171,11 +192,15 @@ def test_messages(cupy, one_gpu):
 
 
 def test_messages_of_two_ranks_may_all_stand_behind_each_other(cupy):
-    """Each sends twice and then receives twice, on lanes whose NCCL calls wait for the other side."""
+    """Each sends twice and then receives twice, on lanes whose NCCL calls wait for the other
+    side."""
+
     def ranks(world):
         other, x = 1 - world.rank, cupy.asarray(np.full(9, world.rank + 1.0))
         for pending in [world.start_send(x, dst=other) for _ in range(2)]:
-            assert not isinstance(world.transport.device.lane(world.id, world.rank, other), type(None))
+            assert not isinstance(
+                world.transport.device.lane(world.id, world.rank, other), type(None)
+            )
             pending.handles[0].wait()
         return [gpu_calls.back(world.recv(src=other)).tolist() for _ in range(2)]
 
@@ -197,7 +222,15 @@ def test_a_message_that_nobody_takes_ends_with_the_limit(cupy):
 def test_alone_arrays_stay_where_they_are(cupy):
     def ranks(world):
         x = cupy.asarray(np.arange(6.0))
-        for verb in ("all_reduce", "reduce", "reduce_scatter", "all_gather", "gather", "broadcast", "scatter"):
+        for verb in (
+            "all_reduce",
+            "reduce",
+            "reduce_scatter",
+            "all_gather",
+            "gather",
+            "broadcast",
+            "scatter",
+        ):
             got = getattr(world, verb)(x)
             assert got is not x
             assert gpu_calls.back(got).tolist() == list(range(6))
@@ -227,10 +260,18 @@ def test_a_host_array_among_them_is_a_disagreement(cupy):
 
 def test_what_nccl_does_not_know_is_refused(cupy):
     def ranks(world):
-        for x, op in ((np.ones(2, np.int16), "sum"), (np.ones(2, np.complex64), "sum"), (np.ones(2, bool), "max")):
-            with pytest.raises(ConfigError, match=f"algorithm native: NCCL has no {op} of {x.dtype}; choose auto"):
+        for x, op in (
+            (np.ones(2, np.int16), "sum"),
+            (np.ones(2, np.complex64), "sum"),
+            (np.ones(2, bool), "max"),
+        ):
+            with pytest.raises(
+                ConfigError, match=f"algorithm native: NCCL has no {op} of {x.dtype}; choose auto"
+            ):
                 world.all_reduce(cupy.asarray(x), op=op, algorithm="native")
-        with pytest.raises(ConfigError, match="no collectives of its own.*nccl with arrays on the GPU"):
+        with pytest.raises(
+            ConfigError, match="no collectives of its own.*nccl with arrays on the GPU"
+        ):
             world.all_reduce(np.ones(2), algorithm="native")
 
     run_on_gpus(ranks, size=2)
@@ -238,6 +279,7 @@ def test_what_nccl_does_not_know_is_refused(cupy):
 
 def test_two_of_three_share_a_gpu(cupy):
     """Neither NCCL nor IPC can: auto stages, native is refused."""
+
     def ranks(world):
         equipped(world)
         world.transport.device._places[1] = "gpu 0"
@@ -268,22 +310,29 @@ def test_the_limit_holds_on_the_gpu(cupy):
         world.transport.limit = 0.2
         if world.rank == 0:
             began = time.monotonic()
-            with pytest.raises(TimeoutError, match="rank 0 waited 0.2 s for the GPU in NCCL's all_reduce"):
+            with pytest.raises(
+                TimeoutError, match="rank 0 waited 0.2 s for the GPU in NCCL's all_reduce"
+            ):
                 device.finish()
             assert time.monotonic() - began < 9
-            with pytest.raises(TimeoutError):           # and so does every later call
+            with pytest.raises(TimeoutError):  # and so does every later call
                 world.all_reduce(gpu_calls.on_device(np.ones(4)))
 
-    with pytest.raises(TimeoutError, match="rank 0.*0.2 s for the GPU"):     # again, as the world is closed
+    # again, as the world is closed
+    with pytest.raises(TimeoutError, match="rank 0.*0.2 s for the GPU"):
         run_on_gpus(ranks, size=2)
-    assert soon(lambda: all(comm.aborted for comm in fake_cupy.NcclCommunicator.all if comm.rank == 0))
+    assert soon(
+        lambda: all(comm.aborted for comm in fake_cupy.NcclCommunicator.all if comm.rank == 0)
+    )
 
 
 def test_a_lost_peer_ends_what_the_gpu_waits_for(cupy):
     def ranks(world):
         device = enqueue_in_vain(world)
         if world.rank == 0:
-            threading.Timer(0.05, world.transport.abort, [PeerLostError("rank 1 was killed", 1)]).start()
+            threading.Timer(
+                0.05, world.transport.abort, [PeerLostError("rank 1 was killed", 1)]
+            ).start()
             with pytest.raises(PeerLostError, match="rank 1 was killed"):
                 device.finish()
             device.side(world.id).stream.synchronize()  # its kernel has ended
@@ -298,7 +347,9 @@ def test_what_nccl_notices_by_itself_ends_the_job(cupy):
         device = enqueue_in_vain(world)
         if world.rank == 0:
             device.native(world.id, world.world_ranks)._comm._comm.failed = "remote process exited"
-            with pytest.raises(CommError, match="rank 0: NCCL failed on the GPU: remote process exited"):
+            with pytest.raises(
+                CommError, match="rank 0: NCCL failed on the GPU: remote process exited"
+            ):
                 device.finish()
             raise LookupError("seen")
 
@@ -308,12 +359,16 @@ def test_what_nccl_notices_by_itself_ends_the_job(cupy):
 
 def test_a_communicator_that_nobody_else_makes_ends_with_the_limit(cupy, monkeypatch):
     init = fake_cupy.NcclCommunicator.__init__
-    monkeypatch.setattr(fake_cupy.NcclCommunicator, "__init__",
-                        lambda self, n, id, rank: time.sleep(1) if rank else init(self, n, id, rank))
+    monkeypatch.setattr(
+        fake_cupy.NcclCommunicator,
+        "__init__",
+        lambda self, n, id, rank: time.sleep(1) if rank else init(self, n, id, rank),
+    )
     within = Gpu.within_limit
 
     def within_little(gpu, work, what):
-        gpu.transport.limit = 0.2       # not before: the ranks tell each other NCCL's id without such a haste
+        # not before: the ranks tell each other NCCL's id without such a haste
+        gpu.transport.limit = 0.2
         return within(gpu, work, what)
 
     monkeypatch.setattr(Gpu, "within_limit", within_little)
@@ -330,7 +385,9 @@ def test_a_communicator_that_is_never_made_holds_up_nobody_when_a_rank_is_lost(c
     monkeypatch.setattr(fake_cupy.NcclCommunicator, "__init__", lambda *_: over.wait())
 
     def ranks(world):
-        threading.Timer(0.05, world.transport.abort, [PeerLostError("rank 2 was killed", 2)]).start()
+        threading.Timer(
+            0.05, world.transport.abort, [PeerLostError("rank 2 was killed", 2)]
+        ).start()
         world.all_reduce(cupy.asarray(np.ones(4)))
 
     try:
@@ -348,7 +405,9 @@ def test_a_call_from_which_nccl_does_not_return_ends_with_the_limit(cupy, monkey
         assert soon(lambda: comm.aborted)
         raise fake_cupy.NcclError("remote process exited or there was a network error")
 
-    monkeypatch.setattr(cupy.cuda.nccl, "groupEnd", lambda: never(stuck.comm) if hasattr(stuck, "comm") else end())
+    monkeypatch.setattr(
+        cupy.cuda.nccl, "groupEnd", lambda: never(stuck.comm) if hasattr(stuck, "comm") else end()
+    )
     monkeypatch.setattr("minidist.comm.transports.gpu.nccl_lane._STUCK", 0.05)
 
     def ranks(world):
@@ -366,7 +425,7 @@ def test_a_call_from_which_nccl_does_not_return_ends_with_the_limit(cupy, monkey
 def test_arrays_live_as_long_as_the_gpu_needs_them_and_no_longer(cupy):
     def ranks(world):
         device = world.transport.device
-        world.start_all_reduce(cupy.asarray(np.full(1000, 1.0)))    # nobody waits for it
+        world.start_all_reduce(cupy.asarray(np.full(1000, 1.0)))  # nobody waits for it
         world.barrier()
         device.finish()
         x = cupy.asarray(np.ones(1000))
@@ -377,11 +436,16 @@ def test_arrays_live_as_long_as_the_gpu_needs_them_and_no_longer(cupy):
 
 
 def test_what_the_program_keeps_is_allocated_for_its_stream_and_ordered_behind_it(cupy):
-    """The pool may hand out again what the program read a moment ago, after the call had begun. In any thread: the
-    one that waits next receives for all."""
+    """The pool may hand out again what the program read a moment ago, after the call had begun. In
+    any thread: the one that waits next receives for all."""
+
     def ranks(world):
         cupy.cuda.Device(1).use()
-        side, program, seen = GpuSide(Gpu(world.transport, cupy, 1)), fake_cupy.get_current_stream(), []
+        side, program, seen = (
+            GpuSide(Gpu(world.transport, cupy, 1)),
+            fake_cupy.get_current_stream(),
+            [],
+        )
         begun = side.begin()
         program.put(lambda: (time.sleep(0.05), seen.append("read by the program")))
 
@@ -403,11 +467,12 @@ def test_what_the_program_keeps_is_allocated_for_its_stream_and_ordered_behind_i
 
 
 class Slow:
-    """An all-reduce in which rank 1's GPU is held up as it is about to look at what rank 0 shows: until right()."""
+    """An all-reduce in which rank 1's GPU is held up as it is about to look at what rank 0 shows:
+    until right()."""
 
     def __init__(self, world):
         self.go = threading.Event()
-        world.all_reduce(gpu_calls.on_device(np.ones(2000)))        # all have opened each other's memory
+        world.all_reduce(gpu_calls.on_device(np.ones(2000)))  # all have opened each other's memory
         device = world.transport.device
         native, stream = device.native(world.id, world.world_ranks), device.side(world.id).stream
         tell = native._tell
@@ -437,13 +502,13 @@ def test_a_rank_that_ends_frees_nothing_under_a_reader(cupy, how):
         group = world.split(0) if how == "split" else world
         slow = Slow(group)
         if how == "started":
-            group.start_all_reduce(gpu_calls.on_device(np.ones(3)))         # nobody waits for it
+            group.start_all_reduce(gpu_calls.on_device(np.ones(3)))  # nobody waits for it
         if world.rank == 0:
             world.close()
             fake_cupy.end_process()
             ended.set()
         else:
-            assert not ended.wait(0.1)                      # long enough for who does not wait
+            assert not ended.wait(0.1)  # long enough for who does not wait
             assert slow.right()
 
     run_on_gpus(ranks, size=2, one_gpu=True)
@@ -453,6 +518,7 @@ def test_a_rank_that_ends_frees_nothing_under_a_reader(cupy, how):
 
 def test_a_rank_lets_go_of_nothing_that_it_still_reads(cupy):
     """Once the transport is aborted, too."""
+
     def ranks(world):
         slow = Slow(world)
         if world.rank == 1:
@@ -478,7 +544,7 @@ def test_who_is_lost_holds_up_nobody_and_the_others_wait_for_each_other(cupy):
             device = world.transport.device
             gone.append(device.native(world.id, world.world_ranks)._memory.ptr)
             device.finish()
-            device._natives.clear()                         # it cannot say anything any more
+            device._natives.clear()  # it cannot say anything any more
             fake_cupy.end_process()
             raise LookupError("a hand-made failure")
         with pytest.raises(PeerLostError):
@@ -498,7 +564,7 @@ def test_who_is_lost_holds_up_nobody_and_the_others_wait_for_each_other(cupy):
 def test_a_failed_job_ends_without_those_who_say_nothing_but_not_at_once(cupy, monkeypatch):
     """Its memory stays until the process ends; before that the others get a moment to look."""
     slow, looked = {}, threading.Event()
-    slept = []                                              # (thread, seconds): rank 1 sleeps too, when it closes
+    slept = []  # (thread, seconds): rank 1 sleeps too, when it closes
 
     def sleep(moment):
         slept.append((threading.get_ident(), moment))
@@ -513,16 +579,20 @@ def test_a_failed_job_ends_without_those_who_say_nothing_but_not_at_once(cupy, m
         world.transport.limit = 3600
         if world.rank == 0:
             world.transport.device.finish()
-            threading.Timer(0.05, world.transport.abort, [PeerLostError("rank 7 was killed", 7)]).start()
+            threading.Timer(
+                0.05, world.transport.abort, [PeerLostError("rank 7 was killed", 7)]
+            ).start()
             world.close()
-            assert [moment for thread, moment in slept if thread == threading.get_ident()] == [cuda_ipc.MOMENT]
+            assert [moment for thread, moment in slept if thread == threading.get_ident()] == [
+                cuda_ipc.MOMENT
+            ]
             fake_cupy.end_process()
         else:
             assert slow[1].go.wait(fake_cupy.PATIENCE)
             assert slow[1].right()
             looked.set()
             world.transport.device.finish()
-            world.transport.abort(PeerLostError("rank 7 was killed", 7))    # it has heard it, too
+            world.transport.abort(PeerLostError("rank 7 was killed", 7))  # it has heard it, too
 
     run_on_gpus(ranks, size=2, one_gpu=True)
 
@@ -533,7 +603,7 @@ def test_a_transport_that_is_closed_gives_its_gpu_a_chance_to_part():
     with linked("tcp") as (zero, _):
         zero.device = SimpleNamespace(close=lambda: closed.append(zero.waits.error))
     assert len(closed) == 1
-    assert closed[0] is not None                            # aborted before
+    assert closed[0] is not None  # aborted before
 
 
 def test_who_computes_on_is_not_waited_for_longer_than_the_limit(cupy):
@@ -549,9 +619,9 @@ def test_who_computes_on_is_not_waited_for_longer_than_the_limit(cupy):
         world.transport.device.finish()
         world.transport.limit = 0.2
         world.close()
-        world.close()                                       # again: there is nothing left to do
+        world.close()  # again: there is nothing left to do
         ended.set()
-        assert cupy.cuda.runtime.opened == 1                # rank 1 has it open: it was not freed
+        assert cupy.cuda.runtime.opened == 1  # rank 1 has it open: it was not freed
         assert not cupy.cuda.runtime.freed_under_others
 
     run_on_gpus(ranks, size=2, one_gpu=True)
@@ -584,7 +654,10 @@ def test_connecting_chooses_gpus_and_tries_ipc(cupy, refuses):
         transport = nccl.connect(Link(world.rank), world.transport)
         assert transport.name == "nccl"
         device = transport.device
-        return [device.gpu.device.id, *(device.refusal(who, None, None) is None for who in ((0, 1), (0, 2), (0, 1, 2)))]
+        return [
+            device.gpu.device.id,
+            *(device.refusal(who, None, None) is None for who in ((0, 1), (0, 2), (0, 1, 2))),
+        ]
 
     results = run(ranks, size=3)
     assert results == [[gpu, True, not refuses, False] for gpu in (0, 1, 0)]
@@ -593,20 +666,27 @@ def test_connecting_chooses_gpus_and_tries_ipc(cupy, refuses):
 
 def test_ranks_are_processes_that_meet_and_part(tmp_path, monkeypatch):
     """From md.run on; between processes the stand-in has no NCCL, so arrays are staged."""
-    (tmp_path / "cupy.py").write_text("import sys, fake_cupy\nmodules = fake_cupy.modules()\n"
-                                      "__path__ = []\nsys.modules.update(modules)\n")
+    (tmp_path / "cupy.py").write_text(
+        "import sys, fake_cupy\nmodules = fake_cupy.modules()\n"
+        "__path__ = []\nsys.modules.update(modules)\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
-    assert run(gpu_calls.staged, size=2, transport="nccl") == [["nccl", rank, [2.0, 4.0]] for rank in range(2)]
+    assert run(gpu_calls.staged, size=2, transport="nccl") == [
+        ["nccl", rank, [2.0, 4.0]] for rank in range(2)
+    ]
 
 
 def test_without_cupy_it_is_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(LaunchError, match=r"transport 'nccl' cannot work here: .*CuPy.*take auto") as caught:
+    with pytest.raises(
+        LaunchError, match=r"transport 'nccl' cannot work here: .*CuPy.*take auto"
+    ) as caught:
         nccl.find()
     assert "\n" not in str(caught.value)
 
 
-# ----------------------------------------------------------------------------------------------------------- on a GPU
+# ----------------------------------------------------------------------------------------- on a GPU
+
 
 def gpus() -> int:
     cupy = pytest.importorskip("cupy", reason="needs CuPy")

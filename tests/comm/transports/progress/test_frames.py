@@ -1,4 +1,5 @@
-"""Headers: what is packed comes back; whatever else comes is refused before a length in it is believed."""
+"""Headers: what is packed comes back; whatever else comes is refused before a length in it is
+believed."""
 
 import pytest
 from hypothesis import given
@@ -14,14 +15,20 @@ WORDS = st.integers(0, 2**64 - 1)
 
 def parse(data: bytes, align: int) -> frames.Header:
     """As a transport does it: the length first, then the whole."""
-    length = frames.header_length(data[:frames.HEADER_BYTES], align)
+    length = frames.header_length(data[: frames.HEADER_BYTES], align)
     if length > len(data):
         raise CommError("more is announced than came")
     return frames.parse_header(data[:length])
 
 
-@given(st.sampled_from([frames.MESSAGE, frames.GOODBYE]), WORDS, WORDS, st.binary(max_size=200),
-       st.integers(0, frames.PAYLOAD_LIMIT), st.sampled_from([1, 64]))
+@given(
+    st.sampled_from([frames.MESSAGE, frames.GOODBYE]),
+    WORDS,
+    WORDS,
+    st.binary(max_size=200),
+    st.integers(0, frames.PAYLOAD_LIMIT),
+    st.sampled_from([1, 64]),
+)
 def test_what_is_packed_comes_back(kind, group, sequence, meta, nbytes, align):
     packed = frames.pack_header(kind, Tag(group, sequence), meta, nbytes, align)
     assert len(packed) % align == 0
@@ -52,8 +59,10 @@ def test_random_bytes_are_refused(data):
         parse(data, 1)
 
 
-@pytest.mark.parametrize(("meta_length", "nbytes"), [(META_LIMIT + 1, 0), (65535, 0), (0, frames.PAYLOAD_LIMIT + 1),
-                                                     (0, 2**64 - 1)])
+@pytest.mark.parametrize(
+    ("meta_length", "nbytes"),
+    [(META_LIMIT + 1, 0), (65535, 0), (0, frames.PAYLOAD_LIMIT + 1), (0, 2**64 - 1)],
+)
 def test_lengths_beyond_the_limits_are_refused_before_the_checksum(meta_length, nbytes):
     start = frames._FIELDS.pack(frames.MAGIC, frames.MESSAGE, meta_length, 1, 1, nbytes) + bytes(4)
     with pytest.raises(CommError, match=f"{meta_length} bytes of meta and {nbytes} of payload"):

@@ -1,4 +1,5 @@
-"""Connections between all ranks: made also while strangers call; nobody else is let in; nothing is left open."""
+"""Connections between all ranks: made also while strangers call; nobody else is let in; nothing is
+left open."""
 
 import logging
 import socket
@@ -22,8 +23,13 @@ TOKEN = b"a token for tests"
 class Meeting:
     """A meeting of ranks that are threads."""
 
-    def __init__(self, world_rank: int, size: int, table: dict[int, dict[str, Any]],
-                 barrier: threading.Barrier) -> None:
+    def __init__(
+        self,
+        world_rank: int,
+        size: int,
+        table: dict[int, dict[str, Any]],
+        barrier: threading.Barrier,
+    ) -> None:
         self.world_rank, self.size, self.table, self.barrier = world_rank, size, table, barrier
 
     def meet(self, info: dict[str, Any]) -> list[dict[str, Any]]:
@@ -43,17 +49,29 @@ def alone(world_rank: int, infos: list[dict[str, Any]]) -> Meeting:
     return Meeting(world_rank, len(infos), dict(enumerate(infos)), threading.Barrier(1))
 
 
-def join(link: Meeting, info: dict[str, Any], listener: socket.socket, dial, token: bytes,
-         limit: float) -> dict[int, socket.socket]:
+def join(
+    link: Meeting, info: dict[str, Any], listener: socket.socket, dial, token: bytes, limit: float
+) -> dict[int, socket.socket]:
     """Meet, and connect to every other rank."""
     with full_mesh.listening(listener):
         infos = link.meet(info)
-        return full_mesh.connect(link.world_rank, range(len(infos)), listener, lambda rank: dial(infos[rank]), token,
-                                 limit)
+        return full_mesh.connect(
+            link.world_rank,
+            range(len(infos)),
+            listener,
+            lambda rank: dial(infos[rank]),
+            token,
+            limit,
+        )
 
 
-def join_all(size: int, listeners: list[socket.socket], dial, tokens: dict[int, bytes] | None = None,
-             limit: float = 5.0) -> list[dict[int, socket.socket] | CommError]:
+def join_all(
+    size: int,
+    listeners: list[socket.socket],
+    dial,
+    tokens: dict[int, bytes] | None = None,
+    limit: float = 5.0,
+) -> list[dict[int, socket.socket] | CommError]:
     """join() on threads; what each rank got, or raised."""
     results: list[dict[int, socket.socket] | CommError] = [CommError("not ended")] * size
 
@@ -87,8 +105,11 @@ def call(listener: socket.socket) -> socket.socket:
     return tcp({"address": listener.getsockname()})
 
 
-@pytest.mark.parametrize(("listen", "dial"), [(lambda: listen("127.0.0.1"), tcp),
-                                              (full_mesh.listen_unix, unix)], ids=["tcp", "unix"])
+@pytest.mark.parametrize(
+    ("listen", "dial"),
+    [(lambda: listen("127.0.0.1"), tcp), (full_mesh.listen_unix, unix)],
+    ids=["tcp", "unix"],
+)
 def test_every_two_ranks_are_connected(listen, dial):
     before, size = open_files(), 5
     links = join_all(size, [listen() for _ in range(size)], dial)
@@ -112,8 +133,12 @@ def test_strangers_keep_nobody_waiting_and_are_logged(caplog):
     for number, sock in enumerate(noisy):
         sock.sendall(b"GET / HTTP/1.1\r\n\r\n" * (number + 1) * 10)
     impostor = call(listeners[0])
-    guess = threading.Thread(target=lambda: pytest.raises(HandshakeError, wire.greet, impostor, b"guess",
-                                                          {"world_rank": 1}, 5), daemon=True)
+    guess = threading.Thread(
+        target=lambda: pytest.raises(
+            HandshakeError, wire.greet, impostor, b"guess", {"world_rank": 1}, 5
+        ),
+        daemon=True,
+    )
     guess.start()
 
     def after_the_guess(info: dict[str, Any]) -> socket.socket:
@@ -125,36 +150,53 @@ def test_strangers_keep_nobody_waiting_and_are_logged(caplog):
         links = join_all(3, listeners, after_the_guess)
         assert time.monotonic() - start < 4.5, "no silent stranger's limit of 5 s was waited for"
         assert [set(rank) for rank in links] == [{1, 2}, {0, 2}, {0, 1}]
-        for sock in [*silent, *noisy, impostor, *(sock for rank in links for sock in rank.values())]:
+        for sock in [
+            *silent,
+            *noisy,
+            impostor,
+            *(sock for rank in links for sock in rank.values()),
+        ]:
             sock.close()
         deadline = time.monotonic() + 5
-        while (len(caplog.records) < 6 or "token" not in caplog.text) and time.monotonic() < deadline:
+        while (
+            len(caplog.records) < 6 or "token" not in caplog.text
+        ) and time.monotonic() < deadline:
             time.sleep(0.01)
     assert "127.0.0.1" in caplog.text
     assert "token" in caplog.text
     assert "a token for tests" not in caplog.text
 
 
-@pytest.mark.parametrize(("listen", "dial"), [(lambda: listen("127.0.0.1"), tcp),
-                                              (full_mesh.listen_unix, unix)], ids=["tcp", "unix"])
+@pytest.mark.parametrize(
+    ("listen", "dial"),
+    [(lambda: listen("127.0.0.1"), tcp), (full_mesh.listen_unix, unix)],
+    ids=["tcp", "unix"],
+)
 def test_a_crowd_of_silent_strangers_keeps_no_rank_out(listen, dial, caplog):
-    """They came first, and more of them than any room here holds; those that are sent away leave few lines."""
+    """They came first, and more of them than any room here holds; those that are sent away leave
+    few lines."""
     listeners = [listen() for _ in range(3)]
-    crowd = [dial({"address": listener.getsockname()}) for listener in listeners[:2] for _ in range(120)]
+    crowd = [
+        dial({"address": listener.getsockname()}) for listener in listeners[:2] for _ in range(120)
+    ]
     start = time.monotonic()
     links = join_all(3, listeners, dial, limit=SOON)
     assert time.monotonic() - start < SOON
     assert [set(rank) for rank in links] == [{1, 2}, {0, 2}, {0, 1}]
     for sock in [*crowd, *(sock for rank in links for sock in rank.values())]:
         sock.close()
-    assert len(caplog.records) < 2 * acceptor.TOLD + 20, "of an earlier test perhaps; else more than a hundred"
+    assert len(caplog.records) < 2 * acceptor.TOLD + 20, (
+        "of an earlier test perhaps; else more than a hundred"
+    )
 
 
 def test_a_rank_that_is_sent_away_by_a_crowd_calls_again(monkeypatch):
     """The listener hangs up before it has answered, as it does when its room is full."""
     admit, heard = wire.admit, []
 
-    def admit_the_second(sock: socket.socket, token: bytes, limit: float, **options: Any) -> dict[str, Any]:
+    def admit_the_second(
+        sock: socket.socket, token: bytes, limit: float, **options: Any
+    ) -> dict[str, Any]:
         heard.append(sock)
         if len(heard) == 1:
             sock.close()
@@ -190,7 +232,9 @@ def test_a_rank_that_is_not_expected_is_refused(caplog):
             time.sleep(0.01)
         greet(callers[2], 1)
 
-    threads = [threading.Thread(target=greet, args=pair) for pair in zip(callers, (7, "1"), strict=False)]
+    threads = [
+        threading.Thread(target=greet, args=pair) for pair in zip(callers, (7, "1"), strict=False)
+    ]
     with caplog.at_level(logging.WARNING, "minidist.comm"):
         for thread in threads:
             thread.start()
@@ -208,8 +252,10 @@ def test_a_rank_that_is_not_expected_is_refused(caplog):
 
 def test_nobody_listens():
     listener = listen("127.0.0.1")
-    with nobodys_port() as address, pytest.raises(PeerLostError, match="rank 1 cannot connect to rank 0: .*refused"
-                                                  ) as caught:
+    with (
+        nobodys_port() as address,
+        pytest.raises(PeerLostError, match="rank 1 cannot connect to rank 0: .*refused") as caught,
+    ):
         join(alone(1, [{"address": address}, {}]), {}, listener, tcp, TOKEN, 2.0)
     assert caught.value.world_rank == 0
 
@@ -218,12 +264,24 @@ def test_a_host_that_answers_no_call_is_a_lost_link(monkeypatch):
     """Its firewall drops what comes; here the listener's queue is full, and the kernel drops it."""
     monkeypatch.setattr(full_mesh, "DIAL_LIMIT", 0.3)
     listener = listen("127.0.0.1")
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf, socket.create_connection(deaf.getsockname()):
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=0) as deaf,
+        socket.create_connection(deaf.getsockname()),
+    ):
         host, port = deaf.getsockname()
         start = time.monotonic()
-        with pytest.raises(LinkLostError, match=r"rank 1 cannot connect to rank 0: 127.0.0.1:\d+ did not answer for "
-                                                r"0.3 s: .* firewall") as caught:
-            join(alone(1, [{"host": host, "port": port}, {}]), {}, listener, lambda info: dial(info, LIMIT), TOKEN,
-                 LIMIT)
+        with pytest.raises(
+            LinkLostError,
+            match=r"rank 1 cannot connect to rank 0: 127.0.0.1:\d+ did not answer for "
+            r"0.3 s: .* firewall",
+        ) as caught:
+            join(
+                alone(1, [{"host": host, "port": port}, {}]),
+                {},
+                listener,
+                lambda info: dial(info, LIMIT),
+                TOKEN,
+                LIMIT,
+            )
     assert time.monotonic() - start < SOON
     assert caught.value.world_rank == 0

@@ -44,7 +44,7 @@ def test_a_reduction_reads_the_senders_own_memory():
 
     def add(target, start, piece):
         pieces.append(np.shares_memory(piece, x))
-        target[start:start + len(piece)] += piece
+        target[start : start + len(piece)] += piece
 
     a.start_send(1, TAG, x)
     b.start_recv(0, TAG, lambda meta, nbytes: total, add).wait()

@@ -1,4 +1,5 @@
-"""What a stream transport does beyond the conformance suite: early messages, lost and lying peers, nobody waiting."""
+"""What a stream transport does beyond the conformance suite: early messages, lost and lying peers,
+nobody waiting."""
 
 import gc
 import os
@@ -43,7 +44,9 @@ def pass_once(transport):
         transport._step_down()
 
 
-# --- messages that come early ----------------------------------------------------------------------------------------
+# --- messages that come early
+# ----------------------------------------------------------------------------------------
+
 
 @on_every_link
 def test_an_early_message_stays_in_the_link(kind):
@@ -84,9 +87,10 @@ def test_a_receive_may_claim_a_message_that_is_being_buffered(kind):
     with linked(kind) as (zero, one):
         last, first = np.empty(1), np.zeros(BIG, np.float32)
         sent = zero.start_send(1, tag(1), np.ones(BIG, np.float32))
-        until(zero._step_up)        # from here on nobody moves what the link does not hold
+        until(zero._step_up)  # from here on nobody moves what the link does not hold
         waiting = one.start_recv(0, tag(2), into(last))
-        until(lambda: pass_once(one) or one._peers[0].frame is not None)    # its header was read, not all of it
+        # its header was read, not all of it
+        until(lambda: pass_once(one) or one._peers[0].frame is not None)
         claimed = one.start_recv(0, tag(1), into(first), add)
         assert not claimed.done()
         zero._step_down()
@@ -108,11 +112,15 @@ def test_too_much_unasked_for_is_an_error_that_says_what_to_do(kind, monkeypatch
         zero.start_send(1, tag(9), np.zeros(1))
         nobody_tells(monkeypatch)
         asked_for = one.start_recv(0, tag(9), into(np.empty(1)))
-        with pytest.raises(CommError, match="400000 bytes .*7/2.* no receive asks for.*800000 bytes are buffered"):
+        with pytest.raises(
+            CommError, match="400000 bytes .*7/2.* no receive asks for.*800000 bytes are buffered"
+        ):
             asked_for.wait()
 
 
-# --- nobody waits ----------------------------------------------------------------------------------------------------
+# --- nobody waits
+# ----------------------------------------------------------------------------------------------------
+
 
 @on_every_link
 def test_what_was_started_moves_while_nobody_waits(kind):
@@ -143,7 +151,9 @@ def burnt(seconds):
     return time.process_time() - before
 
 
-# --- waking and ending -----------------------------------------------------------------------------------------------
+# --- waking and ending
+# -----------------------------------------------------------------------------------------------
+
 
 @on_every_link
 def test_abort_wakes_leader_and_follower_at_once(kind):
@@ -171,7 +181,8 @@ def test_abort_wakes_leader_and_follower_at_once(kind):
 
 @on_every_link
 def test_a_started_transfer_wakes_the_sleeping_leader(kind):
-    """The leader sleeps on a message that does not come; another thread's receive must not have to wait for that."""
+    """The leader sleeps on a message that does not come; another thread's receive must not have to
+    wait for that."""
     with linked(kind) as (zero, one):
         got = np.empty(1)
         leader = in_thread(one.start_recv(0, tag(1), into(np.empty(1))).wait)
@@ -189,9 +200,13 @@ def test_a_started_transfer_wakes_the_sleeping_leader(kind):
 @on_every_link
 def test_limit_names_rank_peer_and_tag(kind):
     with linked(kind, limit=0.1) as (zero, _one):
-        with pytest.raises(TimeoutError, match=r"rank 0 waited 0.1 s for a message from rank 1 \(tag 7/3\)"):
+        with pytest.raises(
+            TimeoutError, match=r"rank 0 waited 0.1 s for a message from rank 1 \(tag 7/3\)"
+        ):
             zero.start_recv(1, tag(3), into(np.empty(1))).wait()
-        with pytest.raises(TimeoutError, match=r"rank 1 to take 24000000 bytes \(tag 7/4; \d+ have left\)"):
+        with pytest.raises(
+            TimeoutError, match=r"rank 1 to take 24000000 bytes \(tag 7/4; \d+ have left\)"
+        ):
             zero.start_send(1, tag(4), np.zeros(BIG)).wait()
 
 
@@ -272,7 +287,9 @@ def test_nothing_is_left_when_closed(kind):
             arriving = one.start_recv(0, tag(1), into(np.empty(1)))
             zero.start_send(1, tag(1), np.zeros(1)).wait()
             arriving.wait()
-            waiter = in_thread(lambda: pytest.raises(CommError, zero.start_recv(1, tag(5), into(np.empty(1))).wait))
+            waiter = in_thread(
+                lambda: pytest.raises(CommError, zero.start_recv(1, tag(5), into(np.empty(1))).wait)
+            )
             until(lambda: zero._leading)
         waiter.join(20)
         assert not waiter.is_alive()
@@ -280,7 +297,9 @@ def test_nothing_is_left_when_closed(kind):
     assert not open_files() - files
 
 
-# --- lost and lying peers --------------------------------------------------------------------------------------------
+# --- lost and lying peers
+# --------------------------------------------------------------------------------------------
+
 
 @pytest.fixture
 def impatient(monkeypatch):
@@ -293,13 +312,15 @@ def test_a_peer_that_leaves_is_told_from_one_that_dies(kind, impatient):
         with linked(kind) as (zero, one):
             zero.start_send(1, tag(1), np.arange(4.0)).wait()
             if dies:
-                zero._peers[1].link._sock.shutdown(socket.SHUT_RDWR)      # as the kernel does it
+                zero._peers[1].link._sock.shutdown(socket.SHUT_RDWR)  # as the kernel does it
             else:
                 zero.close()
             got = np.empty(4)
             one.start_recv(0, tag(1), into(got)).wait()
             assert (got == np.arange(4)).all(), "what was sent before arrives"
-            with pytest.raises(PeerLostError, match="without a goodbye" if dies else "has left the job") as caught:
+            with pytest.raises(
+                PeerLostError, match="without a goodbye" if dies else "has left the job"
+            ) as caught:
                 one.start_recv(0, tag(2), into(got)).wait()
             assert caught.value.world_rank == 0
             with pytest.raises(PeerLostError, match="rank 1 lost rank 0"):
@@ -316,8 +337,13 @@ def test_a_death_ends_waits_that_are_under_way(kind, impatient):
                 handle.wait()
             errors.append(caught.value.world_rank)
 
-        threads = [in_thread(lambda h=handle: wait(h)) for handle in (
-            one.start_recv(0, tag(1), into(np.empty(1))), one.start_send(0, tag(2), np.zeros(BIG)))]
+        threads = [
+            in_thread(lambda h=handle: wait(h))
+            for handle in (
+                one.start_recv(0, tag(1), into(np.empty(1))),
+                one.start_send(0, tag(2), np.zeros(BIG)),
+            )
+        ]
         until(lambda: one._asleep)
         zero._peers[1].link._sock.shutdown(socket.SHUT_RDWR)
         for thread in threads:
@@ -337,16 +363,20 @@ def header(nbytes: int, meta: bytes = b"meta") -> bytes:
     return frames.pack_header(frames.MESSAGE, tag(1), meta, nbytes, 1)
 
 
-@pytest.mark.parametrize(("data", "says"), [
-    (b"GET / HTTP/1.1\r\nHost: localhost:4711\r\n\r\n", "no frame begins with b'GET / HT'"),
-    (b"", "ended without a goodbye"),
-    (header(100)[:20], "ended without a goodbye"),
-    (header(100, b"m" * 4000)[:2000], "ended without a goodbye"),
-    (header(100) + b"x" * 99, "ended without a goodbye"),
-    (b"mdf1\x01\0\xff\xff" + bytes(28), "65535 bytes of meta"),
-    (b"mdf1\x01\0\0\0" + bytes(16) + b"\xff" * 8 + bytes(4), "18446744073709551615 of payload"),
-    (header(100)[:-5] + b"?meta", "checksum is wrong"),
-], ids=lambda value: None if isinstance(value, bytes) else value[:12])
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: localhost:4711\r\n\r\n", "no frame begins with b'GET / HT'"),
+        (b"", "ended without a goodbye"),
+        (header(100)[:20], "ended without a goodbye"),
+        (header(100, b"m" * 4000)[:2000], "ended without a goodbye"),
+        (header(100) + b"x" * 99, "ended without a goodbye"),
+        (b"mdf1\x01\0\xff\xff" + bytes(28), "65535 bytes of meta"),
+        (b"mdf1\x01\0\0\0" + bytes(16) + b"\xff" * 8 + bytes(4), "18446744073709551615 of payload"),
+        (header(100)[:-5] + b"?meta", "checksum is wrong"),
+    ],
+    ids=lambda value: None if isinstance(value, bytes) else value[:12],
+)
 def test_what_is_no_frame_ends_the_link(data, says, impatient):
     transport = fed(data)
     try:
@@ -366,7 +396,7 @@ def fuzz(count: int, seed: int) -> None:
             case 0:
                 data = bytearray(random.bytes(random.integers(1, 300)))
             case 1:
-                data = data[:random.integers(len(data))]
+                data = data[: random.integers(len(data))]
             case 2:
                 for place in random.integers(0, len(data), random.integers(1, 9)):
                     data[place] = random.integers(256)
@@ -400,10 +430,14 @@ def test_damaged_frames_at_length(impatient):
     fuzz(20_000, seed=2)
 
 
-# --- many wake-ups ---------------------------------------------------------------------------------------------------
+# --- many wake-ups
+# ---------------------------------------------------------------------------------------------------
+
 
 def ping_pong(kind: str, rounds: int, sizes: tuple[int, ...]) -> None:
-    """Every message waits for the one before, and every wait sleeps: a lost wake-up shows as a TimeoutError."""
+    """Every message waits for the one before, and every wait sleeps: a lost wake-up shows as a
+    TimeoutError."""
+
     def play(transport: PolledTransport, peer: int, starts: bool) -> None:
         for turn in range(rounds):
             n = sizes[turn % len(sizes)]
@@ -418,7 +452,9 @@ def ping_pong(kind: str, rounds: int, sizes: tuple[int, ...]) -> None:
 
     first, second = MAKERS[kind]()
     child = os.fork()
-    transport = PolledTransport(kind, int(child == 0), 20.0, {int(child != 0): second if child == 0 else first}, 0)
+    transport = PolledTransport(
+        kind, int(child == 0), 20.0, {int(child != 0): second if child == 0 else first}, 0
+    )
     if child == 0:
         try:
             play(transport, 0, False)
@@ -454,7 +490,8 @@ def test_close_twice_and_makers_cover_every_kind():
 
 @pytest.mark.soak
 def test_a_peer_that_reads_nothing_is_no_link_that_loses_packets():
-    """Its system acknowledges all that fits, and then says that there is no room: nothing is sent again."""
+    """Its system acknowledges all that fits, and then says that there is no room: nothing is sent
+    again."""
     mine, theirs = tcp_links()
     filling = np.zeros(1 << 20, np.uint8)
     while mine.write(b"", filling):
@@ -463,7 +500,9 @@ def test_a_peer_that_reads_nothing_is_no_link_that_loses_packets():
     assert not mine.resends() and not theirs.resends()
     assert not mine.silent() and not theirs.silent()
     assert theirs.read_into(np.zeros(1 << 20, np.uint8))
-    assert not mine._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR), "nor has the kernel ended it"
+    assert not mine._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR), (
+        "nor has the kernel ended it"
+    )
     theirs.close()
     mine.close()
     assert not mine.resends(), "nor is a closed one"

@@ -1,4 +1,5 @@
-"""Short messages swapped without handles: what is taken at once, and what is left to start_recv, whole and in order."""
+"""Short messages swapped without handles: what is taken at once, and what is left to start_recv,
+whole and in order."""
 
 import socket
 import struct
@@ -16,13 +17,17 @@ from minidist.comm.transports.progress.stream import StreamTransport
 from minidist.errors import PeerLostError, ShapeError
 
 on_every_link = pytest.mark.parametrize("kind", KINDS)
-SIZES = (0, 1, 63, 64, 200, 1000)       # bytes: with and without padding to shared memory's lines
+SIZES = (0, 1, 63, 64, 200, 1000)  # bytes: with and without padding to shared memory's lines
 
 
 def swap(transport, sent, got, *, meta=b"call 7", expected=None):
     """With rank 1, or 0; `expected`: the header that is looked for, if another."""
     peer = 1 - transport.world_rank
-    return transport.swap(tag(7), [(peer, sent, meta)], [ShortReceive(peer, expected or meta, got.nbytes, lambda: got)])
+    return transport.swap(
+        tag(7),
+        [(peer, sent, meta)],
+        [ShortReceive(peer, expected or meta, got.nbytes, lambda: got)],
+    )
 
 
 def until(condition):
@@ -99,6 +104,7 @@ def test_half_a_message_is_left_too(kind, monkeypatch):
 @on_every_link
 def test_a_place_that_refuses_leaves_the_message_and_its_error(kind):
     with linked(kind) as (zero, one):
+
         def refuses(*_):
             raise ShapeError("out= has another shape")
 
@@ -131,11 +137,14 @@ def test_nothing_is_begun_where_a_link_is_busy_or_the_message_long(kind):
 def test_a_peer_that_ends_is_left_to_start_recv(kind, monkeypatch):
     nobody_tells(monkeypatch)
     with linked(kind) as (zero, one):
-        zero._peers[1].link._sock.shutdown(socket.SHUT_RDWR)        # as the kernel does it when a process dies
+        # as the kernel does it when a process dies
+        zero._peers[1].link._sock.shutdown(socket.SHUT_RDWR)
         got = np.zeros(10, np.uint8)
         outcome = swap(one, got, got)
         assert outcome is not None and outcome[1] == [False]
-        with pytest.raises(PeerLostError, match="rank 1 lost rank 0: its connection ended without a goodbye"):
+        with pytest.raises(
+            PeerLostError, match="rank 1 lost rank 0: its connection ended without a goodbye"
+        ):
             one.start_recv(0, tag(7), into(got)).wait()
 
 
@@ -154,12 +163,14 @@ def test_a_broken_connection_is_told_as_such(monkeypatch):
 
 @on_every_link
 def test_a_follower_leads_afterwards(kind, monkeypatch):
-    """A thread that has begun to wait while a swap looked for its messages goes on when the swap is over."""
+    """A thread that has begun to wait while a swap looked for its messages goes on when the swap is
+    over."""
     for limit in ("_HEARS", "QUIET"):
-        monkeypatch.setattr(engine, limit, 60.0)                            # no sleep ends by itself,
-    monkeypatch.setattr(engine.Engine, "_call_helper", lambda self: None)   # and no helper takes over
+        monkeypatch.setattr(engine, limit, 60.0)  # no sleep ends by itself,
+    # and no helper takes over
+    monkeypatch.setattr(engine.Engine, "_call_helper", lambda self: None)
     with linked(kind, spins=2000) as (zero, one):
-        time.sleep(0.05)                # the helper has looked once, and waits to be called
+        time.sleep(0.05)  # the helper has looked once, and waits to be called
         got, thread = np.zeros(5, np.uint8), None
 
         def other_waits():
@@ -178,7 +189,8 @@ def test_a_follower_leads_afterwards(kind, monkeypatch):
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_all_to_all_takes_most_at_once_and_the_rest_as_ever(transport, monkeypatch):
-    """Parts alike come by the swap; parts of other shapes, long ones and late ones do not: all are right."""
+    """Parts alike come by the swap; parts of other shapes, long ones and late ones do not: all are
+    right."""
     taken = []
     plain = StreamTransport.swap
 
@@ -192,7 +204,9 @@ def test_all_to_all_takes_most_at_once_and_the_rest_as_ever(transport, monkeypat
     def job(world):
         for step in range(40):
             length = (3, 3, 3, 5 + world.rank, 30_000)[step % 5]
-            parts = [np.full(length, 100 * step + 10 * world.rank + dst) for dst in range(world.size)]
+            parts = [
+                np.full(length, 100 * step + 10 * world.rank + dst) for dst in range(world.size)
+            ]
             for src, part in enumerate(world.all_to_all(parts, algorithm="pairwise")):
                 assert part.shape == ((5 + src,) if step % 5 == 3 else (length,))
                 assert (part == 100 * step + 10 * src + world.rank).all()
@@ -201,13 +215,17 @@ def test_all_to_all_takes_most_at_once_and_the_rest_as_ever(transport, monkeypat
     for messages, outcomes in run(job, size=3, transport=transport):
         assert messages == 80
         assert outcomes.count(None) == 8, "parts of 240,000 bytes"
-        assert 0 < outcomes.count(True) <= 24 * 2, "of 24 calls with parts alike, those from both others"
+        assert 0 < outcomes.count(True) <= 24 * 2, (
+            "of 24 calls with parts alike, those from both others"
+        )
 
 
 def test_subscribers_are_told_of_every_message():
     def job(world):
         events = []
-        world.ledger.subscribe(lambda event: events.append(event) if event.kind == "message" else None)
+        world.ledger.subscribe(
+            lambda event: events.append(event) if event.kind == "message" else None
+        )
         for _ in range(5):
             world.all_to_all([np.ones(3)] * world.size, algorithm="pairwise")
         return len(events)

@@ -13,7 +13,14 @@ import minidist as md
 from minidist.comm.group import Group
 from minidist.comm.limits import SHOWN_BYTES
 from minidist.comm.transport import Board
-from minidist.comm.transports.shm.exchange_board import _ASLEEP, _POSTED, PART_BYTES, TURNS, BoardPart, SharedBoard
+from minidist.comm.transports.shm.exchange_board import (
+    _ASLEEP,
+    _POSTED,
+    PART_BYTES,
+    TURNS,
+    BoardPart,
+    SharedBoard,
+)
 from minidist.comm.transports.shm.ring_buffer import RING_BYTES
 from minidist.comm.transports.shm.transport import BOARDS, ShmTransport
 from minidist.errors import CommError, PeerLostError, TimeoutError
@@ -61,8 +68,10 @@ def test_what_is_shared_is_known():
     close(transports)
 
 
-@pytest.mark.parametrize("lengths", [[0], [1, 0, 63], [4096, 4097], [3, 2 * 65536 + 5, 0, 4099, 64],
-                                     [SHOWN_BYTES - 1, 1]])
+@pytest.mark.parametrize(
+    "lengths",
+    [[0], [1, 0, 63], [4096, 4097], [3, 2 * 65536 + 5, 0, 4099, 64], [SHOWN_BYTES - 1, 1]],
+)
 def test_the_bytes_are_those_of_the_sources_and_those_shown_before_stay(lengths: list[int]):
     rng, part = np.random.default_rng(0), BoardPart(memoryview(bytearray(PART_BYTES)))
     before, last = np.empty(0, np.uint8), np.empty(0, np.uint8)
@@ -77,7 +86,7 @@ def test_the_bytes_are_those_of_the_sources_and_those_shown_before_stay(lengths:
 
 
 def test_other_dtypes_are_shown_byte_for_byte():
-    values = np.array([np.nan, -0.0, 1e300] * 65536)[:SHOWN_BYTES // 8]
+    values = np.array([np.nan, -0.0, 1e300] * 65536)[: SHOWN_BYTES // 8]
     part = BoardPart(memoryview(bytearray(PART_BYTES)))
     part.write(1, b"", [values[:5], values[5:]])
     assert part.read(1)[1].tobytes() == values.tobytes()
@@ -102,7 +111,9 @@ def test_ranks_that_come_late_wake_those_who_sleep():
             thread.join()
             assert not raised
         assert time.monotonic() - began < 9, "nobody slept until the limit"
-        assert sorted(seen) == sorted([[10 * turn, 10 * turn + 1, 10 * turn + 2] for turn in range(30)] * 3)
+        assert sorted(seen) == sorted(
+            [[10 * turn, 10 * turn + 1, 10 * turn + 2] for turn in range(30)] * 3
+        )
         close(transports)
 
 
@@ -178,7 +189,8 @@ def test_places_are_given_back_and_begin_anew():
 
 
 def test_a_place_serves_another_board_only_after_all_have_closed_the_first():
-    """Rank 0 has not looked yet at what rank 1 showed last, when that closes the board and reserves the next."""
+    """Rank 0 has not looked yet at what rank 1 showed last, when that closes the board and reserves
+    the next."""
     transports = shm_transports(2)
     boards = opened(transports)
     boards[0]._wait = lambda: late.wait(20)
@@ -198,7 +210,9 @@ def test_a_place_serves_another_board_only_after_all_have_closed_the_first():
 
 
 def test_a_group_closed_early_keeps_nobody_waiting():
-    """Rank 1 leaves a group and splits anew while rank 0 has not woken from the group's last call."""
+    """Rank 1 leaves a group and splits anew while rank 0 has not woken from the group's last
+    call."""
+
     def job(world: Group) -> list[int]:
         group = world.split(0)
         assert group is not None and isinstance(group.board, SharedBoard)

@@ -1,4 +1,5 @@
-"""Reading another process's memory: what is allowed, who must agree, what happens when the other is gone."""
+"""Reading another process's memory: what is allowed, who must agree, what happens when the other is
+gone."""
 
 import errno
 import os
@@ -36,7 +37,7 @@ def test_bytes_come_from_where_they_lie():
     target = octets(20)
     read(HERE, address(x) + 7, target[3:13])
     assert target.tolist() == [0] * 3 + list(range(7, 17)) + [0] * 7
-    read(HERE, 0, octets(0))        # nothing is nowhere
+    read(HERE, 0, octets(0))  # nothing is nowhere
 
 
 def test_what_comes_in_parts_comes_whole(monkeypatch):
@@ -91,7 +92,8 @@ def test_where_yama_asks_for_it_a_rank_lets_its_user_in(scope, asked, monkeypatc
     monkeypatch.setattr(process_vm_read, "_libc", Libc())
     Libc.calls.clear()
     Exhibit()
-    assert Libc.calls == [(0x59616D61, 2**64 - 1)] * asked      # PR_SET_PTRACER, PR_SET_PTRACER_ANY of linux/prctl.h
+    # PR_SET_PTRACER, PR_SET_PTRACER_ANY of linux/prctl.h
+    assert Libc.calls == [(0x59616D61, 2**64 - 1)] * asked
 
 
 def handed_over(size):
@@ -102,7 +104,11 @@ def handed_over(size):
             connections[low][high], connections[high][low] = socket.socketpair()
     try:
         with ThreadPoolExecutor(size) as pool:
-            return list(pool.map(lambda rank: hand_over(rank, connections[rank], 4096, 8192, 5.0), range(size)))
+            return list(
+                pool.map(
+                    lambda rank: hand_over(rank, connections[rank], 4096, 8192, 5.0), range(size)
+                )
+            )
     finally:
         for sockets in connections:
             for sock in sockets.values():
@@ -145,7 +151,9 @@ def test_reading_ends_with_what_ended_the_job(monkeypatch):
     x, target = np.arange(100, dtype=np.uint8), octets(100)
     zero.read(1, address(x), target)
     assert np.array_equal(target, x)
-    with pytest.raises(PeerLostError, match="rank 0 lost rank 1: its memory cannot be read any more .*Bad address"):
+    with pytest.raises(
+        PeerLostError, match="rank 0 lost rank 1: its memory cannot be read any more .*Bad address"
+    ):
         zero.read(1, 8, target)
     zero.abort(CommError("enough"))
     with pytest.raises(CommError, match="enough"):
@@ -161,7 +169,9 @@ def test_leave_that_is_taken_away_is_no_death(monkeypatch):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(process_vm_read, "read", refuse)
-    with pytest.raises(CommError, match="rank 0 may not read 8 bytes in the memory of rank 1 any more") as caught:
+    with pytest.raises(
+        CommError, match="rank 0 may not read 8 bytes in the memory of rank 1 any more"
+    ) as caught:
         zero.read(1, 0, octets(8))
     assert not isinstance(caught.value, PeerLostError)
     for transport in transports:
@@ -182,7 +192,9 @@ def killed_while_it_is_read(world, folder):
     try:
         world.all_gather(np.ones(1000))
     except PeerLostError as error:
-        (folder / str(world.rank)).write_text(f"{error.world_rank} {time.monotonic() - start:.3f} {error}")
+        (folder / str(world.rank)).write_text(
+            f"{error.world_rank} {time.monotonic() - start:.3f} {error}"
+        )
         raise
 
 

@@ -1,4 +1,5 @@
-"""The ring of bytes: what goes in comes out, whatever the sizes and turns, also between two processes."""
+"""The ring of bytes: what goes in comes out, whatever the sizes and turns, also between two
+processes."""
 
 import itertools
 import mmap
@@ -20,9 +21,18 @@ from minidist.comm.transports.shm.ring_buffer import (
     copy,
 )
 
-FRAMES = st.lists(st.tuples(st.integers(1, 66), st.one_of(
-    st.integers(0, 300), st.integers(0, CAPACITY // 2), st.sampled_from([PIECE_BYTES, CAPACITY, CAPACITY + 1]))),
-    min_size=1, max_size=12)
+FRAMES = st.lists(
+    st.tuples(
+        st.integers(1, 66),
+        st.one_of(
+            st.integers(0, 300),
+            st.integers(0, CAPACITY // 2),
+            st.sampled_from([PIECE_BYTES, CAPACITY, CAPACITY + 1]),
+        ),
+    ),
+    min_size=1,
+    max_size=12,
+)
 TURNS = st.lists(st.booleans(), max_size=60)
 
 
@@ -41,7 +51,7 @@ class Writing:
         if self.frames:
             prefix, payload = self.frames[0]
             begun = self.sent - len(prefix)
-            self.sent += self.writer.write(prefix if begun < 0 else b"", payload[max(begun, 0):])
+            self.sent += self.writer.write(prefix if begun < 0 else b"", payload[max(begun, 0) :])
             if self.sent == len(prefix) + len(payload):
                 del self.frames[0]
                 self.sent = 0
@@ -50,7 +60,9 @@ class Writing:
 class Reading:
     """Reads frames of known lengths, a step at a time, and compares."""
 
-    def __init__(self, reader: RingReader, frames: list[tuple[bytes, np.ndarray]], most: int) -> None:
+    def __init__(
+        self, reader: RingReader, frames: list[tuple[bytes, np.ndarray]], most: int
+    ) -> None:
         self.reader, self.frames, self.most, self.filled = reader, list(frames), most, -1
 
     def step(self) -> None:
@@ -62,7 +74,7 @@ class Reading:
                 self.filled = 0
         else:
             piece = self.reader.piece(min(self.most, len(payload) - self.filled))
-            assert np.array_equal(piece, payload[self.filled:self.filled + len(piece)])
+            assert np.array_equal(piece, payload[self.filled : self.filled + len(piece)])
             self.filled += len(piece)
             self.reader.skip(len(piece))
         if self.filled == len(payload):
@@ -73,7 +85,10 @@ class Reading:
 
 def transfer(sizes: list[tuple[int, int]], turns: list[bool], most: int) -> None:
     random = np.random.default_rng(len(sizes))
-    frames = [(random.bytes(lines * LINE), random.integers(0, 256, nbytes, np.uint8)) for lines, nbytes in sizes]
+    frames = [
+        (random.bytes(lines * LINE), random.integers(0, 256, nbytes, np.uint8))
+        for lines, nbytes in sizes
+    ]
     writer, reader = ends()
     writing, reading = Writing(writer, frames), Reading(reader, frames, most)
     for step, writes in enumerate(itertools.chain(turns, itertools.cycle((True, False)))):
@@ -147,7 +162,10 @@ def pump(memory: memoryview, frames: list[tuple[bytes, np.ndarray]]) -> None:
 def test_two_processes_see_each_other_in_order():
     """Between processes that run at once: bytes never behind `head`, room never ahead of `tail`."""
     random = np.random.default_rng(5)
-    frames = [(random.bytes(LINE), random.integers(0, 256, n, np.uint8)) for n in random.integers(0, 200_000, 300)]
+    frames = [
+        (random.bytes(LINE), random.integers(0, 256, n, np.uint8))
+        for n in random.integers(0, 200_000, 300)
+    ]
     memory = memoryview(mmap.mmap(-1, RING_BYTES))
     child = os.fork()
     if child == 0:
@@ -165,9 +183,9 @@ def test_two_processes_see_each_other_in_order():
 @pytest.mark.parametrize("behind", [-64, -8, 0, 1, 8, 15, 16, 4096])
 def test_copy_wherever_the_two_lie(nbytes, behind):
     memory = np.frombuffer(mmap.mmap(-1, 1 << 18), np.uint8)
-    source = memory[1024:1024 + nbytes]
+    source = memory[1024 : 1024 + nbytes]
     source[:] = np.arange(nbytes) % 251
-    target = memory[(1 << 17) + 1024 + behind:][:nbytes]
+    target = memory[(1 << 17) + 1024 + behind :][:nbytes]
     copy(target, source)
     assert np.array_equal(target, np.arange(nbytes) % 251)
-    assert not memory[(1 << 17) + 1024 + behind + nbytes:].any()
+    assert not memory[(1 << 17) + 1024 + behind + nbytes :].any()

@@ -1,7 +1,9 @@
-"""`import cupy` in processes of their own: the stand-in fake_gpu.py, and what the benches ask of a GPU besides.
+"""`import cupy` in processes of their own: the stand-in fake_gpu.py, and what the benches ask of a
+GPU besides.
 
-For `benchmarks/gpu.sh --rehearse`, which puts this folder and tests/support into PYTHONPATH. Kernels run in the CPU
-build, thousands of times slower than on a GPU, so the benches find small sizes here. Their times mean nothing.
+For `benchmarks/gpu.sh --rehearse`, which puts this folder and tests/support into PYTHONPATH.
+Kernels run in the CPU build, thousands of times slower than on a GPU, so the benches find small
+sizes here. Their times mean nothing.
 """
 
 import sys
@@ -16,8 +18,12 @@ from fake_cupy import at
 from minidist.bench.step.ranks import Model
 from minidist.device import cublas
 
-SMALL = {"minidist.bench.kernels.timing": {"STEP": Model(layers=1, width=32, heads=2, context=32, batch=1, vocab=64)},
-         "minidist.bench.kernels.gpu": {"COPIED": 1 << 16, "SIDE": 64, "WARM_UPS": 1, "ROUNDS": 2}}
+SMALL = {
+    "minidist.bench.kernels.timing": {
+        "STEP": Model(layers=1, width=32, heads=2, context=32, batch=1, vocab=64)
+    },
+    "minidist.bench.kernels.gpu": {"COPIED": 1 << 16, "SIDE": 64, "WARM_UPS": 1, "ROUNDS": 2},
+}
 note, allowed = fake_gpu.wait, [True]
 
 
@@ -38,7 +44,7 @@ class Pointer(SimpleNamespace):
         """New memory is full of ones already."""
 
 
-class ndarray(fake_gpu.ndarray):        # noqa: N801 - CuPy's name
+class ndarray(fake_gpu.ndarray):  # noqa: N801 - CuPy's name
     """An array whose address is a Pointer."""
 
     def __init__(self, host, base=None):
@@ -67,12 +73,30 @@ def allow_synchronize(allow):
 fake_gpu.wait, fake_gpu.ndarray, cublas.load = wait, ndarray, fake_gpu.Cublas
 found = fake_gpu.modules()
 cupy, cuda = found["cupy"], found["cupy.cuda"]
-pool = SimpleNamespace(malloc=lambda nbytes: Pointer(ptr=0), total_bytes=lambda: 0, free_all_blocks=lambda: None)
-vars(cupy).update(get_default_memory_pool=lambda: pool, get_default_pinned_memory_pool=lambda: pool,
-                  __version__="a stand-in", __spec__=__spec__, __path__=[])
-vars(cuda).update(Event=Event, get_elapsed_time=lambda start, stop: 1e3 * (stop.seconds - start.seconds) + 1e-6)
-vars(cuda.runtime).update(runtimeGetVersion=lambda: 13000, getDeviceCount=lambda: 1, getDeviceProperties=lambda id: {
-    "name": b"a stand-in, no GPU", "l2CacheSize": 4096, "multiProcessorCount": 1, "major": 0, "minor": 0})
+pool = SimpleNamespace(
+    malloc=lambda nbytes: Pointer(ptr=0), total_bytes=lambda: 0, free_all_blocks=lambda: None
+)
+vars(cupy).update(
+    get_default_memory_pool=lambda: pool,
+    get_default_pinned_memory_pool=lambda: pool,
+    __version__="a stand-in",
+    __spec__=__spec__,
+    __path__=[],
+)
+vars(cuda).update(
+    Event=Event, get_elapsed_time=lambda start, stop: 1e3 * (stop.seconds - start.seconds) + 1e-6
+)
+vars(cuda.runtime).update(
+    runtimeGetVersion=lambda: 13000,
+    getDeviceCount=lambda: 1,
+    getDeviceProperties=lambda id: {
+        "name": b"a stand-in, no GPU",
+        "l2CacheSize": 4096,
+        "multiProcessorCount": 1,
+        "major": 0,
+        "minor": 0,
+    },
+)
 found["cupyx"].allow_synchronize = allow_synchronize
 for name in SMALL.keys() & sys.modules.keys():
     vars(sys.modules[name]).update(SMALL[name])
