@@ -66,7 +66,8 @@ def machine() -> dict[str, Any]:
             found["cupy"] = cupy.__version__
             if not cupy.is_available():
                 return {**found, "why": "CuPy finds no GPU or driver that it can use"}
-            runtime, nccl = cupy.cuda.runtime, importlib.import_module("cupy.cuda.nccl")
+            runtime = cupy.cuda.runtime
+            nccl = importlib.import_module("cupy.cuda.nccl")
             about = runtime.getDeviceProperties(0)
             found.update(
                 device=about["name"].decode(),

@@ -36,7 +36,8 @@ SOURCE = Source(
 BLOCK = 256  # threads
 ROW_PARTS = 64  # the most blocks that share the rows of a bias gradient; its sums are float32
 
-_IN, _CUBE = np.sqrt(2 / np.pi), 0.044715
+_IN = np.sqrt(2 / np.pi)
+_CUBE = 0.044715
 
 
 def bias_gelu_reference(x: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
@@ -81,14 +82,17 @@ def bias_gelu_gradient(
 ) -> tuple[Array, Array]:
     """dx and dbias (columns,), summed in float32 in an order that depends on the shape alone.
     Raises: ShapeError."""
-    xp, columns = array_module(x), x.shape[-1]
+    xp = array_module(x)
+    columns = x.shape[-1]
     _check_bias(x, bias)
     check_alike("bias_gelu_gradient", x, dy)
-    dx, dbias = xp.empty(x.shape, x.dtype), xp.empty((columns,), x.dtype)
+    dx = xp.empty(x.shape, x.dtype)
+    dbias = xp.empty((columns,), x.dtype)
     if x.size == 0:
         dbias[...] = 0.0
         return dx, dbias
-    rows, kind = x.size // columns, c_type(x)
+    rows = x.size // columns
+    kind = c_type(x)
     version = version_for("bias_gelu_gradient", version, *_given(x, bias, dy))
     wide = 32 * (16 // x.dtype.itemsize if version == 2 else 1)
     parts = min(ROW_PARTS, -(-rows // 8))

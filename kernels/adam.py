@@ -50,7 +50,8 @@ def adam_reference(
     AdamW's decay."""
     b1, b2 = betas
     p, g = (p * (1 - lr * decay), g) if apart else (p, g + decay * p)
-    m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+    m = b1 * m + (1 - b1) * g
+    v = b2 * v + (1 - b2) * g * g
     return p - lr * (m / (1 - b1**step)) / (np.sqrt(v / (1 - b2**step)) + eps), m, v
 
 
@@ -82,15 +83,14 @@ class AdamTensors:
             raise ShapeError(
                 f"AdamTensors: {len(decays)} decays for {len(masters)} tensors; pass one for each"
             )
-        self.masters, self.m, self.v, self.decays = (
-            Table(masters),
-            Table(m),
-            Table(v),
-            tuple(map(float, decays)),
-        )
+        self.masters = Table(masters)
+        self.m = Table(m)
+        self.v = Table(v)
+        self.decays = tuple(map(float, decays))
         self.decay_array = xp.asarray(np.array(self.decays, np.float32))
         self.copies = None if copies is None else Table(copies)
-        self.count, self.numbers = xp.zeros((1,), np.int32), xp.empty((5,), np.float32)
+        self.count = xp.zeros((1,), np.int32)
+        self.numbers = xp.empty((5,), np.float32)
         self.aligned = begin_aligned(*(array for arrays in lists for array in arrays))
 
 
@@ -162,7 +162,8 @@ def adam_step(
     if version == 1:
         _a_launch_each(tensors, gradients, constants)
     elif len(gradients.chunks):
-        kind, chunks = c_type(gradients.arrays[0]), gradients.chunks
+        kind = c_type(gradients.arrays[0])
+        chunks = gradients.chunks
         launch(
             SOURCE,
             f"adam_v{version}<{kind}>",

@@ -96,14 +96,17 @@ def attention_gradient_reference(
     blocks: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """dq, dk, dv; the formulas are in attention_gradient.cu."""
-    heads, scale = q.shape[1], q.shape[-1] ** -0.5
+    heads = q.shape[1]
+    scale = q.shape[-1] ** -0.5
     y, log_total = attention_reference(q, k, v, causal=causal, blocks=blocks)
-    k_all, v_all = _repeated(k, heads), _repeated(v, heads)
+    k_all = _repeated(k, heads)
+    v_all = _repeated(v, heads)
     mask = seen(q.shape[2], k.shape[2], causal, blocks)
     scores = np.where(mask, q @ k_all.swapaxes(-1, -2) * scale, -np.inf)
     p = np.exp(scores - np.where(log_total == -np.inf, 0, log_total)[..., None])
     ds = p * (dy @ v_all.swapaxes(-1, -2) - (dy * y).sum(axis=-1, keepdims=True))
-    dk, dv = ds.swapaxes(-1, -2) @ q * scale, p.swapaxes(-1, -2) @ dy
+    dk = ds.swapaxes(-1, -2) @ q * scale
+    dv = p.swapaxes(-1, -2) @ dy
     shared = (k.shape[0], k.shape[1], heads // k.shape[1], *k.shape[2:])
     return ds @ k_all * scale, dk.reshape(shared).sum(axis=2), dv.reshape(shared).sum(axis=2)
 
@@ -126,7 +129,8 @@ def attention(
     """
     xp = array_module(q, k, v)
     _check(q, k, v, causal, blocks)
-    y, log_total = xp.zeros_like(q), xp.full(q.shape[:3], -np.inf, np.float32)
+    y = xp.zeros_like(q)
+    log_total = xp.full(q.shape[:3], -np.inf, np.float32)
     if q.size and k.size:
         rules = _apart_rules(q, k, causal, blocks)
         _forward(_version("attention", version, rules, q), (q, k, v, y, log_total), rules)
@@ -140,7 +144,8 @@ def attention_packed(qkv: Array, heads: int, *, version: int | None = None) -> t
     Returns: y (B, T, H·D) and log_total (B, H, T). Raises: ShapeError; KernelError if `version`
     does not fit.
     """
-    xp, rules = array_module(qkv), _packed_rules(qkv, heads)
+    xp = array_module(qkv)
+    rules = _packed_rules(qkv, heads)
     y = xp.zeros((*qkv.shape[:2], qkv.shape[2] // 3), qkv.dtype)
     log_total = xp.full((len(qkv), heads, qkv.shape[1]), -np.inf, np.float32)
     if qkv.size:
@@ -244,8 +249,11 @@ class Rules:
 
 
 def _forward(version: int, arrays: tuple[Array, ...], rules: Rules) -> None:
-    q, xp = arrays[0], array_module(arrays[0])
-    kind, width, all_heads = c_type(q), rules.tile(), rules.batch * rules.heads
+    q = arrays[0]
+    xp = array_module(arrays[0])
+    kind = c_type(q)
+    width = rules.tile()
+    all_heads = rules.batch * rules.heads
     if version == 1:
         scores = xp.empty((all_heads, rules.queries, rules.keys), np.float32)
         launch(
@@ -305,7 +313,9 @@ def _naive_gradient(
     version: int, given: tuple[Array, ...], results: tuple[Array, ...], rules: Rules
 ) -> None:
     q, _, _, dy = given[:4]
-    kind, all_heads, xp = c_type(q), rules.batch * rules.heads, array_module(q)
+    kind = c_type(q)
+    all_heads = rules.batch * rules.heads
+    xp = array_module(q)
     p, ds = (xp.empty((all_heads, rules.queries, rules.keys), np.float32) for _ in range(2))
     launch(
         GRADIENTS,
@@ -338,7 +348,8 @@ def _naive_gradient(
 def _tiled_gradient(
     version: int, given: tuple[Array, ...], results: tuple[Array, ...], rules: Rules
 ) -> None:
-    width, xp = rules.tile(), array_module(given[0])
+    width = rules.tile()
+    xp = array_module(given[0])
     side, whole = (32, ()) if version == 2 else (64, (rules.whole(*given[:4], *results),))
     for name, rows, heads, outputs, scores in (
         ("dq", rules.queries, rules.heads, results[:1], 1),

@@ -22,7 +22,9 @@ from minidist.kernels.loader import Source, begin_aligned, c_type, launch
 VERSIONS = (1, 2, 3)
 EXPONENT_BITS = {"float8_e4m3fn": 4, "float8_e5m2": 5}
 TARGETS = {"float32": ("float16", "bfloat16", *EXPONENT_BITS), "bfloat16": tuple(EXPONENT_BITS)}
-BLOCK, MOST_BLOCKS = 256, 8 * 132  # threads; blocks: 8 for each of 132 multiprocessors
+# threads; blocks: 8 for each of 132 multiprocessors
+BLOCK = 256
+MOST_BLOCKS = 8 * 132
 _NAMES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 
 
@@ -73,7 +75,8 @@ def cast(
     Raises: DtypeError for a pair of dtypes that TARGETS does not name; KernelError if `version`
     does not fit.
     """
-    xp, source = array_module(x), dtype_name(x.dtype)
+    xp = array_module(x)
+    source = dtype_name(x.dtype)
     if target not in TARGETS.get(source, ()):
         raise DtypeError(f"cast: no kernel from {source} to {target}; they know {TARGETS}")
     check_number("cast", "scale", scale)

@@ -157,7 +157,8 @@ def _by_nvrtc(source: Source, architecture: str, kernels: Sequence[str]) -> str:
     KernelError."""
     wheels = _wheels()
     assert wheels is not None
-    library, program = _nvrtc(wheels[0]), ctypes.c_void_p()
+    library = _nvrtc(wheels[0])
+    program = ctypes.c_void_p()
     options = [
         f"--gpu-architecture={architecture}",
         *OPTIONS,

@@ -75,7 +75,8 @@ def cross_entropy(
              to read it.
     Raises:  ShapeError if targets, factor or `out` do not fit.
     """
-    xp, columns = array_module(logits), logits.shape[-1]
+    xp = array_module(logits)
+    columns = logits.shape[-1]
     if targets.shape != logits.shape[:-1]:
         raise ShapeError(
             f"cross_entropy: targets {targets.shape} do not fit logits {logits.shape}; "
@@ -87,7 +88,8 @@ def cross_entropy(
     dx = (xp.empty(logits.shape, logits.dtype) if out is None else out) if gradient else None
     if logits.size == 0:
         return losses, dx
-    rows, kept = logits.size // columns, columns * logits.dtype.itemsize
+    rows = logits.size // columns
+    kept = columns * logits.dtype.itemsize
     checked = [logits] if dx is None else [logits, dx]
     if version is None and not is_kept(logits):
         version = 2

@@ -21,7 +21,9 @@ SOURCE = Source(
     "embedding.cu",
     [f"embedding_gradient_v{version}<{kind}>" for version in VERSIONS for kind in FLOATS],
 )
-BLOCK, LANES = 256, 32  # threads a block, and a warp
+# threads a block, and a warp
+BLOCK = 256
+LANES = 32
 
 
 def embedding_gradient_reference(ids: np.ndarray, dy: np.ndarray, count: int) -> np.ndarray:
@@ -49,7 +51,8 @@ def embedding_gradient(
             f"embedding_gradient: dy {dy.shape} does not fit ids {ids.shape}; it needs a row for "
             "each"
         )
-    xp, width = array_module(dy), dy.shape[-1]
+    xp = array_module(dy)
+    width = dy.shape[-1]
     result = xp.empty((count, width), dy.dtype)
     version = version_for("embedding_gradient", version, dy, result, packed=3)
     if result.size == 0:

@@ -52,7 +52,8 @@ class Gradients:
     ) -> None:
         if not arrays:
             raise ConfigError("Gradients: no tensors; pass at least one")
-        self.arrays, self.table = tuple(arrays), Table(arrays, places)
+        self.arrays = tuple(arrays)
+        self.table = Table(arrays, places)
         self.chunks = chunks or Chunks([array.size for array in arrays], array_module(*arrays))
 
     @cached_property
@@ -67,10 +68,8 @@ def global_norm(gradients: Gradients, *, factor: float = 1.0, version: int | Non
     Raises: KernelError if version 3 is asked for and a tensor does not begin at a multiple of 16
     bytes.
     """
-    sums, norm = (
-        _sums(gradients, version),
-        array_module(gradients.arrays[0]).empty((1,), np.float32),
-    )
+    sums = _sums(gradients, version)
+    norm = array_module(gradients.arrays[0]).empty((1,), np.float32)
     launch(
         SOURCE, "global_norm_finish", grid=1, block=256, args=(sums, sums.size, None, norm, factor)
     )
@@ -81,7 +80,8 @@ def sum_of_squares(arrays: Sequence[Array] | Gradients) -> Array:
     """The sum of the squares of all elements: float64, without dims, on the device of the
     arrays."""
     gradients = arrays if isinstance(arrays, Gradients) else Gradients(arrays)
-    sums, squares = _sums(gradients, None), array_module(*gradients.arrays).empty((1,), np.float64)
+    sums = _sums(gradients, None)
+    squares = array_module(*gradients.arrays).empty((1,), np.float64)
     launch(
         SOURCE, "global_norm_finish", grid=1, block=256, args=(sums, sums.size, squares, None, 1.0)
     )
@@ -90,7 +90,8 @@ def sum_of_squares(arrays: Sequence[Array] | Gradients) -> Array:
 
 def _sums(gradients: Gradients, version: int | None) -> Array:
     """The sums of the squares, float32: of each chunk, or with version 1 of each tensor."""
-    first, chunks = gradients.arrays[0], gradients.chunks
+    first = gradients.arrays[0]
+    chunks = gradients.chunks
     version = version or (3 if gradients.aligned else 2)
     if version == 3 and not gradients.aligned:
         raise KernelError(

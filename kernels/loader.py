@@ -61,7 +61,10 @@ _PLAIN = (int, float, bool)  # numbers that need no look
 FLOATS = ("float", "__half", "__nv_bfloat16")  # the types that most kernels take
 
 OLDEST = 80  # GPUs that the kernels are written for, by compute capability: sm_80
-MOST_THREADS, MOST_BLOCK_Z, MOST_GRID, MOST_GRID_YZ = 1024, 64, 2**31 - 1, 65535
+MOST_THREADS = 1024
+MOST_BLOCK_Z = 64
+MOST_GRID = 2**31 - 1
+MOST_GRID_YZ = 65535
 MOST_SHARED = 227 * 1024  # bytes a block, of sm_90 and sm_100; sm_80 has 163 KiB
 
 _KERNEL = re.compile(
@@ -143,7 +146,8 @@ class Places:
     arrays."""
 
     def __init__(self, where: tuple[int, ...], module: Any) -> None:
-        self.where, self._module = where, module
+        self.where = where
+        self._module = module
 
     @cached_property
     def array(self) -> Array:
@@ -179,7 +183,8 @@ class Source:
     """
 
     def __init__(self, path: str | Path, kernels: Sequence[str], since: int = OLDEST) -> None:
-        self.path, self.since = HERE / path, since
+        self.path = HERE / path
+        self.since = since
         self.kernels = tuple(kernels)
         self._parameters: dict[str, list[KernelParameter]] = {}
         self._functions: dict[tuple[str, int], Any] = {}

@@ -78,7 +78,8 @@ def matmul(
     if a.dtype != b.dtype:
         raise DtypeError(f"matmul kernel: a of {a.dtype}, b of {b.dtype}; they need one dtype")
     check_version("matmul", version, VERSIONS)
-    (m, k), n = (a.shape[::-1] if transpose_a else a.shape), b.shape[not transpose_b]
+    (m, k) = a.shape[::-1] if transpose_a else a.shape
+    n = b.shape[not transpose_b]
     c = xp.empty((m, n), a.dtype) if k else xp.zeros((m, n), a.dtype)
     if m and n and k:
         _launch(a, b, c, (m, n, k), version or fastest(a), transpose_a, transpose_b)
@@ -99,7 +100,8 @@ def _launch(
     transpose_a: bool,
     transpose_b: bool,
 ) -> None:
-    kind, (m, n, _) = c_type(a), sizes
+    kind = c_type(a)
+    (m, n, _) = sizes
     if version < 5 and (transpose_a or transpose_b):
         raise KernelError(
             f"matmul version {version} takes no transposed matrix; version 5 does, of half types"

@@ -21,7 +21,10 @@ from minidist.kernels.casts import EXPONENT_BITS
 from minidist.kernels.checks import check_number
 from minidist.kernels.loader import Source, aligned, c_type, launch
 
-SIDE, THREADS, SINCE = 128, 256, 89  # results (side, side) of a block; compute capability 8.9
+# results (side, side) of a block; compute capability 8.9
+SIDE = 128
+THREADS = 256
+SINCE = 89
 E4M3, E5M2 = EXPONENT_BITS
 PAIRS = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))  # gradients are e5m2: no product has two of them
 
@@ -87,7 +90,8 @@ def matmul_float8(
         )
     for name, scale in zip("ab", scales, strict=True):
         check_number("matmul_float8", f"the scale of {name}", scale)
-    (m, k), n = (a.shape[::-1] if transpose_a else a.shape), b.shape[not transpose_b]
+    (m, k) = a.shape[::-1] if transpose_a else a.shape
+    n = b.shape[not transpose_b]
     c = xp.empty((m, n), ml_dtypes.bfloat16) if k else xp.zeros((m, n), ml_dtypes.bfloat16)
     if m and n and k:
         launch(

@@ -66,7 +66,8 @@ def norm_gradient_reference(
     third."""
     apart = x - x.mean(axis=-1, keepdims=True) if centre else x
     scale = 1 / np.sqrt((apart * apart).mean(axis=-1, keepdims=True) + eps)
-    hat, g = apart * scale, dy * w
+    hat = apart * scale
+    g = dy * w
     level = g.mean(axis=-1, keepdims=True) if centre else 0
     dx = scale * (g - level - hat * (g * hat).mean(axis=-1, keepdims=True))
     rows = tuple(range(x.ndim - 1))
@@ -111,18 +112,19 @@ def _check(name: str, x: Array, *others: tuple[str, Array, tuple[int, ...]]) -> 
 def _norm(
     name: str, x: Array, w: Array, b: Array | None, eps: float, version: int | None
 ) -> Arrays:
-    xp, lead, columns = array_module(x), x.shape[:-1], x.shape[-1]
+    xp = array_module(x)
+    lead = x.shape[:-1]
+    columns = x.shape[-1]
     weights = [w] if b is None else [w, b]
     _check(name, x, *(("w" if array is w else "b", array, (columns,)) for array in weights))
-    y, scale = xp.empty(x.shape, x.dtype), xp.empty(lead, np.float32)
+    y = xp.empty(x.shape, x.dtype)
+    scale = xp.empty(lead, np.float32)
     mean = None if b is None else xp.empty(lead, np.float32)
     if x.size:
         version = version_for(name, version, x, *weights, packed=3)
-        kernel, rows, arrays = (
-            f"norm_v{version}<{c_type(x)}>",
-            x.size // columns,
-            (x, w, b, y, mean, scale),
-        )
+        kernel = f"norm_v{version}<{c_type(x)}>"
+        rows = x.size // columns
+        arrays = (x, w, b, y, mean, scale)
         if version == 2:
             launch(SOURCE, kernel, grid=rows, block=BLOCK, args=(*arrays, columns, eps))
         else:
@@ -219,7 +221,8 @@ def _gradient_v3(
     x: Array, w: Array, dy: Array, mean: Array | None, scale: Array, dx: Array, sums: list[Array]
 ) -> None:
     columns = x.shape[-1]
-    rows, packs = x.size // columns, columns * x.dtype.itemsize // 16
+    rows = x.size // columns
+    packs = columns * x.dtype.itemsize // 16
     parts = [array_module(x).empty((min(PARTS_OF_ROWS, rows), columns), np.float32) for _ in sums]
     launch(
         SOURCE,

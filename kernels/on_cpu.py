@@ -219,12 +219,14 @@ def _cpp(source: Source) -> str:
 def build(source: Source) -> Path:
     """The library of a source, built unless it is in the cache. Raises: KernelError with file and
     line."""
-    text, runtime = _cpp(source), _runtime(source)
+    text = _cpp(source)
+    runtime = _runtime(source)
     path, command = _built(source.path.stem, ".so", *_KERNEL_FLAGS, runtime.name, text)
     with missing(path) as new:
         if new is not None:
             with tempfile.TemporaryDirectory() as work:
-                whole, unlinked = Path(work) / source.path.name, Path(work) / "kernels.o"
+                whole = Path(work) / source.path.name
+                unlinked = Path(work) / "kernels.o"
                 whole.write_text(text, encoding="utf-8")
                 _compile(
                     source,
@@ -331,7 +333,8 @@ class _Arena:
             key = (address_of(value), value.nbytes)
             before = arrays.get(key)
             arrays[key] = (before[0] if before and not before[0].const else parameter, value)
-        total, starts = _GUARD, {}
+        total = _GUARD
+        starts = {}
         for key, (_, array) in arrays.items():
             guard = max(_GUARD, array.nbytes)
             total = -(-(total + guard) // _ALIGN) * _ALIGN + _offset(array) % _ALIGN
@@ -340,7 +343,9 @@ class _Arena:
         self._memory = np.empty(total + _ALIGN, np.uint8)
         base = -(-address_of(self._memory) // _ALIGN) * _ALIGN
         self._first = base - address_of(self._memory)
-        self._arrays, self._starts, self.base = arrays, starts, base
+        self._arrays = arrays
+        self._starts = starts
+        self.base = base
         self.table = (_Array * len(arrays))(
             *(
                 _Array(
@@ -406,8 +411,10 @@ def run(
     shared: int,
 ) -> None:
     """Run one launch (checked by loader.launch) on the CPU. Raises: KernelError."""
-    path, watching = _built_once(source, compiler(), folder()), _watching.get() or _Watch()
-    arena, report = _Arena(values), _Report()
+    path = _built_once(source, compiler(), folder())
+    watching = _watching.get() or _Watch()
+    arena = _Arena(values)
+    report = _Report()
     held = [
         np.array([np.uint64(arena.address(value)) if parameter.pointer else value])
         for parameter, value in values

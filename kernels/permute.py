@@ -82,7 +82,8 @@ def from_experts(
 ) -> Array:
     """(R, width), float32 (R,) or None for ones -> (T, width). Raises: as to_experts."""
     _check("from_experts: results", results, len(placement.tokens))
-    (count, ways), width = placement.slots.shape, results.shape[1]
+    (count, ways) = placement.slots.shape
+    width = results.shape[1]
     _check_weights(weights, placement)
     y = array_module(results).empty((count, width), results.dtype)
     version = version_for("combine", version, results, y)

@@ -18,8 +18,11 @@ from minidist.device.backend import Array, array_module, dtype_name
 from minidist.errors import ConfigError, DtypeError, KernelError, ShapeError
 from minidist.kernels.loader import Source, begin_aligned, c_type, launch
 
-VERSIONS, SIGN_VERSIONS = (1, 2, 3), (1, 2)
-GROUP, SIGNS_GROUP = 128, 1024  # elements of one scale
+VERSIONS = (1, 2, 3)
+SIGN_VERSIONS = (1, 2)
+# elements of one scale
+GROUP = 128
+SIGNS_GROUP = 1024
 LARGEST = {8: 127, 4: 7}  # code, by bits
 KINDS = {"float32": "float", "bfloat16": "__nv_bfloat16"}
 SOURCE = Source(
@@ -43,7 +46,8 @@ BLOCK = 256  # threads
 
 def quantise_reference(x: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
     """Codes (n,) int8, not packed, and scales, in float32 with the bits of the kernel."""
-    groups, largest = _grouped(x.astype(np.float32), GROUP), LARGEST[bits]
+    groups = _grouped(x.astype(np.float32), GROUP)
+    largest = LARGEST[bits]
     scales = np.abs(groups).max(axis=1) / np.float32(largest)
     fine = np.isfinite(scales) & (scales > 0)
     codes = np.zeros(groups.shape, np.int8)
@@ -76,8 +80,10 @@ def quantise(x: Array, *, bits: int, version: int | None = None) -> tuple[Array,
     fit.
     """
     _check("quantise", x.dtype, bits)
-    xp, n = array_module(x), x.size
-    codes, scales = xp.empty(-(-n * bits // 8), np.int8), xp.empty(-(-n // GROUP), np.float32)
+    xp = array_module(x)
+    n = x.size
+    codes = xp.empty(-(-n * bits // 8), np.int8)
+    scales = xp.empty(-(-n // GROUP), np.float32)
     fits = begin_aligned(x, codes)
     version = version or (3 if fits else 2)
     if version == 3 and not fits:
@@ -117,8 +123,11 @@ def pack_signs(x: Array, *, version: int | None = None) -> tuple[Array, Array]:
     """Sign bits, 32 in a word, 0 beyond the last element; and scales. Raises: DtypeError for
     another x."""
     _check("pack_signs", x.dtype)
-    xp, n, version = array_module(x), x.size, version or 2
-    words, scales = xp.empty(-(-n // 32), np.uint32), xp.empty(-(-n // SIGNS_GROUP), np.float32)
+    xp = array_module(x)
+    n = x.size
+    version = version or 2
+    words = xp.empty(-(-n // 32), np.uint32)
+    scales = xp.empty(-(-n // SIGNS_GROUP), np.float32)
     if n:
         a_block = SIGNS_GROUP * (BLOCK if version == 1 else 1)
         launch(

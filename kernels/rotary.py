@@ -50,7 +50,8 @@ def _turned(x: Array, cos: Array, sin: Array, turn: float, version: int | None) 
             f"rotary: cos {cos.shape} and sin {sin.shape} do not fit x {x.shape}; they need shape "
             f"(tokens, width/2) of x (…, tokens, width), width even"
         )
-    y, half = array_module(x).empty(x.shape, x.dtype), x.shape[-1] // 2
+    y = array_module(x).empty(x.shape, x.dtype)
+    half = x.shape[-1] // 2
     fits = half * x.dtype.itemsize % 16 == 0 and aligned(x, y, cos, sin)
     version = version or (2 if fits else 1)
     if version == 2 and not fits:

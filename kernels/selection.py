@@ -28,7 +28,9 @@ SOURCE = Source(
         "kth_v2_pick",
     ],
 )
-BLOCK, A_BLOCK = 256, 1024  # threads; elements that a block selects from
+# threads; elements that a block selects from
+BLOCK = 256
+A_BLOCK = 1024
 MOST_BLOCKS = 8 * 132  # that count digits: 8 for each of 132 multiprocessors
 
 
@@ -46,7 +48,9 @@ def at_least_reference(x: np.ndarray, threshold: float) -> np.ndarray:
 def top_k(x: Array, k: int, *, version: int | None = None) -> tuple[Array, Array]:
     """Indices and values of the k largest |x|. Raises: ConfigError for a k outside of 0 … n;
     DtypeError."""
-    name, n, version = _name("top_k", x), x.size, version or 2
+    name = _name("top_k", x)
+    n = x.size
+    version = version or 2
     if not 0 <= k <= n:
         raise ConfigError(f"top_k: {k} of {n} numbers; choose k from 0 to {n}")
     if k == 0:
@@ -91,7 +95,8 @@ def at_least(x: Array, threshold: float) -> tuple[Array, Array]:
 def _selected(x: Array, name: str, state: Array, k: int | None) -> tuple[Array, Array]:
     """The indices and values selected by `state`; k: their number, or None to read it from the
     device."""
-    xp, blocks = array_module(x), -(-x.size // A_BLOCK)
+    xp = array_module(x)
+    blocks = -(-x.size // A_BLOCK)
     counts = xp.empty((2, blocks), np.int32)
     launch(
         SOURCE,

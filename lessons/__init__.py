@@ -25,7 +25,8 @@ from minidist.errors import ConfigError
 
 FOLDER = Path(__file__).resolve().parent
 # of a story in a second language, with its tables; of an exercise
-WORDS_A_MINUTE, MINUTES_A_HOLE = 120, 4
+WORDS_A_MINUTE = 120
+MINUTES_A_HOLE = 4
 AFTER = {
     "01": "00",
     "02": "01",

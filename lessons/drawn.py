@@ -46,7 +46,9 @@ class FigureScript:
     """A script of a lesson that draws pictures: a shown thing."""
 
     def __init__(self, script: Path) -> None:
-        self.script, self.name, self.folder = script, label(script), script.parent
+        self.script = script
+        self.name = label(script)
+        self.folder = script.parent
 
     def stamp(self) -> Stamp:
         """The stamp of a figure that was drawn, or looked at, just now."""
@@ -100,7 +102,8 @@ def mark(file: Path, things: list[ShownThing], arguments: argparse.Namespace) ->
         else {lessons.find(number).folder for number in numbers}
     )
     there = {thing.name for _, other, every in every_thing() if other == file for thing in every}
-    kept, failed = {name: stamp for name, stamp in read_stamps(file).items() if name in there}, []
+    kept = {name: stamp for name, stamp in read_stamps(file).items() if name in there}
+    failed = []
     for thing in things:
         if thing.folder not in folders:
             continue

@@ -20,7 +20,11 @@ class LateHandle:
     def __init__(
         self, group: "LateGroup", handle: Any, x: np.ndarray, room: np.ndarray, out: np.ndarray
     ) -> None:
-        self.group, self.handle, self.room, self.out, self.waits = group, handle, room, out, 0
+        self.group = group
+        self.handle = handle
+        self.room = room
+        self.out = out
+        self.waits = 0
         self.x: np.ndarray | None = x  # what is summed, until it is waited for
 
     def wait(self) -> np.ndarray:
@@ -50,7 +54,9 @@ class LateGroup:
     """
 
     def __init__(self, group: Group) -> None:
-        self.group, self.rank, self.size = group, group.rank, group.size
+        self.group = group
+        self.rank = group.rank
+        self.size = group.size
         self.flying: list[LateHandle] = []
         self.waits = 0
 

@@ -27,7 +27,8 @@ def _pie(lines: list[str]) -> list[str]:
         for line in lines[1:]
         for name, value in re.findall(r'"(.*)" *: *([\d.]+)', line)
     ]
-    width, total = max(len(name) for name, _ in parts), sum(value for _, value in parts)
+    width = max(len(name) for name, _ in parts)
+    total = sum(value for _, value in parts)
     return [
         lines[0].removeprefix("pie title").strip(),
         *(
@@ -77,7 +78,8 @@ def _graph(lines: list[str]) -> list[str]:
     names = {
         name: text.replace("<br/>", " ") for line in lines for name, text in NAMED.findall(line)
     }
-    told, depth = [], 0
+    told = []
+    depth = 0
     for line in lines[1:]:
         if line == "end":
             depth -= 1

@@ -223,7 +223,8 @@ def table_lines(block: PrintedBlock, tables: list[dict[str, Any]]) -> list[str]:
     Raises: ConfigError if there is no such table, or it has no such column.
     """
     table = tables[only(block.title, [str(table["title"]) for table in tables])]
-    left, columns = [plain(cell_of(column)) for column in table["columns"]], list[int]()
+    left = [plain(cell_of(column)) for column in table["columns"]]
+    columns = list[int]()
     for head in map(plain, cells(block.lines[0])):
         if head not in left:
             raise ConfigError(
@@ -280,10 +281,8 @@ def every_printout() -> list[Printout]:
 
 def marked_blocks(document: Path) -> dict[tuple[str, bool], list[PrintedBlock]]:
     """{(command, whether it measures): the blocks of a document that it prints}."""
-    found, lines = (
-        dict[tuple[str, bool], list[PrintedBlock]](),
-        document.read_text(encoding="utf-8").split("\n"),
-    )
+    found = dict[tuple[str, bool], list[PrintedBlock]]()
+    lines = document.read_text(encoding="utf-8").split("\n")
     for index, line in enumerate(lines):
         mark = MARK.fullmatch(line)
         if mark and mark[1]:
@@ -317,10 +316,13 @@ def block_at(lines: list[str], mark: int, title: str) -> PrintedBlock:
 
 def unmarked(text: str) -> Iterator[tuple[int, str]]:
     """(line, what is wrong) of each block that shows output and has no mark."""
-    lines, fence, marked_until = text.split("\n"), "", ""
+    lines = text.split("\n")
+    fence = ""
+    marked_until = ""
     for index, line in enumerate(lines):
         before = lines[index - 1] if index else ""
-        mark, marked = MARK.fullmatch(line), MARK.fullmatch(before)
+        mark = MARK.fullmatch(line)
+        marked = MARK.fullmatch(before)
         if marked_until:
             marked_until = "" if line.strip() == marked_until else marked_until
         elif mark and mark[1] and not mark[3]:

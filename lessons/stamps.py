@@ -90,7 +90,9 @@ def shown_code(script: Path) -> list[Path]:
     These are its own, those that it loads from the lessons, what they import of the library, and
     the lesson's modules.
     """
-    found, library, left = set[Path](), set[Path](), [script]
+    found = set[Path]()
+    library = set[Path]()
+    left = [script]
     while left:
         file = left.pop()
         if file in found or not file.is_file():
@@ -120,7 +122,8 @@ def significant(text: str) -> str:
     lines = STRING_OR_COMMENT.sub(lambda found: found[1] or "", text).split("\n")
     for node in _documented(ast.parse(text)):
         if ast.get_docstring(node, clean=False) is not None:
-            first, last = node.body[0].lineno - 1, node.body[0].end_lineno or 0
+            first = node.body[0].lineno - 1
+            last = node.body[0].end_lineno or 0
             lines[first:last] = [""] * (last - first)
     return "\n".join(line.rstrip() for line in lines if line.strip())
 

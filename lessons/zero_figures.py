@@ -28,7 +28,8 @@ def memory_over_time(
 
     Args:    record: as zero_lab.recorded gives it for one rank; top: of the y axis, in MiB.
     """
-    start, stop = record["start"], record["stop"]
+    start = record["start"]
+    stop = record["stop"]
     samples = [(moment, now) for moment, now in record["samples"]]
     times, _ = stairs(samples, categories[0], start=start, stop=stop)
     heights = [

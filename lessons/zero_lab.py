@@ -128,7 +128,8 @@ def state_vector(state: dict[str, np.ndarray]) -> np.ndarray:
 def alone() -> np.ndarray:
     """The weights of one process after STEPS steps."""
     model = new_model(SMALL)
-    single, optimizer = Single(model), new_adam(list(model.parameters()))
+    single = Single(model)
+    optimizer = new_adam(list(model.parameters()))
     for step in range(STEPS):
         single.step(global_batch(SMALL, step), optimizer)
     return state_vector(model.state_dict())

@@ -279,7 +279,8 @@ def memory_bytes() -> int:
 def require_memory(what: str, nbytes: int, *, processes: int = 0) -> None:
     """Raise MemoryLimitError if `what`, with so many processes of ranks, needs more bytes than this
     machine has."""
-    needed, here = nbytes + processes * PROCESS_BYTES, memory_bytes()
+    needed = nbytes + processes * PROCESS_BYTES
+    here = memory_bytes()
     if needed > here:
         raise MemoryLimitError(
             f"{what} needs {size_text(needed)} of memory, this machine has {size_text(here)}"

@@ -135,7 +135,8 @@ def read_rest(stream: BinaryIO, most: int) -> bytes:
     """Return the bytes from here to the end of a regular file. Raises: OSError for more than
     `most`, before a read."""
     rest = os.fstat(stream.fileno()).st_size - stream.tell()
-    pieces, total = [b""], 0
+    pieces = [b""]
+    total = 0
     while rest <= most and total <= most:
         # it may grow, or its system does not know its size
         pieces.append(stream.read(max(rest - total, PIECE)))
@@ -362,7 +363,8 @@ def check_writable(option: str, file: str | Path | None) -> None:
     """
     if file is None:
         return
-    place, problem = _real(file), ""
+    place = _real(file)
+    problem = ""
     try:
         if os.path.isdir(place):
             problem = "is a folder; name a file"

@@ -176,7 +176,8 @@ def grade(number: str, check_file: Path, exercise_file: Path) -> Grade:
     require_python(exercise_file, f"start with: minidist lesson {number} --copy DIR")
     check = load_module(check_file, number)
     results = _results(check, lambda: load_module(exercise_file, number), exercise_file)
-    template_file, graded = check_file.with_name("exercise.py"), tuple[HoleGrade, ...]()
+    template_file = check_file.with_name("exercise.py")
+    graded = tuple[HoleGrade, ...]()
     if not (results and results[-1].passed) and template_file.is_file():
         template = ast.parse(template_file.read_text(encoding="utf-8"))
         graded = _by_hole(check, template, exercise_file, number, results[-1])

@@ -76,7 +76,8 @@ def match(template: ast.AST, source: ast.AST) -> dict[int, Nodes] | None:
 
 
 def _same(template: ast.AST, source: ast.AST, found: dict[int, Nodes]) -> bool:
-    template, source = _untyped(template), _untyped(source)
+    template = _untyped(template)
+    source = _untyped(source)
     number = number_of(template)
     if number and isinstance(source, ast.expr):
         found[number] = [source]
@@ -160,7 +161,8 @@ def right_code(
     Raises:  ValueError if the exercise is not cut from a source: its code differs outside the
              holes.
     """
-    parts, found = definitions(template), dict[int, Nodes]()
+    parts = definitions(template)
+    found = dict[int, Nodes]()
     for source in sources:
         node = ast.parse(textwrap.dedent(source)).body[0]
         name = getattr(node, "name", "")
@@ -184,7 +186,8 @@ def answers_of(
 ) -> list[Answer]:
     """A student's answers: hole by hole, or function by function where its other lines were
     changed."""
-    theirs, found = definitions(student), dict[tuple[int, ...], Answer]()
+    theirs = definitions(student)
+    found = dict[tuple[int, ...], Answer]()
     for name, part in definitions(template).items():
         pieces = match(part, theirs[name]) if name in theirs else None
         if pieces is not None:

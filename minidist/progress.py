@@ -77,7 +77,10 @@ class Lines(Progress):
         seconds: float = LINES_EVERY,
         ends: bool = True,
     ) -> None:
-        self._print_line, self._noun, self._seconds, self._ends = print_line, noun, seconds, ends
+        self._print_line = print_line
+        self._noun = noun
+        self._seconds = seconds
+        self._ends = ends
         self._last = float("-inf") if ends else time.monotonic()
 
     def at(self, done: int, total: int, text: str = "") -> None:

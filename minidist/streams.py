@@ -43,7 +43,8 @@ def standard_output() -> Iterator[LossyOutput]:
     while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(spare)
-    output, before = LossyOutput(1, "wb", closefd=False), sys.stdout
+    output = LossyOutput(1, "wb", closefd=False)
+    before = sys.stdout
     if before is not sys.__stdout__:  # a test's, say
         yield output
         return

@@ -92,7 +92,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     )
     if free and whole and usual and not looking:
         workers = len(os.sched_getaffinity(0)) + SPARE_WORKERS
-        option.numprocesses, option.dist = min(MOST_WORKERS, workers), "worksteal"
+        option.numprocesses = min(MOST_WORKERS, workers)
+        option.dist = "worksteal"
 
 
 SAMPLED = {

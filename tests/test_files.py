@@ -133,7 +133,8 @@ def test_a_folder_that_a_sweep_locks_first_is_left_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of ranks that write into one folder at once, one in 800 lost its draft so."""
-    made, swept = tempfile.mkdtemp, list[tuple[str, int]]()
+    made = tempfile.mkdtemp
+    swept = list[tuple[str, int]]()
 
     def make(**options: str) -> str:
         folder = made(**options)

@@ -165,7 +165,8 @@ def _is_general(path: Path) -> bool:
 
 
 def _downwards(found: Import) -> bool:
-    importer, imported = _place(found.importer), _place(found.imported)
+    importer = _place(found.importer)
+    imported = _place(found.imported)
     return importer is None or imported is None or importer == imported or importer[0] < imported[0]
 
 

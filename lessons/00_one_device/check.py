@@ -85,7 +85,8 @@ def _loop(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
             model.loss(inputs, targets, targets.size).backward()
             optimizer.step()
 
-    (loss, weights), (mine, found) = trained(plain_single), trained(exercise.plain_single)
+    (loss, weights) = trained(plain_single)
+    (mine, found) = trained(exercise.plain_single)
     moved = not np.array_equal(found, trained(lambda *_: 0.0)[1])
     mistake, advice = (
         ("the weights did not move", "optimizer.step() in every batch (hole 2)")
@@ -121,7 +122,8 @@ def _loop(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
 
 def _parameters(exercise: ModuleType, config: GPTConfig) -> Result:
     """The count beside the model's own."""
-    h, layers = config.width, config.layers
+    h = config.width
+    layers = config.layers
     target = sum(parameter.size for parameter in GPT(config).parameters())
     measured = exercise.parameter_count(config.vocabulary, config.context, layers, h)
     known = {

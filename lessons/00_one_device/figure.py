@@ -99,7 +99,8 @@ def _name_bands(ax: Any, record: list[dict[str, Any]], heights: list[np.ndarray]
         for index, entry in enumerate(record)
         if entry["step"] == 1 and entry["phase"] == "backward"
     ]
-    spot, last = backward[len(backward) // 3], backward[-8]
+    spot = backward[len(backward) // 3]
+    last = backward[-8]
     floor = np.zeros(len(record))
     for name, height in zip(LAYERS, heights, strict=True):
         if name == "gradients":

@@ -92,7 +92,8 @@ def plain_beside_single(page: Page, ids: np.ndarray) -> None:
         models = [GPT(CONFIG) for _ in range(2)]
         for model in models:
             model.initialize(seed=0)
-        single, optimizer = Single(models[1]), Adam(list(models[1].parameters()), 1e-3)
+        single = Single(models[1])
+        optimizer = Adam(list(models[1].parameters()), 1e-3)
         losses = [
             plain_single(models[0], Adam(list(models[0].parameters()), 1e-3), batches),
             [single.step(batch, optimizer) for batch in batches][-1],
@@ -138,9 +139,11 @@ def one_step(page: Page, ids: np.ndarray) -> tuple[dict[str, dict[str, int]], in
 
 def beside_formula(page: Page, memory: dict[str, dict[str, int]], parameters: int) -> None:
     """Bytes a parameter, by category."""
-    rows, together = [], 0
+    rows = []
+    together = 0
     for category in STATE:
-        measured, bytes_each = memory[category]["now"], getattr(SINGLE, category)
+        measured = memory[category]["now"]
+        bytes_each = getattr(SINGLE, category)
         together += measured
         rows.append(
             [
@@ -212,7 +215,9 @@ def kept_for_backward(config: GPTConfig, batch: int) -> int:
     16 h + a + 2 numbers a token and layer, and in short sequences a probability for each head and
     key of a query block.
     """
-    h, heads, tokens = config.width, config.heads, config.context
+    h = config.width
+    heads = config.heads
+    tokens = config.context
     blocks = [
         (min(start + QUERY_BLOCK, tokens) - start) * min(start + QUERY_BLOCK, tokens)
         for start in range(0, tokens, QUERY_BLOCK)
@@ -298,7 +303,8 @@ def record_step(group: Group) -> list[dict[str, Any]]:
     """
     with account.use(account.MemoryAccount()) as memory:
         record: list[dict[str, Any]] = []
-        phase, number = "start", 0
+        phase = "start"
+        number = 0
 
         def note(label: str) -> None:
             record.append({"phase": phase, "label": label, "step": number, "now": memory.now})

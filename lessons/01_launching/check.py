@@ -9,7 +9,8 @@ from typing import Any
 from minidist.grading import Result
 from minidist.launch import detect
 
-NODES, PER_NODE = 2, 4
+NODES = 2
+PER_NODE = 4
 # by field
 NAMES = {"rank": "RANK", "size": "WORLD_SIZE", "local_rank": "LOCAL_RANK", "node_rank": "NODE_RANK"}
 
@@ -175,13 +176,15 @@ def _alone(identity: Any) -> Result:
 
 def _samples(exercise: ModuleType) -> Result:
     """Every sample is read by exactly one rank, also when the ranks do not divide them."""
-    length, size = 21, NODES * PER_NODE
+    length = 21
+    size = NODES * PER_NODE
     identities = [
         exercise.Identity(rank, size, rank % PER_NODE, rank // PER_NODE) for rank in range(size)
     ]
     parts = [list(exercise.my_samples(identity, length)) for identity in identities]
     readers = [sum(sample in part for part in parts) for sample in range(length)]
-    task, target = f"{length} samples on {size} ranks", "each read once"
+    task = f"{length} samples on {size} ranks"
+    target = "each read once"
     unread = [sample for sample, count in enumerate(readers) if count == 0]
     if all(part == parts[0] for part in parts):
         return Result(

@@ -34,10 +34,8 @@ def identify(environ):
             ),
         )
     if "OMPI_COMM_WORLD_RANK" in environ:  # Open MPI's mpirun
-        rank, local_size = (
-            int(environ["OMPI_COMM_WORLD_RANK"]),
-            int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"]),
-        )
+        rank = int(environ["OMPI_COMM_WORLD_RANK"])
+        local_size = int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"])
         return Identity(
             rank=rank,
             size=int(environ["OMPI_COMM_WORLD_SIZE"]),
@@ -47,7 +45,8 @@ def identify(environ):
             ),
         )
     if "PMI_RANK" in environ:  # MPICH's mpirun
-        rank, local_size = int(environ["PMI_RANK"]), int(environ["MPI_LOCALNRANKS"])
+        rank = int(environ["PMI_RANK"])
+        local_size = int(environ["MPI_LOCALNRANKS"])
         return Identity(
             rank=rank,
             size=hole(4, "MPICH: how many processes in the whole job?"),

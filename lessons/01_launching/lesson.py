@@ -33,11 +33,14 @@ def who_am_i(group: Group, nodes: int) -> dict[str, Any]:
     """What this rank knows of itself; with `nodes` above 1 on one machine, as if the ranks were
     spread over `nodes`."""
     launch = detect()
-    rank, local_rank, node_rank = group.rank, launch.local_rank, launch.node_rank
+    rank = group.rank
+    local_rank = launch.local_rank
+    node_rank = launch.node_rank
     # pretended machines, or threads, which no launcher numbered
     if nodes > 1 or launch.world_size != group.size:
         per_node = -(-group.size // nodes)
-        local_rank, node_rank = rank % per_node, rank // per_node
+        local_rank = rank % per_node
+        node_rank = rank // per_node
     return {
         "rank": rank,
         "size": group.size,
@@ -144,7 +147,8 @@ FACTS = {
 def launcher_table() -> tuple[list[str], list[list[str]]]:
     """Columns and rows of the table of launchers, from the library's own; a long common prefix
     stands in the header."""
-    columns, cells = [""], []
+    columns = [""]
+    cells = []
     for launcher in LAUNCHERS:
         names = [getattr(launcher, field) for field in FACTS.values()]
         prefix = os.path.commonprefix(

@@ -82,7 +82,8 @@ def _tenths(group: Group) -> np.ndarray:
 
 def broken_barrier(group: Group) -> None:
     """Dissemination."""
-    nothing, distance = np.empty(0), 1
+    nothing = np.empty(0)
+    distance = 1
     while distance < group.size // 2:
         group.exchange(
             nothing,

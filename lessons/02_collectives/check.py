@@ -26,7 +26,8 @@ class Link:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self.rank, self.size = group.rank, group.size
+        self.rank = group.rank
+        self.size = group.size
         self.sends: list[int] = []  # the receivers, in order
         self.hears: list[int] = []  # the senders it has heard, or waits for
 

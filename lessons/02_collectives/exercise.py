@@ -30,7 +30,8 @@ def plain_broadcast(group, x, root):
     Args:    x: the root's counts; that of the others is not used.
     Cost:    size - 1 messages in all, ceil(log2 size) one after the other.
     """
-    place, distance = hole(1, "this rank's place, counted from the root (section 2.2)"), 1
+    place = hole(1, "this rank's place, counted from the root (section 2.2)")
+    distance = 1
     while distance < group.size:
         if place < distance and hole(
             2, "is there a place `distance` further on? (section 2.2)", place, distance
@@ -57,10 +58,8 @@ def plain_all_to_all(group, parts):
     """
     received = list(parts)  # the own part stays where it is
     for step in range(1, group.size):
-        dst, src = (
-            hole(5, "to which rank does this one send in this step? (section 2.5)", step),
-            hole(6, "and from which does it hear? (section 2.5)", step),
-        )
+        dst = hole(5, "to which rank does this one send in this step? (section 2.5)", step)
+        src = hole(6, "and from which does it hear? (section 2.5)", step)
         received[src] = group.exchange(parts[dst], dst=dst, src=src)
     return received
 
@@ -75,7 +74,8 @@ def barrier(group):
 
     Cost:    ceil(log2 size) messages a rank, without payload.
     """
-    nothing, distance = np.empty(0), 1
+    nothing = np.empty(0)
+    distance = 1
     while hole(
         7, "while may there be a rank that this one has not heard of? (section 2.6)", distance
     ):

@@ -27,13 +27,16 @@ from minidist.observe.machine import machine
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "COLLECTIVES.md"
-BEGIN, END = "<!-- measured by: python lessons/02_collectives/family.py -->\n", "<!-- end -->\n"
+BEGIN = "<!-- measured by: python lessons/02_collectives/family.py -->\n"
+END = "<!-- end -->\n"
 RANKS = 4
 SIZES = {"1 KiB": 1 << 10, "64 KiB": 1 << 16, "1 MiB": 1 << 20}
 TRANSPORTS = ("TCP", "shm", "MPI")
 NEAR = 1.1  # what takes at most so much more than the fastest counts as fastest too
 LIBRARIES = ("bench", "all-reduce", "--sizes", "1KiB,64KiB,1MiB", "-n", "2,4", "--rounds", "3")
-ROUNDS, BUDGET = 3, 0.04  # of each figure; seconds a round may take
+# of each figure; seconds a round may take
+ROUNDS = 3
+BUDGET = 0.04
 
 WHEN = {
     "naive": "two ranks, or few over links that cost little; one root's link is then the limit "
@@ -74,7 +77,8 @@ def measured_calls(group: Group) -> list[list[Any]]:
 def _median(group: Group, verb: str, algorithm: str, nbytes: int) -> float:
     """The median of the slowest rank's times, of as many calls as BUDGET has room for. n: the
     larger buffer."""
-    whole, part = np.ones(nbytes // 4, np.float32), np.ones(nbytes // 4 // group.size, np.float32)
+    whole = np.ones(nbytes // 4, np.float32)
+    part = np.ones(nbytes // 4 // group.size, np.float32)
     x: Any = {"gather": part, "all_gather": part, "all_to_all": [part] * group.size}.get(
         verb, whole
     )

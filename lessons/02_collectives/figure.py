@@ -15,7 +15,8 @@ from minidist.lessons import figures as look
 from minidist.lessons.running import draw_figure
 
 HERE = Path(__file__).resolve().parent
-RANKS, COLUMNS = 4, 4
+RANKS = 4
+COLUMNS = 4
 lesson = load_module(HERE / "lesson.py", "02")
 
 

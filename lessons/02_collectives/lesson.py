@@ -130,7 +130,8 @@ def algorithms_here(group: Group, verb: str) -> list[str]:
 def call(group: Group, verb: str, algorithm: str, elements: int = ELEMENTS) -> Case:
     """One call of a verb on arrays of `elements` float64; returns what its formula needs to
     know."""
-    x, size = np.full(elements, group.rank + 1.0), group.size
+    x = np.full(elements, group.rank + 1.0)
+    size = group.size
     chunks = chunk_bytes(elements, x.itemsize, size)
     if verb == "barrier":
         group.barrier(algorithm=algorithm)

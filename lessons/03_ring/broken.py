@@ -15,7 +15,8 @@ from minidist.comm.group import Group
 from minidist.grading import sent_since, totals
 from minidist.lessons.running import Break
 
-RANKS, ELEMENTS = 4, 400
+RANKS = 4
+ELEMENTS = 400
 BASE = 16  # rank r brings BASE**r, so the digits of a sum tell whose parts are in it, and how often
 
 AllReduce = Callable[[Any, np.ndarray], np.ndarray]
@@ -23,7 +24,9 @@ AllReduce = Callable[[Any, np.ndarray], np.ndarray]
 
 def first(group: Group, x: np.ndarray) -> np.ndarray:
     """Reduce-scatter, then all-gather."""
-    size, rank, chunks = group.size, group.rank, np.array_split(x.copy(), group.size)
+    size = group.size
+    rank = group.rank
+    chunks = np.array_split(x.copy(), group.size)
     for step in range(size - 1):
         chunks[(rank - step - 1) % size] += _pass(group, chunks[(rank - step) % size])
     for step in range(size - 1):
@@ -33,7 +36,9 @@ def first(group: Group, x: np.ndarray) -> np.ndarray:
 
 def second(group: Group, x: np.ndarray) -> np.ndarray:
     """Reduce-scatter, then all-gather."""
-    size, rank, chunks = group.size, group.rank, np.array_split(x.copy(), group.size)
+    size = group.size
+    rank = group.rank
+    chunks = np.array_split(x.copy(), group.size)
     for step in range(size - 1):
         chunks[(rank - step - 2) % size] += _pass(group, chunks[(rank - step - 1) % size])
     for step in range(size - 1):
@@ -43,7 +48,8 @@ def second(group: Group, x: np.ndarray) -> np.ndarray:
 
 def third(group: Group, x: np.ndarray) -> np.ndarray:
     """Reduce-scatter, then all-gather."""
-    size, rank = group.size, group.rank
+    size = group.size
+    rank = group.rank
     known = [group.reduce_scatter(x, algorithm="ring")]
     for _ in range(size - 1):
         arrived = _pass(group, np.concatenate(known))
@@ -64,7 +70,8 @@ def examine(all_reduce: AllReduce) -> None:
     bytes of both."""
 
     def ranks(group: Group) -> tuple[list[str], list[tuple[int, int]]]:
-        x, costs = np.full(ELEMENTS, BASE**group.rank, np.int64), []
+        x = np.full(ELEMENTS, BASE**group.rank, np.int64)
+        costs = []
         for work in (all_reduce, lambda group, x: group.all_reduce(x, algorithm="ring")):
             before = totals(group.ledger)
             result = work(group, x)

@@ -27,7 +27,8 @@ class Link:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self.rank, self.size = group.rank, group.size
+        self.rank = group.rank
+        self.size = group.size
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         self.sends: list[tuple[int, int]] = []  # (destination, elements)
         self.doing = "nothing"
@@ -109,7 +110,8 @@ def _one_call(
     x = np.arange(elements, dtype=np.float64) + 1000.0 * group.rank
     before = totals(group.ledger)
     mine = exercise.plain_all_reduce(link, x)
-    mine_cost, before = sent_since(group.ledger, before), totals(group.ledger)
+    mine_cost = sent_since(group.ledger, before)
+    before = totals(group.ledger)
     library = group.all_reduce(x, algorithm="ring")
     return {
         "mine": mine,
@@ -211,7 +213,8 @@ def _values(size: int, elements: int, measured: list[dict[str, Any]]) -> Result:
     """Every rank's all_reduce beside the library's."""
     task = f"P={size}, n={elements}, values"
     for rank, figures in enumerate(measured):
-        mine, library = figures["mine"], figures["library"]
+        mine = figures["mine"]
+        library = figures["library"]
         if np.shape(mine) != np.shape(library):
             return Result(
                 task,

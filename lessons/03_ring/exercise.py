@@ -30,7 +30,8 @@ def plain_reduce_scatter(group, chunks):
              empty); overwritten.
     Cost:    size - 1 messages a rank, each one chunk, each to next_rank.
     """
-    next_rank, prev_rank = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    next_rank = (group.rank + 1) % group.size
+    prev_rank = (group.rank - 1) % group.size
     for step in range(group.size - 1):
         outgoing = hole(
             1, "which chunk (an index) does this rank send in this step? (section 3.1)", step
@@ -55,7 +56,8 @@ def plain_all_gather(group, chunks):
              are leftovers.
     Cost:    size - 1 messages a rank, each one chunk, each to next_rank.
     """
-    next_rank, prev_rank = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    next_rank = (group.rank + 1) % group.size
+    prev_rank = (group.rank - 1) % group.size
     for step in range(
         hole(4, "how many steps until the last rank has the last chunk? (section 3.2)")
     ):

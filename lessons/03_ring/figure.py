@@ -16,7 +16,8 @@ from minidist.lessons import figures as look
 from minidist.lessons.running import draw_figure
 
 HERE = Path(__file__).resolve().parent
-RANKS, MOST = 4, 8
+RANKS = 4
+MOST = 8
 lesson = load_module(HERE / "lesson.py", "03")
 CELL = 0.2  # height of a chunk's box, in rows
 
@@ -174,11 +175,14 @@ def _arrow(ax: Any, step: int, message: dict[str, Any], color: str) -> None:
     comes in again."""
     x0, y0 = _place(step, message["src"], message["chunk"])
     x1, y1 = _place(step + 1, message["dst"], message["chunk"])
-    start, stop = (x0 + 0.14, y0), (x1 - 0.14, y1)
+    start = (x0 + 0.14, y0)
+    stop = (x1 - 0.14, y1)
     if message["dst"] > message["src"]:
         _draw_arrow(ax, start, stop, color)
         return
-    low, high = RANKS - 0.46, -0.6  # leaves at the bottom, enters at the top
+    # leaves at the bottom, enters at the top
+    low = RANKS - 0.46
+    high = -0.6
     middle = x0 + 0.42
     ax.plot(
         [start[0], middle],

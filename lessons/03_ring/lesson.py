@@ -227,7 +227,8 @@ def traffic(group: Group, all_reduce: Any) -> dict[str, list[int]]:
 def broadcast_then_add(group: Group, page: Page) -> None:
     """N3:26 taken at its word, beside the ring: the same chunk on every rank, P times the bytes."""
     x = np.arange(ELEMENTS, dtype=np.float32) % 7 + group.rank
-    rows, results = [], []
+    rows = []
+    results = []
     for name, work in (
         ("broadcast, then add (N3:26)", literally),
         ("ring reduce-scatter", lambda g, y: g.reduce_scatter(y, algorithm="ring")),
@@ -339,7 +340,8 @@ def whole_tensors() -> None:
 
     def ring_of_whole_tensors(group: Group) -> tuple[float, int]:
         x = np.full(1000, group.rank + 1.0)
-        total, moving = x.copy(), x
+        total = x.copy()
+        moving = x
         before = totals(group.ledger)
         for _ in range(group.size - 1):
             moving = group.exchange(

@@ -27,8 +27,11 @@ class Part:
     """Some ranks of a group, as a student's rank sees them, with a log of what it does."""
 
     def __init__(self, group: Group, ranks: list[int], nodes: tuple[int, ...]) -> None:
-        self._group, self._ranks, self._nodes = group, ranks, nodes
-        self.rank, self.size = ranks.index(group.rank), len(ranks)
+        self._group = group
+        self._ranks = ranks
+        self._nodes = nodes
+        self.rank = ranks.index(group.rank)
+        self.size = len(ranks)
         self.across = 0  # bytes to other machines
 
     def send(self, x: np.ndarray, dst: int) -> None:
@@ -78,7 +81,8 @@ def _hops(exercise: ModuleType) -> Iterator[Result]:
     """Hops on rings, beside those counted on the lesson's wiring."""
     for size in (8, 5):
         for a, b in ((0, 1), (1, 0), (0, size - 1), (size - 2, 1), (3, 3)):
-            target, came = wiring.ways(wiring.ring(size), a)[b][0], exercise.ring_hops(a, b, size)
+            target = wiring.ways(wiring.ring(size), a)[b][0]
+            came = exercise.ring_hops(a, b, size)
             mistake = "wrong number of hops"
             if came == abs(a - b):
                 mistake = "a line, not a ring"
@@ -131,7 +135,8 @@ def _leaders(nodes: tuple[int, ...]) -> list[int]:
 def _groups(exercise: ModuleType, nodes: tuple[int, ...]) -> Iterator[Result]:
     """Who shares a machine, and who leads one."""
     for rank in range(len(nodes)):
-        target, came = _machine(rank, nodes), _listed(exercise.machine(rank, nodes))
+        target = _machine(rank, nodes)
+        came = _listed(exercise.machine(rank, nodes))
         mistake = "the wrong ranks of a machine"
         if came == [other for other in target if other != rank]:
             mistake = "a rank missing on its own machine"
@@ -146,7 +151,8 @@ def _groups(exercise: ModuleType, nodes: tuple[int, ...]) -> Iterator[Result]:
             "nodes say which ranks share a machine, and neither their order nor rank // 2 does: "
             "section 4 (hole 3)",
         )
-    target, came = _leaders(nodes), _listed(exercise.leaders(nodes))
+    target = _leaders(nodes)
+    came = _listed(exercise.leaders(nodes))
     mistake = (
         "machines' numbers are not ranks"
         if came == sorted(set(nodes))
@@ -168,7 +174,9 @@ def _listed(came: Any) -> Any:
 
 def _all_reduce(exercise: ModuleType, nodes: tuple[int, ...]) -> Iterator[Result]:
     """The sum on every rank, and no more bytes between machines than the leaders' ring sends."""
-    task, size, lead = f"all_reduce, machines {nodes}", len(nodes), _leaders(nodes)
+    task = f"all_reduce, machines {nodes}"
+    size = len(nodes)
+    lead = _leaders(nodes)
     parts: list[Part] = []
 
     def ranks(group: Group) -> Any:
@@ -253,7 +261,8 @@ def _seconds(exercise: ModuleType) -> Iterator[Result]:
 def _fit(exercise: ModuleType) -> Iterator[Result]:
     """α and β of points that lie on a line."""
     sizes = np.array([1e3, 1e4, 1e5, 1e6])
-    alpha, beta = 4e-5, 2e-10
+    alpha = 4e-5
+    beta = 2e-10
     came = tuple(float(value) for value in exercise.fit(sizes, alpha + beta * sizes))
     mistake = "not the line"
     if np.allclose(came, (beta, alpha), atol=0):

@@ -23,7 +23,8 @@ HERE = Path(__file__).resolve().parent
 RANKS = 8
 lesson = load_module(HERE / "lesson.py", "04")
 wiring = lesson.wiring
-FAST, SLOW = look.RANKS[0], look.RANKS[3]
+FAST = look.RANKS[0]
+SLOW = look.RANKS[3]
 
 
 def record(group: Group) -> dict[str, Any]:
@@ -49,7 +50,8 @@ def record(group: Group) -> dict[str, Any]:
 
 def over_time(group: Group, algorithm: str) -> list[dict[str, Any]]:
     """The messages of one all_reduce on two machines, 20 ms between them; times in α, on rank 0."""
-    alpha, nodes = 20e-3, lesson.halves(group.size)
+    alpha = 20e-3
+    nodes = lesson.halves(group.size)
     events: list[Any] = []
     with lesson.links.machines(group, nodes, alpha=alpha, beta=0.0) as cluster:
         group.barrier()
@@ -141,7 +143,8 @@ def _places(wires: Any) -> dict[int, tuple[float, float]]:
 def _wires(ax: Any, wires: Any, messages: list[Any]) -> None:
     """One wiring: a line for each link, the thicker the more bytes went over its busier
     direction."""
-    spots, unit = _places(wires), lesson.ELEMENTS * 8
+    spots = _places(wires)
+    unit = lesson.ELEMENTS * 8
     carried = wiring.load(wires, messages)
     busy = {link: max(carried[link], carried[link[::-1]]) / unit for link in wires.links}
     for (a, b), amount in busy.items():
@@ -266,7 +269,8 @@ def _line(ax: Any, recorded: dict[str, Any]) -> None:
     )
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
-    low, high = min(recorded["times"].values()) * 1e6, max(recorded["times"].values()) * 1e6
+    low = min(recorded["times"].values()) * 1e6
+    high = max(recorded["times"].values()) * 1e6
     ax.set_yticks(
         [
             tick

@@ -32,7 +32,9 @@ from minidist.lessons.namespaces import delays, joined_hosts, missing
 from minidist.lessons.page import page_console
 
 HERE = Path(__file__).resolve().parent
-PER_HOST, PORT, ROUNDS = 4, 29500, 3
+PER_HOST = 4
+PORT = 29500
+ROUNDS = 3
 SIZES = tuple(2**power for power in range(14, 23, 2))  # 16 KiB to 4 MiB
 ALGORITHMS = ("ring", "hierarchical")
 

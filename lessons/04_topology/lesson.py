@@ -75,7 +75,8 @@ def wirings(page: Page) -> None:
     }
     for make in (*wiring.WIRINGS, wiring.full):
         wires = make(DEVICES)
-        far, cut = wiring.hops(wires), wiring.bisection(wires)
+        far = wiring.hops(wires)
+        cut = wiring.bisection(wires)
         formula, value = formulas[wires.name]
         rows.append(
             [
@@ -159,7 +160,9 @@ def on_tori() -> list[list[Any]]:
     """The rows of that table; messages as a simulated rank of each algorithm sends them."""
     rows = []
     for size in BOXES:
-        sides, nbytes, carried = box(size), ELEMENTS * 8 * size, []
+        sides = box(size)
+        nbytes = ELEMENTS * 8 * size
+        carried = []
         for algorithm in ("ring", "torus", "torus-both"):
             program = record("all_reduce", algorithm, Operands(nbytes, (), 8), size)
             messages = list(
@@ -168,7 +171,8 @@ def on_tori() -> list[list[Any]]:
                 )
             )
             carried.append(_busiest(wiring.box(sides), messages) / nbytes)
-        steps, formula = 2 * (sum(sides) - len(sides)), (size - 1) / size / len(sides)
+        steps = 2 * (sum(sides) - len(sides))
+        formula = (size - 1) / size / len(sides)
         rows.append(
             [
                 size,
@@ -218,7 +222,9 @@ def two_machines(group: Group, page: Page) -> None:
                     *(f"{1e3 * value:.0f} ms" for value in times),
                 ]
             )
-    size, alpha, beta = group.size, NETWORK["alpha"], NETWORK["beta"]
+    size = group.size
+    alpha = NETWORK["alpha"]
+    beta = NETWORK["beta"]
     for name, steps, parts in (
         ("2(P-1)(α + n/P β)", 2 * (size - 1), size),
         ("2(M-1)(α + n/M β), M = 2", 2, 2),
@@ -262,7 +268,8 @@ def exchange_times(group: Group, repeats: int = 15) -> dict[int, float]:
     rank's times."""
     times = {}
     for nbytes in SIZES:
-        x, into = np.ones(nbytes // 8), np.empty(nbytes // 8)
+        x = np.ones(nbytes // 8)
+        into = np.empty(nbytes // 8)
         took = []
         for _ in range(repeats + 2):
             group.barrier()

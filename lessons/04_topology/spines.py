@@ -19,7 +19,10 @@ from minidist.simulate.placement import RankPlaces
 from minidist.simulate.topology import Topology, Wire
 from minidist.simulate.walk import call_cost
 
-MACHINES, LEAF, SPINES = 16, 4, 4  # machines of one device; four a leaf; spines above the leaves
+# machines of one device; four a leaf; spines above the leaves
+MACHINES = 16
+LEAF = 4
+SPINES = 4
 WIRE = Wire("cable", 1e-6, 50e9)
 DRAWN = 200  # random permutations
 PLAN = {"dp": 2, "tp": 4}
@@ -161,7 +164,8 @@ def placed(page: Page) -> None:
     """The same plan, dealt in three ways."""
     if not page.writes:
         return
-    cluster, rows = Cluster.parse("h100:2x4"), []
+    cluster = Cluster.parse("h100:2x4")
+    rows = []
     for name, places in dealings():
         (tp, tp_seconds), (dp, dp_seconds) = (
             across(axis, places, cluster) for axis in ("tp", "dp")

@@ -87,7 +87,9 @@ def ways(wiring: Wiring, start: int) -> dict[int, tuple[int, int]]:
     for a, b in wiring.links:
         near.setdefault(a, []).append(b)
         near.setdefault(b, []).append(a)
-    found, frontier, far = {start: (0, 1)}, {start: 1}, 0
+    found = {start: (0, 1)}
+    frontier = {start: 1}
+    far = 0
     while frontier:
         far += 1
         reached: Counter[int] = Counter()

@@ -15,7 +15,8 @@ from minidist.parallel.data.data_parallel import DataParallel, plain_data_parall
 from minidist.parallel.step.single import Single
 
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")
-STEPS, RATE = 3, 0.5
+STEPS = 3
+RATE = 0.5
 
 CUT_FROM = (plain_data_parallel,)
 ANSWERS = {
@@ -38,7 +39,8 @@ class Device:
     then."""
 
     def __init__(self, model: GPT, first: GPT) -> None:
-        self.model, self.first = model, first
+        self.model = model
+        self.first = first
         self.rows: list[int] = []
         self.stale: list[int] = []  # the steps in which it computed with other weights
 
@@ -77,7 +79,8 @@ def _weights(model: GPT) -> np.ndarray:
 def _serial(rows: int, scale: float = 1.0) -> np.ndarray:
     """One process; `scale` on every gradient."""
     model = _model()
-    single, optimizer = Single(model), SGD(list(model.parameters()), RATE * scale)
+    single = Single(model)
+    optimizer = SGD(list(model.parameters()), RATE * scale)
     for step in range(STEPS):
         single.step(_batch(step, rows), optimizer)
     return _weights(model)
@@ -190,11 +193,9 @@ def _traffic(exercise: ModuleType, replicas: int, rows: int) -> Result:
     inputs, targets = _batch(0, rows)
     strategy.step((inputs, targets), SGD(strategy.parameters, RATE))
     sent = [sum(device.group.ledger.sent_bytes()["dp"].values()) for device in strategy.devices]
-    nbytes, row, output = (
-        sum(p.data.nbytes for p in model.parameters()),
-        inputs[0].nbytes,
-        8 * CONFIG.context * CONFIG.vocabulary,
-    )
+    nbytes = sum(p.data.nbytes for p in model.parameters())
+    row = inputs[0].nbytes
+    output = 8 * CONFIG.context * CONFIG.vocabulary
     target = (sent[0], sum(sent[1:]))
     sends, receives = exercise.through_device_0(nbytes, row, output, rows, replicas)
     mine = int(sends), int(receives)

@@ -32,7 +32,9 @@ BLAS = GPTConfig(vocabulary=128, context=128, layers=1, width=256, heads=4)  # l
 
 PRODUCT = 4  # moments of one product on one thread, on the clock of products_on_a_clock
 # of the clock: seconds of Python a call; a processor's speed without the lock
-HOLD, FLOPS, BYTES = 10e-6, 40e9, 4e9
+HOLD = 10e-6
+FLOPS = 40e9
+BYTES = 4e9
 LINK = 1e9  # of the clock: bytes a second of a device's link, in and out together
 PARTS = ("dp passes", "dp link", "ddp passes", "ddp link")  # of a step on the clock
 
@@ -97,7 +99,8 @@ class Watched(DataParallel):
             self.busy[device.rank] += time.thread_time() - before
 
     def step(self, *args: Any, **options: Any) -> float:
-        before, passes = time.thread_time(), self.busy[0]
+        before = time.thread_time()
+        passes = self.busy[0]
         loss = super().step(*args, **options)
         self.busy[0] = passes + time.thread_time() - before  # the optimizer, too
         return loss
@@ -230,7 +233,9 @@ def turns_on_a_clock(config: GPTConfig, replicas: int, *, sequences: int) -> tup
         HOLD + max(flops / FLOPS, nbytes / BYTES)
         for flops, nbytes in calls_of(config, sequences // replicas)
     ]
-    ready, left, free = [(0.0, replica) for replica in range(replicas)], [len(work)] * replicas, 0.0
+    ready = [(0.0, replica) for replica in range(replicas)]
+    left = [len(work)] * replicas
+    free = 0.0
     end = 0.0
     while ready:
         asked, replica = heappop(ready)
@@ -264,7 +269,8 @@ def step_on_a_clock(config: GPTConfig, ranks: int, *, sequences: int) -> dict[st
 
 def wall_of(strategy: Any, config: GPTConfig, *, sequences: int, steps: int = 3) -> float:
     """Seconds of a step here, the median after a first one."""
-    optimizer, taken = Adam(strategy.parameters, 1e-3), []
+    optimizer = Adam(strategy.parameters, 1e-3)
+    taken = []
     for step in range(steps + 1):
         begin = time.perf_counter()
         strategy.step(batch(config, step, sequences), optimizer)
@@ -283,8 +289,11 @@ def products_on_a_clock(
     its part waits for the others of its product, and keeps its processor until the slice ends:
     BLAS's threads spin.
     """
-    part, now, waited = PRODUCT // threads, 0, 0
-    left, products = [[part] * threads for _ in range(replicas)], [count] * replicas
+    part = PRODUCT // threads
+    now = 0
+    waited = 0
+    left = [[part] * threads for _ in range(replicas)]
+    products = [count] * replicas
     queue = deque((replica, thread) for replica in range(replicas) for thread in range(threads))
     running: list[tuple[int, int, int]] = []  # replica, thread, end of its slice
     while any(products):

@@ -15,7 +15,8 @@ from minidist.lessons.running import draw_figure
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "05")
-RANKS, MOST = 4, 8
+RANKS = 4
+MOST = 8
 WHAT = {
     "broadcast": ("the model, out", look.MEMORY["parameters"], "DP 2"),
     "reduce": ("gradients, in", look.MEMORY["gradients"], "DP 5"),
@@ -166,7 +167,8 @@ def _turns(ax: Any, run: dict[str, Any], title: str) -> None:
     """When each replica's thread had a processor."""
     look.quiet(ax, grid="x")
     for lane, stamps in enumerate(run["stamps"]):
-        begin, end = 1e3 * stamps[0][0], 1e3 * stamps[-1][0]
+        begin = 1e3 * stamps[0][0]
+        end = 1e3 * stamps[-1][0]
         ax.barh(lane, end - begin, 0.66, begin, color=look.GRID)
         for start, stop, share in lab.shares(stamps):
             ax.barh(

@@ -138,7 +138,8 @@ def device_0(page: Page) -> None:
     rows = []
     for replicas in range(1, 8):
         found = lab.traffic(replicas, 2 * replicas)
-        sent, received = sum(found["sent"].values()), sum(found["received"].values())
+        sent = sum(found["sent"].values())
+        received = sum(found["received"].values())
         ring = (
             FORMULAS["all_reduce", "ring"].bytes_of(Case(size=replicas, nbytes=found["model"]))
             / replicas
@@ -292,7 +293,8 @@ def beside_ddp(group: Group, page: Page) -> None:
         rows = []
         for ranks in (1, 2, 4, 8):
             found = lab.step_on_a_clock(lab.BLAS, ranks, sequences=8)
-            dp, ddp = found["dp passes"] + found["dp link"], found["ddp passes"] + found["ddp link"]
+            dp = found["dp passes"] + found["dp link"]
+            ddp = found["ddp passes"] + found["ddp link"]
             rows.append(
                 [ranks, *(f"{1e3 * found[name]:.1f} ms" for name in lab.PARTS), f"{dp / ddp:.2f}"]
             )

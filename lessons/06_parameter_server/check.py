@@ -20,7 +20,10 @@ from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import part_of
 
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")
-SEQUENCES, STEPS, RATE, LIMIT = 5, 3, 0.5, 60.0
+SEQUENCES = 5
+STEPS = 3
+RATE = 0.5
+LIMIT = 60.0
 
 CUT_FROM = (plain_worker, plain_server)
 ANSWERS = {

@@ -17,7 +17,8 @@ from minidist.parallel.step.step import part_of
 
 def divide(sizes, servers):
     """Which server has each key: a list as long as `sizes`. The largest keys are placed first."""
-    loads, owner = [0] * servers, [0] * len(sizes)
+    loads = [0] * servers
+    owner = [0] * len(sizes)
     for key in sorted(range(len(sizes)), key=lambda key: -sizes[key]):
         owner[key] = hole(1, "which server gets this key? (section 3)", loads)
         loads[owner[key]] += sizes[key]

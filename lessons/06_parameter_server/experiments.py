@@ -21,7 +21,8 @@ from minidist.parallel.data.replay_updates import replay
 from minidist.parallel.step.single import Single
 
 CONFIG = GPTConfig(vocabulary=31, context=8, layers=1, width=16, heads=2, dtype="float64")
-SEQUENCES, RATE = 12, 1e-2
+SEQUENCES = 12
+RATE = 1e-2
 
 
 def new_model(seed: int = 0) -> GPT:
@@ -52,7 +53,8 @@ def held_out_loss(model: GPT) -> float:
 def serial(steps: int, optimizer: Any = Adam) -> np.ndarray:
     """The weights of one process."""
     model = new_model()
-    single, rule = Single(model), optimizer(list(model.parameters()), RATE)
+    single = Single(model)
+    rule = optimizer(list(model.parameters()), RATE)
     for step in range(steps):
         single.step(batch(step), rule)
     return weights(model)
@@ -75,12 +77,14 @@ def train(
              ends.
              options: of ParameterServer.
     """
-    timeline, model = Timeline(group.rank), new_model()
+    timeline = Timeline(group.rank)
+    model = new_model()
     server = strategy(model, group, recorder=timeline, **options)
     rule = optimizer(server.parameters, lr)
     group.barrier()
     begin = time.perf_counter()
-    ends, losses = [], []
+    ends = []
+    losses = []
     for step in range(steps):
         if (dies or {}).get(group.rank) == step:
             die(group)
@@ -154,8 +158,12 @@ def on_a_clock(
     A worker reads the weights when its next step may begin: at once, or when it is no more than
     `bound` steps ahead.
     """
-    updates, ends = list[Update](), list[float]()
-    done, read, busy, now = [0] * len(seconds), [0] * len(seconds), dict[int, float](), 0.0
+    updates = list[Update]()
+    ends = list[float]()
+    done = [0] * len(seconds)
+    read = [0] * len(seconds)
+    busy = dict[int, float]()
+    now = 0.0
     while len(updates) < steps * len(seconds):
         for worker, count in enumerate(done):
             if (
@@ -163,7 +171,8 @@ def on_a_clock(
                 and count < steps
                 and (bound is None or count - min(done) <= bound)
             ):
-                busy[worker], read[worker] = now + seconds[worker], len(updates)
+                busy[worker] = now + seconds[worker]
+                read[worker] = len(updates)
         now, worker = min((end, worker) for worker, end in busy.items())
         del busy[worker]
         updates.append(Update(worker, done[worker], (read[worker],), RATE))

@@ -17,7 +17,11 @@ from minidist.observe.records import gather_records
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "06")
-RANKS, MOST, STEPS, NAP = 4, 7, 40, 0.02  # three workers, the last of them napping, and a server
+# three workers, the last of them napping, and a server
+RANKS = 4
+MOST = 7
+STEPS = 40
+NAP = 0.02
 MODES: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "asynchronous, staleness 2": {"asynchronous": True, "staleness": 2},
@@ -70,7 +74,8 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 def _traffic(ax: Any, runs: list[dict[str, int]]) -> None:
     """Bytes in and out in one step, counted (dots), beside the formulas (lines)."""
     look.quiet(ax, grid="y")
-    counts, nbytes = np.arange(1, len(runs) + 1), runs[0]["model"]
+    counts = np.arange(1, len(runs) + 1)
+    nbytes = runs[0]["model"]
     ax.plot(
         counts,
         [(run["sent"] + run["pushed"]) / 2**10 for run in runs],
@@ -171,7 +176,8 @@ def _loss(ax: Any, recorded: dict[str, Any]) -> None:
     """Worker 0's loss, the mean of five steps, over time."""
     look.quiet(ax, grid="y")
     for mode, color in zip(MODES, (look.RANKS[0], look.RANKS[2], look.RANKS[3]), strict=True):
-        losses, ends = np.array(recorded[mode][0]["losses"]), np.array(recorded[mode][0]["ends"])
+        losses = np.array(recorded[mode][0]["losses"])
+        ends = np.array(recorded[mode][0]["ends"])
         smooth = np.convolve(losses, np.ones(5) / 5, mode="valid")
         ax.plot(
             ends[4:],

@@ -29,7 +29,8 @@ from minidist.parallel.data.parameter_server import ParameterServer, plain_serve
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "06")
-STEPS, NAP = 6, 0.02
+STEPS = 6
+NAP = 0.02
 SLOW = 4.0  # seconds of a slow worker's step, where the others take 1, on the virtual clock
 
 
@@ -58,7 +59,8 @@ def tour(group: Group, page: Page) -> None:
 
 def equal_weights(group: Group, page: Page) -> None:
     """Plain loop and library, one server and two, beside one process."""
-    workers, target = group.size - 1, lab.serial(STEPS)
+    workers = group.size - 1
+    target = lab.serial(STEPS)
     model = lab.new_model()
     if group.rank < workers:
         plain_worker(model, group, workers, map(lab.batch, range(STEPS)))
@@ -153,16 +155,14 @@ def stragglers(group: Group, page: Page) -> None:
                 f"{1e3 * mine['ends'][-1]:.0f} ms",
             ]
         )
-    title, note = (
-        f"One of the ranks naps {1e3 * NAP:.0f} ms before each of {STEPS} steps",
+    title = f"One of the ranks naps {1e3 * NAP:.0f} ms before each of {STEPS} steps"
+    note = (
         "with any staleness rank 0 does not wait for it; with a bound it does, when it is so "
-        "far ahead",
+        "far ahead"
     )
     if not slow:
-        title, note = (
-            f"{STEPS} steps, and no worker naps",
-            "rank 0 is the only worker: start three ranks or more",
-        )
+        title = f"{STEPS} steps, and no worker naps"
+        note = "rank 0 is the only worker: start three ranks or more"
     page.table(title, ["", "rank 0: a step", "rank 0: all steps"], rows, note=note)
 
 
@@ -172,7 +172,8 @@ def stragglers(group: Group, page: Page) -> None:
 def stale(group: Group, page: Page) -> None:
     """Asynchronous runs by staleness bound: how stale updates were, the replay's weights, the
     loss."""
-    workers, rows = group.size - 1, []
+    workers = group.size - 1
+    rows = []
     slow = {workers - 1: NAP} if workers > 1 else {}
     for bound in (0, 2, None):
         ranks = gather_records(
@@ -238,10 +239,12 @@ v)."""
 def digits(page: Page) -> None:
     """Two workers and a server by their dtypes: what travels, what the server keeps, how far from
     float64."""
-    exact, rows = md.run(trained, {}, "float64", size=1)[0]["weights"], []
+    exact = md.run(trained, {}, "float64", size=1)[0]["weights"]
+    rows = []
     for name, kind in KINDS.items():
         ranks = md.run(trained, {**kind, "strategy": "parameter-server"}, "float32", size=3)
-        count, (pushed, kept) = sum(array.size for array in exact.values()), EACH[name]
+        count = sum(array.size for array in exact.values())
+        (pushed, kept) = EACH[name]
         error = max(
             float(np.abs(ranks[0]["weights"][key] - array).max()) for key, array in exact.items()
         )

@@ -41,7 +41,8 @@ def average_twice() -> None:
 
     def train(group: Group, optimizer_class: Any, lr: float, factor: float) -> float:
         model = lab.new_model(lab.SMALL)
-        ddp, optimizer = DDP(model, group), optimizer_class(list(model.parameters()), lr)
+        ddp = DDP(model, group)
+        optimizer = optimizer_class(list(model.parameters()), lr)
         for step in range(40):
             batch = lab.global_batch(lab.SMALL, step)
             ddp.backward(ddp.forward(ddp.part_of(batch), divisor=batch[1].size))
@@ -65,7 +66,8 @@ def local_tokens() -> None:
         inputs, targets = lab.global_batch(lab.SMALL, 0, sequences=first + group.size - 1)
         start = 0 if group.rank == 0 else first + group.rank - 1
         mine = slice(start, start + (first if group.rank == 0 else 1))
-        alone, model = lab.new_model(lab.SMALL), lab.new_model(lab.SMALL)
+        alone = lab.new_model(lab.SMALL)
+        model = lab.new_model(lab.SMALL)
         alone.loss(inputs, targets, divisor=targets.size).backward()
         model.loss(inputs[mine], targets[mine], divisor=targets[mine].size).backward()
         total = group.all_reduce(lab.gradients(model), op="mean")
@@ -110,7 +112,8 @@ def step_early() -> None:
 
     def job(group: Group, waits: bool) -> list[float]:
         model = lab.new_model(lab.SMALL)
-        parameters, distances = list(model.parameters()), []
+        parameters = list(model.parameters())
+        distances = []
         optimizer = Adam(parameters, 1e-2)
         with delayed(group, alpha=2e-4, beta=1e-8) as slow:  # a fast link would often be in time
             for step in range(4):

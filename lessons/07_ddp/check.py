@@ -22,8 +22,10 @@ from minidist.parallel.step.step import part_of
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=2, width=8, heads=2, dtype="float64")
 # of ranks 0, 1, 2 in every batch: uneven, as the last batch of an epoch often is
 SEQUENCES = (3, 1, 2)
-LIMIT, BUCKET = 60.0, 2048
-EPOCHS, BATCHES = 2, 3
+LIMIT = 60.0
+BUCKET = 2048
+EPOCHS = 2
+BATCHES = 3
 
 CUT_FROM = (plain_ddp,)
 ANSWERS = {
@@ -177,7 +179,8 @@ def _watched(exercise: ModuleType, group: Group, model: Any) -> Any:
 
 def _one_backward(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """One backward with the student's Synchronizer: gradients, starts, traffic."""
-    model, batch = _model(), _batch(0, group.rank, group.size)
+    model = _model()
+    batch = _batch(0, group.rank, group.size)
     synchronizer = _watched(exercise, group, model)
     before = totals(group.ledger)
     model.loss(batch.inputs, batch.targets, divisor=batch.global_tokens).backward()
@@ -225,7 +228,8 @@ def _flat(arrays: Any) -> np.ndarray:
 
 def _plain(size: int, ranks: list[np.ndarray]) -> Result:
     """The weights after the plain loop, beside one process's and beside what mistakes lead to."""
-    task, target = f"plain_ddp on {size} ranks, weights after {BATCHES} steps", _plain_serial(size)
+    task = f"plain_ddp on {size} ranks, weights after {BATCHES} steps"
+    target = _plain_serial(size)
     error = max(float(np.abs(mine - target).max() / np.abs(target).max()) for mine in ranks)
     if error < 1e-10:
         return Result(
@@ -393,13 +397,14 @@ def _final(size: int, ranks: list[dict[str, Any]]) -> Result:
 
 def _gradients(size: int, ranks: list[dict[str, Any]]) -> Result:
     """The synchronised gradient beside the one-process gradient of the global mean loss."""
-    task, target = f"{size} ranks, gradients", _serial_gradients(size)
-    wrong, mistake, advice = (
-        target / size,
-        "averaged twice",
+    task = f"{size} ranks, gradients"
+    target = _serial_gradients(size)
+    wrong = target / size
+    mistake = "averaged twice"
+    advice = (
         f"the gradients are {size} times too small: the loss is "
         "divided by the global token count already, so they are summed, not averaged: section 4 "
-        "(hole 5)",
+        "(hole 5)"
     )
     for rank, figures in enumerate(ranks):
         mine = figures["gradients"]
@@ -445,14 +450,16 @@ def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
 
 def _training(ranks: list[dict[str, Any]]) -> Result:
     """After several epochs: all replicas equal, and equal to one process."""
-    steps, size = EPOCHS * BATCHES, len(ranks)
+    steps = EPOCHS * BATCHES
+    size = len(ranks)
     target = _serial_weights(size)
     scale = np.abs(target).max()
     drift = max(
         float(np.abs(figures["weights"] - ranks[0]["weights"]).max() / scale) for figures in ranks
     )
     error = max(float(np.abs(figures["weights"] - target).max() / scale) for figures in ranks)
-    task, finished = f"{size} ranks, {EPOCHS} epochs of {BATCHES} batches", ranks[0]["finished"]
+    task = f"{size} ranks, {EPOCHS} epochs of {BATCHES} batches"
+    finished = ranks[0]["finished"]
     if finished != steps:
         mistake = (
             "synchronised once an epoch"
@@ -468,7 +475,8 @@ def _training(ranks: list[dict[str, Any]]) -> Result:
             "between two updates every replica must have the same gradient (N0:416): section 5 "
             "(hole 6)",
         )
-    started, all_of_them = ranks[0]["started"], finished * ranks[0]["buckets"]
+    started = ranks[0]["started"]
+    all_of_them = finished * ranks[0]["buckets"]
     if started < all_of_them:
         return Result(
             task,

@@ -70,7 +70,8 @@ class Synchronizer:
     """Sums gradients over the ranks, bucket by bucket, while backward still runs."""
 
     def __init__(self, group, parameters, limit):
-        self.group, self.parameters = group, parameters
+        self.group = group
+        self.parameters = parameters
         self.buckets = assign_buckets([parameter.data.nbytes for parameter in parameters], limit)
         self.flat = [
             np.zeros(sum(parameters[i].size for i in bucket), parameters[0].dtype)

@@ -141,12 +141,11 @@ def data_path(group: Group) -> list[dict[str, Any]]:
     Bytes: `came` of the model from others before the step, `model`, `read` of its part of the
     batch, `gradients`, `sent` in the step's all-reduces to the ranks `to`, in so many `messages`.
     """
-    timeline, began = Timeline(group.rank), totals(group.ledger)
+    timeline = Timeline(group.rank)
+    began = totals(group.ledger)
     model = new_model(TIMED)
-    ddp, optimizer = (
-        DDP(model, group, bucket_bytes=BUCKET, recorder=timeline),
-        Adam(list(model.parameters()), 1e-3),
-    )
+    ddp = DDP(model, group, bucket_bytes=BUCKET, recorder=timeline)
+    optimizer = Adam(list(model.parameters()), 1e-3)
     came = sent_since(group.ledger, began)[1]  # what is sent arrives: equal on all ranks
     timeline.follow(group.ledger)
     batch = global_batch(TIMED, 0)
@@ -177,7 +176,8 @@ def data_path(group: Group) -> list[dict[str, Any]]:
 def hidden_shares(group: Group, bucket_bytes: int, *, steps: int = 3) -> list[float]:
     """The share of each rank's all-reduces that lies under its computation, over delayed links; on
     rank 0."""
-    timeline, model = Timeline(group.rank), new_model(TIMED)
+    timeline = Timeline(group.rank)
+    model = new_model(TIMED)
     with delayed(group, alpha=50e-6, beta=8e-10) as slow:
         timeline.follow(slow.ledger)
         ddp = DDP(model, slow, bucket_bytes=bucket_bytes, recorder=timeline)

@@ -18,7 +18,8 @@ from minidist.nn import GPTConfig
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "07")
 # of the job; of them, those whose step is timed: a core each on a small machine
-RANKS, TIMED = 4, 2
+RANKS = 4
+TIMED = 2
 ROUNDS = 30  # steps recorded; the quickest is drawn, which other programs disturbed least
 CONFIG = GPTConfig(vocabulary=128, context=128, layers=4, width=192, heads=6)
 LEGEND = {
@@ -83,7 +84,8 @@ def _gantt(ax: Any, steps: list[list[dict[str, Any]]]) -> None:
         first = min(span["start"] for span in spans if span["name"].startswith("all_reduce bucket"))
         look.step_number(ax, 1e3 * (first - begin) - 1.0, rank + 0.19, 5, ha="right")
         for span in spans:
-            left, width = 1e3 * (span["start"] - begin), 1e3 * (span["stop"] - span["start"])
+            left = 1e3 * (span["start"] - begin)
+            width = 1e3 * (span["stop"] - span["start"])
             if span["name"] in COLORS:
                 ax.barh(
                     rank - 0.19,

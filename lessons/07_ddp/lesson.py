@@ -84,19 +84,20 @@ def equal_weights(group: Group, page: Page) -> None:
     """The same steps three ways: weights, messages and bytes of rank 0."""
     batches = [lab.global_batch(lab.SMALL, step) for step in range(STEPS)]
     alone = lab.new_model(lab.SMALL)
-    single, optimizer = Single(alone), Adam(list(alone.parameters()), 1e-2)
+    single = Single(alone)
+    optimizer = Adam(list(alone.parameters()), 1e-2)
     for batch in batches:
         single.step(batch, optimizer)
 
-    plain, before = lab.new_model(lab.SMALL), totals(group.ledger)
+    plain = lab.new_model(lab.SMALL)
+    before = totals(group.ledger)
     plain_ddp(plain, Adam(list(plain.parameters()), 1e-2), group, batches)
-    plain_sent, before = sent_since(group.ledger, before), totals(group.ledger)
+    plain_sent = sent_since(group.ledger, before)
+    before = totals(group.ledger)
 
     model = lab.new_model(lab.SMALL)
-    ddp, optimizer = (
-        DDP(model, group, bucket_bytes=lab.BUCKET),
-        Adam(list(model.parameters()), 1e-2),
-    )
+    ddp = DDP(model, group, bucket_bytes=lab.BUCKET)
+    optimizer = Adam(list(model.parameters()), 1e-2)
     for batch in batches:
         ddp.step(batch, optimizer)
     ddp_sent = sent_since(group.ledger, before)
@@ -204,16 +205,15 @@ def buckets(timelines: list[Timeline], page: Page) -> None:
 def traffic(group: Group, page: Page) -> None:
     """Bytes and messages of one step, summed over the ranks, beside the formulas."""
     model = lab.new_model(lab.TIMED)
-    ddp, optimizer = (
-        DDP(model, group, bucket_bytes=lab.BUCKET),
-        Adam(list(model.parameters()), 1e-3),
-    )
+    ddp = DDP(model, group, bucket_bytes=lab.BUCKET)
+    optimizer = Adam(list(model.parameters()), 1e-3)
     before = totals(group.ledger)
     ddp.step(lab.global_batch(lab.TIMED, 0), optimizer)
     mine = np.array(sent_since(group.ledger, before))
     with group.ledger.control():
         messages, nbytes = (int(value) for value in group.all_reduce(mine))
-    size, gradient_bytes = group.size, sum(bucket.data.nbytes for bucket in ddp.buckets)
+    size = group.size
+    gradient_bytes = sum(bucket.data.nbytes for bucket in ddp.buckets)
     rows: list[list[Any]] = [
         [
             "bytes",
@@ -251,7 +251,8 @@ def uneven_parts(group: Group, page: Page) -> None:
     mine = slice(start, start + shares[group.rank])
     alone = lab.new_model(lab.SMALL)
     alone.loss(inputs, targets, divisor=targets.size).backward()
-    target, rows = lab.gradients(alone), []
+    target = lab.gradients(alone)
+    rows = []
     for name, divided_by, divisor, then, factor in (
         ("sum of shares", "all ranks' tokens", targets.size, "summed", 1.0),
         ("mean of means", "own tokens", targets[mine].size, "averaged", 1 / group.size),
@@ -362,7 +363,9 @@ def processes(group: Group, page: Page) -> None:
 def what_a_rank_holds(group: Group, page: Page) -> None:
     """The memory account of one process beside that of a DDP rank: state, activations, the
     whole."""
-    alone, ddp, sequences = lab.peaks(None), lab.peaks(group), max(1, group.size // 2)
+    alone = lab.peaks(None)
+    ddp = lab.peaks(group)
+    sequences = max(1, group.size // 2)
     few = [
         rank["activations"]
         for rank in gather_records(group, lab.peaks(group, sequences=sequences)) or []

@@ -31,14 +31,17 @@ from minidist.optim import Adam
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.step.step import Part
 
-BATCH, EPOCHS, SEED = 64, 4, 0
+BATCH = 64
+EPOCHS = 4
+SEED = 0
 
 
 class Classifier(Module):
     """Pixels (b, n) -> one logit a class (b, classes), through a hidden layer."""
 
     def __init__(self, pixels: int, classes: int, hidden: int = 64) -> None:
-        self.first, self.second = Linear(pixels, hidden), Linear(hidden, classes)
+        self.first = Linear(pixels, hidden)
+        self.second = Linear(hidden, classes)
 
     def forward(self, x: np.ndarray) -> Tensor:
         return self.second(ops.gelu(self.first(x)))
@@ -55,14 +58,16 @@ def train(
     row an epoch."""
     model = Classifier(data.train.pixels[0].size, data.classes)
     model.initialize(seed=SEED)
-    ddp, optimizer = DDP(model, world), Adam(list(model.parameters()), 3e-3)
+    ddp = DDP(model, world)
+    optimizer = Adam(list(model.parameters()), 3e-3)
     sampler = DistributedSampler(
         len(data.train), group_size=world.size, rank=world.rank, seed=SEED, batch=BATCH
     )
     rows = []
     for epoch in range(epochs):
         sampler.set_epoch(epoch)  # another order, the same on every rank
-        total, read = 0.0, 0
+        total = 0.0
+        read = 0
         for step, mine in enumerate(sampler):
             # of all ranks; the last batch is short
             together = min(BATCH, len(data.train) - step * BATCH)
@@ -70,10 +75,8 @@ def train(
             ddp.backward(share)
             optimizer.step()
             optimizer.zero_grad()
-            total, read = (
-                total + (share.item() * together if share is not None else 0.0),
-                read + len(mine),
-            )
+            total = total + (share.item() * together if share is not None else 0.0)
+            read = read + len(mine)
         mean = float(world.all_reduce(np.array([total]))[0]) / len(data.train)
         rows.append((epoch, mean, accuracy(model, data), read))
     return rows

@@ -18,7 +18,10 @@ from minidist.parallel.step.step import micro_parts, part_of
 
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")
 SEQUENCES = 11  # rows of every batch: three ranks have 4, 4 and 3
-CASES, STEPS, LIMIT = ((1, 2), (3, 3), (3, 2)), 2, 60.0  # (ranks, passes)
+# (ranks, passes)
+CASES = ((1, 2), (3, 3), (3, 2))
+STEPS = 2
+LIMIT = 60.0
 
 CUT_FROM = (plain_accumulation,)
 ANSWERS = {
@@ -62,7 +65,10 @@ class CountedGroup:
     """A group that counts its all-reduces."""
 
     def __init__(self, group: Group) -> None:
-        self.group, self.rank, self.size, self.calls = group, group.rank, group.size, 0
+        self.group = group
+        self.rank = group.rank
+        self.size = group.size
+        self.calls = 0
 
     def all_reduce(self, *args: Any, **options: Any) -> Any:
         """As the group's own."""
@@ -83,7 +89,8 @@ class CountedSGD(SGD):
 
 def _train(group: Group, exercise: ModuleType, passes: int) -> dict[str, Any]:
     """The student's steps: weights, how often ranks reduced and stepped."""
-    model, counted = _model(), CountedGroup(group)
+    model = _model()
+    counted = CountedGroup(group)
     optimizer = CountedSGD(list(model.parameters()), lr=0.1)
     exercise.plain_accumulation(
         model, optimizer, counted, [_batch(step) for step in range(STEPS)], passes
@@ -114,7 +121,8 @@ def _serial(size: int, passes: int, mistake: str = "") -> np.ndarray:
     optimizer = SGD(list(model.parameters()), lr=0.1)
     for step in range(STEPS):
         for rank in range(size):
-            mine, tokens = part_of(_batch(step), size=size, rank=rank), SEQUENCES * CONFIG.context
+            mine = part_of(_batch(step), size=size, rank=rank)
+            tokens = SEQUENCES * CONFIG.context
             for micro in micro_parts(mine, passes):
                 tokens = {
                     "mean of means": micro.targets.size,
@@ -157,8 +165,10 @@ def _cut(exercise: ModuleType, rows: int, passes: int) -> Result:
 
 def _counts(size: int, passes: int, ranks: list[dict[str, Any]]) -> Result:
     """One reduction of every gradient and one update a step."""
-    task, one = f"{_ranks(size)}, {STEPS} steps of {passes} passes", ranks[0]["parameters"] * STEPS
-    reduced, steps = ranks[0]["reduced"], ranks[0]["steps"]
+    task = f"{_ranks(size)}, {STEPS} steps of {passes} passes"
+    one = ranks[0]["parameters"] * STEPS
+    reduced = ranks[0]["reduced"]
+    steps = ranks[0]["steps"]
     said = f"{reduced} all-reduces, {steps} updates"
     target = f"{one} all-reduces, {STEPS} updates"
     if steps != STEPS:
@@ -187,10 +197,8 @@ def _counts(size: int, passes: int, ranks: list[dict[str, Any]]) -> Result:
 
 def _weights(size: int, passes: int, ranks: list[dict[str, Any]]) -> Result:
     """After the steps: every rank has one process's weights."""
-    task, target = (
-        f"{_ranks(size)}, weights after {STEPS} steps of {passes} passes",
-        _serial(size, passes),
-    )
+    task = f"{_ranks(size)}, weights after {STEPS} steps of {passes} passes"
+    target = _serial(size, passes)
     scale = np.abs(target).max()
     error = max(float(np.abs(figures["weights"] - target).max() / scale) for figures in ranks)
     if error < 1e-10:

@@ -20,7 +20,8 @@ def cut(rows, passes):
     As even as it goes, the first ones one row longer: cut(7, 3) is [(0, 3), (3, 5), (5, 7)].
     """
     each, more = divmod(rows, passes)
-    pairs, begin = [], 0
+    pairs = []
+    begin = 0
     for number in range(passes):
         end = hole(
             1,
@@ -53,7 +54,8 @@ def plain_accumulation(model, optimizer, group, batches, passes):
 def elements_sent(stage, passes, parameters, ranks):
     """Elements that all ranks together send in a step: stage 0 is DDP, 1 to 3 are ZeRO's (section
     4)."""
-    a, psi = passes, parameters
+    a = passes
+    psi = parameters
     return (ranks - 1) * hole(
         5, "by stage: a list of four terms in a and psi, then [stage]", a, psi
     )

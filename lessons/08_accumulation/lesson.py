@@ -57,12 +57,15 @@ def same_weights(group: Group, page: Page) -> None:
         lab.global_batch(lab.SMALL, step, sequences=3 * group.size + 1) for step in range(STEPS)
     ]
     alone = lab.new_model(lab.SMALL)
-    single, optimizer = Single(alone), Adam(list(alone.parameters()), 1e-2)
+    single = Single(alone)
+    optimizer = Adam(list(alone.parameters()), 1e-2)
     for batch in batches:
         single.step(batch, optimizer)
-    target, rows = lab.weights(alone), []
+    target = lab.weights(alone)
+    rows = []
     for name, passes in (("plain loop", 2), ("DDP", 1), ("DDP", 2), ("DDP", 4)):
-        model, before = lab.new_model(lab.SMALL), totals(group.ledger)
+        model = lab.new_model(lab.SMALL)
+        before = totals(group.ledger)
         optimizer = Adam(list(model.parameters()), 1e-2)
         if name == "DDP":
             ddp = DDP(model, group, bucket_bytes=lab.BUCKET)
@@ -191,7 +194,8 @@ def traffic(group: Group, page: Page) -> None:
 def long_sequences(page: Page) -> None:
     """The same tokens a step in ever longer sequences, in as many passes as keep the tokens of a
     pass."""
-    rows, tokens = [], 512
+    rows = []
+    tokens = 512
     for context in (64, 128, 256, 512):
         config = replace(passing.CONFIG, context=context, layers=2)
         sequences = tokens // context
@@ -287,9 +291,11 @@ def reduce_every_pass() -> None:
 
     def job(group: Group, passes: int, way: str) -> tuple[float, float]:
         batch = lab.global_batch(lab.SMALL, 0)
-        alone, model = lab.new_model(lab.SMALL), lab.new_model(lab.SMALL)
+        alone = lab.new_model(lab.SMALL)
+        model = lab.new_model(lab.SMALL)
         alone.loss(*batch, divisor=batch[1].size).backward()
-        before, total = totals(group.ledger), 0
+        before = totals(group.ledger)
+        total = 0
         micros = micro_parts(part_of(batch, size=group.size, rank=group.rank), passes)
         for number, micro in enumerate(micros, start=1):
             model.loss(micro.inputs, micro.targets, batch[1].size).backward()
@@ -317,7 +323,8 @@ def reduce_every_pass() -> None:
 def step_before_last() -> None:
     """The optimizer steps after each pass: other weights in one process; on ranks that reduce last,
     replicas part."""
-    batch, target = lab.global_batch(lab.SMALL, 0), lab.new_model(lab.SMALL)
+    batch = lab.global_batch(lab.SMALL, 0)
+    target = lab.new_model(lab.SMALL)
     Single(target).step(batch, SGD(list(target.parameters()), 0.5), accumulate=4)
 
     def job(group: Group) -> tuple[float, float]:

@@ -17,7 +17,10 @@ from minidist.optim import SGD, clip_scale
 from minidist.parallel.precision.mixed_precision import LossScale, plain_mixed_precision
 
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float16")
-STEPS, CLIP, SCALE, LIMIT = 3, 0.5, 2.0**12, 60.0
+STEPS = 3
+CLIP = 0.5
+SCALE = 2.0**12
+LIMIT = 60.0
 
 CUT_FROM = (plain_mixed_precision,)
 ANSWERS = {
@@ -95,7 +98,8 @@ def _plain(exercise: ModuleType) -> Iterator[Result]:
 
 def _name_step(moved: np.ndarray, right: np.ndarray, *, stale: bool) -> tuple[str, str]:
     """What is wrong with the masters' way, and what to read."""
-    far, due = float(np.linalg.norm(moved)), float(np.linalg.norm(right))
+    far = float(np.linalg.norm(moved))
+    due = float(np.linalg.norm(right))
     if not np.isfinite(moved).all():
         return (
             "updated by an infinite gradient",
@@ -204,9 +208,11 @@ def _overflowed(exercise: ModuleType) -> Iterator[Result]:
     for rank, value, place, name in cases:
         answers = [answer for answer, _ in run(ask, rank, value, place, size=2, limit=LIMIT)]
         target = [rank < 2, rank < 2]
-        mistake, hole = "it was not seen", 6
+        mistake = "it was not seen"
+        hole = 6
         if answers == [rank == 0, rank == 1] and rank < 2:
-            mistake, hole = "only the rank that overflowed knows: the other goes on alone", 7
+            mistake = "only the rank that overflowed knows: the other goes on alone"
+            hole = 7
         elif not target[0]:
             mistake = "an overflow where there is none"
         yield expect(
@@ -221,8 +227,10 @@ def _overflowed(exercise: ModuleType) -> Iterator[Result]:
 
 def _scale(exercise: ModuleType) -> Result:
     """Beside the library's LossScale."""
-    ours, theirs = LossScale(SCALE, patience=3), exercise.Scaler(SCALE, 3)
-    target, found = [], []
+    ours = LossScale(SCALE, patience=3)
+    theirs = exercise.Scaler(SCALE, 3)
+    target = []
+    found = []
     overflows = [False] * 15
     overflows[2] = True
     overflows[7] = True

@@ -50,7 +50,9 @@ class Scaler:
     a row."""
 
     def __init__(self, scale, patience):
-        self.scale, self.patience, self.good = scale, patience, 0
+        self.scale = scale
+        self.patience = patience
+        self.good = 0
 
     def overflowed(self, gradients, group):
         """Whether any element on ANY rank is infinite or NaN: the same answer on every rank."""

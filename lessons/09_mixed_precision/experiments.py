@@ -26,8 +26,12 @@ TEXT = text.load("python")
 CONFIG = GPTConfig(
     vocabulary=len(TEXT.symbols), context=32, layers=2, width=32, heads=2, positions="rotary"
 )
-BATCH, STEPS, SCALE = 16, 4, 2.0**16
-MINE, MANY = BATCH * CONFIG.context, 2**21  # tokens: this process's, and of a large job's batch
+BATCH = 16
+STEPS = 4
+SCALE = 2.0**16
+# tokens: this process's, and of a large job's batch
+MINE = BATCH * CONFIG.context
+MANY = 2**21
 
 
 def batch_of(step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -59,7 +63,8 @@ def accumulated(dtype: str, passes: int, rows: int = BATCH) -> float:
     """How far the sum of the passes' gradients, added up where they lie, is from their exact sum:
     of its length."""
     inputs, targets = text.batch(TEXT.train, 0, batch=rows, context=CONFIG.context, seed=0)
-    summed, each = model_in(dtype), model_in(dtype)
+    summed = model_in(dtype)
+    each = model_in(dtype)
     exact: Any = 0.0
     for part in micro_parts(Part(inputs, targets, first=0), passes):
         for model in (summed, each):
@@ -81,11 +86,13 @@ def scale_run(steps: int = 48, start: float = 2.0**28, patience: int = 8) -> dic
     """Training in fp16 from a scale that is far too large: each step's scale, whether it was
     skipped, its loss."""
     precision = MixedPrecision("fp16", loss_scale=LossScale(start, patience=patience))
-    single, seen = Single(model_in("float16"), precision=precision), []
+    single = Single(model_in("float16"), precision=precision)
+    seen = []
     optimizer = AdamW(single.parameters, 4e-3)
     assert precision.loss_scale is not None
     for step in range(steps):
-        scale, skipped = precision.loss_scale.value, precision.skipped
+        scale = precision.loss_scale.value
+        skipped = precision.skipped
         loss = single.step(batch_of(step), optimizer, clip=1.0)
         seen.append((scale, precision.skipped > skipped, loss))
     return {

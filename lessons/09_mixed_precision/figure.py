@@ -64,7 +64,8 @@ def _errors(ax: Any, full: np.ndarray) -> None:
 def _histogram(ax: Any, recorded: dict[str, Any]) -> None:
     """The gradients' sizes beside what float16 can hold."""
     look.quiet(ax)
-    full, scale = recorded["full"], lab.SCALE
+    full = recorded["full"]
+    scale = lab.SCALE
     present = full != 0
     bins = 2.0 ** np.arange(-34, 2)
     for values, color, label in (
@@ -106,7 +107,8 @@ def _scale(ax: Any, run: dict[str, list[Any]]) -> None:
     """The scale at each step; a cross where it was too large and the step was skipped."""
     look.quiet(ax, grid="y")
     steps = np.arange(len(run["scale"]))
-    scale, skipped = np.log2(run["scale"]), np.array(run["skipped"])
+    scale = np.log2(run["scale"])
+    skipped = np.array(run["skipped"])
     ax.plot(steps, scale, drawstyle="steps-mid", color="#5b9a68", linewidth=1.6, label="scale")
     ax.plot(
         steps[skipped],

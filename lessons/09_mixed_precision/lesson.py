@@ -104,7 +104,8 @@ def formats(page: Page) -> None:
 def five_steps(page: Page) -> None:
     """The loop of section 2 beside Single with MixedPrecision, and float32."""
     batches = [lab.batch_of(step) for step in range(lab.STEPS)]
-    rows, full = [], masters_after("fp32", batches)
+    rows = []
+    full = masters_after("fp32", batches)
     for name, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
         model = lab.model_in(dtype)
         # unrounded
@@ -209,7 +210,8 @@ def lost_gradients(page: Page) -> None:
 def scale_table(page: Page) -> None:
     """Where the scale went."""
     run = lab.scale_run()
-    rows, begin = [], 0
+    rows = []
+    begin = 0
     for step in range(1, len(run["scale"]) + 1):
         if step == len(run["scale"]) or run["scale"][step] != run["scale"][begin]:
             rows.append(
@@ -282,7 +284,8 @@ def one_step(group: Group, plan: Plan) -> tuple[int, int, int]:
 def overflow_on_one(group: Group, page: Page) -> None:
     """The last rank's gradients overflow in step 1; ZeRO-2, where no other rank ever sees them."""
     trainer = Trainer(Plan(dp=group.size, zero=2, precision="fp16"), lab.CONFIG, group)
-    backward, rows = trainer.precision.backward, []
+    backward = trainer.precision.backward
+    rows = []
     for step in range(3):
         if step == 1 and group.rank == group.size - 1:
             trainer.precision.backward = (  # type: ignore[method-assign]
@@ -322,7 +325,8 @@ def passes_added(page: Page) -> None:
     for passes in (1, 4, 16):
         row: list[Any] = [passes]
         for dtype, unit in (("bfloat16", 2.0**-9), ("float16", 2.0**-12)):
-            off, bound = lab.accumulated(dtype, passes), unit * np.sqrt(passes)
+            off = lab.accumulated(dtype, passes)
+            bound = unit * np.sqrt(passes)
             row += [f"{off:.2%}", f"{bound:.2%}", "ok" if off <= bound else "off"]
         rows.append(row)
     page.table(
@@ -388,7 +392,9 @@ def bf16_sum() -> None:
 def clip_before_unscale() -> None:
     """Gradients clipped while they are still `scale` times too large, then unscaled."""
     weight = np.full(4, 0.5, "float32")  # gradients of length 1, in a scale of 65,536
-    scaled, scale, clip = weight.astype("float16") * np.float16(2.0**15), 2.0**15, 1.0
+    scaled = weight.astype("float16") * np.float16(2.0**15)
+    scale = 2.0**15
+    clip = 1.0
     norm = float(np.linalg.norm(scaled.astype("float64")))
     right = min(1.0, clip / (norm / scale)) / scale
     wrong = min(1.0, clip / norm) / scale

@@ -17,7 +17,10 @@ from minidist.grading import Result, expect, sent_since, totals
 from minidist.launch import run
 from minidist.parallel.pipeline.model_parallel import ModelParallel, plain_model_parallel
 
-LAYERS, ROWS, WIDTH, LIMIT = 5, 3, 4, 60.0
+LAYERS = 5
+ROWS = 3
+WIDTH = 4
+LIMIT = 60.0
 
 CUT_FROM = (plain_model_parallel,)
 ANSWERS = {
@@ -72,7 +75,8 @@ def _job(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """What a rank finds: its weights' gradients, the loss on the last, and what it sent."""
     weights, blocks, batch = _stack()
     mine = exercise.layers_of(group.rank, group.size, LAYERS)
-    chosen, before = [blocks[layer] for layer in mine], totals(group.ledger)
+    chosen = [blocks[layer] for layer in mine]
+    before = totals(group.ledger)
     losses: list[float] = []
 
     def layers(x: Any, *_: Any) -> Any:
@@ -168,7 +172,8 @@ def _formulas(exercise: ModuleType) -> Iterator[Result]:
             "2 B T h (p-1) elements: section 4 (hole 6)",
         )
     for times in ([1.0, 1.0, 1.0, 1.0], [1.0, 3.0], [2.0]):
-        share, measured = 1 - 1 / len(times), exercise.idle(times)
+        share = 1 - 1 / len(times)
+        measured = exercise.idle(times)
         mistake = (
             "that is how long the slowest waits"
             if abs(measured - (1 - max(times) / sum(times))) < 1e-9

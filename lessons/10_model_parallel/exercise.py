@@ -31,7 +31,8 @@ def layers_of(rank, ranks, layers):
 def plain_model_parallel(layers, group, inputs, targets, divisor):
     """One batch through all ranks and back; layers(x, targets, divisor) are this rank's, the last
     rank's the loss."""
-    first, last = group.rank == 0, group.rank == group.size - 1
+    first = group.rank == 0
+    last = group.rank == group.size - 1
     x = (
         inputs
         if first

@@ -15,7 +15,9 @@ from minidist.nn import GPTConfig
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "10")
-SIZES, ROUNDS, STEPS = (1, 2, 4), 6, 4
+SIZES = (1, 2, 4)
+ROUNDS = 6
+STEPS = 4
 CONFIG = GPTConfig(vocabulary=128, context=64, layers=8, width=128, heads=4)
 COLORS = {
     "forward": look.PHASES["forward"],
@@ -120,7 +122,8 @@ def _lengths(ax: Any, recorded: dict[str, Any]) -> None:
 def _idle(ax: Any, recorded: dict[str, Any]) -> None:
     look.quiet(ax, grid="x")
     for row, size in enumerate(SIZES):
-        measured, ideal = lab.idle(recorded[str(size)]), (size - 1) / size
+        measured = lab.idle(recorded[str(size)])
+        ideal = (size - 1) / size
         ax.barh(row, 100 * measured, 0.6, color=look.PHASES["wait"])
         ax.plot([100 * ideal] * 2, [row - 0.38, row + 0.38], color=look.INK, linewidth=2)
         ax.text(

@@ -28,10 +28,8 @@ from minidist.parallel.zero.memory_formula import MIXED
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "10")
 STEPS = 3
-NOTES, NOTES_DEVICES = (
-    GPTConfig(vocabulary=32_000, context=2_048, layers=32, width=4_096, heads=32),
-    4,
-)
+NOTES = GPTConfig(vocabulary=32_000, context=2_048, layers=32, width=4_096, heads=32)
+NOTES_DEVICES = 4
 
 
 def tour(group: Group, page: Page) -> None:
@@ -117,7 +115,8 @@ def holdings(group: Group, page: Page) -> None:
     strategy = ModelParallel(GPT(config), group, seed=0)
     with group.ledger.control():
         counts = group.all_gather(np.array([sum(weight.size for weight in strategy.weights)]))
-    whole, table = sum(p.size for p in GPT(config).parameters()), config.vocabulary * config.width
+    whole = sum(p.size for p in GPT(config).parameters())
+    table = config.vocabulary * config.width
     rows = [
         [f"rank {rank}", _parts(strategy.layers, rank), f"{count:,}", f"{count / whole:.0%}"]
         for rank, count in enumerate(counts)
@@ -228,7 +227,8 @@ def waiting(group: Group, page: Page) -> None:
 
 def traffic(group: Group, page: Page) -> None:
     """Bytes of a step beside the formula."""
-    config, size = lab.config_for(group.size), group.size
+    config = lab.config_for(group.size)
+    size = group.size
     strategy = ModelParallel(GPT(config), group, seed=0)
     inputs, _ = batch = lab.global_batch(config, 0)
     with group.ledger.during("lesson 10"):
@@ -239,10 +239,8 @@ def traffic(group: Group, page: Page) -> None:
             int(n)
             for n in group.all_reduce(np.array([sent.get("send", 0), sent.get("all_reduce", 0)]))
         )
-    cut, table = (
-        2 * (size - 1) * inputs.size * config.width * 8,
-        2 * config.vocabulary * config.width * 8 * (size > 1),
-    )
+    cut = 2 * (size - 1) * inputs.size * config.width * 8
+    table = 2 * config.vocabulary * config.width * 8 * (size > 1)
     ddp = 2 * (size - 1) * sum(p.size for p in GPT(config).parameters()) * 8
     page.table(
         f"One step over all ranks: B = {len(inputs)} sequences of T = {config.context}, width h = "
@@ -282,7 +280,8 @@ def train(group: Group, steps: int, broken: str) -> dict[str, Any]:
         strategy.backward = silent
     if broken == "table":
         strategy.ends = None
-    optimizer, losses = AdamW(strategy.parameters, 1e-2, weight_decay=0.0), []
+    optimizer = AdamW(strategy.parameters, 1e-2, weight_decay=0.0)
+    losses = []
     for _ in range(steps):
         losses.append(strategy.step(lab.global_batch(config, 0), optimizer))
     fresh = part_of_model(group, config).model.state_dict()
@@ -326,10 +325,8 @@ def everybody_receives() -> None:
     """Each rank waits for a gradient before it has sent its activation."""
 
     def job(group: Group) -> None:
-        mine, batch = (
-            part_of_model(group, lab.config_for(group.size)),
-            lab.global_batch(lab.config_for(2), 0),
-        )
+        mine = part_of_model(group, lab.config_for(group.size))
+        batch = lab.global_batch(lab.config_for(2), 0)
         if group.rank == 0:
             y = mine.forward(0, batch[0], targets=batch[1])
             dy = group.recv(src=1)

@@ -63,7 +63,8 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 def _gpipe(exercise: ModuleType, ranks: int) -> Iterator[Result]:
     """One matrix a stage, three microbatches: its gradient beside one process's."""
     draw = np.random.default_rng(ranks)
-    drawn, batch = [draw.normal(size=(4, 4)) for _ in range(ranks)], draw.normal(size=(3, 2, 4))
+    drawn = [draw.normal(size=(4, 4)) for _ in range(ranks)]
+    batch = draw.normal(size=(3, 2, 4))
 
     def forward(x: Any, weight: Parameter, *, last: bool) -> Any:
         y = ops.gelu(ops.linear(x, weight))
@@ -88,7 +89,8 @@ def _gpipe(exercise: ModuleType, ranks: int) -> Iterator[Result]:
             x.backward()
         return [np.array(weight.grad) for weight in weights]
 
-    task, target = f"GPipe, {plural(ranks, 'rank')}: the gradient of each stage", alone(batch)
+    task = f"GPipe, {plural(ranks, 'rank')}: the gradient of each stage"
+    target = alone(batch)
     try:
         found = run(job, size=ranks, limit=60.0)
     except CommError as error:
@@ -169,7 +171,8 @@ def _lists(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[Resu
         mistake,
         "each microbatch once forward and once backward: section 3 (holes 5, 6)",
     )
-    length, target = clock_of(schedule).length, clock_of(right).length
+    length = clock_of(schedule).length
+    target = clock_of(right).length
     yield expect(
         f"length, {what}",
         target,
@@ -223,7 +226,8 @@ def _mistake(target: Any, measured: Any) -> str:
 
 def _formulas(exercise: ModuleType, ranks: int, microbatches: int) -> Iterator[Result]:
     right = make_schedule("1f1b", ranks, microbatches)
-    target, measured = clock_of(right).bubble, exercise.bubble(ranks, microbatches)
+    target = clock_of(right).bubble
+    measured = exercise.bubble(ranks, microbatches)
     known = {
         (ranks - 1)
         / microbatches: "that is idle time over busy time; the bubble is over all of it",

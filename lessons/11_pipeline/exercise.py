@@ -18,7 +18,9 @@ from minidist.parallel.pipeline.instructions import (  # noqa: F401 - you will w
 def plain_gpipe(stage, group, micros, divisor):
     """One step of GPipe, without a schedule and without overlap; stage(x, targets, divisor) as in
     chapter 10."""
-    first, last, kept = group.rank == 0, group.rank == group.size - 1, []
+    first = group.rank == 0
+    last = group.rank == group.size - 1
+    kept = []
     for inputs, targets in micros:  # all forwards
         x = inputs if first else tensor(group.recv(src=group.rank - 1), requires_grad=True)
         y = stage(x, targets, divisor)  # the last stage: the loss
@@ -61,7 +63,8 @@ def one_f_one_b(rank, ranks, microbatches):
 def waits_for(instruction, ranks):
     """What must have come from another rank before `instruction`: RecvActivation or RecvGradient of
     it, or None."""
-    stage, microbatch = instruction.stage, instruction.microbatch
+    stage = instruction.stage
+    microbatch = instruction.microbatch
     if isinstance(instruction, Forward):
         return hole(
             7,

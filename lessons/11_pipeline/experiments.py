@@ -95,7 +95,8 @@ class Sleeper:
     core of its own."""
 
     def __init__(self, schedule: Schedule, times: Times) -> None:
-        self.last, self.times = schedule.stages - 1, times
+        self.last = schedule.stages - 1
+        self.times = times
 
     def skips(self, microbatch: int) -> bool:
         """None is empty."""
@@ -125,7 +126,8 @@ def slept(
 ) -> list[ComputeSpan]:
     """What the ranks did and when, by their recorded spans, in the quickest of some runs; on rank
     0, else empty."""
-    schedule, runs = schedule_of(name, group.size, microbatches), []
+    schedule = schedule_of(name, group.size, microbatches)
+    runs = []
     for _ in range(rounds):
         timeline = Timeline(group.rank)
         executor = Executor(schedule, group, recorder=timeline)
@@ -149,10 +151,8 @@ def pipeline_for(group: Group, name: str, microbatches: int) -> Pipeline:
 def peak_activations(group: Group, name: str, microbatches: int) -> int:
     """Bytes of activations at this rank's peak in a step of one sequence a microbatch."""
     pipeline = pipeline_for(group, name, microbatches)
-    optimizer, batch = (
-        SGD(pipeline.parameters, 1e-2),
-        global_batch(config_for(group.size), 0, microbatches),
-    )
+    optimizer = SGD(pipeline.parameters, 1e-2)
+    batch = global_batch(config_for(group.size), 0, microbatches)
     # of its own: what an earlier step left is not its affair
     with account.use(account.MemoryAccount()) as memory:
         pipeline.step(batch, optimizer)
@@ -187,7 +187,8 @@ def as_text(clock: Clock, *, cell: float = 1.0) -> list[str]:
         for span in clock.spans:
             if span.rank == rank:
                 name = f"{LETTERS[span.instruction.word]}{span.instruction.microbatch}"
-                first, last = round(span.start / cell), round(span.stop / cell)
+                first = round(span.start / cell)
+                last = round(span.stop / cell)
                 cells[first:last] = [name] * (last - first)
         lines.append(" ".join(cells))
     return lines
@@ -239,7 +240,8 @@ NOTES_CHART = """
 
 def notes_spans() -> list[ComputeSpan]:
     """The notes' chart as spans; its microbatches 1 to 4 are 0 to 3 here."""
-    spans, rank = [], -1
+    spans = []
+    rank = -1
     for line in NOTES_CHART.strip().splitlines():
         if section := re.search(r"section GPU (\d)", line):
             rank = int(section[1])

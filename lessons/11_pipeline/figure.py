@@ -16,7 +16,10 @@ from minidist.parallel.pipeline.schedules import of_orders
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "11")
-RANKS, MICROBATCHES, UNIT, ROUNDS = 4, 8, 0.05, 4
+RANKS = 4
+MICROBATCHES = 8
+UNIT = 0.05
+ROUNDS = 4
 COLORS = {
     "forward": look.PHASES["forward"],
     "backward": look.PHASES["backward"],
@@ -87,9 +90,11 @@ def _length(spans: list[Any]) -> float:
 def _timeline(ax: Any, name: str, spans: list[Any], shown: float) -> None:
     """One schedule: a row for each rank, in units of a forward, the first `shown` of them."""
     assert not broken(spans)
-    clock, begin = Clock(RANKS, tuple(spans)), min(span.start for span in spans)
+    clock = Clock(RANKS, tuple(spans))
+    begin = min(span.start for span in spans)
     for span in spans:
-        left, width = (span.start - begin) / UNIT, (span.stop - span.start) / UNIT
+        left = (span.start - begin) / UNIT
+        width = (span.stop - span.start) / UNIT
         color = (SECOND if span.instruction.stage >= RANKS else COLORS)[span.instruction.word]
         ax.barh(span.rank, width, 0.86, left, color=color, edgecolor="white", linewidth=0.7)
         if name != "naive" or width > 1.5:
@@ -104,7 +109,8 @@ def _timeline(ax: Any, name: str, spans: list[Any], shown: float) -> None:
             )
     for number, span in enumerate(_notes_steps(spans) if name == "gpipe" else (), 1):
         # above the first rank; of others before it
-        left, first = (span.start - begin) / UNIT, span.rank == 0
+        left = (span.start - begin) / UNIT
+        first = span.rank == 0
         look.step_number(
             ax,
             left + 0.5 if first else left - 0.1,

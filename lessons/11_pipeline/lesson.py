@@ -45,7 +45,10 @@ from minidist.parallel.pipeline.stages import Stages
 from minidist.parallel.step.single import Single
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "11")
-STEPS, MICROBATCHES, UNIT = 2, 4, 0.006  # UNIT: seconds that a sleeping stage takes for a forward
+# UNIT: seconds that a sleeping stage takes for a forward
+STEPS = 2
+MICROBATCHES = 4
+UNIT = 0.006
 SEEN = 4  # how often PipeDream sees its batch
 
 
@@ -85,7 +88,8 @@ def same_weights(group: Group, page: Page) -> None:
     optimizer = AdamW(single.parameters, 1e-2)
     for step in range(STEPS):
         single.step(lab.global_batch(config, step), optimizer, clip=0.5)
-    target, rows = single.state_dict(), [["plain loop, gradients", "1 pass", gradients]]
+    target = single.state_dict()
+    rows = [["plain loop, gradients", "1 pass", gradients]]
     largest = max(np.abs(array).max() for array in target.values())
     for name in lab.NAMES:
         pipeline = lab.pipeline_for(group, name, MICROBATCHES)
@@ -107,7 +111,8 @@ def same_weights(group: Group, page: Page) -> None:
 
 def plain_gradients(group: Group, alone: GPT) -> str:
     """How far the plain loop's gradients of a block are from those of one process."""
-    config, layers = alone.config, np.full(group.size, alone.config.layers // group.size)
+    config = alone.config
+    layers = np.full(group.size, alone.config.layers // group.size)
     layers[: alone.config.layers % group.size] += 1
     mine = Stages(GPT(config), layers.tolist(), [group.rank])
     mine.model.initialize(0)
@@ -153,7 +158,9 @@ def charts(ranks: int, page: Page) -> None:
 
 def bubbles(group: Group, page: Page) -> None:
     """Formula, clock and stages that sleep."""
-    size, count, rows = group.size, 2 * group.size, []
+    size = group.size
+    count = 2 * group.size
+    rows = []
     for name in lab.NAMES:
         spans = lab.slept(group, name, count, UNIT)
         formula, ideal = lab.ideal_bubble(name, size, count)
@@ -188,7 +195,9 @@ def bubbles(group: Group, page: Page) -> None:
 
 def slow_messages(page: Page) -> None:
     """How long a pass lasts where messages take time, by the clock."""
-    ranks, count, names = 4, 16, lab.NAMES[2:]
+    ranks = 4
+    count = 16
+    names = lab.NAMES[2:]
     page.table(
         f"Slow messages, by the clock: p = {ranks}, m = {count}, in forwards of a rank",
         ["a message takes", *(lab.TITLES[name] for name in names)],
@@ -212,7 +221,8 @@ def slow_messages(page: Page) -> None:
 
 def activations(group: Group, page: Page) -> None:
     """Microbatches held by the list, and bytes by the account."""
-    count, rows = 2 * group.size, []
+    count = 2 * group.size
+    rows = []
     for name in lab.NAMES:
         held = peak_held(lab.schedule_of(name, group.size, count))
         with group.ledger.control():
@@ -237,7 +247,8 @@ def activations(group: Group, page: Page) -> None:
 
 def traffic(group: Group, page: Page) -> None:
     """Bytes over all ranks beside the formula."""
-    config, rows = lab.config_for(group.size), []
+    config = lab.config_for(group.size)
+    rows = []
     inputs, _ = batch = lab.global_batch(config, 0)
     for name in lab.NAMES:
         pipeline = lab.pipeline_for(group, name, MICROBATCHES)
@@ -306,12 +317,16 @@ def notes_chart(page: Page) -> None:
 def pipedream(group: Group, page: Page) -> None:
     """How late each stage's weights are and what that costs; what is learnt from as many sequences
     as 1F1B's."""
-    config, count = replace(lab.config_for(group.size), tied=False), 2 * group.size
-    schedule, losses, held = lab.schedule_of("1f1b", group.size, count), {}, [0.0, 0.0]
+    config = replace(lab.config_for(group.size), tied=False)
+    count = 2 * group.size
+    schedule = lab.schedule_of("1f1b", group.size, count)
+    losses = {}
+    held = [0.0, 0.0]
     for kind in (Pipeline, PipeDream):
         with account.use(account.MemoryAccount()) as memory:
             strategy = kind(GPT(config), group, schedule, seed=0)
-            optimizer, before = AdamW(strategy.parameters, 1e-2), memory.now["parameters"]
+            optimizer = AdamW(strategy.parameters, 1e-2)
+            before = memory.now["parameters"]
             memory.reset_peak()  # of building the model
             losses[kind] = [
                 strategy.step(lab.global_batch(config, 0, count), optimizer) for _ in range(SEEN)

@@ -42,7 +42,8 @@ def gradients(
     split_gpt(model, region(group))
     model.initialize(0)
     strategy = TensorParallel(model, group)
-    optimizer, losses = Adam(strategy.parameters, 3e-3), []
+    optimizer = Adam(strategy.parameters, 3e-3)
+    losses = []
     first: dict[str, np.ndarray] = {}
     for _ in range(30):
         losses.append(strategy.step(batch(0), optimizer))
@@ -71,7 +72,9 @@ def no_f() -> None:
 def straddle() -> None:
     """Three heads on two ranks, cut in the middle: each rank makes scores of half a head."""
     draw = np.random.default_rng(0)
-    heads, t, width = 3, 6, 8
+    heads = 3
+    t = 6
+    width = 8
     q, k, v = (draw.normal(size=(1, heads, t, width)) for _ in range(3))
     right = ops.causal_attention(q, k, v).data
     # rank 0: head 0, half of head 1
@@ -97,7 +100,9 @@ def bias_early() -> None:
     """A row linear that adds its bias before the sum."""
 
     def job(group: Group) -> list[float]:
-        x, w, b = np.ones((1, 8)), np.full((8, 2), 0.5), np.array([1.0, 2.0])
+        x = np.ones((1, 8))
+        w = np.full((8, 2), 0.5)
+        b = np.array([1.0, 2.0])
         own = np.array_split(np.arange(8), group.size)[group.rank]
         early = group.all_reduce(x[:, own] @ w[own] + b)
         late = group.all_reduce(x[:, own] @ w[own]) + b
@@ -116,11 +121,9 @@ def gather_between() -> None:
 
     def job(group: Group, gathers: bool) -> tuple[float, int]:
         draw = np.random.default_rng(0)
-        x, up, down = (
-            draw.normal(size=(64, 16)),
-            draw.normal(size=(16, 64)),
-            draw.normal(size=(64, 16)),
-        )
+        x = draw.normal(size=(64, 16))
+        up = draw.normal(size=(16, 64))
+        down = draw.normal(size=(64, 16))
         own = np.array_split(np.arange(64), group.size)[group.rank]
         inner = np.maximum(x @ up[:, own], 0)
         if gathers:

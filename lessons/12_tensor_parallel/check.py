@@ -19,7 +19,11 @@ from minidist.nn.shares import head_shares
 from minidist.parallel.tensor.tensor_layers import head_columns
 from minidist.parallel.tensor.tensor_parallel import elements_sent, plain_tensor_mlp
 
-ROWS, WIDTH, HIDDEN, VOCABULARY, LIMIT = 5, 4, 10, 11, 60.0
+ROWS = 5
+WIDTH = 4
+HIDDEN = 10
+VOCABULARY = 11
+LIMIT = 60.0
 
 CUT_FROM = (plain_tensor_mlp,)
 ANSWERS = {
@@ -101,7 +105,8 @@ def _run_mlp(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """The student's MLP with this rank's part."""
     w = _weights()
     own = np.array_split(np.arange(HIDDEN), group.size)[group.rank]
-    up, down = w["up"][:, own], w["down"][own]
+    up = w["up"][:, own]
+    down = w["down"][own]
     y, dx, dup, ddown = exercise.plain_tensor_mlp(w["x"], up, down, w["bias"], w["dy"], group)
     dbias = exercise.bias_gradient(w["dy"], group)
     return {
@@ -120,7 +125,8 @@ def _mlp(size: int, ranks: list[dict[str, Any]]) -> Iterator[Result]:
     leaf = {name: tensor(w[name], requires_grad=True) for name in ("x", "up", "down", "bias")}
     whole = ops.linear(ops.relu(ops.linear(leaf["x"], leaf["up"])), leaf["down"], leaf["bias"])
     whole.backward(w["dy"])
-    own, bias = ranks[0]["own"], w["bias"]
+    own = ranks[0]["own"]
+    bias = w["bias"]
     part = np.maximum(w["x"] @ w["up"][:, own], 0) @ w["down"][own]
     y = whole.data
     yield _same(
@@ -224,7 +230,10 @@ class WatchedGroup:
     """A group that remembers how many numbers were all-reduced."""
 
     def __init__(self, group: Group) -> None:
-        self.group, self.rank, self.size, self.numbers = group, group.rank, group.size, 0
+        self.group = group
+        self.rank = group.rank
+        self.size = group.size
+        self.numbers = 0
 
     def all_reduce(self, x: Any, *args: Any, **options: Any) -> Any:
         """As the group's own."""
@@ -297,7 +306,8 @@ def _traffic(exercise: ModuleType, blocks: int, tokens: int, width: int, ranks: 
         for layers in (1, blocks + 1)
     ]
     less, more = (elements_sent(config, ranks=ranks, tokens=tokens) for config in configs)
-    target, measured = more - less, exercise.numbers_sent(blocks, tokens, width, ranks)
+    target = more - less
+    measured = exercise.numbers_sent(blocks, tokens, width, ranks)
     known = {
         target // 2: "forward or backward alone",
         target // (2 * (ranks - 1)): "numbers of a message, not sent",

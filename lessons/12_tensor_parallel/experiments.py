@@ -13,7 +13,8 @@ from minidist.nn import GPT, GPTConfig
 from minidist.parallel.tensor.tensor_parallel import tensor_parallel
 
 CONFIG = GPTConfig(vocabulary=103, context=16, layers=2, width=48, heads=6, dtype="float64")
-BATCH, ITEM = 4, 8
+BATCH = 4
+ITEM = 8
 
 
 def cut_model(group: Group, config: GPTConfig = CONFIG, *, seed: int = 0) -> GPT:

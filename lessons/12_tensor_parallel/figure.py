@@ -56,7 +56,8 @@ def record(group: Group) -> dict[str, Any]:
             held[name] = owner - 1
     graph = block_calls(group)
     strategy = TensorParallel(model, group)
-    optimizer, sent = Adam(strategy.parameters, 1e-3), []
+    optimizer = Adam(strategy.parameters, 1e-3)
+    sent = []
     end = group.ledger.subscribe(
         lambda event: (
             sent.append(event.details["nbytes"])
@@ -88,7 +89,8 @@ def block_calls(group: Group) -> list[list[tuple[str, str]]] | None:
     """On rank 0, of each rank: (kind, text) of the layers and all-reduces of one forward of block
     0, in their order."""
     model = lab.cut_model(group)
-    block, seen = model.blocks[0], []
+    block = model.blocks[0]
+    seen = []
     inside: list[bool] = []
 
     def called(event: Any) -> None:
@@ -176,7 +178,8 @@ def _traffic(ax: Any, calls: list[int]) -> None:
     """One bar for each all-reduce of a step, in the order in which they ran; the formula as a
     mark."""
     look.quiet(ax, grid="y")
-    tokens, each = lab.BATCH * CONFIG.context, 2 * (RANKS - 1) * lab.ITEM
+    tokens = lab.BATCH * CONFIG.context
+    each = 2 * (RANKS - 1) * lab.ITEM
     forward = 1 + 2 * CONFIG.layers
     kinds = ["forward"] * forward + ["loss"] * 2 + ["backward"] * (len(calls) - forward - 2)
     colours = {
@@ -256,7 +259,9 @@ def _memory(ax: Any, memory: dict[int, list[int]]) -> None:
 def mermaid(ranks: list[list[tuple[str, str]]]) -> str:
     """N2's graph of tensor parallelism, of the block that ran: each rank's layers between f and
     g."""
-    lines, before, region = ["graph TB", '    x["x, whole on every rank"]'], "x", 0
+    lines = ["graph TB", '    x["x, whole on every rank"]']
+    before = "x"
+    region = 0
     layers: list[list[str]] = [[] for _ in ranks]
     for steps in zip(*ranks, strict=True):
         kind, text = steps[0]
@@ -282,7 +287,9 @@ def mermaid(ranks: list[list[tuple[str, str]]]) -> str:
                 f"    g{region} --> s{region}",
                 f"    {before} --> s{region}",
             ]
-            before, region, layers = f"s{region}", region + 1, [[] for _ in ranks]
+            before = f"s{region}"
+            region = region + 1
+            layers = [[] for _ in ranks]
     return "\n".join(lines) + "\n"
 
 

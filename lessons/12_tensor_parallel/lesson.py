@@ -33,7 +33,10 @@ from minidist.parallel.tensor.tensor_parallel import TensorParallel, elements_se
 
 HERE = Path(__file__).resolve()
 lab, broken = (load_module(HERE.with_name(name), "12") for name in ("experiments.py", "broken.py"))
-CONFIG, BATCH, ITEM, STEPS = lab.CONFIG, lab.BATCH, lab.ITEM, 3
+CONFIG = lab.CONFIG
+BATCH = lab.BATCH
+ITEM = lab.ITEM
+STEPS = 3
 
 
 def tour(group: Group, page: Page) -> None:
@@ -59,14 +62,18 @@ def tour(group: Group, page: Page) -> None:
 def by_hand(group: Group, page: Page) -> None:
     """The plain loop beside the same MLP in one piece."""
     draw = np.random.default_rng(0)
-    x, dy = draw.normal(size=(10, 8)), draw.normal(size=(10, 8))
-    up, down, bias = draw.normal(size=(8, 32)), draw.normal(size=(32, 8)), draw.normal(size=8)
+    x = draw.normal(size=(10, 8))
+    dy = draw.normal(size=(10, 8))
+    up = draw.normal(size=(8, 32))
+    down = draw.normal(size=(32, 8))
+    bias = draw.normal(size=8)
     own = np.array_split(np.arange(32), group.size)[group.rank]
     before = totals(group.ledger)
     y, dx, dup, ddown = plain_tensor_mlp(x, up[:, own], down[own], bias, dy, group)
     _, nbytes = sent_since(group.ledger, before)
     inner = x @ up
-    active, dinner = np.maximum(inner, 0), (dy @ down.T) * (inner > 0)
+    active = np.maximum(inner, 0)
+    dinner = (dy @ down.T) * (inner > 0)
     whole = {
         "y": (y, active @ down + bias),
         "dx": (dx, dinner @ up.T),
@@ -77,7 +84,8 @@ def by_hand(group: Group, page: Page) -> None:
         [name, str(ours.shape), f"{np.abs(ours - target).max() / np.abs(target).max():.0e}"]
         for name, (ours, target) in whole.items()
     ]
-    sent, formula = all_ranks(group, nbytes), 2 * 2 * (group.size - 1) * x.nbytes
+    sent = all_ranks(group, nbytes)
+    formula = 2 * 2 * (group.size - 1) * x.nbytes
     rows.append(
         ["sent by all ranks", f"{size_text(sent)} of {size_text(formula)}", verdict(sent, formula)]
     )
@@ -204,7 +212,8 @@ def measure_step(group: Group, strategy: Any, batch: Any) -> tuple[int, list[int
             else None
         )
     )
-    optimizer, before = Adam(strategy.parameters, 1e-3), totals(group.ledger)
+    optimizer = Adam(strategy.parameters, 1e-3)
+    before = totals(group.ledger)
     strategy.step(batch, optimizer)
     _, nbytes = sent_since(group.ledger, before)
     end()
@@ -213,8 +222,11 @@ def measure_step(group: Group, strategy: Any, batch: Any) -> tuple[int, list[int
 
 def traffic(group: Group, page: Page) -> None:
     """A step, as it is and with blocks computed again: by what it was for."""
-    rows, p = [], group.size
-    tokens, h, layers = BATCH * CONFIG.context, CONFIG.width, CONFIG.layers
+    rows = []
+    p = group.size
+    tokens = BATCH * CONFIG.context
+    h = CONFIG.width
+    layers = CONFIG.layers
     for which, each in (("none", 4), ("all", 6)):
         model = lab.cut_model(group)
         checkpoint_blocks(model, which)
@@ -286,7 +298,8 @@ def beside_data_parallel(group: Group, page: Page) -> None:
 
 def loss_of_slices(group: Group, page: Page) -> None:
     """The loss by gathering logits, and by two all-reduces: value, bytes, memory."""
-    tokens, vocabulary = 64, 1003
+    tokens = 64
+    vocabulary = 1003
     logits = np.random.default_rng(0).normal(size=(tokens, vocabulary))
     targets = np.random.default_rng(1).integers(0, vocabulary, tokens)
     own = np.array_split(np.arange(vocabulary), group.size)[group.rank]
@@ -295,7 +308,8 @@ def loss_of_slices(group: Group, page: Page) -> None:
         "gathered": lambda x: ops.cross_entropy(gather_copies(x, dim=1, group=group), targets),
         "two all-reduces": lambda x: output.loss(x, targets, divisor=None),
     }
-    target, rows = ops.cross_entropy(logits, targets).item(), []
+    target = ops.cross_entropy(logits, targets).item()
+    rows = []
     formulas = {
         "gathered": (group.size - 1) * tokens * vocabulary,
         "two all-reduces": 6 * (group.size - 1) * tokens,
@@ -334,12 +348,14 @@ def loss_of_slices(group: Group, page: Page) -> None:
 def memory(group: Group, page: Page) -> None:
     """A block on one rank and on each of many: weights, and activations inside and outside the
     regions."""
-    config, p = replace(CONFIG, heads=8, width=64), group.size
+    config = replace(CONFIG, heads=8, width=64)
+    p = group.size
     one = lab.block_bytes(config, lab.whole_model)
     ours = lab.block_bytes(config, lambda c: lab.cut_model(group, c))
     with group.ledger.control():
         everyone = group.all_gather(np.array([ours]))
-    h, tokens = config.width, BATCH * config.context
+    h = config.width
+    tokens = BATCH * config.context
     outside = ITEM * tokens * (4 * h + 2)
     held = int(everyone[:, 1].sum())
     rows = [

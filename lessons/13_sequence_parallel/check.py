@@ -22,7 +22,8 @@ from minidist.parallel.context.ring_attention import (
     zigzag,
 )
 
-RANKS, LENGTHS = (1, 2, 3, 4), (24, 13)
+RANKS = (1, 2, 3, 4)
+LENGTHS = (24, 13)
 
 CUT_FROM = (plain_ring_attention,)
 ANSWERS = {
@@ -158,7 +159,8 @@ def _attention(exercise: ModuleType, ranks: int, size: float) -> Iterator[Result
             )
             return
         off = max(float(np.abs(mine - right).max()) for mine, right in zip(found, due, strict=True))
-        mistake, advice = "not what one process computes", "section 1 (holes 3 to 6)"
+        mistake = "not what one process computes"
+        advice = "section 1 (holes 3 to 6)"
         if not off < 1e-12:
             for name, (old, new, number) in MISTAKES.items():
                 wrong = run(variant(plain_ring_attention, old, new))
@@ -166,7 +168,8 @@ def _attention(exercise: ModuleType, ranks: int, size: float) -> Iterator[Result
                     np.allclose(mine, part, equal_nan=True)
                     for mine, part in zip(found, wrong, strict=True)
                 ):
-                    mistake, advice = name, f"section 1 (hole {number})"
+                    mistake = name
+                    advice = f"section 1 (hole {number})"
                     break
             else:
                 if not all(np.isfinite(mine).all() for mine in found):

@@ -32,21 +32,22 @@ def plain_ring_attention(q, k, v, positions, group):
     top and total (own, 1) are the maximum and the sum so far, y (own, D) the weighted sum so far:
     section 1.
     """
-    next_rank, prev_rank = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    top, total, y, seen = -np.inf, 0.0, 0.0, positions  # seen: where these keys stand
+    next_rank = (group.rank + 1) % group.size
+    prev_rank = (group.rank - 1) % group.size
+    # seen: where these keys stand
+    top = -np.inf
+    total = 0.0
+    y = 0.0
+    seen = positions
     for hop in range(group.size):
         scores = q @ k.T / np.sqrt(q.shape[1])
         scores[positions[:, None] < seen] = -np.inf  # these lie ahead
         now = hole(3, "the maximum over all keys so far: (own, 1)", top, scores)
-        p, shrink = (
-            np.exp(scores - now),
-            hole(4, "what makes sums under the old maximum sums under the new one", top, now),
-        )
-        total, y, top = (
-            hole(5, "the sum over all keys so far", total, shrink, p),
-            hole(6, "the weighted sum over all keys so far", y, shrink, p, v),
-            now,
-        )
+        p = np.exp(scores - now)
+        shrink = hole(4, "what makes sums under the old maximum sums under the new one", top, now)
+        total = hole(5, "the sum over all keys so far", total, shrink, p)
+        y = hole(6, "the weighted sum over all keys so far", y, shrink, p, v)
+        top = now
         if hop < group.size - 1:  # pass on, take the previous rank's
             k, v, seen = (group.exchange(x, dst=next_rank, src=prev_rank) for x in (k, v, seen))
     return y / total

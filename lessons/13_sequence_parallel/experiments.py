@@ -148,7 +148,9 @@ def walk(group: Group, length: int) -> dict[str, Any]:
     """
     own = ring_attention.zigzag(length, group.rank, group.size)
     q, k, v = (numbers(name, length)[:, :, own] for name in "qkv")
-    running, pairs, messages = OnlineSoftmax(q), [], []
+    running = OnlineSoftmax(q)
+    pairs = []
+    messages = []
     unsubscribe = group.ledger.subscribe(
         lambda event: (
             messages.append(

@@ -16,13 +16,16 @@ from minidist.lessons.running import draw_figure
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "13")
-RANKS, LENGTH, SHORT = 4, 48, 64
+RANKS = 4
+LENGTH = 48
+SHORT = 64
 
 
 def record(group: Group) -> dict[str, Any]:
     """Rank 0: the ring as walked, scores by rank, and peaks."""
     walked = lab.walk(group, LENGTH)
-    long, short = lab.config_for(RANKS, SHORT * RANKS), lab.config_for(RANKS, SHORT)
+    long = lab.config_for(RANKS, SHORT * RANKS)
+    short = lab.config_for(RANKS, SHORT)
     memory = [
         (f"one process,\n{SHORT} tokens", lab.peaks(group, short, "one process")),
         (f"one process,\n{SHORT * RANKS} tokens", lab.peaks(group, long, "one process")),
@@ -84,7 +87,8 @@ def _ring(ax: Any, recorded: dict[str, Any]) -> None:
         )
     sent = dict.fromkeys(range(RANKS), 0)
     for src, dst, _, _ in sorted(recorded["messages"], key=lambda message: message[2]):
-        hop, color = sent[int(src)], look.RANKS[held[int(src), sent[int(src)]]]
+        hop = sent[int(src)]
+        color = look.RANKS[held[int(src), sent[int(src)]]]
         sent[int(src)] += 1
         ax.annotate(
             "",

@@ -111,13 +111,14 @@ def swap_off(group: Group, length: int) -> float:
 
 def mlp_off(group: Group) -> float:
     """How far the MLP on own tokens is from the one on whole tokens."""
-    draw, tokens = np.random.default_rng(1), 2 * group.size
+    draw = np.random.default_rng(1)
+    tokens = 2 * group.size
     x, dy = draw.normal(size=(2, tokens, 8))
-    up, down, bias = draw.normal(size=(8, 16)), draw.normal(size=(16, 8)), draw.normal(size=8)
-    hidden, own = (
-        np.array_split(np.arange(16), group.size)[group.rank],
-        slice(2 * group.rank, 2 * group.rank + 2),
-    )
+    up = draw.normal(size=(8, 16))
+    down = draw.normal(size=(16, 8))
+    bias = draw.normal(size=8)
+    hidden = np.array_split(np.arange(16), group.size)[group.rank]
+    own = slice(2 * group.rank, 2 * group.rank + 2)
     y, dx, _, _ = plain_tensor_mlp(x, up[:, hidden], down[hidden], bias, dy, group)
     own_y, own_dx, *_ = plain_sequence_mlp(
         x[own], up[:, hidden], down[hidden], bias, dy[own], group
@@ -136,7 +137,9 @@ def largest(group: Group, value: float) -> float:
 
 def balance(group: Group, page: Page) -> None:
     """Scores a rank computes, consecutive tokens and zigzag."""
-    size, length, rows = group.size, 12 * group.size, []
+    size = group.size
+    length = 12 * group.size
+    rows = []
     for rank in range(size):
         mine = lab.consecutive(length, rank, size)
         edges = np.flatnonzero(np.diff(zigzag(length, rank, size)) > 1)
@@ -271,7 +274,8 @@ def shown(peak: dict[str, int]) -> list[str]:
 def half_the_scores(group: Group, page: Page) -> None:
     """Scores as the notes draw them, L/P × L/P a rank, and what softmax gave those that are
     missing."""
-    length, rows = 48, []
+    length = 48
+    rows = []
     q, k = (lab.numbers(part, length)[0, 0] for part in "qk")
     p = np.exp(np.where(np.tri(length, dtype=bool), q @ k.T / 2, -np.inf))
     p /= p.sum(axis=1, keepdims=True)
@@ -303,7 +307,8 @@ def half_the_scores(group: Group, page: Page) -> None:
 def under_a_window(group: Group, page: Page) -> None:
     """The plain loop beside all scores; bytes of a step, a dense ring and pieces under two
     patterns, beside formulas."""
-    length, window = 12 * group.size + 1, 7
+    length = 12 * group.size + 1
+    window = 7
     own = zigzag(length, group.rank, group.size)
     q, k, v = (lab.numbers(part, length)[0, 0] for part in "qkv")
     away = np.arange(length)[:, None] - np.arange(length)
@@ -335,7 +340,8 @@ def under_a_window(group: Group, page: Page) -> None:
 
 def sent_beside(group: Group, config: Any) -> list[str]:
     """Bytes of keys, values and their gradients in a step, of all ranks; the formula's."""
-    name, phase = "ring" if config.attention_pattern is None else "pieces", f"lesson 13, {config}"
+    name = "ring" if config.attention_pattern is None else "pieces"
+    phase = f"lesson 13, {config}"
     lab.train(group, config, name, 1, phase=phase)
     verb = "exchange" if name == "ring" else "send"
     with group.ledger.control():
@@ -417,14 +423,17 @@ def no_shrink() -> None:
         length = 24
         own = zigzag(length, group.rank, group.size)
         q, k, v = (lab.numbers(part, length)[0, 0, own] for part in "qkv")
-        top, total, y = np.full((len(own), 1), -np.inf), 0.0, 0.0
+        top = np.full((len(own), 1), -np.inf)
+        total = 0.0
+        y = 0.0
         for source, piece in ring_attention.around(group, np.stack([k, v])[:, None, None], length):
             keys, values = piece[:, 0, 0]
             scores = q @ keys.T / 2
             scores[own[:, None] < zigzag(length, source, group.size)] = -np.inf
             top = np.maximum(top, scores.max(axis=1, keepdims=True))
             p = np.exp(scores - top)
-            total, y = total + p.sum(axis=1, keepdims=True), y + p @ values
+            total = total + p.sum(axis=1, keepdims=True)
+            y = y + p @ values
         return float(np.abs(y / total - whole_attention(length)[own]).max())
 
     print(

@@ -21,7 +21,10 @@ from minidist.parallel.step.flat import Flat
 from minidist.parallel.zero.zero1 import plain_zero1
 
 CONFIG = GPTConfig(vocabulary=13, context=5, layers=1, width=8, heads=2, dtype="float64")
-SIZES, STEPS, LIMIT = (3, 5), 3, 60.0  # ranks that do not divide the number of parameters
+# ranks that do not divide the number of parameters
+SIZES = (3, 5)
+STEPS = 3
+LIMIT = 60.0
 
 CUT_FROM = (plain_zero1,)
 ANSWERS = {
@@ -80,7 +83,8 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     watched = lab.WatchedGroup(group)
     batches = [lab.global_batch(CONFIG, step) for step in range(STEPS)]
     exercise.plain_zero1(model, new_optimizer, watched, batches)
-    sent, flat = sent_since(group.ledger, before), Flat(list(model.parameters()), group)
+    sent = sent_since(group.ledger, before)
+    flat = Flat(list(model.parameters()), group)
     return {
         "right": flat.chunk_size,
         "n": flat.size,
@@ -127,7 +131,8 @@ def _owners(exercise: ModuleType, n: int, size: int) -> Result:
 
 def _divided(size: int, ranks: list[dict[str, Any]]) -> Result:
     """Each optimizer was given the own chunk."""
-    given, right = [rank["given"][0] for rank in ranks], [rank["right"] for rank in ranks]
+    given = [rank["given"][0] for rank in ranks]
+    right = [rank["right"] for rank in ranks]
     mistake = (
         "the optimizer is not divided" if given == [ranks[0]["n"]] * size else "the wrong part"
     )
@@ -166,16 +171,15 @@ def _replicas(size: int, ranks: list[dict[str, Any]]) -> Result:
 
 def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
     """And they are those of one process."""
-    task, mine = f"{size} ranks, weights", ranks[0]["weights"]
+    task = f"{size} ranks, weights"
+    mine = ranks[0]["weights"]
     error = lab.off(mine, _alone())
     if error < 1e-10:
         return Result(
             task, True, "those of one process, to 1e-10", "those of one process, to 1e-10"
         )
-    mistake, advice = (
-        "wrong gradients",
-        "mine holds the sum over the ranks, no more: section 1, step 2 (hole 3)",
-    )
+    mistake = "wrong gradients"
+    advice = "mine holds the sum over the ranks, no more: section 1, step 2 (hole 3)"
     if lab.off(mine, _alone(1 / size)) < 1e-9:
         mistake = "averaged twice"
         advice = (
@@ -188,7 +192,8 @@ def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
 def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
     """2(P-1) n a step over all ranks."""
     n = 8 * ranks[0]["n"]
-    measured, target = sum(rank["sent"][1] for rank in ranks) / STEPS, 2 * (size - 1) * n
+    measured = sum(rank["sent"][1] for rank in ranks) / STEPS
+    target = 2 * (size - 1) * n
     mistake = (
         "an all-reduce where a reduce-scatter is enough"
         if measured >= 1.4 * target

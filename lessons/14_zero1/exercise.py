@@ -33,7 +33,8 @@ def plain_zero1(model, new_optimizer, group, batches):
     """ZeRO-1 without buckets and without overlap; the batches are global, the numbers those of
     N4:297."""
     flat = Flat(list(model.parameters()), group)  # all weights; one chunk is mine
-    weights, mine = flat.join(), np.zeros(flat.chunk_size, flat.dtype)
+    weights = flat.join()
+    mine = np.zeros(flat.chunk_size, flat.dtype)
     optimizer = new_optimizer(
         hole(2, "which weights is it to change, by which gradients? (section 2)", weights, mine)
     )

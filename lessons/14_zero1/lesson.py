@@ -42,7 +42,8 @@ def tour(group: Group, page: Page) -> None:
 
 def equal_weights(group: Group, page: Page) -> None:
     """The same steps three ways: weights beside one process, and whether the ranks agree."""
-    target, rows = lab.alone(), [["one process", "0", "0"]]
+    target = lab.alone()
+    rows = [["one process", "0", "0"]]
     model = lab.new_model(lab.SMALL)
     plain_zero1(model, lab.new_adam, group, lab.batches(lab.SMALL))
     for name, weights in (
@@ -128,7 +129,8 @@ def all_reduce_version(group: Group) -> None:
     shared."""
     model = lab.new_model(lab.MEASURED)
     flat = Flat(list(model.parameters()), group)
-    weights, mine = flat.join(), np.zeros(flat.chunk_size, flat.dtype)
+    weights = flat.join()
+    mine = np.zeros(flat.chunk_size, flat.dtype)
     optimizer = lab.new_adam(flat.pieces(weights[flat.chunk], mine))
     inputs, targets, tokens = next(lab.parts(group, lab.MEASURED))
     model.loss(inputs, targets, divisor=tokens).backward()
@@ -179,7 +181,8 @@ def no_all_gather() -> None:
         model = lab.new_model(lab.SMALL)
         strategy = Zero1(model, group, bucket_bytes=lab.SMALL_BUCKET)
         strategy.arrivals.start = lambda: None  # type: ignore[method-assign]
-        optimizer, far = lab.new_adam(strategy.parameters), []
+        optimizer = lab.new_adam(strategy.parameters)
+        far = []
         for step in range(lab.STEPS):
             strategy.step(lab.global_batch(lab.SMALL, step), optimizer)
             far.append(lab.apart(group, lab.state_vector(model.state_dict())))
@@ -197,7 +200,8 @@ def average_twice() -> None:
 
     def train(group: Group, optimizer_class: Any, lr: float, factor: float) -> float:
         strategy = Zero1(lab.new_model(lab.SMALL), group)
-        optimizer, loss = optimizer_class(strategy.parameters, lr), 0.0
+        optimizer = optimizer_class(strategy.parameters, lr)
+        loss = 0.0
         update = optimizer.step
         optimizer.step = lambda rate=None, scale=1.0: update(rate, scale * factor)
         for step in range(40):
@@ -219,7 +223,8 @@ def read_too_early() -> None:
 
         with delayed(group, alpha=0.01, beta=0) as slow:
             strategy = Zero1(lab.new_model(lab.SMALL), slow, bucket_bytes=lab.SMALL_BUCKET)
-            optimizer, loss = lab.new_adam(strategy.parameters), 0.0
+            optimizer = lab.new_adam(strategy.parameters)
+            loss = 0.0
             for step in range(3):
                 loss = strategy.step(lab.global_batch(lab.SMALL, step), optimizer)
                 if not wait:

@@ -25,7 +25,11 @@ from minidist.parallel.step.step import micro_parts, part_of
 from minidist.parallel.zero.zero2 import plain_zero2
 
 CONFIG = GPTConfig(vocabulary=13, context=5, layers=2, width=8, heads=2, dtype="float64")
-BUCKET, STEPS, PASSES, LIMIT, RATE = 2048, 3, 2, 60.0, 0.3
+BUCKET = 2048
+STEPS = 3
+PASSES = 2
+LIMIT = 60.0
+RATE = 0.3
 
 CUT_FROM = (plain_zero2,)
 ANSWERS = {
@@ -103,7 +107,8 @@ def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
     bytes."""
 
     def job(group: Group) -> dict[str, Any]:
-        model, kept = lab.new_model(CONFIG), [0]
+        model = lab.new_model(CONFIG)
+        kept = [0]
 
         class Optimizer(SGD):
             def step(self, *args: Any, **options: Any) -> Any:
@@ -183,7 +188,8 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
         RATE,
     )
     late = LateGroup(group)
-    mine, seen = exercise.MyGradients(late), {"unwaited": 0, "flying": 0, "copies": 0}
+    mine = exercise.MyGradients(late)
+    seen = {"unwaited": 0, "flying": 0, "copies": 0}
 
     def came(each: Run) -> None:
         each.missing -= 1
@@ -316,39 +322,35 @@ def _alive(size: int, ranks: list[dict[str, Any]]) -> Result:
 
 def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
     """After training: those of one process."""
-    task, target = f"{size} ranks, {PASSES} passes a step, weights", _alone()
+    task = f"{size} ranks, {PASSES} passes a step, weights"
+    target = _alone()
     error = max(lab.off(rank["weights"], target) for rank in ranks)
     if error < 1e-10:
         return Result(
             task, True, "those of one process, to 1e-10", "those of one process, to 1e-10"
         )
-    mistake, advice = "wrong sums", "a shard is the sum over ranks and passes: section 4 (hole 5)"
+    mistake = "wrong sums"
+    advice = "a shard is the sum over ranks and passes: section 4 (hole 5)"
     mine = ranks[0]["weights"]
     if lab.off(mine, _alone(1 / size)) < 1e-10:
-        mistake, advice = (
-            "averaged twice",
-            (
-                f"{size} times too small; the loss is divided by all ranks' tokens "
-                "already, so sums are sums: lesson 07, section 4 (hole 5)"
-            ),
+        mistake = "averaged twice"
+        advice = (
+            f"{size} times too small; the loss is divided by all ranks' tokens "
+            "already, so sums are sums: lesson 07, section 4 (hole 5)"
         )
     elif lab.off(mine, _alone(last_pass=size)) < 1e-10:
-        mistake, advice = (
-            "replaced instead of added",
-            (
-                "the first pass's sum is lost when the second's takes its "
-                "place: add to run.shard: section 4 (hole 5)"
-            ),
+        mistake = "replaced instead of added"
+        advice = (
+            "the first pass's sum is lost when the second's takes its "
+            "place: add to run.shard: section 4 (hole 5)"
         )
     return Result(task, False, "those of one process", f"off by {error:.1e}", mistake, advice)
 
 
 def _traffic(size: int, ranks: list[dict[str, Any]]) -> Result:
     """(P-1) n for each pass."""
-    measured, target = (
-        sum(rank["sent"][1] for rank in ranks),
-        STEPS * PASSES * (size - 1) * ranks[0]["n"],
-    )
+    measured = sum(rank["sent"][1] for rank in ranks)
+    target = STEPS * PASSES * (size - 1) * ranks[0]["n"]
     return Result(
         f"{size} ranks, bytes",
         measured == target,

@@ -33,7 +33,8 @@ def plain_zero2(model, new_optimizer, group, batches):
     runs = []
     for p in model.parameters():
         flat = Flat([p], group)
-        weights, mine = flat.join(), np.zeros(flat.chunk_size, flat.dtype)
+        weights = flat.join()
+        mine = np.zeros(flat.chunk_size, flat.dtype)
         runs.append((flat, weights, mine))
 
         def final(p, mine=mine):
@@ -69,12 +70,14 @@ class MyGradients:
     """
 
     def __init__(self, group):
-        self.group, self.flying = group, []
+        self.group = group
+        self.flying = []
 
     def final(self, run):
         """Backward calls this when the last gradient of a run is final: its sum sets out, and
         backward goes on."""
-        gradient, chunk = run.take(), run.chunk()
+        gradient = run.take()
+        chunk = run.chunk()
         handle = hole(
             3, "begin to sum gradient over the ranks, this rank's part into chunk", gradient, chunk
         )

@@ -60,7 +60,8 @@ def draw(recorded: dict[str, Any], folder: Path) -> None:
 
 def _gradients(ax: Any, stage: int, step: dict[str, Any], nbytes: int) -> None:
     """Bytes of gradients over time, and above them each bucket's reduce-scatter."""
-    start, stop = step["start"], step["stop"]
+    start = step["start"]
+    stop = step["stop"]
     samples = [(moment, now) for moment, now in step["samples"]]
     times, values = stairs(samples, "gradients", start=start, stop=stop)
     heights = [value / 2**20 for value in values]
@@ -69,7 +70,8 @@ def _gradients(ax: Any, stage: int, step: dict[str, Any], nbytes: int) -> None:
     ax.fill_between(times, heights, step="post", color=look.MEMORY["gradients"], linewidth=0)
     for span in step["spans"]:
         if span["name"].startswith("reduce_scatter bucket") and span["start"] >= start:
-            left, width = 1e3 * (span["start"] - start), 1e3 * (span["stop"] - span["start"])
+            left = 1e3 * (span["start"] - start)
+            width = 1e3 * (span["stop"] - span["start"])
             ax.barh(
                 1.16 * whole,
                 width,
@@ -80,7 +82,8 @@ def _gradients(ax: Any, stage: int, step: dict[str, Any], nbytes: int) -> None:
                 linewidth=0.4,
             )
     if stage == 2:
-        shard, ahead = whole / RANKS, 2 * lab.BUCKET / 2**20
+        shard = whole / RANKS
+        ahead = 2 * lab.BUCKET / 2**20
         ax.axhline(shard, color=look.INK, linewidth=1, linestyle=":")
         ax.axhline(shard + ahead, color=look.INK, linewidth=1, linestyle="--")
         ax.text(

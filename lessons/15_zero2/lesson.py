@@ -40,7 +40,8 @@ def tour(group: Group, page: Page) -> None:
 
 def equal_weights(group: Group, page: Page) -> None:
     """The same steps three ways."""
-    target, rows = lab.alone(), [["one process", "0", "0"]]
+    target = lab.alone()
+    rows = [["one process", "0", "0"]]
     model = lab.new_model(lab.SMALL)
     plain_zero2(model, lab.new_adam, group, lab.batches(lab.SMALL))
     for name, weights in (
@@ -62,7 +63,8 @@ def memory_table(group: Group, page: Page) -> None:
     """Between steps each category beside the formula; at the peak gradients beside shard and two
     buckets."""
     parameters, nbytes = lab.parameter_bytes(lab.MEASURED)
-    rows, peaks = [], []
+    rows = []
+    peaks = []
     for stage in (0, 1, 2):
         seen = lab.memory(group, stage)
         held = state_bytes(parameters, SINGLE, zero=stage, ranks=group.size)
@@ -129,10 +131,8 @@ def traffic_table(group: Group, page: Page) -> None:
     for passes in (1, 2, 4):
         for stage, times in ((1, 2), (2, passes + 1)):
             counted = lab.traffic(group, stage, accumulate=passes)
-            total, formula = (
-                counted["reduce_scatter"] + counted["all_gather"],
-                times * (group.size - 1) * nbytes,
-            )
+            total = counted["reduce_scatter"] + counted["all_gather"]
+            formula = times * (group.size - 1) * nbytes
             rows.append(
                 [
                     f"{lab.NAMES[stage]}, {passes} pass{'es' * (passes > 1)}",
@@ -190,7 +190,8 @@ def update_too_early() -> None:
 
         with delayed(group, alpha=0.01, beta=0) as slow:
             strategy = Zero2(lab.new_model(lab.SMALL), slow, bucket_bytes=lab.SMALL_BUCKET)
-            gradients, optimizer = strategy.gradients, lab.new_adam(strategy.parameters)
+            gradients = strategy.gradients
+            optimizer = lab.new_adam(strategy.parameters)
             finish = gradients.finish
             gradients.finish = lambda: None  # type: ignore[method-assign]
             for step in range(10):
@@ -218,7 +219,9 @@ def average_twice() -> None:
         from minidist.optim import SGD
 
         strategy = Zero2(lab.new_model(lab.SMALL), group)
-        add, optimizer, loss = GradientShards.finish, SGD(strategy.parameters, 0.5), 0.0
+        add = GradientShards.finish
+        optimizer = SGD(strategy.parameters, 0.5)
+        loss = 0.0
 
         def finish() -> None:
             add(strategy.gradients)

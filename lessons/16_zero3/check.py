@@ -19,7 +19,9 @@ from minidist.optim import SGD
 from minidist.parallel.zero.zero3 import PlainUnit, plain_zero3
 
 CONFIG = GPTConfig(vocabulary=13, context=5, layers=3, width=8, heads=2, dtype="float64")
-STEPS, LIMIT, RATE = 3, 60.0, 0.3
+STEPS = 3
+LIMIT = 60.0
+RATE = 0.3
 
 
 CUT_FROM = (PlainUnit, plain_zero3)
@@ -59,7 +61,10 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     model = lab.new_model(CONFIG)
     units = [(name, module) for name, module in model.children() if list(module.parameters())]
     missing: list[str] = []
-    most, left, kept, steps = [0], [0], [0], [0]
+    most = [0]
+    left = [0]
+    kept = [0]
+    steps = [0]
 
     def count() -> int:
         return sum(_whole(module) for _, module in units)
@@ -76,7 +81,8 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
 
     class Optimizer(SGD):
         def step(self, *args: Any, **options: Any) -> None:
-            left[0], steps[0] = max(left[0], count()), steps[0] + 1
+            left[0] = max(left[0], count())
+            steps[0] = steps[0] + 1
             super().step(*args, **options)
 
     def new_optimizer(pieces: Any) -> Any:
@@ -192,23 +198,20 @@ def _freed(size: int, ranks: list[dict[str, Any]]) -> Result:
 
 def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
     """After training: those of one process."""
-    task, mine = f"{size} ranks, weights after {STEPS} steps", ranks[0]["weights"]
+    task = f"{size} ranks, weights after {STEPS} steps"
+    mine = ranks[0]["weights"]
     error = lab.off(mine, _alone())
     if error < 1e-10:
         return Result(
             task, True, "those of one process, to 1e-10", "those of one process, to 1e-10"
         )
-    mistake, advice = (
-        "wrong gradients",
-        "self.mine is the sum over the ranks: section 1, backward 3 (hole 5)",
-    )
+    mistake = "wrong gradients"
+    advice = "self.mine is the sum over the ranks: section 1, backward 3 (hole 5)"
     if lab.off(mine, _alone(1 / size)) < 1e-10:
-        mistake, advice = (
-            "averaged twice",
-            (
-                f"{size} times too small; the loss is divided by all ranks' tokens "
-                "already: lesson 07, section 4 (hole 5)"
-            ),
+        mistake = "averaged twice"
+        advice = (
+            f"{size} times too small; the loss is divided by all ranks' tokens "
+            "already: lesson 07, section 4 (hole 5)"
         )
     return Result(task, False, "those of one process", f"off by {error:.1e}", mistake, advice)
 

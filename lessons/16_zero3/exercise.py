@@ -23,7 +23,8 @@ class PlainUnit:
     """A unit of the plain version: this rank's chunk of its weights, and of their gradients."""
 
     def __init__(self, unit, group):
-        self.flat, self.group = Flat(list(unit.parameters()), group), group
+        self.flat = Flat(list(unit.parameters()), group)
+        self.group = group
         self.shard = self.flat.join()[self.flat.chunk].copy()
         self.mine = np.zeros(self.flat.chunk_size, self.flat.dtype)
         unit.register_forward_pre_hook(

@@ -70,7 +70,8 @@ def _sawtooth(
     """Parameters over time, between the shard and the shard with its units in flight."""
     samples = [(moment, now) for moment, now in step["samples"]]
     times, values = stairs(samples, "parameters", start=step["start"], stop=step["stop"])
-    shard, unit = recorded["bytes"] / RANKS / 2**20, recorded["unit"] / 2**20
+    shard = recorded["bytes"] / RANKS / 2**20
+    unit = recorded["unit"] / 2**20
     look.quiet(ax)
     ax.fill_between(
         times,

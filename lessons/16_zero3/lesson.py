@@ -27,7 +27,9 @@ from minidist.parallel.zero.memory_formula import SINGLE, STATE, in_flight, stat
 from minidist.parallel.zero.zero3 import Zero3, plain_zero3
 
 TIMED = GPTConfig(vocabulary=64, context=64, layers=8, width=96, heads=4)  # to see overlap
-ALPHA, BANDWIDTH = 100e-6, 400e6  # of the links it is seen over
+# of the links it is seen over
+ALPHA = 100e-6
+BANDWIDTH = 400e6
 
 
 def tour(group: Group, page: Page) -> None:
@@ -49,7 +51,8 @@ def tour(group: Group, page: Page) -> None:
 
 def equal_weights(group: Group, page: Page) -> None:
     """The same steps three ways."""
-    target, rows = lab.alone(), [["one process", "0", "0"]]
+    target = lab.alone()
+    rows = [["one process", "0", "0"]]
     model = lab.new_model(lab.SMALL)
     units = [module for _, module in model.children() if list(module.parameters())]
     plain_zero3(model, units, lab.new_adam, group, lab.batches(lab.SMALL))
@@ -76,7 +79,8 @@ def unit_bytes() -> int:
 def memory_table(group: Group, page: Page) -> None:
     """Every stage between steps, and the peak of ZeRO-3's parameters."""
     parameters, _ = lab.parameter_bytes(lab.MEASURED)
-    rows, seen = [], {}
+    rows = []
+    seen = {}
     for stage in range(4):
         seen = lab.memory(group, stage)
         held = state_bytes(parameters, SINGLE, zero=stage, ranks=group.size)
@@ -99,7 +103,8 @@ def memory_table(group: Group, page: Page) -> None:
     more = in_flight(3, largest=unit_bytes())
     rows = []
     for name in ("parameters", "gradients"):
-        most, peak = held[name] + more[name], seen[name]["peak"]
+        most = held[name] + more[name]
+        peak = seen[name]["peak"]
         rows.append(
             [
                 name,
@@ -219,10 +224,12 @@ def hybrid_table(group: Group, page: Page) -> None:
     parameters, nbytes = lab.parameter_bytes(lab.MEASURED)
     rows = []
     for shard in (group.size, 2):
-        copies, seen = group.size // shard, lab.memory(group, 3, shard=shard)
+        copies = group.size // shard
+        seen = lab.memory(group, 3, shard=shard)
         counted = lab.traffic(group, 3, shard=shard)
         held = state_bytes(parameters, SINGLE, zero=3, ranks=group.size, shard=shard)["total"]
-        inside, between = 3 * copies * (shard - 1) * nbytes, 2 * (copies - 1) * nbytes
+        inside = 3 * copies * (shard - 1) * nbytes
+        between = 2 * (copies - 1) * nbytes
         measured = (counted["reduce_scatter"] + counted["all_gather"], counted["all_reduce"])
         together = sum(seen[name]["now"] for name in STATE)
         rows.append(
@@ -312,7 +319,8 @@ def average_twice() -> None:
 
     def train(group: Group, factor: float) -> float:
         strategy = Zero3(lab.new_model(lab.SMALL), group)
-        optimizer, loss = SGD(strategy.parameters, 0.5), 0.0
+        optimizer = SGD(strategy.parameters, 0.5)
+        loss = 0.0
         update = optimizer.step
 
         def scaled(lr: float | None = None, scale: float = 1.0) -> None:
@@ -338,7 +346,8 @@ def stale_weights() -> None:
 
     def train(group: Group, stale: bool) -> float:
         strategy = Zero3(lab.new_model(lab.SMALL), group)
-        loss, optimizer = 0.0, lab.new_adam(strategy.parameters)
+        loss = 0.0
+        optimizer = lab.new_adam(strategy.parameters)
         for unit in strategy.units if stale else ():
             unit.free = partial(_free_unless_whole, unit)  # type: ignore[method-assign]
         for step in range(20):

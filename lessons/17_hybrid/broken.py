@@ -136,7 +136,8 @@ def one_tp_group() -> None:
         mesh = md.Mesh(world, dp=2, tp=2)
         (up,), (down,) = lesson.hand_weights(1)
         own = np.array_split(np.arange(8), 2)[mesh["tp"].rank]
-        mine, other = up[:, own].copy(), down[own].copy()
+        mine = up[:, own].copy()
+        other = down[own].copy()
         inputs, targets = np.random.default_rng(1).normal(size=(2, rows, 6))
         lesson.plain_hybrid(
             mesh["dp"], mesh["pp"], mesh["dp", "tp"], inputs, targets, mine, other, 0.02

@@ -167,14 +167,17 @@ MISTAKES = {
 def _stepped(step: Any, shape: dict[str, int]) -> list[np.ndarray]:
     """Each rank's weights after one step on 12 rows."""
     draw = np.random.default_rng(0)
-    inputs, targets = draw.normal(size=(12, 4)), draw.normal(size=(12, 4))
-    ups, downs = draw.normal(size=(shape["pp"], 4, 6)), draw.normal(size=(shape["pp"], 6, 4))
+    inputs = draw.normal(size=(12, 4))
+    targets = draw.normal(size=(12, 4))
+    ups = draw.normal(size=(shape["pp"], 4, 6))
+    downs = draw.normal(size=(shape["pp"], 6, 4))
 
     def job(world: Group) -> np.ndarray:
         mesh = md.Mesh(world, **shape)
         own = np.array_split(np.arange(6), shape["tp"])[mesh["tp"].rank]
         stage = mesh["pp"].rank
-        up, down = ups[stage][:, own].copy(), downs[stage][own].copy()
+        up = ups[stage][:, own].copy()
+        down = downs[stage][own].copy()
         step(mesh["dp"], mesh["pp"], mesh["tp"], inputs, targets, up, down, 0.1)
         mesh.close()
         return np.concatenate([up.ravel(), down.ravel()])
@@ -184,7 +187,8 @@ def _stepped(step: Any, shape: dict[str, int]) -> list[np.ndarray]:
 
 def _step(exercise: ModuleType, shape: dict[str, int]) -> Result:
     """One step beside the plain version's, and beside what mistakes lead to."""
-    task, target = f"weights after a step on {_name(shape)}", _stepped(plain_hybrid, shape)
+    task = f"weights after a step on {_name(shape)}"
+    target = _stepped(plain_hybrid, shape)
     try:
         found = _stepped(exercise.plain_hybrid, shape)
     except CommError as error:
@@ -198,12 +202,14 @@ def _step(exercise: ModuleType, shape: dict[str, int]) -> Result:
             f"{str(error).splitlines()[0]}",
         )
     off = max(float(np.abs(mine - right).max()) for mine, right in zip(found, target, strict=True))
-    mistake, advice = "other weights", "section 1 (holes 4 to 8)"
+    mistake = "other weights"
+    advice = "section 1 (holes 4 to 8)"
     if not off < 1e-12:
         for name, (old, new, numbers) in MISTAKES.items():
             wrong = _stepped(variant(plain_hybrid, old, new), shape)
             if all(np.allclose(mine, part) for mine, part in zip(found, wrong, strict=True)):
-                mistake, advice = name, f"section 1 (holes {numbers})"
+                mistake = name
+                advice = f"section 1 (holes {numbers})"
                 break
     return Result(
         task, off < 1e-12, "the plain version's, to 1e-12", f"off by {off:.1e}", mistake, advice

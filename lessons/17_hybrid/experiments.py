@@ -22,7 +22,11 @@ CONFIG = GPTConfig(
     vocabulary=32, context=16, layers=4, width=16, heads=4, tied=True, dtype="float64"
 )
 MIXED = replace(CONFIG, mixture=MixtureConfig(experts=4))
-STEPS, SEQUENCES, MICROBATCHES, CLIP, ITEM = 2, 16, 4, 0.2, 8
+STEPS = 2
+SEQUENCES = 16
+MICROBATCHES = 4
+CLIP = 0.2
+ITEM = 8
 AXES = ("dp", "pp", "ep", "cp", "tp")
 
 
@@ -41,7 +45,9 @@ def global_batch(
 def cube(ranks: int) -> dict[str, int]:
     """As many axes as the number of ranks gives: its prime factors, the largest first, dealt to dp,
     pp, tp in turn."""
-    axes, factor, primes = ("dp", "pp", "tp"), 2, []
+    axes = ("dp", "pp", "tp")
+    factor = 2
+    primes = []
     shape = dict.fromkeys(axes, 1)
     while ranks > 1:
         if ranks % factor == 0:
@@ -138,7 +144,8 @@ def train(
         if plan.zero in (1, 2):
             data: Any = trainer.strategy.data_axis
             data.arrivals.settle()  # the new weights travel on after the step
-        made, held = len(calls), memory.snapshot()
+        made = len(calls)
+        held = memory.snapshot()
         rows = int(trainer.loads.sent.sum()) // (2 * config.width)  # there, and the results back
         trainer.check_replicas()
         weights = trainer.state_dict()
@@ -166,7 +173,8 @@ def watch_norm(trainer: Any, norms: list[dict[str, float]]) -> None:
     find = strategy.squares
 
     def squares() -> float:
-        once, own = float(find()), sum_of_squares(p.grad for p in trainer.model.parameters())
+        once = float(find())
+        own = sum_of_squares(p.grad for p in trainer.model.parameters())
         with trainer.world.ledger.control():
             total = float(trainer.world.all_reduce(np.array([own]))[0])
         norms.append({"once": math.sqrt(once), "own": math.sqrt(own), "all": math.sqrt(total)})

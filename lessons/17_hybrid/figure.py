@@ -21,7 +21,10 @@ HERE = Path(__file__).resolve().parent
 lab, naps = (load_module(HERE / name, "17") for name in ("experiments.py", "naps.py"))
 SHAPE = {"dp": 2, "pp": 2, "tp": 2}
 FIVE = {"dp": 2, "pp": 2, "ep": 2, "cp": 2, "tp": 2}
-RANKS, UNIT, ALPHA, BANDWIDTH = 8, 0.02, 1e-3, 8e6
+RANKS = 8
+UNIT = 0.02
+ALPHA = 1e-3
+BANDWIDTH = 8e6
 COLORS = {"dp": "#8172b3", "pp": "#3f9a9a", "tp": "#e08e3c"}
 # one step along an axis, on paper
 PLACES = {"dp": (0.62, 0.55), "pp": (0.0, -1.25), "tp": (1.6, 0.0)}
@@ -38,7 +41,8 @@ def record(group: Group) -> dict[str, Any]:
         [list(order), lab.crossing(group, SHAPE, order, (2,))[0]] for order in lab.layouts(SHAPE)
     ]
     with delayed(group, alpha=ALPHA, beta=1 / BANDWIDTH) as slow:
-        mesh, timeline = md.Mesh(slow, **SHAPE), Timeline(group.rank)
+        mesh = md.Mesh(slow, **SHAPE)
+        timeline = Timeline(group.rank)
         for axes in ("dp", "pp", "tp"):
             mesh[axes]
         timeline.follow(group.ledger)
@@ -108,7 +112,8 @@ def _cube(ax: Any, links: list[dict[str, Any]]) -> None:
     total = _between(links)
     most = max(total.values())
     for (axis, low, high), nbytes in sorted(total.items(), key=lambda item: -item[1]):
-        (x0, y0), (x1, y1) = corners[low], corners[high]
+        (x0, y0) = corners[low]
+        (x1, y1) = corners[high]
         ax.plot(
             [x0, x1],
             [y0, y1],
@@ -140,7 +145,8 @@ def _cube(ax: Any, links: list[dict[str, Any]]) -> None:
             zorder=3,
         )
     for axis, (low, high) in {"tp": (2, 3), "pp": (0, 2), "dp": (3, 7)}.items():
-        (x0, y0), (x1, y1) = corners[low], corners[high]
+        (x0, y0) = corners[low]
+        (x1, y1) = corners[high]
         shift, side = {
             "tp": ((0, -0.32), "center"),
             "pp": ((-0.2, 0), "right"),
@@ -323,7 +329,8 @@ def _span(ax: Any, rank: int, span: Any, left: float, width: float) -> None:
 def _step_number(rank: int, span: Any) -> str:
     """ "1.1" for the first microbatch's forward of a first stage, and so on; "" for stretches
     without a number."""
-    stage, microbatch = rank // 2 % 2, span.details.get("microbatch")
+    stage = rank // 2 % 2
+    microbatch = span.details.get("microbatch")
     if span.name == "forward":
         return f"1.{stage + 1}" if microbatch == 0 else ""
     if span.name == "backward":
@@ -356,7 +363,8 @@ def _draw_five(groups: list[dict[str, list[int]]], folder: Path) -> None:
         }
         for rank, own in enumerate(groups):
             number = numbers[tuple(own[axis])]
-            x, y = rank % 8, rank // 8
+            x = rank % 8
+            y = rank // 8
             ax.add_patch(
                 _box(x, y, look.RANKS[number % 8], 0.45 if number >= 8 else 0.95, 0 in own[axis])
             )

@@ -70,7 +70,8 @@ def hand_alone(
     lr: float,
 ) -> None:
     """The same step of all stages, by one process, in place."""
-    kept, x = [], inputs
+    kept = []
+    x = inputs
     for up, down in zip(ups, downs, strict=True):
         inner = np.maximum(x @ up, 0)
         kept.append((x, inner))
@@ -89,13 +90,13 @@ def hand_off(group: Group, shape: dict[str, int]) -> float:
     that is furthest."""
     mesh = md.Mesh(group, **shape)
     ups, downs = hand_weights(shape["pp"])
-    stage, own = (
-        mesh["pp"].rank,
-        np.array_split(np.arange(ups[0].shape[1]), mesh["tp"].size)[mesh["tp"].rank],
-    )
-    up, down = ups[stage][:, own].copy(), downs[stage][own].copy()
+    stage = mesh["pp"].rank
+    own = np.array_split(np.arange(ups[0].shape[1]), mesh["tp"].size)[mesh["tp"].rank]
+    up = ups[stage][:, own].copy()
+    down = downs[stage][own].copy()
     draw = np.random.default_rng(1)
-    inputs, targets = draw.normal(size=(11, 6)), draw.normal(size=(11, 6))
+    inputs = draw.normal(size=(11, 6))
+    targets = draw.normal(size=(11, 6))
     for _ in range(3):
         plain_hybrid(mesh["dp"], mesh["pp"], mesh["tp"], inputs, targets, up, down, 0.02)
         hand_alone(inputs, targets, ups, downs, 0.02)
@@ -173,10 +174,8 @@ def two_groups(group: Group, page: Page) -> None:
     if four is not None:
         plan = lab.plan_of({"dp": 2, "pp": 2})
         result = lab.train(four, plan, steps=1)
-        layers, rows = (
-            np.array_split(np.arange(lab.CONFIG.layers), 2),
-            np.array_split(np.arange(lab.SEQUENCES), 2),
-        )
+        layers = np.array_split(np.arange(lab.CONFIG.layers), 2)
+        rows = np.array_split(np.arange(lab.SEQUENCES), 2)
         page.table(
             "N0:447: model parallel inside a group, data parallel between the groups: "
             "Plan(dp=2, pp=2)",
@@ -233,7 +232,8 @@ def ranks_text(ranks: list[int]) -> str:
 def equal(group: Group, page: Page) -> list[tuple[md.Plan, dict[str, Any]]]:
     """Every mesh, and some with the context cut too, or with ZeRO."""
     alone = md.run(lab.train, md.Plan(), size=1)[0] if group.rank == 0 else None
-    rows, results = [], []
+    rows = []
+    results = []
     for plan in lab.plans(group.size):
         result = lab.train(group, plan)
         results.append((plan, result))
@@ -260,11 +260,13 @@ def equal(group: Group, page: Page) -> list[tuple[md.Plan, dict[str, Any]]]:
 def traffic(results: list[tuple[md.Plan, dict[str, Any]]], page: Page) -> None:
     """The ledger by axis beside the formulas; with ZeRO-3 the data axis has lesson 16's, which is
     left out."""
-    rows, axes = [], [axis for axis in lab.AXES if axis != "ep"]
+    rows = []
+    axes = [axis for axis in lab.AXES if axis != "ep"]
     for plan, result in results:
         if plan.zero == 3:
             continue
-        sent, target = result["sent"], lab.formula(plan, steps=lab.STEPS)
+        sent = result["sent"]
+        target = lab.formula(plan, steps=lab.STEPS)
         rows.append(
             [
                 lab.name_of(plan),
@@ -291,16 +293,15 @@ def experts(group: Group, page: Page) -> None:
     if not plans:
         page.say(f"{group.size} ranks are no two halves: the axis ep has nothing to show")
         return
-    config, rows = lab.MIXED, []
+    config = lab.MIXED
+    rows = []
     alone = (
         md.run(partial(lab.train, config=config), md.Plan(), size=1)[0] if group.rank == 0 else None
     )
     for plan in plans:
         result = lab.train(group, plan, config=config)
-        sent, target = (
-            result["sent"],
-            lab.formula(plan, config, rows=result["rows"], steps=lab.STEPS),
-        )
+        sent = result["sent"]
+        target = lab.formula(plan, config, rows=result["rows"], steps=lab.STEPS)
         if alone is not None:
             apart = lab.off(result["weights"], alone["weights"])
             good = apart < 1e-10 and sent == target
@@ -392,7 +393,8 @@ def norms(results: list[tuple[md.Plan, dict[str, Any]]], page: Page) -> None:
 
 def efficiency(group: Group, results: list[tuple[md.Plan, dict[str, Any]]], page: Page) -> None:
     """N1 §2's two columns, measured: what a rank holds; how often and how long it waits."""
-    rows, tokens = [], lab.SEQUENCES * lab.CONFIG.context
+    rows = []
+    tokens = lab.SEQUENCES * lab.CONFIG.context
     for plan, result in results:
         memory = result["memory"]
         state = sum(memory[name]["now"] for name in ("parameters", "gradients", "optimizer"))

@@ -18,7 +18,9 @@ class Naps:
     real ones do."""
 
     def __init__(self, mesh: Any, unit: float, numbers: int) -> None:
-        self.tp, self.last, self.unit = mesh["tp"], mesh["pp"].size - 1, unit
+        self.tp = mesh["tp"]
+        self.last = mesh["pp"].size - 1
+        self.unit = unit
         self.x = np.zeros(numbers)
 
     def skips(self, microbatch: int) -> bool:

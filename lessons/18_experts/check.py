@@ -18,7 +18,11 @@ from minidist.nn import GPT, GPTConfig, MixtureConfig, mixture
 from minidist.nn.moe import mixtures, rebalance
 from minidist.parallel.experts.expert_parallel import plain_experts
 
-TOKENS, WIDTH, EXPERTS, K, LIMIT = 9, 8, 5, 2, 60.0
+TOKENS = 9
+WIDTH = 8
+EXPERTS = 5
+K = 2
+LIMIT = 60.0
 
 CUT_FROM = (plain_experts,)
 ANSWERS = {
@@ -121,7 +125,8 @@ def _keep(exercise: ModuleType) -> Result:
     layer = mixtures(_layer())[0]
     layer(tensor(np.random.default_rng(0).normal(size=(1, TOKENS, WIDTH))))
     assert layer.routing is not None, "it has run"
-    chosen, right = layer.routing.chosen[0], layer.routing.kept[0]
+    chosen = layer.routing.chosen[0]
+    right = layer.routing.kept[0]
     mine = np.asarray(exercise.keep(chosen, layer.config.places(TOKENS), EXPERTS))
     mistake = "one too many" if mine.sum() > right.sum() else "one too few"
     mistake = "nothing is dropped" if mine.all() else mistake
@@ -139,11 +144,9 @@ def _journey(exercise: ModuleType, size: int) -> Result:
     """Holes 4, 5, 6: on ranks, beside one process."""
     rng = np.random.default_rng(size)
     count = 6 * size + 1
-    x, weight, chosen = (
-        rng.normal(size=(count, WIDTH)),
-        rng.random(count),
-        rng.integers(0, size, count),
-    )
+    x = rng.normal(size=(count, WIDTH))
+    weight = rng.random(count)
+    chosen = rng.integers(0, size, count)
     experts = rng.normal(size=(size, WIDTH, WIDTH))
     right = np.einsum("nh,nhk->nk", x, experts[chosen]) * weight[:, None]
 
@@ -172,7 +175,8 @@ def _journey(exercise: ModuleType, size: int) -> Result:
             "the ranks do not fit together",
             f"one array for each rank: section 1; {error}",
         )
-    rows, due = [seen for seen, _ in ranks], np.bincount(chosen, minlength=size).tolist()
+    rows = [seen for seen, _ in ranks]
+    due = np.bincount(chosen, minlength=size).tolist()
     if rows != due:
         return Result(
             task,
@@ -235,7 +239,8 @@ def _balance(exercise: ModuleType) -> Result:
 
 def _biases(exercise: ModuleType) -> Result:
     """Hole 8."""
-    model, load = _layer("bias"), np.array([9, 1, 3, 4, 3])
+    model = _layer("bias")
+    load = np.array([9, 1, 3, 4, 3])
     rebalance(model, np.stack([[load, load]]))
     layer = mixtures(model)[0]
     assert layer.bias is not None

@@ -30,7 +30,8 @@ def places(capacity, k, tokens, experts):
 def keep(chosen, room, experts):
     """Which choices of one sequence are taken: (T, k) integers -> (T, k) bools. Earlier tokens come
     first."""
-    taken, kept = [0] * experts, np.zeros(chosen.shape, bool)
+    taken = [0] * experts
+    kept = np.zeros(chosen.shape, bool)
     for token in range(len(chosen)):
         for choice, expert in enumerate(chosen[token]):
             kept[token, choice] = hole(

@@ -13,7 +13,9 @@ from minidist.nn.moe import mixtures
 from minidist.optim import AdamW
 from minidist.parallel.experts.expert_parallel import ExpertParallel, expert_parallel
 
-EXPERTS, SEQUENCES, SEED = 8, 8, 0
+EXPERTS = 8
+SEQUENCES = 8
+SEED = 0
 CONFIG = GPTConfig(vocabulary=32, context=16, layers=1, width=16, heads=2, dtype="float64")
 BALANCES = {"none": "no balancing", "loss": "balance loss", "bias": "biases"}
 
@@ -89,7 +91,9 @@ def train(
 
     strategy = ExpertParallel(model, group, loss=loss)
     optimizer = AdamW(strategy.parameters, lr)
-    loads, losses, rows = [], [], 0
+    loads = []
+    losses = []
+    rows = 0
     before = sent_by_verb(group)
     for step in range(steps):
         state["step"] = step
@@ -147,13 +151,18 @@ def train_on_nodes(
     group: Group, config: MixtureConfig, steps: int, *, once_a_node: bool = True
 ) -> OnNodes:
     """Train on two texts, on ranks of which the second half count as another node."""
-    nodes, group.nodes = group.nodes, tuple(2 * rank // group.size for rank in range(group.size))
+    nodes = group.nodes
+    group.nodes = tuple(2 * rank // group.size for rank in range(group.size))
     experts = group.split(0, axis="ep")  # so that the ledger counts their traffic by itself
-    here, group.nodes = group.nodes, nodes
+    here = group.nodes
+    group.nodes = nodes
     model = expert_parallel(mixture(GPT(CONFIG), config), experts, once_a_node=once_a_node)
     model.initialize(SEED)
     strategy = ExpertParallel(model, experts, everyone=group)
-    optimizer, losses, away, before = AdamW(strategy.parameters, 0.005), [], 0, _far(group, here)
+    optimizer = AdamW(strategy.parameters, 0.005)
+    losses = []
+    away = 0
+    before = _far(group, here)
     for step in range(steps):
         losses.append(strategy.step(two_texts(step), optimizer))
         others = [rank for rank in range(group.size) if here[rank] != here[group.rank]]

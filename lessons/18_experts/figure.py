@@ -17,7 +17,8 @@ from minidist.parallel.experts.expert_parallel import elements_sent
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "18")
-RANKS, STEPS = 4, 60
+RANKS = 4
+STEPS = 60
 
 
 def record(group: Group) -> dict[str, Any]:
@@ -150,7 +151,8 @@ def _loads(ax: Any, recorded: dict[str, Any], name: str, *, first: bool) -> None
 def _traffic(ax: Any, recorded: dict[str, Any]) -> None:
     """Measured bytes as bars, the formulas as lines."""
     look.quiet(ax)
-    sent, formula = np.array(recorded["sent"]) / 1024, np.array(recorded["formula"]) / 1024
+    sent = np.array(recorded["sent"]) / 1024
+    formula = np.array(recorded["formula"]) / 1024
     ax.bar([0, 1], sent, 0.6, color=[look.PHASES["all_reduce"], look.PHASES["forward"]])
     for place, value in enumerate(formula):
         ax.plot(

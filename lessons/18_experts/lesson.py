@@ -27,7 +27,10 @@ from minidist.parallel.experts.split_experts import SplitExperts
 from minidist.parallel.step.single import Single
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "18")
-STEPS, LONG, NODE_STEPS, ITEM = 3, 40, 20, 8
+STEPS = 3
+LONG = 40
+NODE_STEPS = 20
+ITEM = 8
 
 
 def tour(group: Group, page: Page) -> None:
@@ -53,7 +56,9 @@ def tour(group: Group, page: Page) -> None:
 def plain_loop(group: Group) -> float:
     """How far the plain loop's rows are from those of one process."""
     rng = np.random.default_rng(0)
-    x, weight, chosen = rng.normal(size=(40, 16)), rng.random(40), rng.integers(0, group.size, 40)
+    x = rng.normal(size=(40, 16))
+    weight = rng.random(40)
+    chosen = rng.integers(0, group.size, 40)
     experts = rng.normal(size=(group.size, 16, 16))
     right = np.einsum("nh,nhk->nk", x, experts[chosen]) * weight[:, None]
     mine = np.array_split(np.arange(40), group.size)[group.rank]
@@ -141,7 +146,8 @@ def balance(group: Group, page: Page) -> None:
     The model is the same on any number of ranks; so each of the three runs is made by one rank,
     side by side.
     """
-    rows, alone = [], group.split(group.rank)
+    rows = []
+    alone = group.split(group.rank)
     seen = np.zeros((len(lab.BALANCES), LONG, lab.EXPERTS))
     for place, name in enumerate(lab.BALANCES):
         if place % group.size == group.rank:
@@ -183,7 +189,9 @@ def traffic(group: Group, page: Page) -> None:
     def measured(axis: str, verb: str) -> int:
         return int(lab.summed(group, [run.sent.get(axis, {}).get(verb, 0)])[0])
 
-    far, layers, size = int(lab.summed(group, [run.rows])[0]), lab.CONFIG.layers, group.size
+    far = int(lab.summed(group, [run.rows])[0])
+    layers = lab.CONFIG.layers
+    size = group.size
     dense = elements_sent(run.strategy.model, ranks=size, rows=0)
     rows = []
     for name, formula, seen, expected in (

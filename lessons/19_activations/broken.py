@@ -56,7 +56,8 @@ def changed_input() -> None:
 
 def other_weights() -> None:
     """A function that remembers that it ran already."""
-    first, second = Parameter(np.ones(3), name="first"), Parameter(np.ones(3), name="second")
+    first = Parameter(np.ones(3), name="first")
+    second = Parameter(np.ones(3), name="second")
     calls = itertools.count()
 
     def fickle(x: Any) -> Any:

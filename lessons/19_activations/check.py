@@ -14,7 +14,9 @@ from minidist.device import account
 from minidist.grading import Result, expect
 from minidist.parallel.memory.activations import plain_recompute
 
-LAYERS, ROWS, WIDTH = 6, 64, 32
+LAYERS = 6
+ROWS = 64
+WIDTH = 32
 SIZES = (1, 2, 3)
 STACKS = [(x, a) for x in (1, 2, 3, 5, 10, 30) for a in (1, 2, 4, 7, 50, 100)]  # x, a of best sizes
 Block = Callable[[Tensor], Tensor]
@@ -41,7 +43,8 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 def _formula(exercise: ModuleType) -> Iterator[Result]:
     for layers, size, x, a in ((12, 3, 10, 100), (16, 4, 1, 4), (6, 6, 5, 50), (6, 1, 5, 50)):
-        target, measured = (layers // size - 1) * x + size * a, exercise.peak(layers, size, x, a)
+        target = (layers // size - 1) * x + size * a
+        measured = exercise.peak(layers, size, x, a)
         known = {
             target + x: "the segment's own input counted twice",
             layers // size * x: "nothing is made again",
@@ -130,7 +133,8 @@ def _memory(exercise: ModuleType, size: int) -> Iterator[Result]:
             recompute([*segments[:-1], watched], x, np.ones((ROWS, WIDTH)))
         return seen[1] if len(seen) > 1 else 0
 
-    target, found = alive(plain_recompute), alive(exercise.plain_recompute)
+    target = alive(plain_recompute)
+    found = alive(exercise.plain_recompute)
     yield Result(
         f"alive after forward, segments of {size}",
         found <= target,

@@ -74,7 +74,8 @@ def one_step(which: str) -> dict[str, Any]:
     """{"moments": (seconds, activation bytes) at every module and gradient of a step, "turn": when
     forward ended}."""
     with account.use(account.MemoryAccount()) as memory:
-        model, batch = model_of(CONFIG, which), batch_of(CONFIG)
+        model = model_of(CONFIG, which)
+        batch = batch_of(CONFIG)
         moments: list[tuple[float, int]] = []
         begin = time.perf_counter()
 

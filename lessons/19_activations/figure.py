@@ -23,7 +23,8 @@ NAMES = {
     "scores": "scores computed again",
     "all": "blocks' insides computed again",
 }
-MIB, KIB = 2**20, 2**10
+MIB = 2**20
+KIB = 2**10
 RANKS = 4
 KEPT = ("whole", "8bit", "shard", "8bit,shard", "offload")
 
@@ -86,7 +87,8 @@ def _peaks(ax: Any, recorded: dict[str, Any]) -> None:
     """Measured peaks as bars, the formula as marks."""
     look.quiet(ax, grid="y")
     peaks = np.array(recorded["peaks"]) / MIB
-    blocks, gain = np.arange(len(peaks)), (recorded["inside"] - recorded["input"]) / MIB
+    blocks = np.arange(len(peaks))
+    gain = (recorded["inside"] - recorded["input"]) / MIB
     ax.bar(blocks, peaks, color=look.MEMORY["activations"], width=0.7, label="peak, measured")
     ax.plot(
         blocks,
@@ -152,7 +154,8 @@ def _bytes(ax: Any, steps: list[dict[str, Any]]) -> None:
 def _errors(ax: Any, recorded: dict[str, Any]) -> None:
     """Against the number of draws, both axes logarithmic."""
     look.quiet(ax, grid="y")
-    draws, chance = np.array(kept.DRAWS), 100 * np.array(recorded["chance"])
+    draws = np.array(kept.DRAWS)
+    chance = 100 * np.array(recorded["chance"])
     ax.loglog(
         draws,
         chance[0] / np.sqrt(draws),

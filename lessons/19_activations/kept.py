@@ -25,7 +25,8 @@ from minidist.parallel.memory.kept_inputs import GROUP, InputKeeper
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "19")
 STEPS = 2
 DRAWS = (1, 4, 16, 64)
-TOKENS, STRENGTH = 64, 10.0
+TOKENS = 64
+STRENGTH = 10.0
 RATIOS = (1, 2, 4, 8, 16)
 SMALL = replace(lab.CONFIG, layers=3, width=32, context=16)
 
@@ -139,7 +140,8 @@ def errors(keeper: InputKeeper) -> list[float]:
     """The error of the mean gradient of the first 1, 4, 16, … draws, relative to the exact
     gradient's length."""
     exact = gradient(None)
-    total, found = np.zeros_like(exact, np.float64), []
+    total = np.zeros_like(exact, np.float64)
+    found = []
     for draw in range(1, max(DRAWS) + 1):
         total += gradient(keeper, draw)
         if draw in DRAWS:
@@ -150,7 +152,8 @@ def errors(keeper: InputKeeper) -> list[float]:
 
 def rounding(page: Page) -> None:
     """By chance and to nearest, over draws."""
-    chance, nearest = errors(InputKeeper(["8bit"])), errors(Nearest(["8bit"]))
+    chance = errors(InputKeeper(["8bit"]))
+    nearest = errors(Nearest(["8bit"]))
     page.table(
         "Error of a gradient from inputs of 8 bits, relative to its length",
         ["mean over so many draws", "rounded by chance", "first / √draws", "rounded to nearest"],
@@ -180,7 +183,8 @@ def with_budget(alone: Group, memory: int | None, which: str = "none") -> tuple[
 
 def budgets(alone: Group) -> Iterator[tuple[int, int, list[str]]]:
     """(budget, peak, choice) for budgets from the floor to where everything fits."""
-    floor, most = with_budget(alone, None, "all")[0], with_budget(alone, None)[0]
+    floor = with_budget(alone, None, "all")[0]
+    most = with_budget(alone, None)[0]
     for part in (0.0, 0.25, 0.5, 0.75, 1.0):
         memory = int(floor + part * (most - floor)) + 64
         peak, chosen = with_budget(alone, memory)
@@ -234,7 +238,8 @@ def compression(page: Page) -> None:
     """One token among 64 by ratio."""
     rows: list[Sequence[Any]] = []
     for ratio in RATIOS:
-        found, formula = found_by_query(ratio), by_formula(ratio)
+        found = found_by_query(ratio)
+        formula = by_formula(ratio)
         rows.append(
             [
                 ratio,

@@ -144,8 +144,10 @@ def kept_at_the_end(page: Page) -> None:
 def peaks(page: Page) -> None:
     """The peak for k of L blocks, beside the formula's difference."""
     each = lab.inside(lab.CONFIG)
-    x, a = each["all"], each["none"]
-    most, rows = lab.peak(lab.CONFIG, "none"), []
+    x = each["all"]
+    a = each["none"]
+    most = lab.peak(lab.CONFIG, "none")
+    rows = []
     for k in range(lab.CONFIG.layers + 1):
         which = ",".join(map(str, range(k))) or "none"
         measured = lab.peak(lab.CONFIG, which)

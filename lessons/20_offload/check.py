@@ -102,10 +102,8 @@ def _plain(exercise: ModuleType) -> Iterator[Result]:
     def trained(loop: Any) -> tuple[np.ndarray, np.ndarray, int, int, int]:
         model = _Model(SMALL)
         model.initialize(0)
-        host, arrays = (
-            [Parameter(p.data.copy(), name=p.name) for p in model.parameters()],
-            [p.data for p in model.parameters()],
-        )
+        host = [Parameter(p.data.copy(), name=p.name) for p in model.parameters()]
+        arrays = [p.data for p in model.parameters()]
         optimizer = _HostAdam(host, model)
         with np.errstate(all="ignore"):
             loop(model, optimizer, [(part[:, :-1], part[:, 1:]) for part in ids], host)
@@ -231,7 +229,8 @@ def _read(exercise: ModuleType) -> Iterator[Result]:
     """Reads of ZeRO-Infinity in float32."""
     for passes in (1, 2):
         seen = _run({"offload": "all", "zero": 3, "accumulate": passes})
-        count, target = seen["parameters"], seen["moved"]["disk to host"]
+        count = seen["parameters"]
+        target = seen["moved"]["disk to host"]
         mine = exercise.read_from_disk(count, passes)
         known = {
             12: "the gradients are on disk too",
@@ -251,7 +250,9 @@ class _Move:
     """A move that tells when it is waited for."""
 
     def __init__(self, events: list[tuple[str, str]], unit: str, value: Any = None) -> None:
-        self.events, self.unit, self.value = events, unit, value
+        self.events = events
+        self.unit = unit
+        self.value = value
 
     def wait(self) -> Any:
         """Its value."""
@@ -288,7 +289,8 @@ def _stream(exercise: ModuleType) -> Iterator[Result]:
         advice,
     )
     for unit, following in zip(UNITS, UNITS[1:], strict=False):
-        begun, computed = events.index(("read", following)), events.index(("compute", unit))
+        begun = events.index(("read", following))
+        computed = events.index(("compute", unit))
         yield Result(
             f"stream: {following} is read while {unit} computes",
             begun < computed,

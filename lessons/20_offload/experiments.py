@@ -96,7 +96,8 @@ class Moments:
     back."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.on = trainer, False
+        self.trainer = trainer
+        self.on = False
         self.seen: list[dict[str, Any]] = []
         for module in trainer.model.modules():
             module.register_forward_hook(lambda module, *rest: self.look("forward"))
@@ -136,7 +137,8 @@ def disk_by_category(home: ShardStore) -> dict[str, int]:
 
 # ----------------------------------------------------------------------- a disk that takes its time
 
-COMPUTE, ACCESS = 12e-3, 4e-3
+COMPUTE = 12e-3
+ACCESS = 4e-3
 """Seconds that a unit computes in each direction, and that the disk takes for a read or a write."""
 
 
@@ -177,7 +179,8 @@ def over_a_slow_disk(
 ) -> dict[str, Any]:
     """Two steps; of the second its seconds, its spans, and how much of its moves lay under
     computation."""
-    timeline, pace = Timeline(0), Pace(latency=ACCESS)
+    timeline = Timeline(0)
+    pace = Pace(latency=ACCESS)
     with account.use(account.MemoryAccount()):
         home = home_class(buffers=buffers, recorder=timeline, read=pace, write=pace)
         strategy = Zero3(Stack(), group, store=home, seed=3, recorder=timeline)

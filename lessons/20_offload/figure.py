@@ -99,16 +99,15 @@ def _stack(ax: Any, moments: list[dict[str, Any]], level: str, top: float) -> No
 def _lanes(ax: Any, slow: dict[str, Any]) -> None:
     """What the device and the disk did, millisecond by millisecond."""
     look.quiet(ax, grid="x")
-    begin, colors = (
-        slow["begin"],
-        {
-            "forward": look.PHASES["forward"],
-            "backward": look.PHASES["backward"],
-            "optimizer": look.PHASES["optimizer"],
-        },
-    )
+    begin = slow["begin"]
+    colors = {
+        "forward": look.PHASES["forward"],
+        "backward": look.PHASES["backward"],
+        "optimizer": look.PHASES["optimizer"],
+    }
     for span in slow["spans"]:
-        left, width = 1e3 * (span["start"] - begin), 1e3 * (span["stop"] - span["start"])
+        left = 1e3 * (span["start"] - begin)
+        width = 1e3 * (span["stop"] - span["start"])
         if span["row"] == "compute" and span["name"] in colors:
             ax.barh(0, width, 0.62, left, color=colors[span["name"]])
             ax.text(left + 1, -0.42, span["name"], color=look.SOFT, fontsize=9.5, va="bottom")
@@ -139,7 +138,8 @@ def _lanes(ax: Any, slow: dict[str, Any]) -> None:
         label.set_color(look.INK)
     ax.tick_params(axis="y", length=0)
     ax.set_ylim(2.5, -0.85)
-    end, last = slow["seconds"], max(span["stop"] for span in slow["spans"]) - begin
+    end = slow["seconds"]
+    last = max(span["stop"] for span in slow["spans"]) - begin
     ax.axvline(1e3 * end, color=look.SOFT, linewidth=1, linestyle="--")
     ax.set_xlim(0, 1e3 * max(end, last))
     ax.set_xlabel("milliseconds", fontsize=10, color=look.SOFT)

@@ -99,7 +99,8 @@ def plain_beside_single() -> tuple[int, int]:
     batches = [lab.batch_of(step, lab.CONFIG) for step in range(3)]
     host = [Parameter(p.data.copy(), name=p.name) for p in models[0].parameters()]
     plain_offload(models[0], AdamW(host, 1e-3), batches, host)
-    single, optimizer = Single(models[1]), AdamW(list(models[1].parameters()), 1e-3)
+    single = Single(models[1])
+    optimizer = AdamW(list(models[1].parameters()), 1e-3)
     for batch in batches:
         single.step(batch, optimizer)
     pairs = list(zip(*(model.parameters() for model in models), strict=True))
@@ -111,8 +112,10 @@ def where(alone: Group, page: Page) -> None:
     rows = []
     for name, plan in lab.PLANS.items():
         run = lab.train(alone, plan)
-        count, pages = run["parameters"], 4096 * 4 * (lab.CONFIG.layers + 4)
-        device, host = run["device"], run["host"]
+        count = run["parameters"]
+        pages = 4096 * 4 * (lab.CONFIG.layers + 4)
+        device = run["device"]
+        host = run["host"]
         lasting = sum(device[kind]["now"] for kind in ("parameters", "gradients", "optimizer"))
         on_host = sum(host[kind]["now"] for kind in ("parameters", "gradients", "optimizer"))
         formulas = {
@@ -181,7 +184,8 @@ def what_moves(alone: Group, page: Page) -> None:
 def over_the_limit(alone: Group, page: Page) -> None:
     """16 bytes a parameter are four times what the device may hold."""
     count = sum(p.size for p in GPT(lab.CONFIG).parameters())
-    limit, rows = 16 * count // 4, []
+    limit = 16 * count // 4
+    rows = []
     free = lab.train(alone, {})
     for name, plan in lab.PLANS.items():
         try:
@@ -285,7 +289,8 @@ def other_axes(page: Page) -> None:
     homes."""
     rows = []
     for name, axes in lab.AXES.items():
-        size, first = Plan(zero=3, **axes).size, ""
+        size = Plan(zero=3, **axes).size
+        first = ""
         for home in ("none", "optimizer", "all"):
             plan = {**axes, "zero": 3, "offload": home, "checkpoint_blocks": "all"}
             ranks = md.run(

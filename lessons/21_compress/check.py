@@ -24,7 +24,10 @@ from minidist.parallel.step.step import Batch
 EXERCISE = Path(__file__).with_name("exercise.py")
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")
 SEQUENCES = 7  # rows of every batch: three ranks have 3, 2 and 2
-STEPS, EVERY, DENSITY, LIMIT = 6, 3, 0.1, 60.0
+STEPS = 6
+EVERY = 3
+DENSITY = 0.1
+LIMIT = 60.0
 
 CUT_FROM = (plain_compressed_ddp, plain_diloco)
 ANSWERS = {11: "2 * itemsize / (ranks * (4 + itemsize))"}
@@ -129,7 +132,9 @@ class Watched:
     """A group that notes what its collectives get."""
 
     def __init__(self, group: Group) -> None:
-        self.group, self.rank, self.size = group, group.rank, group.size
+        self.group = group
+        self.rank = group.rank
+        self.size = group.size
         self.gathered: list[np.ndarray] = []
         self.summed = 0
 
@@ -146,7 +151,8 @@ class Watched:
 
 def _train(group: Group, train: Train) -> dict[str, Any]:
     """A rank's weights, and what it sent."""
-    model, watched = GPT(CONFIG), Watched(group)
+    model = GPT(CONFIG)
+    watched = Watched(group)
     model.initialize(seed=0)
     batches = []
     for step in range(STEPS):
@@ -172,7 +178,8 @@ def _ranks(train: Train, size: int = 3) -> list[dict[str, Any]]:
 
 def _sent(student: Train, answer: Train) -> Iterator[Result]:
     """Places and values of the first step, parameter by parameter, on one rank."""
-    target, found = _ranks(answer, 1)[0], _ranks(student, 1)[0]
+    target = _ranks(answer, 1)[0]
+    found = _ranks(student, 1)[0]
     first = slice(0, 2 * target["parameters"])
     pairs = list(zip(target["gathered"][first], found["gathered"][first], strict=False))
     for task, wanted, mistake, advice in (
@@ -252,16 +259,12 @@ def _weights(
     mistakes: dict[str, tuple[int, str, str]],
 ) -> Result:
     """Alike on all ranks, and those of the plain version."""
-    ranks, target = (
-        _ranks(training(exercise)),
-        _ranks(training(sys.modules[__name__]))[0]["weights"],
-    )
+    ranks = _ranks(training(exercise))
+    target = _ranks(training(sys.modules[__name__]))[0]["weights"]
     scale = np.abs(target).max()
     error = max(float(np.abs(rank["weights"] - target).max() / scale) for rank in ranks)
-    task, wanted = (
-        f"{task}: weights of 3 ranks after {STEPS} steps",
-        "those of the plain version, to 1e-10",
-    )
+    task = f"{task}: weights of 3 ranks after {STEPS} steps"
+    wanted = "those of the plain version, to 1e-10"
     if error < 1e-10:
         return Result(task, True, wanted, wanted)
     for mistake, (hole, code, advice) in mistakes.items():
@@ -292,10 +295,8 @@ def _filled(hole: int, code: str) -> ModuleType:
 
 
 def _break_even(exercise: ModuleType, ranks: int, itemsize: int) -> Result:
-    target, found = (
-        2 * itemsize / (ranks * (4 + itemsize)),
-        exercise.largest_density(ranks, itemsize),
-    )
+    target = 2 * itemsize / (ranks * (4 + itemsize))
+    found = exercise.largest_density(ranks, itemsize)
     known = {
         2 / ranks: "the positions travel too",
         itemsize / (4 + itemsize): "an all-gather grows with the ranks",

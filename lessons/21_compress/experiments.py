@@ -20,7 +20,10 @@ from minidist.parallel.step.step import Batch, part_of
 TEXT = text.load("python")
 CONFIG = GPTConfig(vocabulary=len(TEXT.symbols), context=32, layers=2, width=32, heads=2)
 # EVERY: steps between two validations; PERIOD: H of DiLoCo
-SEQUENCES, STEPS, EVERY, PERIOD = 8, 125, 10, 25
+SEQUENCES = 8
+STEPS = 125
+EVERY = 10
+PERIOD = 25
 
 WAYS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -121,8 +124,11 @@ def busiest(group: Group, *values: float) -> list[float]:
 def train(group: Group, way: dict[str, Any], steps: int = STEPS, **options: Any) -> dict[str, Any]:
     """{"moments": validations, "losses", "seconds": a step's time of a rank's own thread on the
     processor, median}."""
-    trainer, held = trainer_of(group, way, **options), validation()
-    before, spent, losses = sent_by(group), list[float](), list[float]()
+    trainer = trainer_of(group, way, **options)
+    held = validation()
+    before = sent_by(group)
+    spent = list[float]()
+    losses = list[float]()
     moments = [Moment(0, trainer.evaluate(held), 0, 0)]
     for step in range(steps):
         begin = time.thread_time()
@@ -154,12 +160,14 @@ def kept(group: Group, steps: int, texts: tuple[str, ...] = KEPT) -> dict[str, d
     The gradients are those of plain training, the same for every scheme.
     """
     model, weights = new_weights()
-    optimizer, size = AdamW(weights, 3e-3), sum(p.size for p in weights)
+    optimizer = AdamW(weights, 3e-3)
+    size = sum(p.size for p in weights)
     schemes = {name: scheme_of(name) for name in texts}
     applied = {name: np.zeros(size) for name in texts}
     for scheme in schemes.values():
         scheme.attach([GradientRun.whole(weights, group, "all_reduce")])
-    total, first = np.zeros(size), dict[str, float]()
+    total = np.zeros(size)
+    first = dict[str, float]()
     for step in range(steps):
         inputs, targets = global_batch(step)
         part = part_of((inputs, targets), size=group.size, rank=group.rank)

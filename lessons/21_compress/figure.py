@@ -15,7 +15,8 @@ from minidist.lessons.running import draw_figure
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "21")
 COLOURS = dict(zip(lab.WAYS, (look.INK, *look.RANKS), strict=False))
-RANKS, SUMMED = 4, 25
+RANKS = 4
+SUMMED = 25
 
 
 def record(group: Group) -> dict[str, Any]:
@@ -26,7 +27,8 @@ def record(group: Group) -> dict[str, Any]:
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png and loss.png from what was recorded."""
-    runs, size = recorded["runs"], lab.numbers()
+    runs = recorded["runs"]
+    size = lab.numbers()
     figure = look.new_figure(
         13.5,
         5.4,

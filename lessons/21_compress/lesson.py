@@ -38,7 +38,8 @@ SCHEMES = (
     "predict",
 )
 TRAINED = ("none", "4bit", "sign", "top-k 1 %")
-H, RATE = 4, 0.1
+H = 4
+RATE = 0.1
 
 
 def tour(group: Group, page: Page) -> None:
@@ -108,9 +109,11 @@ def plain_loop(group: Group, page: Page) -> None:
 
 def wire(group: Group, page: Page) -> None:
     """Bytes of all ranks for one all-reduce of a gradient, by the ledger and by formula."""
-    size, rows = lab.numbers(), []
+    size = lab.numbers()
+    rows = []
     for name in SCHEMES:
-        scheme, weights = scheme_of(name), lab.new_weights()[1]
+        scheme = scheme_of(name)
+        weights = lab.new_weights()[1]
         run = GradientRun.whole(weights, group, "all_reduce")
         scheme.attach([run])
         bucket = np.random.default_rng(group.rank).normal(size=size).astype(np.float32)
@@ -164,7 +167,8 @@ def arrives(group: Group, page: Page) -> None:
 
 def trains(group: Group, page: Page) -> None:
     """The validation loss of some ways after a few steps."""
-    steps, rows = 30, []
+    steps = 30
+    rows = []
     for name in TRAINED:
         found = lab.train(group, lab.WAYS[name], steps)
         last = found["moments"][-1]
@@ -204,7 +208,8 @@ def seldom(group: Group, page: Page) -> None:
         mine = group.ledger.sent_bytes(f"lesson {name}").get(group.axis, {}).get("all_reduce", 0)
         with group.ledger.control():
             sent = int(group.all_gather(np.array([mine])).sum())
-        formula, off = H // every * 2 * (group.size - 1) * found.nbytes, gap(found, ddp)
+        formula = H // every * 2 * (group.size - 1) * found.nbytes
+        off = gap(found, ddp)
         rows.append(
             [
                 name,
@@ -225,7 +230,9 @@ def seldom(group: Group, page: Page) -> None:
 
 def fragments(page: Page) -> None:
     """When each fragment of streaming DiLoCo travels, from the module's own rule."""
-    every, parts, delay = 12, 3, 2
+    every = 12
+    parts = 3
+    delay = 2
     page.say()
     page.say(
         f"Streaming, H={every}, F={parts}, τ={delay}: S a fragment sets out, M it is mixed in; "

@@ -19,8 +19,13 @@ from minidist.kernels.attention import attention_reference
 from minidist.kernels.loader import Source, launch
 
 lab = load_module(Path(__file__).resolve().parent / "experiments.py", "22")
-QUERIES, KEYS, WIDTH = 40, 33, 8
-M, N, K, TILE = 24, 32, 48, 16
+QUERIES = 40
+KEYS = 33
+WIDTH = 8
+M = 24
+N = 32
+K = 48
+TILE = 16
 ROWS = 96
 KERNELS = {"attention": "ATTENTION", "product": "PRODUCT", "row_sums": "ROW_SUMS"}
 
@@ -68,7 +73,8 @@ def _run(
 ) -> Any:
     """Build a kernel with its holes filled and run it; what was seen. Raises: KernelError, with the
     file's lines."""
-    text, file = getattr(exercise, KERNELS[name]), Path(str(exercise.__file__))
+    text = getattr(exercise, KERNELS[name])
+    file = Path(str(exercise.__file__))
     before, _, _ = file.read_text(encoding="utf-8").partition(text)
     for word, code in replaced.items():
         text = re.sub(word, partial(_written, code), text)
@@ -100,11 +106,14 @@ def _broken(task: str, target: str, error: KernelError, holes: str) -> Result:
 
 def _one_pass(q: np.ndarray, k: np.ndarray, v: np.ndarray, mistake: str) -> np.ndarray:
     """The loop with one of the usual mistakes in it."""
-    top, total, y = np.full((len(q), 1), -np.inf), np.zeros((len(q), 1)), np.zeros_like(q)
+    top = np.full((len(q), 1), -np.inf)
+    total = np.zeros((len(q), 1))
+    y = np.zeros_like(q)
     for key in range(len(k)):
         score = (q @ k[key])[:, None]
         now = np.maximum(top, score)
-        shrink, p = np.exp(now - top if mistake == "inverse" else top - now), np.exp(score - now)
+        shrink = np.exp(now - top if mistake == "inverse" else top - now)
+        p = np.exp(score - now)
         shrink = np.ones_like(shrink) if mistake == "none" else shrink
         total = total * (1 if mistake == "total" else shrink) + p
         y = y * (1 if mistake == "sum" else shrink) + (1 if mistake == "weight" else p) * v[key]
@@ -135,7 +144,9 @@ MISTAKES = {
 def _attention(exercise: ModuleType) -> Iterator[Result]:
     rng = np.random.default_rng(5)
     q, k, v = (rng.normal(size=(n, WIDTH)).astype(np.float32) for n in (QUERIES, KEYS, KEYS))
-    y, task, target = np.full_like(q, np.nan), "attention in one pass", "off by less than 1e-5"
+    y = np.full_like(q, np.nan)
+    task = "attention in one pass"
+    target = "off by less than 1e-5"
     filled = {
         r"\bSHRINK\b": f"({exercise.shrink()})",
         r"\bTOTAL\b": f"({exercise.total()})",
@@ -173,7 +184,8 @@ def _barriers(exercise: ModuleType) -> Iterator[Result]:
         return
     filled = {rf"/\* {letter} \*/": "__syncthreads();" for letter in letters}
     rng = np.random.default_rng(6)
-    a, b = rng.normal(size=(M, K)).astype(np.float32), rng.normal(size=(K, N)).astype(np.float32)
+    a = rng.normal(size=(M, K)).astype(np.float32)
+    b = rng.normal(size=(K, N)).astype(np.float32)
     c = np.full((M, N), np.nan, np.float32)
     grid = (N // TILE, -(-M // TILE))
     mistake, advice = (
@@ -223,7 +235,8 @@ def _barriers(exercise: ModuleType) -> Iterator[Result]:
 def _sectors(exercise: ModuleType) -> Iterator[Result]:
     """Against what the CPU build counts."""
     for stride in (1, 2, 3, 8, 16):
-        target, measured = lab.one_warp(stride).sectors, exercise.sectors(stride)
+        target = lab.one_warp(stride).sectors
+        measured = exercise.sectors(stride)
         known = {
             32: "a sector for each lane, but neighbours share",
             4 * stride: "more sectors than lanes",
@@ -259,10 +272,8 @@ def _row_sums(exercise: ModuleType) -> Iterator[Result]:
             '"...", "..." (hole 6)',
         )
         return
-    x, y = (
-        np.random.default_rng(7).normal(size=(ROWS, 32)).astype(np.float32),
-        np.full(ROWS, np.nan, np.float32),
-    )
+    x = np.random.default_rng(7).normal(size=(ROWS, 32)).astype(np.float32)
+    y = np.full(ROWS, np.nan, np.float32)
     try:
         seen = _run(
             exercise,

@@ -24,7 +24,9 @@ from minidist.nn.attention_pattern import pattern_blocks
 
 HERE = Path(__file__).resolve().parent
 ACCESS = Source(HERE / "access.cu", ["one_each", "four_each"])
-WARP, SECTOR = 32, 32  # lanes; bytes
+# lanes; bytes
+WARP = 32
+SECTOR = 32
 FOREVER = 65536  # tokens
 HEAD = 64  # columns of a head
 SIDES = {1: 1, 2: 32, 3: 64}  # queries that share what is read, by attention's version
@@ -79,10 +81,8 @@ class Count:
 def one_warp(stride: int) -> Any:
     """The loads of one warp: lane i reads number stride i; stride 0: 16 bytes a lane,
     neighbours."""
-    x, y = (
-        np.zeros(WARP * max(stride, 4), np.float32),
-        np.empty(WARP * (1 if stride else 4), np.float32),
-    )
+    x = np.zeros(WARP * max(stride, 4), np.float32)
+    y = np.empty(WARP * (1 if stride else 4), np.float32)
     with on_cpu.watch(count=True) as seen:
         launch(
             ACCESS,
@@ -108,7 +108,8 @@ def drawn(tokens: int, heads: int = 1, kind: Any = np.float32) -> list[np.ndarra
 def attention_bytes(version: int, tokens: int, tiles: int | None = None) -> tuple[int, int]:
     """(read, written) of one head of `tokens` tokens; `tiles` of keys that are visited, all if
     None."""
-    size, numbers = np.dtype(KINDS[version]).itemsize, tokens * HEAD
+    size = np.dtype(KINDS[version]).itemsize
+    numbers = tokens * HEAD
     ends = numbers * size + 4 * tokens  # y, and log_total in float32
     if version == 1:
         scores = tokens * tokens
@@ -151,7 +152,8 @@ def matmul_count(version: int, side: int = 128, depth: int = 32) -> Count:
     """(side, depth) times (depth, side), counted."""
     kind = np.float16 if version == 5 else np.float32
     rng = np.random.default_rng(22)
-    a, b = rng.normal(size=(side, depth)).astype(kind), rng.normal(size=(depth, side)).astype(kind)
+    a = rng.normal(size=(side, depth)).astype(kind)
+    b = rng.normal(size=(depth, side)).astype(kind)
     with on_cpu.watch(count=True) as seen:
         matmul(a, b, version=version)
     return Count(
@@ -195,7 +197,8 @@ def run_tiled(
     source: Source, q: np.ndarray, k: np.ndarray, v: np.ndarray, *, causal: bool = False
 ) -> np.ndarray:
     """y (1, 1, T, 64) of one head by version 2 of `source`."""
-    y, log_total = np.full_like(q, np.nan), np.full(q.shape[:3], np.nan, np.float32)
+    y = np.full_like(q, np.nan)
+    log_total = np.full(q.shape[:3], np.nan, np.float32)
     tokens = q.shape[2]
     launch(
         source,
@@ -211,7 +214,10 @@ def run_tiled(
 # ----------------------------------------------------------------------------------------- patterns
 
 PATTERN = "local:256+global:1"  # four blocks of 64 and the first: five tiles a row
-SHORT, LONGER, TEN = 1024, 4096, 10240  # tokens
+# tokens
+SHORT = 1024
+LONGER = 4096
+TEN = 10240
 
 
 def tiles(tokens: int, pattern: str = "") -> int:

@@ -67,7 +67,8 @@ def _sectors(ax: Any, sectors: dict[int, int]) -> None:
     for row, (stride, fetched) in enumerate(sectors.items()):
         asked = 128 / (32 * fetched)
         for sector in range(32):
-            x, y = sector % 16, -3.2 * row - 1.05 * (sector // 16)
+            x = sector % 16
+            y = -3.2 * row - 1.05 * (sector // 16)
             there = sector < fetched
             ax.add_patch(
                 Rectangle(
@@ -127,7 +128,8 @@ def _roofline(ax: Any, recorded: dict[str, Any]) -> None:
     """The stated roofs; each rung on its own."""
     look.quiet(ax, grid="y")
     look.caption(ax, f"Under the roof of an {lab.H100.name}, as stated")
-    machine, reach = lab.H100, np.geomspace(0.1, 2000, 200)
+    machine = lab.H100
+    reach = np.geomspace(0.1, 2000, 200)
     for rate, peak in machine.rates.items():
         ax.plot(reach, [machine.roof(x, rate) / 1e12 for x in reach], color=look.INK, linewidth=1.6)
         above = rate == "tensor cores"

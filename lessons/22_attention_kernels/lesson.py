@@ -21,7 +21,9 @@ from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import Break, arguments, run_lesson
 
 lab = load_module(Path(__file__).resolve().parent / "experiments.py", "22")
-TOKENS, LONG, HEADS = 64, 128, 4
+TOKENS = 64
+LONG = 128
+HEADS = 4
 NO_COMPILER = (
     "No C++ compiler here, so sections 2 to 6 are left out: they build kernels for the CPU by "
     "g++ (apt install g++; minidist doctor looks for it)."
@@ -31,11 +33,14 @@ NO_COMPILER = (
 def plain_tiled(q: np.ndarray, k: np.ndarray, v: np.ndarray, tile: int) -> np.ndarray:
     """softmax(q kᵀ / √D) v without ever holding a row of scores (README, section 1). q (T, D), k
     and v (S, D)."""
-    top, total, y = np.full(len(q), -np.inf), np.zeros(len(q)), np.zeros_like(q)
+    top = np.full(len(q), -np.inf)
+    total = np.zeros(len(q))
+    y = np.zeros_like(q)
     for start in range(0, len(k), tile):  # one tile of keys and values at a time
         scores = q @ k[start : start + tile].T / q.shape[1] ** 0.5
         now = np.maximum(top, scores.max(axis=1))  # the largest score so far
-        shrink, p = np.exp(top - now), np.exp(scores - now[:, None])
+        shrink = np.exp(top - now)
+        p = np.exp(scores - now[:, None])
         total = total * shrink + p.sum(axis=1)  # what was summed under the old top shrinks
         y = y * shrink[:, None] + p @ v[start : start + tile]
         top = now
@@ -76,7 +81,10 @@ def online(page: Page) -> None:
     """What one query carries from tile to tile, and the result beside the softmax of the whole
     row."""
     q, k, v = (x[0, 0].astype(np.float64) for x in lab.drawn(LONG))
-    scores, top, total, rows = q[1:2] @ k.T / 8.0, -np.inf, 0.0, []
+    scores = q[1:2] @ k.T / 8.0
+    top = -np.inf
+    total = 0.0
+    rows = []
     for start in range(0, LONG, 32):
         part = scores[0, start : start + 32]
         now = max(top, part.max())
@@ -211,9 +219,11 @@ def tiles_not_read(page: Page) -> None:
 
 def roofline(page: Page, counts: list[Any]) -> None:
     """Each rung's intensity from counted bytes, and what a stated machine allows it."""
-    machine, rows = lab.H100, []
+    machine = lab.H100
+    rows = []
     for version, count in enumerate(counts, 1):
-        peak, roof = machine.rates[count.rate], machine.roof(count.intensity, count.rate)
+        peak = machine.rates[count.rate]
+        roof = machine.roof(count.intensity, count.rate)
         rows.append(
             [
                 count.name,
@@ -240,10 +250,12 @@ def roofline(page: Page, counts: list[Any]) -> None:
 
 def ladder(page: Page) -> None:
     """The matrix product: loads a multiply, from global and from shared memory."""
-    machine, rows = lab.H100, []
+    machine = lab.H100
+    rows = []
     for version in lab.LADDER:
         count = lab.matmul_count(version)
-        products, size = count.operations // 2, 2 if version == 5 else 4
+        products = count.operations // 2
+        size = 2 if version == 5 else 4
         shared = count.seen.loads.shared / count.operations
         by_shared = min(1.0, machine.shared / shared / machine.rates[count.rate]) if shared else 1.0
         rows.append(

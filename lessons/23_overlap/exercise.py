@@ -24,7 +24,8 @@ def plain_critical_path(record):
         range(len(record.windows)),
         key=lambda one: hole(1, "the path ends with the step: on which rank?", one),
     )
-    now, path = record.windows[rank][1], list[PathPart]()
+    now = record.windows[rank][1]
+    path = list[PathPart]()
     while now > record.begin:
         held = [
             (min(wait.call.end, wait.stop), wait.call)
@@ -82,7 +83,9 @@ def soonest_needed_first(came, seconds, urgency):
     Args:    came: when each call is asked for. seconds: of each alone. urgency: the call of the
              lowest is needed first.
     """
-    ends, left, now = [0.0] * len(came), set(range(len(came))), 0.0
+    ends = [0.0] * len(came)
+    left = set(range(len(came)))
+    now = 0.0
     while left:
         now = max(now, min(came[call] for call in left))
         chosen = hole(

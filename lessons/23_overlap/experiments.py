@@ -24,7 +24,8 @@ from minidist.optim import SGD
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.data.sliced_ddp import SlicedDDP
 
-RANKS, TENSORS = 2, 4
+RANKS = 2
+TENSORS = 4
 """Ranks of a made-up step; tensors of a layer, whose gradients become final one after the other."""
 
 
@@ -66,7 +67,10 @@ class Program:
     """What one rank does, in its order."""
 
     def __init__(self, job: Job, slow: float) -> None:
-        self.job, self.slow, self.events, self.ids = job, slow, list[Event](), dict[str, int]()
+        self.job = job
+        self.slow = slow
+        self.events = list[Event]()
+        self.ids = dict[str, int]()
 
     def busy(self, seconds: float, name: str) -> None:
         """Compute."""
@@ -109,7 +113,8 @@ def ddp(program: Program) -> None:
 def zero1(program: Program) -> None:
     """All-gathers of the new weights behind forward, the first layers first; reduce-scatters behind
     backward."""
-    job, waited = program.job, set[int]()
+    job = program.job
+    waited = set[int]()
     buckets = job.buckets()
     for number in reversed(range(len(buckets))):
         program.start("all_gather", f"bucket {number}", len(buckets[number]))
@@ -159,8 +164,10 @@ def run(job: Job) -> StepRecord:
 def play(traces: Sequence[Sequence[Event]], job: Job) -> StepRecord:
     """Ranks on one clock: a call begins when all have asked for it and the link is free; calls keep
     their order."""
-    calls, free = dict[int, StepCall](), 0.0
-    now, place = [0.0] * len(traces), [0] * len(traces)
+    calls = dict[int, StepCall]()
+    free = 0.0
+    now = [0.0] * len(traces)
+    place = [0] * len(traces)
     record = StepRecord([], [], [[] for _ in traces], [[] for _ in traces])
     while any(at < len(trace) for at, trace in zip(place, traces, strict=True)):
         for rank, trace in enumerate(traces):
@@ -188,7 +195,8 @@ def play(traces: Sequence[Sequence[Event]], job: Job) -> StepRecord:
                     )
                     now[rank] = record.waits[rank][-1].stop
                 place[rank] += 1
-    record.windows, record.calls = [(0.0, end) for end in now], list(calls.values())
+    record.windows = [(0.0, end) for end in now]
+    record.calls = list(calls.values())
     return record
 
 
@@ -222,7 +230,9 @@ def soonest_needed_first(
 ) -> list[float]:
     """When each call has ended on a link that takes the most urgent of those that have come, and
     interrupts none."""
-    ends, left, now = [0.0] * len(came), set(range(len(came))), 0.0
+    ends = [0.0] * len(came)
+    left = set(range(len(came)))
+    now = 0.0
     while left:
         now = max(now, min(came[call] for call in left))
         chosen = min((call for call in left if came[call] <= now), key=lambda call: urgency[call])
@@ -280,7 +290,9 @@ def first_come(job: Job, slices: int) -> StepRecord:
 CONFIG = GPTConfig(vocabulary=11, context=6, layers=5, width=16, heads=2, dtype="float64")
 BLOCK = 8 * (12 * 16 * 16 + 13 * 16)  # bytes of a block's gradients: a bucket each
 # seconds of a block, asleep, and of its all-reduce on two ranks
-FORWARD, BACKWARD, REDUCE = 0.010, 0.020, 0.012
+FORWARD = 0.010
+BACKWARD = 0.020
+REDUCE = 0.012
 HELD = 2  # the bucket that is held back
 
 
@@ -302,7 +314,8 @@ def recorded(
              bucket HELD back, in every step.
     """
     options: dict[str, Any] = {"model": GPT, "hold": 0.0, **(broken or {})}
-    network, timeline = options["model"](CONFIG), Timeline(group.rank)
+    network = options["model"](CONFIG)
+    timeline = Timeline(group.rank)
     network.initialize(seed=0)
     ids = np.arange(group.size * (CONFIG.context + 1)).reshape(group.size, -1) % CONFIG.vocabulary
     with delayed(group, alpha=50e-6, beta=REDUCE / BLOCK) as slow:
@@ -311,11 +324,9 @@ def recorded(
         for block in network.blocks:
             block.register_forward_hook(lambda module, args, result: time.sleep(FORWARD))
             block.register_backward_pre_hook(lambda module: time.sleep(BACKWARD))
-        optimizer, sent, send = (
-            SGD(strategy.parameters, 0.1),
-            itertools.count(),
-            slow.transport.start_send,
-        )
+        optimizer = SGD(strategy.parameters, 0.1)
+        sent = itertools.count()
+        send = slow.transport.start_send
 
         def held(*args: Any, **named: Any) -> Any:
             """A bucket's all-reduce sends 2(P-1) messages, one bucket after the other."""
@@ -331,16 +342,20 @@ def recorded(
     return timeline.collect(group) or []
 
 
-SUM, SLICES = 0.025, 4  # seconds of a block's all-reduce in section 6, which makes a queue
+# seconds of a block's all-reduce in section 6, which makes a queue
+SUM = 0.025
+SLICES = 4
 
 
 def sliced(group: Group, priority: bool, *, times: int = 5) -> list[Timeline]:
     """So often a backward and the next forward of SlicedDDP, each as a step, of every rank, on rank
     0; else empty."""
-    network, timeline = GPT(CONFIG), Timeline(group.rank)
+    network = GPT(CONFIG)
+    timeline = Timeline(group.rank)
     network.initialize(seed=0)
     ids = np.arange(group.size * (CONFIG.context + 1)).reshape(group.size, -1) % CONFIG.vocabulary
-    inputs, targets = ids[:, :-1], ids[:, 1:]
+    inputs = ids[:, :-1]
+    targets = ids[:, 1:]
     with delayed(group, alpha=50e-6, beta=SUM / BLOCK) as slow:
         timeline.follow(slow.ledger, waits=True)
         strategy = SlicedDDP(
@@ -354,7 +369,8 @@ def sliced(group: Group, priority: bool, *, times: int = 5) -> list[Timeline]:
         for block in network.blocks:
             block.register_forward_hook(lambda module, args, result: time.sleep(FORWARD))
             block.register_backward_pre_hook(lambda module: time.sleep(BACKWARD))
-        optimizer, part = SGD(strategy.parameters, 0.1), strategy.part_of((inputs, targets))
+        optimizer = SGD(strategy.parameters, 0.1)
+        part = strategy.part_of((inputs, targets))
         strategy.begin_step()
         share = strategy.forward(part, divisor=targets.size)
         for step in range(times):

@@ -59,10 +59,8 @@ CHANGES = (
 
 def tour(group: Group, page: Page) -> None:
     """The lesson: all ranks make the steps of sections 3 and 6, rank 0 does the rest."""
-    timelines, sliced = (
-        lab.recorded(group),
-        [lab.sliced(group, priority) for priority in (False, True)],
-    )
+    timelines = lab.recorded(group)
+    sliced = [lab.sliced(group, priority) for priority in (False, True)]
     if group.rank == 0:
         page.heading("1  The path of a step, and how short the step could be")
         paths(page)
@@ -86,10 +84,12 @@ def tour(group: Group, page: Page) -> None:
 
 def paths(page: Page) -> None:
     """Each case: the step, its bound, its critical path."""
-    rows, told = [], []
+    rows = []
+    told = []
     for name, job, by_hand in CASES:
         record = lab.run(job)
-        path, bound = plain_critical_path(record), lower_bound(record)
+        path = plain_critical_path(record)
+        bound = lower_bound(record)
         rows.append(
             [
                 name,
@@ -280,10 +280,8 @@ def priorities(page: Page) -> None:
         for slices in (1, 4, 16):
             job = replace(LAYER, bandwidth=bandwidth)
             record = lab.first_come(job, slices)
-            told, ran = (
-                predict(record, Change(priority=True)),
-                lab.scheduled(job, slices, priority=True),
-            )
+            told = predict(record, Change(priority=True))
+            ran = lab.scheduled(job, slices, priority=True)
             rows.append(
                 [
                     f"{bandwidth / 1e9:g} GB/s, {slices} slice{'s' * (slices > 1)} a layer",
@@ -303,7 +301,8 @@ def priorities(page: Page) -> None:
 def priorities_run(page: Page, in_turn: list[Timeline], urgent: list[Timeline]) -> None:
     """The same with time that really passes: backward and the next forward of a replica, its sums
     in slices."""
-    before, after = middle(in_turn), middle(urgent)
+    before = middle(in_turn)
+    after = middle(urgent)
     link = LinkCost("delayed", len(in_turn), 50e-6, 0.0, lab.SUM / lab.BLOCK, 0.0, 0.0)
     told = predict(before, Change(priority=True), link)
     page.table(

@@ -108,7 +108,8 @@ def table(name: str, cluster: str) -> list[Run]:
 
 def predict(name: str, cluster: str, profile: CostProfile) -> list[tuple[float, float]]:
     """Seconds of each row of a table: by the default constants, by the fitted ones."""
-    predicted, found = Predictor(), []
+    predicted = Predictor()
+    found = []
     for run in table(name, cluster):
         found.append((predicted(run, CostProfile(cluster)), predicted(run, profile)))
         print(f"{name}: {run.label} {run.seconds:.4g} {found[-1]}", flush=True)
@@ -157,7 +158,8 @@ def summary(tables: dict[str, list[Row]]) -> str:
     ]
     for name, rows in tables.items():
         errors = np.abs([row.errors for row in rows])
-        mean, worst = errors.mean(axis=0), errors.max(axis=0)
+        mean = errors.mean(axis=0)
+        worst = errors.max(axis=0)
         lines.append(
             f"| {name}{'' if name in FITTED else ' (never fitted)'} | {len(rows)} | "
             f"{mean[0]:.1%} | {worst[0]:.1%} | {mean[1]:.1%} | {worst[1]:.1%} |"

@@ -31,15 +31,13 @@ def plain_replay(traces, members, busy_seconds, call_seconds):
         comers = group = tuple(members(call.axis, rank))
         if call.verb in ("send", "recv"):
             group = (rank, group[call.peer]) if call.verb == "send" else (group[call.peer], rank)
-            comers, call = (
-                hole(
-                    1,
-                    "a message does not wait for its receiver: which ranks of the pair have to "
-                    "come before it begins?",
-                    group,
-                ),
-                call._replace(peer=1),
+            comers = hole(
+                1,
+                "a message does not wait for its receiver: which ranks of the pair have to "
+                "come before it begins?",
+                group,
             )
+            call = call._replace(peer=1)
         way = call.axis, group, call.verb in ("send", "recv")
         count[way] += 1
         if rank in comers:
@@ -56,7 +54,9 @@ def plain_replay(traces, members, busy_seconds, call_seconds):
         return way, count[way]
 
     def play(rank):
-        now, count, started = 0.0, Counter[Any](), dict[int, Any]()
+        now = 0.0
+        count = Counter[Any]()
+        started = dict[int, Any]()
         for event in traces[rank]:
             if isinstance(event, Busy):
                 now += hole(3, "how long does this rank compute?", event.work)
@@ -73,11 +73,9 @@ def plain_replay(traces, members, busy_seconds, call_seconds):
                 )
         ends[rank] = now
 
-    ends, playing, before = (
-        dict[int, float](),
-        [play(rank) for rank in range(len(traces))],
-        (-1, -1),
-    )
+    ends = dict[int, float]()
+    playing = [play(rank) for rank in range(len(traces))]
+    before = (-1, -1)
     while len(ends) < len(traces):
         if before == (before := (len(ended), len(ends))):
             raise DeadlockError(
@@ -95,9 +93,11 @@ def place_of(rank, shape, order):
              order: the same axes. Devices are counted along them, the last one innermost: it lies
              inside nodes.
     """
-    coordinates, place = {}, 0
+    coordinates = {}
+    place = 0
     for axis in reversed(list(shape)):
-        coordinates[axis], rank = rank % shape[axis], rank // shape[axis]
+        coordinates[axis] = rank % shape[axis]
+        rank = rank // shape[axis]
     for axis in order:
         place = hole(5, "one axis further in (section 5)", place, shape[axis], coordinates[axis])
     return place

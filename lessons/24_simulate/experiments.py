@@ -90,7 +90,8 @@ def superpods(folder: Path) -> dict[str, Cluster]:
 def bisection(cluster: Cluster) -> float:
     """Bytes a second, both ways, between the first and the second half when each device sends to
     its peer."""
-    half, narrowest = cluster.size // 2, dict[str, float]()
+    half = cluster.size // 2
+    narrowest = dict[str, float]()
     for place in range(half):
         for src, dst in ((place, place + half), (place + half, place)):
             links = [cluster.links[number] for number in cluster.route(src, dst)]
@@ -152,7 +153,8 @@ def claims(folder: Path) -> Iterator[Claim]:
 def embedding_seconds(tokens: int = 8192) -> tuple[float, float]:
     """llama3-70b's table, a part on each of 8 H100s: gathered; or looked up in parts, whose rows
     are added up."""
-    cluster, config = Cluster.parse("h100:1x8"), model("llama3-70b")
+    cluster = Cluster.parse("h100:1x8")
+    config = model("llama3-70b")
     table = config.vocabulary * config.width * 2
     calls = (
         GroupCall("tp", "all_gather", "native", table // 8, itemsize=2),
@@ -253,7 +255,8 @@ def efficiencies(
 
 def doubled(cluster: Cluster) -> dict[str, Cluster]:
     """The cluster with one thing of the notes' chart twice as much."""
-    device, topology = cluster.device, cluster.topology
+    device = cluster.device
+    topology = cluster.topology
     faster = {name: 2 * peak for name, peak in device.peaks.items()}
     wires = {
         name: cluster.rewired({wire.name: {"bandwidth": 2 * wire.bandwidth}})
@@ -286,7 +289,8 @@ def worth() -> dict[str, dict[str, float]]:
     may be another."""
     found: dict[str, dict[str, float]] = {}
     for name, spec, batch in JOBS:
-        config, cluster = model(name, context=2048), Cluster.parse(spec)
+        config = model(name, context=2048)
+        cluster = Cluster.parse(spec)
 
         def seconds(machines: Cluster, config: GPTConfig = config, batch: int = batch) -> float:
             return plan_for(config, machines, batch=batch).best.step_seconds

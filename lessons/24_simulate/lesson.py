@@ -179,7 +179,8 @@ def four_times(page: Page) -> None:
         "Write down how many times as fast 64 devices are as 16: with the same batch; with four "
         "times the batch."
     )
-    rows, first = [], simulated("dp=16", "h100:2x8", 64, zero=3)
+    rows = []
+    first = simulated("dp=16", "h100:2x8", 64, zero=3)
     for nodes, batch in ((2, 64), (8, 64), (8, 256)):
         found = simulated(f"dp={8 * nodes}", f"h100:{nodes}x8", batch, zero=3)
         rows.append(
@@ -225,7 +226,8 @@ def really(page: Page) -> None:
     plan = md.Plan(dp=2, tp=2, zero=1)
     ids = np.random.default_rng(24).integers(0, SMALL.vocabulary, (4, SMALL.context + 1))
     batch = ids[:, :-1], ids[:, 1:]
-    alone, among = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
+    alone = Counter[tuple[str, str, str]]()
+    among = Counter[tuple[str, str, str]]()
     for rank, rows in enumerate(md.run(train, plan, batch, size=plan.size, transport="threads")):
         among += sent(rows)
         alone += sent(
@@ -254,7 +256,8 @@ def really(page: Page) -> None:
 
 def placed(page: Page) -> None:
     """What one call takes by where its eight ranks lie."""
-    cluster, rows = Cluster.parse("h100:2x8"), []
+    cluster = Cluster.parse("h100:2x8")
+    rows = []
     for name, places in (
         ("in one node", tuple(range(8))),
         ("in two nodes, four each", (0, 1, 2, 3, 8, 9, 10, 11)),

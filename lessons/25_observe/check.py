@@ -19,7 +19,8 @@ from minidist.observe.diagnose.plain import (
 from minidist.observe.power_cap import step_joules
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "25")
-SIZES, SEEDS = (2, 3, 5, 8), range(1000, 1008)
+SIZES = (2, 3, 5, 8)
+SEEDS = range(1000, 1008)
 
 CUT_FROM = (plain_behind, plain_waited_for, plain_slow_link, plain_growth, plain_first_bad)
 ANSWERS = {7: "static * (work / frequency + rest) + dynamic * frequency ** 2 * work"}
@@ -98,7 +99,10 @@ def _several_calls(exercise: ModuleType) -> Result:
 
 def _jobs(kind: str, task: str, rule: Callable[[Any], Any], advice: str) -> Result:
     """The rule on jobs that have the fault, on healthy ones, and on those that have another."""
-    wrong, alarms, count, healthy = 0, 0, 0, 0
+    wrong = 0
+    alarms = 0
+    count = 0
+    healthy = 0
     for size in SIZES:
         for seed in SEEDS:
             for other in lab.KINDS:

@@ -19,7 +19,9 @@ from minidist.observe.rank_steps import RankSteps, read_rank_steps
 from minidist.observe.timeline import Timeline
 
 MIB = 1 << 20
-WORK, LINK = 0.1, 0.004  # seconds: of a rank's computation in a step, of a message
+# seconds: of a rank's computation in a step, of a message
+WORK = 0.1
+LINK = 0.004
 KINDS = (
     "hang",
     "slow rank",
@@ -72,7 +74,8 @@ def sick_job(kind: str, *, size: int = 4, steps: int = 30, seed: int = 0) -> Sic
     }
     memory = 300 * MIB + np.cumsum(chance.integers(-MIB // 4, MIB // 4, (steps, size)), axis=0)
     memory[steps // 3 :, (victim + 1) % size] += 64 * MIB  # a large array, once: no leak
-    calls, bad = {rank: steps for rank in range(size)}, list[tuple[int, float, int, str]]()
+    calls = {rank: steps for rank in range(size)}
+    bad = list[tuple[int, float, int, str]]()
     culprit: Any = None
     if kind == "hang":
         stuck = {
@@ -83,7 +86,8 @@ def sick_job(kind: str, *, size: int = 4, steps: int = 30, seed: int = 0) -> Sic
                 if rank != (victim + 1) % size and chance.random() < 0.7
             ),
         }
-        calls, culprit = {rank: steps - (rank in stuck) for rank in range(size)}, sorted(stuck)
+        calls = {rank: steps - (rank in stuck) for rank in range(size)}
+        culprit = sorted(stuck)
     if kind == "slow rank":
         work[:, victim] *= 1.5
         culprit = victim
@@ -97,7 +101,8 @@ def sick_job(kind: str, *, size: int = 4, steps: int = 30, seed: int = 0) -> Sic
         memory[:, victim] += 2 * MIB * np.arange(steps)
         culprit = victim
     if kind == "not finite":
-        step, layer = int(chance.integers(5, steps - 2)), f"blocks.{chance.integers(4)}"
+        step = int(chance.integers(5, steps - 2))
+        layer = f"blocks.{chance.integers(4)}"
         bad = [(step, 0.5, victim, layer)] + [
             (step + 1, 0.6 + 0.01 * rank, rank, "blocks.0")
             for rank in range(size)
@@ -126,7 +131,8 @@ def sick_job(kind: str, *, size: int = 4, steps: int = 30, seed: int = 0) -> Sic
 def _clock(work: np.ndarray, link: float) -> tuple[np.ndarray, np.ndarray]:
     """(when each rank comes to its call, how long it stands there): the call ends for all when the
     last has come."""
-    arrivals, now = np.empty_like(work), 0.0
+    arrivals = np.empty_like(work)
+    now = 0.0
     ends = []
     for step, seconds in enumerate(work):
         arrivals[step] = now + seconds

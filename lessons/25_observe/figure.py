@@ -18,8 +18,15 @@ from minidist.observe.power_cap import best_frequency, step_joules, step_seconds
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "25")
-RANKS, STEPS, VICTIM, FROM = 4, 28, 2, 4
-STATIC, DYNAMIC, COMPUTE, REST = 30.0, 100.0, 0.8, 0.2  # as in lesson.py
+RANKS = 4
+STEPS = 28
+VICTIM = 2
+FROM = 4
+# as in lesson.py
+STATIC = 30.0
+DYNAMIC = 100.0
+COMPUTE = 0.8
+REST = 0.2
 
 
 def record(group: Group) -> dict[str, Any]:

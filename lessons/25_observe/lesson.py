@@ -26,8 +26,12 @@ from minidist.observe.diagnose.plain import (
 from minidist.observe.power_cap import best_frequency, frequency_under, step_joules, step_seconds
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "25")
-STATIC, DYNAMIC = 30.0, 100.0  # watts of a made-up processor
-COMPUTE, REST = 0.8, 0.2  # seconds of its step
+# watts of a made-up processor
+STATIC = 30.0
+DYNAMIC = 100.0
+# seconds of its step
+COMPUTE = 0.8
+REST = 0.2
 
 
 def tour(group: Group, page: Page) -> None:
@@ -191,7 +195,8 @@ def metered(frequency: float, ticks: int = 10_000) -> tuple[float, float]:
     """A step on a clock with a meter: watts are read in every tick, as an energy counter adds them
     up."""
     seconds = step_seconds(frequency, work=COMPUTE, rest=REST)
-    tick, joules = seconds / ticks, 0.0
+    tick = seconds / ticks
+    joules = 0.0
     for number in range(ticks):
         computes = (number + 0.5) * tick < COMPUTE / frequency
         joules += tick * (STATIC + (DYNAMIC * frequency**3 if computes else 0.0))

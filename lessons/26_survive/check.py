@@ -17,7 +17,10 @@ from minidist.launch import run
 from minidist.survive.checkpoint import plain_load, plain_save
 from minidist.survive.interval import best_interval, goodput
 
-SIZE, WRITERS, READERS, LIMIT = 13, 3, (3, 2, 5), 60.0
+SIZE = 13
+WRITERS = 3
+READERS = (3, 2, 5)
+LIMIT = 60.0
 OLD = "{}"
 NUMBERS = np.sqrt(np.arange(1.0, SIZE + 1))  # no two alike
 
@@ -30,7 +33,8 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
     """What lies in the folder, how the manifest came there, what other ranks read; then the
     interval."""
     with scratch() as folder:
-        draft, manifest = folder / "draft", folder / "manifest.json"
+        draft = folder / "draft"
+        manifest = folder / "manifest.json"
         draft.write_text("")  # that the student's lines are written into this file
         manifest.write_text(OLD)  # as an earlier save has left it
         inode = draft.stat().st_ino
@@ -56,7 +60,8 @@ def _save(group: Group, exercise: ModuleType, folder: str) -> None:
 
 def _shards(folder: Path) -> Result:
     """Every rank's file has its chunk."""
-    task, target = f"{WRITERS} ranks write {SIZE} numbers", "5, 4 and 4 numbers, in order"
+    task = f"{WRITERS} ranks write {SIZE} numbers"
+    target = "5, 4 and 4 numbers, in order"
     found = [
         np.load(folder / f"{rank}.npy") if (folder / f"{rank}.npy").exists() else None
         for rank in range(WRITERS)
@@ -137,10 +142,8 @@ def _read(exercise: ModuleType, folder: Path, size: int) -> Result:
         except (CheckpointError, FileNotFoundError) as error:
             return str(error)
 
-    task, target = (
-        f"{size} ranks read it",
-        [chunk.tolist() for chunk in np.array_split(NUMBERS, size)],
-    )
+    task = f"{size} ranks read it"
+    target = [chunk.tolist() for chunk in np.array_split(NUMBERS, size)]
     found = run(load, size=size, limit=LIMIT)
     counts = ", ".join(str(len(part)) for part in found)
     mistake = "numbers are lost" if sum(map(len, found)) < SIZE else "other ranks' numbers"
@@ -181,7 +184,8 @@ def _damaged(exercise: ModuleType, folder: Path) -> Result:
 
 def _interval(exercise: ModuleType, save: float, between: float) -> Result:
     """The interval, and what it keeps."""
-    target, found = best_interval(save, between), float(exercise.interval(save, between))
+    target = best_interval(save, between)
+    found = float(exercise.interval(save, between))
     share = goodput(found, save=save, between=between) if 0 < found < 1e9 else 0.0
     return Result(
         f"a save of {save:g} s, an interruption every {between:g} s",

@@ -40,7 +40,8 @@ def plain_load(group, folder):
     it."""
     manifest = json.loads((folder / "manifest.json").read_text())
     old, new = (bounds(manifest["size"], ranks) for ranks in (len(manifest["sha256"]), group.size))
-    start, stop = new[group.rank], new[group.rank + 1]
+    start = new[group.rank]
+    stop = new[group.rank + 1]
     parts = []
     for rank, digest in enumerate(manifest["sha256"]):
         first, last = hole(

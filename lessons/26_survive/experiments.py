@@ -19,7 +19,8 @@ from minidist.survive.manifest import checkpoints, step_folder
 CONFIG = GPTConfig(
     vocabulary=11, context=8, layers=2, width=16, heads=2, dtype="float64", dropout=0.1
 )
-STEPS, EVERY = 12, 4
+STEPS = 12
+EVERY = 4
 
 
 def global_batch(step: int, sequences: int = 7) -> tuple[np.ndarray, np.ndarray]:
@@ -40,7 +41,8 @@ def train(
     trainer = md.Trainer(md.Plan(**plan), CONFIG, group, seed=1, lr=0.01)
     if resume:
         trainer.load(checkpoints(Path(run))[-1])
-    first, losses = trainer.steps_done, {}
+    first = trainer.steps_done
+    losses = {}
     while trainer.steps_done < STEPS:
         step = trainer.steps_done
         losses[step] = trainer.step(global_batch(step))
@@ -98,7 +100,9 @@ class Span(NamedTuple):
 def interruptions(between: float, seconds: float, seed: int) -> list[float]:
     """Random moments, `between` seconds apart on average, the same for each interval that is
     tried."""
-    chance, moments, clock = random.Random(seed), [], 0.0
+    chance = random.Random(seed)
+    moments = []
+    clock = 0.0
     while clock < seconds:
         clock += chance.expovariate(1 / between)
         moments.append(clock)
@@ -110,7 +114,9 @@ def replay(
 ) -> list[Span]:
     """A run that works `interval` seconds, saves, and so on, through the interruptions, for
     `seconds` of its clock."""
-    spans, clock, coming = [], 0.0, iter(moments)
+    spans = []
+    clock = 0.0
+    coming = iter(moments)
     next_moment = next(coming)
     while clock < seconds:
         if next_moment >= clock + interval + save:

@@ -24,8 +24,12 @@ from minidist.survive.storm import LOG, events
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "26")
-SAVE, BETWEEN, RESTART = 20.0, 7200.0, 60.0  # seconds
-HOURS, DAYS = 6, 300
+# seconds
+SAVE = 20.0
+BETWEEN = 7200.0
+RESTART = 60.0
+HOURS = 6
+DAYS = 300
 RANKS = 4  # of the storm
 STORM = (f"-n{RANKS}", "--minutes=0.6", "--every=4", "--no-compare")
 COLORS = {"work": "#2f5d9b", "save": "#e2a33b", "lost": "#c8553d", "restart": "#9aa0a6"}
@@ -40,7 +44,8 @@ WORDS = {
 def record(group: Group) -> dict[str, Any]:
     """The spans of three runs, and of each of many intervals the part that is kept; a storm's
     events and faults."""
-    best, seconds = best_interval(SAVE, BETWEEN), DAYS * 86_400.0
+    best = best_interval(SAVE, BETWEEN)
+    seconds = DAYS * 86_400.0
     moments = lab.interruptions(BETWEEN, seconds, seed=4)
 
     def run(interval: float, seconds: float) -> list[Any]:
@@ -73,7 +78,8 @@ def _storm() -> dict[str, Any]:
 
 def draw(recorded: dict[str, Any], folder: Path) -> None:
     """figure.png from the recorded spans, and storm.png from the storm's events."""
-    told, faults = recorded["storm"]["told"], recorded["storm"]["faults"]
+    told = recorded["storm"]["told"]
+    faults = recorded["storm"]["faults"]
     draw_storm(folder / "storm.png", told, storm_report.spans(told, faults), faults, ranks=RANKS)
     figure = look.new_figure(
         13.5,

@@ -60,7 +60,8 @@ class shared_folder:  # noqa: N801 - used as a function
     """A folder of rank 0 that every rank of the group may use, for the length of a block."""
 
     def __init__(self, group: Group) -> None:
-        self.group, self.scratch = group, scratch()
+        self.group = group
+        self.scratch = scratch()
 
     def __enter__(self) -> Path:
         name = str(self.scratch.__enter__()) if self.group.rank == 0 else ""
@@ -199,16 +200,20 @@ def whole_state(folder: Path) -> dict[str, bytes]:
 
 def damaged(page: Page, folder: Path) -> None:
     """Bits of every file are turned over, one at a time; and a save that stops halfway."""
-    source, chance, rows = checkpoints(folder / "whole")[-1], np.random.default_rng(26), []
+    source = checkpoints(folder / "whole")[-1]
+    chance = np.random.default_rng(26)
+    rows = []
     for file in sorted(source.iterdir()):
-        told, tries = "", 10
+        told = ""
+        tries = 10
         found = 0
         for bit in chance.integers(0, 8 * file.stat().st_size, tries).tolist():
             lab.flip(file, bit)
             try:
                 md.run(loaded, str(source), {"dp": 2}, size=2)
             except CheckpointError as error:
-                found, told = found + 1, str(error).split(f"{file.name}: ")[-1].split(";")[0]
+                found = found + 1
+                told = str(error).split(f"{file.name}: ")[-1].split(";")[0]
             lab.flip(file, bit)
         rows.append([file.name, size_text(file.stat().st_size), f"{found} of {tries}", told])
     page.table(
@@ -228,8 +233,11 @@ def damaged(page: Page, folder: Path) -> None:
 
 def intervals(page: Page) -> None:
     """A run of thirty days with an interruption every two hours, saved more and less often."""
-    save, between, restart = 20.0, 7200.0, 60.0
-    best, rows = best_interval(save, between), []
+    save = 20.0
+    between = 7200.0
+    restart = 60.0
+    best = best_interval(save, between)
+    rows = []
     moments = lab.interruptions(between, 30 * 86_400, seed=1)
     for interval in (best / 8, best / 2, best, 2 * best, 8 * best):
         spans = lab.replay(interval, moments, save=save, restart=restart, seconds=30 * 86_400)
@@ -277,7 +285,9 @@ def seldom(page: Page) -> None:
 def lost_in_a_meeting(group: Group) -> tuple[int, int, float] | None:
     """(meetings this rank has held, meetings that count, the common weight); None of the rank that
     is lost."""
-    common, momentum, held = np.zeros(1), np.zeros(1), 0
+    common = np.zeros(1)
+    momentum = np.zeros(1)
+    held = 0
     for meeting in range(1, 4):
         own = common - 0.1 * (group.rank + 1)  # what its own steps have made of the common weight
         gradient = group.all_reduce((common - own) / group.size)

@@ -80,7 +80,8 @@ class _Walk:
             node.release()
             return []
         # a second backward is an error, these are still to run
-        node.released, node.edges = True, list(later)
+        node.released = True
+        node.edges = list(later)
         self.deferred += [
             WeightGradient(edge.source, partial(self._run_deferred, node, edge, dy))
             for edge in later
@@ -151,11 +152,13 @@ class _Walk:
         # they get the total of this backward, so it is summed in a separate array first
         if leaf.tensor_hooks:
             if id(leaf) in self._leaves:
-                gradient, ours = self._leaves.pop(id(leaf)) + gradient, True
+                gradient = self._leaves.pop(id(leaf)) + gradient
+                ours = True
             if not last:
                 self._leaves[id(leaf)] = gradient
                 return
-            gradient, ours = _call_hooks(leaf.tensor_hooks, gradient), False
+            gradient = _call_hooks(leaf.tensor_hooks, gradient)
+            ours = False
         leaf.accumulate(gradient, own=ours)
         if last and isinstance(leaf, Parameter):
             for hook in list(leaf.hooks):
@@ -207,7 +210,8 @@ def backward(
             f"backward: dy is {dtype_name(dy.dtype)} {dy.shape}, "
             f"the tensor is {dtype_name(loss.dtype)} {loss.shape}; they must agree"
         )
-    walk, nodes = _Walk(defer_weights), []
+    walk = _Walk(defer_weights)
+    nodes = []
     if loss.node is None:
         walk.waiting[id(loss)] = 1
     else:

@@ -22,7 +22,8 @@ def is_grad_enabled() -> bool:
 @contextmanager
 def grad_mode(enabled: bool) -> Iterator[None]:
     """Context manager: switch recording on or off inside the block, on this thread."""
-    before, _mode.grad = _mode.grad, enabled
+    before = _mode.grad
+    _mode.grad = enabled
     try:
         yield
     finally:

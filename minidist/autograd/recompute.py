@@ -55,7 +55,9 @@ class _PutAway:
     """The place on the tape of an argument whose array is put away."""
 
     def __init__(self, x: Tensor, keep: Callable[[Array], Kept]) -> None:
-        self.kept, self.node, self.index = keep(x.data), x.node, x.index
+        self.kept = keep(x.data)
+        self.node = x.node
+        self.index = x.index
         self.leaf = x if x.node is None else None
         if self.leaf is not None:
             self.leaf.data = hollow_array(x.data)
@@ -122,7 +124,8 @@ class Stretch(Node):
         otherwise."""
         begin = Node(_stretch, [], {}, {}).order
         call = self._call_again()
-        outer, _thread.again = computed_again(), True
+        outer = computed_again()
+        _thread.again = True
         try:
             with grad_mode(True):
                 result: Tensor = call()

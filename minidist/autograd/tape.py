@@ -91,7 +91,10 @@ class Node:
         options: dict[str, Any],
         shapes: dict[str, tuple[int, ...]],
     ) -> None:
-        self.op, self.edges, self.options, self.shapes = op, edges, options, shapes
+        self.op = op
+        self.edges = edges
+        self.options = options
+        self.shapes = shapes
         self.order = next(_creation)
         # (array module, shape, dtype)
         self.outputs: list[tuple[Any, tuple[int, ...], np.dtype]] = []
@@ -140,14 +143,18 @@ class Node:
     def release(self) -> None:
         """Drop everything that this node keeps alive. A second backward through it is an error."""
         self.released = True
-        self._saved, self._shared = {}, {}
-        self.edges, self.hooks = [], {}
+        self._saved = {}
+        self._shared = {}
+        self.edges = []
+        self.hooks = {}
 
 
 def behind(last: Node, begin: int = -1) -> tuple[list[Node], list[Edge]]:
     """`last` and all nodes behind it younger than `begin`, oldest first; and the edges that lead
     out of them."""
-    found, out, stack = {id(last): last}, [], [last]
+    found = {id(last): last}
+    out = []
+    stack = [last]
     while stack:
         for edge in stack.pop().edges:
             source = edge.source
@@ -176,11 +183,9 @@ class Op(Generic[Result]):
     def __init__(self, forward: Callable[..., tuple[Any, Saved]]) -> None:
         self.forward = forward
         self.name = forward.__name__.strip("_")
-        self.__name__, self.__doc__, self.__module__ = (
-            self.name,
-            forward.__doc__,
-            forward.__module__,
-        )
+        self.__name__ = self.name
+        self.__doc__ = forward.__doc__
+        self.__module__ = forward.__module__
         self.gradients: dict[str, Callable[..., Array]] = {}
         parameters = inspect.signature(forward).parameters.values()
         self.arguments = [
@@ -230,7 +235,8 @@ class Op(Generic[Result]):
         # given by keyword: to their positions
         if options and not options.keys().isdisjoint(self.arguments):
             bound = inspect.signature(self.forward).bind(*args, **options)
-            args, options = bound.args, bound.kwargs
+            args = bound.args
+            options = bound.kwargs
         arrays = self._arrays(args)
         try:
             result, values = self.forward(*arrays, **options)

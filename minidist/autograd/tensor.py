@@ -72,7 +72,9 @@ class Tensor:
                 f"only floats have gradients, not {backend.dtype_name(data.dtype)}; "
                 f"cast to float32 in this machine's byte order, or leave requires_grad off"
             )
-        self.data, self.requires_grad, self.grad = data, requires_grad, None
+        self.data = data
+        self.requires_grad = requires_grad
+        self.grad = None
         self.node: Any = None  # the tape.Node that made this Tensor, as its output `index`; or None
         self.index = 0
         self.tensor_hooks: list[GradientHook] = []
@@ -81,7 +83,9 @@ class Tensor:
     def _of(cls, data: Array, node: Any, index: int) -> "Tensor":
         """The result of an op: output `index` of `node`."""
         result = Tensor(data)
-        result.requires_grad, result.node, result.index = node is not None, node, index
+        result.requires_grad = node is not None
+        result.node = node
+        result.index = index
         return result
 
     @property
@@ -199,7 +203,8 @@ class Tensor:
     __mul__, __rmul__ = _operators("mul")
     __truediv__, __rtruediv__ = _operators("div")
     __matmul__, __rmatmul__ = _operators("matmul")
-    __getitem__, __pow__ = _operators("getitem")[0], _operators("power")[0]
+    __getitem__ = _operators("getitem")[0]
+    __pow__ = _operators("power")[0]
 
     def __neg__(self) -> "Tensor":
         return FUNCTIONS["neg"](self)
@@ -361,7 +366,9 @@ class Parameter(Tensor):
                 f"bind_gradient: parameter {self.name!r} is {self.dtype} {self.shape}, "
                 f"the view is {view.dtype} {view.shape}; they must agree"
             )
-        self._view, self._grad, self._fresh = view, None, False
+        self._view = view
+        self._grad = None
+        self._fresh = False
 
     def gradient_room(self) -> Array | None:
         """The bound view while it is stale, else None: a gradient function may write its result
@@ -384,7 +391,8 @@ class Parameter(Tensor):
 
     def zero_grad(self) -> None:
         """Forget the gradient; a bound view becomes stale."""
-        self._grad, self._fresh = None, False
+        self._grad = None
+        self._fresh = False
 
 
 @dataclass(eq=False)
@@ -406,7 +414,8 @@ class WeightGradient:
             raise GradientError(
                 f"this gradient of {self.parameter.name or 'a parameter'} has been computed already"
             )
-        compute, self._compute = self._compute, None
+        compute = self._compute
+        self._compute = None
         with no_grad():
             compute()
 

@@ -129,7 +129,8 @@ def _training_steps(
     for round_number in range(rounds):
         progress(f"{ranks} ranks, round {round_number + 1} of {rounds}: training steps")
         for (link, ask), kind in itertools.product(asks.items(), kinds):
-            seconds, after = statistics.median(ask(kind=kind, nbytes=0, repeats=0)), alone()
+            seconds = statistics.median(ask(kind=kind, nbytes=0, repeats=0))
+            after = alone()
             steps[link][kind].append(2 * seconds / (before + after))
             before = after
     return steps
@@ -199,7 +200,8 @@ def measuring(world: Group) -> Measure:
     def measure(kind: str, nbytes: int, repeats: int) -> list[float]:
         if kind in call_cost.KINDS:
             return call_cost.step_seconds(kind, world)
-        send, into = np.ones(nbytes // 4, np.float32), np.zeros(nbytes // 4, np.float32)
+        send = np.ones(nbytes // 4, np.float32)
+        into = np.zeros(nbytes // 4, np.float32)
         step = {
             "exchange": _exchange,
             "add": _exchange_and_add,
@@ -248,7 +250,8 @@ def _add(target: np.ndarray, start: int, piece: np.ndarray) -> None:
 
 def _spread(call: Call, send: np.ndarray, into: np.ndarray) -> None:
     others = [(call.rank + step) % call.size for step in range(1, call.size)]
-    outgoing, incoming = split(send, call.size), split(into, call.size)
+    outgoing = split(send, call.size)
+    incoming = split(into, call.size)
     handles: list[Handle] = [call.start_recv(src, incoming[src]) for src in reversed(others)]
     handles += [call.start_send(dst, outgoing[call.rank]) for dst in others]
     for handle in handles:

@@ -47,7 +47,8 @@ from minidist.simulate.rates import Rates
 from minidist.simulate.simulate import simulate
 
 KINDS = ("tp", "sequence", "dp", "pairs")
-STEPS, WARM_UP = 10, 2
+STEPS = 10
+WARM_UP = 2
 SEQUENCES = 2  # of a pass with tp; with dp, of each rank
 PASSES = 2  # of a step with tp
 SLOWER = 1.25  # the slowdown beside 1 at which a step is predicted, to see what it changes
@@ -64,11 +65,14 @@ def kinds(ranks: int) -> tuple[str, ...]:
 def small_step(kind: str, ranks: int) -> tuple[Plan, GPTConfig, int]:
     """Plan, model and sequences of a step. With tp every rank has 128 columns and a head or two."""
     if kind == "dp":
-        plan, columns, sequences = Plan(dp=ranks), 2, SEQUENCES * ranks
+        plan = Plan(dp=ranks)
+        columns = 2
+        sequences = SEQUENCES * ranks
     else:
         tp = 2 if kind == "pairs" else ranks
         plan = Plan(dp=ranks // tp, tp=tp, accumulate=PASSES, sequence_parallel=kind != "tp")
-        columns, sequences = tp, SEQUENCES * PASSES * plan.dp
+        columns = tp
+        sequences = SEQUENCES * PASSES * plan.dp
     return (
         plan,
         GPTConfig(
@@ -86,7 +90,8 @@ def small_step(kind: str, ranks: int) -> tuple[Plan, GPTConfig, int]:
 def step_seconds(kind: str, world: Group) -> list[float]:
     """Seconds of each step on this rank, but for the first ones. Every rank calls it."""
     plan, config, sequences = small_step(kind, world.size)
-    trainer, tokens = Trainer(plan, config, world), np.zeros((sequences, config.context), np.int64)
+    trainer = Trainer(plan, config, world)
+    tokens = np.zeros((sequences, config.context), np.int64)
     seconds = []
     for _ in range(WARM_UP + STEPS):
         start = time.perf_counter()
@@ -118,7 +123,8 @@ def with_steps(link: LinkCost, steps: Mapping[str, Sequence[float]], profile: Pr
     if link.ranks == 2:
         columns[:, 0] += columns[:, 1]  # all ranks are a pair
     columns = columns if KINDS[-1] in kinds(link.ranks) else np.delete(columns, 1, axis=1)
-    least, most = np.zeros(columns.shape[1]), np.full(columns.shape[1], np.inf)
+    least = np.zeros(columns.shape[1])
+    most = np.full(columns.shape[1], np.inf)
     least[-1] = LEAST - 1
     call, *pair, more = bounded_least_squares(
         columns / measured[:, None], 1 - plain / measured, least, most
@@ -141,7 +147,8 @@ def _predicted(
     plan, config, sequences = small_step(kind, link.ranks)
     bare = replace(profile, links=[replace(link, call=0.0, pair=0.0, slowdown=slowdown)])
     found = simulate(plan, config, here(link.ranks, link.link, bare), batch=sequences)
-    trace, calls = found.traces[0], [0.0, 0.0]
+    trace = found.traces[0]
+    calls = [0.0, 0.0]
     for event in trace.events[trace.steps[-1] :]:
         if isinstance(event, Start):
             size = (

@@ -333,7 +333,8 @@ def timed(
                 f"{verb.title} of {nbytes} B over {size} ranks: rank {rank} has {recv[wrong]:g} at "
                 f"{wrong}, and should have {wanted[wrong]:g}"
             )
-        seconds, calls = [], in_a_row(nbytes)
+        seconds = []
+        calls = in_a_row(nbytes)
         for _ in range(repeats + 2):  # two to warm up
             if verb.in_place:
                 send[...] = brings  # or the sums would grow beyond every bound

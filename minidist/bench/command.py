@@ -137,7 +137,8 @@ def _collective(args: argparse.Namespace, progress: Progress) -> Result:
         max(args.sizes) * max(args.ranks),
         processes=max(args.ranks),
     )
-    seconds, left_out = {}, _missing(verb, contenders, args.only)
+    seconds = {}
+    left_out = _missing(verb, contenders, args.only)
     for count in args.ranks:
         seconds[count], without = collectives.measure_all(
             verb, args.sizes, count, args.rounds, contenders, args.only is not None, progress
@@ -233,7 +234,8 @@ def _require_speed(nbytes: int, args: argparse.Namespace) -> None:
 
 
 def _overlap_step(args: argparse.Namespace, progress: Progress) -> Result:
-    known, links = overlap_step.STRATEGIES, overlap_step.LINKS
+    known = overlap_step.STRATEGIES
+    links = overlap_step.LINKS
     chosen = overlap_step.contenders(
         _known(args.strategy, known, list(known)), _known(args.only, links, list(links))
     )

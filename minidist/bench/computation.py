@@ -238,7 +238,8 @@ def _fit_steps(cost: ComputationCost, steps: Mapping[tuple[int, ...], float]) ->
     Thin products are bound by the bandwidth too, so what products take is computed again with each
     new bandwidth.
     """
-    measured, kernels = np.array(list(steps.values())), [kernels_of(size) for size in steps]
+    measured = np.array(list(steps.values()))
+    kernels = [kernels_of(size) for size in steps]
     plain = np.array([1 / (cost.bandwidth * cost.cache_factor), 1 / cost.bandwidth])
     low = np.array([0.0, plain[0] / DEAREST, plain[1], PRODUCTS_BY[0], 0.0])
     high = np.array([np.inf, *DEAREST * plain, PRODUCTS_BY[1], DEAREST * plain[1]])
@@ -299,7 +300,8 @@ def bounded_least_squares(
     columns: np.ndarray, sums: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> np.ndarray:
     """Numbers whose sums come closest to `sums`, none below `low` or above `high`."""
-    scale, numbers = np.maximum(np.abs(columns).max(axis=0), 1e-300), low.copy()
+    scale = np.maximum(np.abs(columns).max(axis=0), 1e-300)
+    numbers = low.copy()
     free = list(range(len(low)))
     while free:
         held = [place for place in range(len(low)) if place not in free]
@@ -363,7 +365,10 @@ def _fit_products(
 ) -> tuple[dict[str, float], float, float, float]:
     """The peak of each dtype, float32's `half` and bytes below which it does not count, worst
     misfit."""
-    peaks, half, small, worst = {}, None, 0.0, 0.0
+    peaks = {}
+    half = None
+    small = 0.0
+    worst = 0.0
     for dtype, samples in products.items():
         flops = np.array([2.0 * np.prod(size) for size, _ in samples])
         sides = np.array([sum(1 / side for side in size) for size, _ in samples])
@@ -389,7 +394,8 @@ def _fit_products(
         # all of it was disturbed
         inverse = inverse if inverse > 0 else float((seconds / flops).min())
         errors = np.abs(flops * inverse * (1 + half * sides) / seconds - 1)
-        peaks[dtype], worst = 1 / inverse, max(worst, float(errors.max()))
+        peaks[dtype] = 1 / inverse
+        worst = max(worst, float(errors.max()))
     assert half is not None
     return peaks, half, small, worst
 

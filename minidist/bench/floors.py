@@ -93,7 +93,8 @@ def tcp_call(verb: "Verb", sockets: Sequence[socket.socket]) -> Run:
             for array in (send, recv)
         )
         # where each has come to
-        unsent, awaited = dict.fromkeys(sockets, 0), dict.fromkeys(sockets, 0)
+        unsent = dict.fromkeys(sockets, 0)
+        awaited = dict.fromkeys(sockets, 0)
         while unsent or awaited:
             moved = sum(
                 [
@@ -133,7 +134,9 @@ class BoardCalls:
     """
 
     def __init__(self, board: Board, rank: int, size: int) -> None:
-        self.board, self.rank, self.size = board, rank, size
+        self.board = board
+        self.rank = rank
+        self.size = size
 
     def all_gather(self, send: np.ndarray, recv: np.ndarray) -> None:
         places = split(recv, self.size)
@@ -141,13 +144,15 @@ class BoardCalls:
         self._tell(send, places)
 
     def all_to_all(self, send: np.ndarray, recv: np.ndarray) -> None:
-        parts, places = split(send, self.size), split(recv, self.size)
+        parts = split(send, self.size)
+        places = split(recv, self.size)
         places[self.rank][...] = parts[self.rank]
         for src, start, piece in self._for_me(parts):
             places[src][start : start + len(piece)] = piece
 
     def reduce_scatter(self, send: np.ndarray, recv: np.ndarray) -> None:
-        parts, first = split(send, self.size), int(self.rank == 0)
+        parts = split(send, self.size)
+        first = int(self.rank == 0)
         for src, start, piece in self._for_me(parts):
             stretch = slice(start, start + len(piece))
             np.add((parts[self.rank] if src == first else recv)[stretch], piece, out=recv[stretch])
@@ -167,7 +172,8 @@ class BoardCalls:
     def _for_me(self, parts: Sequence[np.ndarray]) -> Iterator[tuple[int, int, np.ndarray]]:
         """Each shows a part for each other: (from which rank, where it begins, the piece for this
         rank)."""
-        rank, step = self.rank, piece_bytes(self.size) // parts[0].itemsize
+        rank = self.rank
+        step = piece_bytes(self.size) // parts[0].itemsize
         for start in range(0, len(parts[0]), step):
             pieces = [part[start : start + step] for part in parts]
             counts = list(map(len, pieces))

@@ -42,7 +42,8 @@ class Job:
     def __init__(
         self, name: str, size: int, command: list[str], *, once_per_rank: bool = False
     ) -> None:
-        self.name, self.size = name, size
+        self.name = name
+        self.size = size
         self._folder = ExitStack()
         path = self._folder.enter_context(scratch(prefix="minidist-bench-"))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -78,7 +79,8 @@ class Job:
                     process.poll() for process in self._processes
                 ):
                     continue
-                started, output = len(self._ranks), self.output()
+                started = len(self._ranks)
+                output = self.output()
                 self.close()
                 raise LaunchError(
                     f"bench: {self.name} started {started} of {self.size} ranks: {output}"

@@ -31,7 +31,8 @@ from minidist.bench.jobs import (
 )
 from minidist.launch.membership import limit_blas_threads
 
-DELAYED, GLOO = "delayed", "gloo"
+DELAYED = "delayed"
+GLOO = "gloo"
 CONTENDERS = (DELAYED, "tcp", "shm", GLOO)
 MODULE = "minidist.bench.overlap"
 WIDTH = 256  # of the square float32 matrices: a product takes a fraction of a millisecond
@@ -132,12 +133,16 @@ class TimedOverlap:
         barrier: Callable[[], Any],
         ranks: int,
     ) -> None:
-        self.start, self.multiply, self.barrier, self.ranks = start, multiply, barrier, ranks
+        self.start = start
+        self.multiply = multiply
+        self.barrier = barrier
+        self.ranks = ranks
 
     def measure(self, nbytes: int, products: int, repeats: int = 5) -> list[float]:
         """Seconds of each repetition: all-reduce `nbytes` (none if 0) while `products` products are
         computed."""
-        x, seconds = np.ones(nbytes // 4, np.float32), []
+        x = np.ones(nbytes // 4, np.float32)
+        seconds = []
         for _ in range(repeats + 1):  # one to warm up
             x.fill(1)
             self.barrier()

@@ -127,7 +127,8 @@ def _row(contender: Contender, rounds: list[list[dict[str, Any]]], steps: int) -
     """The median share over rounds, with the times of that round."""
     jobs = [together([Overlap(**rank["overlap"]) for rank in ranks]) for ranks in rounds]
     middle = sorted(range(len(jobs)), key=lambda index: jobs[index].share)[len(jobs) // 2]
-    each, overlap = steps * len(rounds[middle]), jobs[middle]
+    each = steps * len(rounds[middle])
+    overlap = jobs[middle]
     slowest = [
         max(times)
         for ranks in rounds
@@ -170,7 +171,8 @@ def timelines_of(steps: list[list[dict[str, Any]]]) -> list[Timeline]:
 def spans_of_step(timeline: Timeline, first: int, last: int | None = None) -> list[Span]:
     """The spans in these steps (default: in one), but for single messages."""
     steps = {span.details["step"]: span for span in timeline.spans if span.name == "step"}
-    start, stop = steps[first].start, steps[first if last is None else last].stop
+    start = steps[first].start
+    stop = steps[first if last is None else last].stop
     return [
         span
         for span in timeline.spans

@@ -39,7 +39,8 @@ from minidist.files import scratch
 from minidist.launch.membership import limit_blas_threads
 
 MODULE = "minidist.bench.save"
-OURS, PEER = "minidist", "torch.distributed.checkpoint"
+OURS = "minidist"
+PEER = "torch.distributed.checkpoint"
 WAYS = ("blocking", "background")
 PRODUCT = 256  # rows of the matrices that are multiplied behind a save
 
@@ -154,7 +155,8 @@ def timed_save(start: Callable[[], Any], done: Callable[[Any], bool]) -> dict[st
     """Seconds of a save in the background, and those for which start() kept the caller; matrix
     products run behind."""
     left = np.ones((PRODUCT, PRODUCT), np.float32)
-    right, out = left.copy(), left.copy()
+    right = left.copy()
+    out = left.copy()
     begun = time.perf_counter()
     save = start()
     stands = time.perf_counter() - begun
@@ -178,7 +180,8 @@ def our_answers(world: Any, model: Model, folder: str) -> Callable[..., Any]:
     trainer = Trainer(Plan(dp=world.size, zero=1), model.config(), world)
     batch = random_batch(model.vocab, model.batch * world.size, model.context)
     trainer.step(batch)
-    place, room = Path(folder), dict[str, list[np.ndarray]]()
+    place = Path(folder)
+    room = dict[str, list[np.ndarray]]()
 
     def take(what: str, steps: int = 0, save: bool = False, saves: int = 0) -> Any:
         if what == "memory":
@@ -193,7 +196,8 @@ def our_answers(world: Any, model: Model, folder: str) -> Callable[..., Any]:
                 for slot in trainer.optimizer.slots
                 for array in (slot.weights.data, *slot.state.values())
             ]
-            room["from"], room["to"] = state, [np.zeros_like(array) for array in state]
+            room["from"] = state
+            room["to"] = [np.zeros_like(array) for array in state]
             return [array["nbytes"] for array in shard["arrays"]]
         world.barrier()
         begun = time.perf_counter()
@@ -245,7 +249,8 @@ def peers_answers(distributed: Any, rank: int, folder: str) -> Callable[..., Any
 
     checkpoint: Any = importlib.import_module("torch.distributed.checkpoint")
     state: dict[str, Any] = {}
-    group, background = distributed.group.WORLD, distributed.new_group(backend="gloo")
+    group = distributed.group.WORLD
+    background = distributed.new_group(backend="gloo")
     writer = checkpoint.FileSystemWriter(folder)
     stager = DefaultStager(
         StagingOptions(

@@ -138,7 +138,8 @@ def _show_what_if(result: dict[str, Any], console: Console) -> None:
     )
     for row in result["rows"]:
         for each in row["what_if"]:
-            predicted, measured = each["predicted"], each["measured"]
+            predicted = each["predicted"]
+            measured = each["measured"]
             ran = (
                 ("-", "-")
                 if measured is None

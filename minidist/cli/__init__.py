@@ -91,7 +91,8 @@ def _run(words: list[str], command: str | None, prefix: str) -> int:
             parser = _parser(command, module)
         args = parser.parse_args(words)
         # bench: `minidist bench step`
-        prefix, understood = f"{prefix} {vars(args).get('what', '')}".rstrip(), True
+        prefix = f"{prefix} {vars(args).get('what', '')}".rstrip()
+        understood = True
         if module is None:
             parser.print_help()
             return 0

@@ -106,7 +106,8 @@ def _show(console: Console, runs: list[Run], fitted: CostFit, out: str) -> None:
         ("fitted", "by the fitted constants"),
         ("left_out", "of a run left out, by the constants fitted without it"),
     ):
-        mean, worst = found[f"{name}_mean"], found[f"{name}_worst"]
+        mean = found[f"{name}_mean"]
+        worst = found[f"{name}_worst"]
         console.print(
             f"error {mean:6.1%} in the mean, {worst:6.1%} at worst, {what}", soft_wrap=True
         )

@@ -69,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     check_writable("--json", args.json)
     check_writable("--export", args.export)
     plan = _plan(args)
-    found, folders = [], _folders(Path(args.run))
+    found = []
+    folders = _folders(Path(args.run))
     with progress("reading every byte") as show:
         for number, folder in enumerate(folders):
             show.at(number, len(folders), f"reading {folder}")
@@ -181,7 +182,8 @@ def _export(folder: Path, file: str) -> None:
 def _show(console: Console, record: dict[str, Any]) -> None:
     """A line about a checkpoint, a row a shard, and its problems."""
     if "shards" in record:
-        plan, config = record["plan"], record["config"]
+        plan = record["plan"]
+        config = record["config"]
         cut = (
             ",".join(
                 f"{axis}={plan[axis]}" for axis in ("dp", "pp", "ep", "cp", "tp") if plan[axis] > 1

@@ -37,7 +37,9 @@ from minidist.progress import progress
 if TYPE_CHECKING:
     from minidist.launch.mpirun import Mpirun
 
-OK, OPTIONAL, BROKEN = "ok", "optional", "broken"
+OK = "ok"
+OPTIONAL = "optional"
+BROKEN = "broken"
 MARKS = {OK: "[green]ok[/green]", OPTIONAL: "[dim]-[/dim]", BROKEN: "[bold red]no[/bold red]"}
 EXTRAS = {
     "torch": "bench",
@@ -69,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     """Draw this machine, try its parts, print the table. Returns: 1 if one that every job needs
     does not work, else 0."""
     check_writable("--json", args.json)
-    console, parts = Console(highlight=False), machine_parts()
+    console = Console(highlight=False)
+    parts = machine_parts()
     for line in drawing(
         parts, _stored_profile(), width=min(console.width, 100), encoding=console.encoding
     ):
@@ -279,7 +282,8 @@ def _squeezed(text: str) -> str:
 def _round_trip(world: Any) -> tuple[float, bool | None]:
     """Median seconds of an all-reduce of 1 MiB, and whether ranks read each other's memory (None:
     they share none)."""
-    array, times = np.ones(1 << 18, np.float32), []
+    array = np.ones(1 << 18, np.float32)
+    times = []
     for _ in range(5):
         started = time.perf_counter()
         total = world.all_reduce(array)
@@ -323,7 +327,8 @@ def _several_hosts() -> Iterator[Finding]:
     """What reaches other hosts, and whether this machine can play several."""
     from minidist.lessons import namespaces
 
-    ssh, why = shutil.which("ssh"), namespaces.missing()
+    ssh = shutil.which("ssh")
+    why = namespaces.missing()
     yield Finding(
         "other hosts",
         OK if ssh else OPTIONAL,
@@ -341,7 +346,8 @@ def _several_hosts() -> Iterator[Finding]:
 
 def _profile() -> Finding:
     """The profile by which algorithm="auto" chooses, or that it takes its defaults."""
-    what, again = "profile for auto", "minidist bench calibrate"
+    what = "profile for auto"
+    again = "minidist bench calibrate"
     try:
         profile = load_profile()
     except ConfigError as error:

@@ -168,7 +168,8 @@ def run(args: argparse.Namespace) -> int:
 def _nodes(args: argparse.Namespace, hosts: list[HostRanks]) -> Nodes:
     """The nodes of the job, and which of them this is. Raises: ConfigError for numbers that
     contradict each other."""
-    count, rank = len(hosts) or args.nnodes, args.node_rank or 0
+    count = len(hosts) or args.nnodes
+    rank = args.node_rank or 0
     if hosts and args.nnodes not in (1, count):
         fail(f"--hosts names {count} hosts, --nnodes says {args.nnodes}; leave out --nnodes")
     if args.ssh is not None and (not hosts or args.node_rank is not None):

@@ -105,7 +105,9 @@ def _check_fit(args: argparse.Namespace) -> None:
 
 def _list(file: str | None) -> int:
     """The table of lessons: their modules too where the terminal has room."""
-    there, graded, console = lessons.every_lesson(), passed.when(), page_console()
+    there = lessons.every_lesson()
+    graded = passed.when()
+    console = page_console()
     rows = [
         [
             lesson.number,

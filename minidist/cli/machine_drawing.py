@@ -93,7 +93,8 @@ def row(boxes: Sequence[list[str]], width: int) -> list[str]:
             and sum(len(each[0]) + 1 for each in waiting[: count + 1]) - 1 <= width
         ):
             count += 1
-        beside, waiting = waiting[:count], waiting[count:]
+        beside = waiting[:count]
+        waiting = waiting[count:]
         height = max(map(len, beside))
         beside = [[*each, *[" " * len(each[0])] * (height - len(each))] for each in beside]
         lines += [" ".join(parts) for parts in zip(*beside, strict=True)]

@@ -145,11 +145,10 @@ def run(args: argparse.Namespace) -> int:
     )
     profile = CostProfile.load(args.profile) if args.profile else None
     cluster = profile.applied(cluster) if profile else cluster
-    config, console = config_of(args), Console(highlight=False)
-    rates, confirm = (
-        Rates.of(cluster.device, profile) if profile else None,
-        max(args.confirm, args.run or 0),
-    )
+    config = config_of(args)
+    console = Console(highlight=False)
+    rates = Rates.of(cluster.device, profile) if profile else None
+    confirm = max(args.confirm, args.run or 0)
     with progress(
         "ranking the plans" + (f", and simulating the best {confirm}" if confirm else "")
     ):
@@ -191,7 +190,8 @@ def _asked(
 
     found: dict[str, Any] = {}
     if args.explain:
-        told, notes = explain(ranking), advice(ranking)
+        told = explain(ranking)
+        notes = advice(ranking)
         report.print_explanation(console, told, notes)
         found["explanation"] = {
             "why": dict(told.why),

@@ -20,7 +20,8 @@ _UNITS = {"cost": ("$ a step",), "energy": ("J a step",)}
 
 def print_ranking(console: Console, ranking: Ranking, count: int, model: Sequence[str]) -> None:
     """The best plans, the best one's terms, and the command that runs it."""
-    best, cluster = ranking.best, ranking.cluster
+    best = ranking.best
+    cluster = ranking.cluster
     console.print(
         f"\n{ranking.config.numbers / 1e9:,.3g} billion weights on {cluster.spec}, "
         f"{ranking.batch:,} "

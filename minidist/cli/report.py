@@ -50,10 +50,8 @@ def _tables(run: RunFiles) -> tuple[list[PlainTable], list[str], list[PlainTable
 
     Numbers of metrics.json that make no sense together make it a file that is missing.
     """
-    metrics, sentence = (
-        run.metrics,
-        "What fills the memory of rank 0, in bytes, measured and by formula",
-    )
+    metrics = run.metrics
+    sentence = "What fills the memory of rank 0, in bytes, measured and by formula"
     # the run died when its results were written
     if "ranks" not in metrics or "formula" not in metrics:
         return [], [], []

@@ -174,10 +174,8 @@ def _from_checkpoint(folder: Path) -> Writer:
 def _writer(
     about: dict[str, Any], weights: dict[str, np.ndarray], source: Path, step: int
 ) -> Writer:
-    config, symbols = (
-        config_of(source, about, (array.size for array in weights.values())),
-        about["vocabulary"],
-    )
+    config = config_of(source, about, (array.size for array in weights.values()))
+    symbols = about["vocabulary"]
     if not 0 < len(symbols) <= config.vocabulary:
         fail(
             f"{source}: {len(symbols)} symbols do not fit a model of {config.vocabulary}; name "

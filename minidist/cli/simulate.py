@@ -154,7 +154,8 @@ def run(args: argparse.Namespace) -> int:
 
     for option in ("json", "trace", "figure"):
         check_writable(f"--{option}", getattr(args, option))
-    cluster, config = Cluster.parse(args.cluster), config_of(args)
+    cluster = Cluster.parse(args.cluster)
+    config = config_of(args)
     fails = _factors("--fail", [args.fail] if args.fail else [])
     profile = CostProfile.load(args.profile) if args.profile else None
     cluster = profile.applied(cluster) if profile else cluster

@@ -9,7 +9,8 @@ from minidist.parallel.hybrid.plan_checks import words
 from minidist.simulate.results import Simulation
 
 SMALLEST = 5e-4  # shares of the step below this are not told
-DAY, KWH = 86400.0, 3.6e6
+DAY = 86400.0
+KWH = 3.6e6
 WIDENED = (
     "fp8: training widens the bytes before each product, so that a step takes longer than with "
     "bf16; what it saves is memory"
@@ -41,10 +42,8 @@ def print_simulation(console: Console, found: Simulation, tokens: float | None =
 
 def _remedies(found: Simulation) -> str:
     """What would need less memory, of that which the plan does not do yet."""
-    plan, category = (
-        found.plan,
-        max(CATEGORIES, key=lambda name: found.peak(found.fullest).get(name, 0)),
-    )
+    plan = found.plan
+    category = max(CATEGORIES, key=lambda name: found.peak(found.fullest).get(name, 0))
     if category in ("activations", "workspace"):
         options = ["--checkpoint-blocks"] * (plan.checkpoint_blocks == "none")
         options += ["more --microbatches" if plan.pp > 1 else "a larger --accumulate"]
@@ -62,7 +61,8 @@ def _rule(console: Console, title: str) -> None:
 
 
 def _print_summary(console: Console, found: Simulation) -> None:
-    plan, size = found.plan, len(found.role_of)
+    plan = found.plan
+    size = len(found.role_of)
     told = [words(plan.axes), plan.precision] + [f"ZeRO-{plan.zero}"] * (plan.zero > 0)
     told += [f"{plan.schedule} of {plan.pieces} microbatch{'es' * (plan.pieces > 1)}"] * (
         plan.pp > 1
@@ -124,7 +124,8 @@ def _axes_table(found: Simulation) -> Table:
 
 def _memory_table(found: Simulation) -> Table:
     """By category, beside the device's."""
-    peak, limit = found.peak(found.fullest), found.memory_limit
+    peak = found.peak(found.fullest)
+    limit = found.memory_limit
     table = Table(
         "what",
         *(Column(name, justify="right") for name in ("bytes", "", "of the device")),

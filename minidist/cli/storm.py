@@ -378,7 +378,8 @@ def _weather(
     trainings: Trainings, args: argparse.Namespace, kinds: list[str], show: Progress
 ) -> dict[str, Any]:
     """The storm: its figures."""
-    scratch, out = trainings.scratch, trainings.out
+    scratch = trainings.scratch
+    out = trainings.out
     first = whole_periods(FIRST_STEPS, args.options)
     step_seconds = _step_seconds(scratch / "first", first, args.ranks)
     save_every = max(1, round(SAVE_SECONDS / step_seconds)) if trainings.disk else 0
@@ -440,11 +441,14 @@ def _step_seconds(run: Path, steps: int, ranks: int) -> float:
 def _compare(trainings: Trainings, figures: dict[str, Any]) -> int:
     """Make the steps of the storm without a fault: bits and rate of the figures. Returns: the
     training's exit status."""
-    args, calm, steps = trainings.args, trainings.scratch / "calm", figures["steps"]
+    args = trainings.args
+    calm = trainings.scratch / "calm"
+    steps = figures["steps"]
     status = trainings.undisturbed("calm", steps, figures["save_every"])
     if status:
         return status
-    theirs, ours = trainings.metrics(calm), trainings.metrics(trainings.out)
+    theirs = trainings.metrics(calm)
+    ours = trainings.metrics(trainings.out)
     same = all(theirs[key] == ours[key] for key in ("losses", "weights_sha256"))
     apart = {*OWN_WEIGHTS} & {word.partition("=")[0] for word in args.options}
     figures["bits"] = (
@@ -489,7 +493,8 @@ def _print(figures: dict[str, Any], args: argparse.Namespace) -> None:
         f"{plural(figures['faults'], 'fault')}, {figures['recovered']} survived; the training of "
         f"{figures['steps']:,} steps ended with status {figures['exit_status']}"
     )
-    after, full = figures["seconds"], figures["full_seconds"]
+    after = figures["seconds"]
+    full = figures["full_seconds"]
     rows = [(kind, after[kind], full.get(kind, [])) for kind in sorted(after)]
     for kind, values, later in (
         [*rows, ("all", sum(after.values(), []), sum(full.values(), []))] if rows else []

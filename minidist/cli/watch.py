@@ -27,7 +27,9 @@ from minidist.observe.live.run_now import DIED, OVER, STALLED, STOPPED_RUN, RunN
 from minidist.reading import visible
 from minidist.terminal import Console
 
-EVERY, LINES_EVERY = 1.0, 5.0  # seconds between looks: on a terminal, and as lines
+# seconds between looks: on a terminal, and as lines
+EVERY = 1.0
+LINES_EVERY = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:  ConfigError if there is no run.
     """
     check_writable("--json", args.json)
-    looking, console, end = Looking(args.run), Console(highlight=False), threading.Event()
+    looking = Looking(args.run)
+    console = Console(highlight=False)
+    end = threading.Event()
     if args.beside_train:
         os.nice(10)  # the ranks come first
     now = looking.look()

@@ -52,7 +52,8 @@ class Signs:
     empty: str
 
 
-FULL, ASCII = Signs("█▒░", "▁▂▃▄▅▆▇█", "·"), Signs("#=.", "_.-=^", " ")
+FULL = Signs("█▒░", "▁▂▃▄▅▆▇█", "·")
+ASCII = Signs("#=.", "_.-=^", " ")
 
 
 def signs_for(encoding: str) -> Signs:
@@ -239,7 +240,8 @@ def _memory(now: RunNow, width: int, signs: Signs) -> Iterator[Text]:
     if not (known := [rank for rank in now.ranks if rank.peak]):
         return
     most = max(known, key=lambda rank: rank.peak["total"])
-    peak, total = dict(most.peak), most.peak["total"]
+    peak = dict(most.peak)
+    total = most.peak["total"]
     del peak["total"]
     yield Text()
     title = f"memory of rank {most.rank}: {size_text(total)} at most"
@@ -286,7 +288,8 @@ def sparkline(values: "tuple[float | None, ...]", width: int, levels: str) -> st
         for start, end in zip(ends, ends[1:], strict=False)
     ]
     known = [value for value in shown if value is not None]
-    low, high = min(known, default=0.0), max(known, default=0.0)
+    low = min(known, default=0.0)
+    high = max(known, default=0.0)
     scale = (len(levels) - 1) / (high - low) if high > low else 0.0
     return "".join(
         "x" if value is None else levels[round((value - low) * scale)] for value in shown

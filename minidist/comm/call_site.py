@@ -60,9 +60,11 @@ def caller_at(depth: int) -> str:
 def raised_at(error: BaseException) -> str:
     """The place that entered this package, in the traceback of `error`; without an entry, where it
     was raised."""
-    found, trace = "an unknown place", error.__traceback__
+    found = "an unknown place"
+    trace = error.__traceback__
     while trace is not None and id(trace.tb_frame.f_code) not in _ENTRIES:
-        found, trace = place(trace.tb_frame.f_code.co_filename, trace.tb_lineno), trace.tb_next
+        found = place(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        trace = trace.tb_next
     return found
 
 
@@ -119,7 +121,8 @@ def _entered_from(frame: FrameType | None) -> tuple[FrameType | None, str]:
         frame = frame.f_back
     verb = ""
     while frame is not None and id(frame.f_code) in _ENTRIES:
-        verb, frame = frame.f_code.co_name, frame.f_back
+        verb = frame.f_code.co_name
+        frame = frame.f_back
     return frame, verb
 
 

@@ -445,7 +445,8 @@ class Group(Members):
         if self.id == WORLD and self.guard.failure is None:
             self.ledger.flight.end()
         if self._worker is not None:
-            worker, self._worker = self._worker, None
+            worker = self._worker
+            self._worker = None
             worker.close()
         if self.transport.device is not None:
             self.transport.device.finish()

@@ -37,11 +37,13 @@ class Reported(Handle):
     complete."""
 
     def __init__(self, handle: Handle, report: Callable[[], None]) -> None:
-        self._handle, self._report = handle, report
+        self._handle = handle
+        self._report = report
 
     def wait(self) -> None:
         self._handle.wait()
-        report, self._report = self._report, lambda: None
+        report = self._report
+        self._report = lambda: None
         report()
 
     def done(self) -> bool:
@@ -53,7 +55,8 @@ class NotedReceive(Handle):
     complete before."""
 
     def __init__(self, handle: Handle, waited: Callable[[bool], None]) -> None:
-        self._handle, self._waited = handle, waited
+        self._handle = handle
+        self._waited = waited
 
     def wait(self) -> None:
         was_there = self._handle.done()

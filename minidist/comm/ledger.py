@@ -73,7 +73,8 @@ class Ledger:
     """
 
     def __init__(self, world_rank: int = 0) -> None:
-        self.world_rank, self.flight = world_rank, FlightRecorder(world_rank)
+        self.world_rank = world_rank
+        self.flight = FlightRecorder(world_rank)
         self.times: MessageTimes | None = None
         self._phase = "setup"
         self.subscribers: tuple[Callable[[Event], None], ...] = ()
@@ -118,7 +119,8 @@ class Ledger:
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Count calls begun in the block, by any thread, under `phase`."""
-        before, self._phase = self._phase, phase
+        before = self._phase
+        self._phase = phase
         try:
             yield
         finally:
@@ -128,7 +130,8 @@ class Ledger:
     def aside(self, phase: str) -> Iterator[None]:
         """Count calls that this thread begins in the block under `phase`, whatever the others do
         meanwhile."""
-        before, self._here.phase = self._here.phase, phase
+        before = self._here.phase
+        self._here.phase = phase
         try:
             yield
         finally:
@@ -137,7 +140,8 @@ class Ledger:
     @contextmanager
     def control(self) -> Iterator[None]:
         """Count calls that this thread begins in the block under the axis "control"."""
-        before, self._here.in_control = self._here.in_control, True
+        before = self._here.in_control
+        self._here.in_control = True
         try:
             yield
         finally:

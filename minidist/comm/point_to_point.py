@@ -33,10 +33,13 @@ class PointToPoint:
     """A group's point-to-point messages."""
 
     def __init__(self, group: Members) -> None:
-        self._group, self.tag = group, Tag(group.id, POINT_TO_POINT)
+        self._group = group
+        self.tag = Tag(group.id, POINT_TO_POINT)
         self._self_link: Transport | None = None
         self._started = 0
-        self._sends, self._receives = Counter[int](), Counter[int]()  # to, and from, each rank
+        # to, and from, each rank
+        self._sends = Counter[int]()
+        self._receives = Counter[int]()
         # from each rank, headers come first
         self.by_lane: defaultdict[int, deque[Incoming]] = defaultdict(deque)
 
@@ -145,7 +148,8 @@ class PointToPoint:
         """The lane from rank `src` to `dst` or this rank, for arrays on the GPU; None: by way of
         the host."""
         dst = self._group.rank if dst is None else dst
-        ranks, device = self._group.world_ranks, self._group.transport.device
+        ranks = self._group.world_ranks
+        device = self._group.transport.device
         return (
             None
             if device is None or src == dst
@@ -267,8 +271,10 @@ class Incoming(Handle):
     told more."""
 
     def __init__(self, messages: PointToPoint, verb: str, src: int, out: Any) -> None:
-        self._messages, self._src = messages, src
-        self._result, self._device = OutputArray(verb, out), device_of(out)
+        self._messages = messages
+        self._src = src
+        self._result = OutputArray(verb, out)
+        self._device = device_of(out)
         self.signature = messages.signature(
             verb, *((None, None) if out is None else (out.dtype, out.shape))
         )
@@ -283,7 +289,8 @@ class Incoming(Handle):
     def wait(self) -> None:
         self._header.wait()
         if self._start:
-            start, self._start = self._start, 0.0
+            start = self._start
+            self._start = 0.0
             self._messages.tell(
                 self.signature, self._axis, self._src, self._number, self._nbytes, start
             )
@@ -299,13 +306,15 @@ class Incoming(Handle):
         """The array received: on the device of `out`, else where the sender's array lives."""
         if self._arriving is not None:
             self._arriving.wait()
-        result, self._result = self._result, OutputArray(self.signature.verb, None)
+        result = self._result
+        self._result = OutputArray(self.signature.verb, None)
         # the transport's handle leads here and back: keep no array by it
         return result.deliver(None, self._device)
 
     def arrive(self) -> None:
         """Begin to receive by the lane: the header has told dtype and shape."""
-        lane, block = self._messages.lane(self._src), self._block
+        lane = self._messages.lane(self._src)
+        block = self._block
         assert lane is not None and block is not None
         self._result.device = "cuda"
         self._arriving = lane.recv(self._word, self._result.array(block.shape, block.dtype))
@@ -319,8 +328,10 @@ class Incoming(Handle):
             raise self._messages.mismatch(self.signature, theirs, self._src)
         if block.device == VIA_LANE:
             self._device = self._device or "cuda"
-            self._block, self._word = block, np.empty(nbytes, np.uint8)
+            self._block = block
+            self._word = np.empty(nbytes, np.uint8)
             self._messages.by_lane[self._src].append(self)
             return self._word
-        self._device, self._nbytes = self._device or block.device, nbytes
+        self._device = self._device or block.device
+        self._nbytes = nbytes
         return self._result.array(block.shape, block.dtype).reshape(-1)

@@ -35,11 +35,14 @@ from minidist.errors import ConfigError, DtypeError, ShapeError
 
 def from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm: str) -> Call:
     """broadcast and scatter."""
-    root, where, side = group.rank_in("root", root), _working_device(group, algorithm, x), None
+    root = group.rank_in("root", root)
+    where = _working_device(group, algorithm, x)
+    side = None
     # only the root knows where its array is: all
     if algorithm in ("auto", "native") and _refusal(group) is None:
         side = _side_of(group, "cuda")  # ranks prepare for the GPU
-    result, array = OutputArray(verb, out, where, side), None
+    result = OutputArray(verb, out, where, side)
+    array = None
     name = _choose(group, verb, algorithm, where if side is None else "cuda")
     model = out if x is None and verb == "broadcast" else x  # of the root's dtype and shape
     model = model if model is None or is_array(model) else as_array(verb, model)
@@ -87,16 +90,12 @@ def reduced(
     group: Members, verb: str, x: Any, op: str, out: Any, algorithm: str, root: int | None = None
 ) -> Call:
     """reduce and all_reduce; without a root every rank gets the result."""
-    where, has_result = (
-        _working_device(group, algorithm, x, op=op),
-        root is None or root == group.rank,
-    )
+    where = _working_device(group, algorithm, x, op=op)
+    has_result = root is None or root == group.rank
     result = OutputArray(verb, out if has_result else None, where)
     array = apart(argument(verb, x, where), result.out)
-    how, name = (
-        _reduction(verb, op, array, group),
-        _choose(group, verb, algorithm, where, array, op),
-    )
+    how = _reduction(verb, op, array, group)
+    name = _choose(group, verb, algorithm, where, array, op)
     total = _flat(result.array(array.shape, array.dtype)) if has_result else None
     work = partial(_algorithm(group, verb, name), x=_flat(array), out=total, op=how, **_to(root))
     return Call(
@@ -117,7 +116,8 @@ def reduced(
 def reduce_scatter(group: Members, x: Any, op: str, out: Any, algorithm: str) -> Call:
     """Chunk `rank` of what all_reduce would give."""
     where = _working_device(group, algorithm, x, op=op)
-    array, result = argument("reduce_scatter", x, where), OutputArray("reduce_scatter", out, where)
+    array = argument("reduce_scatter", x, where)
+    result = OutputArray("reduce_scatter", out, where)
     how = _reduction("reduce_scatter", op, array, group)
     name = _choose(group, "reduce_scatter", algorithm, where, array, op)
     flat = _flat(array)
@@ -145,13 +145,13 @@ def gathered(
     group: Members, verb: str, x: Any, out: Any, algorithm: str, root: int | None = None
 ) -> Call:
     """gather and all_gather; without a root every rank gets the result."""
-    where, has_result = _working_device(group, algorithm, x), root is None or root == group.rank
-    side, array = _side_of(group, where), argument(verb, x, where)
+    where = _working_device(group, algorithm, x)
+    has_result = root is None or root == group.rank
+    side = _side_of(group, where)
+    array = argument(verb, x, where)
     own = array if array.ndim else array.reshape(1)  # a number is one row
-    result, name = (
-        OutputArray(verb, out if has_result else None, where, side),
-        _choose(group, verb, algorithm, where),
-    )
+    result = OutputArray(verb, out if has_result else None, where, side)
+    name = _choose(group, verb, algorithm, where)
 
     # The ranks' blocks may differ in length. What all are to have is their sum, which `out` tells.
     length = None if result.out is None or not result.out.ndim else result.out.shape[0]
@@ -180,11 +180,10 @@ def all_to_all(group: Members, x: Sequence[Any], out: Sequence[Any] | None, algo
     """What each rank has for this rank."""
     check_lists("all_to_all", x, out, group.size)
     where = _working_device(group, algorithm, *x)
-    name, parts = (
-        _choose(group, "all_to_all", algorithm, where),
-        list_argument("all_to_all", x, out, where),
-    )
-    side, outs = _side_of(group, where), [None] * group.size if out is None else out
+    name = _choose(group, "all_to_all", algorithm, where)
+    parts = list_argument("all_to_all", x, out, where)
+    side = _side_of(group, where)
+    outs = [None] * group.size if out is None else out
     results = [OutputArray("all_to_all", outs[rank], where, side) for rank in range(group.size)]
 
     def deliver(received: list[np.ndarray], device: str | None) -> list[Any]:

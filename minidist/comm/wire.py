@@ -69,7 +69,8 @@ def greet(sock: socket.socket, token: bytes, hello: dict[str, Any], limit: float
     Raises:  HandshakeError naming the address: another token, not minidist, or a connection closed
              in between; TimeoutError after `limit` seconds.
     """
-    deadline, peer = _deadline(limit), address_of(sock)
+    deadline = _deadline(limit)
+    peer = address_of(sock)
     try:
         opening = _read(sock, len(MAGIC) + NONCE_BYTES, deadline, peer)
         if not opening.startswith(MAGIC):
@@ -77,7 +78,9 @@ def greet(sock: socket.socket, token: bytes, hello: dict[str, Any], limit: float
                 f"{peer} is not a minidist job: it began with {opening[:8]!r}; check address and "
                 "port"
             )
-        theirs, ours, packed = opening[len(MAGIC) :], os.urandom(NONCE_BYTES), pack(hello)
+        theirs = opening[len(MAGIC) :]
+        ours = os.urandom(NONCE_BYTES)
+        packed = pack(hello)
         if len(packed) > HELLO_BYTES:
             raise HandshakeError(
                 f"the hello to {peer} takes {len(packed)} bytes; {HELLO_BYTES} are allowed"
@@ -112,7 +115,8 @@ def admit(
              in between; TimeoutError after `limit` seconds, however slowly bytes dribble in. The
              caller closes the socket.
     """
-    deadline, peer = _deadline(limit), address_of(sock)
+    deadline = _deadline(limit)
+    peer = address_of(sock)
     ours = os.urandom(NONCE_BYTES)
     try:
         _write(sock, MAGIC + ours, deadline, peer)
@@ -167,7 +171,8 @@ def recv_frame(sock: socket.socket, limit: float | None = 10.0) -> Any:
     Raises:  PeerLostError if the connection ended; TimeoutError after `limit` s; CommError if what
              came is no frame.
     """
-    deadline, peer = _deadline(limit), address_of(sock)
+    deadline = _deadline(limit)
+    peer = address_of(sock)
     (length,) = _FRAME_HEADER.unpack(_read(sock, _FRAME_HEADER.size, deadline, peer))
     if length > FRAME_BYTES:
         raise CommError(f"{peer} announced a frame of {length} bytes; {FRAME_BYTES} are allowed")
@@ -195,7 +200,8 @@ def _deadline(limit: float | None) -> float | None:
 
 def _read(sock: socket.socket, count: int, deadline: float | None, peer: str) -> bytes:
     """Exactly `count` bytes, whatever the pieces they come in."""
-    data, filled = bytearray(count), 0
+    data = bytearray(count)
+    filled = 0
     view = memoryview(data)
     while filled < count:
         _wait(sock, select.POLLIN, deadline, f"{peer} sent {filled} of {count} bytes")

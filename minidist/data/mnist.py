@@ -101,7 +101,8 @@ def _parse(path: Path, file: BinaryIO) -> np.ndarray:
 
 def _read_at_most(file: BinaryIO, limit: int) -> bytes:
     """Up to `limit` bytes, read in pieces, so that a wrong header costs no memory."""
-    pieces, left = [], limit
+    pieces = []
+    left = limit
     while left and (piece := file.read(min(left, 1 << 20))):
         pieces.append(piece)
         left -= len(piece)

@@ -53,8 +53,14 @@ class DistributedSampler:
             raise ConfigError(f"DistributedSampler: rank {rank} is not in a group of {group_size}")
         if last not in ("keep", "drop", "repeat"):
             raise ConfigError(f"DistributedSampler: last is {last!r}; choose keep, drop or repeat")
-        self.length, self.batch, self.group_size, self.rank = length, batch, group_size, rank
-        self.seed, self.epoch, self.shuffle, self.last = seed, epoch, shuffle, last
+        self.length = length
+        self.batch = batch
+        self.group_size = group_size
+        self.rank = rank
+        self.seed = seed
+        self.epoch = epoch
+        self.shuffle = shuffle
+        self.last = last
 
     def __len__(self) -> int:
         """Steps of an epoch: the same on every rank."""

@@ -79,7 +79,8 @@ def load(source: str = "python") -> Text:
              path of a UTF-8 file or of a folder: all UTF-8 files in it and below, in sorted order,
              without hidden and binary ones; Text.left_out says how many are not in it.
     """
-    path, left_out = Path(source), ""
+    path = Path(source)
+    left_out = ""
     if source == "python":
         from pydoc_data.topics import topics  # noqa: PLC0415 - half a megabyte
 

@@ -44,7 +44,8 @@ def owner_of(array: Array) -> Array:
     """The array that owns `array`'s buffer: the end of its chain of `.base` (NumPy and CuPy)."""
     base = array.base
     while base is not None and is_array(base):
-        array, base = base, base.base
+        array = base
+        base = base.base
     return array
 
 
@@ -70,7 +71,9 @@ class MemoryAccount:
     """
 
     def __init__(self, *, limit: int | None = None, whose: str = "device memory") -> None:
-        self.limit, self.whose, self.instead = limit, whose, "raise it, or hold less at once"
+        self.limit = limit
+        self.whose = whose
+        self.instead = "raise it, or hold less at once"
         self._lock = threading.Lock()
         self._held: dict[int, _CountedBuffer] = {}
         self._freed: deque[_CountedBuffer] = deque()
@@ -110,7 +113,9 @@ class MemoryAccount:
                     f"{self.instead}"
                 )
             held = self._held[key] = _CountedBuffer(owner, self._released)
-            held.key, held.category, held.nbytes = key, category, owner.nbytes
+            held.key = key
+            held.category = category
+            held.nbytes = owner.nbytes
             self._add(category, held.nbytes)
         return array
 
@@ -144,7 +149,8 @@ class MemoryAccount:
 
     def snapshot(self) -> dict[str, dict[str, int]]:
         """{"parameters": {"now": bytes, "peak": bytes}, …, "total": {…}}, for metrics.json."""
-        now, peak = self.now, self.peak
+        now = self.now
+        peak = self.peak
         return {name: {"now": now[name], "peak": peak[name]} for name in now}
 
     def _released(self, held: Any) -> None:
@@ -185,7 +191,8 @@ def current() -> MemoryAccount:
 def use(account: MemoryAccount) -> Iterator[MemoryAccount]:
     """Context manager: make `account` the calling thread's account, for a worker thread or a
     test."""
-    before, _ambient.account = _ambient.account, account
+    before = _ambient.account
+    _ambient.account = account
     try:
         yield account
     finally:

@@ -3,7 +3,10 @@
 import ctypes
 from pathlib import Path
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # from glibc's malloc.h
+# from glibc's malloc.h
+_M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
+_M_MMAP_THRESHOLD = -3
 _MADV_HUGEPAGE = 14  # from Linux's mman.h
 _MAPS = Path("/proc/self/maps")
 _in_huge_pages = False
@@ -46,11 +49,10 @@ def use_huge_pages(libc: ctypes.CDLL, reserve: int = 256 << 20) -> int:
     if _in_huge_pages or not _MAPS.exists():
         return 0
     _in_huge_pages = True
-    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    libc.free.argtypes, libc.madvise.argtypes = (
-        [ctypes.c_void_p],
-        [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int],
-    )
+    libc.malloc.restype = ctypes.c_void_p
+    libc.malloc.argtypes = [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.mallopt(_M_TOP_PAD, reserve)
     libc.free(libc.malloc(1 << 24))  # more than is free at the heap's end: so it grows
     libc.mallopt(_M_TOP_PAD, 1 << 17)  # as it was

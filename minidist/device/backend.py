@@ -91,7 +91,8 @@ def is_simulated() -> bool:
 def simulated(modules: Mapping[str, Any]) -> Iterator[None]:
     """Context manager: what this thread allocates are arrays without data; `modules`: those of
     "cpu" and "cuda"."""
-    before, _local.modules = getattr(_local, "modules", None), modules
+    before = getattr(_local, "modules", None)
+    _local.modules = modules
     try:
         yield
     finally:
@@ -351,7 +352,8 @@ def matmul(a: Array, b: Array, out: Array | None = None) -> Array:
     are computed in float32. Large products of matrices on the host are MKL's where it is installed
     (blas.py).
     """
-    xp, instead = array_module(a, b), cublas.current()
+    xp = array_module(a, b)
+    instead = cublas.current()
     if instead is not None and xp is not np:
         return instead.multiply(a, b, out)
     if (
@@ -400,7 +402,8 @@ def _draw(
     name: str, seed: int, index: Any, kind: np.dtype, convert: Callable[[Array], Array]
 ) -> Array:
     """Hash `index` block by block; `convert` turns the bits of a block into values."""
-    xp, key = array_module(index), stream_key(name, seed)
+    xp = array_module(index)
+    key = stream_key(name, seed)
     if not isinstance(index, range):
         index = xp.asarray(index)
         if index.dtype.kind not in "iu":
@@ -456,7 +459,8 @@ def random_uniform(name: str, seed: int, index: Any, kind: Any = "float32") -> A
 
 _SUM_MEAN = 2 * 65535  # of four uniform 16-bit integers
 _SUM_STD = float(np.sqrt(4 * (65536.0**2 - 1) / 12))
-_EVEN_LANES, _LOW_HALF = np.uint64(0x0000FFFF0000FFFF), np.uint64(0xFFFFFFFF)
+_EVEN_LANES = np.uint64(0x0000FFFF0000FFFF)
+_LOW_HALF = np.uint64(0xFFFFFFFF)
 
 
 def random_normal(name: str, seed: int, index: Any, kind: Any = "float32") -> Array:

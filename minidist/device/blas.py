@@ -20,7 +20,10 @@ from minidist.device.processor import processor
 
 # multiplications and additions of a product that is worth a call by ctypes, some 60 µs
 LEAST = 1 << 22
-_ROWS, _PLAIN, _TRANSPOSED = 101, 111, 112  # CblasRowMajor, CblasNoTrans, CblasTrans
+# CblasRowMajor, CblasNoTrans, CblasTrans
+_ROWS = 101
+_PLAIN = 111
+_TRANSPOSED = 112
 _SEQUENTIAL = 1  # MKL_THREADING_SEQUENTIAL
 _KINDS = {
     np.dtype(np.float32): ("cblas_sgemm", ctypes.c_float),
@@ -39,7 +42,9 @@ class HostProducts:
     def __init__(self, library: Any, integer: Any = ctypes.c_int) -> None:
         self._functions = {}
         for kind, (name, number) in _KINDS.items():
-            function, flag, address = getattr(library, name), ctypes.c_int, ctypes.c_void_p
+            function = getattr(library, name)
+            flag = ctypes.c_int
+            address = ctypes.c_void_p
             function.restype = None
             function.argtypes = [
                 flag,
@@ -66,10 +71,12 @@ class HostProducts:
         """
         if a.ndim != 2 or b.ndim != 2 or a.dtype != b.dtype or a.dtype not in self._functions:
             return None
-        (m, k), n = a.shape, b.shape[1]
+        (m, k) = a.shape
+        n = b.shape[1]
         if m * k * n < LEAST or k != len(b):
             return None
-        left, right = _layout(a), _layout(b)
+        left = _layout(a)
+        right = _layout(b)
         if left is None or right is None:
             return None
         if out is None:
@@ -105,7 +112,9 @@ class HostProducts:
 def _layout(x: Any) -> tuple[int, int] | None:
     """Whether a matrix is stored by rows or, transposed, by columns; and the elements from one to
     the next."""
-    (down, across), item, (height, width) = x.strides, x.itemsize, x.shape
+    (down, across) = x.strides
+    item = x.itemsize
+    (height, width) = x.shape
     if across == item and down >= width * item and down % item == 0:
         return _PLAIN, down // item
     if down == item and across >= height * item and across % item == 0:

@@ -24,7 +24,8 @@ def usable() -> list[int] | None:
 
 def of_all_ranks() -> int:
     """How many cores the ranks of this host have together, as far as this rank knows."""
-    told, mine = os.environ.get(VARIABLE, ""), usable()
+    told = os.environ.get(VARIABLE, "")
+    mine = usable()
     if re.fullmatch("[0-9]{1,6}", told) and int(told):
         return int(told)
     return len(mine) if mine else os.cpu_count() or 1

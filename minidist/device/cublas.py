@@ -23,7 +23,9 @@ from minidist.errors import DeviceError, KernelError, ShapeError
 WORKSPACE = 32 << 20  # bytes, as NVIDIA advises for sm_90
 # cudaDataType: CUDA_R_32F, CUDA_R_16F, CUDA_R_16BF
 _KINDS = {"float32": 0, "float16": 2, "bfloat16": 14}
-_SUMS_IN_FLOAT32, _ANY_ALGORITHM = 68, -1  # CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT
+# CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT
+_SUMS_IN_FLOAT32 = 68
+_ANY_ALGORITHM = -1
 
 
 class _Current(threading.local):
@@ -60,12 +62,11 @@ class Products:
     def __init__(self, library: Any = None) -> None:
         import cupy  # noqa: PLC0415 - only where a GPU was asked for
 
-        self._cupy, self._library = cupy, load() if library is None else library
-        self._handle, self._one, self._zero = (
-            ctypes.c_void_p(),
-            ctypes.c_float(1.0),
-            ctypes.c_float(0.0),
-        )
+        self._cupy = cupy
+        self._library = load() if library is None else library
+        self._handle = ctypes.c_void_p()
+        self._one = ctypes.c_float(1.0)
+        self._zero = ctypes.c_float(0.0)
         self._call("cublasCreate_v2", ctypes.byref(self._handle))
         self._workspace = cupy.empty((WORKSPACE,), np.uint8)
 
@@ -73,7 +74,8 @@ class Products:
     def instead(self) -> Iterator[None]:
         """Context manager: this thread's products of arrays on a GPU are computed by this
         object."""
-        before, _current.products = _current.products, self
+        before = _current.products
+        _current.products = self
         try:
             yield
         finally:
@@ -93,7 +95,8 @@ class Products:
                 f"takes two matrices in one of {', '.join(_KINDS)}; heads of more than 128 "
                 "columns have others"
             )
-        (m, k), n = a.shape, b.shape[1]
+        (m, k) = a.shape
+        n = b.shape[1]
         out = self._cupy.empty((m, n), a.dtype) if out is None else out
         if out.shape != (m, n) or out.dtype != a.dtype or not out.flags.c_contiguous:
             raise ShapeError(
@@ -103,8 +106,10 @@ class Products:
         if m * n * k == 0:
             out[...] = 0
             return out
-        (a, turn_a, step_a), (b, turn_b, step_b) = self._laid_out(a), self._laid_out(b)
-        stream, kind = self._cupy.cuda.get_current_stream().ptr, _KINDS[str(a.dtype)]
+        (a, turn_a, step_a) = self._laid_out(a)
+        (b, turn_b, step_b) = self._laid_out(b)
+        stream = self._cupy.cuda.get_current_stream().ptr
+        kind = _KINDS[str(a.dtype)]
         # forgets the workspace
         self._call("cublasSetStream_v2", self._handle, ctypes.c_void_p(stream))
         self._call(

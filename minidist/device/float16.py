@@ -19,11 +19,19 @@ def _bits(number: int) -> np.ndarray:
     return np.asarray(number, np.uint32)
 
 
-_ONE, _THIRTEEN, _SIXTEEN = _bits(1), _bits(13), _bits(16)
-_MAGNITUDE, _SIGN_16, _NAN_16 = _bits(0x7FFFFFFF), _bits(0x8000), _bits(0x7E00)
-_EXPONENT_2X, _SMALLEST_2X, _BIAS = _bits(0xFF000000), _bits(0x71000000), _bits(0x07800000)
-_EXPONENT_16, _DIGITS = _bits(0x7C00), _bits(0xFFF)
-_UP, _DOWN = np.float32(2.0**112), np.float32(2.0**-110)
+_ONE = _bits(1)
+_THIRTEEN = _bits(13)
+_SIXTEEN = _bits(16)
+_MAGNITUDE = _bits(0x7FFFFFFF)
+_SIGN_16 = _bits(0x8000)
+_NAN_16 = _bits(0x7E00)
+_EXPONENT_2X = _bits(0xFF000000)
+_SMALLEST_2X = _bits(0x71000000)
+_BIAS = _bits(0x07800000)
+_EXPONENT_16 = _bits(0x7C00)
+_DIGITS = _bits(0xFFF)
+_UP = np.float32(2.0**112)
+_DOWN = np.float32(2.0**-110)
 
 
 def to_float32(array: np.ndarray) -> np.ndarray:
@@ -37,7 +45,8 @@ def to_float32(array: np.ndarray) -> np.ndarray:
 def from_float32(array: np.ndarray, out: np.ndarray) -> np.ndarray:
     """Write contiguous float32 into contiguous float16 `out` of the same size, rounded to nearest,
     ties to even."""
-    source, target = array.reshape(-1).view(np.uint32), out.reshape(-1).view(np.uint16)
+    source = array.reshape(-1).view(np.uint32)
+    target = out.reshape(-1).view(np.uint16)
     size = min(_BLOCK, source.size)
     room = [np.empty(size, np.uint32) for _ in range(3)]
     with np.errstate(over="ignore", invalid="ignore"):  # invalid: a signalling NaN

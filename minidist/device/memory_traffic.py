@@ -12,7 +12,8 @@ class MemoryTraffic:
     """
 
     def __init__(self) -> None:
-        self.step, self.other = dict[str, int](), dict[str, int]()
+        self.step = dict[str, int]()
+        self.other = dict[str, int]()
         self._counted = self.other
 
     def count(self, source: str, target: str, nbytes: int) -> None:
@@ -23,7 +24,8 @@ class MemoryTraffic:
     @contextmanager
     def during_step(self) -> Iterator[None]:
         """Moves that begin inside count as a training step's."""
-        before, self._counted = self._counted, self.step
+        before = self._counted
+        self._counted = self.step
         try:
             yield
         finally:

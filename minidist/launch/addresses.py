@@ -75,7 +75,9 @@ def connect_to_any(
     with every address,
             after `limit` seconds.
     """
-    rank, size, deadline = launch.world_rank, launch.world_size, time.monotonic() + limit
+    rank = launch.world_rank
+    size = launch.world_size
+    deadline = time.monotonic() + limit
     if len(hosts) == 1:
         return MonitorClient((hosts[0], port), token, rank, size, limit=limit, begun=begun)
     refused: HandshakeError | None = None

@@ -84,7 +84,8 @@ class Children:
         limits: Limits | None = None,
         patience: float = PATIENCE,
     ) -> None:
-        self.processes, self.limits = processes, limits or Limits()
+        self.processes = processes
+        self.limits = limits or Limits()
         self._looks = ProcessLooks(patience)
 
     def how(self, world_rank: int) -> str | None:

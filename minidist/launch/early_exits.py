@@ -67,7 +67,8 @@ def watch_exits_at_once(membership: "Membership") -> None:
 def _tell(membership: "Membership", status: int, frames: str) -> None:
     if membership.joined is None or membership.failed or membership.joined.link.loss is not None:
         return
-    link, shown = membership.joined.link, status & 0xFF
+    link = membership.joined.link
+    shown = status & 0xFF
     if link.closed:
         tell_exit(shown, frames)
     else:
@@ -97,13 +98,15 @@ def watch_threads(membership: "Membership", limit: float) -> None:
 
 def _wait_for_threads(membership: "Membership", limit: float) -> None:
     threading.main_thread().join()
-    seen, since = None, time.monotonic()
+    seen = None
+    since = time.monotonic()
     while names := list(_running()):
         calls = membership.world and membership.world.ledger.flight.entries()[-1:]
         if membership.ending:
             return
         if calls != seen:  # a program may go on in its threads
-            seen, since = calls, time.monotonic()
+            seen = calls
+            since = time.monotonic()
         elif time.monotonic() - since > limit:
             break
         time.sleep(_LOOK)

@@ -53,7 +53,10 @@ class RemoteProcess:
     stderr = None  # its lines come with its host's
 
     def __init__(self, host: "RemoteHost", number: int) -> None:
-        self.host, self.number, self.pid, self.how = host, number, 0, ""
+        self.host = host
+        self.number = number
+        self.pid = 0
+        self.how = ""
         self.stopped = False
         self._code: int | None = None
         self._killed = 0.0  # since when it is to end by SIGKILL
@@ -66,7 +69,8 @@ class RemoteProcess:
     def end(self, code: int, how: str) -> None:
         """It has ended, or is lost with its host."""
         if self._code is None:
-            self._code, self.how = code, how
+            self._code = code
+            self.how = how
             self._ended.set()
 
     def send_signal(self, number: int) -> None:
@@ -106,11 +110,18 @@ class RemoteHost:
         order: dict[str, Any],
         news: Callable[[], None],
     ) -> None:
-        self.name, self.capacity, self.node, self.lost = ranks.name, ranks.ranks, node, ""
-        self._order, self._news, self._last = {**order, "node": node}, news, ""
+        self.name = ranks.name
+        self.capacity = ranks.ranks
+        self.node = node
+        self.lost = ""
+        self._order = {**order, "node": node}
+        self._news = news
+        self._last = ""
         self._processes: dict[int, RemoteProcess] = {}
         self._sock: socket.socket | None = None
-        self._sending, self._closed, self._come = threading.Lock(), False, threading.Event()
+        self._sending = threading.Lock()
+        self._closed = False
+        self._come = threading.Event()
         self._reach = [*ssh, ranks.name]
         there = shlex.join(module_command("minidist.launch.host_workers"))
         command = [*self._reach, f"exec {there}"]
@@ -289,7 +300,8 @@ class OtherHosts:
     """
 
     def __init__(self, hosts: Sequence[HostRanks], ssh: str = SSH) -> None:
-        self.hosts, self.ssh = list(hosts), ssh_words(ssh)
+        self.hosts = list(hosts)
+        self.ssh = ssh_words(ssh)
 
     @property
     def here(self) -> int | None:

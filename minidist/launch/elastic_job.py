@@ -108,23 +108,25 @@ class ElasticJob:
         template: Template | None = None,
         others: OtherHosts | None = None,
     ) -> None:
-        self.elastic, self.patience, self.log, self.limits = (
-            elastic,
-            patience,
-            EventLog(record),
-            limits,
-        )
+        self.elastic = elastic
+        self.patience = patience
+        self.log = EventLog(record)
+        self.limits = limits
         self.forks = forks
         self.workforce = Workforce(command, wire.new_token(), limits, others, template)
         self.generation: Generation | None = None
         self.lost: list[dict[str, Any]] = []  # since the last generation was formed
-        self.restarts, self.useless = elastic.restarts, 0
+        self.restarts = elastic.restarts
+        self.useless = 0
         self.begun = False  # some generation has had a state
         self.status: int | None = None  # of the job, once it is known
         # of processes that were done; SIGTERM, to those that save
-        self.result, self.passed_on = 0, False
+        self.result = 0
+        self.passed_on = False
         self.told: list[int] = []
-        self.start, self.finishing = time.monotonic(), 0.0  # since when
+        # since when
+        self.start = time.monotonic()
+        self.finishing = 0.0
 
     def run(self) -> int:
         """Start, serve, clean up; the exit status."""
@@ -228,7 +230,8 @@ class ElasticJob:
     def _left(self, worker: Worker, why: str, *, tidy: bool) -> None:
         """A process waits for the next generation: it has just started, or has left its last
         one."""
-        generation, was = self.generation, worker.state
+        generation = self.generation
+        was = worker.state
         worker.state = WAITING
         if (
             was != MEMBER
@@ -295,7 +298,8 @@ class ElasticJob:
     def _form_next(self) -> None:
         """Once all that live have left the last generation: form the next, if that is possible
         now."""
-        generation, now = self.generation, time.monotonic()
+        generation = self.generation
+        now = time.monotonic()
         since = self.start if generation is None or generation.broken is None else generation.broken
         staying = [worker for worker in self.workforce.of(MEMBER)]
         if staying and generation is not None:
@@ -307,7 +311,8 @@ class ElasticJob:
         starting = [
             worker for worker in self.workforce.of(STARTING) if now - worker.since < START_LIMIT
         ]
-        size, wanted = self.elastic.size_of(len(ready)), self.elastic.sizes[-1]
+        size = self.elastic.size_of(len(ready))
+        wanted = self.elastic.sizes[-1]
         patience = (
             0.0 if self.told else self.elastic.wait if generation is not None else START_LIMIT
         )
@@ -331,7 +336,8 @@ class ElasticJob:
 
     def _form(self, size: int, ready: list[Worker]) -> None:
         """Give ranks, and tell each process its own."""
-        last, members = self.generation, placed(size, ready, self.generation)
+        last = self.generation
+        members = placed(size, ready, self.generation)
         token = wire.new_token()
         monitor = start_monitor(members, token, self.workforce.place, self.patience)
         number = 1 if last is None else last.number + 1
@@ -350,7 +356,8 @@ class ElasticJob:
         }
         self.log.records.append(record)
         for rank, worker in enumerate(members):
-            worker.state, worker.rank = MEMBER, rank
+            worker.state = MEMBER
+            worker.rank = rank
             worker.tells = True
         tell_ranks(
             self.workforce.hosts,
@@ -362,7 +369,8 @@ class ElasticJob:
         )
         if last is not None:
             self.log.note("reached", last, step=last.reached)
-        self.generation, self.lost = Generation(number, members, monitor, record), []
+        self.generation = Generation(number, members, monitor, record)
+        self.lost = []
         self.log.note("forming", self.generation)
         if last is not None:
             threading.Thread(target=last.monitor.close, daemon=True).start()
@@ -371,7 +379,8 @@ class ElasticJob:
     def _tend(self, generation: Generation) -> None:
         """While it works: all must come to its monitor; and when more can take part, it is to stop
         after a step."""
-        now, record = time.monotonic(), generation.record
+        now = time.monotonic()
+        record = generation.record
         if "formed" not in record:
             generation.kill_absent(now - generation.begun, self.patience)
         elif generation.asked is not None:
@@ -391,7 +400,8 @@ class ElasticJob:
     def _living(self, generation: Generation) -> list[Worker]:
         """The ranks that work. A stopped one without which the others go on is killed, so that
         another may start."""
-        members, spared = self.workforce.of(MEMBER), generation.monitor.spared
+        members = self.workforce.of(MEMBER)
+        spared = generation.monitor.spared
         for worker in members if spared else ():
             if worker.rank in spared and worker.stopped:
                 worker.kill()

@@ -60,7 +60,8 @@ def watch_exits(membership: "Membership") -> None:
         error."""
         code = slot.__get__(error)
         if sys._getframe().f_back is None and membership.is_this_process():
-            membership.exit, membership.status = error, exit_status(code)
+            membership.exit = error
+            membership.status = exit_status(code)
             return membership.status if isinstance(code, int) else code
         return code
 

@@ -97,7 +97,10 @@ class ForkedJob:
     def __init__(
         self, size: int, transport: str, limit: float, nodes: Sequence[int], patience: float
     ) -> None:
-        self.size, self.transport, self.limit, self.nodes = size, transport, limit, nodes
+        self.size = size
+        self.transport = transport
+        self.limit = limit
+        self.nodes = nodes
         self.files: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(size)]  # noqa: SIM115 - see run_forked
         self.token = wire.new_token()
         self.profile = load_profile()  # once, for all ranks; so are the libraries
@@ -125,24 +128,29 @@ class ForkedJob:
 
     def _note(self, rank: int, outcomes: dict[int, dict[str, Any]]) -> None:
         """A rank's process has ended: with 0 and an outcome, or it died."""
-        process, file = self.processes[rank], self.files[rank]
+        process = self.processes[rank]
+        file = self.files[rank]
         file.seek(0)
-        code, data = process.poll(), file.read()
+        code = process.poll()
+        data = file.read()
         assert code is not None
-        how, trace = how_it_ended(code), ""
+        how = how_it_ended(code)
+        trace = ""
         if code == 0 and data:
             outcomes[rank] = wire.unpack(data)
             error = outcomes[rank].get("error")
             if error is None:
                 return  # else it may have failed before it could reach the monitor
-            how, trace = f"failed with {error['name']}: {error['message']}", error["traceback"]
+            how = f"failed with {error['name']}: {error['message']}"
+            trace = error["traceback"]
         self.monitor.lose(Failure(rank, process.pid, platform.node(), how, trace))
 
 
 @contextlib.contextmanager
 def _only_this_process() -> Iterator[None]:
     """A child that the block forks ends where it would leave the block: it is not the rank."""
-    process, status = os.getpid(), 0
+    process = os.getpid()
+    status = 0
     try:
         yield
     except BaseException as error:

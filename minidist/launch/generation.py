@@ -80,7 +80,8 @@ class Generation:
 
     def stop_after(self, step: int) -> None:
         """Rank 0 has named the step after which all are to stop."""
-        self.agreed, self.boundary = set(), step
+        self.agreed = set()
+        self.boundary = step
         for other in self.members[1:]:
             other.send("stop", number=self.number, step=step)
         self.agree(self.members[0])
@@ -95,7 +96,8 @@ class Generation:
         """It ended `seconds` ago: kill members that have not left; the lost rank at once, if it is
         stopped."""
         for worker in staying:
-            stopped, loss = worker.stopped, self.monitor.loss
+            stopped = worker.stopped
+            loss = self.monitor.loss
             lost = loss is not None and loss.world_rank == worker.rank
             if seconds > (patience if stopped and not lost else 0.0 if stopped else LEAVE_LIMIT):
                 worker.kill()
@@ -179,7 +181,8 @@ class EventLog:
     """
 
     def __init__(self, file: Path | None) -> None:
-        self._file, self._start = file, time.monotonic()
+        self._file = file
+        self._start = time.monotonic()
         self.records: list[dict[str, Any]] = []
 
     def clock(self) -> float:

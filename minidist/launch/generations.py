@@ -72,19 +72,24 @@ class Generations:
         libraries: ThreadpoolController | None = None,
     ) -> None:
         self._libraries = libraries
-        self.process, self.number, self.begun = number, 0, False
+        self.process = number
+        self.number = 0
+        self.begun = False
         self._host = address[0]
         self.stop_at: int | None = None
-        self.steps, self.saves = 0, False
+        self.steps = 0
+        self.saves = False
         self._said = time.monotonic()  # when this process, as rank 0, said how many steps are made
         self._sock = connect_to_monitor(
             address, token, {"process": number}, f"process {number}", REACH_LIMIT, begun=True
         )
         self._membership: Membership | None = None
-        self._why, self._tidy = "", True
+        self._why = ""
+        self._tidy = True
         self._heard: dict[str, dict[str, Any]] = {}  # from the launcher, by kind, not yet taken
         self._regroup = self._ended = False
-        self._changed, self._sending = threading.Condition(), threading.Lock()
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
         threading.Thread(target=self._listen, name="minidist elastic", daemon=True).start()
 
     @classmethod
@@ -116,7 +121,8 @@ class Generations:
         told = self._wait("generation", None)
         if told is None:
             return None
-        rank, size = str(told["world_rank"]), str(told["world_size"])
+        rank = str(told["world_rank"])
+        size = str(told["world_size"])
         os.environ.update(
             {
                 # the launcher has it
@@ -166,7 +172,8 @@ class Generations:
         Args:   release: ends what still uses the world in other threads; no call there waits for a
                 lost rank any more.
         """
-        member, self._tidy = self._membership, error is None
+        member = self._membership
+        self._tidy = error is None
         self._why = "" if error is None else words(error).splitlines()[0]
         assert member is not None
         link = None if member.joined is None else member.joined.link
@@ -274,8 +281,10 @@ class Generations:
                             self.stop_at = int(frame["step"])
                         case kind:
                             if kind == "generation":
-                                self.number, self.begun = frame["number"], frame["begun"]
-                                self.stop_at, self._regroup = None, False
+                                self.number = frame["number"]
+                                self.begun = frame["begun"]
+                                self.stop_at = None
+                                self._regroup = False
                                 self._heard.clear()
                             self._heard[kind] = frame
                     self._changed.notify_all()

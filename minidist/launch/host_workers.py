@@ -77,7 +77,8 @@ class HostWorkers:
         self.ranks: dict[int, int] = {}  # of the present generation: process by rank
         self.stopped: set[int] = set()
         self.agent: NodeAgent | None = None
-        self._sending, self._over = threading.Lock(), False
+        self._sending = threading.Lock()
+        self._over = False
         token = order["token"].encode()
         self.sock, address = _connect(order["addresses"], order["port"], token, order["node"])
         self.starter = Starter(order["command"], token, self.limits, address, self._name)
@@ -142,10 +143,8 @@ class HostWorkers:
 
     def _how(self, rank: int) -> str | None:
         """How a rank ended that is just ending; None if it still runs."""
-        process, deadline = (
-            self.processes.get(self.ranks.get(rank, -1)),
-            time.monotonic() + REAP_LIMIT,
-        )
+        process = self.processes.get(self.ranks.get(rank, -1))
+        deadline = time.monotonic() + REAP_LIMIT
         while process is not None:
             if (code := process.poll()) is not None:
                 return self.limits.how_it_ended(code)

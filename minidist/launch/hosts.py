@@ -323,7 +323,8 @@ class HostsJob:
         if "problem" in told:
             return f"host {name}: {told['problem']}"
         self.readers[2 * number + 1].join(1.0)
-        status, said = self.launchers[number].wait(), self.last[number] or "it said nothing"
+        status = self.launchers[number].wait()
+        said = self.last[number] or "it said nothing"
         return f"host {name}: ssh ended with {status} ({said}); " + (
             f"try `{shlex.join(self.ssh)} {name} true`"
             if status == 255
@@ -370,7 +371,8 @@ class HostsJob:
 
     def _wait(self) -> int:
         """Until every host has ended; when one has failed, the others get ENDING s."""
-        passed_on, failed = 0, 0.0
+        passed_on = 0
+        failed = 0.0
         while (codes := [process.poll() for process in self.launchers]).count(None):
             for signal_number in self.told[passed_on:]:
                 passed_on += 1

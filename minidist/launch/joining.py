@@ -286,10 +286,8 @@ class HelperProcess:
         patience: float = PATIENCE,
     ) -> None:
         command = module_command(f"minidist.comm.health.{module}", *map(str, arguments))
-        self._name, self._ended = (
-            module.removesuffix("_process").replace("_", " "),
-            threading.Event(),
-        )
+        self._name = module.removesuffix("_process").replace("_", " ")
+        self._ended = threading.Event()
         self.loss: Failure | None = None
         self.met = False
         try:
@@ -316,7 +314,8 @@ class HelperProcess:
     def close(self) -> None:
         """Wait until every rank has said goodbye, or it has ended: it looks at the processes until
         they have ended."""
-        stdin, stdout = self._process.stdin, self._process.stdout
+        stdin = self._process.stdin
+        stdout = self._process.stdout
         assert stdin is not None and stdout is not None
         with contextlib.suppress(BrokenPipeError):
             stdin.close()
@@ -330,7 +329,9 @@ class HelperProcess:
     def _watch(self, patience: float) -> None:
         """Until it has ended: kill it if it is stopped for `patience` seconds, and say it if it is
         killed."""
-        looks, pid, frozen = ProcessLooks(patience), self._process.pid, False
+        looks = ProcessLooks(patience)
+        pid = self._process.pid
+        frozen = False
         while not self._ended.wait(self._until(looks)) and self._process.poll() is None:
             frozen = bool(looks.frozen({pid})) or frozen
             looks.close()  # it is killed at once
@@ -362,7 +363,8 @@ class MonitorProcess(HelperProcess):
         port: int = 0,
         patience: float = PATIENCE,
     ) -> None:
-        self._host, self._size = host, size
+        self._host = host
+        self._size = size
         with listen(host, port) as listener:  # the kernel queues ranks until the child is there
             self.place = MonitorAddress(host or "127.0.0.1", listener.getsockname()[1], token)
             super().__init__(
@@ -446,7 +448,8 @@ def connect_by_file(
     Args:   address: the monitor's; None: the file has it, as "host,host port token".
     Raises: HandshakeError or TimeoutError after `limit` seconds.
     """
-    deadline, problem = time.monotonic() + limit, None
+    deadline = time.monotonic() + limit
+    problem = None
     while time.monotonic() < deadline:
         token = file.read()
         if token is not None:

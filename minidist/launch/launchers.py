@@ -391,7 +391,8 @@ def _tasks_on(node: int, tasks: str, name: str) -> int:
     LaunchError."""
     if not tasks:
         return 0
-    first, found = 0, 0
+    first = 0
+    found = 0
     for part in tasks.split(","):
         match = re.fullmatch(r"([0-9]{1,7})(?:\(x([0-9]{1,7})\))?", part)
         if match is None:

@@ -59,8 +59,12 @@ class MemoryLimit:
     """
 
     def __init__(self, nbytes: int, text: str, own: Path | None = None) -> None:
-        self.nbytes, self.text, self.problem, self.kills = nbytes, text, "the job has not begun", 0
-        self._own, self._lock = own, -1
+        self.nbytes = nbytes
+        self.text = text
+        self.problem = "the job has not begun"
+        self.kills = 0
+        self._own = own
+        self._lock = -1
         self.group: Path | None = None
         self._files = _V2
 

@@ -75,7 +75,9 @@ class Membership:
     """This process as a rank of its job. `world` is the group of all ranks, once they have met."""
 
     def __init__(self, launch: Launch, transport: str = "", patience: float = PATIENCE) -> None:
-        self.launch, self.transport, self.patience = launch, transport, patience
+        self.launch = launch
+        self.transport = transport
+        self.patience = patience
         self.joined: Joined | None = None
         self.world: Group | None = None
         self.status = 0  # the exit status, as far as it is known
@@ -85,7 +87,8 @@ class Membership:
         self.quiet = False  # another process prints its failure
         # the script that a rank of run(transport="mpi") is importing for its function
         self.importing = ""
-        self._process, self._left = os.getpid(), False
+        self._process = os.getpid()
+        self._left = False
 
     def join(self, name: str, limit: float) -> Group:
         """Find the monitor, meet all ranks, connect the transport."""
@@ -182,7 +185,8 @@ class Membership:
 
     def say(self, error: BaseException, first: bool) -> None:
         """Print this rank's end: the traceback if it is the cause, else one line, or nothing."""
-        rank, size = self.launch.world_rank, self.launch.world_size
+        rank = self.launch.world_rank
+        size = self.launch.world_size
         if self.quiet or isinstance(error, KeyboardInterrupt):
             return
         if first and isinstance(error, ConfigError):
@@ -214,7 +218,9 @@ class Membership:
             os._exit(self.status)  # MPI_Finalize would be called in the rank's name
         if self._left or not self.is_this_process():
             return
-        self._left, victim, late = True, False, False
+        self._left = True
+        victim = False
+        late = False
         if (
             self.exit is not None
             and self.status

@@ -112,7 +112,8 @@ def _is_initialized() -> bool:
 def check_pmi() -> None:
     """Raise LaunchError if PMI_FD or PMI_PORT cannot be what mpirun set: MPI_Init would end the
     process."""
-    file, port = os.environ.get("PMI_FD"), os.environ.get("PMI_PORT")
+    file = os.environ.get("PMI_FD")
+    port = os.environ.get("PMI_PORT")
     if file is not None and not _is_socket(file):
         raise LaunchError(
             f"PMI_FD={file!r:.60} is not the number of an open socket; mpirun sets it, for the "
@@ -150,7 +151,8 @@ def make_room(ranks: int) -> None:
 def shortage(ranks: int) -> str:
     """What is missing, if MPICH would die of a full /dev/shm with so many ranks on this host; else
     ""."""
-    needed, free = ranks * MPICH_BYTES, _free_bytes()
+    needed = ranks * MPICH_BYTES
+    free = _free_bytes()
     # of this job, it may be: then it has its room
     if free >= needed or any(Path(SHM).glob("mpich_shm_*")):
         return ""
@@ -236,7 +238,10 @@ class InitWatch:
     def __init__(
         self, launch: Launch, limit: float, rank: int, over: int, patience: float = PATIENCE
     ) -> None:
-        self._launch, self._limit, self._rank, self._over = launch, limit, rank, over
+        self._launch = launch
+        self._limit = limit
+        self._rank = rank
+        self._over = over
         self._deadline = time.monotonic() + limit
         self._agent = parent_of(os.getsid(rank))  # mpirun begins a session with each rank
         self._names: set[str] = set()
@@ -272,7 +277,9 @@ class InitWatch:
         poll.register(self._over, select.POLLIN)
         heard = os.read(self._over, 1) if poll.poll(1000 * limit) else None
         if heard == b"i":  # MPI_Init is over; what comes now has limits of its own
-            self._deadline, self._looked, heard = math.inf, time.monotonic(), None
+            self._deadline = math.inf
+            self._looked = time.monotonic()
+            heard = None
         return heard
 
     def _end_job(self) -> bytes:
@@ -317,7 +324,8 @@ class InitWatch:
     def _look_for_stops(self) -> bool:
         """Whether a rank of this host has been stopped for the patience."""
         if time.monotonic() >= self._stops.next(_STOPS):
-            first, here = self._launch.world_rank - self._launch.local_rank, self._here()
+            first = self._launch.world_rank - self._launch.local_rank
+            here = self._here()
             pids = {
                 pid: first + local
                 for local, above in here.items()
@@ -329,7 +337,8 @@ class InitWatch:
     def _look_at_finalize(self) -> None:
         """While this rank waits behind MPI_Init: name those that look twice as if they waited in
         MPI_Finalize."""
-        before, self._looked = self._leaving, time.monotonic()
+        before = self._leaving
+        self._looked = time.monotonic()
         if before is None:
             return
         first = self._launch.world_rank - self._launch.local_rank
@@ -353,7 +362,8 @@ class InitWatch:
         size = self._launch.local_size
         if len(self._processes()) >= size:
             return []
-        first, here = self._launch.world_rank - self._launch.local_rank, self._here()
+        first = self._launch.world_rank - self._launch.local_rank
+        here = self._here()
         return [first + local for local in range(size) if local not in here] if here else []
 
     def _processes(self) -> list[int]:
@@ -380,11 +390,9 @@ class InitWatch:
     def _missing(self) -> tuple[str, bool]:
         """Which ranks are missing, and why; whether ranks of this host are among them, as far as
         can be seen."""
-        size, first, host = (
-            self._launch.world_size,
-            self._launch.world_rank - self._launch.local_rank,
-            platform.node(),
-        )
+        size = self._launch.world_size
+        first = self._launch.world_rank - self._launch.local_rank
+        host = platform.node()
         if ended := self._ended():
             when = (
                 "in md.init, before all had met"

@@ -113,7 +113,8 @@ def run_mpi(
     Raises: what md.run says; LaunchError if there is no mpirun, or `fn` cannot be found by name
     from another process.
     """
-    mpirun, where = find_mpirun(), _name_of(fn, transport)
+    mpirun = find_mpirun()
+    where = _name_of(fn, transport)
     token = wire.new_token()
     monitor = Monitor(size, token, how=lambda seat: exit_of(seat.pid), patience=patience)
     with scratch(prefix="minidist-run-") as folder, open(Path(folder, "stderr"), "w+b") as said:
@@ -175,7 +176,8 @@ def run_mpi(
 
 def _name_of(fn: Callable[..., Any], transport: str) -> dict[str, str]:
     """Module, name and file of a function that another process can import."""
-    module, name = getattr(fn, "__module__", None), getattr(fn, "__qualname__", "")
+    module = getattr(fn, "__module__", None)
+    name = getattr(fn, "__qualname__", "")
     code = getattr(fn, "__code__", None)
     if module is None or code is None or "<" in name or not os.path.isfile(code.co_filename):
         raise LaunchError(
@@ -219,7 +221,8 @@ def _rank_main(folder: Path) -> None:
     member = membership.current()
     assert member is not None
     member.quiet = True  # the caller raises our errors
-    packed, draft = b"", folder / f"draft-{world.rank}"
+    packed = b""
+    draft = folder / f"draft-{world.rank}"
     try:
         member.importing = task["file"]
         function = _load(task["module"], task["name"], task["file"])

@@ -144,7 +144,10 @@ class SpawnedJob:
         patience: float,
         limits: Limits,
     ) -> None:
-        self.command, self.size, self.nodes, self.limits = command, size, nodes, limits
+        self.command = command
+        self.size = size
+        self.nodes = nodes
+        self.limits = limits
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.children = Children(self.processes, limits, patience)
         self.helpers: list[threading.Thread] = []
@@ -152,7 +155,9 @@ class SpawnedJob:
         self.ended: set[int] = set()  # ranks whose end has been noted
         self.passed_on = 0  # signals that the ranks were told, and end by themselves
         self.again = False  # they have saved their work
-        host, port, self.ranks = nodes.master_addr, nodes.master_port, nodes.ranks(size)
+        host = nodes.master_addr
+        port = nodes.master_port
+        self.ranks = nodes.ranks(size)
         self.watch: Monitor | NodeAgent = NodeAgent(self.ranks, self.children.how)
         if nodes.rank == 0:
             place = where_to_listen(host) if nodes.count > 1 else host
@@ -216,7 +221,8 @@ class SpawnedJob:
                     ) from error
 
     def _environment(self, rank: int, local_rank: int) -> dict[str, str]:
-        nodes, place = self.nodes, self.place
+        nodes = self.nodes
+        place = self.place
         return {
             **clean_environment(os.environ),
             **place.variables(),

@@ -40,13 +40,14 @@ class Starter:
         capacity: int = 0,
         template: Template | None = None,
     ) -> None:
-        self.command, self.token, self.limits, self.address = list(command), token, limits, address
-        self.name, self.node, self.capacity, self._who = (
-            name or os.uname().nodename,
-            node,
-            capacity,
-            who,
-        )
+        self.command = list(command)
+        self.token = token
+        self.limits = limits
+        self.address = address
+        self.name = name or os.uname().nodename
+        self.node = node
+        self.capacity = capacity
+        self._who = who
         self._template = template
         self.ending = False
 

@@ -55,7 +55,8 @@ class Orphan:
     """
 
     def __init__(self, pid: int, stderr: IO[bytes] | None) -> None:
-        self.pid, self.stderr = pid, stderr
+        self.pid = pid
+        self.stderr = stderr
         self._code: int | None = None
         self._lock = threading.Lock()
 
@@ -66,7 +67,8 @@ class Orphan:
                 try:
                     pid, status = os.waitpid(self.pid, os.WNOHANG)
                 except ChildProcessError:  # it was waited for elsewhere
-                    pid, status = self.pid, 1 << 8
+                    pid = self.pid
+                    status = 1 << 8
                 if pid:
                     self._code = os.waitstatus_to_exitcode(status)
             return self._code
@@ -91,8 +93,10 @@ class Template:
     """The launcher's side of a template process, which has the other end of the socket."""
 
     def __init__(self, process: "subprocess.Popen[bytes] | Orphan", sock: socket.socket) -> None:
-        self._process, self._sock = process, sock
-        self.pid, self.ready = process.pid, False
+        self._process = process
+        self._sock = sock
+        self.pid = process.pid
+        self.ready = False
 
     def wait(self, seconds: float) -> bool:
         """Whether it has loaded, or has ended: after at most so many seconds."""
@@ -108,7 +112,8 @@ class Template:
         template is lost."""
         if not self.ready:
             return None
-        told, words = b"", json.dumps(dict(variables or {})).encode()
+        told = b""
+        words = json.dumps(dict(variables or {})).encode()
         theirs, ours = os.pipe()[::-1] if number else (os.open(os.devnull, os.O_WRONLY), None)
         with contextlib.suppress(OSError):
             self._sock.settimeout(FORK_LIMIT)

@@ -49,7 +49,8 @@ def library() -> str:
     try:
         import mpi4py
 
-        before, mpi4py.rc.initialize = mpi4py.rc.initialize, False
+        before = mpi4py.rc.initialize
+        mpi4py.rc.initialize = False
         try:
             from mpi4py import MPI
         finally:

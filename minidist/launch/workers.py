@@ -42,7 +42,10 @@ from minidist.launch.template import FORK_LIMIT, Template
 
 KILLED_LIMIT = 10.0  # seconds that all killed processes together get to end
 
-STARTING, WAITING, MEMBER, DONE = "starting", "waiting", "member", "done"
+STARTING = "starting"
+WAITING = "waiting"
+MEMBER = "member"
+DONE = "done"
 
 Event = tuple["Worker", dict[str, Any]]
 
@@ -58,9 +61,16 @@ class Worker:
     """
 
     def __init__(self, number: int, process: Any, host: "Starter | RemoteHost") -> None:
-        self.number, self.process, self.host, self.since = number, process, host, time.monotonic()
+        self.number = number
+        self.process = process
+        self.host = host
+        self.since = time.monotonic()
         self.sock: socket.socket | None = None
-        self.state, self.rank, self.tells, self.saves, self.told = STARTING, -1, False, False, False
+        self.state = STARTING
+        self.rank = -1
+        self.tells = False
+        self.saves = False
+        self.told = False
         self.frozen = False  # it was stopped (SIGSTOP) for too long, and is killed
         self._stopped: float | None = None  # since when it was seen stopped
 
@@ -132,7 +142,10 @@ class Workforce:
         others: OtherHosts | None = None,
         template: Template | None = None,
     ) -> None:
-        self.command, self.token, self.started, self.limits = list(command), token, 0, limits
+        self.command = list(command)
+        self.token = token
+        self.started = 0
+        self.limits = limits
         # replaced as a whole: another thread may be walking through it
         self.workers: dict[int, Worker] = {}
         self.coming = 0
@@ -169,7 +182,8 @@ class Workforce:
             )
         )
         self.hosts: list[Starter | RemoteHost] = [] if self.starter is None else [self.starter]
-        self._starting, self._counting = threading.Lock(), threading.Lock()
+        self._starting = threading.Lock()
+        self._counting = threading.Lock()
         self._starters: list[threading.Thread] = []
         start_thread(self._accept)
 
@@ -239,7 +253,8 @@ class Workforce:
     def _next_number(self) -> int:
         """The number of a process that is about to be started."""
         with self._counting:
-            self.coming, self.started = self.coming + 1, self.started + 1
+            self.coming = self.coming + 1
+            self.started = self.started + 1
             return self.started - 1
 
     def _start_or_tell(self, number: int) -> None:
@@ -267,7 +282,8 @@ class Workforce:
                 return
             worker = Worker(number, process, host)
             with self._counting:
-                self.workers, self.coming = {**self.workers, number: worker}, self.coming - 1
+                self.workers = {**self.workers, number: worker}
+                self.coming = self.coming - 1
         host.pass_on_lines(number, process)  # type: ignore[arg-type]
 
     def of(self, *states: str) -> list[Worker]:

@@ -24,12 +24,11 @@ class CausalSelfAttention(Module):
     takes_packed = True
 
     def __init__(self, config: GPTConfig, *, out_std: float) -> None:
-        self.heads, self.key_heads, self.head_width = (
-            config.heads,
-            config.key_heads,
-            config.head_width,
-        )
-        self.rotary, self.pattern = config.positions == "rotary", config.attention_pattern
+        self.heads = config.heads
+        self.key_heads = config.key_heads
+        self.head_width = config.head_width
+        self.rotary = config.positions == "rotary"
+        self.pattern = config.attention_pattern
         outputs = (self.heads + 2 * self.key_heads) * self.head_width
         self.qkv = Linear(config.width, outputs, std=0.02, dtype=config.dtype)
         self.out = Linear(config.width, config.width, std=out_std, dtype=config.dtype)
@@ -45,7 +44,8 @@ class CausalSelfAttention(Module):
             return self.out(
                 ops.causal_attention_packed(qkv, heads=self.heads, keep=self.keeps_scores)
             )
-        queries, keys = self.heads * self.head_width, self.key_heads * self.head_width
+        queries = self.heads * self.head_width
+        keys = self.key_heads * self.head_width
         q, k, v = ops.split(qkv, [queries, keys, keys], dim=-1)
         # (B, H, T, D)
         y = self.attend(self._by_head(q), self._by_head(k), self._by_head(v), positions)
@@ -54,7 +54,8 @@ class CausalSelfAttention(Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Array) -> Tensor:
         """q (B, H, T, D), k and v (B, H_kv, T, D), global positions (T,) -> (B, H, T, D)."""
         if self.rotary:
-            q, k = ops.rotary(q, positions), ops.rotary(k, positions)
+            q = ops.rotary(q, positions)
+            k = ops.rotary(k, positions)
         return self.see(q, k, v)
 
     def see(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

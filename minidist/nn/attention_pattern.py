@@ -109,7 +109,8 @@ def pattern_blocks(pattern: str, tokens: int) -> np.ndarray:
     Raises:  ShapeError if the sequence is longer than the rows of `rows`.
     """
     count = _count(tokens)
-    query, key = np.arange(count)[:, None], np.arange(count)
+    query = np.arange(count)[:, None]
+    key = np.arange(count)
     shown = np.zeros((count, count), bool)
     for term in pattern.split("+"):
         name, _, value = term.partition(":")

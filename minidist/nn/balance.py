@@ -28,7 +28,8 @@ def begin_balance(
 
 @begin_balance.gradient("chances")
 def _(node: Node, dy: Array) -> Array:
-    xp, factor = array_module(dy), node.factor
+    xp = array_module(dy)
+    factor = node.factor
     return xp.array(
         xp.broadcast_to(
             factor * factor.dtype.type(node.options["layer"].balance_scale), node.shapes["chances"]

@@ -51,7 +51,9 @@ def limit_to_nodes(scores: Array, node_of: np.ndarray, limit: int, k: int) -> Ar
     """
     if is_virtual(scores):  # choices of a simulated rank are drawn, not computed
         return scores
-    xp, wide, best = array_module(scores), widen(scores), -(-k // limit)
+    xp = array_module(scores)
+    wide = widen(scores)
+    best = -(-k // limit)
     of_nodes = [
         wide[..., xp.asarray(np.flatnonzero(node_of == node))]
         for node in range(int(node_of.max()) + 1)
@@ -71,7 +73,8 @@ class NewestChoices:
     """
 
     def __init__(self, most: int, k: int) -> None:
-        self.most, self.chosen = most, np.empty((0, k), np.int64)
+        self.most = most
+        self.chosen = np.empty((0, k), np.int64)
 
     def add(self, chosen: Array, kept: Array) -> None:
         """The choices of some tokens, (…, k), kept or dropped."""
@@ -140,7 +143,10 @@ def _best_swap(
         return np.asarray(new.astype(np.float64) - gone)
 
     one, other = (np.flatnonzero(node_of == node) for node in pair)
-    out, back, of_e, of_f = moved(*pair), moved(*pair[::-1]), member[:, one], member[:, other]
+    out = moved(*pair)
+    back = moved(*pair[::-1])
+    of_e = member[:, one]
+    of_f = member[:, other]
     # with both: nothing changes
     change = (out @ of_e)[:, None] + back @ of_f - of_e.T @ ((out + back)[:, None] * of_f)
     e, f = np.unravel_index(int(change.argmin()), change.shape)

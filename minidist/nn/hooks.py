@@ -62,7 +62,8 @@ class _Passage:
     """One call of a module, from its enter node to its leave node."""
 
     def __init__(self, module: Any, hooks: Hooks) -> None:
-        self.module, self.hooks = module, hooks
+        self.module = module
+        self.hooks = hooks
         self.arrived = False
         leaf = Tensor(np.zeros(0, np.float32), requires_grad=True)
         self.marker = leaf.reshape(0)  # makes the node `enter`

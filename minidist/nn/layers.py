@@ -118,10 +118,8 @@ class LayerNorm(Module):
     (…, width)."""
 
     def __init__(self, width: int, *, eps: float = 1e-5, dtype: Any = "float32") -> None:
-        self.weight, self.bias = (
-            Weight((width,), ONES, dtype=dtype),
-            Weight((width,), ZEROS, dtype=dtype),
-        )
+        self.weight = Weight((width,), ONES, dtype=dtype)
+        self.bias = Weight((width,), ZEROS, dtype=dtype)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -132,7 +130,8 @@ class RMSNorm(Module):
     """Scale each row to mean square 1, then multiply by weight: (…, width) -> (…, width)."""
 
     def __init__(self, width: int, *, eps: float = 1e-5, dtype: Any = "float32") -> None:
-        self.weight, self.eps = Weight((width,), ONES, dtype=dtype), eps
+        self.weight = Weight((width,), ONES, dtype=dtype)
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.weight, eps=self.eps)

@@ -138,7 +138,8 @@ class Module(ABC):
         self.assign_names(prefix)
         for parameter in self.parameters():
             if isinstance(parameter, Weight):
-                parameter.data, parameter.seed = parameter.draw(seed, device=device), seed
+                parameter.data = parameter.draw(seed, device=device)
+                parameter.seed = seed
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all parameters on the host, by dotted path."""
@@ -153,8 +154,10 @@ class Module(ABC):
         Raises:  DataError if a name is missing or unknown, or a shape or dtype differs;
                  ConfigError if a strategy keeps the numbers elsewhere (Parameter.kept_by).
         """
-        mine, model = dict(self.named_parameters()), type(self).__name__
-        missing, unknown = sorted(mine.keys() - arrays.keys()), sorted(arrays.keys() - mine.keys())
+        mine = dict(self.named_parameters())
+        model = type(self).__name__
+        missing = sorted(mine.keys() - arrays.keys())
+        unknown = sorted(arrays.keys() - mine.keys())
         if missing or unknown:
             raise DataError(
                 f"{model}: the saved weights do not fit this model: missing {_some(missing)}, "

@@ -84,7 +84,8 @@ class Experts(Module):
         self, count: int, width: int, hidden: int, *, activation: str, out_std: float, dtype: Any
     ) -> None:
         self.count = count
-        into, out = (count, width, hidden), (count, hidden, width)
+        into = (count, width, hidden)
+        out = (count, hidden, width)
         self.gate = Weight(into, Init("normal", STD), dtype=dtype) if activation == "silu" else None
         self.up = Weight(into, Init("normal", STD), dtype=dtype)
         self.down = Weight(out, Init("normal", out_std), dtype=dtype)
@@ -131,9 +132,11 @@ class Mixture(Module):
     """
 
     def __init__(self, of_model: GPTConfig, config: MixtureConfig, layer: int = 0) -> None:
-        self.config, self.layer = config, layer
+        self.config = config
+        self.layer = layer
         hidden = config.hidden or of_model.hidden
-        dtype, out_std = of_model.dtype, STD * (2 * of_model.layers) ** -0.5
+        dtype = of_model.dtype
+        out_std = STD * (2 * of_model.layers) ** -0.5
         self.scores = Linear(of_model.width, config.experts, bias=False, std=STD, dtype=dtype)
         self.experts = Experts(
             config.experts,
@@ -158,7 +161,9 @@ class Mixture(Module):
         if config.balance == "bias":
             low = backend.dtype(dtype) in LOW_PRECISION
             self.bias = Weight((config.experts,), ZEROS, dtype="float32" if low else dtype)
-            self.bias.requires_grad, self.bias.stays_whole = False, True  # `rebalance` moves it
+            # `rebalance` moves it
+            self.bias.requires_grad = False
+            self.bias.stays_whole = True
         self.sequences = Sequences()
         self.routing: Routing | None = None
         self.newest: NewestChoices | None = None
@@ -173,7 +178,8 @@ class Mixture(Module):
     def forward(self, x: Tensor, key: DropoutKey | None = None) -> Tensor:
         """Raises: ConfigError in training with noise and without a key."""
         chances = ops.softmax(self._scores(x, key))
-        rows, weights = self.enter(x), self.enter(chances)
+        rows = self.enter(x)
+        weights = self.enter(chances)
         self.routing = self.route(weights.data)
         y = self.leave(self._apply(rows, weights, self.routing))
         for expert in self.shared:
@@ -226,7 +232,8 @@ class Mixture(Module):
             )
         chosen = top_positions(scores, config.top_k)
         xp = array_module(chosen)
-        kept, whole = xp.ones(chosen.shape, bool), chosen
+        kept = xp.ones(chosen.shape, bool)
+        whole = chosen
         if self.training and (config.capacity is not None or config.balance == "loss"):
             whole = self.sequences.joined(chosen)
         if self.training and config.capacity is not None:
@@ -252,7 +259,8 @@ class Mixture(Module):
         No gradient passes through f.
         """
         assert self.routing is not None
-        chosen, experts = self.routing.sequences, self.config.experts
+        chosen = self.routing.sequences
+        experts = self.config.experts
         counts = array_module(chosen).bincount(self._runs(chosen), minlength=len(chosen) * experts)
         factor = counts.reshape(-1, 1, experts) * (
             self.config.balance_weight * experts / (self.config.top_k * chosen.shape[1])
@@ -266,7 +274,9 @@ class Mixture(Module):
 
     def _apply(self, x: Tensor, chances: Tensor, routing: Routing) -> Tensor:
         """The sum of the experts' results for each token, weighted by `chances`."""
-        width, experts, top_k = x.shape[-1], self.config.experts, self.config.top_k
+        width = x.shape[-1]
+        experts = self.config.experts
+        top_k = self.config.top_k
         chosen, kept = (each.reshape(-1, top_k) for each in (routing.chosen, routing.kept))
         tokens = array_module(chosen).arange(len(chosen), dtype="int64")[:, None]
         weights = ops.take(chances.reshape(chances.size), (tokens * experts + chosen).reshape(-1))

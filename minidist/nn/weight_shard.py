@@ -53,14 +53,13 @@ class WeightShard(Weight):
         super().__init__(
             shape_of(self.whole, parts[rank]), weight.init, dtype=weight.dtype, name=weight.name
         )
-        self.requires_grad, self.seed = weight.requires_grad, weight.seed
-        self.parts, self.rank, self.sharers, self.among, self.word = (
-            parts,
-            rank,
-            sharers,
-            among,
-            word,
-        )
+        self.requires_grad = weight.requires_grad
+        self.seed = weight.seed
+        self.parts = parts
+        self.rank = rank
+        self.sharers = sharers
+        self.among = among
+        self.word = word
 
     def whole_name(self, name: str) -> str:
         """The name of the whole tensor; `name` is that of this part."""

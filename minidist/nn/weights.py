@@ -50,7 +50,8 @@ class Init:
                 "a parameter has no name yet, and its values depend on it; draw through "
                 "model.initialize(seed), or call model.assign_names() first"
             )
-        xp, kind = module_for(device), backend.dtype(dtype)
+        xp = module_for(device)
+        kind = backend.dtype(dtype)
         if self.law != "normal":
             shape = (len(positions),) if isinstance(positions, range) else positions.shape
             return xp.full(shape, 1.0 if self.law == "ones" else 0.0, kind)
@@ -65,7 +66,8 @@ class Init:
         return values.astype(kind, copy=False)
 
 
-ZEROS, ONES = Init("zeros"), Init("ones")
+ZEROS = Init("zeros")
+ONES = Init("ones")
 
 
 class Weight(Parameter):

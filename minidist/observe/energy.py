@@ -67,8 +67,10 @@ class Meter:
             else time.process_time
         )
         self._counters = open_counters(device, gpu=gpu, powercap=powercap)
-        self.source, self.problem = self._counters.source, self._counters.problem
-        self.watts, self.assumed = watts or ASSUMED_WATTS[device], watts is None
+        self.source = self._counters.source
+        self.problem = self._counters.problem
+        self.watts = watts or ASSUMED_WATTS[device]
+        self.assumed = watts is None
         self._start, self._busy, self._read = self._clock(), 0.0, self._counters.read()
         self._stopped = False
 
@@ -109,13 +111,15 @@ def energy_of_run(records: Sequence[dict[str, Any]], *, steps: int, tokens: int)
              and watts_assumed of the estimate, how: one line that says what the numbers are.
     """
     readers: defaultdict[str, list[int]] = defaultdict(list)
-    by_rank, busy = [0.0] * len(records), [record["busy_seconds"] for record in records]
+    by_rank = [0.0] * len(records)
+    busy = [record["busy_seconds"] for record in records]
     for rank, record in enumerate(records):
         for name in record["microjoules"]:
             readers[name].append(rank)
         if record["watts"] is not None:
             by_rank[rank] = record["watts"] * busy[rank]
-    joules, counters = sum(by_rank), {}
+    joules = sum(by_rank)
+    counters = {}
     for name, ranks in readers.items():
         counted = max(records[rank]["microjoules"][name] for rank in ranks) / 1e6
         counters[name] = {"joules": counted, "ranks": ranks}

@@ -56,7 +56,8 @@ class RaplZone:
     source = "rapl"
 
     def __init__(self, folder: Path, name: str) -> None:
-        self.name, self._total = name, 0
+        self.name = name
+        self._total = 0
         self._range = int((folder / "max_energy_range_uj").read_text())
         self._file = os.open(folder / "energy_uj", os.O_RDONLY)
         try:
@@ -124,7 +125,8 @@ class EnergyCounters:
     """
 
     def __init__(self, counters: list[EnergyCounter], problem: str | None = None) -> None:
-        self.counters, self.problem = counters, problem
+        self.counters = counters
+        self.problem = problem
 
     @property
     def source(self) -> str:
@@ -186,7 +188,8 @@ def rapl_zones(powercap: Path) -> dict[str, Path]:
     """
     found: dict[str, Path] = {}
     for zone in sorted(powercap.glob("intel-rapl:*")):
-        name, depth = (zone / "name").read_text().strip(), zone.name.count(":")
+        name = (zone / "name").read_text().strip()
+        depth = zone.name.count(":")
         if depth == 1 and name.startswith("package"):
             found.setdefault(name, zone)
         elif depth == 2 and name == "dram":

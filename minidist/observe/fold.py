@@ -74,13 +74,15 @@ def fold(own: list[list[Station]], links: Collection[Any], alike: Sequence[Hasha
     number = {station: place for place, station in enumerate(stations)}
     slots = [[number[station] for station in mine] for mine in own]
     loads, jobs = _loads(stations, links)
-    of_station, of_link = defaultdict[int, list[_Load]](list), defaultdict[int, list[_Load]](list)
+    of_station = defaultdict[int, list[_Load]](list)
+    of_link = defaultdict[int, list[_Load]](list)
     for load in loads:
         of_station[load.station].append(load)
         of_link[load.link].append(load)
     ranks = _numbered(alike)
     places = _numbered([_itself(station) for station in stations])
-    wires, count = [0] * len(of_link), 0
+    wires = [0] * len(of_link)
+    count = 0
     while count < (count := len(set(ranks)) + len(set(places)) + len(set(wires))):
         places = _numbered(
             [
@@ -118,7 +120,8 @@ def fold(own: list[list[Station]], links: Collection[Any], alike: Sequence[Hasha
 
 def _loads(stations: list[Station], links: Collection[Any]) -> tuple[list[_Load], list[Job]]:
     """All loads on the given links, and the jobs by number."""
-    jobs, places = dict[Job, int](), {link: place for place, link in enumerate(links)}
+    jobs = dict[Job, int]()
+    places = {link: place for place, link in enumerate(links)}
     return [
         _Load(at, jobs.setdefault(job, len(jobs)), places[link], float(f"{share:.9e}"))
         for at, station in enumerate(stations)

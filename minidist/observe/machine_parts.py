@@ -68,7 +68,8 @@ class MachineParts:
 
 def machine_parts(system: Path = SYSTEM) -> MachineParts:
     """This machine. Args: system: the folder that has cpu/ and node/."""
-    memory, sockets = psutil.virtual_memory(), _sockets(system)
+    memory = psutil.virtual_memory()
+    sockets = _sockets(system)
     usable = cores.usable()
     threads = [thread for socket in sockets for core in socket.cores for thread in core.threads]
     return MachineParts(
@@ -117,7 +118,8 @@ def _socket(
         for thread in core_of
         for name, nbytes, sharing in _caches(system, thread)
     }
-    found, own = [], set[tuple[str, tuple[int, ...]]]()
+    found = []
+    own = set[tuple[str, tuple[int, ...]]]()
     for core in sorted(set(core_of.values())):
         threads = tuple(thread for thread, of in core_of.items() if of == core)
         mine = {key for key in caches if set(key[1]) <= set(threads)}

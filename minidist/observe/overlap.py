@@ -139,9 +139,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def intersect(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
     """The points in both; each argument as `union` returns it."""
-    common, i, j = [], 0, 0
+    common = []
+    i = 0
+    j = 0
     while i < len(one) and j < len(other):
-        start, stop = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        start = max(one[i][0], other[j][0])
+        stop = min(one[i][1], other[j][1])
         if start < stop:
             common.append((start, stop))
         if one[i][1] < other[j][1]:

@@ -20,7 +20,10 @@ MEMORY = {
 }
 """The colour of each category of memory, in every picture."""
 
-INK, SOFT, GRID, PAPER = "#1f2933", "#616e7c", "#e4e7eb", "#ffffff"
+INK = "#1f2933"
+SOFT = "#616e7c"
+GRID = "#e4e7eb"
+PAPER = "#ffffff"
 RANKS = ("#3b6fb6", "#e08e3c", "#5b9a68", "#c44e52", "#8172b3", "#937860", "#d77fb3", "#4fa8a8")
 """Colours that a colour-blind reader, too, tells apart."""
 

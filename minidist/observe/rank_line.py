@@ -31,11 +31,9 @@ class RankLine:
 
     def trace(self) -> list[Event]:
         """The events again; marks of one place keep their order."""
-        events, now, todo = (
-            list[Event](),
-            0.0,
-            [(cast(float, busy.work), busy.name) for busy in reversed(self.work)],
-        )
+        events = list[Event]()
+        now = 0.0
+        todo = [(cast(float, busy.work), busy.name) for busy in reversed(self.work)]
         for place, mark in sorted(self.marks, key=lambda each: each[0]):
             while todo and now < place:
                 seconds, name = todo.pop()
@@ -199,9 +197,11 @@ def _sets_out(
 ) -> dict[int, list[int]]:
     """For each gather, in the order of the waits: the gathers that set out just before the wait for
     it."""
-    begun, before = set[int](), {}
+    begun = set[int]()
+    before = {}
     for place, number in enumerate(phase):
-        group, room = [number], (1 + ahead) * largest - nbytes[number]
+        group = [number]
+        room = (1 + ahead) * largest - nbytes[number]
         for other in phase[place + 1 :]:
             room -= nbytes[other]
             if room < 0 or not ahead:

@@ -37,8 +37,10 @@ class RankRecords:
         context: int,
         digest_every: int = DIGEST_EVERY,
     ) -> None:
-        self.trainer, self.every = trainer, digest_every
-        self.tokens, self.context = batch * context, context
+        self.trainer = trainer
+        self.every = digest_every
+        self.tokens = batch * context
+        self.context = context
         self.recorder = StepRecorder(
             trainer.world,
             run,

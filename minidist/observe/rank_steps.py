@@ -143,11 +143,9 @@ class StepRecorder:
         self._begin()
 
     def _begin(self) -> None:
-        self._start, self._cpu, self._all = (
-            time.perf_counter(),
-            time.thread_time(),
-            time.process_time(),
-        )
+        self._start = time.perf_counter()
+        self._cpu = time.thread_time()
+        self._all = time.process_time()
         self._calls, self._worked = spent_in_calls()
 
     @contextmanager
@@ -172,9 +170,12 @@ class StepRecorder:
     ) -> None:
         """The step has ended: write its line. A step that is not told of, or told twice, is no
         error."""
-        now, cpu, whole = time.perf_counter(), time.thread_time(), time.process_time()
+        now = time.perf_counter()
+        cpu = time.thread_time()
+        whole = time.process_time()
         calls, worked = spent_in_calls()
-        seconds, others = now - self._start, whole - self._all - (cpu - self._cpu)
+        seconds = now - self._start
+        others = whole - self._all - (cpu - self._cpu)
         values: dict[str, Any] = {
             "step": self.step,
             "time": round(time.time(), 3),
@@ -193,7 +194,8 @@ class StepRecorder:
                 values["busy"] = _other_thread()
         self._log.write(_line(values, self._times.take()))
         self.step += 1
-        self._input, self._bad = 0.0, None
+        self._input = 0.0
+        self._bad = None
         self._begin()
 
     def close(self) -> None:
@@ -275,7 +277,8 @@ def read_rank_steps(run: str | Path) -> dict[int, RankSteps]:
     folder = Path(run) / FOLDER if (Path(run) / FOLDER).is_dir() else Path(run)
     found = []
     for path in sorted(folder.glob("[0-9]*.jsonl")):
-        about, steps = dict[str, Any](), dict[int, dict[str, Any]]()
+        about = dict[str, Any]()
+        steps = dict[int, dict[str, Any]]()
         take_lines(_content(path).splitlines(), about, steps)
         found.append((about, steps))
     return of_newest_job(found)

@@ -72,7 +72,8 @@ def plain_replay(
         comers = group = tuple(members(call.axis, rank))
         if call.verb in ("send", "recv"):
             group = (rank, group[call.peer]) if call.verb == "send" else (group[call.peer], rank)
-            comers, call = group[:1], call._replace(peer=1)
+            comers = group[:1]
+            call = call._replace(peer=1)
         way = call.axis, group, call.verb in ("send", "recv")
         count[way] += 1
         if rank in comers:
@@ -83,7 +84,9 @@ def plain_replay(
         return way, count[way]
 
     def play(rank: int) -> Iterator[None]:
-        now, count, started = 0.0, Counter[Any](), dict[int, Any]()
+        now = 0.0
+        count = Counter[Any]()
+        started = dict[int, Any]()
         for event in traces[rank]:
             if isinstance(event, Busy):
                 now += busy_seconds(rank, event.work)
@@ -95,11 +98,9 @@ def plain_replay(
                 now = max(now, ended[started[event.id]])
         ends[rank] = now
 
-    ends, playing, before = (
-        dict[int, float](),
-        [play(rank) for rank in range(len(traces))],
-        (-1, -1),
-    )
+    ends = dict[int, float]()
+    playing = [play(rank) for rank in range(len(traces))]
+    before = (-1, -1)
     while len(ends) < len(traces):
         if before == (before := (len(ended), len(ends))):
             raise DeadlockError(
@@ -130,8 +131,11 @@ class Replayed:
         folded: Folded,
         stops: list["array[float]"],
     ) -> None:
-        self.tracks, self.role_of = tracks, role_of
-        self.clock_of, self.ranks, self.stations = folded.clock_of, folded.ranks, folded.stations
+        self.tracks = tracks
+        self.role_of = role_of
+        self.clock_of = folded.clock_of
+        self.ranks = folded.ranks
+        self.stations = folded.stations
         self.stops = stops
         self._comings: dict[int, dict[tuple[int, int], int]] = {}
         self.seconds = max(
@@ -211,7 +215,8 @@ def _play(
     """Run all clocks to their ends; returns when each op ended."""
     stops = [array("d", (0.0,)) for _ in tracks]
     todo = [iter(track.ops) for track in tracks]
-    sharing, ready = SharedLinks(), list(range(len(tracks)))
+    sharing = SharedLinks()
+    ready = list(range(len(tracks)))
 
     def ended(station: Station, number: int, end: float) -> None:
         """Wake the clocks that wait for a job."""
@@ -305,7 +310,8 @@ def _deadlock(job: Folded, tracks: list[Track], stops: list["array[float]"]) -> 
             for kind, place, which in tracks[clock].ops[: len(stops[clock])]
         )
 
-    path, clock = list[int](), min(at)
+    path = list[int]()
+    clock = min(at)
     told = []
     while clock not in path:
         path.append(clock)

@@ -44,8 +44,11 @@ def time_of(
 ) -> RankTime:
     """What a rank did between two moments (default: all the time)."""
     end = replayed.seconds if end is None else end
-    found, stations, times = RankTime(), replayed.stations_of(rank), replayed.times(rank)
-    works, busy = replayed.track(rank).works, defaultdict[int, float](float)
+    found = RankTime()
+    stations = replayed.stations_of(rank)
+    times = replayed.times(rank)
+    works = replayed.track(rank).works
+    busy = defaultdict[int, float](float)
     for place, (kind, slot, number) in enumerate(replayed.track(rank).ops):
         stop = times[place + 1]
         start = times[place]
@@ -70,7 +73,8 @@ def _moving(station: Station, number: int, start: float, stop: float) -> float:
     """Seconds between start and stop in which a station runs the given job, or one before it."""
     seconds = 0.0
     for at in range(number, -1, -1):
-        begin, end = station.begins[at], station.ends[at]
+        begin = station.begins[at]
+        end = station.ends[at]
         if end <= start:
             break
         seconds += max(0.0, min(stop, end) - max(start, begin))

@@ -20,7 +20,8 @@ def replica_digests(trainer: Trainer) -> dict[str, str]:
     servers, one rank alone.
     Cost:    reads every weight of this rank once.
     """
-    plan, strategy = trainer.plan, trainer.strategy
+    plan = trainer.plan
+    strategy = trainer.strategy
     if (
         plan.zero == 3
         or plan.offload == "all"

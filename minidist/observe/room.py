@@ -23,10 +23,8 @@ def training_bytes(config: GPTConfig, plan: Plan, sequences: int, *, moments: in
              optimizer keeps.
     """
     itemsize = backend.dtype(config.dtype if plan.precision == "fp32" else "float16").itemsize
-    each, tokens = (
-        Each.of(itemsize, moments=moments, masters=plan.precision != "fp32"),
-        sequences * config.context,
-    )
+    each = Each.of(itemsize, moments=moments, masters=plan.precision != "fp32")
+    tokens = sequences * config.context
     # on disk, until the end of the run: then every rank has the weights whole
     if plan.offload == "all":
         each = Each(itemsize, 0, 0)
@@ -35,7 +33,8 @@ def training_bytes(config: GPTConfig, plan: Plan, sequences: int, *, moments: in
     elif plan.strategy != "ddp":  # servers divide the optimizer's state
         each = each._replace(optimizer=0)
     zero = 0 if plan.offload == "all" else plan.zero
-    experts, state = config.expert_numbers, 0.0
+    experts = config.expert_numbers
+    state = 0.0
     for numbers, copies in ((config.numbers - experts, plan.copies), (experts, plan.dp * plan.cp)):
         shard = plan.shard if copies == plan.copies else None
         state += copies * state_bytes(numbers, each, zero=zero, ranks=copies, shard=shard)["total"]

@@ -22,7 +22,8 @@ class SampledAccount(MemoryAccount):
 
     def samples(self) -> list[Sample]:
         """(seconds of `time.perf_counter()`, bytes by category) after each change, in order."""
-        now, found = dict.fromkeys((*CATEGORIES, "total"), 0), []
+        now = dict.fromkeys((*CATEGORIES, "total"), 0)
+        found = []
         for moment, category, nbytes in sorted(self._events):
             now[category] += nbytes
             now["total"] += nbytes
@@ -47,7 +48,8 @@ def stairs(
     Returns: the moments of change in ms from `start`, and the bytes from each moment on.
     """
     before = [now[category] for moment, now in samples if moment <= start]
-    times, values = [0.0], [before[-1] if before else 0]
+    times = [0.0]
+    values = [before[-1] if before else 0]
     for moment, now in samples:
         if start < moment <= stop:
             times.append(1e3 * (moment - start))

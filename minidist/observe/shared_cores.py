@@ -38,9 +38,11 @@ def on_shared_cores(
              no other computes.
              share: (rank, work) -> of the machine.
     """
-    stations, played = [], []
+    stations = []
+    played = []
     for rank, (track, mine, known) in enumerate(zip(tracks, job.stations, seconds, strict=True)):
-        number, works = count(), [place for kind, place, _ in track.ops if kind == BUSY]
+        number = count()
+        works = [place for kind, place, _ in track.ops if kind == BUSY]
         costs: dict[Job, Cost] = {
             Transfer(place, CORES, 0): Cost(
                 known[place], {CORES: share(rank, track.works[place].work)}

@@ -53,8 +53,13 @@ class Running:
     __slots__ = ("left", "loads", "number", "since", "slowness", "station", "turn")
 
     def __init__(self, station: Station, loads: JobLoads) -> None:
-        self.station, self.loads = station, loads
-        self.number, self.turn, self.left, self.since, self.slowness = -1, -1, 0.0, 0.0, 0.0
+        self.station = station
+        self.loads = loads
+        self.number = -1
+        self.turn = -1
+        self.left = 0.0
+        self.since = 0.0
+        self.slowness = 0.0
 
     @property
     def links(self) -> Sequence[tuple[Any, float]]:
@@ -100,11 +105,9 @@ class SharedLinks:
     def _begin(self, running: Running) -> None:
         station = running.station
         running.number += 1
-        running.left, running.since, running.slowness = (
-            station.alone[running.number],
-            self._now,
-            0.0,
-        )
+        running.left = station.alone[running.number]
+        running.since = self._now
+        running.slowness = 0.0
         station.begins[running.number] = self._now
         self._changed[running] = None
         for link, share in running.links:
@@ -114,7 +117,8 @@ class SharedLinks:
                 self._changed.update(self._users[link])
 
     def _end(self, running: Running) -> tuple[Station, int]:
-        station, number = running.station, running.number
+        station = running.station
+        number = running.number
         station.ends[number] = self._now
         running.turn = -1
         self._changed.pop(running, None)
@@ -137,11 +141,9 @@ class SharedLinks:
             if slowness != running.slowness:
                 if running.slowness:
                     running.left -= (self._now - running.since) / running.slowness
-                running.since, running.slowness, running.turn = (
-                    self._now,
-                    slowness,
-                    next(self._turns),
-                )
+                running.since = self._now
+                running.slowness = slowness
+                running.turn = next(self._turns)
                 end = self._now + max(0.0, running.left) * slowness
                 heapq.heappush(self._heap, (end, running.turn, False, running))
         self._changed.clear()

@@ -61,7 +61,10 @@ class Station:
     def __init__(
         self, slot: Meeting, group: tuple[int, ...], jobs: tuple[Job, ...], costs: dict[Job, Cost]
     ) -> None:
-        self.slot, self.group, self.jobs, self.costs = slot, group, jobs, costs
+        self.slot = slot
+        self.group = group
+        self.jobs = jobs
+        self.costs = costs
         self.comers = group[:1] if slot.kind == "send" else group
         self.sharing: Any = None
 
@@ -69,8 +72,10 @@ class Station:
         """Make the lists, for a replay in which so many clocks come to each job."""
         count = len(self.jobs)
         self.alone = [self.costs[job].seconds for job in self.jobs]
-        self.left, self.late = [comers] * count, [0.0] * count
-        self.begins, self.ends = [UNKNOWN] * count, [UNKNOWN] * count
+        self.left = [comers] * count
+        self.late = [0.0] * count
+        self.begins = [UNKNOWN] * count
+        self.ends = [UNKNOWN] * count
         self.waiting: dict[int, list[int]] = {}
 
     def each_load(self) -> list[Loads]:
@@ -120,7 +125,8 @@ def make_stations(
     """
     made: dict[Any, Station] = {}
     places = [{slot: number for number, slot in enumerate(track.slots)} for track in tracks]
-    group_of, agreed = _groups(pricing), set[Any]()
+    group_of = _groups(pricing)
+    agreed = set[Any]()
 
     def station(slot: Meeting, rank: int) -> Station:
         """The station of a slot, seen from the first of its group."""

@@ -40,7 +40,8 @@ def plain_critical_path(record: StepRecord) -> list[PathPart]:
     without a gap."""
     # the last rank to end
     rank = max(range(len(record.windows)), key=lambda one: record.windows[one][1])
-    now, path = record.windows[rank][1], list[PathPart]()
+    now = record.windows[rank][1]
+    path = list[PathPart]()
     while now > record.begin:
         held = [
             (min(wait.call.end, wait.stop), wait.call)
@@ -56,7 +57,8 @@ def plain_critical_path(record: StepRecord) -> list[PathPart]:
             call = before
             path.insert(0, PathPart(call.name, None, call.begin, call.end))
         # the first call of the chain waited for its last rank
-        rank, now = call.last_rank, call.begin
+        rank = call.last_rank
+        now = call.begin
     return path
 
 
@@ -86,7 +88,8 @@ def weights_first(trace: Sequence[Event], gathers: Container[int]) -> list[Event
     """The trace with these gathers begun as soon as their weights are there: after the last update
     before them."""
     moved = list[Event]()
-    updated, early = 0, 0
+    updated = 0
+    early = 0
     for event in trace:
         if isinstance(event, Start) and event.id in gathers:
             moved.insert(updated + early, event)
@@ -94,7 +97,8 @@ def weights_first(trace: Sequence[Event], gathers: Container[int]) -> list[Event
             continue
         moved.append(event)
         if isinstance(event, Busy) and event.name == "optimizer":
-            updated, early = len(moved), 0
+            updated = len(moved)
+            early = 0
     return moved
 
 
@@ -108,12 +112,11 @@ def _apart(event: Event) -> Event:
 def _link_seconds(record: StepRecord, traces: Sequence[Sequence[Event]], group: str) -> float:
     """The least work before a call of the group, its calls that are waited for, the least work
     after one of them."""
-    head, tail = dict[int, float](), dict[int, float]()
+    head = dict[int, float]()
+    tail = dict[int, float]()
     for trace in traces:
-        work, total = (
-            0.0,
-            sum(cast(float, event.work) for event in trace if isinstance(event, Busy)),
-        )
+        work = 0.0
+        total = sum(cast(float, event.work) for event in trace if isinstance(event, Busy))
         for event in trace:
             if isinstance(event, Busy):
                 work += cast(float, event.work)

@@ -102,7 +102,9 @@ class StepLog:
     """
 
     def __init__(self, file: Path, *, goes_on: bool) -> None:
-        self.file, self._goes_on, self._ended = file, goes_on, False
+        self.file = file
+        self._goes_on = goes_on
+        self._ended = False
         self._open: int | None = None
 
     def write(self, line: bytes) -> None:
@@ -153,7 +155,8 @@ class LogFollower:
     def __init__(self, file: Path) -> None:
         self.file = file
         # the file's first bytes, which tell when it was begun; bytes read
-        self._begin, self._read = b"", 0
+        self._begin = b""
+        self._read = 0
         self._found: dict[int, dict[str, Any]] = {}
 
     def poll(self) -> list[dict[str, Any]]:
@@ -162,7 +165,9 @@ class LogFollower:
             with open(open_regular(self.file, member=True), "rb") as stream:
                 begin = stream.read(128)
                 if not self._begin or not begin.startswith(self._begin):  # a new log
-                    self._begin, self._read, self._found = begin, 0, {}
+                    self._begin = begin
+                    self._read = 0
+                    self._found = {}
                 stream.seek(self._read)
                 new = read_rest(stream, MOST_OF_A_LOG)
         except OSError:

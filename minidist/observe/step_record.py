@@ -160,7 +160,8 @@ class StepRecord:
 
     def _trace(self, rank: int) -> list[Event]:
         """Return a rank's events from the common begin to the end of its step."""
-        events, now = list[Event](), self.begin
+        events = list[Event]()
+        now = self.begin
         pieces = self._pieces(rank)
         for at, event, wait in self._points(rank):
             events += _busy_between(pieces, now, at)
@@ -182,7 +183,8 @@ class StepRecord:
         The calls of a group are asked for in their order. A wait in which another thread asks for
         calls counts from the last of them on, so that no call is asked for later than recorded.
         """
-        starts, latest = dict[StepCall, float](), dict[str, float]()
+        starts = dict[StepCall, float]()
+        latest = dict[str, float]()
         for call in self.calls:
             if rank in call.ranks:
                 asked = max(self._asked(call, rank), latest.get(call.group, self.begin))
@@ -356,7 +358,8 @@ def _waits(
         for call in known.values()
         if (one := call.ranks.get(rank)) is not None and one.blocking
     ]
-    waits, now = [], window[0]
+    waits = []
+    now = window[0]
     for start, stop, call in sorted(found, key=lambda wait: wait[:2]):
         if start < window[1] and stop > window[0] and call is not None:
             since = max(start, now)

@@ -38,7 +38,8 @@ from minidist.observe.records import gather_records
 from minidist.observe.trace_marks import arrows, counters
 
 ROWS = ("compute", "communication", "messages", "moves", "waits", "receives")
-MEMORY_SAMPLES, MEMORY_EVERY = 1000, 1e-3
+MEMORY_SAMPLES = 1000
+MEMORY_EVERY = 1e-3
 """The most moments of a rank's memory that a timeline keeps, the highest of each millisecond: of
 the first steps."""
 
@@ -77,7 +78,9 @@ class Timeline:
         # axis -> names of its collectives that have not ended yet
         self._names: dict[str, deque[str]] = {}
         self._program = ""  # the thread that follows a ledger
-        self._rows, self._share = 0, None  # type: int, float | None
+        # type: int, float | None
+        self._rows = 0
+        self._share = None
 
     @contextmanager
     def span(self, name: str, category: str = "compute", **details: Any) -> Iterator[None]:
@@ -99,7 +102,8 @@ class Timeline:
         """Rows that this rank worked on, and its share of the loss if the strategy tells it, since
         the last call."""
         own = self._rows, self._share
-        self._rows, self._share = 0, None
+        self._rows = 0
+        self._share = None
         return own
 
     def add(self, span: Span) -> None:
@@ -126,8 +130,12 @@ class Timeline:
     def go_on(self, rank: int, ledger: Ledger, *, limit: int, **always: Any) -> None:
         """In a new world, as this rank: follow its ledger. All spans from now on have the rank and
         these details."""
-        self.rank, self.limit, self.step, self.always = rank, limit, None, {"rank": rank, **always}
-        self._names, self._before = {}, len(self.spans)
+        self.rank = rank
+        self.limit = limit
+        self.step = None
+        self.always = {"rank": rank, **always}
+        self._names = {}
+        self._before = len(self.spans)
         self.follow(ledger)
 
     def announce(self, axis: str, name: str) -> None:

@@ -92,7 +92,8 @@ def sent_in_steps(timeline: "Timeline") -> dict[int, Counter[str]]:
     sent: defaultdict[int, Counter[str]] = defaultdict(Counter)
     ends = {span.details["step"]: span.stop for span in timeline.spans if span.name == "step"}
     for span in timeline.spans:
-        about, step = span.details, span.details.get("step")
+        about = span.details
+        step = span.details.get("step")
         counts = span.row == "communication" or (
             span.row == "messages"
             and about.get("algorithm") == "direct"

@@ -48,9 +48,13 @@ class Track(NamedTuple):
 
 def track_of(trace: Sequence[Event]) -> Track:
     """The track of a trace. Raises: MismatchError for a wait whose call was not started before."""
-    ops, at = list[tuple[int, int, int]](), list[int]()
-    works, slots, jobs = dict[Busy, int](), dict[Meeting, int](), list[list[Job]]()
-    begun, known = dict[int, tuple[int, int]](), dict[Job, Job]()
+    ops = list[tuple[int, int, int]]()
+    at = list[int]()
+    works = dict[Busy, int]()
+    slots = dict[Meeting, int]()
+    jobs = list[list[Job]]()
+    begun = dict[int, tuple[int, int]]()
+    known = dict[Job, Job]()
     sooner = dict[int, float]()
     for place, event in enumerate(trace):
         if isinstance(event, Busy):

@@ -63,7 +63,8 @@ def predict(record: StepRecord, change: Change, link: LinkCost | None = None) ->
     Args:    link: what the recorded step's link costs, where it is known (default: fitted to the
              step's calls).
     """
-    job, cost = StepLines(record), link or fitted_link(record)
+    job = StepLines(record)
+    cost = link or fitted_link(record)
     alpha = cost.alpha if change.alpha is None else change.alpha
     beta = cost.beta if change.bandwidth is None else 1 / change.bandwidth
     for number, call in job.calls.items():
@@ -118,7 +119,8 @@ def _most_urgent_first(job: StepLines, replayed: Replayed) -> None:
             for number, call in job.calls.items()
             if call.group == group and job.event(number).name in came
         }
-        order, now = list[int](), 0.0
+        order = list[int]()
+        now = 0.0
         while left:
             now = max(now, min(came[name] for name in left.values()))
             number = min(
@@ -134,9 +136,11 @@ def _most_urgent_first(job: StepLines, replayed: Replayed) -> None:
 def _moments(replayed: Replayed) -> tuple[dict[str, float], dict[str, float]]:
     """By the names of calls: when the first rank waits for it, and when all ranks have come to
     it."""
-    needed, came = dict[str, float](), dict[str, float]()
+    needed = dict[str, float]()
+    came = dict[str, float]()
     for rank in range(len(replayed.role_of)):
-        stations, times = replayed.stations_of(rank), replayed.times(rank)
+        stations = replayed.stations_of(rank)
+        times = replayed.times(rank)
         names = [
             [job.name for job in station.jobs if isinstance(job, GroupCall)] for station in stations
         ]
@@ -155,7 +159,8 @@ def _reorder(job: StepLines, order: list[int]) -> None:
     turn: Mapping[int, int] = {number: place for place, number in enumerate(order)}
     for line in job.lines:
         starts = line.starts()
-        latest, begun = 0.0, dict[int, float]()
+        latest = 0.0
+        begun = dict[int, float]()
         for number in order:
             latest = max(latest, starts.get(number, latest))
             begun[number] = latest

@@ -16,7 +16,8 @@ import numpy as np
 from minidist.observe.events import Await, Start
 from minidist.observe.rank_line import RankLine, StepLines
 
-SUMS, WEIGHTS = ("all_reduce", "reduce_scatter"), "all_gather"
+SUMS = ("all_reduce", "reduce_scatter")
+WEIGHTS = "all_gather"
 
 
 def new_buckets(job: StepLines, bucket_bytes: int, message_seconds: float) -> None:
@@ -69,7 +70,9 @@ def _cut_again(
         for place, alone in enumerate(seconds)
     ]
     for line in job.lines:
-        starts, awaits, end = line.starts(), line.awaits(), line.begin_of("backward")
+        starts = line.starts()
+        awaits = line.awaits()
+        end = line.begin_of("backward")
         if first.verb == WEIGHTS:  # needed when the first of its bytes is
             begun = [starts[stream[0]]] * count
             needed = np.interp(
@@ -134,7 +137,8 @@ def forward_order(job: StepLines) -> None:
     for stream in (sums_of(job, verb) for verb in SUMS):
         order = list(reversed(stream))
         for line in job.lines:
-            starts, awaits = line.starts(), line.awaits()
+            starts = line.starts()
+            awaits = line.awaits()
             begun = (
                 np.maximum.accumulate([starts[number] for number in order]).tolist()
                 if order

@@ -49,7 +49,8 @@ CAUSES = (
     "needed at once",
     "no collective",
 )
-SLOW, SLOW_SECONDS = 1.25, 1e-3
+SLOW = 1.25
+SLOW_SECONDS = 1e-3
 """A transfer is slow from so many times its expected seconds on, and so many seconds more."""
 
 
@@ -110,7 +111,9 @@ class _RankCauses:
     """The causes of a rank's waits, and how many seconds each may still account for."""
 
     def __init__(self, record: StepRecord, rank: int, expected: dict[StepCall, float]) -> None:
-        self.record, self.rank, self.waits = record, rank, record.waits[rank]
+        self.record = record
+        self.rank = rank
+        self.waits = record.waits[rank]
         slow = {
             call: call.alone - seconds
             for call, seconds in expected.items()
@@ -146,7 +149,8 @@ class _RankCauses:
 
     def _of(self, wait: StepWait, call: StepCall) -> list[Exposed]:
         """Of the wait for a call."""
-        rows, left = list[Exposed](), wait.stop - wait.start
+        rows = list[Exposed]()
+        left = wait.stop - wait.start
 
         def blame(one: StepCall, cause: str, most: float) -> float:
             """Let a cause account for what is left, at most so much. Returns: the seconds."""

@@ -27,7 +27,8 @@ COLOURS = {
     "all_gather": "#e08e3c",
     "no core": "#4a4a4a",
 }
-OTHER, WAIT = "#9aa5b1", "#f3d3a8"
+OTHER = "#9aa5b1"
+WAIT = "#f3d3a8"
 PALE = 0.28
 
 

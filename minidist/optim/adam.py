@@ -47,13 +47,16 @@ class RMSProp(Optimizer):
         weight_decay: float = 0.0,
         decay: Rule = at_least_two_dims,
     ) -> None:
-        self.alpha, self.eps = alpha, eps
+        self.alpha = alpha
+        self.eps = eps
         super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
 
     def update(
         self, p: Array, g: Array, state: list[Array], scratch: list[Array], step: Step
     ) -> None:
-        xp, (v,), (s, t) = step.xp, state, scratch
+        xp = step.xp
+        (v,) = state
+        (s, t) = scratch
         step.scaled(g, s)
         add_decay(s, p, t, step)
         v *= self.alpha
@@ -94,7 +97,8 @@ class Adam(Optimizer):
         weight_decay: float = 0.0,
         decay: Rule = at_least_two_dims,
     ) -> None:
-        self.betas, self.eps = betas, eps
+        self.betas = betas
+        self.eps = eps
         super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
         self._fused = FusedAdam(apart=self.apart)
 
@@ -156,7 +160,10 @@ class Adam(Optimizer):
     ) -> None:
         """In 12 passes, as lr sqrt(1 - b2^t) / (1 - b1^t)  m / (sqrt(v) + eps sqrt(1 - b2^t))
         corrects both moments."""
-        xp, (m, v), (b1, b2), (s, *more) = step.xp, state, self.betas, scratch
+        xp = step.xp
+        (m, v) = state
+        (b1, b2) = self.betas
+        (s, *more) = scratch
         if step.decay and not self.apart:
             decayed, spare = more
             step.scaled(g, decayed)

@@ -52,7 +52,8 @@ def add_exactly(sums: Iterable[float]) -> float:
 def block_sums(gradient: Array) -> Iterator[Array]:
     """The sum of squares of each block of one tensor: float64, without dims."""
     xp = array_module(gradient)
-    flat, size = gradient.reshape(-1), _BLOCK if on_host(gradient) else _DEVICE_BLOCK
+    flat = gradient.reshape(-1)
+    size = _BLOCK if on_host(gradient) else _DEVICE_BLOCK
     scratch = xp.empty(min(size, flat.size), np.float64)
     for start in range(0, flat.size, size):
         piece = flat[start : start + size]

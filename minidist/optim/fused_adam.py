@@ -64,7 +64,8 @@ class FusedAdam:
         copies = _copies(data, roundings, gradients[0])
         self._place(slots, data, moments, copies, weight_decay)
         found = launcher("gradients")(gradients, self._chunks, self._places)
-        self._chunks, self._places = found.chunks, found.table.places
+        self._chunks = found.chunks
+        self._places = found.table.places
         factor = scale.astype(np.float32).reshape(1) if is_array(scale) else None
         fast(
             self._tensors,
@@ -108,7 +109,9 @@ class FusedAdam:
             self._tensors = launcher("adam_tensors")(
                 data, decays=decays, copies=copies, moments=moments
             )
-            self._arrays, self._chunks, self._count = arrays, None, -1
+            self._arrays = arrays
+            self._chunks = None
+            self._count = -1
             self._weight_decay = weight_decay
         self._tell_count(slots)
 

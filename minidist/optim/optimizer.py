@@ -150,7 +150,8 @@ class Option:
     """
 
     def __init__(self, low: float, below: float | None = None) -> None:
-        self.low, self.below = low, below
+        self.low = low
+        self.below = below
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -191,7 +192,8 @@ class Optimizer(ABC):
         weight_decay: float = 0.0,
         decay: Rule = at_least_two_dims,
     ) -> None:
-        self.lr, self.weight_decay = lr, weight_decay
+        self.lr = lr
+        self.weight_decay = weight_decay
         self.slots = [self._slot(i, weights, decay) for i, weights in enumerate(parameters)]
         if not self.slots:
             raise ConfigError(
@@ -255,7 +257,8 @@ class Optimizer(ABC):
         """
         rate = float(self.lr if lr is None else lr)
         for slot in self.walk():
-            data, gradient = slot.weights.data, slot.weights.grad
+            data = slot.weights.data
+            gradient = slot.weights.grad
             if gradient is None or not learns(slot.weights):
                 continue
             self._check(slot, data, gradient)
@@ -273,7 +276,8 @@ class Optimizer(ABC):
     def step_of(self, tensors: Iterable[Optimizable], lr: float | None = None) -> None:
         """`step` of some of its tensors, as if it had no others. Args: lr: as step's. Raises: as
         step."""
-        every, wanted = self.slots, set(map(id, tensors))
+        every = self.slots
+        wanted = set(map(id, tensors))
         self.slots = [slot for slot in every if id(slot.weights) in wanted]
         try:
             self.step(lr)
@@ -344,7 +348,8 @@ class Optimizer(ABC):
     def load_state_dict(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Copy a `state_dict`. On error nothing changes. Raises: DataError if names, shapes or
         dtypes differ."""
-        live, steps = self.state_arrays(), {f"{slot.name}/steps": slot for slot in self.slots}
+        live = self.state_arrays()
+        steps = {f"{slot.name}/steps": slot for slot in self.slots}
         wrong = sorted(arrays.keys() ^ (live.keys() | steps.keys()))
         if wrong:
             kind = "lacks" if wrong[0] not in arrays else "has an unexpected"

@@ -43,7 +43,8 @@ class SGD(Optimizer):
                 "SGD: nesterov looks ahead along the momentum, which is 0; give momentum=0.9, say"
             )
         self.state_names = ("momentum",) if momentum else ()
-        self.momentum, self.nesterov = momentum, nesterov
+        self.momentum = momentum
+        self.nesterov = nesterov
         super().__init__(parameters, lr, weight_decay=weight_decay, decay=decay)
 
     @property

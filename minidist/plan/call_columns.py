@@ -26,7 +26,10 @@ class CallColumns:
     def __init__(
         self, found: Candidates, cells: Cells, layouts: Layouts, config: GPTConfig
     ) -> None:
-        self.found, self.cells, self.layouts, self.config = found, cells, layouts, config
+        self.found = found
+        self.cells = cells
+        self.layouts = layouts
+        self.config = config
 
     def _groups(self) -> tuple[list[dict[str, Groups]], np.ndarray]:
         rows, where = np.unique(self.found.rows(*AXES, "order"), axis=0, return_inverse=True)

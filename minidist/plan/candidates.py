@@ -167,7 +167,8 @@ def _rows(
     dp, pp, ep, cp, tp = axes
     if batch % (dp * ep):
         return
-    part, copies = batch // (dp * ep), dp * ep * cp
+    part = batch // (dp * ep)
+    copies = dp * ep * cp
     stages = [0] if copies == 1 else [0, 1, 2, 3]
     shard = _in_node(copies, tp, cluster)
     for rows in ROWS:

@@ -152,8 +152,11 @@ class Cells:
         precision: str = "bf16",
         optimizer: str = "adamw",
     ) -> None:
-        self.config, self.rates = config, rates
-        self._kind, self._precision, self._optimizer = cluster.device.kind, precision, optimizer
+        self.config = config
+        self.rates = rates
+        self._kind = cluster.device.kind
+        self._precision = precision
+        self._optimizer = optimizer
         self._cells: dict[Cut, Cell] = {}
         self._keeps: dict[Cut, tuple[int, int]] = {}
         self._late: dict[tuple[int, int], Late] = {}
@@ -192,7 +195,8 @@ class Cells:
                 [working(self._last_stage(tp, sequence, stages, layers)) for stages in (2, 3)]
                 for layers in (1, 2)
             )
-            held, more = two[0] - one[0], two[1] - two[0] - (one[1] - one[0])
+            held = two[0] - one[0]
+            more = two[1] - two[0] - (one[1] - one[0])
             self._late[tp, sequence] = Late((held, one[0] - held), (more, one[1] - one[0] - more))
         return self._late[tp, sequence]
 
@@ -224,7 +228,8 @@ class Cells:
         return (spent[1] - spent[0]) / (traces[1].parameters - traces[0].parameters)
 
     def _run(self, cut: Cut) -> Cell:
-        one, two = self._trace(cut, 1), self._trace(cut, 2)
+        one = self._trace(cut, 1)
+        two = self._trace(cut, 2)
         kept = self._kept(cut._replace(rows=1))
         return Cell(
             (one, two),
@@ -301,7 +306,10 @@ def walk(trace: RankTrace, seconds: Sequence[float], price: Price) -> dict[str, 
 
     Args:    seconds: of each of its segments.
     """
-    clock, phase, ends, free = 0.0, PHASES[0], dict[int, float](), dict[str, float]()
+    clock = 0.0
+    phase = PHASES[0]
+    ends = dict[int, float]()
+    free = dict[str, float]()
     axis_of: dict[int, str] = {}
     compute = dict.fromkeys(PHASES, 0.0)
     waits: dict[str, dict[str, float]] = {name: {} for name in PHASES}

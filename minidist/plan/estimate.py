@@ -106,7 +106,9 @@ class Estimator:
         precision: str = "bf16",
         optimizer: str = "adamw",
     ) -> None:
-        self.config, self.cluster, self.precision = config, cluster, precision
+        self.config = config
+        self.cluster = cluster
+        self.precision = precision
         self.cells = Cells(config, cluster, rates or Rates.of(cluster.device), precision, optimizer)
         self.layouts = Layouts(cluster)
         self.each = Each.of(ITEMSIZE[precision], masters=precision != "fp32")
@@ -147,7 +149,8 @@ def _parts(found: Candidates) -> np.ndarray:
 
 def _state(numbers: np.ndarray, each: Each, found: Candidates) -> dict[str, np.ndarray]:
     """Bytes that last, by category: memory_formula.state_bytes for columns."""
-    parts, zero = _parts(found), found.column("zero")
+    parts = _parts(found)
+    zero = found.column("zero")
     divided = {"parameters": zero >= 3, "gradients": zero >= 2, "optimizer": zero >= 1}
     held = {
         name: numbers * getattr(each, name) / np.where(where, parts, 1)
@@ -164,12 +167,11 @@ class Columns:
     """The columns of a set of candidates, and what they need of cells and layouts."""
 
     def __init__(self, found: Candidates, model: Estimator) -> None:
-        self.found, self.model = found, model
-        self.pp, self.pieces, self.zero = (
-            found.column("pp"),
-            found.column("pieces"),
-            found.column("zero"),
-        )
+        self.found = found
+        self.model = model
+        self.pp = found.column("pp")
+        self.pieces = found.column("pieces")
+        self.zero = found.column("zero")
         self.copies = found.rows("dp", "ep", "cp").prod(axis=1)
         schedule = found.column("schedule")
         self.v_shaped = (schedule == SCHEDULES.index("zb-v")) & (self.pp > 1)
@@ -209,7 +211,8 @@ class Columns:
 
     def _held_microbatches(self, *, last: bool) -> np.ndarray:
         """Of the first stage or the last, at most, all its layers: the table of schedules.py."""
-        pp, pieces = self.pp, self.pieces
+        pp = self.pp
+        pieces = self.pieces
         each = {
             "1f1b": np.ones_like(pp) if last else np.minimum(pieces, pp),
             "gpipe": pieces,
@@ -244,10 +247,8 @@ class Columns:
         # When most is kept, at the end of a forward pass, only the output's gradients are there. A
         # layer that is computed again is whole later, beside the gradients of two units: one fills,
         # one is on its way.
-        on_disk, first = (
-            self.found.column("offload") == 2,
-            share * self.per_ends["numbers"] * itemsize,
-        )
+        on_disk = self.found.column("offload") == 2
+        first = share * self.per_ends["numbers"] * itemsize
         two = unit + largest
         filling = np.where(self.again, two, np.where(on_disk, first, largest))
         found["gradients"] = found["gradients"] + np.select(
@@ -282,10 +283,8 @@ class Columns:
         cuts = self.found.rows("tp", "sequence")
         sequences = self.found.column("rows") / self.found.column("cp")
         for tp, sequence in np.unique(cuts[self.deferred], axis=0).tolist():
-            late, here = (
-                self.model.cells.late(tp, sequence),
-                self.deferred & (cuts == (tp, sequence)).all(axis=1),
-            )
+            late = self.model.cells.late(tp, sequence)
+            here = self.deferred & (cuts == (tp, sequence)).all(axis=1)
             each = [layer * self.layers + ends for layer, ends in late]
             found[here] = (sequences * (each[0] + (held - 2) * each[1]))[here]
         return found
@@ -294,8 +293,12 @@ class Columns:
 
     def seconds(self) -> dict[str, np.ndarray]:
         """By TERMS."""
-        inner, dp, hop = self.calls.inner(), self.calls.data(), self.calls.hop()
-        layers, pieces, pp = self.layers, self.pieces, self.pp
+        inner = self.calls.inner()
+        dp = self.calls.data()
+        hop = self.calls.hop()
+        layers = self.layers
+        pieces = self.pieces
+        pp = self.pp
         forward = inner["forward"] + sum(inner[f"forward {axis}"] for axis in ("tp", "cp", "ep"))
         again = np.where(self.again, forward, 0.0)
         backward = (
@@ -367,7 +370,8 @@ class Columns:
         """What does not hide of the data axis's calls once a step: ZeRO-0 and 1 reduce, ZeRO-1 and
         2 gather, and copies of the state are summed: the last layer's when nothing is left to
         compute."""
-        layers, piped = self.layers, self.pp > 1
+        layers = self.layers
+        piped = self.pp > 1
         half = self.end
         reduced = layers * dp["reduce"] + half * dp["ends reduce"]
         hidden = np.where(piped, 0.0, backward)
@@ -392,7 +396,8 @@ class Columns:
         passes over its state. All on disk: reads and writes share few buffers, so that only forward
         passes hide some; then the update reads run by run, and writes the last.
         """
-        away, itemsize = self.found.column("offload"), ITEMSIZE[self.found.precision]
+        away = self.found.column("offload")
+        itemsize = ITEMSIZE[self.found.precision]
         found = np.zeros(len(numbers))
         if (away == 1).any():
             a_byte = self.model.cluster.move_seconds("host", 1 << 30) / (1 << 30)
@@ -408,6 +413,7 @@ class Columns:
     def _update_bytes(self) -> np.ndarray:
         """Bytes a number that an update on disk waits for: gradients, masters and states, and the
         last run's writes."""
-        itemsize, state = ITEMSIZE[self.found.precision], self.model.each.optimizer
+        itemsize = ITEMSIZE[self.found.precision]
+        state = self.model.each.optimizer
         read = itemsize * (2 if self.found.precision == "fp32" else 1) + state
         return np.asarray(read + (itemsize + state) / (self.layers + 1))

@@ -48,7 +48,8 @@ class Explanation:
 
 def explain(ranking: Ranking) -> Explanation:
     """Compare, and rank again on each cluster with something more. Cost: that of six rankings."""
-    winner, other = ranking.best, ranking.runner_up
+    winner = ranking.best
+    other = ranking.runner_up
     why = (
         []
         if other is None
@@ -96,7 +97,8 @@ def _best(ranking: Ranking, cluster: Cluster) -> float:
 
 def _doubled(cluster: Cluster) -> dict[str, Cluster]:
     """The cluster with one thing twice as much."""
-    device, topology = cluster.device, cluster.topology
+    device = cluster.device
+    topology = cluster.topology
     found = {
         "memory": replace(cluster, device=replace(device, memory_bytes=2 * device.memory_bytes)),
         "FLOP/s": replace(cluster, device=_faster(device)),
@@ -170,7 +172,9 @@ LONG_SEQUENCE = 16384  # tokens from which a sequence counts as too long; the no
 def advice(ranking: Ranking) -> Advice:
     """The path through the chart of bottlenecks, and the row of the table; beside them the
     winner."""
-    config, plan, cluster = ranking.config, ranking.best.plan, ranking.cluster
+    config = ranking.config
+    plan = ranking.best.plan
+    cluster = ranking.cluster
     chart = chart_path(config, cluster)
     _, row, text = next(line for line in TABLE if config.numbers < line[0])
     differs = _differences(ranking, chart)
@@ -191,7 +195,8 @@ def advice(ranking: Ranking) -> Advice:
 def chart_path(config: GPTConfig, cluster: Cluster) -> list[str]:
     """The boxes of the notes' chart that apply: its questions have no numbers, so each gets the
     device's memory."""
-    memory, state = cluster.device.memory_bytes, 16 * config.numbers
+    memory = cluster.device.memory_bytes
+    state = 16 * config.numbers
     layer = state / config.layers
     found = []
     if layer > memory / 2:
@@ -204,7 +209,8 @@ def chart_path(config: GPTConfig, cluster: Cluster) -> list[str]:
 
 
 def _differences(ranking: Ranking, chart: list[str]) -> list[str]:
-    plan, found = ranking.best.plan, []
+    plan = ranking.best.plan
+    found = []
     advised = {
         name: any(name in box for box in chart) for name in ("tensor", "pipeline", "sequence")
     }

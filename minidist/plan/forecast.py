@@ -21,7 +21,9 @@ from minidist.errors import ConfigError
 from minidist.plan.ranking import Choice, Ranking
 from minidist.survive.interval import best_interval, goodput
 
-DAY, HOUR, KWH = 86400.0, 3600.0, 3.6e6
+DAY = 86400.0
+HOUR = 3600.0
+KWH = 3.6e6
 SAVED_BYTES = 12  # a weight in a checkpoint: master, m and v in float32 (lesson 26)
 ASSUMED = "assumed"
 SPOT_INTERRUPTIONS = 4.0  # a day, of a job on spot machines: assumed
@@ -63,7 +65,8 @@ class Prices:
     def given(cls, words: list[str]) -> "Prices":
         """From ["spot=0.3", "restart=600"]. Raises: ConfigError for another name, or a number that
         is not above 0."""
-        known, found = [field.name for field in fields(cls)], {}
+        known = [field.name for field in fields(cls)]
+        found = {}
         for word in words:
             name, _, text = word.partition("=")
             if name not in known:
@@ -152,7 +155,8 @@ def forecast(
     spent = choice.confirmed.step_seconds if choice.confirmed else choice.step_seconds
     steps = tokens / (ranking.batch * ranking.config.context)
     days = steps * spent / DAY
-    price, failures = ranking.cluster.device.price_an_hour, prices.failures * size / 1000
+    price = ranking.cluster.device.price_an_hour
+    failures = prices.failures * size / 1000
     joules = None if choice.joules is None else choice.joules * steps
 
     def offer(name: str, part: float, a_day: float, power: float = 0.0) -> Offer:
@@ -189,7 +193,8 @@ def _premises(
     asked: Prices, prices: Prices, ranking: Ranking, interruptions_a_day: float
 ) -> tuple[Premise, ...]:
     """Every number of the forecast that neither the plan nor the replay knows."""
-    cluster, usual = ranking.cluster, Prices()
+    cluster = ranking.cluster
+    usual = Prices()
     found = []
     if cluster.device.price_an_hour is not None:
         found.append(

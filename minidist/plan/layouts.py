@@ -39,9 +39,11 @@ class Layouts:
     def groups(self, sizes: Mapping[str, int], order: Sequence[str]) -> dict[str, Groups]:
         """The group of rank 0 along tp, cp, ep, dp (all of DATA) and pp, then its neighbours', as
         places."""
-        strides, step = {}, 1
+        strides = {}
+        step = 1
         for axis in reversed(order):
-            strides[axis], step = step, step * sizes[axis]
+            strides[axis] = step
+            step = step * sizes[axis]
         return {
             name: self._with_neighbours(sizes, strides, axes)
             for name, axes in {
@@ -110,7 +112,8 @@ class Layouts:
         own, *others = (
             library_of(self.cluster, group).load(verb, way).per_byte for group in groups
         )
-        links, loads = self.cluster.links, dict(own)
+        links = self.cluster.links
+        loads = dict(own)
         for other in others:
             for link in own.keys() & other.keys():
                 loads[link] += other[link]

@@ -66,7 +66,8 @@ def scaling_curves(ranking: Ranking) -> dict[str, list[ScalingPoint]]:
 
     Raises: ConfigError as weak and strong do.
     """
-    cluster, precision = ranking.cluster, ranking.best.plan.precision
+    cluster = ranking.cluster
+    precision = ranking.best.plan.precision
     return {
         "strong": strong(ranking.config, cluster, batch=ranking.batch, precision=precision),
         "weak": weak(
@@ -92,7 +93,8 @@ def _curve(
             f"{cluster.spec} is a torus; curves are drawn over nodes: choose a cluster of nodes"
         )
     found: list[ScalingPoint] = []
-    first, refused = 0.0, ""
+    first = 0.0
+    refused = ""
     for count in nodes or _powers(cluster.nodes):
         part = replace(cluster, nodes=count, spec=f"{cluster.name}:{count}x{cluster.per_node}")
         batch = batch_of(part.size)

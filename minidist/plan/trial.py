@@ -21,7 +21,8 @@ from minidist.progress import SILENT, Progress
 from minidist.simulate.rates import Rates
 from minidist.simulate.simulate import simulate
 
-ROUNDS, STEPS = 4, 12
+ROUNDS = 4
+STEPS = 12
 TIMEOUT = 600.0  # seconds of one run
 
 

@@ -19,7 +19,9 @@ def attention_flops(name: str, given: Mapping[str, Any]) -> float:
     found = next((count for begin, count in products.items() if name.startswith(begin)), 0)
     if not found or "queries" not in given:
         return 0.0
-    queries, keys, causal = given["queries"], given["keys"], bool(given.get("causal"))
+    queries = given["queries"]
+    keys = given["keys"]
+    causal = bool(given.get("causal"))
     pairs = queries * keys * (0.5 if causal else 1.0)
     if given.get("blocks") is not None:
         pairs = _pairs_shown(given["blocks"].owner.mask, queries, keys, causal)

@@ -141,7 +141,8 @@ def fit(
         raise ConfigError(
             f"{len(runs)} measured steps cannot be fitted and tried; give two or more, better ten"
         )
-    start, measured = _start(runs, names), np.log([run.seconds for run in runs])
+    start = _start(runs, names)
+    measured = np.log([run.seconds for run in runs])
     logs = np.log(start)
 
     def predicted(at: np.ndarray, told: str) -> np.ndarray:
@@ -200,7 +201,8 @@ def _profile(
     """The profile of these constants."""
     topology = of.topology
     titles = {"inside": topology.inside.name, "between": (topology.between or topology.inside).name}
-    rates, wires = {}, dict[str, dict[str, float]]()
+    rates = {}
+    wires = dict[str, dict[str, float]]()
     for name, value in zip(names, map(float, values), strict=True):
         if name in RATES:
             rates[name] = value

@@ -281,7 +281,8 @@ def _build(
         if key in entry
     }
     topology = Topology(per_node, inside, entry.get("kind", ""), between, torus=torus, **options)
-    node_watts, watts = entry.get("node_watts"), entry.get("watts")
+    node_watts = entry.get("node_watts")
+    watts = entry.get("watts")
     device = Device(
         entry["device"],
         entry["peak"],

@@ -19,7 +19,8 @@ COLOURS = {
     "backward for the weights": "#d9b24c",
     "update": "#5b9a68",
 }
-OTHER, CALL = "#9aa5b1", "#c44e52"
+OTHER = "#9aa5b1"
+CALL = "#c44e52"
 MOST_RANKS = 8
 SHOWS_LIMIT = 0.3  # the limit is drawn if the memory comes to this part of it
 HEIGHT = 0.62  # of a rank's row; the strip of its calls below it

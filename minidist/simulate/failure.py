@@ -44,7 +44,8 @@ def stalls(found: "Simulation", rank: int, after: float) -> list[Stall]:
             f"rank {rank} fails after {after:g} s: choose a rank below {len(found.role_of)}, and "
             f"less than {found.step_seconds:.4g} s"
         )
-    ops, times = found.replayed.track(rank).at, found.replayed.times(rank)
+    ops = found.replayed.track(rank).at
+    times = found.replayed.times(rank)
     place = min(bisect_right(times, found.begin + after) - 1, len(ops) - 1)
     trace = found.traces[found.role_of[rank]]
     broken = replace(
@@ -63,7 +64,8 @@ def stalls(found: "Simulation", rank: int, after: float) -> list[Stall]:
 
 def _stall(replayed: Replayed, rank: int, begin: float) -> Stall:
     """From the last moment at which a rank went on."""
-    times, track = replayed.times(rank), replayed.track(rank)
+    times = replayed.times(rank)
+    track = replayed.track(rank)
     place = bisect_right(times, NEVER / 2) - 1
     kind, slot, number = track.ops[place]
     if kind == BUSY:

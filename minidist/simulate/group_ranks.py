@@ -28,7 +28,8 @@ def group_ranks(plan: Plan, config: GPTConfig, name: str, rank: int) -> tuple[in
     along = _along(plan, tuple(base.split(",")), rank)
     if not kind:
         return along
-    here, size = along.index(rank), plan.shard or len(along)
+    here = along.index(rank)
+    size = plan.shard or len(along)
     if kind == "shard":
         return along[here - here % size : here - here % size + size]
     if kind == "replicas":
@@ -47,7 +48,8 @@ def group_ranks(plan: Plan, config: GPTConfig, name: str, rank: int) -> tuple[in
 def _along(plan: Plan, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
     """Ranks that differ from `rank` in the coordinates of `axes` alone; the last axis is
     innermost."""
-    steps, step = {}, 1
+    steps = {}
+    step = 1
     for axis in reversed(plan.axes):
         steps[axis] = step
         step *= plan.axes[axis]

@@ -62,7 +62,9 @@ class HollowReduction:
 
     def __init__(self, dtype: np.dtype, added: Callable[[int], None]) -> None:
         """`added(nbytes)` is told of what the rank adds by itself."""
-        self.dtype, self.total, self._tell = dtype, dtype, added
+        self.dtype = dtype
+        self.total = dtype
+        self._tell = added
 
     def into(self, source: np.ndarray, *, behind: bool = False) -> Reduce:
         """A mark that what arrives is added."""

@@ -100,7 +100,9 @@ class Library:
     """The library's collectives among the places `members` of a cluster."""
 
     def __init__(self, members: Sequence[int], cluster: "Cluster") -> None:
-        self.members, self.cluster, self.size = members, cluster, len(members)
+        self.members = members
+        self.cluster = cluster
+        self.size = len(members)
         nodes: dict[int, list[int]] = {}
         for place in members:
             nodes.setdefault(cluster.node_of(place), []).append(place)
@@ -197,7 +199,8 @@ class Library:
         """All rings at once, once around; or along each but for its last hop, which is a chain."""
         channels = min(map(len, self.nodes)) if len(self.nodes) > 1 else self.size
         share = (self.size - 1) / self.size if around else 1.0  # of the array, on each hop
-        per_byte, alphas = _PerByte(float), (0.0, 0.0)
+        per_byte = _PerByte(float)
+        alphas = (0.0, 0.0)
         for number in range(channels):
             ring = [place for node in self.nodes for place in zigzag(node, number)]
             hops = [*pairwise(ring), (ring[-1], ring[0])][: None if around else -1]
@@ -226,10 +229,8 @@ class Library:
 
     def _in_switch(self) -> Load:
         """Every device's array once to the switch, and the sum once from it."""
-        wire, around = (
-            self.cluster.topology.inside,
-            [*pairwise(self.members), (self.members[-1], self.members[0])],
-        )
+        wire = self.cluster.topology.inside
+        around = [*pairwise(self.members), (self.members[-1], self.members[0])]
         per_byte = dict.fromkeys(
             {link for src, dst in around for link in self.cluster.route(src, dst)}, 1.0
         )
@@ -261,7 +262,8 @@ class Library:
         box = self._box()
         if box is None:
             return None
-        topology, per_byte = self.cluster.topology, _PerByte(float)
+        topology = self.cluster.topology
+        per_byte = _PerByte(float)
         dims = [dim for dim in range(len(box)) if box[dim] > 1]
         for first in range(len(dims)):
             left = 1 / (2 * len(dims))

@@ -78,7 +78,8 @@ def record(
     _check(verb, algorithm)
     mail = _Mail(size, algorithm)
     ranks: dict[int, RankProgram] = {}
-    waiting, before = list(range(size)), -1
+    waiting = list(range(size))
+    before = -1
     while waiting:
         left = []
         for rank in waiting:
@@ -92,7 +93,8 @@ def record(
         assert not left or done > before, (
             f"{verb} by {algorithm}: ranks {left} wait for messages that no rank sends"
         )
-        waiting, before = left, done
+        waiting = left
+        before = done
     return program_of(verb, [ranks[rank] for rank in range(size)])
 
 
@@ -107,7 +109,8 @@ def record_turned(
     Raises: as record.
     """
     _check(verb, algorithm)
-    mail, ranks = _Mail(size, algorithm), dict[int, RankProgram]()
+    mail = _Mail(size, algorithm)
+    ranks = dict[int, RankProgram]()
     for rank in sorted({0, 1, 2, 3, size // 2, size - 1} & set(range(size))):
         call = RecordingCall(rank, size, nodes or (0,) * size, mail)
         try:
@@ -155,7 +158,9 @@ class _Waiting(Handle):
     """The handle of a recorded transfer."""
 
     def __init__(self, call: "RecordingCall", kind: int, number: int) -> None:
-        self._call, self._kind, self._number = call, kind, number
+        self._call = call
+        self._kind = kind
+        self._number = number
 
     def wait(self) -> None:
         self._call.waited(self._kind, self._number)
@@ -174,21 +179,23 @@ class RecordingCall(Call):
     """
 
     def __init__(self, rank: int, size: int, nodes: Sequence[int], mail: _Mail) -> None:
-        self.rank, self.size, self.nodes, self.world_ranks = (
-            rank,
-            size,
-            tuple(nodes),
-            tuple(range(size)),
-        )
-        self.next_rank, self.prev_rank = (rank + 1) % size, (rank - 1) % size
+        self.rank = rank
+        self.size = size
+        self.nodes = tuple(nodes)
+        self.world_ranks = tuple(range(size))
+        self.next_rank = (rank + 1) % size
+        self.prev_rank = (rank - 1) % size
         self.device = self.origin = "cpu"
-        self.side, self.board = None, None
+        self.side = None
+        self.board = None
         self.signature = None  # type: ignore[assignment]  # SubsetCall hands it on, unread
         self.kinds: list[int] = []
         self.args: list[int] = []
         self.sends: list[int] = []
         self.posts: list[int] = []
-        self._mail, self._received, self._shows = mail, defaultdict[int, int](int), 0
+        self._mail = mail
+        self._received = defaultdict[int, int](int)
+        self._shows = 0
         mail.sent[rank].clear()
         mail.shown[rank].clear()
 
@@ -266,7 +273,8 @@ class RecordingCall(Call):
         chunk: int | None = None,
     ) -> None:
         """As Call.exchange, at once: rings make thousands of them."""
-        sends, posts = len(self.sends) // 3, len(self.posts) // 2
+        sends = len(self.sends) // 3
+        posts = len(self.posts) // 2
         self.posts += (src, reduce is not None)
         self.sends += (dst, outgoing.nbytes, 1)
         self.kinds += (POST, SEND, ARRIVED, SENT)
@@ -306,7 +314,8 @@ class RecordingCall(Call):
         )
 
     def _show_all(self, header: BlockHeader | None, arrays: Shown) -> list[tuple[Any, np.ndarray]]:
-        number, shown = self._shows, self._mail.shown
+        number = self._shows
+        shown = self._mail.shown
         self._shows += 1
         self.note(SHOW, sum(array.nbytes for array in arrays))
         shown[self.rank].append((header, np.concatenate(arrays)))
@@ -320,7 +329,9 @@ def _arguments(verb: str, operands: Operands, call: RecordingCall) -> dict[str, 
     if verb == "barrier":
         return {}
     root = {"root": 0} if verb in ("broadcast", "scatter", "reduce", "gather") else {}
-    at_root, rank, size = call.rank == 0, call.rank, call.size
+    at_root = call.rank == 0
+    rank = call.rank
+    size = call.size
     if verb in REDUCES:
         item = np.dtype(f"V{operands.itemsize}")
         length = operands.nbytes // operands.itemsize

@@ -36,6 +36,7 @@ def weights_used(config: GPTConfig) -> float:
 
 def flops_a_token(config: GPTConfig) -> float:
     """Of forward and backward, for a token of a full sequence."""
-    pattern, context = config.attention_pattern, config.context
+    pattern = config.attention_pattern
+    context = config.context
     keys = context if pattern is None else scores_computed(pattern, context) / context
     return 6.0 * weights_used(config) + 12.0 * config.layers * config.width * keys

@@ -8,7 +8,8 @@ class NoGpu:
     """`xp.cuda`, an event, a stream and a device in one. attributes: of a device, as CuPy's, for
     kernels to choose."""
 
-    id, done = 0, True
+    id = 0
+    done = True
     # bytes; sm_90 and sm_100: CUDA C++ guide, table 27
     attributes = {"MaxSharedMemoryPerBlockOptin": 227 << 10}
 

@@ -67,7 +67,8 @@ def run_rank(
     _require(plan, config)
     length = tokens or config.context
     sim = SimRank(plan, config, rank, length, DEVICES[device_kind])
-    memory, trace = RecordedAccount(sim.tape), RankTrace(rank)
+    memory = RecordedAccount(sim.tape)
+    trace = RankTrace(rank)
     if batch is None:
         ids = index_range(length) * config.vocabulary // length
         batch = (
@@ -98,11 +99,9 @@ def run_rank(
             trainer.step(batch if last else (batch[0][:first_rows], batch[1][:first_rows]))
         sim.tape.flush()
         trace.last_step = _behind(before, sim.ledger.rows())
-        trace.events, trace.segments, trace.ledger = (
-            sim.tape.events,
-            sim.tape.segments,
-            sim.ledger.rows(),
-        )
+        trace.events = sim.tape.events
+        trace.segments = sim.tape.segments
+        trace.ledger = sim.ledger.rows()
         trace.peak, trace.now, trace.host_peak = memory.peak, memory.now, trainer.store.host.peak
         trace.lanes = dict(trainer.store.traffic.step)
         trace.parameters = sum(parameter.size for parameter in trainer.model.parameters())

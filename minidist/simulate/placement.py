@@ -98,7 +98,9 @@ class RankPlaces:
 
 def _strides(shape: Mapping[str, int], order: Iterable[str]) -> dict[str, int]:
     """How far apart neighbours along each axis are, the last of `order` innermost."""
-    found, step = {}, 1
+    found = {}
+    step = 1
     for axis in reversed(list(order)):
-        found[axis], step = step, step * shape[axis]
+        found[axis] = step
+        step = step * shape[axis]
     return found

@@ -104,13 +104,18 @@ def turned_program(ranks: Mapping[int, RankProgram], size: int) -> TurnedProgram
     if len({_with_distances(rank, program, size) for rank, program in ranks.items()}) > 1:
         return None
     rank, one = next(iter(ranks.items()))
-    sends, posts = one.sends, one.posts
-    ahead, back = (sends[:, 0] - rank) % size, (rank - posts[:, 0]) % size
-    left, right = np.argsort(ahead, kind="stable"), np.argsort(back, kind="stable")
+    sends = one.sends
+    posts = one.posts
+    ahead = (sends[:, 0] - rank) % size
+    back = (rank - posts[:, 0]) % size
+    left = np.argsort(ahead, kind="stable")
+    right = np.argsort(back, kind="stable")
     if not np.array_equal(ahead[left], back[right]):
         return None
-    message_of_post, adds = np.empty(len(right), np.int64), np.zeros(len(left), bool)
-    message_of_post[right], adds[left] = left, posts[right, 1] != 0
+    message_of_post = np.empty(len(right), np.int64)
+    adds = np.zeros(len(left), bool)
+    message_of_post[right] = left
+    adds[left] = posts[right, 1] != 0
     numbers = one.args.astype(np.int64)
     received = np.isin(one.kinds, (POST, ARRIVED))
     numbers[received] = message_of_post[numbers[received]]
@@ -142,16 +147,14 @@ def _with_distances(rank: int, program: RankProgram, size: int) -> tuple[bytes, 
 def program_of(verb: str, ranks: Sequence[RankProgram]) -> Program:
     """Number the messages, and bring the ranks' operations into one table."""
     size = len(ranks)
-    sent, posted = (
-        np.concatenate([rank.sends for rank in ranks]),
-        np.concatenate([rank.posts for rank in ranks]),
-    )
-    src, dst = np.repeat(np.arange(size), [len(rank.sends) for rank in ranks]), sent[:, 0]
-    at, origin = np.repeat(np.arange(size), [len(rank.posts) for rank in ranks]), posted[:, 0]
-    left, right = (
-        np.argsort(src * size + dst, kind="stable"),
-        np.argsort(origin * size + at, kind="stable"),
-    )
+    sent = np.concatenate([rank.sends for rank in ranks])
+    posted = np.concatenate([rank.posts for rank in ranks])
+    src = np.repeat(np.arange(size), [len(rank.sends) for rank in ranks])
+    dst = sent[:, 0]
+    at = np.repeat(np.arange(size), [len(rank.posts) for rank in ranks])
+    origin = posted[:, 0]
+    left = np.argsort(src * size + dst, kind="stable")
+    right = np.argsort(origin * size + at, kind="stable")
     matched = len(left) == len(right) and bool(
         (src[left] == origin[right]).all() and (dst[left] == at[right]).all()
     )
@@ -161,14 +164,17 @@ def program_of(verb: str, ranks: Sequence[RankProgram]) -> Program:
     adds = np.zeros(len(left), bool)
     adds[left] = posted[right, 1] != 0
     steps = max(len(rank.kinds) for rank in ranks) + 1
-    kind, arg = np.full((size, steps), END, np.int8), np.zeros((size, steps), np.int64)
+    kind = np.full((size, steps), END, np.int8)
+    arg = np.zeros((size, steps), np.int64)
     sends = posts = 0
     for number, rank in enumerate(ranks):
         args = rank.args.astype(np.int64)
         args[np.isin(rank.kinds, (SEND, SENT))] += sends
         theirs = np.isin(rank.kinds, (POST, ARRIVED))
         args[theirs] = number_of_post[args[theirs] + posts]
-        kind[number, : len(args)], arg[number, : len(args)] = rank.kinds, args
-        sends, posts = sends + len(rank.sends), posts + len(rank.posts)
+        kind[number, : len(args)] = rank.kinds
+        arg[number, : len(args)] = args
+        sends = sends + len(rank.sends)
+        posts = posts + len(rank.posts)
     crowded = size > 2 and all(rank.tells_all(size) for rank in ranks)
     return Program(verb, size, src, dst, sent[:, 1], adds, sent[:, 2] != 0, crowded, kind, arg)

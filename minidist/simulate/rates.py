@@ -76,7 +76,8 @@ class Rates:
 
     def seconds(self, kernel: Priceable) -> float:
         """Seconds of one kernel. Raises: ConfigError if the device has no rate for the dtype."""
-        device, rates = self.device, self.efficiency
+        device = self.device
+        rates = self.efficiency
         if kernel.kind == "launch":
             return self.slowdown * rates.launch
         if kernel.kind == "python":

@@ -48,16 +48,19 @@ class RecordedCall(Call):
     def __init__(
         self, group: Any, verb: str, algorithm: str, dtype: np.dtype, *, held: bool
     ) -> None:
-        self.rank, self.size, self.nodes, self.world_ranks = (
-            group.rank,
-            group.size,
-            group.nodes,
-            group.world_ranks,
-        )
+        self.rank = group.rank
+        self.size = group.size
+        self.nodes = group.nodes
+        self.world_ranks = group.world_ranks
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        self.verb, self.algorithm, self.ledger, self.board = verb, algorithm, group.ledger, None
+        self.verb = verb
+        self.algorithm = algorithm
+        self.ledger = group.ledger
+        self.board = None
         self.device = self.origin = "cpu"
-        self.dtype, self.nbytes, self.messages = dtype, 0, 0
+        self.dtype = dtype
+        self.nbytes = 0
+        self.messages = 0
         self._held = held
         self.rooms: list[tuple[int, np.dtype]] = []
 
@@ -103,7 +106,8 @@ class DeclaredPlace:
     """Where an incoming block goes (calls/buffers.py), which knows the block's shape in advance."""
 
     def __init__(self, place: Place, shape: tuple[int, ...]) -> None:
-        self._place, self.shape = place, shape
+        self._place = place
+        self.shape = shape
 
     def __call__(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         return self._place(shape, dtype)
@@ -130,10 +134,12 @@ class DeclaredRows(Rows):
 class SimTransport(Transport):
     """The transport of a rank that runs alone: it moves nothing."""
 
-    name, limit = "sim", 60.0
+    name = "sim"
+    limit = 60.0
 
     def __init__(self, world_rank: int, world_size: int) -> None:
-        self.world_rank, self.world_size = world_rank, world_size
+        self.world_rank = world_rank
+        self.world_size = world_size
 
         class _Waits:
             step = 0

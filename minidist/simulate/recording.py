@@ -65,11 +65,13 @@ class Recording:
         self._change[category] += nbytes
         self._sum += nbytes
         if self._sum > self._highest:
-            self._highest, self._rise = self._sum, dict(self._change)
+            self._highest = self._sum
+            self._rise = dict(self._change)
 
     def flush(self) -> None:
         """End the segment."""
-        rise, change = self._rise, self._change
+        rise = self._rise
+        change = self._change
         if rise:
             self.events += [Memory(category, nbytes) for category, nbytes in rise.items() if nbytes]
         if self._kernels:
@@ -89,7 +91,10 @@ class Recording:
             self.events += [
                 Memory(category, nbytes) for category, nbytes in change.items() if nbytes
             ]
-            self._rise, self._change, self._sum, self._highest = {}, Counter(), 0, 0
+            self._rise = {}
+            self._change = Counter()
+            self._sum = 0
+            self._highest = 0
 
     # ---------------------------------------------------------------------------------------- calls
 
@@ -142,7 +147,9 @@ class RecordedMove:
     """A move whose work is done, and whose wait() is an event."""
 
     def __init__(self, tape: Recording, number: int, result: Any) -> None:
-        self._tape, self._number, self._result = tape, number, result
+        self._tape = tape
+        self._number = number
+        self._result = result
 
     def wait(self) -> Any:
         """The work's result."""
@@ -188,7 +195,8 @@ here = _Tapes()
 @contextmanager
 def begun(tape: Recording) -> Iterator[Recording]:
     """Context manager: this thread's kernels go to `tape`."""
-    before, here.tape = here.tape, tape
+    before = here.tape
+    here.tape = tape
     try:
         yield tape
     finally:

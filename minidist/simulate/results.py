@@ -139,7 +139,8 @@ class Simulation:
     def parts(self) -> dict[str, dict[str, float]]:
         """Where the step goes, in seconds, mean of all ranks: busy by name, exposed and idle by
         axis. They add up."""
-        ranks, share = Counter(self.replayed.clock_of), 1.0 / len(self.role_of)
+        ranks = Counter(self.replayed.clock_of)
+        share = 1.0 / len(self.role_of)
         found: dict[str, dict[str, float]] = {
             "busy": defaultdict(float),
             "exposed": defaultdict(float),
@@ -180,13 +181,16 @@ class Simulation:
     def axes(self) -> dict[str, AxisUse]:
         """What moves in a step along each axis. The bytes are those of the ledger, so of the real
         job."""
-        roles, nbytes, messages = Counter(self.role_of), Counter[str](), Counter[str]()
+        roles = Counter(self.role_of)
+        nbytes = Counter[str]()
+        messages = Counter[str]()
         for role, trace in enumerate(self.traces):
             for row in trace.last_step:
                 if row["phase"] == "step":
                     nbytes[row["axis"]] += roles[role] * row["nbytes"]
                     messages[row["axis"]] += roles[role] * row["messages"]
-        seconds, ranks = defaultdict[str, float](float), Counter(self.replayed.clock_of)
+        seconds = defaultdict[str, float](float)
+        ranks = Counter(self.replayed.clock_of)
         for clock, stations in enumerate(self.replayed.stations):
             track = self.replayed.track(self.replayed.ranks[clock])
             for slot, station in zip(track.slots, stations, strict=True):
@@ -229,12 +233,11 @@ class Simulation:
     def memory(self, rank: int) -> list[tuple[float, dict[str, int]]]:
         """(seconds since the step began, bytes by category) at each change, from the step's
         beginning to its end."""
-        trace, times = self.traces[self.role_of[rank]], self.replayed.times(rank)
-        held, found, ops = (
-            Counter[str](),
-            list[tuple[float, dict[str, int]]](),
-            self.replayed.track(rank).at,
-        )
+        trace = self.traces[self.role_of[rank]]
+        times = self.replayed.times(rank)
+        held = Counter[str]()
+        found = list[tuple[float, dict[str, int]]]()
+        ops = self.replayed.track(rank).at
         for place, event in enumerate(trace.events):
             if isinstance(event, Memory):
                 held[event.category] += event.nbytes

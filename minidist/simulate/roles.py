@@ -44,7 +44,8 @@ def first_of(role_of: list[int]) -> list[int]:
 
 def _places(plan: Plan) -> list[dict[str, int]]:
     """The coordinates of each rank."""
-    steps, step = {}, 1
+    steps = {}
+    step = 1
     for axis in reversed(plan.axes):
         steps[axis] = step
         step *= plan.axes[axis]

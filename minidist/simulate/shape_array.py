@@ -35,7 +35,8 @@ class _Flags:
     __slots__ = ("c_contiguous", "writeable")
 
     def __init__(self, c_contiguous: bool, writeable: bool) -> None:
-        self.c_contiguous, self.writeable = c_contiguous, writeable
+        self.c_contiguous = c_contiguous
+        self.writeable = writeable
 
 
 class _Place:
@@ -83,10 +84,15 @@ class ShapeArray(Operators):
         offset: int = 0,
         writeable: bool = True,
     ) -> None:
-        self.shape, self.dtype, self.module = shape, dtype, module
-        self.base, self.writeable = base, writeable
+        self.shape = shape
+        self.dtype = dtype
+        self.module = module
+        self.base = base
+        self.writeable = writeable
         self.mask: np.ndarray | None = None
-        self._strides, self._offset = steps, offset  # steps None: C-contiguous
+        # steps None: C-contiguous
+        self._strides = steps
+        self._offset = offset
         self._number = next(_addresses) if base is None else 0
 
     # ----------------------------------------------------------------------------------- what it is
@@ -154,7 +160,8 @@ class ShapeArray(Operators):
         low = high = self._offset
         for length, stride in zip(self.shape, self.strides, strict=True):
             reach = (length - 1) * stride
-            low, high = low + min(0, reach), high + max(0, reach)
+            low = low + min(0, reach)
+            high = high + max(0, reach)
         return low, high + self.itemsize
 
     # ---------------------------------------------------------------------------------------- views

@@ -67,10 +67,12 @@ def _dims(axis: Any, ndim: int) -> tuple[int, ...]:
 class Shapes:
     """The functions. What is not here (dtypes, constants, ufuncs) is NumPy's."""
 
-    ndarray, cuda = ShapeArray, NO_GPU
+    ndarray = ShapeArray
+    cuda = NO_GPU
 
     def __init__(self, device: str) -> None:
-        self.device, self.__name__ = device, f"shapes on {device}"
+        self.device = device
+        self.__name__ = f"shapes on {device}"
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(np, name)
@@ -190,7 +192,9 @@ class Shapes:
             self.kernel("memory", inputs[0].dtype, 0, 2 * getattr(inputs[-1], "nbytes", 0))
             return None
         if method == "reduceat":
-            x, places, axis = inputs[0], inputs[1], options.get("axis", 0)
+            x = inputs[0]
+            places = inputs[1]
+            axis = options.get("axis", 0)
             return self._made((*x.shape[:axis], len(places), *x.shape[axis + 1 :]), x.dtype, x)
         if method == "reduce":
             return self.sum(
@@ -264,7 +268,9 @@ class Shapes:
         shape = (*lead, *left[-2:-1][a.ndim == 1 :], *right[-1:][b.ndim == 1 :])
         kind = a.dtype if a.dtype == b.dtype else np.result_type(a.dtype, b.dtype)
         result = ShapeArray(shape, kind, self) if out is None else out
-        count, (m, k), n = math.prod(lead), left[-2:], right[-1]
+        count = math.prod(lead)
+        (m, k) = left[-2:]
+        n = right[-1]
         self.kernel(
             "matmul",
             kind,
@@ -293,7 +299,8 @@ class Shapes:
         return result
 
     def broadcast_to(self, x: Any, shape: Any) -> ShapeArray:
-        shape, x = _shape(shape), x if isinstance(x, ShapeArray) else self.empty(x.shape, x.dtype)
+        shape = _shape(shape)
+        x = x if isinstance(x, ShapeArray) else self.empty(x.shape, x.dtype)
         return x._view(shape, strides.stretched(shape, x.shape, x.strides), writeable=False)  # type: ignore[no-any-return]
 
     def moveaxis(self, x: Any, source: Any, target: Any) -> Any:
@@ -319,7 +326,8 @@ class Shapes:
     array_split = split
 
     def concatenate(self, parts: Sequence[Any], axis: int = 0, dtype: Any = None) -> ShapeArray:
-        first, dim = parts[0], axis % parts[0].ndim
+        first = parts[0]
+        dim = axis % parts[0].ndim
         length = sum(part.shape[dim] for part in parts)
         return self._made(
             (*first.shape[:dim], length, *first.shape[dim + 1 :]), dtype or first.dtype, *parts
@@ -354,7 +362,8 @@ class Shapes:
         """Whether the bytes between the ends of two arrays overlap."""
         if not (isinstance(a, ShapeArray) and isinstance(b, ShapeArray)) or a.owner is not b.owner:
             return False
-        (low, high), (other_low, other_high) = a.extent(), b.extent()
+        (low, high) = a.extent()
+        (other_low, other_high) = b.extent()
         return bool(a.size and b.size) and low < other_high and other_low < high
 
     # -------------------------------------------------------------------------------------- kernels

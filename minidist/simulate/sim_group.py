@@ -43,7 +43,10 @@ class SimPending(Pending):
     """A call that was started; its wait() is an event."""
 
     def __init__(self, sim: SimRank, number: int | None, result: Any, kept: Any) -> None:
-        self._sim, self._number, self._result, self._kept = sim, number, result, kept
+        self._sim = sim
+        self._number = number
+        self._result = result
+        self._kept = kept
 
     def wait(self) -> Any:
         if self._number is not None:
@@ -59,7 +62,9 @@ class _Result:
     """The array of a verb's result: the caller's `out`, else a new one beside `like`."""
 
     def __init__(self, out: Any, like: Any) -> None:
-        self.out, self._like, self.whole = out, like, None
+        self.out = out
+        self._like = like
+        self.whole = None
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
         """The array to fill: `out` where it is contiguous."""
@@ -86,7 +91,8 @@ class SimGroup(Group):
         super().__init__(
             SimTransport(sim.rank, sim.size), sim.ledger, world_ranks, axis=axis, id=id
         )
-        self.sim, self.name = sim, name
+        self.sim = sim
+        self.name = name
         # shapes of an all_to_all -> those that came in return
         self._way_back: dict[Any, list[tuple[int, ...]]] = {}
 
@@ -182,7 +188,8 @@ class SimGroup(Group):
         array = _ready(x)
         flat = array.reshape(-1)
         start, stop = bounds(flat.size, self.size)[self.rank : self.rank + 2]
-        result, mine = _Result(out, array), flat[start:stop]
+        result = _Result(out, array)
+        mine = flat[start:stop]
         chunk = result.array(mine.shape, array.dtype)
         return self._carry_out(
             "reduce_scatter",
@@ -271,7 +278,8 @@ class SimGroup(Group):
         found = self._way_back.get(tuple(sent))
         came = found or self.sim.swapped(sent, self.size, self.rank)
         if found is None:
-            self._way_back[tuple(came)], self._way_back[tuple(sent)] = sent, came
+            self._way_back[tuple(came)] = sent
+            self._way_back[tuple(sent)] = came
         return came
 
     def start_barrier(self, *, algorithm: str = "auto") -> SimPending:

@@ -25,8 +25,12 @@ class SimRank:
     """
 
     def __init__(self, plan: Plan, config: GPTConfig, rank: int, tokens: int, device: str) -> None:
-        self.plan, self.config, self.rank, self.size = plan, config, rank, plan.size
-        self.tape, self.ledger = Recording(device), Ledger(rank)
+        self.plan = plan
+        self.config = config
+        self.rank = rank
+        self.size = plan.size
+        self.tape = Recording(device)
+        self.ledger = Ledger(rank)
         self.lengths = tuple(dict.fromkeys((tokens, self._own_tokens(tokens))))
 
     def _own_tokens(self, tokens: int) -> int:

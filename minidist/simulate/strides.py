@@ -14,7 +14,8 @@ Shape = tuple[int, ...]
 
 def in_order(shape: Shape, itemsize: int) -> Shape:
     """The strides of a C-contiguous array."""
-    strides, step = [0] * len(shape), itemsize
+    strides = [0] * len(shape)
+    step = itemsize
     for dim in range(len(shape) - 1, -1, -1):
         strides[dim] = step
         step *= max(1, shape[dim])
@@ -45,19 +46,25 @@ def completed(shape: Sequence[int], size: int) -> Shape:
 def reshaped(old: Shape, strides: Shape, new: Shape) -> Shape | None:
     """The strides of a view of another shape; None where the elements have to be copied."""
     pairs = [(n, stride) for n, stride in zip(old, strides, strict=True) if n != 1]
-    result, left, right = [0] * len(new), 0, 0
+    result = [0] * len(new)
+    left = 0
+    right = 0
     while right < len(new):
         if new[right] == 1:
             right += 1
             continue
-        stop, first = right + 1, left
-        have, want = pairs[left][0], new[right]
+        stop = right + 1
+        first = left
+        have = pairs[left][0]
+        want = new[right]
         left += 1
         while have != want:
             if have < want:
-                have, left = have * pairs[left][0], left + 1
+                have = have * pairs[left][0]
+                left = left + 1
             else:
-                want, stop = want * new[stop], stop + 1
+                want = want * new[stop]
+                stop = stop + 1
         for a, b in zip(pairs[first : left - 1], pairs[first + 1 : left], strict=True):
             if a[1] != b[0] * b[1]:
                 return None
@@ -131,13 +138,17 @@ def expanded(index: Any, ndim: int) -> list[Any]:
 def view_of(shape: Shape, strides: Shape, parts: Sequence[Any]) -> tuple[Shape, Shape, int]:
     """(shape, strides, offset) of a basic index, one entry a dim, as `expanded` makes it. Raises:
     IndexError."""
-    new_shape, new_strides, offset, dim = [], [], 0, 0
+    new_shape = []
+    new_strides = []
+    offset = 0
+    dim = 0
     for part in parts:
         if part is None:
             new_shape.append(1)
             new_strides.append(0)
             continue
-        length, stride = shape[dim], strides[dim]
+        length = shape[dim]
+        stride = strides[dim]
         dim += 1
         if type(part) is slice:
             if part.start is None and part.stop is None and part.step is None:
@@ -164,7 +175,8 @@ def picked(shape: Shape, parts: Sequence[Any], is_array: Any) -> Shape:
     ]
     found = broadcast([tuple(parts[i].shape) if is_array(parts[i]) else () for i in places])
     rest: list[int] = []
-    dim, at = 0, None
+    dim = 0
+    at = None
     for i, part in enumerate(parts):
         if i in places:
             at = len(rest) if at is None else at

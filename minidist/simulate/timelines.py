@@ -25,13 +25,12 @@ def timelines(found: Simulation, ranks: Sequence[int]) -> list[Timeline]:
 
 def _spans(found: Simulation, rank: int) -> Iterator[Span]:
     """Work, calls, sent messages and moves of a rank that end in the step."""
-    track, times, stations = (
-        found.replayed.track(rank),
-        found.replayed.times(rank),
-        found.replayed.stations_of(rank),
-    )
+    track = found.replayed.track(rank)
+    times = found.replayed.times(rank)
+    stations = found.replayed.stations_of(rank)
     for place, (kind, which, _) in enumerate(track.ops):
-        start, stop = times[place] - found.begin, times[place + 1] - found.begin
+        start = times[place] - found.begin
+        stop = times[place + 1] - found.begin
         if kind == BUSY and stop > max(0.0, start):
             work: Busy = track.works[which]
             yield Span(work.name, "compute", max(0.0, start), stop, {"microbatch": work.micro})
@@ -45,7 +44,8 @@ def _calls(found: Simulation, station: Station, row: str) -> Iterator[Span]:
     for job, begin, end in zip(station.jobs, station.begins, station.ends, strict=True):
         if end <= found.begin or begin >= found.end:
             continue
-        start, stop = max(0.0, begin - found.begin), min(end, found.end) - found.begin
+        start = max(0.0, begin - found.begin)
+        stop = min(end, found.end) - found.begin
         if isinstance(job, GroupCall):
             name = f"{job.verb} {job.name or job.axis}" + (
                 f" to rank {station.group[1]}" if job.verb == "send" else ""

@@ -123,7 +123,8 @@ class Topology:
     # ------------------------------------------------------------------------------------- the hops
 
     def _hops(self, src: int, dst: int) -> Iterator[int]:
-        here, there = src // self.per_node, dst // self.per_node
+        here = src // self.per_node
+        there = dst // self.per_node
         if here == there:
             yield from self._in_node(here, src % self.per_node, dst % self.per_node)
             return
@@ -142,7 +143,8 @@ class Topology:
             return
         first, last = ("up", "down") if self.kind == "pcie" else ("out", "in")
         yield self._link(f"node{node}.{first}{src}", self.inside)
-        above, below = src // self.per_switch, dst // self.per_switch
+        above = src // self.per_switch
+        below = dst // self.per_switch
         if self.kind == "pcie" and above != below:
             yield self._link(f"node{node}.root-up{above}", self.inside, alpha=0.0)
             yield self._link(f"node{node}.root-down{below}", self.inside, alpha=0.0)
@@ -155,12 +157,15 @@ class Topology:
         wire = self.between
         assert wire is not None
         yield self._link(f"node{here}.nic{out}-out", wire)
-        leaf, other = self._leaf(here, out), self._leaf(there, into)
+        leaf = self._leaf(here, out)
+        other = self._leaf(there, into)
         if leaf != other:
             ports = self.nodes_per_leaf * (1 if self.rails else self.nics)
-            width, spine = wire.bandwidth * ports / self.oversubscription, "s"
+            width = wire.bandwidth * ports / self.oversubscription
+            spine = "s"
             if self.routing == "static":
-                width, spine = width / self.spines, f"{pair % self.spines}"
+                width = width / self.spines
+                spine = f"{pair % self.spines}"
             yield self._link(f"{leaf}.up{spine}", wire, alpha=0.0, bandwidth=width)
             yield self._link(f"{other}.down{spine}", wire, alpha=0.0, bandwidth=width)
         yield self._link(f"node{there}.nic{into}-in", wire, alpha=0.0)
@@ -170,7 +175,8 @@ class Topology:
 
     def _on_torus(self, src: int, dst: int) -> Iterator[int]:
         """One dim after the other, the shorter way round (up where both are as long)."""
-        at, goal = list(self.coordinates(src)), self.coordinates(dst)
+        at = list(self.coordinates(src))
+        goal = self.coordinates(dst)
         for dim, length in enumerate(self.torus):
             ahead = (goal[dim] - at[dim]) % length
             step = 1 if 2 * ahead <= length else -1

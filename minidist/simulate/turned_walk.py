@@ -34,7 +34,8 @@ class TurnedWalk:
 
     def __init__(self, program: TurnedProgram, members: Sequence[int], cluster: Cluster) -> None:
         self.program = program
-        self.clock, self._links = np.zeros(program.size), _Links(cluster, crowded=program.crowded)
+        self.clock = np.zeros(program.size)
+        self._links = _Links(cluster, crowded=program.crowded)
         routes = {
             ahead: [
                 cluster.route(place, members[(rank + ahead) % program.size])
@@ -54,9 +55,11 @@ class TurnedWalk:
         """Seconds until the last rank is done."""
         for todo, times in _rounds(self.program):
             for left in reversed(range(times)):
-                clock, free = self.clock, self._links.free.copy()
+                clock = self.clock
+                free = self._links.free.copy()
                 _Play(todo, self)
-                later, used = self.clock - clock, self._links.free != free
+                later = self.clock - clock
+                used = self._links.free != free
                 put_off = np.concatenate([later, (self._links.free - free)[used]])
                 if left and np.ptp(put_off) <= EVEN * put_off.max():
                     self._skip(todo, left, later, used)
@@ -114,13 +117,17 @@ def _each_round(program: TurnedProgram) -> Iterator[_Round]:
     messages = [
         _Message(*row) for row in zip(*(column.tolist() for column in columns), strict=True)
     ]
-    ops, here, waits = list[tuple[int, int]](), dict[int, int](), 0
+    ops = list[tuple[int, int]]()
+    here = dict[int, int]()
+    waits = 0
     for kind, number in zip(program.kinds.tolist(), program.args.tolist(), strict=True):
         ops.append((kind, number if kind == ADD else here.setdefault(number, len(here))))
         waits += kind in (SENT, ARRIVED)
         if waits == 2 * len(here):  # the sender's and the receiver's
             yield _Round(tuple(ops), tuple(messages[number] for number in here))
-            ops, here, waits = [], {}, 0
+            ops = []
+            here = {}
+            waits = 0
     assert not ops, "every message is waited for"
 
 
@@ -128,7 +135,8 @@ class _Play:
     """A round, played at once."""
 
     def __init__(self, todo: _Round, walk: TurnedWalk) -> None:
-        self.todo, self.walk = todo, walk
+        self.todo = todo
+        self.walk = walk
         self.started = dict[int, np.ndarray]()  # message -> when its senders begin it
         # when its receivers are ready; both in the senders' order
         self.ready = dict[int, np.ndarray]()
@@ -140,7 +148,8 @@ class _Play:
                 self._begin(kind, number)
             else:
                 assert number in self.arrived, "ranks wait for each other"
-                until, ahead = self.arrived[number], todo.messages[number].ahead
+                until = self.arrived[number]
+                ahead = todo.messages[number].ahead
                 walk.clock = np.maximum(
                     walk.clock, np.roll(until, ahead) if kind == ARRIVED else until
                 )
@@ -148,7 +157,8 @@ class _Play:
     def _begin(self, kind: int, number: int) -> None:
         """All ranks begin to send a message, or are ready for it: it goes, if it need not wait for
         the other."""
-        message, clock = self.todo.messages[number], self.walk.clock
+        message = self.todo.messages[number]
+        clock = self.walk.clock
         if kind == SEND:
             self.started[number] = clock
         else:
@@ -172,7 +182,8 @@ class _Links:
     """The links in use, numbered from 0 as they come, and their costs as columns."""
 
     def __init__(self, cluster: Cluster, *, crowded: bool) -> None:
-        self._cluster, self._crowded = cluster, crowded
+        self._cluster = cluster
+        self._crowded = crowded
         self._numbers: dict[int, int] = {}
         self.free = np.zeros(0)  # until when each is busy
 
@@ -242,7 +253,8 @@ class _Crossing:
     Attributes: nbytes: so far, of each rank."""
 
     def __init__(self, routes: Sequence[tuple[int, ...]], links: _Links) -> None:
-        self.nbytes, self._links = 0, links
+        self.nbytes = 0
+        self._links = links
         self._busy: dict[tuple[int, bool], list[tuple[np.ndarray, np.ndarray]]] = {}
         self.hops = [_hop(routes, hop, links) for hop in range(max(map(len, routes)))]
 
@@ -272,13 +284,15 @@ class _Crossing:
     ) -> None:
         """The messages that share a link, the first of each link, then the second, …"""
         table, links = hop.turns
-        free, senders = self._links.free, hop.at
+        free = self._links.free
+        senders = hop.at
         when = np.where(table < 0, np.inf, first[senders[table]])
         order = np.take_along_axis(table, np.argsort(when, axis=1, kind="stable"), axis=1)
         for turn in range(order.shape[1]):
             places = order[:, turn]
             here = places >= 0
-            places, link = places[here], links[here]
+            places = places[here]
+            link = links[here]
             at = senders[places]
             begins = np.maximum(ready[at], free[link])
             free[link] = behind = begins + busy[places]

@@ -228,13 +228,13 @@ class MessageWalk:
     """
 
     def __init__(self, program: Program, members: Sequence[int], cluster: Cluster) -> None:
-        self.program, self.members, self.cluster = program, members, cluster
+        self.program = program
+        self.members = members
+        self.cluster = cluster
         size = program.size
-        self.clock, self.active, self._at = (
-            np.zeros(size),
-            np.arange(size),
-            np.zeros(size, np.int64),
-        )
+        self.clock = np.zeros(size)
+        self.active = np.arange(size)
+        self._at = np.zeros(size, np.int64)
         self.started, self._ready, self.arrived = (
             np.full(len(program.src), np.nan) for _ in range(3)
         )
@@ -242,7 +242,9 @@ class MessageWalk:
 
     def _routes(self) -> None:
         """The links of each message, as numbers among those in use, and their costs."""
-        program, places, cluster = self.program, self.members, self.cluster
+        program = self.program
+        places = self.members
+        cluster = self.cluster
         pairs, which = np.unique(program.src * program.size + program.dst, return_inverse=True)
         routes = [
             cluster.route(places[pair // program.size], places[pair % program.size])
@@ -254,10 +256,8 @@ class MessageWalk:
         table = np.full((len(routes), hops), -1)
         for row, route in zip(table, routes, strict=True):
             row[: len(route)] = [local[number] for number in route]
-        self._hops, self._last = (
-            table[which],
-            np.array([len(route) - 1 for route in routes], np.int64)[which],
-        )
+        self._hops = table[which]
+        self._last = np.array([len(route) - 1 for route in routes], np.int64)[which]
         links = [cluster.links[number] for number in self._used]
         columns = [
             (link.alpha, 1 / link.bandwidth, link.overhead, link.gamma, link.crowd)
@@ -268,7 +268,8 @@ class MessageWalk:
         )
         if not program.crowded:
             self._crowd = np.zeros_like(self._crowd)
-        self._free, self._carried = np.zeros(len(links)), np.zeros(len(links), np.int64)
+        self._free = np.zeros(len(links))
+        self._carried = np.zeros(len(links), np.int64)
         first = np.array(
             [cluster.route(place, places[index - 1])[0] for index, place in enumerate(places)]
         )
@@ -301,8 +302,10 @@ class MessageWalk:
 
     def round(self) -> None:
         """Every rank's next operation, as far as it need not wait."""
-        program, ranks = self.program, self.active
-        kind, arg = program.kind[ranks, self._at[ranks]], program.arg[ranks, self._at[ranks]]
+        program = self.program
+        ranks = self.active
+        kind = program.kind[ranks, self._at[ranks]]
+        arg = program.arg[ranks, self._at[ranks]]
         moved = np.zeros(len(ranks), bool)
         for own, times in ((SEND, self.started), (POST, self._ready)):
             chosen = kind == own
@@ -346,13 +349,16 @@ class MessageWalk:
         program = self.program
         ready = self.left(numbers)
         order = np.argsort(ready, kind="stable")
-        numbers, ready = numbers[order], ready[order]
-        nbytes, last = program.nbytes[numbers], self._last[numbers]
+        numbers = numbers[order]
+        ready = ready[order]
+        nbytes = program.nbytes[numbers]
+        last = self._last[numbers]
         ends = np.zeros(len(numbers))
         for hop in range(self._hops.shape[1] if len(numbers) else 0):
             here = np.flatnonzero(hop <= last)
             link = self._hops[numbers[here], hop]
-            size, final = nbytes[here], last[here] == hop
+            size = nbytes[here]
+            final = last[here] == hop
             outer = final | (hop == 0)
             busy = (
                 size * self._beta[link]

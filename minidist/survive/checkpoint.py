@@ -88,10 +88,12 @@ def plain_load(group: Group, folder: Path) -> np.ndarray:
     it."""
     manifest = json.loads((folder / "manifest.json").read_text())
     old, new = (bounds(manifest["size"], ranks) for ranks in (len(manifest["sha256"]), group.size))
-    start, stop = new[group.rank], new[group.rank + 1]
+    start = new[group.rank]
+    stop = new[group.rank + 1]
     parts = []
     for rank, digest in enumerate(manifest["sha256"]):
-        first, last = max(start, old[rank]), min(stop, old[rank + 1])
+        first = max(start, old[rank])
+        last = min(stop, old[rank + 1])
         if first < last:  # this shard has some of my numbers
             file = folder / f"{rank}.npy"
             if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
@@ -154,7 +156,8 @@ def write_checkpoint(
 
     with ExitStack() as stack:
         draft = _common_draft(stack, folder, group)
-        problem, described = "", None
+        problem = ""
+        described = None
         try:
             described = write_shard(draft / shard_name(group.rank), layout, arrays)
         except OSError as error:
@@ -176,16 +179,17 @@ def load(folder: Path, strategy: Strategy, optimizer: Optimizer, group: Group) -
     Raises:  CheckpointError on every rank if one finds a file missing or damaged, or not of this
              model; then the state of this training is of no use.
     """
-    problem, about, there, places = "", dict[str, Any](), set[str](), list[Place]()
+    problem = ""
+    about = dict[str, Any]()
+    there = set[str]()
+    places = list[Place]()
     read = ""
     try:
         require_together(strategy)
         manifest = read_manifest(folder)
         read = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-        about, there = (
-            manifest["about"],
-            {array["key"] for shard in manifest["shards"] for array in shard["arrays"]},
-        )
+        about = manifest["about"]
+        there = {array["key"] for shard in manifest["shards"] for array in shard["arrays"]}
         require_told(folder, about, "state", "optimizer")
         state = about.pop("state")
         places = state_places(strategy, optimizer, state)
@@ -356,7 +360,8 @@ def share_out(places: list[Place], group: Group) -> list[int]:
         for index, (key, stripes, nbytes) in enumerate(record):
             if nbytes:
                 holders.setdefault(json.dumps([key, stripes]), []).append((rank, index, nbytes))
-    loads, mine = [0] * group.size, []
+    loads = [0] * group.size
+    mine = []
     for candidates in holders.values():
         rank, index, nbytes = min(
             candidates, key=lambda candidate: (loads[candidate[0]], candidate[0])
@@ -375,7 +380,8 @@ def chosen(arrays: Iterable[Any], indices: list[int]) -> Iterable[Any]:
 
 def _common_draft(stack: ExitStack, folder: Path, group: Group) -> Path:
     """A folder beside `folder` that rank 0 makes, for the length of the stack."""
-    draft, problem = "", ""
+    draft = ""
+    problem = ""
     if group.rank == 0:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)

@@ -81,7 +81,9 @@ class Survivor:
         copies: PeerCopies | KeptReplica | KeptShards | None = None,
         newest: Callable[[], Sequence[Path]] = lambda: (),
     ) -> None:
-        self.job, self._newest, self._copies = job, newest, copies or PeerCopies()
+        self.job = job
+        self._newest = newest
+        self._copies = copies or PeerCopies()
         # of steps that are made, the losses that this process has not read
         self._late = deque[LateLoss]()
         self.losses: list[float] = []
@@ -171,7 +173,8 @@ class Survivor:
     def release(self) -> None:
         """After a generation: note what was sent in it; let its trainer's threads, files and arrays
         go."""
-        trainer, self._trainer = self._trainer, None
+        trainer = self._trainer
+        self._trainer = None
         if trainer is not None:
             ledger = trainer.world.ledger
             self.past.append(
@@ -263,19 +266,19 @@ class Survivor:
 
         Args: known: how many steps each rank knows.
         """
-        missing, world = [*self._copies.missing], trainer.world
+        missing = [*self._copies.missing]
+        world = trainer.world
         done = trainer.steps_done - len(missing)
-        source, mine = known.index(max(known)), len(self.losses)
+        source = known.index(max(known))
+        mine = len(self.losses)
         notes = np.array([self.losses, self.seconds, self.generations])
         if min(known) < max(known):
             with world.ledger.control():
                 told = world.broadcast(notes if world.rank == source else None, root=source)
             notes = np.concatenate([notes, told[:, mine:]], axis=1)
         notes = notes[:, :done]
-        self.losses, self.seconds = (
-            notes[0].tolist() + missing,
-            notes[1].tolist() + len(missing) * [0.0],
-        )
+        self.losses = notes[0].tolist() + missing
+        self.seconds = notes[1].tolist() + len(missing) * [0.0]
         self.generations = [int(number) for number in notes[2]] + len(missing) * [
             self.job.number - 1
         ]
@@ -322,7 +325,8 @@ def rehearse(zero: int = 0) -> None:
     needed."""
     np.median([0.0])  # for the median step: 10 ms of modules
     world = Group(loopback(0, WAIT_LIMIT), Ledger(0), (0,))
-    tokens, copies = np.zeros((1, 4), np.int64), PeerCopies()
+    tokens = np.zeros((1, 4), np.int64)
+    copies = PeerCopies()
     with account.use(account.MemoryAccount()):
         trainer = Trainer(
             Plan(zero=zero), GPTConfig(vocabulary=4, context=4, layers=1, width=8, heads=1), world

@@ -98,7 +98,8 @@ def cut_connection(pid: int, chance: random.Random) -> None:
     folder = Path(f"/proc/{pid}/fd")
     files = [int(file.name) for file in folder.iterdir() if os.readlink(file).startswith("socket:")]
     chance.shuffle(files)
-    library, process = ctypes.CDLL(None, use_errno=True), os.pidfd_open(pid)
+    library = ctypes.CDLL(None, use_errno=True)
+    process = os.pidfd_open(pid)
     try:
         for file in files:
             copy = library.syscall(_PIDFD_GETFD, process, file, 0)

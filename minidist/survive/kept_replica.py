@@ -99,18 +99,24 @@ class KeptReplica:
         knows.
                  Every rank calls it.
         """
-        self._whole, kept, strategy = False, self._kept, _local(trainer)
+        self._whole = False
+        kept = self._kept
+        strategy = _local(trainer)
         told = share_records(trainer.world, [known, None if kept is None else kept.marks])
-        known_by, marks = [int(record[0]) for record in told], [record[1] for record in told]
+        known_by = [int(record[0]) for record in told]
+        marks = [record[1] for record in told]
         there = [each for each in marks if each is not None]
         if not there:
             return False, known_by
-        step, met = max(each["steps"] for each in there), max(each["met"] for each in there)
+        step = max(each["steps"] for each in there)
+        met = max(each["met"] for each in there)
         going_on = [
             each is not None and each["steps"] + 2 * strategy.every > step for each in marks
         ]
         mine = kept if going_on[trainer.world.rank] else None
-        strategy.steps, strategy.met, strategy.rows = step, met, max(each["rows"] for each in there)
+        strategy.steps = step
+        strategy.met = met
+        strategy.rows = max(each["rows"] for each in there)
         if mine is not None:
             _fill(trainer, mine)
         _hand_out(trainer, going_on, [each is not None and each["met"] == met for each in marks])
@@ -124,13 +130,15 @@ class KeptReplica:
                 each["steps"] if goes else None for each, goes in zip(marks, going_on, strict=True)
             ],
         }
-        self._whole, self._kept = True, None
+        self._whole = True
+        self._kept = None
         catch_up(strategy)
         return True, known_by
 
     def begin(self, trainer: Trainer, generation: int) -> None:
         """The trainer's state is whole: of a run that begins, of a checkpoint, or of `restore`."""
-        self._whole, self._kept = True, None
+        self._whole = True
+        self._kept = None
 
     def keep(self, trainer: Trainer) -> None:
         """After a step: nothing."""
@@ -149,7 +157,8 @@ class KeptReplica:
         """The generation is over: keep what this rank has. Sends nothing."""
         if not self._whole:
             return
-        self._whole, strategy = False, _local(trainer)
+        self._whole = False
+        strategy = _local(trainer)
         leave(strategy)
         marks = {name: getattr(strategy, name) for name in ("steps", "met", "merged", "rows")}
         self._kept = Replica(
@@ -181,7 +190,8 @@ def _inner_arrays(optimizer: Optimizer) -> list[Array]:
 def _fill(trainer: Trainer, kept: Replica) -> None:
     """This rank's own state, and the outer one as far as it has it."""
     strategy = _local(trainer)
-    strategy.own[...], strategy.merged = kept.own, kept.marks["merged"]
+    strategy.own[...] = kept.own
+    strategy.merged = kept.marks["merged"]
     strategy.recent.extend(tuple(each) for each in kept.marks["recent"])
     arrays = [*_outer_arrays(strategy), *_inner_arrays(trainer.optimizer)]
     for array, had in zip(arrays, [*kept.outer, *kept.inner], strict=True):
@@ -199,8 +209,10 @@ def _hand_out(trainer: Trainer, going_on: Sequence[bool], met_all: Sequence[bool
     Args: of each rank: whether it goes on with weights of its own; whether it has held all
     meetings.
     """
-    world, strategy = trainer.world, _local(trainer)
-    source, teacher = met_all.index(True), going_on.index(True)
+    world = trainer.world
+    strategy = _local(trainer)
+    source = met_all.index(True)
+    teacher = going_on.index(True)
     with world.ledger.during("state"):
         for rank in range(world.size):
             if not (going_on[rank] and met_all[rank]):

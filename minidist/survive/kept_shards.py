@@ -90,7 +90,9 @@ class KeptShards:
     def restore(self, trainer: Trainer, known: int = 0) -> tuple[bool, list[int]]:
         """Give servers their shards and workers their places. Args, Returns: as
         KeptReplica.restore."""
-        strategy, world, kept = _central(trainer), trainer.world, self._kept
+        strategy = _central(trainer)
+        world = trainer.world
+        kept = self._kept
         self._whole = self._paused = False
         told = share_records(
             world,
@@ -109,7 +111,8 @@ class KeptShards:
                 ],
             ],
         )
-        known_by, marks = [int(record[0]) for record in told], [record[1] for record in told]
+        known_by = [int(record[0]) for record in told]
+        marks = [record[1] for record in told]
         holders = [_holder(marks, server) for server in range(strategy.servers)]
         if None in holders:
             return False, known_by
@@ -131,7 +134,8 @@ class KeptShards:
         strategy = _central(trainer)
         if strategy.service is not None:
             strategy.service.copies = self.every
-        self._whole, self._kept = True, None
+        self._whole = True
+        self._kept = None
 
     def keep(self, trainer: Trainer) -> None:
         """After a step: nothing."""
@@ -149,7 +153,8 @@ class KeptShards:
         """The generation is over: keep what this process has. Sends nothing."""
         if not self._whole:
             return
-        self._whole, strategy = False, _central(trainer)
+        self._whole = False
+        strategy = _central(trainer)
         service = strategy.service
         if service is not None:
             optimizer = (
@@ -164,12 +169,13 @@ class KeptShards:
             number = strategy.group.rank - strategy.workers
             self._kept = HeldState(None, None, {number: shard}, service.record, None, [], [])
             return
-        own, inner, counts, steps = None, list[Array](), list[int](), strategy.pushes
+        own = None
+        inner = list[Array]()
+        counts = list[int]()
+        steps = strategy.pushes
         if isinstance(strategy, AsyncLocalSteps):
-            inner, counts = (
-                state_of(trainer.optimizer),
-                [slot.steps for slot in trainer.optimizer.slots],
-            )
+            inner = state_of(trainer.optimizer)
+            counts = [slot.steps for slot in trainer.optimizer.slots]
             if self._paused:
                 own = OwnRound([*_vectors(strategy), *strategy.pulled], strategy.versions)
                 steps = strategy.made
@@ -180,7 +186,8 @@ class KeptShards:
     def _hand_over(self, trainer: Trainer, holders: Sequence[tuple[int, int]]) -> None:
         """Each shard goes from the rank that holds its newest version to its server. Args:
         (version, rank) of each."""
-        strategy, world = _central(trainer), trainer.world
+        strategy = _central(trainer)
+        world = trainer.world
         optimizer = (
             strategy.outer
             if isinstance(strategy, AsyncLocalSteps) and strategy.serves
@@ -238,7 +245,8 @@ class KeptShards:
     ) -> None:
         """After the pull: a worker's place; with local steps its own weights, unless its round was
         broken off."""
-        strategy, kept = _central(trainer), self._kept
+        strategy = _central(trainer)
+        kept = self._kept
         trainer.steps_done = max(steps for steps, _ in starts)
         if not strategy.serves:
             trainer.steps_done, strategy.pushes = starts[strategy.group.rank]

@@ -63,7 +63,9 @@ class Layout:
         self.order = sorted(range(len(places)), key=lambda index: not alone[index])
         self.pieces = {piece_of(place) for place in places if place.size}
         self.lone = {piece_of(place) for place, lone in zip(places, alone, strict=True) if lone}
-        self.starts, self.nbytes, self.lone_bytes = [0] * len(places), 0, 0
+        self.starts = [0] * len(places)
+        self.nbytes = 0
+        self.lone_bytes = 0
         for index in self.order:
             self.starts[index] = self.nbytes
             self.nbytes += (
@@ -110,7 +112,8 @@ class PeerCopies:
         self._held: dict[Version, dict[int, Snapshot]] = {}
         # of each generation: pieces, lone by rank
         self._layouts: dict[int, list[tuple[set[str], set[str]]]] = {}
-        self._generation, self._kept = 0, 0
+        self._generation = 0
+        self._kept = 0
 
     # --- after a loss
     # ------------------------------------------------------------------------------------------------
@@ -125,7 +128,8 @@ class PeerCopies:
         """
         held = [[*version, list(snapshots)] for version, snapshots in self._held.items()]
         records = share_records(trainer.world, [held, known])
-        told, known_by = [record[0] for record in records], [int(record[1]) for record in records]
+        told = [record[0] for record in records]
+        known_by = [int(record[1]) for record in records]
         best = max(self._whole(told), default=(-1, 0))
         step, generation = max(tuple(found) for found in share_records(trainer.world, list(best)))
         if step < 0:
@@ -137,7 +141,8 @@ class PeerCopies:
 
     def _whole(self, told: Iterable[Any]) -> Iterable[Version]:
         """The versions that are whole among what all ranks hold, as far as this rank can judge."""
-        holders, own = dict[Version, set[int]](), dict[Version, set[int]]()
+        holders = dict[Version, set[int]]()
+        own = dict[Version, set[int]]()
         for record in told:
             for step, generation, ranks in record:
                 holders.setdefault((step, generation), set()).update(ranks)
@@ -191,17 +196,16 @@ class PeerCopies:
         self._partners = partners(world.nodes)
         self._wards = [rank for rank in range(world.size) if self._partners[rank] == world.rank]
         self._sends = world.size > 1 and any(layout.lone_bytes for layout in layouts)
-        self._layout, self._wards_layouts = (
-            layouts[world.rank],
-            [layouts[ward] for ward in self._wards],
-        )
+        self._layout = layouts[world.rank]
+        self._wards_layouts = [layouts[ward] for ward in self._wards]
         self._layouts[generation] = [(layout.pieces, layout.lone) for layout in layouts]
         self._blocks = [np.empty(self._layout.nbytes, np.uint8) for _ in range(2)]
         self._wards_blocks = [
             [np.empty(layout.lone_bytes * self._sends, np.uint8) for layout in self._wards_layouts]
             for _ in range(2)
         ]
-        self._generation, self._kept = generation, 0
+        self._generation = generation
+        self._kept = 0
         self._keep(trainer)
 
     def keep(self, trainer: Trainer) -> None:
@@ -229,7 +233,8 @@ class PeerCopies:
         """The generation is over: nothing, as the copies are made after each step."""
 
     def _keep(self, trainer: Trainer) -> None:
-        step, turn = trainer.steps_done, self._kept % 2
+        step = trainer.steps_done
+        turn = self._kept % 2
         mine = sorted(version for version in self._held if version[1] == self._generation)
         for version in mine[:-1]:  # the block of the older one is written now
             del self._held[version]
@@ -249,14 +254,13 @@ class PeerCopies:
     def _swap(self, world: Group, turn: int, small: dict[str, Any]) -> dict[int, Snapshot]:
         """Send to the partner what no other rank has, and take the wards', in rounds: a rank takes
         one ward's in each."""
-        partner, taken = self._partners[world.rank], dict[int, Snapshot]()
+        partner = self._partners[world.rank]
+        taken = dict[int, Snapshot]()
         mine = [rank for rank in range(world.size) if self._partners[rank] == partner].index(
             world.rank
         )
-        packed, block = (
-            np.frombuffer(pack(small), np.uint8),
-            self._blocks[turn][: self._layout.lone_bytes],
-        )
+        packed = np.frombuffer(pack(small), np.uint8)
+        block = self._blocks[turn][: self._layout.lone_bytes]
         with world.ledger.during("peer copies"):
             for number in range(max(mine + 1, len(self._wards))):
                 target = partner if number == mine else None
@@ -265,11 +269,9 @@ class PeerCopies:
                         world.send(packed, target)
                         world.send(block, target)
                     continue
-                ward, room, layout = (
-                    self._wards[number],
-                    self._wards_blocks[turn][number],
-                    self._wards_layouts[number],
-                )
+                ward = self._wards[number]
+                room = self._wards_blocks[turn][number]
+                layout = self._wards_layouts[number]
                 if target is None:
                     theirs = world.recv(ward)
                     world.recv(ward, out=room)
@@ -289,7 +291,8 @@ def partners(nodes: Sequence[int]) -> list[int]:
              there is no such distance, the nearest rank after it, on another node, of those that
              have the fewest wards. On one node, the next rank.
     """
-    size, chosen = len(nodes), list[int]()
+    size = len(nodes)
+    chosen = list[int]()
     for distance in range(1, size):
         if all(nodes[rank] != nodes[(rank + distance) % size] for rank in range(size)):
             return [(rank + distance) % size for rank in range(size)]

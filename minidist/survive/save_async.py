@@ -92,8 +92,12 @@ class PendingSave:
     """
 
     def __init__(self, folder: Path, group: Group, waited: float) -> None:
-        self.folder, self.waited, self.copied, self.seconds = folder, waited, 0.0, 0.0
-        self._group, self._finished = group, threading.Event()
+        self.folder = folder
+        self.waited = waited
+        self.copied = 0.0
+        self.seconds = 0.0
+        self._group = group
+        self._finished = threading.Event()
         self._error: BaseException | None = None
 
     def done(self) -> bool:
@@ -118,7 +122,8 @@ class PendingSave:
 
     def finish(self, error: BaseException | None, seconds: float) -> None:
         """For the thread: it is written, or not."""
-        self._error, self.seconds = error, seconds
+        self._error = error
+        self.seconds = seconds
         self._finished.set()
 
 
@@ -142,7 +147,9 @@ class AsyncSaver:
         memory: MemoryAccount | None = None,
         tell: Callable[[str], None] = say_line,
     ) -> None:
-        self._strategy, self._optimizer, self._tell = strategy, optimizer, tell
+        self._strategy = strategy
+        self._optimizer = optimizer
+        self._tell = tell
         self._memory = memory or account.current()
         self._group = group.split(0, axis="save")
         places = state_places(strategy, optimizer)

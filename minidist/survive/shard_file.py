@@ -71,7 +71,8 @@ class DirectFile:
         while len(data):
             count = min(len(data), PIECE - self._filled)
             self._piece[self._filled : self._filled + count] = data[:count]
-            data, self._filled = data[count:], self._filled + count
+            data = data[count:]
+            self._filled = self._filled + count
             if self._filled == PIECE:
                 self._flush(PIECE)
 
@@ -98,7 +99,8 @@ class DirectFile:
                     raise
                 self._set_direct(False)  # its pages are larger
                 continue
-            data, self._written = data[written:], self._written + written
+            data = data[written:]
+            self._written = self._written + written
             if written % mmap.PAGESIZE:
                 self._set_direct(False)  # cut short: what follows is no whole page
         self._piece[: self._filled - count] = self._piece[count : self._filled]
@@ -126,7 +128,8 @@ class ShardLayout:
         self, arrays: Sequence[tuple[str, np.dtype, Sequence[int], list[list[int]], int]]
     ) -> None:
         tensors: dict[str, Any] = {}
-        entries, end = list[Entry](), 0
+        entries = list[Entry]()
+        end = 0
         for key, kind, shape, stripes, size in arrays:
             whole = len(stripes) == 1 and size == int(np.prod(shape, dtype=np.int64))
             nbytes = size * kind.itemsize
@@ -146,10 +149,8 @@ class ShardWriter:
     """Writes one file, an array at a time. Raises: OSError if the disk is full or fails."""
 
     def __init__(self, file: Path, layout: ShardLayout) -> None:
-        self.layout, self.entries = (
-            layout,
-            [entry._replace(checksums=[]) for entry in layout.entries],
-        )
+        self.layout = layout
+        self.entries = [entry._replace(checksums=[]) for entry in layout.entries]
         self._file = DirectFile(file)
         try:
             self._file.write(layout.header)
@@ -190,7 +191,8 @@ class ShardReader:
     """
 
     def __init__(self, file: Path, described: dict[str, Any]) -> None:
-        self.file, self.entries = file, [Entry(**array) for array in described["arrays"]]
+        self.file = file
+        self.entries = [Entry(**array) for array in described["arrays"]]
         try:
             self._file = open_regular(file, member=True)
         except OSError as error:
@@ -218,7 +220,8 @@ class ShardReader:
         """
         kind = dtype(entry.dtype)
         for first, last, rows in _by_blocks(copies, kind.itemsize):
-            begin, end = first * BLOCK, min(last * BLOCK, entry.nbytes)
+            begin = first * BLOCK
+            end = min(last * BLOCK, entry.nbytes)
             numbers = np.frombuffer(self.checked(entry, begin, end), kind)
             for source, target, count in rows.tolist():
                 source -= begin // kind.itemsize

@@ -33,7 +33,9 @@ from minidist.survive.faults import FAULTS, cut_connection, damage, kill_all, se
 Event = dict[str, Any]
 Job = subprocess.Popen[Any]
 
-LOG, NOTES = "elastic.jsonl", "storm.jsonl"  # of a run folder
+# of a run folder
+LOG = "elastic.jsonl"
+NOTES = "storm.jsonl"
 HOLD = 1.5  # seconds that a disk is full or slow, a save interval besides
 READY = 10.0  # most seconds to wait until a fault is possible
 END = 10.0  # seconds that ranks get to end when their launcher is gone
@@ -91,9 +93,15 @@ class Storm:
         noted: Callable[[], None] = lambda: None,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._start, self._run, self._every, self._kinds = start, run, every, kinds
-        self._chance, self._disk, self._hold = random.Random(seed), disk, HOLD + save_seconds
-        self._one_by_one, self._noted = one_by_one, noted
+        self._start = start
+        self._run = run
+        self._every = every
+        self._kinds = kinds
+        self._chance = random.Random(seed)
+        self._disk = disk
+        self._hold = HOLD + save_seconds
+        self._one_by_one = one_by_one
+        self._noted = noted
         self._tell = tell
         self._before = len(events(run / LOG))  # of a job that was here before
         self.faults: list[Event] = []

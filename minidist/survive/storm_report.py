@@ -37,7 +37,8 @@ def outcomes(told: Sequence[Event], faults: Sequence[Event], size: int) -> list[
 
 
 def _outcome(timed: Sequence[Event], fault: Event, end: float, size: int) -> Event:
-    kind, when = fault["kind"], fault["time"]
+    kind = fault["kind"]
+    when = fault["time"]
     end = float("inf") if kind in BREAKING else end
     first = next(
         (
@@ -65,10 +66,15 @@ def _outcome(timed: Sequence[Event], fault: Event, end: float, size: int) -> Eve
             "again": 0,
             "recovered": done if kind in BREAKING else True,
         }
-    since, working, here = broken if kind == "stop" else when, 0, 0
+    since = broken if kind == "stop" else when
+    working = 0
+    here = 0
     # so many steps were surely made
     saved = int(fault.get("checkpoint", "step-0").removeprefix("step-"))
-    formed, after, full = None, None, None  # the step that it went on from; times of steps
+    # the step that it went on from; times of steps
+    formed = None
+    after = None
+    full = None
     for event in timed:
         step = int(event.get("step", 0))
         if event["event"] == "forming":
@@ -78,7 +84,8 @@ def _outcome(timed: Sequence[Event], fault: Event, end: float, size: int) -> Eve
         elif event["event"] == "reached" and formed is None:
             here = max(here, step)
         elif event["event"] == "formed" and formed is None:
-            formed, here = step, max(here, saved)
+            formed = step
+            here = max(here, saved)
         elif event["event"] == "stepped":
             after = after or event["time"]
             full = full or (event["time"] if working == size else None)
@@ -169,16 +176,21 @@ def spans(
     timed = sorted(
         [*(event for event in told if "time" in event), *ends], key=lambda event: event["time"]
     )
-    found, begun, ranks, number = list[tuple[float, float, int, int]](), None, 0, 0
+    found = list[tuple[float, float, int, int]]()
+    begun = None
+    ranks = 0
+    number = 0
     for event in timed:
         match event["event"]:
             case "forming":
-                ranks, number = len(event["processes"]), number + 1
+                ranks = len(event["processes"])
+                number = number + 1
             case "formed":
                 begun = event["time"]
             case "spared" if begun is not None:  # the others go on
                 found.append((begun, event["time"], ranks, number))
-                begun, ranks = event["time"], ranks - 1
+                begun = event["time"]
+                ranks = ranks - 1
             case "broken" | "left" | "trained" if begun is not None:
                 found.append((begun, event["time"], ranks, number))
                 begun = None
@@ -200,7 +212,9 @@ def calm_rate(told: Sequence[Event], faults: Sequence[Event]) -> float | None:
         for event in told
         if event["event"] in ("formed", "stepped", "at", "trained")
     )
-    made, possible, speed = 0, 0.0, 0.0
+    made = 0
+    possible = 0.0
+    speed = 0.0
     for begin, end in pairwise(fault["time"] for fault in faults):
         calm = [
             (time, step)

@@ -94,7 +94,8 @@ def test_gradients_add_up_over_backwards():
 
 
 def test_leaves_of_a_sum_do_not_share_their_gradient():
-    a, b = tensor(np.zeros(3), requires_grad=True), tensor(np.zeros(3), requires_grad=True)
+    a = tensor(np.zeros(3), requires_grad=True)
+    b = tensor(np.zeros(3), requires_grad=True)
     dy = np.ones(3)
     (a + b).backward(dy)
     a.grad[0] = 7.0
@@ -184,7 +185,8 @@ def test_order_is_newest_first():
 
 
 def nodes(tensor_):
-    found, stack = [], [tensor_.node]
+    found = []
+    stack = [tensor_.node]
     while stack:
         node = stack.pop()
         found.append(node)
@@ -270,7 +272,8 @@ def test_a_saved_parameter_is_read_again():
 
 
 def test_parameter_hooks_run_once_when_the_gradient_is_final():
-    w, seen = weights(3, 3), []
+    w = weights(3, 3)
+    seen = []
     w.hooks.append(lambda p: seen.append(p.grad.copy()))
     x = tensor(np.ones((2, 3)))
     loss = ops.sum(ops.linear(ops.linear(x, w), w)) + ops.sum(w * w)  # three uses
@@ -282,7 +285,9 @@ def test_parameter_hooks_run_once_when_the_gradient_is_final():
 
 
 def test_unused_parameters_get_no_hook_and_no_gradient():
-    used, unused, seen = weights(2, name="used"), weights(2, name="unused"), []
+    used = weights(2, name="used")
+    unused = weights(2, name="unused")
+    seen = []
     for p in (used, unused):
         p.hooks.append(lambda p: seen.append(p.name))
     _ = unused * 2.0
@@ -311,7 +316,8 @@ def test_tensor_hooks_see_the_total_and_may_replace_it():
 
 
 def test_tensor_hooks_of_a_leaf_see_one_total_a_backward():
-    x, seen = tensor(np.ones(2), requires_grad=True), []
+    x = tensor(np.ones(2), requires_grad=True)
+    seen = []
     x.register_hook(lambda dy: seen.append(dy.copy()))
     for _ in range(2):
         (x * 2.0 + x).sum().backward()
@@ -333,7 +339,8 @@ def test_deferred_weights_end_in_the_same_bits(n, m, seed):
         x = tensor(np.random.default_rng(seed).normal(size=(2, n)), requires_grad=True)
         return x, weights(n, m, seed=seed), weights(m, seed=seed + 1), weights(m, 2, seed=seed + 2)
 
-    whole, parts = build(), build()
+    whole = build()
+    parts = build()
     mlp(*whole).backward()
     later = mlp(*parts).backward(defer_weights=True)
     np.testing.assert_array_equal(parts[0].grad, whole[0].grad)
@@ -348,7 +355,8 @@ def test_deferred_weights_end_in_the_same_bits(n, m, seed):
 
 
 def test_deferred_weights_run_once_and_free_their_node():
-    x, w = tensor(np.ones((2, 3)), requires_grad=True), weights(3, 3)
+    x = tensor(np.ones((2, 3)), requires_grad=True)
+    w = weights(3, 3)
     h = ops.exp(x)
     saved_input = weakref.ref(h.data)
     loss = ops.sum(ops.linear(h, w))

@@ -22,11 +22,9 @@ def weights(*shape: int, name: str = "w", seed: int = 0) -> Parameter:
 def gradients(through: Any, *, defer: bool = False) -> tuple[list[np.ndarray], list[str]]:
     """All gradients, and the order in which weights were final, of two layers and a weight used at
     both ends."""
-    x, first, shared = (
-        tensor(weights(3, 4, seed=1).data, requires_grad=True),
-        weights(4, 4, name="first"),
-        weights(4, 4, name="shared", seed=2),
-    )
+    x = tensor(weights(3, 4, seed=1).data, requires_grad=True)
+    first = weights(4, 4, name="first")
+    shared = weights(4, 4, name="shared", seed=2)
     final: list[str] = []
     for parameter in (first, shared):
         parameter.hooks.append(lambda p: final.append(p.name))
@@ -81,7 +79,8 @@ def test_nothing_of_the_inside_stays() -> None:
 
 
 def test_without_gradients_it_is_the_function() -> None:
-    x, calls = tensor(np.ones(2), requires_grad=True), itertools.count()
+    x = tensor(np.ones(2), requires_grad=True)
+    calls = itertools.count()
 
     def count(h: Tensor) -> Tensor:
         next(calls)
@@ -94,7 +93,9 @@ def test_without_gradients_it_is_the_function() -> None:
 
 
 def test_what_it_refuses() -> None:
-    x, w, calls = tensor(np.ones(2), requires_grad=True), weights(2, name="w"), itertools.count()
+    x = tensor(np.ones(2), requires_grad=True)
+    w = weights(2, name="w")
+    calls = itertools.count()
     with pytest.raises(GradientError, match="returned a tuple; it must return one Tensor"):
         recompute(lambda h: (h * 2.0, h), x)
 
@@ -117,7 +118,8 @@ class Kept:
     """Holds a copy, and says when it is asked for."""
 
     def __init__(self, told: list[str], x: np.ndarray) -> None:
-        self.told, self.copy = told, x.copy()
+        self.told = told
+        self.copy = x.copy()
         self.name = f"{len(told)}"
         told.append(f"keep {self.name}")
 
@@ -163,7 +165,9 @@ def test_a_leaf_that_lends_its_array_is_hollow_until_backward() -> None:
         __slots__ = ()
         lends_data = True
 
-    array, told, w = weights(3, 4, seed=9).data, [], weights(4, 4)
+    array = weights(3, 4, seed=9).data
+    told = []
+    w = weights(4, 4)
     x = Lent(array.copy(), requires_grad=True)
     alive = weakref.ref(x.data)
     y = recompute(ops.linear, x, w, keep=lambda x: Kept(told, x))

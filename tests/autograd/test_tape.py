@@ -29,7 +29,8 @@ def _(node, dy):
 
 
 def test_several_outputs_and_options():
-    a, b = tensor(np.ones(2), requires_grad=True), tensor(np.zeros(2), requires_grad=True)
+    a = tensor(np.ones(2), requires_grad=True)
+    b = tensor(np.zeros(2), requires_grad=True)
     first, second = swap_scaled(a, b, factor=3.0)
     assert isinstance(swap_scaled(a, b), tuple)
     np.testing.assert_array_equal(second.data, [3.0, 3.0])
@@ -56,7 +57,9 @@ def test_options_may_be_anything():
 
 
 def test_arguments_by_keyword():
-    x, w, b = np.ones((2, 3)), np.ones((3, 2)), np.ones(2)
+    x = np.ones((2, 3))
+    w = np.ones((3, 2))
+    b = np.ones(2)
     np.testing.assert_array_equal(ops.linear(x, b=tensor(b), w=w).data, ops.linear(x, w, b).data)
 
 
@@ -82,7 +85,8 @@ def test_numbers_take_the_dtype_of_the_arrays():
 
 
 def test_dtypes_do_not_mix():
-    a, b = tensor(np.ones(2, "float32")), tensor(np.ones((3, 2)))
+    a = tensor(np.ones(2, "float32"))
+    b = tensor(np.ones((3, 2)))
     with pytest.raises(
         DtypeError, match=r"add: a float32 \(2,\), b float64 \(3, 2\).*ops.cast\(x, 'float32'\)"
     ):
@@ -133,7 +137,8 @@ def test_saved_values_by_name():
 
 
 def test_grad_mode_belongs_to_a_thread():
-    x, seen = tensor(np.ones(2), requires_grad=True), []
+    x = tensor(np.ones(2), requires_grad=True)
+    seen = []
     with no_grad():
         thread = threading.Thread(target=lambda: seen.append((x * 2.0).requires_grad))
         thread.start()

@@ -20,8 +20,10 @@ def test_making_tensors():
 
 
 def test_operators_match_numpy():
-    a, b = np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([[0.5, 1.5], [2.5, 3.5]])
-    x, y = tensor(a), tensor(b)
+    a = np.array([[1.0, 2.0], [3.0, 4.0]])
+    b = np.array([[0.5, 1.5], [2.5, 3.5]])
+    x = tensor(a)
+    y = tensor(b)
     for ours, theirs in [
         (x + y, a + b),
         (x - y, a - b),

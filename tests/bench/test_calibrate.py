@@ -67,7 +67,8 @@ def test_calibrate_in_a_job_measures_the_link_of_that_job(tmp_path):
 
 def test_a_profile_that_misses_says_so(tmp_path, monkeypatch, capsys):
     """Of two links one is missed by twice its time, and computation by 60 %."""
-    good, bad = LinkCost("threads", 2, 1e-6, 0, 0, 0, 0.5), LinkCost("shm", 2, 1e-6, 0, 0, 0, 1.99)
+    good = LinkCost("threads", 2, 1e-6, 0, 0, 0, 0.5)
+    bad = LinkCost("shm", 2, 1e-6, 0, 0, 0, 1.99)
     computation = ComputationCost(
         2, {"float32": 1e9, "float64": 1e9}, 1.0, 1e-6, 1e9, 1e6, 2.0, 0.6
     )
@@ -75,7 +76,8 @@ def test_a_profile_that_misses_says_so(tmp_path, monkeypatch, capsys):
         "minidist.bench.calibrate.measure_all", lambda *args: [Fitted(good, []), Fitted(bad, [])]
     )
     monkeypatch.setattr("minidist.bench.computation.measure_all", lambda *args: [computation])
-    file, out = tmp_path / "calibrate.json", tmp_path / "profile.json"
+    file = tmp_path / "calibrate.json"
+    out = tmp_path / "profile.json"
     assert main(["bench", "calibrate", "--out", str(out), "--json", str(file)]) == 0
     misses = ["shm among 2 ranks by 199%", "computation of 2 at once by 60%"]
     assert json.loads(file.read_text())["misses"] == misses and load_profile(out).misses() == misses
@@ -96,7 +98,8 @@ def test_calibrate_leaves_a_profile_that_jobs_use(tmp_path, monkeypatch, capsys)
     nothing uses them."""
     monkeypatch.setattr(call_cost, "kinds", lambda ranks: ("dp",))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    file, picture = tmp_path / "calibrate.json", tmp_path / "fit.png"
+    file = tmp_path / "calibrate.json"
+    picture = tmp_path / "fit.png"
     assert (
         main(
             [
@@ -118,7 +121,8 @@ def test_calibrate_leaves_a_profile_that_jobs_use(tmp_path, monkeypatch, capsys)
         )
         == 0
     )
-    result, profile = json.loads(file.read_text()), load_profile()
+    result = json.loads(file.read_text())
+    profile = load_profile()
     assert profile.as_json()["links"] == result["links"]
     assert [(cost.link, cost.ranks) for cost in profile.links] == [("threads", 2)]
     # noise may make any one number 0

@@ -26,7 +26,8 @@ from minidist.errors import LaunchError
 def test_table_figure_and_json(title, contenders, tmp_path, capsys):
     """Ours and the floors at two sizes: every contender has a time for every size, and a picture is
     drawn."""
-    file, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    file = tmp_path / "bench.json"
+    picture = tmp_path / "bench.png"
     status = main(
         [
             "bench",

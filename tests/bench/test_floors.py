@@ -98,7 +98,8 @@ def test_the_board_gives_what_the_verb_must(verb, size, monkeypatch):
     }
 
     def rank(world):
-        right, send = expected[verb.name](world.rank), brought[world.rank].copy()
+        right = expected[verb.name](world.rank)
+        send = brought[world.rank].copy()
         call = getattr(BoardCalls(world.board, world.rank, size), verb.name)
         for shown, piece in ((SHOWN_BYTES, piece_bytes(size)), (16, 8)):
             monkeypatch.setattr(floors, "SHOWN_BYTES", shown)

@@ -11,7 +11,8 @@ from minidist.cli import main
 @pytest.mark.soak
 def test_overlap_measures_each_alone_and_both(tmp_path):
     """Over links that hold 64 KiB back for 40 ms and more, the products run meanwhile."""
-    file, picture = tmp_path / "overlap.json", tmp_path / "overlap.png"
+    file = tmp_path / "overlap.json"
+    picture = tmp_path / "overlap.png"
     assert (
         main(
             [

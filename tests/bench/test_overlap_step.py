@@ -38,11 +38,9 @@ def test_what_is_no_change_is_refused(text):
 
 
 def test_a_change_applies_where_there_is_what_it_changes():
-    ddp, zero3, tcp = (
-        Contender("ddp", "delayed"),
-        Contender("zero3", "delayed", 1),
-        Contender("ddp", "tcp"),
-    )
+    ddp = Contender("ddp", "delayed")
+    zero3 = Contender("zero3", "delayed", 1)
+    tcp = Contender("ddp", "tcp")
     assert applies(change("bucket=1MiB"), ddp) and not applies(change("bucket=1MiB"), zero3)
     assert applies(change("ahead=2"), zero3) and not applies(change("ahead=2"), ddp)
     assert applies(change("alpha=1e-4"), ddp) and not applies(change("alpha=1e-4"), tcp)
@@ -57,7 +55,8 @@ def test_what_if_asks_for_why(capsys):
 def test_overlap_of_a_step(tmp_path, capsys):
     """ZeRO-3 with prefetch off and on over delayed links: shares, and the step that the figure
     shows."""
-    file, picture = tmp_path / "step.json", tmp_path / "step.png"
+    file = tmp_path / "step.json"
+    picture = tmp_path / "step.png"
     assert (
         main(
             [
@@ -109,7 +108,8 @@ def test_overlap_of_a_step(tmp_path, capsys):
 def test_why_and_what_if(tmp_path, capsys):
     """Every second in which a rank stood still has a cause; each change that applies is predicted,
     and run."""
-    file, picture = tmp_path / "why.json", tmp_path / "why.png"
+    file = tmp_path / "why.json"
+    picture = tmp_path / "why.png"
     assert (
         main(
             [

@@ -12,7 +12,9 @@ from minidist.cli import main
 
 @pytest.mark.soak
 def test_checkpoints_beside_pytorch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, picture, folder = tmp_path / "save.json", tmp_path / "save.png", tmp_path / "disk"
+    file = tmp_path / "save.json"
+    picture = tmp_path / "save.png"
+    folder = tmp_path / "disk"
     folder.mkdir()
     assert (
         main(

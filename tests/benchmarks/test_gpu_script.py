@@ -153,7 +153,8 @@ def test_minidist_takes_the_options(rehearsed, monkeypatch, tmp_path, sections):
 @pytest.mark.soak
 def test_it_goes_on_where_it_stopped(tmp_path):
     """A failed section is told, gives status 1 and runs again; a done one does not."""
-    out, programs = tmp_path / "a folder", tmp_path / "bin"
+    out = tmp_path / "a folder"
+    programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "python3").write_text(ANSWERS % sys.executable)
     (programs / "python3").chmod(0o755)

@@ -69,7 +69,8 @@ def test_no_value_of_an_option_ends_its_parser(
     monkeypatch.chdir(tmp_path)  # --figure and others make a folder where they can
     top = Parser(prog=f"minidist {command}")
     importlib.import_module(cli.MODULES.get(command, f"minidist.cli.{command}")).add_arguments(top)
-    tried, began = 0, time.process_time()
+    tried = 0
+    began = time.process_time()
     for parser in parsers(top):
         for action in parser._actions:
             if action.nargs == 0 or not action.option_strings:

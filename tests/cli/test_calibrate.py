@@ -9,7 +9,9 @@ HEAD = "layers,width,heads,sequence,vocab,devices,batch,plan,seconds\n"
 
 
 def test_runs_in_profile_out(tmp_path, capsys):
-    runs, out, told = tmp_path / "runs.csv", tmp_path / "profile.json", tmp_path / "fit.json"
+    runs = tmp_path / "runs.csv"
+    out = tmp_path / "profile.json"
+    told = tmp_path / "fit.json"
     runs.write_text(
         HEAD + "2,256,4,128,512,1,8,dp=1,0.0006\n2,1024,4,128,512,1,8,dp=1,0.0011\n"
         "2,1024,4,128,512,2,16,dp=2,0.0013\n"

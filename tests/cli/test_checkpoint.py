@@ -172,10 +172,8 @@ def test_resharding_is_for_as_many_ranks_as_one_host_plays(
 def test_export_is_the_model_that_the_run_wrote(saved: Path, tmp_path: Path) -> None:
     """The masters, whole, of the last step."""
     assert main(["checkpoint", str(saved), "--export", str(tmp_path / "model.safetensors")]) == 0
-    exported, model = (
-        load_file(tmp_path / "model.safetensors"),
-        load_file(saved / "model.safetensors"),
-    )
+    exported = load_file(tmp_path / "model.safetensors")
+    model = load_file(saved / "model.safetensors")
     assert exported.keys() == model.keys()
     for name, array in model.items():
         assert exported[name].dtype == np.float32
@@ -205,7 +203,8 @@ def test_resharding_keeps_every_bit(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """There, and back to the ranks that wrote it, file by file; the new run can be resumed."""
-    there, back = tmp_path / "there", tmp_path / "back"
+    there = tmp_path / "there"
+    back = tmp_path / "back"
     assert main(["checkpoint", str(saved), "--reshard", plan, *options, "--out", str(there)]) == 0
     assert (
         main(["checkpoint", str(there), "--reshard", "dp=2", "--zero", "2", "--out", str(back)])
@@ -213,10 +212,8 @@ def test_resharding_keeps_every_bit(
     )
     assert f"minidist train --resume {there} goes on" in capsys.readouterr().out
     for kind in ("weight", "m", "v"):
-        arrays, before = (
-            read_whole(there / "step-000002", kind),
-            read_whole(saved / "step-000002", kind),
-        )
+        arrays = read_whole(there / "step-000002", kind)
+        before = read_whole(saved / "step-000002", kind)
         assert arrays.keys() == before.keys() and len(before) > 5
         for name, array in before.items():
             np.testing.assert_array_equal(arrays[name], array)
@@ -270,7 +267,8 @@ def test_a_mistake_is_one_line(
 def test_text_from_results_and_from_a_sharded_checkpoint_is_the_same(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words, file = ["--prompt", "a quick", "--tokens", "20", "--seed", "3"], tmp_path / "text.json"
+    words = ["--prompt", "a quick", "--tokens", "20", "--seed", "3"]
+    file = tmp_path / "text.json"
     told = []
     for place in (saved, saved / "step-000002", saved / "step-000001"):
         assert main(["sample", str(place), *words, "--json", str(file)]) == 0

@@ -99,7 +99,9 @@ def test_a_thousand_damages(run: Path, tmp_path: Path, seed: int) -> None:
 
 # ---------------------------------------------------------------------------------------- manifests
 
-BOTH, TRAINING, SAMPLING = {"train", "sample"}, {"train"}, {"sample"}
+BOTH = {"train", "sample"}
+TRAINING = {"train"}
+SAMPLING = {"sample"}
 MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], set[str]]] = {
     "huge": (
         lambda value: array(value).update(
@@ -145,7 +147,8 @@ def array(value: dict[str, Any]) -> Any:
 def test_a_manifest_is_not_trusted_because_its_digest_fits(
     name: str, run: Path, tmp_path: Path
 ) -> None:
-    folder, (change, refused) = shutil.copytree(run, tmp_path / "run"), MANIFESTS[name]
+    folder = shutil.copytree(run, tmp_path / "run")
+    (change, refused) = MANIFESTS[name]
     for manifest in folder.glob(f"step-*/{MANIFEST}"):
         value = json.loads(manifest.read_text())
         del value["digest"]

@@ -104,7 +104,8 @@ def test_a_job_that_ended(fault, tmp_path, capsys):
     run = start(tmp_path, fault)
     run.communicate(timeout=100)
     assert (run.returncode == 0) == (fault in ("none", "slow"))
-    found, said = diagnosis(tmp_path), capsys.readouterr().out
+    found = diagnosis(tmp_path)
+    said = capsys.readouterr().out
     if fault == "none":
         assert found["healthy"] and "every rank ended well\nnothing wrong was found" in said
         return

@@ -109,7 +109,8 @@ def test_the_mpirun_that_the_shell_finds_first_is_looked_at(monkeypatch, open_mp
 
 def test_an_mpirun_that_does_not_run_says_why(monkeypatch, tmp_path):
     """The first on the path, beside the one that md.run takes, or alone."""
-    taken, fake = mpirun.find_mpirun(), tmp_path / "mpirun"
+    taken = mpirun.find_mpirun()
+    fake = tmp_path / "mpirun"
     fake.write_text(
         "#!/bin/sh\necho 'loading' >&2\necho 'mpirun: cannot open libopen-rte.so.40' >&2\nexit "
         "127\n"
@@ -135,12 +136,14 @@ def test_a_system_without_core_masks_has_cores(monkeypatch):
 
 def test_standard_input_is_left_to_the_shell(monkeypatch, tmp_path):
     """A script that is piped into a shell keeps its lines behind `minidist doctor`."""
-    fake, taken = tmp_path / "mpirun", tmp_path / "taken"
+    fake = tmp_path / "mpirun"
+    taken = tmp_path / "taken"
     fake.write_text(f"#!/bin/sh\ncat > {taken}\n")
     fake.chmod(0o755)
     monkeypatch.setattr(mpirun, "find_mpirun", lambda: mpirun.Mpirun(str(fake), "mpich", "9.9"))
     read, write = os.pipe()
-    kept, _ = os.dup(0), os.write(write, b"the next line\n")
+    kept = os.dup(0)
+    _ = os.write(write, b"the next line\n")
     os.close(write)
     os.dup2(read, 0)
     try:

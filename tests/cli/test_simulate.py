@@ -97,11 +97,9 @@ def test_a_pattern_saves_time_and_plan_repeats_it(
         "--batch",
         "2",
     )
-    pattern, seconds, files = (
-        ("--attention-pattern", "local:256+global:1"),
-        [],
-        tmp_path / "step.json",
-    )
+    pattern = ("--attention-pattern", "local:256+global:1")
+    seconds = []
+    files = tmp_path / "step.json"
     for words in ((), pattern):
         said(capsys, "simulate", *model, *words, "--json", str(files))
         seconds.append(json.loads(files.read_text())["step_seconds"])

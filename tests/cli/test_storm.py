@@ -82,7 +82,8 @@ def undisturbed(monkeypatch, metrics, status=0):
 def test_the_undisturbed_run_may_come_later(kept, monkeypatch, capsys, tmp_path):
     commands = undisturbed(monkeypatch, METRICS)
     assert main(["storm", "--compare", str(kept), "--json", str(tmp_path / "figures.json")]) == 0
-    words, told = commands[0], capsys.readouterr().out
+    words = commands[0]
+    told = capsys.readouterr().out
     assert {"-n2", "--transport=shm", "--steps=40", "--save-every=5", "--spares=1", "--zero=1"} <= {
         *words
     }

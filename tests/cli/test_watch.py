@@ -43,7 +43,8 @@ class Screen:
             env={**env, "TERM": "xterm-256color", "PYTHONUTF8": "1", **environment},
         )
         os.close(end)
-        self.text, self._decoder = "", codecs.getincrementaldecoder("utf-8")()
+        self.text = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
 
     def until(self, word: str, limit: float = 30.0) -> str:
         """What it has written when `word` is there."""
@@ -113,7 +114,8 @@ def test_a_dumb_terminal_gets_lines(tmp_path: Path) -> None:
 def test_without_a_terminal_each_look_that_shows_something_new_is_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, looking = WatchedRun(tmp_path), Looking(tmp_path)
+    run = WatchedRun(tmp_path)
+    looking = Looking(tmp_path)
 
     class Looks:
         """In place of the event by which it ends: waits 0 s, and changes the run between looks."""

@@ -195,7 +195,8 @@ def test_a_killed_rank_is_named_with_its_host_within_a_second(job, launcher):
     with lateness() as late:  # of any thread, on a busy machine
         done = job(where := places(launcher, 2, 3), RANK, "kill", "3")
     assert all(process.returncode for process in done), done
-    words, said = told(done), "".join(process.stderr for process in done)
+    words = told(done)
+    said = "".join(process.stderr for process in done)
     victim = next(word for word in words if "died" in word)
     # srun has cleared away the process before its status can be read
     who = r"rank 3 \(process \d+ on b\) was killed(?: by SIGKILL|, or ended without goodbye)"

@@ -143,7 +143,8 @@ def test_a_job_that_is_put_back_goes_on_from_its_checkpoint(slurm, tmp_path):
             start([sys.executable, *train, "--out", str(tmp_path / "alone")], environment), 100
         )
         assert alone.returncode == 0, alone
-    out, batch = tmp_path / "run", tmp_path / "batch.sh"
+    out = tmp_path / "run"
+    batch = tmp_path / "batch.sh"
     batch.write_text(
         "#!/bin/bash\necho restart $SLURM_RESTART_COUNT\n"
         f"srun --mpi=none {sys.executable} {' '.join(train)} --out {out}\n"

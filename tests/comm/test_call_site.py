@@ -108,7 +108,9 @@ def test_where_an_error_was_raised():
 
 
 def test_what_a_thread_is_doing():
-    go, started, threads = threading.Event(), threading.Event(), []
+    go = threading.Event()
+    started = threading.Event()
+    threads = []
 
     def ranks(world):
         threads.append(threading.current_thread())
@@ -129,7 +131,9 @@ def test_what_a_thread_is_doing():
 def test_who_looks_at_threads_keeps_nothing_of_theirs(look):
     """Their stacks hold arrays, which must be free once they return, without waiting for the
     garbage collector."""
-    started, go, held = threading.Event(), threading.Event(), []
+    started = threading.Event()
+    go = threading.Event()
+    held = []
 
     def work():
         mine = np.zeros(3)

@@ -78,7 +78,8 @@ def test_every_verb_by_every_algorithm(transport, size):
         == [len(pairs) * size * (2 if size == 3 else 4) if transport == "mpi" else 0] * size
     )
     for number, fields in enumerate(cases):
-        case, formula = Drawn(**fields), FORMULAS[fields["verb"], fields["algorithm"]]
+        case = Drawn(**fields)
+        formula = FORMULAS[fields["verb"], fields["algorithm"]]
         messages = sum(rank[number][0] for rank in counted)
         nbytes = sum(rank[number][1] for rank in counted)
         assert (messages, nbytes) == (

@@ -29,7 +29,8 @@ from minidist.comm.transport import Tag
 from minidist.comm.transports.progress import frames
 from minidist.errors import CommError
 
-TOKEN, OTHER = wire.new_token(), wire.new_token()
+TOKEN = wire.new_token()
+OTHER = wire.new_token()
 # what the accepting side draws in fuzz(): the stranger's answer is written beforehand
 NONCE = bytes(32)
 GROWTH = 10 << 20  # bytes that all of it may leave behind
@@ -53,7 +54,8 @@ def damaged(draw, data):
 
 def hello_for(nonce, token, hello):
     """What a process that knows `token` answers to `nonce`."""
-    ours, packed = os.urandom(32), wire.pack(hello)
+    ours = os.urandom(32)
+    packed = wire.pack(hello)
     proof = hmac.digest(token, b"connecting" + nonce + ours + packed, "sha256")
     return struct.pack(">32s32sH", ours, proof, len(packed)) + packed
 
@@ -142,7 +144,8 @@ def fuzz(count, seed):
     draw = random.Random(seed)
     for number in range(count):
         if number == count // 10:  # caches are warm
-            files, memory = open_files(), resident()
+            files = open_files()
+            memory = resident()
         kind = draw.choice((handshake, control_frame, message_header))
         if kind is message_header:
             kind(draw, None)
@@ -176,9 +179,12 @@ def test_a_million_frames_and_handshakes():
 def siege(count, seed, caplog):
     """A monitor with one of two ranks, strangers that come all the time, then the other rank."""
     caplog.set_level(logging.WARNING)
-    draw, monitor = random.Random(seed), Monitor(2, TOKEN)
+    draw = random.Random(seed)
+    monitor = Monitor(2, TOKEN)
     monitor.start()
-    links, slow, told = [MonitorClient(monitor.address, TOKEN, 0, 2, limit=20)], [], []
+    links = [MonitorClient(monitor.address, TOKEN, 0, 2, limit=20)]
+    slow = []
+    told = []
     try:
         for number in range(count):
             sock = socket.create_connection(monitor.address)

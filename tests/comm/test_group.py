@@ -270,7 +270,8 @@ def test_one_part_of_many_may_lie_where_another_is_received():
     """The first parts are views of one array, and the last is not."""
 
     def ranks(world):
-        whole, last = np.full(2, 10.0 * world.rank), np.full(1, 10.0 * world.rank)
+        whole = np.full(2, 10.0 * world.rank)
+        last = np.full(1, 10.0 * world.rank)
         got = world.all_to_all([whole[:1], whole[1:], last], out=[last, np.zeros(1), np.zeros(1)])
         return [float(part[0]) for part in got]
 
@@ -280,7 +281,8 @@ def test_one_part_of_many_may_lie_where_another_is_received():
 @on_both
 def test_out_may_be_what_is_being_sent(transport):
     def ranks(world):
-        size, rank = world.size, world.rank
+        size = world.size
+        rank = world.rank
         x = np.arange(10.0) + rank
         total = size * np.arange(10.0) + 3
         for algorithm in ("naive", "tree", "ring", "direct"):
@@ -437,7 +439,8 @@ def test_a_started_receive_holds_nothing_up(transport):
 
     def ranks(world):
         other = 1 - world.rank
-        first, second = world.start_recv(src=other), world.start_recv(src=other)
+        first = world.start_recv(src=other)
+        second = world.start_recv(src=other)
         total = world.all_reduce(1)
         sends = [world.start_send(np.full(1000, 10 * world.rank + i), dst=other) for i in range(2)]
         assert second.wait()[0] == 10 * other + 1
@@ -454,7 +457,8 @@ def test_a_started_receive_holds_nothing_up(transport):
 @on_both
 def test_exchange_meets_exchange_and_send_meets_receive(transport):
     def ranks(world):
-        size, rank = world.size, world.rank
+        size = world.size
+        rank = world.rank
         assert (
             int(world.exchange(rank, dst=(rank + 1) % size, src=(rank - 1) % size))
             == (rank - 1) % size
@@ -528,10 +532,8 @@ def test_groups_that_overlap_are_in_flight_at_once(transport):
     """Rows and columns of a 2 x 3 mesh, and the world, all started before any is waited for."""
 
     def ranks(world):
-        row, column = (
-            world.split(world.rank // 3, axis="row"),
-            world.split(world.rank % 3, axis="column"),
-        )
+        row = world.split(world.rank // 3, axis="row")
+        column = world.split(world.rank % 3, axis="column")
         calls = []
         for i in range(10):
             calls += [
@@ -660,7 +662,8 @@ def test_splits_of_splits(transport):
         total = [int(group.all_reduce(world.rank)) for group in (quarter, half, again, world)]
         return total, [group.id for group in (world, half, quarter, again)]
 
-    first, second = run(ranks, size=8, transport=transport), run(ranks, size=8, transport=transport)
+    first = run(ranks, size=8, transport=transport)
+    second = run(ranks, size=8, transport=transport)
     assert first == second  # ids too: the same in every run
     for rank, (total, ids) in enumerate(first):
         assert total == [sum(range(rank // n * n, rank // n * n + n)) for n in (2, 4, 4, 8)]
@@ -861,7 +864,9 @@ def test_one_failure_ends_every_rank_with_its_name(transport, size):
 )
 def test_a_rank_that_never_calls_is_named(late, error, names, monkeypatch):
     """It ends, or the limit comes, when both others wait for long."""
-    together, waits, over = threading.Barrier(2), [], []
+    together = threading.Barrier(2)
+    waits = []
+    over = []
 
     def both_wait():
         return len(waits) == 2 and all([each._lasting for each in waits])

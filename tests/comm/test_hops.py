@@ -14,7 +14,8 @@ import minidist
 from minidist.comm.group import Group
 from minidist.comm.ledger import Ledger
 
-FUNCTIONS, FILES = 8, 6
+FUNCTIONS = 8
+FILES = 6
 PACKAGE = str(Path(minidist.__file__).parent)
 
 
@@ -35,7 +36,8 @@ def stack_of(frame):
 
 @pytest.mark.parametrize("algorithm", ["ring", "direct", "tree"])
 def test_a_reader_walks_few_functions_to_the_wire(algorithm, monkeypatch):
-    stacks, send = [], socket.socket.sendmsg
+    stacks = []
+    send = socket.socket.sendmsg
 
     def sendmsg(sock, *arguments):
         stacks.append(stack_of(sys._getframe(1)))

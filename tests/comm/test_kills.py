@@ -85,7 +85,8 @@ def check_that_all_ends(world, call, pending, error):
 def until_one_dies(world, folder, victim, how, verb, length, calls, delay, flight):
     """Call a verb for ever, `flight` calls at once; the victim makes `calls` rounds, then dies:
     among the calls that it has started, or `delay` s later."""
-    x, (name, arguments) = np.ones(length, np.float32), VERBS[verb]
+    x = np.ones(length, np.float32)
+    (name, arguments) = VERBS[verb]
     call, start = (
         functools.partial(getattr(world, prefix + name), **arguments(world, x))
         for prefix in ("", "start_")
@@ -209,7 +210,8 @@ def test_every_survivor_of_eight_learns_it_at_once(transport, how, verb, delay, 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_a_hundred_random_kills(tmp_path):
-    draw, seconds = random.Random(3), []
+    draw = random.Random(3)
+    seconds = []
     for number in range(100):
         folder = tmp_path / str(number)
         folder.mkdir()

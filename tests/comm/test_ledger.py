@@ -77,7 +77,8 @@ def test_a_started_call_counts_where_it_was_started():
 
 
 def test_control_holds_for_the_thread_that_said_it():
-    ledger, seen = Ledger(), []
+    ledger = Ledger()
+    seen = []
     with ledger.control():
         thread = threading.Thread(target=lambda: seen.append(ledger.in_control))
         thread.start()
@@ -99,7 +100,8 @@ def test_phases_nest():
 
 
 def test_a_thread_aside_has_a_phase_of_its_own():
-    ledger, seen = Ledger(), []
+    ledger = Ledger()
+    seen = []
     with ledger.during("step"):
         with ledger.aside("save"):
             thread = threading.Thread(target=lambda: seen.append(ledger.phase))
@@ -163,7 +165,9 @@ def test_events_of_messages_and_calls():
             *[f"rank {rank} world"] * 3,
             f"rank {rank}",
         ]
-        message, call, exchange = events[0][-1], events[2][-1], events[-1][-1]
+        message = events[0][-1]
+        call = events[2][-1]
+        exchange = events[-1][-1]
         assert message == {
             "axis": "world",
             "verb": "all_reduce",
@@ -191,11 +195,10 @@ def test_events_of_messages_and_calls():
 
 def test_watchers_get_waits_and_what_tells_calls_apart():
     def ranks(world):
-        events, others = [], []
-        leave, stay = (
-            world.ledger.subscribe(events.append, waits=True),
-            world.ledger.subscribe(others.append),
-        )
+        events = []
+        others = []
+        leave = world.ledger.subscribe(events.append, waits=True)
+        stay = world.ledger.subscribe(others.append)
         pending = world.start_all_reduce(KIB, algorithm="ring")
         pending.wait()
         leave()
@@ -222,7 +225,8 @@ def test_watchers_get_waits_and_what_tells_calls_apart():
 
 def test_receives_are_told_to_those_who_ask_and_match_their_sends():
     def ranks(world):
-        events, others = [], []
+        events = []
+        others = []
         world.ledger.subscribe(events.append, receives=True)
         world.ledger.subscribe(others.append)
         world.all_reduce(KIB, algorithm="ring")
@@ -281,7 +285,9 @@ def test_bytes_are_counted_by_receiver():
 
 
 def test_two_subscribers_and_only_one_leaves():
-    ledger, first, second = Ledger(), [], []
+    ledger = Ledger()
+    first = []
+    second = []
     leave = ledger.subscribe(first.append)
     ledger.subscribe(second.append)
     event = Event("call", "barrier", 0.0, 1.0, 0, "main")

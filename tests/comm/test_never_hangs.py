@@ -29,12 +29,10 @@ from minidist.comm.health import acceptor, process_state
 from minidist.errors import CommError, DeadlockError, LinkLostError, MismatchError, PeerLostError
 from minidist.launch.launchers import clean_environment
 
-RING, SENDS, MESSAGE, MISSING = (
-    "a ring of receives",
-    "a ring of sends",
-    "one rank in a message",
-    "one rank not calling",
-)
+RING = "a ring of receives"
+SENDS = "a ring of sends"
+MESSAGE = "one rank in a message"
+MISSING = "one rank not calling"
 QUICK = {
     "threads": (
         "group",
@@ -80,7 +78,8 @@ def check_disagreements(count, seed, transports):
     """Every one ends in MismatchError that shows both calls."""
     draw = random.Random(seed)
     for number in range(count):
-        case, transport = drawn(draw), draw.choice(transports)
+        case = drawn(draw)
+        transport = draw.choice(transports)
         with pytest.raises(MismatchError) as caught:
             run(disagree, case, size=case["size"], transport=transport)
             pytest.fail(f"{number}: not caught on {transport}: {case}")
@@ -126,8 +125,10 @@ def test_long_waits_are_not_taken_for_vain(transport, rounds):
 def exchange_slowly(world):
     """Each sends the other more than a link holds and waits for that first; its receive takes 0.6
     s, piece by piece."""
-    other, n = 1 - world.rank, 3 << 20
-    total, until = np.zeros(n), time.monotonic() + 0.6
+    other = 1 - world.rank
+    n = 3 << 20
+    total = np.zeros(n)
+    until = time.monotonic() + 0.6
 
     def add(target, start, piece):
         if time.monotonic() < until:
@@ -247,7 +248,9 @@ def is_debugged(world, command):
     meanwhile."""
     # PR_SET_PTRACER, any: where Yama forbids
     ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)
-    pids, letters, over = world.all_gather([os.getpid()]).tolist(), [], []
+    pids = world.all_gather([os.getpid()]).tolist()
+    letters = []
+    over = []
 
     def debug():
         with subprocess.Popen(

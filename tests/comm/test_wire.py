@@ -59,7 +59,8 @@ def test_both_sides_agree_and_the_hello_arrives():
 
 
 def test_a_handshake_costs_what_its_docstring_says(monkeypatch):
-    sent, write = [], wire._write
+    sent = []
+    write = wire._write
 
     def count(sock, data, *rest):
         sent.append(len(data))

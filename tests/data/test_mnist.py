@@ -44,10 +44,8 @@ def write(
                 (folder / name).write_bytes(content)
 
 
-kinds, shapes = (
-    st.sampled_from([np.dtype(kind) for kind in CODES]),
-    arrays.array_shapes(min_dims=0, min_side=0),
-)
+kinds = st.sampled_from([np.dtype(kind) for kind in CODES])
+shapes = arrays.array_shapes(min_dims=0, min_side=0)
 
 
 @given(arrays.arrays(kinds, shapes), st.booleans())

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from minidist.data import DistributedSampler
 from minidist.errors import ConfigError
 
-lengths, sizes, batches = st.integers(0, 40), st.integers(1, 8), st.integers(1, 12)
+lengths = st.integers(0, 40)
+sizes = st.integers(1, 8)
+batches = st.integers(1, 12)
 
 
 def shares(length: int, size: int, batch: int, **options: object) -> list[list[np.ndarray]]:

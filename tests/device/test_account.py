@@ -73,7 +73,8 @@ def test_unknown_category():
 
 
 def test_each_thread_has_its_own_account():
-    mine, seen = account.current(), []
+    mine = account.current()
+    seen = []
     thread = threading.Thread(target=lambda: seen.append(account.current()))
     thread.start()
     thread.join()
@@ -110,7 +111,8 @@ class Model:
         def draw(*shape):
             return Parameter((rng.normal(size=shape) * 0.1).astype("float32"))
 
-        self.table, self.positions = draw(vocabulary, width), draw(context, width)
+        self.table = draw(vocabulary, width)
+        self.positions = draw(context, width)
         self.layers = [
             [
                 draw(width),

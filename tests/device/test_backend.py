@@ -202,7 +202,8 @@ def test_arrays_travel_through_pinned_memory():
 )
 def test_low_precision_is_added_on_a_gpu_as_on_the_host(kinds, monkeypatch):
     """In one operation where both are of one dtype; into the array itself."""
-    cupy, rng = fake_gpu.install(monkeypatch), np.random.default_rng(0)
+    cupy = fake_gpu.install(monkeypatch)
+    rng = np.random.default_rng(0)
     total, array = (rng.normal(size=50).astype(kind) for kind in kinds)
     there = cupy.asarray(total)
     backend.add_into(there, cupy.asarray(array))
@@ -213,7 +214,8 @@ def test_low_precision_is_added_on_a_gpu_as_on_the_host(kinds, monkeypatch):
 
 def test_beside_copies_without_a_wait(monkeypatch):
     """In C order, whatever the order here; what is there already stays itself."""
-    cupy, x = fake_gpu.install(monkeypatch), np.arange(12).reshape(3, 4).T[:, ::2]
+    cupy = fake_gpu.install(monkeypatch)
+    x = np.arange(12).reshape(3, 4).T[:, ::2]
     there = backend.beside(x, cupy.asarray(np.zeros(1)))
     assert there.flags.c_contiguous and not fake_gpu.waits
     np.testing.assert_array_equal(backend.to_host(there), x)

@@ -39,8 +39,10 @@ def products() -> blas.HostProducts:
 def layouts(x: np.ndarray) -> list[np.ndarray]:
     """The same numbers by rows, by columns, within wider rows, and with gaps in both dims."""
     height, width = x.shape
-    wider, gaps = np.zeros((height, width + 7), x.dtype), np.zeros((2 * height, 3 * width), x.dtype)
-    wider[:, 3:-4], gaps[::2, ::3] = x, x
+    wider = np.zeros((height, width + 7), x.dtype)
+    gaps = np.zeros((2 * height, 3 * width), x.dtype)
+    wider[:, 3:-4] = x
+    gaps[::2, ::3] = x
     return [x, np.asfortranarray(x), wider[:, 3:-4], gaps[::2, ::3]]
 
 
@@ -49,9 +51,12 @@ def layouts(x: np.ndarray) -> list[np.ndarray]:
 def test_any_layout_gives_the_product(
     products: blas.HostProducts, shape: tuple[int, int, int], kind: str
 ) -> None:
-    (m, k, n), rng = shape, np.random.default_rng(0)
-    a, b = rng.standard_normal((m, k)).astype(kind), rng.standard_normal((k, n)).astype(kind)
-    expected, taken = a.astype("float64") @ b.astype("float64"), 0
+    (m, k, n) = shape
+    rng = np.random.default_rng(0)
+    a = rng.standard_normal((m, k)).astype(kind)
+    b = rng.standard_normal((k, n)).astype(kind)
+    expected = a.astype("float64") @ b.astype("float64")
+    taken = 0
     for left in layouts(a):
         for right in layouts(b):
             out = np.full((m, n), np.nan, kind)
@@ -68,7 +73,8 @@ def test_any_layout_gives_the_product(
 
 
 def test_what_is_left_to_numpy(products: blas.HostProducts) -> None:
-    a, b = np.ones((512, 256), np.float32), np.ones((256, 64), np.float32)
+    a = np.ones((512, 256), np.float32)
+    b = np.ones((256, 64), np.float32)
     square = np.ones((256, 256), np.float32)
     assert products.multiply(a, b) is not None
     assert products.multiply(a[:8], b) is None, "small"
@@ -99,10 +105,8 @@ def test_matmul_takes_it_and_low_precision_too(
 
     monkeypatch.setattr(blas, "_in_use", SimpleNamespace(multiply=counted))
     rng = np.random.default_rng(0)
-    a, b = (
-        rng.standard_normal((256, 128)).astype("float32"),
-        rng.standard_normal((128, 256)).astype("float32"),
-    )
+    a = rng.standard_normal((256, 128)).astype("float32")
+    b = rng.standard_normal((128, 256)).astype("float32")
     np.testing.assert_allclose(backend.matmul(a, b), a @ b, atol=1e-4)
     half = backend.matmul(a.astype("float16"), b.astype("float16"))
     assert half.dtype == np.float16 and [kind for kind, _ in asked] == [

@@ -61,8 +61,10 @@ def test_any_layout_is_numpys_product(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fake_gpu.install(patch)
-        rng, products = np.random.default_rng(seed), Products()
-        x, y = laid_out(rng, (m, k), a, kind), laid_out(rng, (k, n), b, kind)
+        rng = np.random.default_rng(seed)
+        products = Products()
+        x = laid_out(rng, (m, k), a, kind)
+        y = laid_out(rng, (k, n), b, kind)
         want = (x.host.astype(np.float32) @ y.host.astype(np.float32)).astype(kind)
         out = fake_gpu.empty((m, n), kind)
         for result in (products.multiply(x, y), products.multiply(x, y, out)):
@@ -78,7 +80,8 @@ def test_any_layout_is_numpys_product(
 
 def test_in_a_block_it_takes_this_threads_products(cupy: Any) -> None:
     """Of the GPU's arrays; those of the host stay NumPy's."""
-    products, x = Products(), fake_gpu.asarray(np.eye(2, dtype=BF16))
+    products = Products()
+    x = fake_gpu.asarray(np.eye(2, dtype=BF16))
     backend.matmul(x, x)
     assert products._library.calls == []
     with products.instead():
@@ -93,7 +96,8 @@ def test_in_a_block_it_takes_this_threads_products(cupy: Any) -> None:
 
 
 def test_what_it_does_not_take(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    products, x = Products(), fake_gpu.asarray(np.ones((2, 3), BF16))
+    products = Products()
+    x = fake_gpu.asarray(np.ones((2, 3), BF16))
     with pytest.raises(ShapeError, match=r"bfloat16 \(1, 2, 3\) @ .* two matrices"):
         products.multiply(x.reshape(1, 2, 3), x.T)
     with pytest.raises(
@@ -110,7 +114,8 @@ def test_the_library_is_asked_for_by_the_name_that_cupy_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     load = cublas.load
-    cupy, asked = fake_gpu.install(monkeypatch), []
+    cupy = fake_gpu.install(monkeypatch)
+    asked = []
     monkeypatch.setattr(
         cupy.cuda, "device", type("device", (), {"get_cublas_handle": asked.append}), raising=False
     )
@@ -129,7 +134,8 @@ def test_on_a_gpu(kind: Any) -> None:
     cupy = pytest.importorskip("cupy", reason="needs CuPy")
     if not cupy.is_available():
         pytest.skip("needs a GPU")
-    rng, products = np.random.default_rng(0), Products()
+    rng = np.random.default_rng(0)
+    products = Products()
     for m, k, n in ((1, 1, 1), (3, 5, 2), (128, 257, 64), (1, 999, 33)):
         a, b = (rng.normal(size=shape).astype(kind) for shape in ((m, k), (k, n)))
         want = a.astype(np.float64) @ b.astype(np.float64)

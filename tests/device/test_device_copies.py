@@ -49,7 +49,8 @@ def test_down_comes_what_was_computed(cupy: Any, held: threading.Event) -> None:
     array = cupy.asarray(np.zeros(1000, np.float32))
     cupy.cuda.get_current_stream().put(lambda: held.wait(10))
     array[...] = 7.0
-    ready, came = mark(array), []
+    ready = mark(array)
+    came = []
     while_busy(held, lambda: came.append(bring(array, ready)))
     np.testing.assert_array_equal(came[0], np.full(1000, 7.0, np.float32))
     assert array.host.ctypes.data != came[0].ctypes.data
@@ -60,7 +61,8 @@ def test_up_goes_when_the_old_values_have_been_used(
     cupy: Any, held: threading.Event, dtype: Any
 ) -> None:
     """And with one rounding, on the host."""
-    array, new = cupy.asarray(np.ones(1000, dtype)), np.linspace(0, 1, 1000, dtype=np.float32)
+    array = cupy.asarray(np.ones(1000, dtype))
+    new = np.linspace(0, 1, 1000, dtype=np.float32)
     cupy.cuda.get_current_stream().put(lambda: held.wait(10))
     used = array.copy()
     ready = mark(array)
@@ -72,7 +74,8 @@ def test_up_goes_when_the_old_values_have_been_used(
 def test_a_copy_has_a_stream_of_its_own(cupy: Any, held: threading.Event) -> None:
     """What holds up the stream that the thread computes on holds up no copy that needs none of
     it."""
-    array, room = cupy.asarray(np.arange(10.0)), np.zeros(10)
+    array = cupy.asarray(np.arange(10.0))
+    room = np.zeros(10)
     cupy.cuda.get_current_stream().synchronize()  # it is there
 
     def work() -> None:
@@ -87,7 +90,8 @@ def test_a_copy_has_a_stream_of_its_own(cupy: Any, held: threading.Event) -> Non
 
 
 def test_on_the_host_a_copy_is_one() -> None:
-    source, target = np.arange(5.0), np.zeros(5, np.float32)
+    source = np.arange(5.0)
+    target = np.zeros(5, np.float32)
     assert mark(source) is None
     copy(source, target, mark(target))
     np.testing.assert_array_equal(target, source)

@@ -27,9 +27,12 @@ shapes = st.tuples(st.integers(1, 40), st.sampled_from([1, 8, 33, 128, 264, 257]
 
 def test_references_are_the_differences():
     rng = np.random.default_rng(0)
-    x, bias, dy = rng.normal(size=(3, 4)), rng.normal(size=4), rng.normal(size=(3, 4))
+    x = rng.normal(size=(3, 4))
+    bias = rng.normal(size=4)
+    dy = rng.normal(size=(3, 4))
     check_gradient(bias_gelu_reference, bias_gelu_gradient_reference(x, bias, dy), (x, bias), dy)
-    gate, up = rng.normal(size=(2, 5)), rng.normal(size=(2, 5))
+    gate = rng.normal(size=(2, 5))
+    up = rng.normal(size=(2, 5))
     check_gradient(
         swiglu_reference, swiglu_gradient_reference(gate, up, dy[:2, :1]), (gate, up), dy[:2, :1]
     )
@@ -81,7 +84,8 @@ def test_swiglu(version, kind, shape, seed):
     dtype, bound = KINDS[kind]
     arrays = drawn(shape, dtype, version, seed, 3)
     with on_cpu.watch(seed=seed):
-        y, got = swiglu(*arrays[:2], version=version), swiglu_gradient(*arrays, version=version)
+        y = swiglu(*arrays[:2], version=version)
+        got = swiglu_gradient(*arrays, version=version)
     wide = [a.astype(np.float64) for a in arrays]
     close(y, swiglu_reference(*wide[:2]), bound)
     for mine, want in zip(got, swiglu_gradient_reference(*wide), strict=True):
@@ -111,8 +115,10 @@ def test_small_gates_and_small_slopes_hold_all_digits(version):
     """In relative error, while float32 holds the sigmoid. GELU's argument is rounded, and its
     exponential shows it."""
     x = np.linspace(-103, 103, 4096, dtype=np.float32).reshape(64, 64)
-    one, wide = np.ones_like(x), x.astype(np.float64)
-    y, (dgate, dup) = swiglu(x, one, version=version), swiglu_gradient(x, one, one, version=version)
+    one = np.ones_like(x)
+    wide = x.astype(np.float64)
+    y = swiglu(x, one, version=version)
+    (dgate, dup) = swiglu_gradient(x, one, one, version=version)
     e = np.exp(-np.abs(wide))
     h, rest = np.where(wide < 0, [e, 1 + 0 * e], [1 + 0 * e, e]) / (1 + e)
     lost = np.abs(wide) * 3e-45
@@ -124,11 +130,10 @@ def test_small_gates_and_small_slopes_hold_all_digits(version):
     x = x / 10
     dx, _ = bias_gelu_gradient(x, None, one, version=version)
     wide = x.astype(np.float64)
-    z, dz = (
-        2 * np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3),
-        2 * np.sqrt(2 / np.pi) * (1 + 0.134145 * wide**2),
-    )
-    h, rest = 1 / (1 + np.exp(-z)), 1 / (1 + np.exp(z))
+    z = 2 * np.sqrt(2 / np.pi) * (wide + 0.044715 * wide**3)
+    dz = 2 * np.sqrt(2 / np.pi) * (1 + 0.134145 * wide**2)
+    h = 1 / (1 + np.exp(-z))
+    rest = 1 / (1 + np.exp(z))
     bound = 1e-6 * (1 + np.abs(z))
     np.testing.assert_array_less(
         np.abs(bias_gelu(x, version=version) - wide * h), bound * np.abs(wide * h) + lost

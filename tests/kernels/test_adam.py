@@ -21,7 +21,8 @@ DECAYS = [0.1, 0.0, 0.3, 0.0, 0.2]
 
 def drawn(kind, seed=0):
     """Masters, gradients, copies full of NaN."""
-    rng, dtype = np.random.default_rng(seed), KINDS[kind][0]
+    rng = np.random.default_rng(seed)
+    dtype = KINDS[kind][0]
     masters = [rng.normal(size=shape).astype(np.float32) for shape in SHAPES]
     gradients = [rng.normal(size=shape).astype(dtype) for shape in SHAPES]
     return masters, gradients, [np.full(shape, np.nan, dtype) for shape in SHAPES]
@@ -30,7 +31,9 @@ def drawn(kind, seed=0):
 @pytest.mark.parametrize("apart", [True, False])
 def test_the_reference_is_that_of_optim(apart):
     rng = np.random.default_rng(0)
-    p, m, v = rng.normal(size=(3, 4)), np.zeros((3, 4)), np.zeros((3, 4))
+    p = rng.normal(size=(3, 4))
+    m = np.zeros((3, 4))
+    v = np.zeros((3, 4))
     weights = SimpleNamespace(data=p.copy(), grad=None, name="p")
     rule = (optim.AdamW if apart else optim.Adam)([weights], 0.01, weight_decay=0.1)
     for step in (1, 2, 3):
@@ -52,7 +55,8 @@ def test_three_steps_are_the_references(version, kind, apart, device):
     wide, wide_g = ([a.astype(np.float64) for a in arrays] for arrays in (masters, gradients))
     states = [(np.zeros_like(p), np.zeros_like(p)) for p in wide]
     placed = [there(device, *arrays) for arrays in (masters, gradients, copies)]
-    tensors, found = AdamTensors(placed[0], decays=DECAYS, copies=placed[2]), Gradients(placed[1])
+    tensors = AdamTensors(placed[0], decays=DECAYS, copies=placed[2])
+    found = Gradients(placed[1])
     clip = 2.0 / (global_norm_reference(gradients) / 8 + 1e-6)
     assert clip < 1
     count = 0
@@ -107,7 +111,8 @@ def test_a_rate_on_the_device_is_read_by_the_kernel(version, apart, device):
     for on_device in (False, True):
         masters, gradients, _ = drawn("float32")
         placed = [there(device, *arrays) for arrays in (masters, gradients)]
-        tensors, found = AdamTensors(placed[0], decays=DECAYS), Gradients(placed[1])
+        tensors = AdamTensors(placed[0], decays=DECAYS)
+        found = Gradients(placed[1])
         (rate,) = there(device, np.zeros(1))
         for lr in (0.02, 0.003):
             rate[...] = lr
@@ -123,7 +128,8 @@ def test_an_overflow_changes_no_bit(bad, device):
     masters, gradients, copies = drawn("float32")
     gradients[1][CHUNK + 3] = bad
     placed = [there(device, *arrays) for arrays in (masters, gradients, copies)]
-    tensors, found = AdamTensors(placed[0], decays=DECAYS, copies=placed[2]), Gradients(placed[1])
+    tensors = AdamTensors(placed[0], decays=DECAYS, copies=placed[2])
+    found = Gradients(placed[1])
     for version in VERSIONS:
         adam_step(tensors, found, lr=0.01, norm=global_norm(found), limit=1.0, version=version)
     for p, master in zip(placed[0], masters, strict=True):

@@ -36,7 +36,8 @@ def test_each_version_is_the_reference(version, kind, shapes, device):
 @needs_compiler
 @pytest.mark.parametrize("version", VERSIONS)
 def test_bytes_moved(version):
-    a, b = np.zeros((8, 64), np.float16), np.zeros(64, np.float16)
+    a = np.zeros((8, 64), np.float16)
+    b = np.zeros(64, np.float16)
     with on_cpu.watch(count=True) as seen:
         add(a, a, version=version)
         add(a, b, version=version)

@@ -49,7 +49,8 @@ SHAPES = [
 
 def drawn(shape, kind, seed, spread=1.0):
     b, heads, kv_heads, t, s, d = shape
-    rng, dtype = np.random.default_rng(seed), KINDS[kind][0]
+    rng = np.random.default_rng(seed)
+    dtype = KINDS[kind][0]
     q, k, v, dy = (
         rng.normal(size=size)
         for size in ((b, heads, t, d), (b, kv_heads, s, d), (b, kv_heads, s, d), (b, heads, t, d))
@@ -61,7 +62,8 @@ def sizes(q, k, v, dy, **rules):
     """The same sums as a score (the largest), y, dq, dk and dv, of the terms' absolute values: what
     rounding errors are in proportion to."""
     y, log_total = attention_reference(q, k, v, **rules)
-    group, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5
+    group = q.shape[1] // k.shape[1]
+    scale = q.shape[-1] ** -0.5
     k, v = (np.repeat(x, group, axis=1) for x in (k, v))
     scores = np.where(
         seen(q.shape[2], k.shape[2], rules.get("causal"), rules.get("blocks")),
@@ -85,10 +87,12 @@ def check(device, version, arrays, kind, backward=True, **rules):
     """y, log_total and the gradients, each held against the reference of the same rounded
     inputs."""
     q, k, v, dy = there(device, *arrays)
-    exact, mask = [wide(x) for x in arrays], rules.get("blocks")
+    exact = [wide(x) for x in arrays]
+    mask = rules.get("blocks")
     placed = {**rules, "blocks": None if mask is None else there(device, mask)[0]}
     y, log_total = attention(q, k, v, version=version, **placed)
-    ours, rights = [y], [attention_reference(*exact[:3], **rules)[0]]
+    ours = [y]
+    rights = [attention_reference(*exact[:3], **rules)[0]]
     assert log_total.dtype == np.float32
     np.testing.assert_allclose(
         wide(log_total), attention_reference(*exact[:3], **rules)[1], rtol=1e-5, atol=1e-5
@@ -129,7 +133,8 @@ def test_the_references_gradient_is_the_difference():
     rng = np.random.default_rng(0)
     arrays = [rng.normal(size=size) for size in ((1, 2, 66, 2), (1, 1, 3, 2), (1, 1, 3, 2))]
     blocks = np.array([[True], [False]])  # the last two queries see nothing
-    dy, step = rng.normal(size=(1, 2, 66, 2)), 1e-6
+    dy = rng.normal(size=(1, 2, 66, 2))
+    step = 1e-6
     ours = attention_gradient_reference(*arrays, dy, blocks=blocks)
     assert not ours[0][:, :, 64:].any()
     for x, dx in zip(arrays, ours, strict=True):
@@ -245,7 +250,8 @@ def test_blocks_that_see_each_other(device, version, causal):
 def test_tiles_that_nobody_sees_are_not_read(version):
     side = {2: 32, 3: 64}[version]
     q, k, v, _ = drawn((1, 1, 1, 128, 128, 64), "float16", 0)
-    tiles, tile_bytes = 128 // side, side * 64 * 2
+    tiles = 128 // side
+    tile_bytes = side * 64 * 2
     for causal, blocks, visited in (
         (False, None, tiles * tiles),
         (True, None, tiles * (tiles + 1) // 2),
@@ -267,7 +273,8 @@ def test_extreme_scores(device, version):
     backward."""
     kind = "float16" if version == 3 else "float32"
     arrays = drawn((1, 1, 1, 5, 70, 4), kind, 0)
-    arrays[0][...], arrays[1][...] = 32, np.arange(70)[:, None] / 8
+    arrays[0][...] = 32
+    arrays[1][...] = np.arange(70)[:, None] / 8
     check(device, version, arrays, kind)
 
 

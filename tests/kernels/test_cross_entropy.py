@@ -23,7 +23,8 @@ from minidist.kernels.cross_entropy import (
 
 def test_the_reference_is_the_difference_and_the_op():
     rng = np.random.default_rng(0)
-    logits, targets = rng.normal(size=(3, 5)), rng.integers(0, 5, 3)
+    logits = rng.normal(size=(3, 5))
+    targets = rng.integers(0, 5, 3)
     losses, gradient = cross_entropy_reference(logits, targets, 0.5)
     check_gradient(
         lambda x: cross_entropy_reference(x, targets, 0.5)[0], [gradient], [logits], np.full(3, 0.5)
@@ -50,7 +51,8 @@ def test_each_version_is_the_reference(version, kind, rows, columns, spread, see
     columns = columns if version < 3 else -(-columns // 8) * 8
     rng = np.random.default_rng(seed)
     x = (rng.normal(size=(rows, columns)) * spread).astype(dtype)
-    targets, wide = rng.integers(0, columns, rows), x.astype(np.float64)
+    targets = rng.integers(0, columns, rows)
+    wide = x.astype(np.float64)
     with on_cpu.watch(seed=seed):
         alone, none = cross_entropy(x, targets, scale=1.0, gradient=False, version=version)
         losses, dx = cross_entropy(
@@ -76,7 +78,9 @@ def test_edges(version):
     """Large logits keep the loss, NaN and a target outside stay in their row and are NaN all over
     it."""
     x = np.zeros((5, 40), np.float32)
-    x[0], x[1, 3:], x[2, 17] = 1e30, -np.inf, np.nan
+    x[0] = 1e30
+    x[1, 3:] = -np.inf
+    x[2, 17] = np.nan
     losses, dx = cross_entropy(x, np.array([5, 1, 0, 40, -1]), scale=1.0, version=version)
     np.testing.assert_allclose(losses[:2], np.log([40, 3]), rtol=1e-6)
     np.testing.assert_allclose(dx[1, :4], [1 / 3, -2 / 3, 1 / 3, 0], rtol=1e-5)
@@ -88,11 +92,13 @@ def test_edges(version):
 @needs_compiler
 def test_bytes_moved():
     """Reads of the logits: 3, 2 and 1 times their bytes (and a number a row: the target's)."""
-    x, targets = np.zeros((8, 1024), np.float32), np.zeros(8, np.int64)
+    x = np.zeros((8, 1024), np.float32)
+    targets = np.zeros(8, np.int64)
     for version, reads in ((1, 3), (2, 2), (3, 1)):
         with on_cpu.watch(count=True) as seen:
             cross_entropy(x, targets, scale=1.0, version=version)
-        loads, stores = seen[0].loads, seen[0].stores
+        loads = seen[0].loads
+        stores = seen[0].stores
         few = loads.bytes - reads * x.nbytes
         assert 0 < few <= 8 * 256 * 8 + 32, version
         assert stores.bytes == x.nbytes + 8 * 4

@@ -48,7 +48,8 @@ def check(device, kind, size, version):
     tokens, count, width = size
     size = size if version < 3 else (tokens, count, -(-width // 8) * 8)
     ids, dy = drawn(size, dtype)
-    placed, bits = there(device, ids, dy), []
+    placed = there(device, ids, dy)
+    bits = []
     for seed in range(2):
         with on_cpu.watch(seed=seed):
             bits.append(embedding_gradient(*placed, count, version=version))
@@ -79,13 +80,15 @@ def test_nan_stays_in_its_row(version, device):
 @needs_compiler
 def test_ops_take_it(monkeypatch):
     """Where a GPU's arrays would ask for it: the gradients of embedding and take."""
-    asked, ids = [], np.array([[1, 0], [1, 3]])
+    asked = []
+    ids = np.array([[1, 0], [1, 3]])
     table, x = (
         np.arange(n * n, dtype=np.float32).reshape(n, n)[:, :m].copy() for n, m in ((5, 3), (4, 4))
     )
 
     def results():
-        rows, columns = tensor(table, requires_grad=True), tensor(x, requires_grad=True)
+        rows = tensor(table, requires_grad=True)
+        columns = tensor(x, requires_grad=True)
         ops.embedding(rows, ids).backward(np.ones((2, 2, 3), np.float32))
         ops.take(columns, ids[:, 0], dim=1).backward(table[:4, :2].copy())
         return rows.grad, columns.grad
@@ -101,7 +104,9 @@ def test_ops_take_it(monkeypatch):
 
 @needs_compiler
 def test_bytes_moved_and_errors():
-    tokens, count, width = 64, 9, 256
+    tokens = 64
+    count = 9
+    width = 256
     ids, dy = drawn((tokens, count, width), np.float32)
     bytes_of = {
         1: count * width * tokens * 8,

@@ -135,11 +135,10 @@ def test_a_table_of_arrays(tmp_path):
         "__global__ void wrong(const float* const* from) {\n"
         "    const_cast<float*>(from[0])[0] = 1.0f;\n}\n"
     )
-    source, kinds = Source(path, ["table", "wrong"]), np.arange(6, dtype=np.float32)
-    inputs, outputs = (
-        Table([kinds[:2], kinds[2:]]),
-        Table([np.zeros(2, np.float32), np.zeros(4, np.float32)]),
-    )
+    source = Source(path, ["table", "wrong"])
+    kinds = np.arange(6, dtype=np.float32)
+    inputs = Table([kinds[:2], kinds[2:]])
+    outputs = Table([np.zeros(2, np.float32), np.zeros(4, np.float32)])
     launch(source, "table", grid=2, block=1, args=(inputs, outputs, 1))
     assert [array.tolist() for array in outputs.arrays] == [[0, 2], [0, 6, 0, 0]]
     with pytest.raises(KernelError, match=r"reads from\[0\]\[2\] of 2"):
@@ -181,7 +180,8 @@ def test_shared_memory_beyond_the_default_is_asked_for(cupy, tmp_path):
         "__global__ void large(float* x) {\n    extern __shared__ float all[];\n"
         "    all[20000] = 3.0f;\n    x[0] = all[20000];\n}\n"
     )
-    source, x = Source(path, ["large"]), cupy.asarray(np.zeros(1, np.float32))
+    source = Source(path, ["large"])
+    x = cupy.asarray(np.zeros(1, np.float32))
     launch(source, "large", grid=1, block=1, args=(x,), shared=90_000)
     assert x.get() == 3
     assert source.module.get_function("large").max_dynamic_shared_size_bytes == 90_000
@@ -263,7 +263,8 @@ def test_ops_take_the_kernel_on_a_gpu_alone(name, cupy, monkeypatch):
     """On NumPy an op never asks for a kernel; on a GPU's array it takes its kernels, forward and
     gradient."""
     op, kernels = OPS[name]
-    called, launcher = [], dispatch.launcher
+    called = []
+    launcher = dispatch.launcher
     monkeypatch.setattr(dispatch, "launcher", lambda which: called.append(which) or launcher(which))
     for module in ("activation", "norm", "random"):
         monkeypatch.setattr(f"minidist.autograd.ops.{module}.launcher", dispatch.launcher)

@@ -34,7 +34,8 @@ SIZES = [(1, 1, 1), (3, 5, 2), (33, 17, 19), (40, 136, 24), (129, 9, 37)]
 
 
 def check(device, kind, sizes, seed, version=None, transpose_a=False, transpose_b=False):
-    (dtype, bound), (m, n, k) = KINDS[kind], sizes
+    (dtype, bound) = KINDS[kind]
+    (m, n, k) = sizes
     rng = np.random.default_rng(seed)
     a = rng.normal(size=(k, m) if transpose_a else (m, k)).astype(dtype)
     b = rng.normal(size=(n, k) if transpose_b else (k, n)).astype(dtype)
@@ -80,11 +81,14 @@ def test_transposed_as_they_lie(device, kind, transposed):
 @on_each_device
 @pytest.mark.parametrize("version", VERSIONS)
 def test_nan_and_infinity_reach_their_row_and_column_only(device, version):
-    a, b = np.ones((5, 16), np.float16), np.ones((16, 6), np.float16)
-    a[2, 3], b[15, 4] = np.nan, np.inf
+    a = np.ones((5, 16), np.float16)
+    b = np.ones((16, 6), np.float16)
+    a[2, 3] = np.nan
+    b[15, 4] = np.inf
     c = wide(matmul(*there(device, a, b), version=version))
     want = np.full((5, 6), 16.0)
-    want[:, 4], want[2] = np.inf, np.nan
+    want[:, 4] = np.inf
+    want[2] = np.nan
     np.testing.assert_array_equal(c, want)
 
 
@@ -102,7 +106,8 @@ def test_empty():
 def test_bytes_read(version, sizes):
     """What the header of matmul.cu says of each rung: how often a and b are read."""
     m, n, k = sizes
-    a, b = np.ones((m, k), np.float16), np.ones((k, n), np.float16)
+    a = np.ones((m, k), np.float16)
+    b = np.ones((k, n), np.float16)
     with on_cpu.watch(count=True) as seen:
         matmul(a, b, version=version)
     assert seen[0].loads.bytes == read_bytes(version, m, n, k, 2)
@@ -113,7 +118,8 @@ def test_bytes_read(version, sizes):
 
 @needs_compiler
 def test_vector_loads_ask_less_often():
-    a, b = np.ones((128, 32), np.float32), np.ones((32, 128), np.float32)
+    a = np.ones((128, 32), np.float32)
+    b = np.ones((32, 128), np.float32)
     requests = {}
     for version in (3, 4):
         with on_cpu.watch(count=True) as seen:

@@ -38,10 +38,8 @@ def check(device, formats, sizes, seed, transpose_a=False, transpose_b=False):
     rng = np.random.default_rng(seed)
     a = rng.normal(size=(k, m) if transpose_a else (m, k)).astype(formats[0]).view(np.uint8)
     b = rng.normal(size=(n, k) if transpose_b else (k, n)).astype(formats[1]).view(np.uint8)
-    scales, options = (
-        (2.0, 0.25),
-        {"formats": formats, "transpose_a": transpose_a, "transpose_b": transpose_b},
-    )
+    scales = (2.0, 0.25)
+    options = {"formats": formats, "transpose_a": transpose_a, "transpose_b": transpose_b}
     with on_cpu.watch(seed=seed):
         placed = there(device, a, b, *(np.array([scale], np.float32) for scale in scales))
         c = matmul_float8(*placed[:2], placed[2:], **options)
@@ -81,10 +79,12 @@ def test_it_is_the_product_at_any_size(device, formats, laid, sizes, seed):
 @pytest.mark.parametrize("name", [E4M3, E5M2])
 def test_every_code_is_its_number(device, name):
     """A row of all 256 codes times the unit matrix; the other format brings the ones."""
-    codes, other = np.arange(256, dtype=np.uint8).reshape(16, 16), E5M2 if name == E4M3 else E4M3
+    codes = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    other = E5M2 if name == E4M3 else E4M3
     numbers = codes.view(name).astype(np.float64)
     codes[~np.isfinite(numbers)] = 0
-    unit, one = np.eye(16).astype(other).view(np.uint8), np.ones(1, np.float32)
+    unit = np.eye(16).astype(other).view(np.uint8)
+    one = np.ones(1, np.float32)
     a, b, scale = there(device, codes, unit, one)
     numbers[~np.isfinite(numbers)] = 0
     np.testing.assert_array_equal(
@@ -97,11 +97,13 @@ def test_every_code_is_its_number(device, name):
 
 @on_each_device
 def test_nan_reaches_its_row_only(device):
-    a, b = np.ones((5, 40)).astype(E4M3), np.ones((40, 6)).astype(E4M3)
+    a = np.ones((5, 40)).astype(E4M3)
+    b = np.ones((40, 6)).astype(E4M3)
     a[2, 37] = np.nan
     one = np.ones(1, np.float32)
     placed = there(device, a.view(np.uint8), b.view(np.uint8), one)
-    c, want = wide(matmul_float8(*placed[:2], (placed[2], placed[2]))), np.full((5, 6), 40.0)
+    c = wide(matmul_float8(*placed[:2], (placed[2], placed[2])))
+    want = np.full((5, 6), 40.0)
     want[2] = np.nan
     np.testing.assert_array_equal(c, want)
 
@@ -113,7 +115,8 @@ def test_the_three_products_of_a_linear(device):
     rng = np.random.default_rng(0)
     x, w, dy = (rng.normal(size=size).astype(np.float32) for size in ((48, 32), (32, 64), (48, 64)))
     scales = [np.array([scale], np.float32) for scale in (64.0, 32.0, 4096.0)]
-    placed, factors = there(device, x, w, dy), there(device, *scales)
+    placed = there(device, x, w, dy)
+    factors = there(device, *scales)
     x8, w8, dy8 = (
         cast(array, name, factor)[0]
         for array, name, factor in zip(placed, (E4M3, E4M3, E5M2), factors, strict=True)
@@ -142,10 +145,8 @@ def test_bytes_read(laid, sizes):
     """Each tile of results reads its rows and columns once, however they lie; nothing is widened in
     memory."""
     m, n, k = sizes
-    a, b = (
-        np.zeros((k, m) if laid[0] else (m, k), np.uint8),
-        np.zeros((n, k) if laid[1] else (k, n), np.uint8),
-    )
+    a = np.zeros((k, m) if laid[0] else (m, k), np.uint8)
+    b = np.zeros((n, k) if laid[1] else (k, n), np.uint8)
     one = np.ones(1, np.float32)
     with on_cpu.watch(count=True) as seen:
         matmul_float8(a, b, (one, one), transpose_a=laid[0], transpose_b=laid[1])
@@ -158,7 +159,8 @@ def test_bytes_read(laid, sizes):
 
 @needs_compiler
 def test_empty_and_errors():
-    a, one = np.zeros((4, 6), np.uint8), np.ones(1, np.float32)
+    a = np.zeros((4, 6), np.uint8)
+    one = np.ones(1, np.float32)
     assert matmul_float8(a[:0], a.T.copy(), (one, one)).shape == (0, 4)
     np.testing.assert_array_equal(
         wide(matmul_float8(a[:, :0].copy(), a[:0], (one, one))), np.zeros((4, 6))

@@ -97,7 +97,8 @@ def test_nan_stays_in_its_row(version, device):
 def test_a_large_mean_does_not_swallow_the_variance():
     """1000 ± 1: a variance taken as mean(x²) - mean(x)² would lose 6 of float32's 7 digits."""
     x = np.float32(1000) + np.tile(np.float32([1, -1]), 64)[None]
-    one, zero = np.ones(128, np.float32), np.zeros(128, np.float32)
+    one = np.ones(128, np.float32)
+    zero = np.zeros(128, np.float32)
     for version in VERSIONS:
         y, mean, scale = layer_norm(x, one, zero, version=version)
         np.testing.assert_allclose(y, x - 1000, rtol=1e-5)

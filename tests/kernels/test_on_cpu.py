@@ -149,7 +149,8 @@ def planted(tmp_path_factory):
 
 
 def run(source, kernel, *numbers, n=64, grid=1, **options):
-    x, y = np.arange(1, n + 1, dtype=np.float32), np.zeros(n, np.float32)
+    x = np.arange(1, n + 1, dtype=np.float32)
+    y = np.zeros(n, np.float32)
     launch(source, kernel, grid=grid, block=64, args=(x, y, *numbers), **options)
     return x, y
 
@@ -286,10 +287,8 @@ def test_small_floats_are_numpys(tmp_path_factory, name):
     them."""
     path = tmp_path_factory.getbasetemp() / "rounded.cu"
     path.write_text(ROUNDED)
-    source, kind = (
-        Source(path, [f"{way}<{other}>" for way in ("there", "back") for other in SMALL]),
-        SMALL[name],
-    )
+    source = Source(path, [f"{way}<{other}>" for way in ("there", "back") for other in SMALL])
+    kind = SMALL[name]
     patterns = np.arange(2 ** (8 * kind.itemsize), dtype=f"u{kind.itemsize}").view(kind)
     wide = np.empty(len(patterns), np.float32)
     launch(source, f"back<{name}>", grid=1, block=256, args=(patterns, wide, len(wide)))
@@ -338,12 +337,11 @@ def test_matrix_fragments_and_asynchronous_copies(tmp_path):
     filled too early."""
     path = tmp_path / "product.cu"
     path.write_text(PRODUCT)
-    source, rng = (
-        Source(path, ["product<__half>", "product<__nv_bfloat16>"]),
-        np.random.default_rng(0),
-    )
+    source = Source(path, ["product<__half>", "product<__nv_bfloat16>"])
+    rng = np.random.default_rng(0)
     for kind, name in ((np.float16, "__half"), (ml_dtypes.bfloat16, "__nv_bfloat16")):
-        a, b = rng.normal(size=(16, 48)).astype(kind), rng.normal(size=(48, 8)).astype(kind)
+        a = rng.normal(size=(16, 48)).astype(kind)
+        b = rng.normal(size=(48, 8)).astype(kind)
         d = np.full((16, 8), np.nan, np.float32)
         launch(source, f"product<{name}>", grid=1, block=32, args=(a, b, d, 48, 0))
         np.testing.assert_allclose(

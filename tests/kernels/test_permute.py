@@ -48,12 +48,11 @@ def routed(size, seed=0):
 
 def test_plan_and_references_are_the_mixtures():
     size = tokens, experts, ways, width = 23, 6, 3, 4
-    rng, (chosen, kept) = np.random.default_rng(0), routed(size)
-    x, dy, weights = (
-        rng.normal(size=(tokens, width)),
-        rng.normal(size=(tokens, width)),
-        rng.normal(size=kept.sum()),
-    )
+    rng = np.random.default_rng(0)
+    (chosen, kept) = routed(size)
+    x = rng.normal(size=(tokens, width))
+    dy = rng.normal(size=(tokens, width))
+    weights = rng.normal(size=kept.sum())
     placement = place_rows(chosen, kept, experts=experts)
     where = np.flatnonzero(kept)
     order = np.argsort(chosen.reshape(-1)[where], kind="stable")
@@ -62,7 +61,8 @@ def test_plan_and_references_are_the_mixtures():
     np.testing.assert_array_equal(placement.counts, np.bincount(chosen[kept], minlength=experts))
     for token, slots in enumerate(placement.slots):
         np.testing.assert_array_equal(slots[slots >= 0], np.flatnonzero(placement.tokens == token))
-    leaf, rows = tensor(x, requires_grad=True), to_experts_reference(x, placement)
+    leaf = tensor(x, requires_grad=True)
+    rows = to_experts_reference(x, placement)
     taken = ops.to_experts(leaf, placement)
     back = ops.from_experts(taken, weights, placement)
     np.testing.assert_array_equal(taken.data, rows)
@@ -85,11 +85,13 @@ def test_plan_and_references_are_the_mixtures():
 def check(device, kind, size, version):
     dtype, bound = KINDS[kind]
     tokens, experts, ways, width = size if version == 1 else (*size[:3], -(-size[3] // 8) * 8)
-    rng, (chosen, kept) = np.random.default_rng(1), routed(size)
+    rng = np.random.default_rng(1)
+    (chosen, kept) = routed(size)
     host = place_rows(chosen, kept, experts=experts)
     placement = Placement(host.shape, *there(device, host.choices, host.experts, host.counts))
     x, dy = (rng.normal(size=(tokens, width)).astype(dtype) for _ in range(2))
-    x[-1, 0], results = np.nan, rng.normal(size=(len(host.tokens), width)).astype(dtype)
+    x[-1, 0] = np.nan
+    results = rng.normal(size=(len(host.tokens), width)).astype(dtype)
     weights = rng.random(len(host.tokens)).astype(np.float32)
     placed, dy_placed, results_placed, weights_placed = there(device, x, dy, results, weights)
     with on_cpu.watch(seed=2):
@@ -101,7 +103,8 @@ def check(device, kind, size, version):
         )
     assert rows.dtype == y.dtype == dresults.dtype == dtype
     np.testing.assert_array_equal(wide(rows), to_experts_reference(wide(x), host))
-    exact, factors = wide(results), wide(weights)
+    exact = wide(results)
+    factors = wide(weights)
     close(y, from_experts_reference(exact, factors, host), bound)
     close(dx, from_experts_reference(exact, None, host), bound)
     want = from_experts_gradient_reference(wide(dy), exact, factors, host)
@@ -121,10 +124,8 @@ def test_each_version_is_the_reference(version, kind, size, device):
 def test_a_plan_on_the_device(device):
     chosen, kept = routed((23, 6, 3, 1))
     for drop in (kept, None):
-        want, got = (
-            place_rows(chosen, drop, experts=6),
-            place_rows(*there(device, chosen, drop), experts=6),
-        )
+        want = place_rows(chosen, drop, experts=6)
+        got = place_rows(*there(device, chosen, drop), experts=6)
         for name in ("tokens", "experts", "slots", "counts"):
             np.testing.assert_array_equal(to_host(getattr(got, name)), getattr(want, name))
 
@@ -132,8 +133,10 @@ def test_a_plan_on_the_device(device):
 @needs_compiler
 def test_bytes_moved_and_errors():
     chosen, kept = routed((32, 4, 2, 64))
-    placement, x = place_rows(chosen, experts=4), np.ones((32, 64), np.float32)
-    rows, weights = np.ones((64, 64), np.float32), np.ones(64, np.float32)
+    placement = place_rows(chosen, experts=4)
+    x = np.ones((32, 64), np.float32)
+    rows = np.ones((64, 64), np.float32)
+    weights = np.ones(64, np.float32)
     # threads that read a row's token, a slot and a weight
     for version, tables in ((1, 64), (2, 32)):
         with on_cpu.watch(count=True) as seen:

@@ -17,7 +17,8 @@ from minidist.kernels.ring_add import VERSIONS, ring_add, ring_add_reference
 def test_each_version_is_the_reference(version, kind, n, device):
     dtype, bound = KINDS[kind]
     rng = np.random.default_rng(n)
-    incoming, own = rng.normal(size=n).astype(dtype), rng.normal(size=n).astype(np.float32)
+    incoming = rng.normal(size=n).astype(dtype)
+    own = rng.normal(size=n).astype(np.float32)
     incoming[n // 2] = np.nan
     want = ring_add_reference(incoming, own)
     a, b, out, total = there(device, incoming, own, np.full(n, 7, dtype), np.full(n, 7, np.float32))
@@ -49,7 +50,8 @@ def test_small_numbers_do_not_vanish():
 @needs_compiler
 @pytest.mark.parametrize("version", VERSIONS)
 def test_bytes_moved(version):
-    incoming, own = np.zeros(512, np.float16), np.zeros(512, np.float32)
+    incoming = np.zeros(512, np.float16)
+    own = np.zeros(512, np.float32)
     with on_cpu.watch(count=True) as seen:
         ring_add(incoming, own, outgoing=np.empty_like(incoming), version=version)
         ring_add(

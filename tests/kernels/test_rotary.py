@@ -18,7 +18,9 @@ def angles(tokens, width, base=10000.0):
 
 def test_the_reference_is_the_difference_and_the_op():
     rng = np.random.default_rng(0)
-    x, dy, (cos, sin) = rng.normal(size=(2, 3, 4)), rng.normal(size=(2, 3, 4)), angles(3, 4)
+    x = rng.normal(size=(2, 3, 4))
+    dy = rng.normal(size=(2, 3, 4))
+    (cos, sin) = angles(3, 4)
     check_gradient(
         lambda x: rotary_reference(x, cos, sin), [rotary_reference(dy, cos, -sin)], (x,), dy
     )
@@ -34,12 +36,16 @@ def test_the_reference_is_the_difference_and_the_op():
 def test_each_version_is_the_reference(version, kind, shape, device):
     dtype, bound = KINDS[kind]
     shape = shape if version == 1 else (*shape[:-1], -(-shape[-1] // 16) * 16)
-    x, (cos, sin) = np.random.default_rng(0).normal(size=shape).astype(dtype), angles(*shape[-2:])
+    x = np.random.default_rng(0).normal(size=shape).astype(dtype)
+    (cos, sin) = angles(*shape[-2:])
     x.reshape(-1)[1] = np.nan
-    wide, cos, sin = x.astype(np.float64), cos.astype(np.float32), sin.astype(np.float32)
+    wide = x.astype(np.float64)
+    cos = cos.astype(np.float32)
+    sin = sin.astype(np.float32)
     placed = there(device, x, cos, sin)
     with on_cpu.watch(seed=1):
-        y, dx = rotary(*placed, version=version), rotary_gradient(*placed, version=version)
+        y = rotary(*placed, version=version)
+        dx = rotary_gradient(*placed, version=version)
     assert y.dtype == dx.dtype == dtype
     close(y, rotary_reference(wide, cos, sin), bound)
     close(dx, rotary_reference(wide, cos, -sin), bound)
@@ -47,8 +53,10 @@ def test_each_version_is_the_reference(version, kind, shape, device):
 
 @needs_compiler
 def test_bytes_moved_and_errors():
-    x, (cos, sin) = np.zeros((4, 8, 32), np.float32), angles(8, 32)
-    cos, sin = cos.astype(np.float32), sin.astype(np.float32)
+    x = np.zeros((4, 8, 32), np.float32)
+    (cos, sin) = angles(8, 32)
+    cos = cos.astype(np.float32)
+    sin = sin.astype(np.float32)
     for version in VERSIONS:
         with on_cpu.watch(count=True) as seen:
             rotary(x, cos, sin, version=version)

@@ -29,8 +29,10 @@ KINDS = {
 
 def test_the_reference_gradient_is_the_difference():
     rng = np.random.default_rng(0)
-    x, dy = rng.normal(size=(3, 5)), rng.normal(size=(3, 5))
-    dx, step = softmax_gradient_reference(softmax_reference(x), dy), 1e-6
+    x = rng.normal(size=(3, 5))
+    dy = rng.normal(size=(3, 5))
+    dx = softmax_gradient_reference(softmax_reference(x), dy)
+    step = 1e-6
     for place in np.ndindex(x.shape):
         moved = np.zeros_like(x)
         moved[place] = step
@@ -56,12 +58,14 @@ def test_each_version_is_the_reference(version, kind, rows, columns, spread, see
     rng = np.random.default_rng(seed)
     x, dy = ((rng.normal(size=(rows, columns)) * scale).astype(dtype) for scale in (spread, 1.0))
     with on_cpu.watch(seed=seed):
-        y, dx = softmax(x, version=version), None
+        y = softmax(x, version=version)
+        dx = None
         dx = softmax_gradient(y, dy, version=version)
     assert y.dtype == dx.dtype == dtype
     want = softmax_reference(x.astype(np.float64))
     np.testing.assert_allclose(y.astype(np.float64), want, rtol=bound * 20, atol=bound)
-    wide_y, wide_dy = y.astype(np.float64), dy.astype(np.float64)
+    wide_y = y.astype(np.float64)
+    wide_dy = dy.astype(np.float64)
     np.testing.assert_allclose(
         dx.astype(np.float64),
         softmax_gradient_reference(wide_y, wide_dy),
@@ -76,7 +80,10 @@ def test_edges(version):
     """-inf alone gives zeros, some -inf gives zeros there, huge numbers do not overflow, NaN stays
     in its row."""
     x = np.zeros((5, 40), np.float32)
-    x[0], x[1, ::2], x[2], x[3, 17] = -np.inf, -np.inf, 3e38, np.nan
+    x[0] = -np.inf
+    x[1, ::2] = -np.inf
+    x[2] = 3e38
+    x[3, 17] = np.nan
     y = softmax(x, version=version)
     np.testing.assert_array_equal(y[0], 0)
     np.testing.assert_allclose(y[1], np.arange(40) % 2 / 20, rtol=1e-6)
@@ -126,6 +133,7 @@ def test_bytes_moved():
     ):
         with on_cpu.watch(count=True) as seen:
             softmax(x, version=version)
-        loads, stores = seen[0].loads, seen[0].stores
+        loads = seen[0].loads
+        stores = seen[0].stores
         assert (loads.bytes, loads.sectors) == (reads * x.nbytes, reads * sectors_a_read), version
         assert (stores.bytes, stores.sectors) == (x.nbytes, sectors_a_read), version

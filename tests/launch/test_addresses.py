@@ -95,7 +95,8 @@ def test_a_monitor_that_listens_everywhere_is_reached_by_ipv4():
 def test_the_plain_transport_connects_by_ipv6():
     class Link:
         def __init__(self, world_rank):
-            self.world_rank, self.world_size = world_rank, 2
+            self.world_rank = world_rank
+            self.world_size = 2
 
         def meet(self, info):
             met[self.world_rank] = info

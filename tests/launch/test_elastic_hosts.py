@@ -17,7 +17,8 @@ class SilentHost:
     name = "b"
 
     def __init__(self):
-        self.told, self.dropped = [], 0
+        self.told = []
+        self.dropped = 0
 
     def tell(self, kind, **content):
         self.told.append((kind, content))
@@ -66,7 +67,8 @@ def test_ctrl_c_while_hosts_connect_ends_at_once(tmp_path):
         start_new_session=True,
     )
     try:
-        process, reaching = psutil.Process(job.pid), []
+        process = psutil.Process(job.pid)
+        reaching = []
         deadline = time.monotonic() + 20
         while not reaching and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -48,7 +48,9 @@ def reaches(transport, phase, victim, size):
 
 def arm(monkeypatch, folder, victim, begin):
     """The victim begins with `begin()`; every other forked rank notes what it raises."""
-    run_rank, encode, ranks = forked._run_rank, failures.encode, []
+    run_rank = forked._run_rank
+    encode = failures.encode
+    ranks = []
 
     def run(rank, job, fn, args):
         ranks.append(rank)
@@ -118,7 +120,9 @@ def test_any_rank_of_five_in_any_phase(transport, nodes, tmp_path, monkeypatch):
 def test_a_hundred_kills_while_ranks_join(tmp_path, monkeypatch):
     draw = random.Random(7)
     for number in range(100):
-        folder, victim, after = tmp_path / str(number), draw.randrange(5), draw.uniform(0.002, 0.12)
+        folder = tmp_path / str(number)
+        victim = draw.randrange(5)
+        after = draw.uniform(0.002, 0.12)
         folder.mkdir()
 
         def begin(after=after):

@@ -171,7 +171,8 @@ def test_the_limit_names_who_had_not_ended(monkeypatch):
             time.sleep(60)
         return world.rank
 
-    came, note = [], forked.ForkedJob._note
+    came = []
+    note = forked.ForkedJob._note
     monkeypatch.setattr(
         forked.ForkedJob, "_note", lambda job, *result: (note(job, *result), came.append(result))
     )
@@ -230,7 +231,8 @@ def test_256_ranks_join_add_up_and_leave(transport):
 
 
 def test_a_system_that_forks_no_more_is_one_line(monkeypatch):
-    fork, forked = os.fork, []
+    fork = os.fork
+    forked = []
 
     def refuse():
         forked.append(1)

@@ -299,7 +299,8 @@ def test_no_token_in_time():
 
 
 def test_a_wrong_token_in_time_is_what_is_told():
-    monitor, file = MonitorProcess(1, TOKEN), TokenFile("job")
+    monitor = MonitorProcess(1, TOKEN)
+    file = TokenFile("job")
     file.write(wire.new_token())
     with pytest.raises(HandshakeError, match="token"):
         joining.connect_by_file(file, monitor.place.address, Launch(), 1.0)

@@ -78,7 +78,8 @@ def taken_names() -> dict[str, set[str]]:
 def unguarded(text: str, taken: dict[str, set[str]]) -> list[str]:
     """The names of Linux in a module that stand in a function, or at its top, that does not ask for
     them."""
-    tree, found = ast.parse(text), []
+    tree = ast.parse(text)
+    found = []
     functions = [
         node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
@@ -113,10 +114,13 @@ def test_the_scan_sees_a_name_without_a_question() -> None:
 
 
 def test_no_module_takes_a_name_of_linux_unasked() -> None:
-    root, taken, files = Path(minidist.__file__).parents[1], taken_names(), 0
+    root = Path(minidist.__file__).parents[1]
+    taken = taken_names()
+    files = 0
     for folder in ("minidist", "kernels", "lessons"):
         for file in sorted((root / folder).rglob("*.py")):
-            files, text = files + 1, file.read_text(encoding="utf-8")
+            files = files + 1
+            text = file.read_text(encoding="utf-8")
             names = {name for names in taken.values() for name in names if f".{name}" in text} - {
                 *GUARDED
             }

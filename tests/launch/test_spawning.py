@@ -344,7 +344,8 @@ def test_ranks_end_when_their_launcher_is_killed():
 @pytest.mark.soak  # tests/clusters/test_awkward_hosts.py has it on hosts, test_hosts.py by --hosts
 def test_two_nodes_meet_over_address_port_and_secret():
     # another loopback address: what node 0 binds is what it is told
-    port, address = free_port(), "127.0.0.2"
+    port = free_port()
+    address = "127.0.0.2"
     with nothing_left() as environment:
         nodes = [
             start(
@@ -368,7 +369,8 @@ def test_two_nodes_meet_over_address_port_and_secret():
 
 @pytest.mark.soak
 def test_a_launcher_that_is_told_to_stop_ends_the_job_on_all_nodes():
-    port, address = free_port(), "127.0.0.2"
+    port = free_port()
+    address = "127.0.0.2"
     with nothing_left() as environment:
         nodes = [
             start(
@@ -463,7 +465,8 @@ def test_a_rank_that_never_comes_to_init_is_named_at_once(way, nodes, tmp_path):
     two."""
     script = tmp_path / "never.py"
     script.write_text(NEVER.format(way=WAYS[way]))
-    job, port = [sys.executable, str(script), str(2 * nodes - 1)], free_port()
+    job = [sys.executable, str(script), str(2 * nodes - 1)]
+    port = free_port()
     launcher = (
         "import sys; from minidist.launch.spawning import Nodes, spawn; "
         "sys.exit(spawn({}, 2, nodes={}))"

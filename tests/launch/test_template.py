@@ -42,7 +42,9 @@ def template():
 
 
 def test_each_process_has_its_number_its_stderr_and_its_exit_code(template):
-    five, stopped, failed = template.fork(5), template.fork(2), template.fork(3)
+    five = template.fork(5)
+    stopped = template.fork(2)
+    failed = template.fork(3)
     assert (five.wait(20), five.poll(), five.stderr.read()) == (5, 5, b"here is 5 \n")
     assert (failed.wait(20), b"ArithmeticError: on purpose" in failed.stderr.read()) == (1, True)
     with pytest.raises(subprocess.TimeoutExpired):

@@ -103,7 +103,8 @@ def test_a_message_is_shared_among_its_shortest_ways() -> None:
 
 def test_only_messages_to_other_machines_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     links = load_module(lessons.find("04").part("links.py"), "04")
-    start, held = links.Delayed.start_send, []
+    start = links.Delayed.start_send
+    held = []
 
     def start_send(self, peer, *args):
         held.append((self.world_rank, peer))
@@ -167,11 +168,9 @@ def test_two_hosts_measured(tmp_path: Path) -> None:
 def test_adaptive_routing_never_waits_where_cables_suffice_and_static_does() -> None:
     """16 machines, four spines: the story's table."""
     spines = load_module(lessons.find("04").part("spines.py"), "04")
-    static, adaptive, half = (
-        spines.fabric("static"),
-        spines.fabric("adaptive"),
-        spines.fabric("adaptive", 2.0),
-    )
+    static = spines.fabric("static")
+    adaptive = spines.fabric("adaptive")
+    half = spines.fabric("adaptive", 2.0)
     for steps in spines.traffic().values():
         for pairs in steps:
             assert spines.slowest(adaptive, pairs) == 1.0 <= spines.slowest(static, pairs)
@@ -210,7 +209,8 @@ def test_the_storys_loads_of_eight_ranks_are_the_lessons() -> None:
     """Two machines carry four arrays where every rank talks to the other side; the three ways round
     a torus."""
     story = " ".join(lessons.find("04").part("README.md").read_text(encoding="utf-8").split())
-    lesson, tables = load_module(lessons.find("04").part("lesson.py"), "04"), []
+    lesson = load_module(lessons.find("04").part("lesson.py"), "04")
+    tables = []
 
     class Page:
         def __init__(self, writes: bool) -> None:

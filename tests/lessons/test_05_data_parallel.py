@@ -36,7 +36,8 @@ WRONG = {
 
 def test_the_story_has_the_times_of_the_clock() -> None:
     """DP's step and DDP's, by counted calls and bytes: the same on every machine."""
-    lab, story = load_module(find("05").part("experiments.py"), "05"), find("05").part("README.md")
+    lab = load_module(find("05").part("experiments.py"), "05")
+    story = find("05").part("README.md")
     for ranks in (1, 2, 4, 8):
         found = lab.step_on_a_clock(lab.BLAS, ranks, sequences=8)
         times = " | ".join(f"{1e3 * found[name]:.1f} ms" for name in lab.PARTS)

@@ -63,7 +63,8 @@ class Told:
 
 
 def test_the_story_has_the_bytes_that_a_run_moves_and_keeps() -> None:
-    page, story = Told(), find("06").part("README.md").read_text(encoding="utf-8")
+    page = Told()
+    story = find("06").part("README.md").read_text(encoding="utf-8")
     load_module(find("06").part("lesson.py"), "06").digits(page)
     assert len(page.rows) == 3
     for name, pushed, one, kept, other, _ in page.rows:
@@ -93,5 +94,6 @@ def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
 
 def test_what_a_server_carries_if_there_are_as_many_as_workers() -> None:
     story = find("06").part("README.md").read_text(encoding="utf-8")
-    server, ring = Fraction(2), Fraction(4 * (8 - 1), 8)
+    server = Fraction(2)
+    ring = Fraction(4 * (8 - 1), 8)
     assert f"a server carries `2Ψ`, with 8 workers {server / ring} of a ring rank's load" in story

@@ -82,10 +82,8 @@ def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
 
 def test_how_nearly_linear_it_is() -> None:
     """N0:430, on chapter 24's clock; the story has these numbers."""
-    lab, told = (
-        load_module(find("07").part("experiments.py"), "07"),
-        find("07").part("README.md").read_text(),
-    )
+    lab = load_module(find("07").part("experiments.py"), "07")
+    told = find("07").part("README.md").read_text()
     for gpus, batch in ((8, {"batch": 512}), (64, {"batch": 512}), (64, {"each": 8})):
         assert f" {lab.times_of_one_gpu(gpus, batch):.1f} times" in told
 
@@ -105,11 +103,10 @@ def test_one_bucket_is_counted_and_not_timed(capsys: pytest.CaptureFixture[str])
 def test_a_rank_of_ddp_holds_the_state_of_one_process() -> None:
     """N1:29 and N1:32, corrected: the story's table is what the account says; ranks without a
     sequence hold it too."""
-    lab, story = (
-        load_module(find("07").part("experiments.py"), "07"),
-        find("07").part("README.md").read_text("utf-8"),
-    )
-    alone, ranks = lab.peaks(None), md.run(lab.peaks, size=4)
+    lab = load_module(find("07").part("experiments.py"), "07")
+    story = find("07").part("README.md").read_text("utf-8")
+    alone = lab.peaks(None)
+    ranks = md.run(lab.peaks, size=4)
     for name, categories in lab.HELD.items():
         sizes = [
             size_text(sum(held[category] for category in categories)) for held in (alone, ranks[0])

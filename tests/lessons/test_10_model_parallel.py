@@ -48,7 +48,8 @@ def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
 
 def test_32_layers_on_four_gpus_are_the_storys_table() -> None:
     """N2:166, counted on a model without numbers."""
-    told, rows = find("10").part("README.md").read_text(), list[Any]()
+    told = find("10").part("README.md").read_text()
+    rows = list[Any]()
     load_module(find("10").part("lesson.py"), "10").notes_size(
         SimpleNamespace(table=lambda title, heads, found, note: rows.extend(found))
     )

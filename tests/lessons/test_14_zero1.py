@@ -74,7 +74,8 @@ def test_the_papers_chart_has_the_papers_numbers(tmp_path: Path) -> None:
     ]
     assert [f"{each:.1f}" for each in held] == ["120.0", "31.4", "16.6", "1.9"]
     figure._paper(tmp_path)
-    drawn, shipped = tmp_path / "paper.png", find("14").part("paper.png")
+    drawn = tmp_path / "paper.png"
+    shipped = find("14").part("paper.png")
     if matplotlib.__version__ == DRAWN_BY:
         assert drawn.read_bytes() == shipped.read_bytes()
     else:  # another matplotlib sets letters a little differently: by 0.012

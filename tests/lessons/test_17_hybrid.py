@@ -113,7 +113,8 @@ def test_the_axis_that_is_inside_a_machine_sends_nothing_between_machines(lab: A
 def test_the_notes_two_groups_are_the_storys_tables() -> None:
     """N0:447 and N0:466, from a recorded step on four of five ranks."""
     lesson = load_module(lessons.find("17").part("lesson.py"), "17")
-    told, rows = lessons.find("17").part("README.md").read_text(), list[Any]()
+    told = lessons.find("17").part("README.md").read_text()
+    rows = list[Any]()
 
     def run(group: Any) -> None:
         lesson.two_groups(

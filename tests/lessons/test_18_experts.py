@@ -57,7 +57,10 @@ def test_where_tokens_cost_what_reducing_experts_would() -> None:
     """Section 5: B·T = 4 E h P / k, from both formulas; the experts' numbers are those of the
     model."""
     lab = load_module(lessons.find("18").part("experiments.py"), "18")
-    experts, h, ranks, k = lab.EXPERTS, lab.CONFIG.width, 4, lab.moe_config().top_k
+    experts = lab.EXPERTS
+    h = lab.CONFIG.width
+    ranks = 4
+    k = lab.moe_config().top_k
     model = mixture(GPT(lab.CONFIG), lab.moe_config())
     numbers = sum(weight.size for layer in mixtures(model) for weight in layer.experts.parameters())
     tokens = 4 * experts * h * ranks // k
@@ -111,11 +114,10 @@ def check_rows(rows: dict[str, dict[str, Any]], **options: Any) -> Any:
     """Train as the lesson does and compare with the table; "" is no row of it. Returns the first
     run."""
     lesson = lessons.find("18")
-    lab, text = (
-        load_module(lesson.part("experiments.py"), "18"),
-        lesson.part("README.md").read_text(encoding="utf-8"),
-    )
-    steps, runs = load_module(lesson.part("lesson.py"), "18").NODE_STEPS, []
+    lab = load_module(lesson.part("experiments.py"), "18")
+    text = lesson.part("README.md").read_text(encoding="utf-8")
+    steps = load_module(lesson.part("lesson.py"), "18").NODE_STEPS
+    runs = []
     for name, changes in rows.items():
         config = lab.moe_config("bias", top_k=4, bias_rate=0.01, **changes)
         run = md.run(

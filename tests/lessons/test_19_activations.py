@@ -73,7 +73,8 @@ def test_a_block_leaves_ten_nodes_on_the_tape(dropout: float) -> None:
         model = lab.model_of(config, which)
         x = tensor(np.ones((2, config.context, config.width), np.float32), requires_grad=True)
         key = DropoutKey.of_sequences(0, 0, 0, 2, config.context)
-        waiting, seen = [model.blocks[0](x, np.arange(config.context), key).node], set()
+        waiting = [model.blocks[0](x, np.arange(config.context), key).node]
+        seen = set()
         while waiting:
             node = waiting.pop()
             if node not in seen:

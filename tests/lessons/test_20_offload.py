@@ -86,7 +86,8 @@ class Told:
 @pytest.mark.soak
 def test_the_story_has_what_a_run_of_other_axes_moves() -> None:
     """Peaks depend a little on how fast things leave; what lies on disk and what moves do not."""
-    page, story = Told(), find("20").part("README.md").read_text(encoding="utf-8")
+    page = Told()
+    story = find("20").part("README.md").read_text(encoding="utf-8")
     load_module(find("20").part("lesson.py"), "20").other_axes(page)
     assert len(page.rows) == 6
     for _, home, _, _, disk, moved, same in page.rows:

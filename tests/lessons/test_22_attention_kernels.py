@@ -134,7 +134,8 @@ def test_the_ladders_page_states_what_is_counted(lab) -> None:
     assert [int(version) for version, _ in stated] == list(lab.LADDER)
     for version, row in stated:
         count = lab.matmul_count(int(version))
-        products, size = count.operations // 2, 2 if version == "5" else 4
+        products = count.operations // 2
+        size = 2 if version == "5" else 4
         counted = (
             f"{count.seen.loads.bytes / size / products:.4f}",
             f"{count.seen.loads.requests:,}",
@@ -171,7 +172,9 @@ def test_numbers_of_the_story(lab) -> None:
 
 def test_intensities_of_a_large_k_are_by_the_formula(lab) -> None:
     """MATMUL.md, below its table: what is written no longer counts."""
-    side, depth, found = 128, 1024, []
+    side = 128
+    depth = 1024
+    found = []
     for version in lab.LADDER:
         read = lab.read_bytes(version, side, side, depth, 2 if version == 5 else 4)
         found.append(f"{2 * side * side * depth / read:.4g}")

@@ -17,7 +17,8 @@ from minidist.observe.why import why
 
 RIGHT = right("23")
 LESSON = load_module(lessons.find("23").part("lesson.py"), "23")
-lab, STEP = LESSON.lab, LESSON.LAYER
+lab = LESSON.lab
+STEP = LESSON.LAYER
 WRONG = {
     "a path through the wrong rank": {1: "-record.windows[one][1]"},
     "a path through a call for which no rank stood still": {2: "wait.stop < now"},
@@ -74,7 +75,8 @@ jobs = st.builds(
 def test_the_plain_path_is_that_of_the_replay(job: lab.Job) -> None:
     """Part by part: neighbours of work joined; of ranks that do alike, either may be named."""
     record = lab.run(job)
-    path, found = plain_critical_path(record), list[tuple[str, float, float]]()
+    path = plain_critical_path(record)
+    found = list[tuple[str, float, float]]()
     for piece in why(record)["path"]:
         name = "work" if piece["kind"] == "busy" else piece["name"]
         if found and found[-1][0] == name == "work":

@@ -61,7 +61,8 @@ def test_a_meeting_counts_if_one_rank_has_its_sum() -> None:
 @pytest.mark.parametrize("factor", [0.3, 1.0, 4.0])
 def test_the_clock_that_jumps_keeps_what_the_formula_says(factor: float) -> None:
     lab = load_module(lessons.find("26").part("experiments.py"), "26")
-    interval, seconds = factor * best_interval(10.0, 3600.0), 3e6
+    interval = factor * best_interval(10.0, 3600.0)
+    seconds = 3e6
     spans = lab.replay(
         interval, lab.interruptions(3600.0, seconds, 3), save=10.0, restart=30.0, seconds=seconds
     )
@@ -113,7 +114,8 @@ def test_how_many_shards_a_rank_of_six_reads_of_eight() -> None:
     """The quiz's answer: two; three in some sizes that 24 does not divide."""
 
     def shards(numbers: int) -> set[int]:
-        old, new = bounds(numbers, 8), bounds(numbers, 6)
+        old = bounds(numbers, 8)
+        new = bounds(numbers, 6)
         return {
             sum(
                 max(new[rank], old[shard]) < min(new[rank + 1], old[shard + 1])

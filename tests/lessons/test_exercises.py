@@ -59,7 +59,9 @@ def check_of(number: str):
 def test_an_exercise_is_the_plain_version_with_holes(number: str) -> None:
     """Names, arguments and every line outside the holes; annotations, docstrings and comments may
     differ."""
-    check, parts, inside = check_of(number), holes.definitions(template(number)), set[int]()
+    check = check_of(number)
+    parts = holes.definitions(template(number))
+    inside = set[int]()
     assert check.CUT_FROM
     for plain in check.CUT_FROM:
         assert plain.__name__.lower().startswith("plain") and plain.__module__.startswith(

@@ -23,7 +23,8 @@ empties this."""
 
 def rows() -> dict[tuple[str, str], list[str]]:
     """The page's rows by verb and algorithm."""
-    found, verb = {}, ""
+    found = {}
+    verb = ""
     for line in PAGE.read_text(encoding="utf-8").splitlines():
         verb = line[3:] if line.startswith("## ") else verb
         cells = [cell.strip() for cell in line.strip("|").split("|")]

@@ -73,7 +73,8 @@ def cited_sections(text: str) -> list[tuple[int, str, str]]:
     A § behind `Source:` or in another paragraph belongs to a paper.
     """
     marks = re.compile(r"\bN([0-4])\b|§(\d+(?:\.\d+)?)(?:–(\d+))?|Source:|\n\s*\n")
-    document, found = None, []
+    document = None
+    found = []
     for mark in marks.finditer(text):
         if mark[2] is None:
             document = mark[1] and int(mark[1])
@@ -148,7 +149,9 @@ def test_a_lesson_stands_in_the_index_where_it_cites() -> None:
 
 
 def test_a_section_that_is_cited_exists_and_belongs_to_that_chapter() -> None:
-    sections, wrong, count = numbered_sections(), list[str](), 0
+    sections = numbered_sections()
+    wrong = list[str]()
+    count = 0
     for path in sources():
         text = path.read_text(encoding="utf-8")
         chapter = chapter_of(path, text)
@@ -185,7 +188,9 @@ def test_sections_are_found(text: str, found: list[tuple[int, str, str]]) -> Non
 def test_what_is_said_of_a_section_stands_in_it() -> None:
     """Words in Chinese behind its number, and a line in brackets."""
     documents = [path.read_text(encoding="utf-8").splitlines() for path in NOTES]
-    sections, wrong, count = numbered_sections(), list[str](), 0
+    sections = numbered_sections()
+    wrong = list[str]()
+    count = 0
     for path in sources():
         for document, number, behind in cited_sections(path.read_text(encoding="utf-8")):
             rows = sections[document, number]
@@ -218,7 +223,9 @@ def test_the_index_ends_and_names_sections_as_the_notes_do() -> None:
 @needs_notes
 def test_a_quotation_stands_on_the_line_that_is_cited() -> None:
     documents = [path.read_text(encoding="utf-8").splitlines() for path in NOTES]
-    checked, before, wrong = 0, 0, list[str]()
+    checked = 0
+    before = 0
+    wrong = list[str]()
     for path in sources():
         for document, first, last, behind in citations(path.read_text(encoding="utf-8")):
             where = f"{path.relative_to(ROOT)} cites N{document}:{first}"

@@ -42,7 +42,8 @@ def written(folder: Path, text: str) -> printed.Printout:
 def advice(printout: printed.Printout, files: list[str]) -> str:
     """What is older, where it stands, and the command that makes it again."""
     lines = ", ".join(str(block.line) for block in printout.blocks)
-    number, kind = printout.folder.name[:2], "measured" if printout.measured else "printed"
+    number = printout.folder.name[:2]
+    kind = "measured" if printout.measured else "printed"
     where = f"{stamps.label(printout.document)}, line {lines}"
     return (
         f"{where}: older than {', '.join(files[:4])}{' …' * (len(files) > 4)}; make it again "

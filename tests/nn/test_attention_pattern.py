@@ -156,12 +156,15 @@ def test_a_model_is_dense_under_the_mask(
         loss.backward()
         return [loss.data, *(p.grad for p in model.parameters())]
 
-    ours, whole = gradients(config), gradients(replace(config, attention_pattern=None))
+    ours = gradients(config)
+    whole = gradients(replace(config, attention_pattern=None))
     assert abs(ours[0] - whole[0]) > 1e-6  # the pattern changes what the model computes
 
     def masked(q: object, k: object, v: object, *, blocks: np.ndarray) -> object:
-        heads, t = np.arange(q.shape[1]) // (q.shape[1] // k.shape[1]), q.shape[2]
-        k, v = ops.take(k, heads, dim=1), ops.take(v, heads, dim=1)
+        heads = np.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
+        t = q.shape[2]
+        k = ops.take(k, heads, dim=1)
+        v = ops.take(v, heads, dim=1)
         shown = np.kron(blocks, np.ones((SIDE, SIDE)))[:t, :t] * np.tri(t) > 0
         scores = ops.matmul(q, ops.transpose(k, (0, 1, 3, 2))) * q.shape[-1] ** -0.5
         return ops.matmul(ops.softmax(ops.where(~shown, -np.inf, scores)), v)

@@ -47,7 +47,8 @@ def test_a_limited_choice_is_that_of_the_plain_loop(
 
 def test_the_sum_of_the_best_decides_not_the_best() -> None:
     """Node 1 has no expert as good as node 0's best, but two good ones."""
-    scores, node_of = np.array([[0.4, 0.0, 0.3, 0.3]]), np.array([0, 0, 1, 1])
+    scores = np.array([[0.4, 0.0, 0.3, 0.3]])
+    node_of = np.array([0, 0, 1, 1])
     assert top_positions(limit_to_nodes(scores, node_of, 1, 2), 2).tolist() == [[2, 3]]
     assert top_positions(limit_to_nodes(scores, node_of, 1, 1), 1).tolist() == [[0]]
 
@@ -72,7 +73,8 @@ def test_placement_ends_where_no_swap_saves(nodes: int, k: int) -> None:
     counts = np.bincount(np.arange(6) % nodes)
     for seed in range(4):
         chosen, home = routed(seed, nodes=nodes, k=k)
-        start, found = np.repeat(np.arange(nodes), counts), np.empty(6, int)
+        start = np.repeat(np.arange(nodes), counts)
+        found = np.empty(6, int)
         found[placed_by_choices(chosen, home, counts)] = start
         assert (
             copies_between_nodes(chosen, home, found)
@@ -87,7 +89,8 @@ def test_placement_ends_where_no_swap_saves(nodes: int, k: int) -> None:
 
 def test_placement_finds_what_was_planted() -> None:
     """Experts that are chosen together, and those that the tokens of one node choose."""
-    chosen, home = np.array([[0, 3, 4], [0, 3, 1], [1, 4, 0], [2, 5, 2]]), np.array([0, 0, 0, 1])
+    chosen = np.array([[0, 3, 4], [0, 3, 1], [1, 4, 0], [2, 5, 2]])
+    home = np.array([0, 0, 0, 1])
     assert placed_by_choices(chosen, home, (4, 2)).tolist() == [0, 1, 3, 4, 2, 5]
     assert placed_by_choices(chosen[:0], home[:0], (3, 3)).tolist() == [0, 1, 2, 3, 4, 5]
 

@@ -71,18 +71,17 @@ def test_loss_gradient_against_finite_differences(changes: dict[str, Any]) -> No
     random = np.random.default_rng(2)
     for parameter in model.parameters():  # away from the start, where much is nearly linear
         parameter.data[...] += 0.3 * random.standard_normal(parameter.shape)
-    x, y = ids(config), random.integers(0, 7, (3, 5))
+    x = ids(config)
+    y = random.integers(0, 7, (3, 5))
     key = DropoutKey.of_sequences(0, 0, first=0, count=3, length=5)
 
     model.loss(x, y, divisor=4.0, key=key).backward()
     for parameter in model.parameters():
         assert parameter.grad is not None
         for _ in range(2):
-            direction, start, step = (
-                random.standard_normal(parameter.shape),
-                parameter.data.copy(),
-                2e-4,
-            )
+            direction = random.standard_normal(parameter.shape)
+            start = parameter.data.copy()
+            step = 2e-4
             slope = 0.0
             for places, weight in ((-2, 1), (-1, -8), (1, 8), (2, -1)):
                 parameter.data[...] = start + places * step * direction
@@ -95,7 +94,8 @@ def test_loss_gradient_against_finite_differences(changes: dict[str, Any]) -> No
 
 def test_loss_is_the_mean_over_tokens_and_shards_add_up() -> None:
     config = tiny()
-    model, x = ready(config), ids(config, 4)
+    model = ready(config)
+    x = ids(config, 4)
     y = np.roll(x, -1, axis=1)
     logits = model(x).data
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -110,10 +110,12 @@ def test_loss_is_the_mean_over_tokens_and_shards_add_up() -> None:
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_no_token_sees_a_later_one(changes: dict[str, Any]) -> None:
     config = tiny(**changes)
-    model, x = ready(config).eval(), ids(config)
+    model = ready(config).eval()
+    x = ids(config)
     changed = x.copy()
     changed[:, 3:] = (changed[:, 3:] + 1) % 7
-    before, after = model(x).data, model(changed).data
+    before = model(x).data
+    after = model(changed).data
     assert np.array_equal(before[:, :3], after[:, :3]) and not np.allclose(
         before[:, 3:], after[:, 3:]
     )
@@ -121,7 +123,8 @@ def test_no_token_sees_a_later_one(changes: dict[str, Any]) -> None:
 
 def test_dropout_of_a_split_batch() -> None:
     config = tiny(dropout=0.4)
-    model, x = ready(config), ids(config, 4)
+    model = ready(config)
+    x = ids(config, 4)
     whole = model(x, key=DropoutKey.of_sequences(5, 6, 0, 4, 5)).data
     parts = [
         model(x[at : at + 2], key=DropoutKey.of_sequences(5, 6, at, 2, 5)).data for at in (0, 2)
@@ -143,7 +146,8 @@ def test_a_shard_of_the_sequence_embeds_its_own_positions() -> None:
 
 def test_state_dict_carries_the_function() -> None:
     for changes in VARIANTS:
-        ours, theirs = ready(tiny(**changes), seed=1).eval(), GPT(tiny(**changes)).eval()
+        ours = ready(tiny(**changes), seed=1).eval()
+        theirs = GPT(tiny(**changes)).eval()
         theirs.load_state_dict(ours.state_dict())
         assert np.array_equal(ours(ids(tiny(**changes))).data, theirs(ids(tiny(**changes))).data)
 

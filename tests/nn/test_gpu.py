@@ -35,7 +35,8 @@ def test_gpt(positions: str, context: int, pattern: str | None) -> None:
         attention_pattern=pattern,
     )
     ids = np.random.default_rng(0).integers(0, 7, (3, context))
-    ours, theirs = GPT(config), GPT(config)
+    ours = GPT(config)
+    theirs = GPT(config)
     ours.initialize(0, device="cuda")
     theirs.initialize(0)
     assert device_of(ours.tokens.weight.data) == "cuda"

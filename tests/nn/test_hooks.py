@@ -27,7 +27,8 @@ class Both(Module):
     """Two outputs, each from a part of its own."""
 
     def __init__(self) -> None:
-        self.left, self.right = Linear(3, 3), Linear(3, 3)
+        self.left = Linear(3, 3)
+        self.right = Linear(3, 3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.left(x), self.right(x)
@@ -67,7 +68,8 @@ def x(rows: int = 2, *, requires_grad: bool = False) -> Tensor:
 def test_order_on_nested_modules(requires_grad: bool) -> None:
     """Also when the first input asks for no gradient, and where an outer and an inner result are
     one Tensor."""
-    a, b = Linear(3, 3), Linear(3, 3)
+    a = Linear(3, 3)
+    b = Linear(3, 3)
     inner = Chain(b)
     model = Chain(a, inner)
     log = watch(model, {"model": model, "a": a, "inner": inner, "b": b})
@@ -127,7 +129,9 @@ def test_several_outputs_enter_once_also_when_one_is_unused() -> None:
 
 
 def test_a_module_that_hands_its_argument_on() -> None:
-    before, nothing, after = Linear(3, 3), Nothing(), Linear(3, 3)
+    before = Linear(3, 3)
+    nothing = Nothing()
+    after = Linear(3, 3)
     model = Chain(before, nothing, after)
     log = watch(model, {"nothing": nothing, "before": before, "after": after})
     loss = model(x()).sum()

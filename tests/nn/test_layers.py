@@ -52,8 +52,11 @@ def test_embedding() -> None:
 
 
 def test_norms() -> None:
-    x, w, b = normal(4, 6), normal(6), normal(6) + 1
-    layer, rms = LayerNorm(6, eps=0.1, dtype="float64"), RMSNorm(6, eps=0.1, dtype="float64")
+    x = normal(4, 6)
+    w = normal(6)
+    b = normal(6) + 1
+    layer = LayerNorm(6, eps=0.1, dtype="float64")
+    rms = RMSNorm(6, eps=0.1, dtype="float64")
     layer.load_state_dict({"weight": w, "bias": b})
     rms.load_state_dict({"weight": w})
     centred = x - x.mean(1, keepdims=True)
@@ -109,8 +112,11 @@ def test_attention_is_softmax_over_earlier_tokens(positions: str, kv_heads: int 
     layer = CausalSelfAttention(config, out_std=0.3)
     layer.initialize(0)
     layer.qkv.weight.data[...] *= 40  # scores of some size
-    x, where = normal(2, 5, 16), np.arange(5) + 3  # a shard of a sequence begins at position 3
-    qkv, shared = x @ layer.qkv.weight.data, 4 // config.key_heads
+    # a shard of a sequence begins at position 3
+    x = normal(2, 5, 16)
+    where = np.arange(5) + 3
+    qkv = x @ layer.qkv.weight.data
+    shared = 4 // config.key_heads
     expected = np.empty((2, 5, 16))
     for b in range(2):
         for head in range(4):
@@ -120,7 +126,8 @@ def test_attention_is_softmax_over_earlier_tokens(positions: str, kv_heads: int 
                 for part in (0, 1)
             )
             if positions == "rotary":
-                q, k = rotated(q, where), rotated(k, where)
+                q = rotated(q, where)
+                k = rotated(k, where)
             scores = np.where(np.tri(5, dtype=bool), q @ k.T / 2, -np.inf)
             p = np.exp(scores - scores.max(1, keepdims=True))
             expected[b, :, 4 * head : 4 * head + 4] = p / p.sum(1, keepdims=True) @ v
@@ -146,7 +153,8 @@ def test_dropout_of_a_split_is_the_split_of_the_dropout() -> None:
 
 
 def test_dropout_rests_in_eval_and_asks_for_a_key_in_training() -> None:
-    layer, x = Dropout(0.4), tensor(np.ones((1, 2, 3)))
+    layer = Dropout(0.4)
+    x = tensor(np.ones((1, 2, 3)))
     with pytest.raises(ConfigError, match="trains without a key"):
         layer(x)
     assert layer.eval()(x) is x

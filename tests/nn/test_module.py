@@ -34,7 +34,8 @@ class Tied(Module):
     """Two modules that share one weight."""
 
     def __init__(self) -> None:
-        self.first, self.second = Linear(4, 4, bias=False), Linear(4, 4, bias=False)
+        self.first = Linear(4, 4, bias=False)
+        self.second = Linear(4, 4, bias=False)
         self.second.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -115,7 +116,9 @@ def test_parameters_have_shapes_before_values() -> None:
 
 def test_initial_values_depend_on_name_and_seed_alone() -> None:
     config = GPTConfig(vocabulary=7, context=5, layers=2, width=8, heads=2, dtype="float64")
-    whole, again, other = GPT(config), GPT(config), GPT(config)
+    whole = GPT(config)
+    again = GPT(config)
+    other = GPT(config)
     whole.initialize(3)
     again.initialize(3)
     other.initialize(4)
@@ -194,7 +197,9 @@ def test_a_part_outside_the_tensor(part: Any) -> None:
 
 
 def test_state_dict_round_trip() -> None:
-    ours, theirs, undrawn = Pair(), Pair(), Pair()
+    ours = Pair()
+    theirs = Pair()
+    undrawn = Pair()
     ours.initialize(1)
     theirs.initialize(2)
     saved = ours.state_dict()

@@ -82,7 +82,8 @@ def test_two_packages_and_their_memory_are_counted_once(tree: Path) -> None:
 
 
 def test_a_counter_that_wraps_around_many_times_is_exact(tree: Path) -> None:
-    meter, spent = Meter(powercap=tree), 0
+    meter = Meter(powercap=tree)
+    spent = 0
     for step in range(20):
         spend(tree, "intel-rapl:1", 100_000 + step)  # more than a third of the range
         spent += 100_000 + step
@@ -120,11 +121,9 @@ def test_a_zone_that_goes_away_stays_where_it_was(tree: Path) -> None:
 def test_counters_that_cannot_be_read_are_one_line_and_an_estimate(
     wrong: str, tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, real, opened = (
-        tree / "intel-rapl:1" / "energy_uj",
-        os.open,
-        len(os.listdir("/proc/self/fd")),
-    )
+    file = tree / "intel-rapl:1" / "energy_uj"
+    real = os.open
+    opened = len(os.listdir("/proc/self/fd"))
     if wrong == "unreadable":  # also for root, who may run the tests
 
         def refuse(path: Any, *flags: Any) -> int:

@@ -14,7 +14,8 @@ IDS = np.arange(12).reshape(2, 6) % 11
 
 def watched(break_it=lambda model: None):
     """What is told of one forward and backward of a model."""
-    model, told = GPT(CONFIG), []
+    model = GPT(CONFIG)
+    told = []
     model.initialize(0)
     watch = FiniteWatch(model, lambda *words: told.append(words))
     break_it(model)

@@ -5,13 +5,15 @@ import pytest
 from minidist.observe.link_times import link_profiles, messages_of
 from minidist.observe.rank_steps import RankSteps
 
-ALPHA, BETA = 0.001, 1e-8
+ALPHA = 0.001
+BETA = 1e-8
 
 
 def records(steps=40, *, late=(), slower_from=None, times=2.0):
     """Two ranks; rank 0 sends 1 MB in even steps and 1 kB in odd ones. late: steps in which the
     core was busy."""
-    out, come = [], []
+    out = []
+    come = []
     for step in range(steps):
         nbytes = 1_000_000 if step % 2 == 0 else 1000
         seconds = (ALPHA + nbytes * BETA) * (

@@ -11,7 +11,8 @@ def fake_system(folder: Path) -> Path:
     """Two sockets of two cores with two threads each: L1 and L2 of a core, L3 of a socket, memory
     beside each."""
     for thread in range(8):
-        core, socket = thread % 4, thread % 4 // 2
+        core = thread % 4
+        socket = thread % 4 // 2
         place = folder / "cpu" / f"cpu{thread}"
         (place / "topology").mkdir(parents=True)
         (place / "topology/physical_package_id").write_text(f"{socket}\n")

@@ -31,7 +31,9 @@ def test_others_are_what_is_busy_but_not_ours(
     )
     monkeypatch.setattr(cores, "usable", lambda: usable)
     load = OtherLoad()
-    now.clock, now.own, now.busy = 110.0, 12.0, [59.0, 70.0, 71.0]
+    now.clock = 110.0
+    now.own = 12.0
+    now.busy = [59.0, 70.0, 71.0]
     assert load.seconds() == 10 and load.cores() == pytest.approx(others)
 
 

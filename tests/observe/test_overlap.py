@@ -25,7 +25,8 @@ def points(intervals: list[Any]) -> set[int]:
 
 @given(INTERVALS, INTERVALS)
 def test_intervals_are_sets_of_points(one: list[Any], other: list[Any]) -> None:
-    a, b = union(one), union(other)
+    a = union(one)
+    b = union(other)
     assert points(a) == points(one) and length(a) == len(points(one))
     assert all(left[1] < right[0] for left, right in zip(a, a[1:], strict=False))
     assert points(intersect(a, b)) == points(a) & points(b)

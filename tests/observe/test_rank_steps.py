@@ -105,7 +105,8 @@ def test_the_two_measures_of_time_in_calls_agree(way, tmp_path):
 
 
 def test_a_thread_within_the_library_is_where_the_program_called_it(monkeypatch):
-    stop, began = threading.Event(), threading.Event()
+    stop = threading.Event()
+    began = threading.Event()
     thread = threading.Thread(target=lambda: (began.set(), stop.wait()))
     thread.start()
     began.wait(10)

@@ -39,7 +39,8 @@ def test_the_bubble_is_the_checkers(name: str, message: float) -> None:
     for ranks in (1, 2, 3, 4, 7):
         for microbatches in (1, 2, 4, 5, 12):
             schedule = make_schedule(name, ranks, microbatches)
-            job, clock = grid(schedule), clock_of(schedule, Times(message=message))
+            job = grid(schedule)
+            clock = clock_of(schedule, Times(message=message))
             replayed = replay(
                 job.traces,
                 job.role_of,
@@ -327,7 +328,8 @@ def test_ranks_that_wait_for_each_other_are_named() -> None:
 
 
 def test_groups_in_another_order_are_a_deadlock() -> None:
-    one, other = Ids(), Ids()
+    one = Ids()
+    other = Ids()
     calls = [GroupCall(axis, "all_reduce", "ring", 8) for axis in ("dp", "tp")]
     with pytest.raises(
         DeadlockError,
@@ -375,7 +377,8 @@ def _big(dp: int) -> Job:
 @pytest.mark.parametrize("dp, folded", [(16, False), (256, True)])
 def test_a_thousand_ranks_and_sixteen_thousand(dp: int, folded: bool) -> None:
     """1,024 ranks with a clock each, or 16,384 folded: processor time, on one core."""
-    job, costs = _big(dp), defaultdict[Any, Any](lambda: None)
+    job = _big(dp)
+    costs = defaultdict[Any, Any](lambda: None)
 
     def cost(call: GroupCall, group: tuple[int, ...]) -> Any:
         key = call, group

@@ -62,7 +62,8 @@ def test_numbers_of_a_model(config: GPTConfig) -> None:
     ],
 )
 def test_no_training_takes_less(config: GPTConfig, plan: str) -> None:
-    axes, options = {}, {}
+    axes = {}
+    options = {}
     for pair in plan.split():
         name, value = pair.split("=")
         (axes if name in ("dp", "pp", "tp", "cp") else options)[name] = (

@@ -124,7 +124,8 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    file, limits = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    file = tmp_path / "metrics.jsonl"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     log = StepLog(file, goes_on=False)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
@@ -144,7 +145,8 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on(
 
 def test_a_follower_reads_what_is_new(tmp_path: Path) -> None:
     """Also when a later run has begun the file again, and has written more than the first."""
-    file, line = tmp_path / "metrics.jsonl", STATE.line(1.0)
+    file = tmp_path / "metrics.jsonl"
+    line = STATE.line(1.0)
     follower = LogFollower(file)
     assert follower.poll() == []
     log = StepLog(file, goes_on=False)

@@ -66,7 +66,8 @@ def named(timeline: Timeline, prefix: str, step: int) -> list[Span]:
 
 def test_a_timeline_goes_on_in_another_world() -> None:
     """As in an elastic job: the rank is another, spans say so, and the limit is another."""
-    timeline, ledgers = Timeline(7, limit=1), [Ledger(0), Ledger(1)]
+    timeline = Timeline(7, limit=1)
+    ledgers = [Ledger(0), Ledger(1)]
     for rank, ledger in enumerate(ledgers):
         timeline.go_on(rank, ledger, limit=2 * rank + 2, generation=rank + 1)
         with timeline.span("step", step=5):
@@ -101,10 +102,8 @@ def test_overlap_is_recorded(timelines: list[Timeline]) -> None:
     """The first bucket's all-reduce runs while backward does."""
     for timeline in timelines:
         for step in range(STEPS):
-            (bucket,), (backward,) = (
-                named(timeline, "all_reduce bucket 0", step),
-                named(timeline, "backward", step),
-            )
+            (bucket,) = named(timeline, "all_reduce bucket 0", step)
+            (backward,) = named(timeline, "backward", step)
             assert backward.start < bucket.start < bucket.stop < backward.stop
 
 
@@ -185,7 +184,8 @@ def test_the_first_and_the_last_spans_are_kept_and_the_others_counted(
 
 
 def test_a_trace_says_where_spans_are_left_out(tmp_path: Path) -> None:
-    whole, cut = of_steps(5, limit=10), of_steps(5, limit=6)
+    whole = of_steps(5, limit=10)
+    cut = of_steps(5, limit=6)
     collected = md.run(lambda world: (cut if world.rank else whole).collect(world), size=2)[0]
     assert [timeline.gaps for timeline in collected] == [{}, {3: 4}]
     write_perfetto(tmp_path / "trace.json", collected)

@@ -21,7 +21,8 @@ STEPS = 2
 
 def traced(world: Any) -> tuple[list[Timeline] | None, dict[str, int]]:
     """Steps of a pipeline of two stages on two replicas, and what the ledger has of them."""
-    timeline, config = Timeline(world.rank), tiny(layers=2)
+    timeline = Timeline(world.rank)
+    config = tiny(layers=2)
     timeline.follow(world.ledger, receives=True)
     trainer = Trainer(Plan(dp=2, pp=2, microbatches=3), config, world, recorder=timeline)
     timeline.follow_memory(trainer.account)
@@ -76,7 +77,8 @@ def test_every_message_has_an_arrow_with_both_ends(ran: list[Any], tmp_path: Pat
 
 
 def test_an_arrow_that_lost_an_end_is_left_out(tmp_path: Path) -> None:
-    sender, receiver = Timeline(0), Timeline(1)
+    sender = Timeline(0)
+    receiver = Timeline(1)
     for number in ("7.1", "7.2"):
         sender.add(Span("send", "messages", 1.0, 2.0, {"src": 0, "dst": 1, "message": number}))
     receiver.add(Span("recv", "receives", 1.5, 2.5, {"src": 0, "dst": 1, "message": "7.2"}))
@@ -123,7 +125,9 @@ def test_following_memory_keeps_the_highest_moment_and_ends_at_its_limit(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr("minidist.observe.timeline.time.perf_counter", lambda: now[0])
-    memory, timeline, held = account.MemoryAccount(), Timeline(0), []
+    memory = account.MemoryAccount()
+    timeline = Timeline(0)
+    held = []
     timeline.follow_memory(memory, limit=3)
     for moment, nbytes in ((0.0, 8), (0.5, 80), (0.9, 0), (1.2, 16), (2.4, 8), (9.0, 8), (9.1, 8)):
         now[0] = moment * MEMORY_EVERY

@@ -184,8 +184,11 @@ def test_the_link_is_fitted_to_the_step() -> None:
 
 # --------------------------------------------------------------------------------- runs that follow
 
-FORWARD, BACKWARD = 0.020, 0.040  # seconds a block
-SHORT, LONG = tiny(layers=6, width=16), tiny(layers=40, width=16)
+# seconds a block
+FORWARD = 0.020
+BACKWARD = 0.040
+SHORT = tiny(layers=6, width=16)
+LONG = tiny(layers=40, width=16)
 BLOCK = 8 * (12 * 16 * 16 + 13 * 16)  # bytes
 BYTE = 0.030 / BLOCK  # seconds: an all-reduce of a block's gradients takes 30 ms
 
@@ -205,7 +208,8 @@ def steps_of(
     """
 
     def job(world: Any) -> Timeline:
-        model, timeline = GPT(config), Timeline(world.rank)
+        model = GPT(config)
+        timeline = Timeline(world.rank)
         slow_down = rest * (sick[1] if world.rank == sick[0] else 1.0)
         model.initialize(0)
         with delayed(world, alpha=50e-6, beta=slower * BYTE) as slow:
@@ -274,7 +278,8 @@ def test_a_prediction_is_near_the_run(
 def test_without_a_straggler_is_near_the_clean_run(times: float) -> None:
     """Within 5 %, the shortest of some predictions beside that of as many runs: other programs
     lengthen both."""
-    told, ran = float("inf"), float("inf")
+    told = float("inf")
+    ran = float("inf")
     for turn in range(8):
         timelines = steps_of(DDP, 0.3, BUCKETS, sick=(1, times))
         told = min(
@@ -297,7 +302,8 @@ def test_a_step_is_near_its_bound_and_its_communication_hidden(
 
     The last of 40 blocks' gradients, and the first weights, can hide behind nothing.
     """
-    longest, hidden = 2.0, 0.0
+    longest = 2.0
+    hidden = 0.0
     for _ in range(6):
         timelines = steps_of(stage, 0.1, options, LONG, rest=0.25)
         for step in range(1, 5):

@@ -105,7 +105,8 @@ def test_scalars_are_needed_at_once() -> None:
 @st.composite
 def steps(draw: Any) -> list[Timeline]:
     """Steps of 1 to 3 ranks with up to 6 buckets, of any lateness, in whole milliseconds."""
-    ranks, buckets = draw(st.integers(1, 3)), draw(st.integers(1, 6))
+    ranks = draw(st.integers(1, 3))
+    buckets = draw(st.integers(1, 6))
     times = st.lists(st.integers(20, 90), min_size=buckets, max_size=buckets)
     ready = [sorted(map(float, draw(times))) for _ in range(ranks)]
     transfer = draw(st.lists(st.integers(0, 40), min_size=buckets, max_size=buckets))
@@ -172,7 +173,8 @@ def test_the_step_of_middle_length_but_never_the_first() -> None:
 
 # ----------------------------------------------------------------------------------- recorded steps
 
-CONFIG, LAYERS = tiny(layers=5, width=16), 5
+CONFIG = tiny(layers=5, width=16)
+LAYERS = 5
 BLOCK = 8 * (12 * 16 * 16 + 13 * 16)  # bytes
 DELAYED = 4  # the bucket whose first message is held back on rank 0
 
@@ -180,7 +182,9 @@ DELAYED = 4  # the bucket whose first message is held back on rank 0
 def recorded(world: Any, delay: float) -> Timeline:
     """Three steps of DDP over links that take their time; in the second, one bucket takes `delay`
     seconds longer."""
-    model, timeline, sent = GPT(CONFIG), Timeline(world.rank), Counter[int]()
+    model = GPT(CONFIG)
+    timeline = Timeline(world.rank)
+    sent = Counter[int]()
     model.initialize(0)
     with delayed(world, alpha=50e-6, beta=0.004 / BLOCK) as slow:
         timeline.follow(slow.ledger, waits=True)

@@ -52,7 +52,8 @@ def test_same_bits_in_any_order_and_at_any_place_in_memory(dtype: str) -> None:
         assert optim.global_norm(order) == norm
     for shift in (1, 3, 8):  # views into one bucket, at odd addresses
         bucket = np.zeros(shift + sum(array.size for array in arrays), dtype)
-        place, views = shift, []
+        place = shift
+        views = []
         for array in arrays:
             views.append(bucket[place : place + array.size].reshape(array.shape))
             views[-1][...] = array

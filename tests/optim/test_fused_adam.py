@@ -43,7 +43,8 @@ def tensors(put: Any, *, gradient: Any = BF16, master: Any = np.float32) -> list
     rng = np.random.default_rng(2)
     found = []
     for number, shape in enumerate(SHAPES):
-        data, slope = rng.normal(size=shape).astype(master), rng.normal(size=shape).astype(gradient)
+        data = rng.normal(size=shape).astype(master)
+        slope = rng.normal(size=shape).astype(gradient)
         found.append(SimpleNamespace(data=put(data), grad=put(slope), name=f"w{number}"))
     return found
 
@@ -60,8 +61,10 @@ def test_the_kernel_moves_as_numpy_does(
 ) -> None:
     """Weight decay on matrices alone, a scale that is a number and then one on the device, other
     rates."""
-    here, there = tensors(np.array, gradient=gradient), tensors(cupy.asarray, gradient=gradient)
-    rounded, copies = roundings(here, np.array), roundings(there, cupy.asarray)
+    here = tensors(np.array, gradient=gradient)
+    there = tensors(cupy.asarray, gradient=gradient)
+    rounded = roundings(here, np.array)
+    copies = roundings(there, cupy.asarray)
     of_host, of_device = (rule(side, 0.1, weight_decay=0.3) for side in (here, there))
     for lr, scale, on_device in ((0.1, 0.5, 0.5), (0.02, 0.25, cupy.asarray(np.array(0.25)))):
         of_host.step(lr, scale, roundings=rounded)

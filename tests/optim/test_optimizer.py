@@ -60,7 +60,8 @@ def test_flat_shards_give_the_same_bits_as_whole_tensors(kind: str) -> None:
         SimpleNamespace(data=flat[start : start + 8], grad=None, name=f"s{start}")
         for start in range(0, 30, 8)
     ]
-    ours, theirs = KINDS[kind](whole), KINDS[kind](shards, decay=lambda shard: True)
+    ours = KINDS[kind](whole)
+    theirs = KINDS[kind](shards, decay=lambda shard: True)
     for step in range(3):
         give_gradients(whole, step)
         for i, shard in enumerate(shards):
@@ -75,7 +76,8 @@ def test_flat_shards_give_the_same_bits_as_whole_tensors(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_only_read_and_weights_change_in_place(kind: str) -> None:
     tensors = parameters((3, 4), dtype="float32")
-    optimizer, before = KINDS[kind](tensors), tensors[0].data
+    optimizer = KINDS[kind](tensors)
+    before = tensors[0].data
     give_gradients(tensors, 0)
     gradient = tensors[0].grad
     assert gradient is not None
@@ -86,8 +88,10 @@ def test_gradients_are_only_read_and_weights_change_in_place(kind: str) -> None:
 
 
 def test_a_tensor_without_gradient_rests_and_counts_its_own_steps() -> None:
-    both, alone = parameters((2, 2), (2, 2)), parameters((2, 2), (2, 2))
-    first, second = optim.Adam(both, 0.1), optim.Adam(alone[1:], 0.1)
+    both = parameters((2, 2), (2, 2))
+    alone = parameters((2, 2), (2, 2))
+    first = optim.Adam(both, 0.1)
+    second = optim.Adam(alone[1:], 0.1)
     give_gradients(both, 0)
     both[1].grad = None
     rested = both[1].data.copy()
@@ -128,7 +132,8 @@ def test_lr_of_a_step_replaces_the_usual_one() -> None:
 def test_nesterov_looks_ahead() -> None:
     """p -= lr (g + momentum u) with u = momentum u + g."""
     tensors = parameters((3,))
-    p, u = tensors[0].data.copy(), np.zeros(3)
+    p = tensors[0].data.copy()
+    u = np.zeros(3)
     optimizer = optim.SGD(tensors, 0.1, momentum=0.8, nesterov=True)
     for step in range(4):
         g = tensors[0].grad = np.cos(np.arange(3.0) + step)
@@ -140,7 +145,8 @@ def test_nesterov_looks_ahead() -> None:
 
 @pytest.mark.parametrize("low", [np.float16, ml_dtypes.bfloat16])
 def test_low_precision_gradients_beside_float32_master_weights(low: Any) -> None:
-    exact, rounded = parameters((40, 5), dtype="float32"), parameters((40, 5), dtype="float32")
+    exact = parameters((40, 5), dtype="float32")
+    rounded = parameters((40, 5), dtype="float32")
     give_gradients(exact, 0)
     gradient = exact[0].grad
     assert gradient is not None
@@ -175,7 +181,8 @@ def test_the_other_byte_order_gives_the_same_values(
         optimizer.load_state_dict(optimizer.state_dict())
         return shard.data, norm
 
-    ours, theirs = np.dtype(weights), np.dtype(gradients)
+    ours = np.dtype(weights)
+    theirs = np.dtype(gradients)
     expected, length = run(ours, theirs)
     for pair in (
         (ours, theirs.newbyteorder()),
@@ -204,8 +211,10 @@ def test_state_is_counted_as_optimizer_memory() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_dict_continues_to_the_bit(kind: str) -> None:
-    ours, theirs = parameters((3, 4), (2,)), parameters((3, 4), (2,))
-    first, second = KINDS[kind](ours), KINDS[kind](theirs)
+    ours = parameters((3, 4), (2,))
+    theirs = parameters((3, 4), (2,))
+    first = KINDS[kind](ours)
+    second = KINDS[kind](theirs)
     for step in range(2):
         give_gradients(ours, step)
         first.step()

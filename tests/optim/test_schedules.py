@@ -107,7 +107,8 @@ def of_torch(schedulers: Callable[[Any, Any], Any], steps: int) -> list[float]:
     """The rates that PyTorch's scheduler gives an optimizer of peak 1."""
     torch = pytest.importorskip("torch")
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler, rates = schedulers(torch.optim.lr_scheduler, optimizer), []
+    scheduler = schedulers(torch.optim.lr_scheduler, optimizer)
+    rates = []
     for _ in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
@@ -150,7 +151,8 @@ def test_as_pytorch(
 ) -> None:
     """To rounding: PyTorch's schedulers multiply the rate before by a quotient, so each step
     rounds."""
-    total, decay = warmup + rest, min(decay, rest)
+    total = warmup + rest
+    decay = min(decay, rest)
 
     def after_warmup(of: Any, optimizer: Any, *then: Any, at: int = warmup) -> Any:
         rise = of.LinearLR(

@@ -26,7 +26,10 @@ from minidist.parallel.zero.zero1 import Zero1
 from minidist.parallel.zero.zero2 import Zero2
 from minidist.parallel.zero.zero3 import Zero3
 
-LAYERS, FORWARD, BACKWARD = 16, 0.005, 0.010  # seconds a block
+# seconds a block
+LAYERS = 16
+FORWARD = 0.005
+BACKWARD = 0.010
 CONFIG = tiny(layers=LAYERS, width=16)
 BLOCK = 8 * (12 * 16 * 16 + 13 * 16)  # bytes
 BYTE = 0.003 / BLOCK  # seconds: half of a block's weights, on each of 2 ranks, take 1.5 ms
@@ -50,7 +53,8 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, dict[str, Any]], li
     hides by order."""
     # of each rank: collectives begun and waited for, and None for a block
     lines: list[list[Any]] = [[], []]
-    submit, wait = CallWorker.submit, PendingCall.wait
+    submit = CallWorker.submit
+    wait = PendingCall.wait
 
     def submitted(self: CallWorker, call: Any) -> PendingCall:
         pending = submit(self, call)
@@ -65,7 +69,8 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, dict[str, Any]], li
     monkeypatch.setattr(PendingCall, "wait", waited)
 
     def job(world: Any, stage: Any, options: dict[str, Any]) -> float:
-        model, mine = GPT(CONFIG), lines[world.rank]
+        model = GPT(CONFIG)
+        mine = lines[world.rank]
         model.initialize(0)
         strategy = stage(model, world, **options)
         for block in model.blocks:
@@ -137,7 +142,8 @@ def test_who_waits_for_what_it_starts_is_seen(
 
 def share(world: Any, stage: Any, options: dict[str, Any]) -> float:
     """The hidden share of the second step on this rank."""
-    model, timeline = GPT(CONFIG), Timeline(world.rank)
+    model = GPT(CONFIG)
+    timeline = Timeline(world.rank)
     model.initialize(0)
     with delayed(world, alpha=50e-6, beta=BYTE) as slow:
         timeline.follow(slow.ledger)

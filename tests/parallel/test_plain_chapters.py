@@ -66,7 +66,8 @@ def weights(model: GPT) -> np.ndarray:
 def serial() -> np.ndarray:
     """The weights after two steps of one process, by the real step."""
     model = new_model()
-    single, optimizer = Single(model), adam(model.parameters())
+    single = Single(model)
+    optimizer = adam(model.parameters())
     for batch in BATCHES:
         single.step(batch, optimizer)
     return weights(model)
@@ -190,7 +191,8 @@ def test_offload(serial: np.ndarray) -> None:
 def test_layers_over_ranks(size: int) -> None:
     """Model parallel with the batch whole, GPipe with three microbatches: the gradients of the
     blocks."""
-    config, (inputs, targets) = tiny(layers=5), BATCHES[0]
+    config = tiny(layers=5)
+    (inputs, targets) = BATCHES[0]
     alone = new_model(config)
     alone.loss(inputs, targets, targets.size).backward()
     right = {name: p.grad for name, p in alone.named_parameters() if name.startswith("blocks.")}
@@ -286,8 +288,10 @@ def test_attention_over_ranks(size: int, length: int) -> None:
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 1), (1, 3, 1), (1, 1, 2), (2, 2, 2)])
 def test_hybrid(shape: tuple[int, int, int]) -> None:
     draw = np.random.default_rng(0)
-    inputs, targets = draw.normal(size=(7, 4)), draw.normal(size=(7, 4))
-    ups, downs = draw.normal(size=(shape[1], 4, 6)), draw.normal(size=(shape[1], 6, 4))
+    inputs = draw.normal(size=(7, 4))
+    targets = draw.normal(size=(7, 4))
+    ups = draw.normal(size=(shape[1], 4, 6))
+    downs = draw.normal(size=(shape[1], 6, 4))
     leaves = [
         [tensor(array, requires_grad=True) for array in stage]
         for stage in zip(ups, downs, strict=True)
@@ -299,8 +303,10 @@ def test_hybrid(shape: tuple[int, int, int]) -> None:
 
     def job(world: Any) -> float:
         mesh = Mesh(world, dp=shape[0], pp=shape[1], tp=shape[2])
-        stage, own = mesh["pp"].rank, np.array_split(np.arange(6), shape[2])[mesh["tp"].rank]
-        up, down = ups[stage][:, own].copy(), downs[stage][own].copy()
+        stage = mesh["pp"].rank
+        own = np.array_split(np.arange(6), shape[2])[mesh["tp"].rank]
+        up = ups[stage][:, own].copy()
+        down = downs[stage][own].copy()
         plain_hybrid(mesh["dp"], mesh["pp"], mesh["tp"], inputs, targets, up, down, 0.1)
         whole = [leaf.data - 0.1 * leaf.grad for leaf in leaves[stage]]
         return max(off(up, whole[0][:, own]), off(down, whole[1][own]))
@@ -311,7 +317,9 @@ def test_hybrid(shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_experts(size: int) -> None:
     draw = np.random.default_rng(size)
-    x, weight, chosen = draw.normal(size=(13, 4)), draw.random(13), draw.integers(0, size, 13)
+    x = draw.normal(size=(13, 4))
+    weight = draw.random(13)
+    chosen = draw.integers(0, size, 13)
     experts = draw.normal(size=(size, 4, 4))
     right = np.einsum("nh,nhk->nk", x, experts[chosen]) * weight[:, None]
 
@@ -331,7 +339,8 @@ def test_recompute() -> None:
         linear.assign_names()
         linear.initialize(seed)
     draw = np.random.default_rng(0)
-    x, dy = draw.normal(size=(5, 4)), draw.normal(size=(5, 4))
+    x = draw.normal(size=(5, 4))
+    dy = draw.normal(size=(5, 4))
     dx = plain_recompute(
         [lambda x, linear=linear: ops.gelu(linear(x)) for linear in linears], tensor(x), dy
     )

@@ -7,7 +7,8 @@ pytest tests/parallel/test_reading_lists.py -s          prints the table
 import pytest
 from imports import lines, modules, reached
 
-PARALLEL, STEP = "minidist.parallel", "minidist.parallel.step"
+PARALLEL = "minidist.parallel"
+STEP = "minidist.parallel.step"
 FILES = 5
 LINES = 1190
 """20 % above the longest chapter of one subject after `ruff format` at 100 columns (ZeRO-3, 990):

@@ -29,9 +29,12 @@ def cells() -> Cells:
 )
 def test_what_a_layer_keeps_to_be_computed_again_is_shared_by_all_expert_axes(cut: Cut) -> None:
     """One run for ep=2 and 8 gives what each gives by itself: the layer's input."""
-    shared, alone, wide = cells(), cells(), cut._replace(ep=8)
+    shared = cells()
+    alone = cells()
+    wide = cut._replace(ep=8)
     shared._kept(cut)
-    found, expected = shared._kept(wide), alone._kept(wide)
+    found = shared._kept(wide)
+    expected = alone._kept(wide)
     assert found[1] - found[0] == expected[1] - expected[0] > 0
     assert len(shared._keeps) == 1
 

@@ -198,7 +198,8 @@ def test_a_premise_that_cannot_be_is_refused(word: str, told: str) -> None:
 
 @pytest.mark.soak
 def test_weak_scaling_is_nearer_to_linear_than_strong() -> None:
-    near, far = weak(CONFIG, "h100:2x2", a_device=4), strong(CONFIG, "h100:2x2", batch=8)
+    near = weak(CONFIG, "h100:2x2", a_device=4)
+    far = strong(CONFIG, "h100:2x2", batch=8)
     assert [point.nodes for point in near] == [1, 2] and near[0].efficiency == far[
         0
     ].efficiency == 1.0

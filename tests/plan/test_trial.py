@@ -132,7 +132,8 @@ def test_the_command_simulates_what_it_runs(
 
 def draw_plans(seed: int, ranks: int) -> list[tuple[Ranking, Choice]]:
     """Ten plans of one model and batch, and ten of others."""
-    draw, drawn = random.Random(seed), []
+    draw = random.Random(seed)
+    drawn = []
     models = [(4, 256, 128, 16)] + [
         (
             draw.choice((2, 4, 6)),
@@ -186,9 +187,12 @@ def predicted_and_measured(
         return trial.run_once(*drawn[place], "adamw", trial.STEPS)
 
     begun = control = float(np.median([run(0) for _ in range(3)]))
-    seen, slowness = [[] for _ in drawn], list[float]()
+    seen = [[] for _ in drawn]
+    slowness = list[float]()
     for place in (*range(20),) * rounds:
-        before, seconds, control = control, run(place), run(0)
+        before = control
+        seconds = run(place)
+        control = run(0)
         slowness.append((before + control) / 2 / begun)
         seen[place].append(seconds / slowness[-1])
     measured = np.array([np.median(found) for found in seen])

@@ -21,7 +21,8 @@ TINY = "2,64,4,32,128"
 def step(run, profile):
     """A made-up cost model: products, memory, launches, two kinds of links, in shares that differ
     from run to run."""
-    rates, weights = profile.rates, run.config
+    rates = profile.rates
+    weights = run.config
     near = {"bandwidth": 234e9, "alpha": 0.6e-6, **profile.wires.get("nvlink3", {})}
     far = {"bandwidth": 23e9, "alpha": 2.7e-6, **profile.wires.get("ib-hdr", {})}
     return (

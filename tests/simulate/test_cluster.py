@@ -146,6 +146,7 @@ def test_a_file_of_yours(tmp_path):
 
 def test_moves_take_the_tier_that_their_lane_names():
     cluster = Cluster.parse("h100:8")
-    host, disk = cluster.tiers["host"], cluster.tiers["disk"]
+    host = cluster.tiers["host"]
+    disk = cluster.tiers["disk"]
     assert cluster.move_seconds("device to host", 10**9) == host.alpha + 10**9 / host.bandwidth
     assert cluster.move_seconds("host to disk", 10**9) == disk.alpha + 10**9 / disk.bandwidth

@@ -83,10 +83,8 @@ def test_a_rank_is_as_fast_as_alone_while_the_others_wait(ranks, cores):
     """With one microbatch the stages of a pipeline compute one after another; replicas compute all
     at once."""
     config = GPTConfig(vocabulary=64, context=32, layers=ranks, width=64, heads=2)
-    both, fast = (
-        replace(PROFILE, computation=(ONE, replace(TWO, launch=3e-6))),
-        replace(PROFILE, computation=(ONE,)),
-    )
+    both = replace(PROFILE, computation=(ONE, replace(TWO, launch=3e-6)))
+    fast = replace(PROFILE, computation=(ONE,))
 
     def busy(plan, profile, cores):
         parts = simulate(plan, config, here(ranks, "tcp", profile, cores=cores), batch=ranks).parts[
@@ -94,7 +92,8 @@ def test_a_rank_is_as_fast_as_alone_while_the_others_wait(ranks, cores):
         ]
         return parts["forward"] + parts["backward"]
 
-    line, replicas = Plan(pp=ranks, microbatches=1), Plan(dp=ranks)
+    line = Plan(pp=ranks, microbatches=1)
+    replicas = Plan(dp=ranks)
     # the ends overlap a bit
     assert busy(line, both, cores) == pytest.approx(busy(line, fast, cores=9), rel=0.06)
     assert busy(replicas, both, cores) == pytest.approx(

@@ -51,7 +51,8 @@ def test_without_such_a_switch_and_by_what_links_reach_it_is_twice():
 def test_an_h100_computes_three_times_as_fast_not_one_and_a_half():
     """N4:188 gives 1.5 for the FLOP/s; that is the bisection of a single DGX (3.6 against 2.4
     TB/s)."""
-    a100, h100 = Cluster.parse("a100-80g:1x8"), Cluster.parse("h100:1x8")
+    a100 = Cluster.parse("a100-80g:1x8")
+    h100 = Cluster.parse("h100:1x8")
     assert h100.device.peak("bfloat16") / a100.device.peak("bfloat16") == pytest.approx(
         3.17, rel=0.01
     )

@@ -137,7 +137,8 @@ def drawn_case(seed: int) -> tuple[Plan, GPTConfig, int]:
             "mixture": MixtureConfig(experts=4) if sizes["ep"] > 1 else None,
         }
         try:
-            plan, config = Plan(**sizes, **options), GPTConfig(**(SMALL | model))
+            plan = Plan(**sizes, **options)
+            config = GPTConfig(**(SMALL | model))
             plan.require_model(config)
             if plan.attention == "all-to-all" and config.heads % (plan.tp * plan.cp):
                 continue
@@ -214,7 +215,8 @@ def test_products_have_the_flops_of_the_model() -> None:
     """6 FLOPs a token and number of each matrix, on one process; attention's scores, stacks of
     products, beside."""
     trace = run_rank(Plan(), GPTConfig(**(SMALL | {"layers": 3})), rows=4, steps=1)
-    tokens, width = 4 * 16, 16
+    tokens = 4 * 16
+    width = 16
     numbers = 3 * (4 * width * width + 2 * width * 64) + width * 48
     linears = [
         (kernel, times)
@@ -229,8 +231,10 @@ def test_products_have_the_flops_of_the_model() -> None:
 def test_attention_costs_what_its_pattern_shows(pattern: str) -> None:
     """Two products forward and seven backward, of a head and pair of tokens in a block that is
     shown; half of the own."""
-    context, side = 400, 64
-    blocks, pairs = pattern_blocks(pattern, context), 0.0
+    context = 400
+    side = 64
+    blocks = pattern_blocks(pattern, context)
+    pairs = 0.0
     for i, j in zip(*np.nonzero(blocks), strict=True):
         sides = [min(side, context - side * block) for block in (int(i), int(j))]
         pairs += sides[0] * sides[1] / (2 if i == j else 1)
@@ -250,7 +254,8 @@ def test_attention_costs_what_its_pattern_shows(pattern: str) -> None:
 
 
 def test_a_short_first_step_leaves_the_second_as_it_is() -> None:
-    config, plan = GPTConfig(**SMALL), Plan(dp=2, pp=2, zero=2, microbatches=4)
+    config = GPTConfig(**SMALL)
+    plan = Plan(dp=2, pp=2, zero=2, microbatches=4)
     whole, short = (run_rank(plan, config, 1, rows=16, first_rows=first) for first in (None, 2))
     assert len(short.events) < len(whole.events)
     assert short.last_step == whole.last_step
@@ -264,8 +269,10 @@ def test_a_short_first_step_leaves_the_second_as_it_is() -> None:
 def test_experts_load_is_given() -> None:
     """Three quarters of the choices for the first two of four experts: their rank gets so many
     rows, and computes more."""
-    config, plan = GPTConfig(**SMALL, mixture=MixtureConfig(experts=4, balance="none")), Plan(ep=2)
-    sent, flops = [], []
+    config = GPTConfig(**SMALL, mixture=MixtureConfig(experts=4, balance="none"))
+    plan = Plan(ep=2)
+    sent = []
+    flops = []
     for rank in range(2):
         trace = run_rank(plan, config, rank, rows=8, steps=1, load=(3, 3, 1, 1))
         calls = [event.call for event in trace.events if isinstance(event, Start)]

@@ -57,7 +57,8 @@ def test_seconds_agree_with_the_mfu_of_the_same_table():
     989.4 TFLOP/s."""
     of_size = {size: iter(mfu) for size, mfu in MFU.items()}
     for run in read_runs(PUBLISHED / "llm-foundry-h100.csv", "h100"):
-        config, tokens = replace(run.config, tied=True), run.batch * 2048
+        config = replace(run.config, tied=True)
+        tokens = run.batch * 2048
         flops = tokens * (6 * config.numbers + 12 * config.layers * config.width * 2048)
         mfu = flops / (run.seconds * run.cluster.size * 989.4e12)
         assert mfu == pytest.approx(next(of_size[run.cluster.size]), rel=0.01)
@@ -82,7 +83,8 @@ def test_the_page_has_every_row():
 def test_the_page_says_what_the_simulator_predicts():
     """By the default and by the fitted constants, for the cheapest row of a table that was
     fitted."""
-    profile, predicted = CostProfile.load(PAGE.with_name("a100.json")), Predictor()
+    profile = CostProfile.load(PAGE.with_name("a100.json"))
+    predicted = Predictor()
     section = PAGE.read_text(encoding="utf-8").split("### llm-foundry-a100\n")[1]
     rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")][2:]
     for row, run in list(

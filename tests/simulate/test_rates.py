@@ -70,8 +70,10 @@ def test_what_a_host_pays_beside_flops_and_bytes():
     cache."""
     plain = Rates(H100.device, Efficiency())
     rates = Rates(H100.device, Efficiency(loop=1e-8, matrix=2e-6, cold=1e-10))
-    one, stack = cube(256), One("matmul", "bfloat16", 2 * 256**3, 6 * 256**2, (8, 128, 128, 128))
-    whole, gaps = One("memory", nbytes=1e6), One("memory", nbytes=1e6, size=(50,))
+    one = cube(256)
+    stack = One("matmul", "bfloat16", 2 * 256**3, 6 * 256**2, (8, 128, 128, 128))
+    whole = One("memory", nbytes=1e6)
+    gaps = One("memory", nbytes=1e6, size=(50,))
     beside = [
         seconds(kernel, rates) - seconds(kernel, plain) for kernel in (one, stack, whole, gaps)
     ]

@@ -44,11 +44,10 @@ def events(plan: Plan, config: GPTConfig, rank: int, rows: int) -> list[Any]:
     ids=str,
 )
 def test_equal_events_are_one_role(plan: Plan, options: dict[str, Any]) -> None:
-    config, rows = GPTConfig(**(SMALL | options)), 16
-    role_of, ran = (
-        roles(plan, config, rows),
-        [events(plan, config, rank, rows) for rank in range(plan.size)],
-    )
+    config = GPTConfig(**(SMALL | options))
+    rows = 16
+    role_of = roles(plan, config, rows)
+    ran = [events(plan, config, rank, rows) for rank in range(plan.size)]
     same = [[a == b for b in ran] for a in ran]
     assert same == [[a == b for b in role_of] for a in role_of]
     assert [role_of[rank] for rank in first_of(role_of)] == list(range(max(role_of) + 1))
@@ -62,11 +61,10 @@ def test_equal_events_are_one_role(plan: Plan, options: dict[str, Any]) -> None:
 def test_zero_s_ranks_differ_in_their_pieces_alone(plan: Plan) -> None:
     """Ranks of a role make the same calls, and compute as much to 10 % in these small models: edges
     of chunks."""
-    config, rows = GPTConfig(**SMALL), 16
-    role_of, ran = (
-        roles(plan, config, rows),
-        [events(plan, config, rank, rows) for rank in range(plan.size)],
-    )
+    config = GPTConfig(**SMALL)
+    rows = 16
+    role_of = roles(plan, config, rows)
+    ran = [events(plan, config, rank, rows) for rank in range(plan.size)]
     for rank, mine in enumerate(ran):
         first = ran[first_of(role_of)[role_of[rank]]]
         assert [type(event) for event in mine] == [type(event) for event in first]
@@ -100,7 +98,8 @@ def test_a_thousand_ranks_have_few_roles() -> None:
 
 
 def test_groups_are_those_of_the_mesh() -> None:
-    plan, config = Plan(dp=2, pp=2, tp=2), GPTConfig(**SMALL)
+    plan = Plan(dp=2, pp=2, tp=2)
+    config = GPTConfig(**SMALL)
 
     def meshed(world: Group) -> dict[str, tuple[int, ...]]:
         mesh = Mesh(world, **plan.axes)

@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import pytest
 
-SECONDS, GIB = 60.0, 4.0
+SECONDS = 60.0
+GIB = 4.0
 FOLDED = (
     "simulate --cluster h100:2048x8 --model llama3-70b --batch 2048 --plan dp=256,pp=8,tp=8 "
     "--zero 1 --microbatches 8"

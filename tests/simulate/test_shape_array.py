@@ -65,7 +65,8 @@ def views(draw: random.Random, arrays: tuple[Any, Any]) -> tuple[Any, Any]:
 @settings(max_examples=200)
 def test_views_and_copies_are_numpys(seed: int, sizes: list[int]) -> None:
     draw = random.Random(seed)
-    real, found = np.empty(sizes, np.float32), module("cpu").empty(tuple(sizes), np.float32)
+    real = np.empty(sizes, np.float32)
+    found = module("cpu").empty(tuple(sizes), np.float32)
     for _ in range(4):
         before = real, found
         real, found = views(draw, (real, found))
@@ -89,7 +90,8 @@ def test_indices_with_arrays_have_numpys_shape(seed: int) -> None:
     index = tuple(
         draw.choice([slice(None), 0, np.zeros((2, 1), int), np.zeros(3, int)]) for _ in range(3)
     )
-    real, found = np.empty(shape)[index], module("cuda").empty(shape)[index]
+    real = np.empty(shape)[index]
+    found = module("cuda").empty(shape)[index]
     assert found.shape == np.shape(real)
     mask = np.random.default_rng(seed).random(shape[0]) < 0.5
     assert module("cuda").empty(shape)[mask].shape == np.empty(shape)[mask].shape
@@ -119,7 +121,8 @@ def test_a_pass_has_as_many_inner_loops_as_numpys(seed: int, sizes: list[int]) -
 def test_passes_of_a_host_tell_their_inner_loops() -> None:
     xp = module("cpu")
     with recording.begun(Recording("cpu")) as tape:
-        x, bias = xp.empty((6, 8), np.float32), xp.empty((8,), np.float32)
+        x = xp.empty((6, 8), np.float32)
+        bias = xp.empty((8,), np.float32)
         _ = x * 2.0, x[:3] + x[3:], x.reshape(-1).sum()
         assert {kernel.size for kernel in kernels(tape)} == {()}
         _ = x + bias, x.sum(axis=0), x.sum(axis=-1), x.max(axis=0, keepdims=True)
@@ -132,7 +135,8 @@ def test_passes_of_a_host_tell_their_inner_loops() -> None:
 
 
 def test_the_account_counts_a_buffer_once() -> None:
-    memory, x = account.MemoryAccount(), module("cuda").empty((4, 6), np.float32)
+    memory = account.MemoryAccount()
+    x = module("cuda").empty((4, 6), np.float32)
     memory.hold(x[1:], "activations")
     memory.hold(x.T, "gradients")
     assert memory.now == {**dict.fromkeys(account.CATEGORIES, 0), "activations": 96, "total": 96}
@@ -175,7 +179,8 @@ def test_results_have_numpys_dtype(ufunc: np.ufunc, kinds: tuple[Any, Any]) -> N
 
 def test_an_operation_is_a_kernel_with_its_bytes(tape: Recording) -> None:
     xp = module("cuda")
-    a, b = xp.empty((8, 16), np.float32), xp.empty((16, 4), np.float32)
+    a = xp.empty((8, 16), np.float32)
+    b = xp.empty((16, 4), np.float32)
     product = a @ b
     assert kernels(tape) == {
         Kernel("matmul", "float32", 2.0 * 8 * 16 * 4, 4.0 * (128 + 64 + 32), (1, 8, 16, 4)): 1

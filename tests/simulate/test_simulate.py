@@ -147,7 +147,8 @@ def test_the_bubble_of_long_stages_is_the_schedules() -> None:
 def test_energy_and_price_by_hand(found: Simulation) -> None:
     device = found.cluster.device
     assert device.watts is not None and found.joules is not None and found.dollars is not None
-    busy, host = sum(found.parts["busy"].values()), found.cluster.host_watts or 0.0
+    busy = sum(found.parts["busy"].values())
+    host = found.cluster.host_watts or 0.0
     idle = device.watts if device.idle_watts is None else device.idle_watts
     each = device.watts * busy + idle * (found.step_seconds - busy) + host * found.step_seconds
     assert found.joules == pytest.approx(8 * each)

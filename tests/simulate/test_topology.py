@@ -6,7 +6,8 @@ from minidist.errors import ConfigError
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.topology import Topology, Wire, most_even
 
-NEAR, FAR = Wire("near", 1e-6, 100e9), Wire("far", 5e-6, 10e9)
+NEAR = Wire("near", 1e-6, 100e9)
+FAR = Wire("far", 5e-6, 10e9)
 
 
 def crossed(topology, src, dst):

@@ -64,7 +64,8 @@ def test_all_at_once_is_message_by_message(verb, algorithm, size):
     assert (turned.messages, turned.sent_bytes) == (each.messages, each.sent_bytes)
     for cluster in clusters(size):
         for members in places(size):
-            one, other = walk(turned, members, cluster), walk(each, members, cluster)
+            one = walk(turned, members, cluster)
+            other = walk(each, members, cluster)
             assert one == (pytest.approx(other.seconds, rel=1e-12), *other[1:])
 
 
@@ -90,7 +91,8 @@ def test_ranks_that_did_not_run_do_the_same(verb, algorithm, size):
     turned = record_turned(verb, algorithm, operands(verb, size, 12000), size)
     each = record(verb, algorithm, operands(verb, size, 12000), size)
     cluster = clusters(size)[1]
-    one, other = walk(turned, range(size), cluster), walk(each, range(size), cluster)
+    one = walk(turned, range(size), cluster)
+    other = walk(each, range(size), cluster)
     assert one == (pytest.approx(other.seconds, rel=1e-12), *other[1:])
 
 
@@ -121,7 +123,8 @@ def test_a_planted_bug_is_seen(monkeypatch):
 def test_rounds_are_left_out_only_when_all_clocks_go_on_alike(monkeypatch):
     """Routes that meet at spines: the first rounds differ. All of them played, or most left out:
     the same."""
-    cluster, program = clusters(24)[3], record_turned("all_gather", "ring", Operands(3000), 24)
+    cluster = clusters(24)[3]
+    program = record_turned("all_gather", "ring", Operands(3000), 24)
     short = walk(program, range(24), cluster)
     rounds = played(monkeypatch)
     walk(program, range(24), cluster)
@@ -139,7 +142,8 @@ def test_rounds_are_left_out_only_when_all_clocks_go_on_alike(monkeypatch):
 
 def played(monkeypatch):
     """A list that each round which is played adds to."""
-    rounds, play = [], turned_walk._Play
+    rounds = []
+    play = turned_walk._Play
     monkeypatch.setattr(turned_walk, "_Play", lambda *given: rounds.append(play(*given)))
     return rounds
 

@@ -142,11 +142,13 @@ def test_messages_and_bytes_are_those_of_the_formulas(verb, algorithm, size):
             blocks = tuple(chunk_bytes(length, 4, size))
         operands = Operands(4 * length, () if verb == "scatter" else blocks, 4, 2)
     else:
-        blocks, operands = tuple(chunk_bytes(length, 4, size)), Operands(4 * length, (), 4)
+        blocks = tuple(chunk_bytes(length, 4, size))
+        operands = Operands(4 * length, (), 4)
     if verb == "broadcast":
         blocks = tuple(chunk_bytes(4 * length, 1, size))
     case = Case(size, 0 if verb == "barrier" else 4 * length, blocks, [blocks] * size, 2, 4, nodes)
-    program, formula = record(verb, algorithm, operands, size, nodes), FORMULAS[verb, algorithm]
+    program = record(verb, algorithm, operands, size, nodes)
+    formula = FORMULAS[verb, algorithm]
     assert (program.messages, program.sent_bytes) == (
         formula.messages_of(case),
         formula.bytes_of(case),
@@ -163,7 +165,8 @@ def test_shared_memory_in_pieces(verb, size):
     n = 5 << 20
     blocks = tuple(chunk_bytes(n // 4, 4, size)) if verb == "reduce_scatter" else (n,) * size
     case = Case(size, n, blocks, [(n,) * size] * size, 1, 4)
-    program, formula = record(verb, "shared", Operands(n, (), 4), size), FORMULAS[verb, "shared"]
+    program = record(verb, "shared", Operands(n, (), 4), size)
+    formula = FORMULAS[verb, "shared"]
     assert (program.messages, program.sent_bytes) == (
         formula.messages_of(case),
         formula.bytes_of(case),
@@ -190,7 +193,8 @@ def test_messages_that_share_a_link_take_turns():
 
 
 def test_a_slow_link_slows_the_ring_by_its_factor():
-    quick, slow = flat(8), flat(8).slowed({"node0.out3": 4.0})
+    quick = flat(8)
+    slow = flat(8).slowed({"node0.out3": 4.0})
     n = 8 << 20
     ratio = (
         cost_on(slow, 8, "all_reduce", "ring", n).seconds

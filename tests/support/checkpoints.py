@@ -98,10 +98,8 @@ def whole_state(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     for shard in manifest["shards"]:
         content = (folder / shard["file"]).read_bytes()
         for array in shard["arrays"]:
-            kind, size = (
-                np.dtype(DTYPES[array["dtype"]]),
-                int(np.prod(array["shape"], dtype=np.int64)),
-            )
+            kind = np.dtype(DTYPES[array["dtype"]])
+            size = int(np.prod(array["shape"], dtype=np.int64))
             numbers = np.frombuffer(
                 content, kind, array["nbytes"] // kind.itemsize, array["offset"]
             )
@@ -115,7 +113,8 @@ def whole_state(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
             seen = times.setdefault(array["key"], np.zeros(size, np.int64))
             # copies are equal
             assert np.array_equal(whole[at][seen[at] > 0], numbers[seen[at] > 0]), array["key"]
-            whole[at], seen[at] = numbers, seen[at] + 1
+            whole[at] = numbers
+            seen[at] = seen[at] + 1
     for key, count in times.items():
         assert count.all(), f"{key} is not complete"
     return tensors, manifest["about"]["state"]
@@ -123,7 +122,8 @@ def whole_state(folder: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 def same_state(first: Path, second: Path) -> bool:
     """Whether two checkpoints hold the same bits, whatever plans wrote them."""
-    (ours, state), (theirs, other) = whole_state(first), whole_state(second)
+    (ours, state) = whole_state(first)
+    (theirs, other) = whole_state(second)
     return (
         state == other
         and ours.keys() == theirs.keys()

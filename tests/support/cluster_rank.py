@@ -55,7 +55,8 @@ def run_conformance(world: Group) -> None:
     counted = np.array(conformance.verbs(world, cases), np.int64)
     counted = world.all_reduce(counted)
     for fields, row in zip(cases, counted.tolist(), strict=True):
-        case, formula = Drawn(**fields), FORMULAS[fields["verb"], fields["algorithm"]]
+        case = Drawn(**fields)
+        formula = FORMULAS[fields["verb"], fields["algorithm"]]
         assert row == [formula.messages_of(cost_case(case)), formula.bytes_of(cost_case(case))], (
             case,
             row,

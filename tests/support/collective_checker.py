@@ -73,7 +73,8 @@ class Drawn:
 def values(case: Drawn, rank: int, length: int, salt: int = 0) -> np.ndarray:
     """What a rank brings: another value for each rank and index, as far as the dtype can tell them
     apart."""
-    kind, index = case.kind(), np.arange(length) + 7 * rank + 13 * salt
+    kind = case.kind()
+    index = np.arange(length) + 7 * rank + 13 * salt
     if case.rough:
         real, imaginary = np.random.default_rng([rank, salt]).standard_normal((2, length))
         return (real + 1j * imaginary if kind.kind == "c" else real).astype(kind)
@@ -119,7 +120,8 @@ def bring(case: Drawn, rank: int) -> Any:
 
 def reduced(case: Drawn) -> np.ndarray:
     """All ranks' arrays combined by NumPy: in rank order, low precision in float32."""
-    kind, ufunc = case.kind(), UFUNCS[case.op]
+    kind = case.kind()
+    ufunc = UFUNCS[case.op]
     arrays = [bring(case, rank).astype(WIDE.get(kind, kind)) for rank in range(case.size)]
     total = arrays[0]
     for array in arrays[1:]:
@@ -129,7 +131,8 @@ def reduced(case: Drawn) -> np.ndarray:
 
 def expected(case: Drawn) -> list[Any]:
     """What each rank must get."""
-    ranks, verb = range(case.size), case.verb
+    ranks = range(case.size)
+    verb = case.verb
     if verb == "barrier":
         return [None for _ in ranks]
     if verb == "all_to_all":
@@ -162,7 +165,8 @@ def call(group: Group, case: Drawn, x: Any, out: Any) -> Any:
 
 def on_rank(world: Group, case: Drawn) -> tuple[Any, bool, dict[str, Any]]:
     """One rank's part: (result, whether the argument is as it was, what the ledger counted)."""
-    x, want = bring(case, world.rank), expected(case)[world.rank]
+    x = bring(case, world.rank)
+    want = expected(case)[world.rank]
     out: Any = None
     if case.how == "out" and want is not None:
         out = (
@@ -205,7 +209,8 @@ def bits(array: np.ndarray) -> bytes:
 
 def cost_case(case: Drawn) -> Case:
     """The call as the formulas see it."""
-    itemsize, lengths = case.kind().itemsize, case.lengths
+    itemsize = case.kind().itemsize
+    lengths = case.lengths
     seen = Case(case.size, root=case.root, nodes=case.nodes)
     if case.verb == "all_to_all":
         return replace(seen, parts=[[n * itemsize for n in row] for row in lengths])
@@ -254,7 +259,8 @@ def examine(case: Drawn, run: Callable[..., list[Any]] = run) -> list[Any]:
         for row in rows
     )
     formula = FORMULAS[case.verb, case.algorithm]
-    messages, nbytes = sum(row["messages"] for row in rows), sum(row["nbytes"] for row in rows)
+    messages = sum(row["messages"] for row in rows)
+    nbytes = sum(row["nbytes"] for row in rows)
     seen = replace(cost_case(case), lends=outcomes[0][2]["lends"])
     assert messages == formula.messages_of(seen), (
         f"{messages} messages, {formula.messages} expected"

@@ -48,7 +48,8 @@ def meeting(world: Group) -> Callable[[], None]:
     """
     last = world.size - 1
     made = np.frombuffer(os.fsencode(tempfile.mkdtemp()), np.uint8) if world.rank == last else None
-    folder, limit = os.fsdecode(world.broadcast(made, root=last).tobytes()), world.transport.limit
+    folder = os.fsdecode(world.broadcast(made, root=last).tobytes())
+    limit = world.transport.limit
 
     def meet() -> None:
         if world.rank != last:
@@ -211,7 +212,8 @@ def waiting_moves_the_other_handles_on(world: Group) -> None:
         send(world, 0, 7, np.ones(n)).wait()
         send(world, 0, 8, np.ones(1)).wait()
     if world.rank == 0:
-        large, small = np.ones(n), np.zeros(1)
+        large = np.ones(n)
+        small = np.zeros(1)
 
         def add(target: np.ndarray, start: int, piece: np.ndarray) -> None:
             target[start : start + len(piece)] += piece
@@ -247,7 +249,9 @@ def refused_message_leaves_the_link_whole(world: Group) -> None:
 
 
 def limit_ends_a_wait(world: Group) -> None:
-    peer, limit, meet = (world.rank + 1) % world.size, world.transport.limit, meeting(world)
+    peer = (world.rank + 1) % world.size
+    limit = world.transport.limit
+    meet = meeting(world)
     handle = recv(world, peer, 10, np.zeros(1))
     assert not handle.done()
     if world.rank != world.size - 1:  # if all waited, that were a deadlock
@@ -274,9 +278,11 @@ def waiting_burns_no_core(world: Group) -> None:
         time.sleep(0.4)
         send(world, 0, 11, np.ones(1)).wait()
     if world.rank == 0:
-        start, burnt = time.monotonic(), time.thread_time()
+        start = time.monotonic()
+        burnt = time.thread_time()
         recv(world, 1, 11, np.zeros(1)).wait()
-        waited, burnt = time.monotonic() - start, time.thread_time() - burnt
+        waited = time.monotonic() - start
+        burnt = time.thread_time() - burnt
         assert burnt < 0.25 * max(waited, 0.4), (
             f"{burnt:.2f} s of processor time to wait {waited:.2f} s"
         )
@@ -377,16 +383,20 @@ def as_mpi_has_it(world: Group) -> int:
     """
     from mpi4py import MPI
 
-    mpi, compared = MPI.COMM_WORLD, 0
+    mpi = MPI.COMM_WORLD
+    compared = 0
     ops = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
     counts = [len(part) for part in np.array_split(np.empty(7), world.size)]
     for dtype in BESIDE_MPI[:2] if world.size == 3 else BESIDE_MPI:
         x = ((np.arange(7) * 5 + 3 * world.rank) % 4 + 1).astype(dtype)
-        whole, chunk = np.empty(7 * world.size, dtype), np.empty(counts[world.rank], dtype)
+        whole = np.empty(7 * world.size, dtype)
+        chunk = np.empty(counts[world.rank], dtype)
         mpi.Allgather(x, whole)
         parts = mpi.alltoall(list(np.array_split(x, world.size)))
         for op, root in zip(ops, range(world.size), strict=False):
-            full, total, summed = x.copy(), np.empty_like(x), np.empty_like(x)
+            full = x.copy()
+            total = np.empty_like(x)
+            summed = np.empty_like(x)
             mpi.Bcast(full, root)
             mpi.Reduce(x, total, ops[op], root)
             mpi.Allreduce(x, summed, ops[op])
@@ -443,17 +453,16 @@ def calls_in_one_job(
     """
     if world.size == 4:
         all_peaceful(world)
-    counted, compared = (
-        verbs(world, cases),
-        as_mpi_has_it(world) if world.transport.name == "mpi" else 0,
-    )
+    counted = verbs(world, cases)
+    compared = as_mpi_has_it(world) if world.transport.name == "mpi" else 0
     return counted, bits(world) if world.size == 3 else [], compared
 
 
 def aborted(world: Group) -> bool:
     """A wait of rank 0 that another thread aborts while rank 1 does not wait; and every wait of
     both after it."""
-    caught, meet = [], meeting(world)
+    caught = []
+    meet = meeting(world)
     timer = threading.Timer(0.05, world.transport.abort, (CommError("enough"),))
     timer.start()
     if world.rank == 1:

@@ -144,7 +144,8 @@ def changed(value: Any, choose: random.Random, within: tuple[Any, ...] = ()) -> 
     outer = value
     for key in path[:-1]:
         outer = outer[key]
-    where, key = ".".join(map(str, path)), path[-1]
+    where = ".".join(map(str, path))
+    key = path[-1]
     how = choose.choice(["drop", "junk", "junk", "junk", "junk", "near", "rename", "add"])
     if how == "drop":
         del outer[key]
@@ -217,10 +218,8 @@ def change_header(file: Path, choose: random.Random) -> str:
         value = json.loads(manifest.read_text())
         del value["digest"]
         shard = next(shard for shard in value["shards"] if shard["file"] == file.name)
-        shard["header"], shard["nbytes"] = (
-            [len(new), zlib.crc32(new)],
-            len(new) + len(content) - 8 - length,
-        )
+        shard["header"] = [len(new), zlib.crc32(new)]
+        shard["nbytes"] = len(new) + len(content) - 8 - length
         for array in shard["arrays"]:
             array["offset"] += len(new) - 8 - length
         manifest.write_bytes(_with_digest(json.dumps(value)[:-1].encode()))

@@ -133,7 +133,8 @@ def train(world, job, survivor, settings, folder):
             trainer, loss, time.perf_counter() - start, behind=int("options" in settings)
         )
     survivor.finish(trainer)
-    digest, weights = trainer.weights_sha256(), trainer.state_dict()
+    digest = trainer.weights_sha256()
+    weights = trainer.state_dict()
     if serves:
         (folder / f"record-{world.rank}.json").write_text(json.dumps(trainer.strategy.record))
     if world.rank == 0:
@@ -165,7 +166,8 @@ def replay(folder, settings, changes):
         trainer.save(folder / str(number + 1))
         return losses, trainer.weights_sha256()
 
-    losses, digest = [], ""
+    losses = []
+    digest = ""
     for number, (size, _) in enumerate(changes):
         made, digest = md.run(part, number, size=size)[0]
         losses += made

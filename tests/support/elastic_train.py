@@ -37,7 +37,8 @@ def step(trainer, batch, **options):
 
 def tell():
     """The launcher passes the signal on to all, this process among them."""
-    heard, handler = [], signal.getsignal(signal.SIGTERM)
+    heard = []
+    handler = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *args: (heard.append(args), handler(*args)))
     os.kill(os.getppid(), signal.SIGTERM)
     wait(lambda: heard)

@@ -39,7 +39,8 @@ LEAVING = ("before goodbye", "after goodbye", "closing")
 def die_at(phase: str) -> None:
     """From now on this process is killed where `phase` says."""
     owner, name, when, number = PHASES[phase]
-    function, calls = getattr(owner, name), []
+    function = getattr(owner, name)
+    calls = []
 
     @functools.wraps(function)
     def until_then(*args, **kwargs):

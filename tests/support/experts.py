@@ -42,7 +42,8 @@ def train(
     """
     config = tiny(**{**SIZES, **changes})
     with account.use(account.MemoryAccount()) as memory:
-        group, same = world, None
+        group = world
+        same = None
         model = mixture(GPT(config), MixtureConfig(**{**MOE, **moe}))
         if world.size > 1:
             if copies > 1:  # data × experts, the experts' ranks neighbours
@@ -66,7 +67,10 @@ def train(
             else ExpertParallel(model, group, everyone=world, loss=loss, **kind)
         )
         update = optimizer(strategy.parameters, 1e-2)
-        losses, counted, rows, away = [], [], 0, 0
+        losses = []
+        counted = []
+        rows = 0
+        away = 0
         with world.ledger.during("step"):
             for step in range(steps):
                 state["step"] = step

@@ -24,10 +24,12 @@ import numpy as np
 PATIENCE = 20.0  # seconds that a stream waits for anything
 _numbers = itertools.count(1000)
 _local = threading.local()
-_streams, _events = {}, {}
+_streams = {}
+_events = {}
 _begins = {}  # address -> the arrays that begin there, weakly, for kernels' tables
 # host arrays that the GPU reads, by address
-_pinned, _pinned_lock = weakref.WeakValueDictionary(), threading.Lock()
+_pinned = weakref.WeakValueDictionary()
+_pinned_lock = threading.Lock()
 
 
 # --- streams
@@ -36,7 +38,9 @@ _pinned, _pinned_lock = weakref.WeakValueDictionary(), threading.Lock()
 
 class Stream:
     def __init__(self, null=False, non_blocking=False):
-        self.ptr, self._queue, self._puts = next(_numbers), queue.SimpleQueue(), itertools.count()
+        self.ptr = next(_numbers)
+        self._queue = queue.SimpleQueue()
+        self._puts = itertools.count()
         self.device_id = _device()
         _streams[self.ptr] = self
 
@@ -90,7 +94,8 @@ def get_current_stream():
 
 class Event:
     def __init__(self, block=False, disable_timing=False, interprocess=False):
-        self.ptr, self.recorded = next(_numbers), None
+        self.ptr = next(_numbers)
+        self.recorded = None
         _events[self.ptr] = self
 
     def record(self, stream=None):
@@ -139,18 +144,18 @@ class ndarray:
             nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
             host = at(memptr.ptr, nbytes).view(dtype).reshape(shape)
         elif host is None:
-            host, self.stream = np.empty(shape, dtype), get_current_stream()
+            host = np.empty(shape, dtype)
+            self.stream = get_current_stream()
             _spoil(host, 0xA5)
             weakref.finalize(self, self.stream.put, partial(_spoil, host, 0x5A)).atexit = False
-        self.host, self.base = host, base
-        self.shape, self.dtype, self.strides, self.size, self.ndim, self.nbytes = (
-            host.shape,
-            host.dtype,
-            host.strides,
-            host.size,
-            host.ndim,
-            host.nbytes,
-        )
+        self.host = host
+        self.base = base
+        self.shape = host.shape
+        self.dtype = host.dtype
+        self.strides = host.strides
+        self.size = host.size
+        self.ndim = host.ndim
+        self.nbytes = host.nbytes
         self.device = Device()
         self.flags = SimpleNamespace(c_contiguous=host.flags.c_contiguous)
         self.data = SimpleNamespace(ptr=host.__array_interface__["data"][0] if host.size else 0)
@@ -170,7 +175,8 @@ class ndarray:
         return self._viewed(self.host[index])
 
     def __setitem__(self, index, value):
-        target, source = self.host[index], _host(value)
+        target = self.host[index]
+        source = _host(value)
         assert isinstance(value, ndarray | int | float), (
             "a NumPy array cannot be assigned to CuPy's"
         )
@@ -200,10 +206,8 @@ class ndarray:
         return _computed(self.shape, self.dtype, lambda out: np.divide(self.host, number, out=out))
 
     def get(self, stream=None, order="C", out=None, blocking=True):
-        stream, out = (
-            stream or get_current_stream(),
-            np.empty_like(self.host) if out is None else out,
-        )
+        stream = stream or get_current_stream()
+        out = np.empty_like(self.host) if out is None else out
         assert out.dtype == self.dtype and out.shape == self.shape and out.flags.c_contiguous
         stream.put(lambda: np.copyto(out, self.host))
         if blocking:
@@ -280,7 +284,8 @@ class Memory:
 
     def __init__(self, size):
         self._bytes = np.full(size, 0xA5, np.uint8)
-        self.ptr, self.size = self._bytes.__array_interface__["data"][0], size
+        self.ptr = self._bytes.__array_interface__["data"][0]
+        self.size = size
         end = weakref.finalize(self, _free, self._bytes, self.ptr)
         end.atexit = False
         vars(_local).setdefault("memory", []).append(end)
@@ -302,12 +307,15 @@ def _free(host, ptr):
 
 class UnownedMemory:
     def __init__(self, ptr, size, owner, device_id=-1):
-        self.ptr, self.size, self.owner = ptr, size, owner
+        self.ptr = ptr
+        self.size = size
+        self.owner = owner
 
 
 class MemoryPointer:
     def __init__(self, mem, offset):
-        self.mem, self.ptr = mem, mem.ptr + offset
+        self.mem = mem
+        self.ptr = mem.ptr + offset
 
 
 class CUDARuntimeError(RuntimeError):
@@ -319,10 +327,12 @@ class Runtime:
     has those that were freed meanwhile, which leaves CUDA undefined; `refuses` turns IPC off."""
 
     CUDARuntimeError = CUDARuntimeError
-    exported, freed_under_others = {}, []
+    exported = {}
+    freed_under_others = []
 
     def __init__(self):
-        self.refuses, self._lock = False, threading.Lock()
+        self.refuses = False
+        self._lock = threading.Lock()
         self.exported.clear()
         self.freed_under_others.clear()
 
@@ -403,13 +413,19 @@ class _Hub:
 
 
 class NcclCommunicator:
-    hubs, kernel_seconds, all = {}, 0.002, []
+    hubs = {}
+    kernel_seconds = 0.002
+    all = []
 
     def __init__(self, ndev, commId, rank):
         assert len(commId) == 128
-        self.size, self.rank, self.aborted, self.steps = ndev, rank, False, 0
+        self.size = ndev
+        self.rank = rank
+        self.aborted = False
+        self.steps = 0
         self.hub = self.hubs.setdefault(commId, _Hub())
-        self.sent, self.failed = {}, None
+        self.sent = {}
+        self.failed = None
         self.all.append(self)
         self.hub.put("init", rank, True)
         self.hub.wait("init", range(ndev), self)
@@ -580,7 +596,8 @@ def _group_start():
 
 
 def _group_end():
-    works, _local.group = _local.group, None
+    works = _local.group
+    _local.group = None
     for comm, stream in {(comm, stream): None for comm, stream, _ in works}:
         if comm.aborted:
             raise NcclError("invalid argument")
@@ -604,7 +621,8 @@ class RawModule:
         from minidist.kernels.loader import Source  # noqa: PLC0415 - the transports' tests need no kernels
 
         # #line 1 "softmax.cu"
-        self._source, self._functions = Source(code.split('"')[1], name_expressions), {}
+        self._source = Source(code.split('"')[1], name_expressions)
+        self._functions = {}
         vars(self._source)["text"] = code
 
     def get_function(self, name):
@@ -621,7 +639,9 @@ class RawKernel:
     begin."""
 
     def __init__(self, source, name):
-        self._source, self._name, self.max_dynamic_shared_size_bytes = source, name, 48 * 1024
+        self._source = source
+        self._name = name
+        self.max_dynamic_shared_size_bytes = 48 * 1024
 
     def __call__(self, grid, block, args, shared_mem=0):
         from minidist.kernels import on_cpu  # noqa: PLC0415

@@ -67,7 +67,8 @@ class Graph:
     captured = None  # the one that is being written
 
     def __init__(self):
-        self.works, self.arrays = [], []
+        self.works = []
+        self.arrays = []
 
     def launch(self, stream=None):
         for work in self.works:
@@ -152,7 +153,8 @@ def computed(function, args, options):
     if function is np.take:
         options = {**options, "mode": "wrap"}  # CuPy looks at no index
     out = options.pop("out", None)
-    hosts, options = on_host(args), {name: on_host(value) for name, value in options.items()}
+    hosts = on_host(args)
+    options = {name: on_host(value) for name, value in options.items()}
 
     def run():
         with np.errstate(all="ignore"):
@@ -203,7 +205,8 @@ class ndarray(fake_cupy.ndarray):  # noqa: N801 - CuPy's name
     def __setitem__(self, index, value):
         if isinstance(value, ndarray):
             self._masks(index)
-        places, source = on_host(index, index=True), on_host(value)
+        places = on_host(index, index=True)
+        source = on_host(value)
         do(lambda: self.host.__setitem__(places, source))
 
     def _masks(self, index):
@@ -318,7 +321,8 @@ class _Function:
         return computed(self._function, args, options)
 
     def at(self, target, index, values):
-        index, values = on_host(index, index=True), on_host(values)
+        index = on_host(index, index=True)
+        values = on_host(values)
         do(lambda: self._function.at(target.host, index, values))
 
 
@@ -377,7 +381,8 @@ class Stream(nullcontext):
         Graph.captured = Graph()
 
     def end_capture(self):
-        graph, Graph.captured = Graph.captured, None
+        graph = Graph.captured
+        Graph.captured = None
         return graph
 
 
@@ -396,14 +401,17 @@ class Cublas:
     DTYPES = {0: np.float32, 2: np.float16, 14: ml_dtypes.bfloat16}
 
     def __init__(self):
-        self.calls, self.workspace, self.has_stream = [], None, False
+        self.calls = []
+        self.workspace = None
+        self.has_stream = False
 
     def cublasCreate_v2(self, handle):
         handle._obj.value = 7
         return 0
 
     def cublasSetStream_v2(self, handle, stream):
-        self.workspace, self.has_stream = None, True
+        self.workspace = None
+        self.has_stream = True
         return 0
 
     def cublasSetWorkspace_v2(self, handle, address, size):
@@ -447,10 +455,8 @@ class Cublas:
         assert (alpha._obj.value, beta._obj.value) == (1.0, 0.0)
         if x_step < (k if turn_x else m) or y_step < (n if turn_y else k) or z_step < m:
             return 7  # CUBLAS_STATUS_INVALID_VALUE
-        one, two = (
-            _matrix(x, x_kind, (m, k), turn_x, x_step),
-            _matrix(y, y_kind, (k, n), turn_y, y_step),
-        )
+        one = _matrix(x, x_kind, (m, k), turn_x, x_step)
+        two = _matrix(y, y_kind, (k, n), turn_y, y_step)
         result = _matrix(z, z_kind, (m, n), 0, z_step)
         self.calls.append((turn_x, turn_y, m, n, k))
         self.has_stream = False  # the next product may be in another
@@ -499,7 +505,8 @@ def modules():
     """The modules to stand in sys.modules."""
     found = fake_cupy.modules()
     cupy = _CuPy("cupy")
-    cuda, pinned = found["cupy.cuda"], found["cupyx"]
+    cuda = found["cupy.cuda"]
+    pinned = found["cupyx"]
     vars(cuda).update(
         Event=Event,
         Stream=Stream,

@@ -23,8 +23,10 @@ def fill(source: str, answers: Mapping[int, str]) -> str:
         number = call.args[0].value
         if number not in answers:
             continue
-        first, last = call.lineno - 1, call.end_lineno - 1
-        before, after = lines[first][: call.col_offset], lines[last][call.end_col_offset :]
+        first = call.lineno - 1
+        last = call.end_lineno - 1
+        before = lines[first][: call.col_offset]
+        after = lines[last][call.end_col_offset :]
         code = textwrap.dedent(answers[number]).strip()
         if not before.strip():  # the hole is a statement
             code = textwrap.indent(code, before).lstrip()

@@ -41,8 +41,11 @@ class VirtualJob:
         hosts: dict[int, str] | None = None,
         skew: dict[int, float] | None = None,
     ) -> None:
-        self.size, self.now, self.sequences = size, 0.0, {}
-        self._start, self.skew = time.time(), skew or {}
+        self.size = size
+        self.now = 0.0
+        self.sequences = {}
+        self._start = time.time()
+        self.skew = skew or {}
         self.flights = [FlightRecorder(rank) for rank in range(size)]
         for rank, flight in enumerate(self.flights):
             host = (hosts or {}).get(rank, os.uname().nodename)

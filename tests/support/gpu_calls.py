@@ -90,7 +90,8 @@ def right(world: Group, fields: dict[str, Any], *, on_gpus: bool = True) -> None
     """One case: the result, where it is, and that the argument is as it was. `on_gpus`: no byte
     goes over the host."""
     case = Drawn(**fields)
-    x, want = on_device(bring(case, world.rank)), expected(case)[world.rank]
+    x = on_device(bring(case, world.rank))
+    want = expected(case)[world.rank]
     out = None
     if case.how == "out" and want is not None:
         out = on_device(
@@ -157,7 +158,8 @@ def one_rank(world: Group) -> None:
     """NCCL itself, which a group of one rank never asks: each of its calls, dtypes and
     operations."""
     device: Any = nccl.connect(_Alone(), world.transport).device
-    side, native = device.side(1 << 20), device.native(1 << 20, [world.world_rank])
+    side = device.side(1 << 20)
+    native = device.native(1 << 20, [world.world_rank])
 
     def right(work: Any, out: Any, want: np.ndarray) -> None:
         _, mark = side.carry_out(side.begin(), work, out)
@@ -166,9 +168,11 @@ def one_rank(world: Group) -> None:
 
     for name in DTYPES:
         values = np.arange(1009).astype(Drawn("", "", 1, 0, dtype=name).kind())
-        x, octets = on_device(values), values.view(np.uint8)
+        x = on_device(values)
+        octets = values.view(np.uint8)
         for op in ("sum", "max", "min", "prod"):
-            out, again = on_device(np.zeros_like(values)), on_device(np.zeros_like(values))
+            out = on_device(np.zeros_like(values))
+            again = on_device(np.zeros_like(values))
             right(lambda op=op, x=x, out=out: native.all_reduce(x, out, op), out, values)
             right(
                 lambda op=op, x=x, out=again: native.reduce_scatter(x, out, [1009], op),
@@ -203,7 +207,8 @@ def mixed(world: Group) -> None:
     # NCCL has no int16: by way of the host
     unknown = world.all_reduce(on_device(np.ones(3, np.int16)))
     assert back(unknown).tolist() == [world.size] * 3
-    half, again = world.split(world.rank % 2), world.split(0, key=-world.rank)
+    half = world.split(world.rank % 2)
+    again = world.split(0, key=-world.rank)
     assert half is not None
     assert again is not None
     started = [
@@ -226,7 +231,8 @@ def in_a_stream_of_its_own(world: Group) -> None:
     the host, alone."""
     import cupy  # noqa: PLC0415
 
-    alone, total = world.split(world.rank), world.size * (world.size + 1) / 2
+    alone = world.split(world.rank)
+    total = world.size * (world.size + 1) / 2
     assert alone is not None
     with cupy.cuda.Stream(non_blocking=True):
         for group, algorithm, want in (
@@ -234,7 +240,8 @@ def in_a_stream_of_its_own(world: Group) -> None:
             (alone, "auto", world.rank + 1),
             (alone, "ring", world.rank + 1),
         ):
-            x, out = on_device(np.full(2000, world.rank + 1.0)), on_device(np.zeros(2000))
+            x = on_device(np.full(2000, world.rank + 1.0))
+            out = on_device(np.zeros(2000))
             assert (back(group.start_all_reduce(x, algorithm=algorithm).wait()) == want).all()
             assert group.start_all_reduce(x, out=out, algorithm=algorithm).wait() is out
             assert (back(out) == want).all()
@@ -248,7 +255,8 @@ def in_order(world: Group, rounds: int) -> None:
     the GPU itself."""
     import cupy  # noqa: PLC0415
 
-    x, kept = cupy.empty(5000, np.float64), []
+    x = cupy.empty(5000, np.float64)
+    kept = []
     for turn in range(rounds):
         x[...] = float(turn * 10 + world.rank)
         pending = world.start_all_reduce(x) if turn % 2 else None
@@ -262,7 +270,8 @@ def in_order(world: Group, rounds: int) -> None:
 def messages(world: Group, rounds: int) -> None:
     """Both send first; many under way, waited for in any order; to the host, from the host, to
     oneself, nothing."""
-    after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    after = (world.rank + 1) % world.size
+    before = (world.rank - 1) % world.size
     for turn in range(rounds):
         n = (0, 1, 30_000)[turn % 3]
         got = world.exchange(on_device(np.full(n, turn + 10.0 * world.rank)), dst=after, src=before)
@@ -276,11 +285,9 @@ def messages(world: Group, rounds: int) -> None:
         assert (got == 100 * before + i).all()
     for pending in sent:
         pending.wait()
-    x, host, device = (
-        on_device(np.arange(5) + world.rank),
-        np.zeros(5, np.int64),
-        on_device(np.zeros(5, np.int64)),
-    )
+    x = on_device(np.arange(5) + world.rank)
+    host = np.zeros(5, np.int64)
+    device = on_device(np.zeros(5, np.int64))
     leaving = [
         world.start_send(x, dst=after),
         world.start_send(np.arange(5) + world.rank, dst=after),

@@ -57,7 +57,8 @@ def numeric_gradients(call: Callable[..., Any], arrays: Sequence[np.ndarray]) ->
 
 def check_gradients(call: Callable[..., Any], arrays: Sequence[np.ndarray]) -> None:
     """Assert that both agree, number by number."""
-    ours, numeric = tape_gradients(call, arrays), numeric_gradients(call, arrays)
+    ours = tape_gradients(call, arrays)
+    numeric = numeric_gradients(call, arrays)
     for which, (a, b) in enumerate(zip(ours, numeric, strict=True)):
         np.testing.assert_allclose(
             a, b, rtol=1e-5, atol=1e-7, err_msg=f"gradient of argument {which}"

@@ -29,7 +29,8 @@ class Way(NamedTuple):
 
 def groups(world: Group) -> tuple[Group, Group]:
     """Two groups of all ranks."""
-    first, second = world.split(0, axis="first"), world.split(0, axis="second")
+    first = world.split(0, axis="first")
+    second = world.split(0, axis="second")
     assert first is not None and second is not None
     return first, second
 
@@ -170,7 +171,8 @@ CALLS: dict[str, Callable[[Group, np.ndarray], Any]] = {
 
 def drawn(draw: Any) -> dict[str, Any]:
     """A way for one rank to disagree: `draw` is a random.Random."""
-    kind, size = draw.choice(KINDS), draw.choice((2, 3, 4))
+    kind = draw.choice(KINDS)
+    size = draw.choice((2, 3, 4))
     one, other = draw.sample(sorted(CALLS), 2)
     algorithm, another = draw.sample(ALL_REDUCES[1:], 2)
     return {
@@ -235,15 +237,18 @@ def patient(world: Group, alpha: float, rounds: int, seed: int) -> int:
     """Rounds of calls over links so slow that every wait is told; and ranks that come late. Returns
     what it counted."""
     with delayed(world, alpha=alpha, beta=0.0) as slow:
-        after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+        after = (world.rank + 1) % world.size
+        before = (world.rank - 1) % world.size
         total = int(slow.exchange(world.rank, dst=after, src=before))
         total += int(slow.all_reduce(world.rank, algorithm="direct"))
         draw = random.Random(seed)  # the same on every rank
         for _ in range(rounds):
-            lazy, seconds = draw.randrange(world.size), draw.uniform(0.0, 3 * alpha)
+            lazy = draw.randrange(world.size)
+            seconds = draw.uniform(0.0, 3 * alpha)
             if world.rank == lazy:
                 time.sleep(seconds)
-            kind, pending = draw.randrange(4), None
+            kind = draw.randrange(4)
+            pending = None
             if kind == 0:
                 pending = slow.start_all_reduce(
                     world.rank, algorithm=draw.choice(("ring", "tree", "direct"))

@@ -29,7 +29,8 @@ def lateness() -> Iterator[list[float]]:
 
     Any thread may wait as long for a core, where ranks and whatever else runs outnumber cores.
     """
-    over, late = threading.Event(), [0.0]
+    over = threading.Event()
+    late = [0.0]
 
     def watch() -> None:
         while not over.is_set():

@@ -32,7 +32,8 @@ def seconds(world: Group, algorithm: str) -> float:
 
 def main() -> None:
     world = md.init(limit=20)
-    inside, across = world.split(world.rank // 2), world.split(world.rank % 2)
+    inside = world.split(world.rank // 2)
+    across = world.split(world.rank % 2)
     seen: list[str] = []
     world.ledger.subscribe(
         lambda event: seen.append(event.details["algorithm"]) if event.kind == "call" else None

@@ -80,7 +80,8 @@ def _imported(node: ast.AST) -> Iterator[str]:
 def reached(module: str, inside: str, without: str = "") -> list[str]:
     """`module`, and what it imports inside the package `inside`, and what those import there, and
     so on."""
-    seen, left = {module}, [module]
+    seen = {module}
+    left = [module]
     while left:
         for found in imports(left.pop()):
             name = found.imported

@@ -63,7 +63,8 @@ def say(text: str) -> None:
 
 
 def main() -> None:
-    mode, transport = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None
+    mode = sys.argv[1]
+    transport = sys.argv[2] if len(sys.argv) > 2 else None
     victim = int(sys.argv[3]) if len(sys.argv) > 3 else 2
     if mode.startswith("killed "):
         from ends import die_at

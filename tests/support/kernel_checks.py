@@ -67,7 +67,8 @@ def check_gradient(
     """Each gradient of sum(forward(*arrays) * dy) against differences, number by number."""
     for which, (array, gradient) in enumerate(zip(arrays, gradients, strict=True)):
         for place in np.ndindex(array.shape):
-            kept, sums = array[place], []
+            kept = array[place]
+            sums = []
             for moved in (kept + step, kept - step):
                 array[place] = moved
                 sums.append(float((forward(*arrays) * dy).sum()))
@@ -91,7 +92,8 @@ def planted(
 ) -> Source:
     """The source with a mistake in it: some words replaced by others, and how many times they stand
     there."""
-    text, (old, new, times) = source.path.read_text(encoding="utf-8"), change
+    text = source.path.read_text(encoding="utf-8")
+    (old, new, times) = change
     assert text.count(old) == times, f"{old!r} stands {text.count(old)} times in {source.path.name}"
     path = folder / source.path.name
     path.write_text(text.replace(old, new), encoding="utf-8")

@@ -75,7 +75,9 @@ def nothing_left(limit: float = 30.0) -> Iterator[dict[str, str]]:
     """Gives an environment for subprocesses; afterwards asserts that, within `limit` s, none of it
     is left."""
     mark = uuid.uuid4().hex
-    threads, children, segments = set(threading.enumerate()), set(_children()), _segments()
+    threads = set(threading.enumerate())
+    children = set(_children())
+    segments = _segments()
     sockets = _sockets()
     yield {**os.environ, MARK: mark}
     deadline = time.monotonic() + limit

@@ -66,8 +66,10 @@ def reference(
     models = [new_model() for _ in range(size)]
     rule = {"adamw": AdamW, "sgd": SGD}[inner]
     optimizers = [rule(model.parameters(), 1e-2) for model in models]
-    common, losses = vector_of(models[0]), list[float]()
-    speed, due = np.zeros_like(common), list[tuple[int, slice]]()
+    common = vector_of(models[0])
+    losses = list[float]()
+    speed = np.zeros_like(common)
+    due = list[tuple[int, slice]]()
     edges = np.cumsum([0, *(len(part) for part in np.array_split(common, fragments))])
     for step in range(1, steps + 1):
         batch = global_batch(step - 1, sequences, tiny())

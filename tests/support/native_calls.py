@@ -16,7 +16,8 @@ from minidist.errors import CommError, ConfigError, TimeoutError
 def in_many_groups(world: Group) -> list[Any]:
     """Native calls in the world, in two halves of it, and in a group that is the world again; two
     of them at once."""
-    half, again = world.split(world.rank // 2), world.split(0, key=-world.rank)
+    half = world.split(world.rank // 2)
+    again = world.split(0, key=-world.rank)
     assert half is not None
     assert again is not None
     started = [
@@ -120,10 +121,13 @@ def disagree(world: Group, kind: str, odd: int, folder: str) -> None:
 
 def left_waiting(world: Group) -> float:
     """Rank 0 alone is in MPI's barrier: its wait ends at the limit, without burning its core."""
-    native, meet = world.transport.native(world.id, world.world_ranks), meeting(world)
-    began, burnt = time.monotonic(), time.thread_time()
+    native = world.transport.native(world.id, world.world_ranks)
+    meet = meeting(world)
+    began = time.monotonic()
+    burnt = time.thread_time()
     if world.rank == 0:
-        limit, world.transport.limit = world.transport.limit, 0.3
+        limit = world.transport.limit
+        world.transport.limit = 0.3
         try:
             native.barrier()
         except TimeoutError as error:

@@ -222,7 +222,8 @@ def _(draw: Any) -> Case:
 
 def placement(draw: Any) -> Placement:
     """Of a few tokens, each with a choice or two, some dropped."""
-    shape, rng = (draw(sizes), draw(st.integers(1, 2))), np.random.default_rng(draw(seeds))
+    shape = (draw(sizes), draw(st.integers(1, 2)))
+    rng = np.random.default_rng(draw(seeds))
     return place_rows(rng.integers(0, 3, size=shape), rng.random(shape) < 0.7, experts=3)
 
 
@@ -256,7 +257,8 @@ def _(draw: Any) -> Case:
 @case("grouped_linear")
 def _(draw: Any) -> Case:
     counts = draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
-    k, n = draw(sizes), draw(sizes)
+    k = draw(sizes)
+    n = draw(sizes)
     return Case(
         lambda x, w: ops.grouped_linear(x, w, counts=counts),
         [normal(draw, (sum(counts), k)), normal(draw, (len(counts), k, n))],
@@ -296,13 +298,17 @@ def _(draw: Any) -> Case:
 @case("matmul")
 def _(draw: Any) -> Case:
     a, b = broadcast_pair(draw)
-    m, k, n = draw(sizes), draw(sizes), draw(sizes)
+    m = draw(sizes)
+    k = draw(sizes)
+    n = draw(sizes)
     return Case(ops.matmul, [normal(draw, (*a, m, k)), normal(draw, (*b, k, n))])
 
 
 @case("linear")
 def _(draw: Any) -> Case:
-    lead, k, n = draw(shapes), draw(sizes), draw(sizes)
+    lead = draw(shapes)
+    k = draw(sizes)
+    n = draw(sizes)
     arrays = [normal(draw, (*lead, k)), normal(draw, (k, n))]
     return Case(ops.linear, arrays + [normal(draw, (n,))] * draw(st.booleans()))
 
@@ -337,7 +343,8 @@ def _(draw: Any) -> Case:
 
 @case("rotary")
 def _(draw: Any) -> Case:
-    t, n = draw(sizes), draw(st.sampled_from([2, 4]))
+    t = draw(sizes)
+    n = draw(st.sampled_from([2, 4]))
     positions = np.random.default_rng(draw(seeds)).integers(0, 1000, size=t)
     return Case(
         lambda x: ops.rotary(x, beside(positions, x.data)), [normal(draw, (*draw(shapes), t, n))]
@@ -346,13 +353,11 @@ def _(draw: Any) -> Case:
 
 @case("causal_attention")
 def _(draw: Any) -> Case:
-    b, kv_heads, group, t, d = (
-        draw(st.integers(1, 2)),
-        draw(st.integers(1, 2)),
-        draw(sizes),
-        draw(sizes),
-        draw(sizes),
-    )
+    b = draw(st.integers(1, 2))
+    kv_heads = draw(st.integers(1, 2))
+    group = draw(sizes)
+    t = draw(sizes)
+    d = draw(sizes)
     kv = (b, kv_heads, t, d)
     return Case(
         ops.causal_attention,
@@ -362,7 +367,8 @@ def _(draw: Any) -> Case:
 
 @case("causal_attention_packed")
 def _(draw: Any) -> Case:
-    heads, d = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    heads = draw(st.integers(1, 2))
+    d = draw(st.integers(1, 2))
     return Case(
         lambda x: ops.causal_attention_packed(x, heads=heads),
         [normal(draw, (draw(st.integers(1, 2)), draw(sizes), 3 * heads * d))],
@@ -371,12 +377,10 @@ def _(draw: Any) -> Case:
 
 @case("sparse_attention")
 def _(draw: Any) -> Case:
-    kv_heads, group, t, d = (
-        draw(st.integers(1, 2)),
-        draw(sizes),
-        draw(st.integers(1, 7)),
-        draw(sizes),
-    )
+    kv_heads = draw(st.integers(1, 2))
+    group = draw(sizes)
+    t = draw(st.integers(1, 7))
+    d = draw(sizes)
     side = draw(st.integers(1, 4))
     count = -(-t // side)
     blocks = np.random.default_rng(draw(seeds)).random((count, count)) < draw(
@@ -391,7 +395,8 @@ def _(draw: Any) -> Case:
 
 @case("cross_entropy")
 def _(draw: Any) -> Case:
-    lead, vocabulary = draw(shapes), draw(st.integers(1, 4))
+    lead = draw(shapes)
+    vocabulary = draw(st.integers(1, 4))
     targets = np.random.default_rng(draw(seeds)).integers(0, vocabulary, size=lead)
     divisor = draw(st.none() | st.integers(1, 100))
     return Case(
@@ -402,8 +407,11 @@ def _(draw: Any) -> Case:
 
 @case("dropout")
 def _(draw: Any) -> Case:
-    rate, step = draw(st.sampled_from([0.0, 0.3, 0.9])), draw(st.integers(0, 9))
-    shape, arrays = (*draw(shapes), draw(sizes)), draw(st.integers(1, 2))  # x, perhaps a residual
+    rate = draw(st.sampled_from([0.0, 0.3, 0.9]))
+    step = draw(st.integers(0, 9))
+    # x, perhaps a residual
+    shape = (*draw(shapes), draw(sizes))
+    arrays = draw(st.integers(1, 2))
     return Case(
         lambda *arrays: ops.dropout(*arrays, rate=rate, name="layer", seed=1, step=step),
         [normal(draw, shape) for _ in range(arrays)],

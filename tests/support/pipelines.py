@@ -30,7 +30,8 @@ def train_stages(
 ) -> dict[str, Any]:
     """What a rank holds after `steps` steps under the schedule `name`, or "model parallel";
     "single": one process."""
-    config, step = tiny(**changes), 0
+    config = tiny(**changes)
+    step = 0
 
     def key(part: Part) -> DropoutKey | None:
         return (
@@ -53,7 +54,8 @@ def train_stages(
     else:
         schedule = make_schedule(name, world.size, microbatches, chunks=chunks)
         strategy = Pipeline(model, world, schedule, seed=3, layers=layers, key=key)
-    optimizer, losses = AdamW(strategy.parameters, 1e-2), []
+    optimizer = AdamW(strategy.parameters, 1e-2)
+    losses = []
     for step in range(steps):  # noqa: B007 - key reads it
         with world.ledger.during("step"):
             losses.append(
@@ -95,9 +97,11 @@ def replay_updates(
     model = GPT(config)
     model.initialize(3)
     stages = [[dict(model.named_parameters())[name] for name in rank["names"]] for rank in ranks]
-    optimizers, losses = [AdamW(stage, 1e-2) for stage in stages], []
+    optimizers = [AdamW(stage, 1e-2) for stage in stages]
+    losses = []
     for step, microbatches in enumerate(steps):
-        total, count = 0.0, 0
+        total = 0.0
+        count = 0
         versions = [[[p.data.copy() for p in stage]] for stage in stages]
         for microbatch, (inputs, targets) in enumerate(microbatches):
             if not len(inputs):
@@ -106,7 +110,8 @@ def replay_updates(
                 write(stage, kept[dict(rank["updates"][step])[microbatch]])
             loss = model.loss(inputs, targets)
             loss.backward()
-            total, count = total + loss.item() * targets.size, count + targets.size
+            total = total + loss.item() * targets.size
+            count = count + targets.size
             for stage, optimizer, kept in zip(stages, optimizers, versions, strict=True):
                 write(stage, kept[-1])
                 optimizer.step()

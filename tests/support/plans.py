@@ -21,12 +21,11 @@ MOST = {"layers": 3, "heads": 4, "tied": True, "dropout": 0.2}  # what most can 
 def train(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """What a rank holds after some steps. `options`: plan (its fields), steps, sequences, and the
     Trainer's."""
-    config, options = (
-        tiny(**changes),
-        {"optimizer": "adamw", "lr": 1e-2, "clip": 0.5, "seed": 3, **options},
-    )
+    config = tiny(**changes)
+    options = {"optimizer": "adamw", "lr": 1e-2, "clip": 0.5, "seed": 3, **options}
     plan = Plan(**{"bucket_bytes": 2048, **options.pop("plan", {})})
-    steps, sequences = options.pop("steps", 2), options.pop("sequences", 5)
+    steps = options.pop("steps", 2)
+    sequences = options.pop("sequences", 5)
     trainer = Trainer(plan, config, world, **options)
     losses = [trainer.step(global_batch(step, sequences, config)) for step in range(steps)]
     trainer.check_replicas()

@@ -57,7 +57,8 @@ def random_steps(draw: Any, calls: int = 8) -> list[Timeline]:
             draw(st.lists(st.integers(0, 9), min_size=size, max_size=size))
         )
     ]
-    numbers, free = dict[str, int](), dict[str, int]()
+    numbers = dict[str, int]()
+    free = dict[str, int]()
     for _ in range(draw(st.integers(1, calls))):
         members = draw(st.sampled_from(GROUPS[size]))
         group = "-".join(map(str, members))

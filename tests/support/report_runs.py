@@ -28,7 +28,8 @@ def two_ranks(steps: int = 3, *, waits: bool = True) -> list[Timeline]:
 
 def _step(timeline: Timeline, step: int, begin: float, *, waits: bool) -> None:
     rank = timeline.rank
-    asked, end = begin + (5 + 3 * rank) * MS, begin + 9 * MS
+    asked = begin + (5 + 3 * rank) * MS
+    end = begin + 9 * MS
 
     def add(name: str, row: str, start: float, stop: float, **details: Any) -> None:
         timeline.add(Span(name, row, start, stop, {"step": step, **details}))
@@ -215,10 +216,8 @@ def many_ranks(ranks: int, *, steps: int = 30, calls: int = 40) -> list[Timeline
         for step in range(steps):
             begin = step * 100 * MS
             for call in range(calls):
-                at, about = (
-                    begin + (call * 2 + 0.137) * MS,
-                    {"step": step, "axis": "dp", "nbytes": 4096 + call},
-                )
+                at = begin + (call * 2 + 0.137) * MS
+                about = {"step": step, "axis": "dp", "nbytes": 4096 + call}
                 timeline.add(
                     Span(
                         f"all_reduce bucket {call}",

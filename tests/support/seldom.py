@@ -30,19 +30,22 @@ class Serial:
         inner_lr: float = 1e-2,
         clip: float | None = 1.0,
     ) -> None:
-        self.batch, self.config, self.inner_lr, self.clip = batch, config, inner_lr, clip
-        self.between, self.delay, self.mix, self.lr, self.momentum = (
-            every // fragments,
-            delay,
-            mix,
-            lr,
-            momentum,
-        )
+        self.batch = batch
+        self.config = config
+        self.inner_lr = inner_lr
+        self.clip = clip
+        self.between = every // fragments
+        self.delay = delay
+        self.mix = mix
+        self.lr = lr
+        self.momentum = momentum
         self.models: dict[int, Any] = {}
         self.inner: dict[int, AdamW] = {}
         self.merged: dict[int, int] = {}
         self.common = vector_of(new_model(config))
-        self.speed, self.met, self.losses = np.zeros_like(self.common), 0, dict[int, float]()
+        self.speed = np.zeros_like(self.common)
+        self.met = 0
+        self.losses = dict[int, float]()
         edges = np.cumsum([0, *(len(part) for part in np.array_split(self.common, fragments))])
         self.places = [slice(start, stop) for start, stop in zip(edges, edges[1:], strict=False)]
 
@@ -80,7 +83,9 @@ class Serial:
     def part(self, begin: dict[str, Any], end: dict[str, Any]) -> None:
         """One generation: from its record to that of the next; of the last, with `met` of the end
         of the run."""
-        processes, step, size = begin["processes"], begin["step"], len(begin["processes"])
+        processes = begin["processes"]
+        step = begin["step"]
+        size = len(begin["processes"])
         made = begin.get("made") or [None] * size
         assert self.met == begin.get("met", 0)
         teacher = next(

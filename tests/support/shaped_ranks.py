@@ -14,14 +14,16 @@ class ShapedRanks:
     its name."""
 
     def __init__(self, steps: dict[str, LocalStep], losses: dict[str, float] | None = None) -> None:
-        self.steps, self.losses = steps, losses or {}
+        self.steps = steps
+        self.losses = losses or {}
         self.opened: list[tuple[str, bool]] = []
         self.done = 0
 
     def ask(self, what: str, **question: Any) -> list[Any]:
         """The answers of both."""
         if what == "open":
-            self.way, self.done = question["way"].partition(":")[0], 0
+            self.way = question["way"].partition(":")[0]
+            self.done = 0
             self.opened.append((question["way"], question.get("timed", False)))
             return [{"parameters": 1000}] * 2
         if what == "loss":

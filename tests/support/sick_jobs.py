@@ -150,7 +150,8 @@ def found(folder: Path, *, before: int | None = None) -> list[Any]:
 
 def _watch(folder: Path, fault: Fault) -> SickRun:
     """Look at a running job, as `minidist diagnose` would, until it finds something."""
-    since, deadline = None, time.monotonic() + 40
+    since = None
+    deadline = time.monotonic() + 40
     while time.monotonic() < deadline:
         time.sleep(0.1)
         if since is None and (folder / "fault").exists():
@@ -178,7 +179,8 @@ class OneSlowLink(Delayed):
 
     def __init__(self, inner: Any, *, alpha: float, slow: int | None, times: float) -> None:
         super().__init__(inner, alpha=alpha, beta=0.0)
-        self.slow, self.slow_port = slow, Delayed(inner, alpha=alpha * times, beta=0.0)
+        self.slow = slow
+        self.slow_port = Delayed(inner, alpha=alpha * times, beta=0.0)
 
     def start_send(self, peer: int, tag: Any, view: np.ndarray, meta: bytes = b"") -> Any:
         if peer == self.slow:
@@ -207,7 +209,8 @@ def batch_of(
     random_numbers = np.random.default_rng([seed, step])
     start = random_numbers.integers(0, CONFIG.vocabulary, (rows, 1))
     ids = (start + np.arange(CONFIG.context + 1)) % CONFIG.vocabulary
-    inputs, targets = ids[:, :-1].copy(), ids[:, 1:].copy()
+    inputs = ids[:, :-1].copy()
+    targets = ids[:, 1:].copy()
     for row in noisy:
         targets[row] = random_numbers.integers(0, CONFIG.vocabulary, CONFIG.context)
     return inputs, targets
@@ -269,7 +272,8 @@ def _delay(world: Any, slow: int | None) -> None:
 def _other_calls(world: Any, injector: "Injector | None") -> None:
     """Two more calls of a step, of which the victim may get one wrong."""
     kind = injector.fault.kind if injector is not None else ""
-    norms, counts = np.ones(5), np.ones(7, np.float32)
+    norms = np.ones(5)
+    counts = np.ones(7, np.float32)
     if kind == "wrong shape":
         norms = np.ones(6)
     if kind == "wrong dtype":
@@ -285,7 +289,10 @@ class Injector:
     """What the victim does from its step on."""
 
     def __init__(self, fault: Fault, world: Any, trainer: Any, folder: Path) -> None:
-        self.fault, self.world, self.trainer, self.folder = fault, world, trainer, folder
+        self.fault = fault
+        self.world = world
+        self.trainer = trainer
+        self.folder = folder
         self.kept: list[np.ndarray] = []
         self._seconds: list[float] = []
 

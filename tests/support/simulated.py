@@ -62,11 +62,9 @@ def really(plan: Plan, config: GPTConfig, rows: int, *, device: str = "cpu") -> 
             trainer = md.Trainer(plan, config, world, device=device)
             for _ in range(STEPS):
                 trainer.step(batch)
-            peak, host, moved = (
-                memory.peak,
-                trainer.store.host.peak,
-                dict(trainer.store.traffic.step),
-            )
+            peak = memory.peak
+            host = trainer.store.host.peak
+            moved = dict(trainer.store.traffic.step)
             trainer.close()  # a last gather may still be on its way
         return Measured(sent_of(world.ledger.rows()), peak, host, moved)
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from minidist.observe.timeline import Span, Timeline
 
 LINE = "train.py:40"  # where buckets are asked for
-FORWARD, OPTIMIZER, SCALAR = 20.0, 3.0, 0.5
+FORWARD = 20.0
+OPTIMIZER = 3.0
+SCALAR = 0.5
 
 
 def ddp_step(
@@ -23,7 +25,9 @@ def ddp_step(
              backward: when each rank's ends. wakes: rank -> by how much it goes on later after its
              last bucket.
     """
-    ranks, ends, now = range(len(ready)), [], 0.0
+    ranks = range(len(ready))
+    ends = []
+    now = 0.0
     begins = []
     for number, alone in enumerate(transfer):
         begins.append(max(now, *(times[number] for times in ready)))
@@ -115,11 +119,14 @@ def gathered_forward(
     """
     units = len(work)
     asked: dict[int, float] = {}
-    spans, now, free = list[Span](), 0.0, 0.0
+    spans = list[Span]()
+    now = 0.0
+    free = 0.0
     for unit in range(units):
         for other in range(unit, min(units, unit + ahead + 1)):
             if other not in asked:
-                asked[other], begin = now, max(now, free)
+                asked[other] = now
+                begin = max(now, free)
                 free = begin + transfer
                 spans.append(
                     Span(

@@ -63,10 +63,8 @@ def linked(slow=3.0, late=0.0, hosts=None, ahead=0.0, steps=30, during=range(1 <
     for rank, each in ring.ranks.items():
         for line in each.steps:
             at = 1_000_000 * line["step"]
-            source, takes = (
-                (rank - 1) % 4,
-                30_000 if rank == 2 and slow == 3.0 and line["step"] in during else 10_000,
-            )
+            source = (rank - 1) % 4
+            takes = 30_000 if rank == 2 and slow == 3.0 and line["step"] in during else 10_000
             posted = at + int(1e6 * late) if rank == 3 else at - 5_000
             line["out"] = [[(rank + 1) % 4, 7, line["step"], 50_000, at + shift[rank]]]
             line["in"] = [

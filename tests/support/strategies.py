@@ -61,7 +61,8 @@ def calls(draw: st.DrawFn, verb: str, algorithm: str, transport: str) -> Drawn:
         st.sampled_from([name for name in LAYOUTS if name != "read-only" or how != "in place"])
     )
     if verb == "all_to_all" and size > 5:
-        base, more = draw(lengths(size)), draw(st.integers(0, 7))
+        base = draw(lengths(size))
+        more = draw(st.integers(0, 7))
         drawn = [[base + more * (src + 2 * dst) for dst in range(size)] for src in range(size)]
     elif verb == "all_to_all":
         drawn = draw(

@@ -57,7 +57,8 @@ def sum_by(
         parameters = [Parameter(np.zeros(shape, kind)) for shape in shapes]
         for number, parameter in enumerate(parameters):
             parameter.name = f"p{number}"
-        scheme, results = scheme_of(text), []
+        scheme = scheme_of(text)
+        results = []
         prepare(scheme)
         scheme.attach([GradientRun.whole(parameters, world, verb)])
         start, stop = bounds(count, size)[world.rank : world.rank + 2]

@@ -16,7 +16,10 @@ from minidist.nn import GPTConfig
 
 
 def main() -> None:
-    peer, rank, size, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+    peer = sys.argv[1]
+    rank = int(sys.argv[2])
+    size = int(sys.argv[3])
+    folder = Path(sys.argv[4])
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     torch.distributed.init_process_group(

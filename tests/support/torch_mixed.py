@@ -32,7 +32,8 @@ class RotaryBlock(TorchBlock):
         angles = torch.arange(config.context)[:, None] * 10000.0 ** (
             -torch.arange(half, dtype=torch.float64) / half
         )
-        self.cos, self.sin = angles.cos().float(), angles.sin().float()
+        self.cos = angles.cos().float()
+        self.sin = angles.sin().float()
 
     def turn(self, x: torch.Tensor) -> torch.Tensor:
         """(B, H, T, D) -> (B, H, T, D)"""
@@ -73,7 +74,8 @@ class RotaryGPT(nn.Module):
 
 def train(settings: train_settings.Settings, precision: str) -> float:
     """The held-out loss after all steps."""
-    args, options = settings.args, settings.trainer_options()
+    args = settings.args
+    options = settings.trainer_options()
     ours = GPT(settings.config)
     ours.initialize(args.seed)
     model = RotaryGPT(settings.config)

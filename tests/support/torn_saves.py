@@ -83,7 +83,8 @@ def torn_save(world: Any, folder: str, victim: int, at: int, told: str = "") -> 
 
     trainer = make(world, PLAN, CHANGES, {})
     steps(trainer, 2)
-    me, names = threading.current_thread(), list[str]()
+    me = threading.current_thread()
+    names = list[str]()
     pwrite = os.pwrite
 
     def before(name: str, *arguments: Any) -> None:
@@ -128,7 +129,8 @@ def in_fork(*arguments: Any) -> int:
 def main(base: str, out: str, sample: int) -> None:
     killed: list[Any] = []
     for victim in range(2):
-        counted, names = Path(out, f"calls-{victim}"), Path(out, f"names-{victim}")
+        counted = Path(out, f"calls-{victim}")
+        names = Path(out, f"names-{victim}")
         shutil.copytree(base, counted)
         assert in_fork(str(counted / "step-000002"), victim, -1, str(names)) == 0
         calls = json.loads(names.read_text())

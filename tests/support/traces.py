@@ -90,7 +90,8 @@ def grid(
 ) -> Job:
     """A job dp × pp × tp, tp innermost; a role for each stage and tensor rank, or if these are
     alike for each stage."""
-    pp, each = schedule.ranks, 1 if alike else tp
+    pp = schedule.ranks
+    each = 1 if alike else tp
     traces = [
         list(instructions_trace(schedule, stage, layers=layers))
         for stage in range(pp)
@@ -98,7 +99,9 @@ def grid(
     ]
 
     def members(axis: str, rank: int) -> tuple[int, ...]:
-        data, stage, tensor = rank // (pp * tp), rank // tp % pp, rank % tp
+        data = rank // (pp * tp)
+        stage = rank // tp % pp
+        tensor = rank % tp
         return {
             "tp": tuple((data * pp + stage) * tp + one for one in range(tp)),
             "pp": tuple((data * pp + one) * tp + tensor for one in range(pp)),

@@ -35,7 +35,9 @@ class WatchedRun:
         limit: int | None = 64 << 20,
         log: bool = True,
     ) -> None:
-        self.folder, self.size, self.of = folder, size, of
+        self.folder = folder
+        self.size = size
+        self.of = of
         self.job = VirtualJob(folder / "flight", size, alive=alive)
         self.begin = -SECONDS * steps - quiet
         lines = StepLog(folder / STEP_LOG, goes_on=False)

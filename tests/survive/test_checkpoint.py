@@ -195,10 +195,8 @@ class Regression(Module):
     """A user's own module: two layers, one of them frozen, and a scale."""
 
     def __init__(self) -> None:
-        self.up, self.down = (
-            Linear(5, 7, std=0.3, dtype="float64"),
-            Linear(7, 1, std=0.3, dtype="float64"),
-        )
+        self.up = Linear(5, 7, std=0.3, dtype="float64")
+        self.down = Linear(7, 1, std=0.3, dtype="float64")
         self.scale = Parameter(np.ones(()))
         self.down.weight.requires_grad = False
         self.assign_names()
@@ -367,7 +365,9 @@ def test_a_rank_whose_disk_is_slow_is_waited_for(
     slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1's disk goes on only when rank 0 waits without a limit in effect."""
-    usual, waited, transports = getattr(checkpoint, slow), list[bool](), dict[str, Any]()
+    usual = getattr(checkpoint, slow)
+    waited = list[bool]()
+    transports = dict[str, Any]()
 
     def patient(*args: Any) -> Any:
         if threading.current_thread().name == transports.get("slow"):

@@ -80,7 +80,8 @@ def place_of(shards: list[dict[str, Any]], file: str, at: int) -> str:
 )
 def test_two_hundred_flipped_bits(seed: int, folder: Path, tmp_path: Path) -> None:
     """200 of 200 are found, with shard and tensor named."""
-    choose, copy = random.Random(f"flips {seed}"), tmp_path / "copy"
+    choose = random.Random(f"flips {seed}")
+    copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     names = sorted(file.name for file in folder.iterdir())
     shards = read_manifest(folder)["shards"]
@@ -91,7 +92,8 @@ def test_two_hundred_flipped_bits(seed: int, folder: Path, tmp_path: Path) -> No
         content = file.read_bytes()
         # headers too
         some = headers.get(file.name, len(content)) if number % 5 == 0 else len(content)
-        at, bit = choose.randrange(some), 1 << choose.randrange(8)
+        at = choose.randrange(some)
+        bit = 1 << choose.randrange(8)
         file.write_bytes(content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :])
         told = read_everything(copy)
         assert place_of(shards, file.name, at) in told, (file.name, at, bit, told)

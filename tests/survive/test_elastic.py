@@ -85,7 +85,9 @@ def check(folder, settings, result, sizes):
 def late_fork(monkeypatch, tmp_path):
     """A replacement is forked when generation 2 has made a step: the ranks that are left do not
     wait for the fork."""
-    fork, record, waited = Template.fork, tmp_path / "elastic.jsonl", []
+    fork = Template.fork
+    record = tmp_path / "elastic.jsonl"
+    waited = []
 
     def fork_late(template, number, variables):
         deadline = time.monotonic() + FORK_LIMIT
@@ -158,10 +160,8 @@ def seldom(folder, elastic, **settings):
     """An elastic job of local steps is the replay of its record: the common weights, and all losses
     that came whole."""
     result, _ = run_job(folder, elastic, **settings)
-    records, options = (
-        [one for one in result["elastic"] if one["step"] is not None],
-        {**settings["options"]},
-    )
+    records = [one for one in result["elastic"] if one["step"] is not None]
+    options = {**settings["options"]}
     one = replay_seldom(
         records, settings["steps"], batch_of, CONFIG, every=options.pop("local_steps"), **options
     )
@@ -227,7 +227,9 @@ def test_a_rank_that_agrees_late(seconds, limit, ended, options, tmp_path, late_
 def test_a_template_that_hangs_delays_no_rank(tmp_path, monkeypatch):
     """Its fork is given up after FORK_LIMIT s. Meanwhile the ranks that are left go on; then a
     process is started."""
-    fork, record, stopped = Template.fork, tmp_path / "elastic.jsonl", []
+    fork = Template.fork
+    record = tmp_path / "elastic.jsonl"
+    stopped = []
 
     def stop_first(template, number, variables):
         if record.exists() and not stopped:
@@ -506,7 +508,8 @@ def test_a_rank_on_another_host_is_killed_and_replaced(tmp_path, capfd):
 def take_orphans(limit=10):
     """Wait for the processes that became this one's, because the lost host is this machine; their
     numbers."""
-    found, deadline = [], time.monotonic() + limit
+    found = []
+    deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -571,7 +574,8 @@ def test_no_process_stays_on_another_host(number, tmp_path):
             ],
             environment,
         )
-        log, deadline = tmp_path / "log", time.monotonic() + 60
+        log = tmp_path / "log"
+        deadline = time.monotonic() + 60
         while not (log.exists() and "stepped" in log.read_text()) and time.monotonic() < deadline:
             time.sleep(0.05)
         job.send_signal(number)

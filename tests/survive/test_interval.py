@@ -14,7 +14,8 @@ def simulated(
 ) -> float:
     """The part of the time that is kept work, of many segments with interruptions at random
     moments."""
-    chance, clock = random.Random(1), 0.0
+    chance = random.Random(1)
+    clock = 0.0
     for _ in range(segments):
         while (moment := chance.expovariate(1 / between)) < interval + save:
             clock += moment

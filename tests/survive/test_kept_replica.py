@@ -48,9 +48,11 @@ def train(
           them. sums: which ranks get the sum of the last meeting, that is broken off (None: the
           last step is whole).
     """
-    process, rank = processes[world.rank], world.rank
+    process = processes[world.rank]
+    rank = world.rank
     trainer = Trainer(Plan(dp=world.size, **plan), tiny(), world, seed=3, lr=1e-2)
-    mine, strategy = kept[process], trainer.strategy
+    mine = kept[process]
+    strategy = trainer.strategy
     restored, _ = mine.restore(trainer)
     mine.begin(trainer, len(records))
     if rank == 0:
@@ -180,7 +182,8 @@ def test_what_goes_on_is_the_replay_of_the_changes(case: str) -> None:
 def test_planted_bugs_in_a_meeting_are_seen(
     bug: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send, fill = kept_replica._send_state, kept_replica._fill
+    send = kept_replica._send_state
+    fill = kept_replica._fill
     match bug:
         case "the outer state is not handed out":
             monkeypatch.setattr(

@@ -49,7 +49,8 @@ def train(
     worker pauses after; or all have made all. Returns: the state that it began with, and that at
     its end."""
     trainer = Trainer(Plan(dp=world.size, **plan), tiny(), world, seed=3, lr=1e-2, clip=None)
-    mine, strategy = kept[processes[world.rank]], trainer.strategy
+    mine = kept[processes[world.rank]]
+    strategy = trainer.strategy
     restored, _ = mine.restore(trainer)
     optimizer = strategy.outer if "local_steps" in plan and strategy.serves else trainer.optimizer
     before = state(strategy, optimizer)
@@ -90,7 +91,8 @@ def run(
 
 def replayed(record: list[Update], start: ShardState | None, workers: int) -> np.ndarray:
     """The weights that a server ends with, whose record this is, and which began as `start`."""
-    model, optimizers = GPT(tiny()), list[Any]()
+    model = GPT(tiny())
+    optimizers = list[Any]()
     model.initialize(3)
 
     def optimizer(pieces: Any) -> Any:
@@ -177,7 +179,8 @@ def test_servers_share_the_keys_and_roles_change() -> None:
         [([0, 1, 2, 3, 4], [5, 5, 6, 0, 0]), ([0, 1, 2, 4], [12] * 4)], plan
     )
     # process 4 was the second server, and is
-    before, after = first[4]["after"], second[3]["before"]
+    before = first[4]["after"]
+    after = second[3]["before"]
     assert after["service"] == before["service"] == 16
     np.testing.assert_array_equal(after["weights"][0], before["weights"][0])
     assert found[0]["versions"][0] <= 16 == found[0]["versions"][1]
@@ -190,7 +193,8 @@ def test_servers_share_the_keys_and_roles_change() -> None:
 
 def test_a_worker_with_local_steps_goes_on_in_the_middle_of_its_round() -> None:
     (first, second), found = run([([0, 1, 2], [4, 5, 0]), ([0, 7, 2], [12] * 3)], ROUNDS)
-    mine, was = second[0]["before"], first[0]["after"]
+    mine = second[0]["before"]
+    was = first[0]["after"]
     assert (mine["made"], mine["pushes"], mine["counts"]) == (4, 1, was["counts"]) and mine[
         "counts"
     ][0] == 4

@@ -65,7 +65,8 @@ def any_plan(
         )
     while True:
         axes = {axis: choose.choice([1, 1, 2, 3, 4]) for axis in ("pp", "cp", "tp")}
-        axes["dp"], axes["ep"] = choose.choice([1, 2, 3, 4, 5, 7, 8]), choose.choice([1, 2, 4])
+        axes["dp"] = choose.choice([1, 2, 3, 4, 5, 7, 8])
+        axes["ep"] = choose.choice([1, 2, 4])
         axes["ep"] = axes["ep"] if "mixture" in changes else 1
         plan: dict[str, Any] = {
             **axes,
@@ -105,7 +106,8 @@ def check_pair(number: int, most: int, folder: Path) -> None:
     changes, options, precision = any_model(choose)
     first, second = (any_plan(choose, changes, precision, most) for _ in range(2))
     print(f"pair {number}: {changes} {options}\n{first}\n{second}")
-    one, two = str(folder / f"{number}" / "one"), str(folder / f"{number}" / "two")
+    one = str(folder / f"{number}" / "one")
+    two = str(folder / f"{number}" / "two")
     md.run(saved, one, first, changes, options, 2, size=md.Plan(**first).size)
     other = md.run(resumed, one, second, changes, options, 3, two, size=md.Plan(**second).size)
     assert same_state(Path(one), Path(two))

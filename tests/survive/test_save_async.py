@@ -85,7 +85,8 @@ def said(capfd: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def test_the_plain_version_holds_the_state_of_its_start(tmp_path: Path) -> None:
-    state, room = np.arange(9.0), np.empty(9)
+    state = np.arange(9.0)
+    room = np.empty(9)
     for _ in range(2):
         before = state.copy()
         writer = plain_start_save(tmp_path / "state.npy", state, room)
@@ -394,7 +395,8 @@ def test_training_stands_still_for_one_copy_and_a_half_at_most(tmp_path: Path) -
             for array in (slot.weights.data, *slot.state.values())
         ]
         targets = [np.zeros_like(array) for array in arrays]
-        stands, copies = [], []
+        stands = []
+        copies = []
         for _ in range(15):
             begun = time.thread_time()
             save = saver.start(tmp_path / "a", {})
@@ -422,7 +424,8 @@ def test_a_save_in_50_steps_costs_one_percent_of_their_processor_time_at_most(
         model = Model()
         trainer = Trainer(Plan(), model.config(), world)
         batch = random_batch(model.vocab, model.batch, model.context)
-        saves, computes = [], []
+        saves = []
+        computes = []
         for _ in range(6):
             begun = time.process_time()
             trainer.step(batch)
@@ -441,7 +444,8 @@ def test_a_save_in_50_steps_costs_one_percent_of_their_processor_time_at_most(
 def test_resident_memory_is_flat_over_500_saves(tmp_path: Path) -> None:
     def job(world: Any) -> list[int]:
         trainer = trainer_of(world)
-        process, seen = psutil.Process(), []
+        process = psutil.Process()
+        seen = []
         steps(trainer, 300)  # buffers between ranks have been used to their ends
         for save in range(500):
             trainer.start_save(step_folder(tmp_path, save % 2))

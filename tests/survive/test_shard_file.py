@@ -49,7 +49,8 @@ def test_a_rank_reads_what_it_wants(
     monkeypatch.setattr(shard_file, "BLOCK", block)
     folder = str(tmp_path / "a")
     md.run(saved, folder, writer, CHANGES, {}, 1, size=md.Plan(**writer).size)
-    read, pread = Counter[int](), os.pread
+    read = Counter[int]()
+    pread = os.pread
 
     def counting(descriptor: int, count: int, start: int) -> bytes:
         read[threading.get_ident()] += count
@@ -87,7 +88,8 @@ def test_the_safetensors_library_reads_the_same(changes: dict[str, Any], tmp_pat
             assert {*opened.keys()} == {*tensors} == {array["key"] for array in shard["arrays"]}
         for array in shard["arrays"]:
             ((start, length, _, count),) = array["stripes"]
-            ours, theirs = whole[array["key"]][start : start + length], tensors[array["key"]]
+            ours = whole[array["key"]][start : start + length]
+            theirs = tensors[array["key"]]
             assert (
                 count == 1
                 and np.array_equal(ours, theirs.reshape(-1))

@@ -315,10 +315,8 @@ def weather(folder, ranks, spares, kinds, *, every, seconds=1e9, most=None, **se
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_three_faults_and_the_bits_of_a_training_that_nothing_disturbs(ranks, tmp_path):
     """Under ZeRO only the partner has a lost rank's shards."""
-    settings, before = (
-        {"zero": 1, "steps": 24, "pause": 0.04, "transport": "tcp"},
-        seconds_of_children(),
-    )
+    settings = {"zero": 1, "steps": 24, "pause": 0.04, "transport": "tcp"}
+    before = seconds_of_children()
     storm, result = weather(
         tmp_path, ranks, 1, ("kill", "stop", "cut"), every=0.3, most=3, **settings
     )
@@ -480,7 +478,8 @@ def test_a_job_of_mpirun_comes_back_from_the_disk_with_the_same_bits(tmp_path):
         "--batch=8",
         "--zero=1",
     )
-    calm, broken = tmp_path / "calm", tmp_path / "broken"
+    calm = tmp_path / "calm"
+    broken = tmp_path / "broken"
     with nothing_left() as environment:
         subprocess.run(train(calm, *tiny), check=True, env=environment, timeout=100)
         job = subprocess.Popen(train(broken, *tiny), env=environment, stderr=subprocess.DEVNULL)

@@ -88,7 +88,8 @@ def test_one_rank_of_two_processes_is_killed(
 ) -> None:
     """The other one learns it, and ends; or no call of that number was made (rank 1 only writes its
     shard)."""
-    run, names = tmp_path / "run", tmp_path / "names"
+    run = tmp_path / "run"
+    names = tmp_path / "names"
     shutil.copytree(base, run)
     try:
         md.run(torn_save, str(run / "step-000002"), victim, at, str(names), size=2, transport="tcp")
@@ -108,7 +109,10 @@ def goes_on(
     """A save whose call number `wrong` of this name fails on a rank: (what is told, the run after
     it, open files)."""
     trainer = make(world, PLAN, CHANGES, {})
-    losses, told, me, count = steps(trainer, 2), "", threading.current_thread(), [0]
+    losses = steps(trainer, 2)
+    told = ""
+    me = threading.current_thread()
+    count = [0]
     trainer.save(folder)
     losses += steps(trainer, 1)
 
@@ -193,7 +197,9 @@ def refused_save(world: Any, folder: str) -> tuple[str, int]:
 def test_the_manifest_comes_last(slow: str, tmp_path: Path) -> None:
     """All is on the disk before the manifest, which is before the folder has its place, however
     slow one disk is."""
-    made, files, opened = list[tuple[str, str]](), dict[int, str](), os.open
+    made = list[tuple[str, str]]()
+    files = dict[int, str]()
+    opened = os.open
 
     def before(name: str, *arguments: Any) -> int | None:
         if name == "open" and isinstance(arguments[0], (str, Path)) and type(arguments[-1]) is int:

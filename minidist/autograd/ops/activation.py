@@ -38,7 +38,8 @@ def _gated(
     """
     if not near:
         u *= 0.5
-    r, h = xp.exp(u, out=u), slope
+    r = xp.exp(u, out=u)
+    h = slope
     if near:
         xp.add(r, 1.0, out=h)
         xp.reciprocal(h, out=h)
@@ -59,7 +60,9 @@ def _gelu_block(
     xp: Any, x: Array, inner: Array, near: bool, y: Array, slope: Array, room: Array
 ) -> None:
     """z = 2 x (c + k x²), as (1 + tanh a) / 2 = sigmoid(2 a); dz/dx = 2 (c + 3 k x²)."""
-    c, k, (u, s) = _GELU_IN, _GELU_IN * _GELU_CUBE, room
+    c = _GELU_IN
+    k = _GELU_IN * _GELU_CUBE
+    (u, s) = room
     xp.multiply(inner, inner, out=s)
     s *= -2.0 * k
     s -= 2.0 * c  # s = -2 (c + k x²)
@@ -100,7 +103,8 @@ def _run_block(
         block(xp, x, x, True, y, slope, room)
     else:
         where = np.flatnonzero(~(np.abs(x) <= near))  # also of NaN
-        few, cut = x[where], np.clip(x, -near, near)
+        few = x[where]
+        cut = np.clip(x, -near, near)
         results = np.empty((2, len(few)), x.dtype)
         block(xp, cut, cut, True, y, slope, room)
         block(xp, few, np.clip(few, -far, far), False, results[0], results[1], room[:, : len(few)])
@@ -126,11 +130,14 @@ def _value_and_slope(
     wide = xp.ascontiguousarray(widen(x))
     wide = wide.reshape(-1) if bias is None else rows(wide)
     ours = overwrite or x.dtype in LOW_PRECISION or not x.flags.c_contiguous
-    y, slope = wide if ours else xp.empty_like(wide), xp.empty_like(wide)
-    blocks, kind = list(row_blocks(wide)) if wide.size else [], wide.dtype.itemsize // 8
+    y = wide if ours else xp.empty_like(wide)
+    slope = xp.empty_like(wide)
+    blocks = list(row_blocks(wide)) if wide.size else []
+    kind = wide.dtype.itemsize // 8
     room = xp.empty((2, wide[blocks[0]].size if blocks else 0), wide.dtype)
     for at in blocks:
-        part, value = wide[at], y[at]
+        part = wide[at]
+        value = y[at]
         if bias is not None:
             # a block has read x for the last time when it writes y
             part = xp.add(part, widen(bias), out=value)
@@ -251,7 +258,8 @@ def softmax(x: Array, *, dim: int = -1) -> tuple[Array, Saved]:
     if fast is not None:
         y = fast(x)
         return y, saved(y=y)
-    xp, wide = array_module(x), widen(x)
+    xp = array_module(x)
+    wide = widen(x)
     if not x.size:  # no maximum, no chances
         return x.copy(), saved(y=x)
     top = wide.max(axis=dim, keepdims=True)
@@ -269,7 +277,8 @@ def _(node: Node, dy: Array) -> Array:
     fast = kernel("softmax_gradient", node.y, dy) if dim in (-1, dy.ndim - 1) else None
     if fast is not None:
         return fast(node.y, dy)
-    y, wide = widen(node.y), widen(dy)
+    y = widen(node.y)
+    wide = widen(dy)
     dx = wide * y
     dx -= y * dx.sum(axis=dim, keepdims=True)
     return narrow(dx, dy.dtype)
@@ -290,7 +299,8 @@ def log_softmax(x: Array, *, dim: int = -1) -> tuple[Array, Saved]:
 
 @log_softmax.gradient("x")
 def _(node: Node, dy: Array) -> Array:
-    xp, wide = array_module(dy), widen(dy)
+    xp = array_module(dy)
+    wide = widen(dy)
     dx = xp.exp(widen(node.y))
     dx *= -wide.sum(axis=node.options.get("dim", -1), keepdims=True)
     dx += wide

@@ -54,7 +54,8 @@ def query_blocks(q: Array) -> Iterator[tuple[slice, slice, Array]]:
     The mask (Q, Q) is added to the scores of the block's own tokens: -inf where the key is after
     the query, else 0.
     """
-    xp, length = array_module(q), q.shape[-2]
+    xp = array_module(q)
+    length = q.shape[-2]
     height = min(max(1, length), QUERY_BLOCK if on_host(q) else QUERY_BLOCK_GPU)
     ahead = xp.arange(height)[:, None] > xp.arange(height)
     mask = xp.where(ahead, q.dtype.type(-np.inf), q.dtype.type(0))
@@ -131,7 +132,8 @@ def _attend_gradients(
     q = q * scale
     row = xp.einsum("...td,...td->...t", dy, y)[..., None, :]
     for queries, keys, mask in query_blocks(q):
-        q_block, dy_block = q[..., queries, :], dy[..., queries, :]
+        q_block = q[..., queries, :]
+        dy_block = dy[..., queries, :]
         p = next(kept, None)
         if p is None:
             p = block_scores(q, k, queries, keys, mask)
@@ -169,7 +171,8 @@ def sum_heads(x: Array, kv_heads: int) -> Array:
 def _forward(q: Array, k: Array, v: Array, y: Array, keep: bool) -> tuple[Array, list[Array]]:
     """Attention of a batch into y; all (B, H or H_kv, T, D). Returns: log(sum(exp(scores))), kept
     probabilities."""
-    xp, (b, heads, t, _) = array_module(q), q.shape
+    xp = array_module(q)
+    (b, heads, t, _) = q.shape
     log_total = xp.empty((b, heads, 1, t), q.dtype)
     kept: list[Array] = []
     for i in sequences(q):
@@ -197,7 +200,10 @@ def _backward(
     dv: Array,
 ) -> None:
     """Write the gradients of a batch into dq (B, H, T, D) and dk, dv (B, H_kv, T, D)."""
-    xp, heads, kv_heads, blocks = array_module(q), q.shape[1], k.shape[1], iter(kept)
+    xp = array_module(q)
+    heads = q.shape[1]
+    kv_heads = k.shape[1]
+    blocks = iter(kept)
     for i in sequences(q):
         own = heads == kv_heads
         dk_all, dv_all = (dk[i], dv[i]) if own else xp.empty((2, *q[i].shape), q.dtype)
@@ -214,7 +220,8 @@ def _backward(
             dv_all,
         )
         if not own:
-            dk[i], dv[i] = sum_heads(dk_all, kv_heads), sum_heads(dv_all, kv_heads)
+            dk[i] = sum_heads(dk_all, kv_heads)
+            dv[i] = sum_heads(dv_all, kv_heads)
 
 
 def check_shapes(name: str, q: Array, k: Array, v: Array) -> None:
@@ -280,7 +287,9 @@ def causal_attention(q: Array, k: Array, v: Array, *, keep: bool = True) -> tupl
     fast = _by_kernel(q, k, v)
     if fast is not None:
         return fast[0], saved(q=q, k=k, v=v, y=fast[0], log_total=fast[1], kept=None)
-    q_wide, k_wide, v_wide = widen(q), widen(k), widen(v)
+    q_wide = widen(q)
+    k_wide = widen(k)
+    v_wide = widen(v)
     y = array_module(q).empty(q.shape, q_wide.dtype)
     log_total, kept = _forward(q_wide, k_wide, v_wide, y, keep)
     y = narrow(y, q.dtype)
@@ -292,7 +301,9 @@ def _(node: Node, dy: Array) -> tuple[Array, ...]:
     if node.kept is None:
         return _gradients_by_kernel(node.q, node.k, node.v, node.y, node.log_total, dy)
     xp = array_module(dy)
-    q, k, v = widen(node.q), widen(node.k), widen(node.v)
+    q = widen(node.q)
+    k = widen(node.k)
+    v = widen(node.v)
     dq, dk, dv = (xp.empty(x.shape, x.dtype) for x in (q, k, v))
     _backward(q, k, v, widen(node.y), node.log_total, node.kept, widen(dy), dq, dk, dv)
     return tuple(narrow(x, dy.dtype) for x in (dq, dk, dv))

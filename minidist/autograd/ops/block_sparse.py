@@ -102,7 +102,8 @@ def _gather(x: Array, runs: tuple[slice, ...], heads: int) -> Array:
 
 def _add_to(total: Array, runs: tuple[slice, ...], part: Array) -> None:
     """Add gradients of gathered keys (b, H, K, D) to those of all keys (b, H_kv, T, D)."""
-    part, at = sum_heads(part, total.shape[-3]), 0
+    part = sum_heads(part, total.shape[-3])
+    at = 0
     for run in runs:
         total[..., run, :] += part[..., at : at + run.stop - run.start, :]
         at += run.stop - run.start
@@ -119,16 +120,20 @@ def _probabilities(q: Array, k: Array, row: SeenKeys, ahead: Array) -> Array:
 
 def _ahead(like: Array, side: int) -> Array:
     """(side, side): -inf where the key, of the first dim, is after the query, else 0."""
-    xp, places = array_module(like), array_module(like).arange(side)
+    xp = array_module(like)
+    places = array_module(like).arange(side)
     return xp.where(places[:, None] > places, like.dtype.type(-np.inf), like.dtype.type(0))
 
 
 def _forward(q: Array, k: Array, v: Array, seen: list[SeenKeys], side: int) -> tuple[Array, Array]:
     """The result (B, H, T, D) and log(sum(exp(scores))) (B, H, 1, T); zeros and -inf for queries
     that see nothing."""
-    xp, (b, heads, t, d) = array_module(q), q.shape
-    y, log_total = xp.zeros(q.shape, q.dtype), xp.full((b, heads, 1, t), -np.inf, q.dtype)
-    ahead, scale = _ahead(q, side), q.dtype.type(max(1, d) ** -0.5)
+    xp = array_module(q)
+    (b, heads, t, d) = q.shape
+    y = xp.zeros(q.shape, q.dtype)
+    log_total = xp.full((b, heads, 1, t), -np.inf, q.dtype)
+    ahead = _ahead(q, side)
+    scale = q.dtype.type(max(1, d) ** -0.5)
     for i in _together(q, seen):
         scaled = q[i] * scale
         for row in seen:
@@ -150,15 +155,20 @@ def _backward(node: Node, seen: list[SeenKeys], dy: Array, side: int) -> tuple[A
     dv = pᵀ dy, ds = p (dy vᵀ - r), dq = c ds k, dk = dsᵀ (c q); each of the tiles that are seen
     alone.
     """
-    q, k, v = widen(node.q), widen(node.k), widen(node.v)
-    xp, heads = array_module(q), q.shape[1]
+    q = widen(node.q)
+    k = widen(node.k)
+    v = widen(node.v)
+    xp = array_module(q)
+    heads = q.shape[1]
     dq, dk, dv = (xp.zeros(x.shape, x.dtype) for x in (q, k, v))
-    ahead, scale = _ahead(q, side), q.dtype.type(max(1, q.shape[-1]) ** -0.5)
+    ahead = _ahead(q, side)
+    scale = q.dtype.type(max(1, q.shape[-1]) ** -0.5)
     sums = xp.einsum("...td,...td->...t", dy, widen(node.y))[..., None, :]
     for i in _together(q, seen):
         scaled = q[i] * scale
         for row in seen:
-            keys, dy_block = _gather(k[i], row.runs, heads), dy[i][..., row.queries, :]
+            keys = _gather(k[i], row.runs, heads)
+            dy_block = dy[i][..., row.queries, :]
             p = _probabilities(scaled, keys, row, ahead)
             p -= node.log_total[i][..., row.queries]
             xp.exp(p, out=p)
@@ -195,7 +205,8 @@ def sparse_attention(
             f"side from 1 and {(count, count) if side > 0 else 'a square'} of blocks"
         )
     if side == SIDE and fits_kernel(q):
-        xp, mask = array_module(q), beside(np.tril(blocks), q)
+        xp = array_module(q)
+        mask = beside(np.tril(blocks), q)
         y, log_total = launcher("attention")(
             *map(xp.ascontiguousarray, (q, k, v)), causal=True, blocks=mask
         )

@@ -157,7 +157,9 @@ def _sum_and_cut(x: Array, dim: int, group: Group) -> Array:
     The verb cuts the flattened array into equal chunks. If P does not divide the dim, shorter
     slices are padded.
     """
-    xp, length, own = array_module(x), x.shape[dim], shard_of(x.shape[dim], group)
+    xp = array_module(x)
+    length = x.shape[dim]
+    own = shard_of(x.shape[dim], group)
     slices = xp.moveaxis(x, dim, 0)
     most = longest(length, group.size)
     if length % group.size:

@@ -55,7 +55,8 @@ def compressed_attention(q: Tensor, k: Tensor, v: Tensor, *, ratio: int, window:
         )
     length, width = q.shape[2:]
     hidden, weights = _seen(length, ratio, window)
-    keys, values = _with_means(k, ratio), _with_means(v, ratio)
+    keys = _with_means(k, ratio)
+    values = _with_means(v, ratio)
     scores = matmul(q, transpose(keys, (0, 1, 3, 2))) * width**-0.5
     scores = scores + beside(weights.astype(q.dtype), q.data)
     return matmul(softmax(where(beside(hidden, q.data), -np.inf, scores)), values)
@@ -75,7 +76,8 @@ def _with_means(x: Tensor, ratio: int) -> Tensor:
 def _seen(length: int, ratio: int, window: int) -> tuple[np.ndarray, np.ndarray]:
     """Which tokens and groups are hidden from each query, (T, T + T // ratio), and what is added to
     their scores."""
-    groups, places = length // ratio, np.arange(length)
+    groups = length // ratio
+    places = np.arange(length)
     last = (np.arange(groups) + 1) * ratio - 1
     old = last <= places[:, None] - window  # (T, groups): seen as a mean
     in_old = np.zeros((length, length), bool)

@@ -40,7 +40,8 @@ _GOLDEN = (5.0**0.5 - 1) / 2
 def drawn_load(load: Sequence[float] | None) -> Iterator[None]:
     """Context manager: choices without scores fall on expert e in the proportion load[e] (None:
     evenly)."""
-    before, _drawn.load = getattr(_drawn, "load", None), load
+    before = getattr(_drawn, "load", None)
+    _drawn.load = load
     try:
         yield
     finally:

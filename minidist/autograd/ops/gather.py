@@ -87,10 +87,13 @@ def embedding(table: Array, ids: Array | SortedIds) -> tuple[Array, Saved]:
 
 @embedding.gradient("table")
 def _(node: Node, dy: Array) -> Array:
-    ids, dy, count = node.ids, rows(dy), node.shapes["table"][0]
+    ids = node.ids
+    dy = rows(dy)
+    count = node.shapes["table"][0]
     if not isinstance(ids, SortedIds):
         return sum_by_id(ids.reshape(-1), dy, count)
-    dy, found = array_module(dy).ascontiguousarray(dy), (ids.order, ids.starts)
+    dy = array_module(dy).ascontiguousarray(dy)
+    found = (ids.order, ids.starts)
     return launcher("embedding_gradient")(ids.ids.reshape(-1), dy, count, found=found)
 
 
@@ -103,7 +106,9 @@ def sum_by_id(ids: Array, values: Array, count: int) -> Array:
     Args:    ids: (m,) integers; values: (m, n) floats; count: rows of the result.
     Returns: (count, n), values' dtype.
     """
-    xp, fast = array_module(values), kernel("embedding_gradient", values[:0])  # of any layout
+    # of any layout
+    xp = array_module(values)
+    fast = kernel("embedding_gradient", values[:0])
     if fast is not None:
         return fast(ids, xp.ascontiguousarray(values), count)
     wide = widen(values)
@@ -138,8 +143,10 @@ def take(x: Array, index: Array, *, dim: int = 0) -> tuple[Array, Saved]:
 
 @take.gradient("x")
 def _(node: Node, dy: Array) -> Array:
-    xp, shape = array_module(dy), node.shapes["x"]
-    dim, picked = node.options.get("dim", 0) % len(shape), node.index.ndim
+    xp = array_module(dy)
+    shape = node.shapes["x"]
+    dim = node.options.get("dim", 0) % len(shape)
+    picked = node.index.ndim
     values = xp.moveaxis(dy, range(dim, dim + picked), range(picked))
     rest = values.shape[picked:]
     sums = sum_by_id(

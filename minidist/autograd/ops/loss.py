@@ -60,8 +60,10 @@ def cross_entropy(
         return losses.sum() / losses.dtype.type(count), saved(
             logits=logits, ids=targets, divisor=count
         )
-    wide, ids = rows(widen(logits)), targets.reshape(-1)
-    top, total = xp.empty((len(wide), 1), wide.dtype), xp.empty((len(wide), 1), wide.dtype)
+    wide = rows(widen(logits))
+    ids = targets.reshape(-1)
+    top = xp.empty((len(wide), 1), wide.dtype)
+    total = xp.empty((len(wide), 1), wide.dtype)
     for where in row_blocks(wide):
         top[where] = wide[where].max(axis=1, keepdims=True)
         total[where] = xp.exp(wide[where] - top[where]).sum(axis=1, keepdims=True)
@@ -86,8 +88,10 @@ def logits_gradient(
 ) -> Array:
     """(exp(logits - top) / total - one-hot) dy / divisor; `places`: rows and columns of the
     targets; dy: one number."""
-    xp, wide = array_module(logits), rows(widen(logits))
-    dx, scale = xp.empty(wide.shape, wide.dtype), widen(dy) / wide.dtype.type(divisor)
+    xp = array_module(logits)
+    wide = rows(widen(logits))
+    dx = xp.empty(wide.shape, wide.dtype)
+    scale = widen(dy) / wide.dtype.type(divisor)
     for where in row_blocks(wide):
         dx[where] = xp.exp(wide[where] - top[where]) * (scale / total[where])
     dx[places] -= scale

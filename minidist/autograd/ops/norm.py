@@ -26,15 +26,20 @@ def _normalize(x: Array, w: Array, b: Array | None, eps: float) -> tuple[Array, 
     """hat * w (+ b), where hat is x with each row scaled to mean square 1; with b, the mean is
     subtracted first."""
     xp = array_module(x)
-    wide, w_wide = xp.ascontiguousarray(rows(widen(x))), widen(w)
+    wide = xp.ascontiguousarray(rows(widen(x)))
+    w_wide = widen(w)
     b_wide = None if b is None else widen(b)
     n = wide.shape[1]
-    y, hat, scale = xp.empty_like(wide), xp.empty_like(wide), xp.empty((len(wide), 1), wide.dtype)
+    y = xp.empty_like(wide)
+    hat = xp.empty_like(wide)
+    scale = xp.empty((len(wide), 1), wide.dtype)
     # x @ average is the mean of each row, by BLAS
     average = xp.full((n, 1), 1.0 / max(1, n), wide.dtype)
     for where in row_blocks(wide):
         # written where the next pass reads: no new array
-        part, h, out = wide[where], hat[where], y[where]
+        part = wide[where]
+        h = hat[where]
+        out = y[where]
         if b is not None:
             part = xp.subtract(part, part @ average, out=h)
         xp.multiply(part, part, out=out)
@@ -89,12 +94,19 @@ def _(node: Node, dy: Array) -> tuple[Array, ...]:
                 node.x, node.w, xp.ascontiguousarray(dy), *node.sums
             )
         )
-    wide, hat, scale, w = xp.ascontiguousarray(rows(widen(dy))), node.hat, node.scale, widen(node.w)
+    wide = xp.ascontiguousarray(rows(widen(dy)))
+    hat = node.hat
+    scale = node.scale
+    w = widen(node.w)
     n = wide.shape[1]
-    dx, share = xp.empty_like(wide), (w / n).reshape(n, 1)
-    dw, db = xp.zeros((1, n), wide.dtype), xp.zeros((1, n), wide.dtype)
+    dx = xp.empty_like(wide)
+    share = (w / n).reshape(n, 1)
+    dw = xp.zeros((1, n), wide.dtype)
+    db = xp.zeros((1, n), wide.dtype)
     for where in row_blocks(wide):
-        g, h, d = wide[where], hat[where], dx[where]
+        g = wide[where]
+        h = hat[where]
+        d = dx[where]
         xp.multiply(g, h, out=d)
         ones = xp.ones((1, len(g)), g.dtype)
         dw += ones @ d

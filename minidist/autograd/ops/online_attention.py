@@ -52,9 +52,11 @@ class OnlineSoftmax:
     total (B, H, 1, T)."""
 
     def __init__(self, q: Array) -> None:
-        xp, row = array_module(q), (*q.shape[:2], 1, q.shape[2])
+        xp = array_module(q)
+        row = (*q.shape[:2], 1, q.shape[2])
         self.y: Array = xp.zeros(q.shape, q.dtype)
-        self.top, self.total = xp.full(row, -np.inf, q.dtype), xp.zeros(row, q.dtype)
+        self.top = xp.full(row, -np.inf, q.dtype)
+        self.total = xp.zeros(row, q.dtype)
 
     def absorb(self, q: Array, k: Array, v: Array, queries: slice, *, causal: bool) -> None:
         """Add a block of keys and values to the state of some queries.
@@ -67,7 +69,9 @@ class OnlineSoftmax:
         q = q[:, :, queries]
         if not q.shape[2] or not k.shape[2]:
             return
-        y, top, total = self.y[:, :, queries], self.top[..., queries], self.total[..., queries]
+        y = self.y[:, :, queries]
+        top = self.top[..., queries]
+        total = self.total[..., queries]
         for i, rows, keys, mask in _tiles(q, causal):
             p = block_scores(q[i], k[i], rows, keys, mask)
             _update(
@@ -110,7 +114,9 @@ class OnlineGradients:
     """
 
     def __init__(self, q: Array, y: Array, log_total: Array, dy: Array) -> None:
-        self.q, self.dy, self.log_total = q, dy, log_total
+        self.q = q
+        self.dy = dy
+        self.log_total = log_total
         self.row = array_module(q).einsum("...td,...td->...t", dy, y)[..., None, :]
         self.dq: Array = array_module(q).zeros(q.shape, q.dtype)
 
@@ -125,10 +131,13 @@ class OnlineGradients:
                  causal: as in absorb.
         Cost:    10·Q·K·D FLOPs a head, half of it if causal.
         """
-        q, dy, dq = self.q[:, :, queries], self.dy[:, :, queries], self.dq[:, :, queries]
+        q = self.q[:, :, queries]
+        dy = self.dy[:, :, queries]
+        dq = self.dq[:, :, queries]
         if not q.shape[2] or not k.shape[2]:
             return
-        log_total, row = self.log_total[..., queries], self.row[..., queries]
+        log_total = self.log_total[..., queries]
+        row = self.row[..., queries]
         heads = q.shape[1]
         for i, rows, keys, mask in _tiles(q, causal):
             p = block_scores(q[i], k[i], rows, keys, mask)
@@ -158,10 +167,12 @@ class FusedSoftmax:
 
     def absorb(self, q: Array, k: Array, v: Array, queries: slice, *, causal: bool) -> None:
         """As OnlineSoftmax.absorb, of queries that are not scaled."""
-        xp, q = array_module(q), q[:, :, queries]
+        xp = array_module(q)
+        q = q[:, :, queries]
         if not q.shape[2] or not k.shape[2]:
             return
-        y, before = self.y[:, :, queries], self.log_total[..., queries]
+        y = self.y[:, :, queries]
+        before = self.log_total[..., queries]
         own, added = launcher("attention")(*map(xp.ascontiguousarray, (q, k, v)), causal=causal)
         log_total = xp.logaddexp(before, added)
         y *= xp.exp(before - log_total)[..., None]
@@ -183,7 +194,10 @@ class FusedGradients:
     """
 
     def __init__(self, q: Array, y: Array, log_total: Array, dy: Array) -> None:
-        self.q, self.y, self.log_total, self.dy = q, y, log_total, dy
+        self.q = q
+        self.y = y
+        self.log_total = log_total
+        self.dy = dy
         self.dq: Array = array_module(q).zeros(q.shape, np.float32)
 
     def add(

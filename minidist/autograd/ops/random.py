@@ -23,7 +23,8 @@ def _positions(
     xp: Any, shape: tuple[int, ...], tokens: Any, columns: Any, width: int | None
 ) -> Array:
     """The global position of each element: token * width + column. Raises: ShapeError."""
-    lead, n = shape[:-1], shape[-1]
+    lead = shape[:-1]
+    n = shape[-1]
     tokens = (
         xp.arange(int(np.prod(lead)), dtype="int64").reshape(lead)
         if tokens is None

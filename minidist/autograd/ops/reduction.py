@@ -24,7 +24,8 @@ def _dims(dim: Dims, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _stretched(node: Node, y: Array) -> Array:
     """The node's result or dy with the reduced dims as dims of size 1, so that it broadcasts
     against x."""
-    shape, dims = node.shapes["x"], _dims(node.options.get("dim"), node.shapes["x"])
+    shape = node.shapes["x"]
+    dims = _dims(node.options.get("dim"), node.shapes["x"])
     return y.reshape(tuple(1 if i in dims else n for i, n in enumerate(shape)))
 
 
@@ -82,7 +83,8 @@ def _(node: Node, dy: Array) -> Array:
 def var(x: Array, *, dim: Dims = None, keepdims: bool = False) -> tuple[Array, Saved]:
     """Variance over all dims, one, or several: the mean squared distance to the mean (divisor n).
     Args: as sum's."""
-    dims, wide = _dims(dim, x.shape), widen(x)
+    dims = _dims(dim, x.shape)
+    wide = widen(x)
     centred = wide - wide.mean(axis=dims, keepdims=True)
     y = (centred * centred).mean(axis=dims, keepdims=keepdims)
     return narrow(y, x.dtype), saved(centred=centred, count=math.prod(x.shape[d] for d in dims))

@@ -9,9 +9,11 @@ from minidist.errors import ShapeError
 def _rotate(x: Array, cos: Array, sin: Array) -> Array:
     """Rotate each pair (x[i], x[i + n/2]) by its angle: (…, T, n), (T, n/2) twice -> (…, T, n)."""
     xp = array_module(x)
-    wide, half = widen(x), x.shape[-1] // 2
+    wide = widen(x)
+    half = x.shape[-1] // 2
     y = xp.empty(x.shape, wide.dtype)
-    a, b = wide[..., :half], wide[..., half:]
+    a = wide[..., :half]
+    b = wide[..., half:]
     y[..., :half] = a * cos - b * sin
     y[..., half:] = b * cos + a * sin
     return narrow(y, x.dtype)
@@ -32,10 +34,13 @@ def rotary(x: Array, positions: Array, *, base: float = 10000.0) -> tuple[Array,
             f"rotary: x {x.shape} with positions {positions.shape}; x needs shape (…, T, even), "
             f"positions (T,)"
         )
-    xp, width, kind = array_module(x), x.shape[-1], widen(x).dtype
+    xp = array_module(x)
+    width = x.shape[-1]
+    kind = widen(x).dtype
     speeds = base ** (-2.0 / max(1, width) * xp.arange(width // 2, dtype="float64"))
     angles = positions.astype("float64")[..., None] * speeds  # p / base^(2 i / width): (T, width/2)
-    cos, sin = xp.cos(angles).astype(kind), xp.sin(angles).astype(kind)
+    cos = xp.cos(angles).astype(kind)
+    sin = xp.sin(angles).astype(kind)
     fast = kernel("rotary", x)
     return fast(x, cos, sin) if fast is not None else _rotate(x, cos, sin), saved(cos=cos, sin=sin)
 

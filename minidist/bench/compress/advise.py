@@ -23,7 +23,9 @@ import numpy as np
 from minidist.comm.cost.link_model import LinkCost, LinkWork
 
 CLOSE = 0.05  # cells whose two measured times differ by less do not count
-LEAST, MOST = 1e3, 1e12  # bytes a second between which a break-even is looked for
+# bytes a second between which a break-even is looked for
+LEAST = 1e3
+MOST = 1e12
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ def break_even(faster: Callable[[float], bool]) -> float:
         return 0.0
     if faster(MOST):
         return inf
-    low, high = log(LEAST), log(MOST)
+    low = log(LEAST)
+    high = log(MOST)
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if faster(exp(middle)) else (low, middle)
@@ -104,7 +107,8 @@ def measured_break_even(
     """
     if len(cells) < 2:
         return None
-    speeds, times = np.array(list(cells)), np.array(list(cells.values()))
+    speeds = np.array(list(cells))
+    times = np.array(list(cells.values()))
     weights = 1 / times.max(axis=1)
     off = times[:, 0] - times[:, 1] - [gain(speed) for speed in speeds]
     line = np.stack([np.ones(len(speeds)), 1 / speeds], axis=1)

@@ -12,8 +12,14 @@ from typing import Any, NamedTuple
 from minidist.bench.compress.links import bandwidth_text
 from minidist.bench.compress.ways import LOCAL_STEPS, PLAIN
 
-SOONER, SLOW, WORSE = 10.0, 1.25e7, 0.01  # times, over which link, at how much higher a loss
-LOCAL_WORSE, THROUGH, RIGHT, EDGE = 0.015, 0.05, 0.95, 0.15
+# times, over which link, at how much higher a loss
+SOONER = 10.0
+SLOW = 1.25e7
+WORSE = 0.01
+LOCAL_WORSE = 0.015
+THROUGH = 0.05
+RIGHT = 0.95
+EDGE = 0.15
 
 
 class AskedBound(NamedTuple):

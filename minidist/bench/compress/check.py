@@ -36,8 +36,11 @@ from minidist.bench.compress.ways import PLAIN, SendingWay
 SCHEMES = "fp16,8bit,4bit,top-k,threshold,random-k,sign,powersgd,predict"
 TURNS = 5  # steps of a round over the link of no time
 LOW = 0.1  # the part of the rounds whose step is shorter than the one that counts
-ALL_ROUNDS, HALF, OTHER_HALF = slice(None), slice(0, None, 2), slice(1, None, 2)
-CLAIMED_BYTES, CLAIMED_SPEED = 5.0, 3.5
+ALL_ROUNDS = slice(None)
+HALF = slice(0, None, 2)
+OTHER_HALF = slice(1, None, 2)
+CLAIMED_BYTES = 5.0
+CLAIMED_SPEED = 3.5
 WARMUPS = (0.15, 0.2)  # shares of 1-bit Adam's warm-up
 
 
@@ -196,7 +199,8 @@ def _row(
     rounds and by halves."""
     gain = predicted_gain(local[PLAIN], local[way], ranks, links.alpha)
     edge = break_even(lambda speed: gain(speed) > 0)
-    checked, rounds = bool(times.over[way]), len(times.local[way])
+    checked = bool(times.over[way])
+    rounds = len(times.local[way])
     halves = [HALF, OTHER_HALF] if checked and rounds > 1 else []
     return {
         "way": way,

@@ -254,7 +254,8 @@ def _advise(
     kept: KeptMeasurements,
 ) -> dict[str, Any]:
     """The advice for each number of ranks, and the claims for the largest."""
-    found, claims = [], {}
+    found = []
+    claims = {}
     for size in sizes:
         jobs: list[Job] = []
         with closed_at_the_end(jobs):

@@ -25,7 +25,8 @@ class KeptMeasurements:
     """
 
     def __init__(self, path: str | None = None, setting: dict[str, Any] | None = None) -> None:
-        self.path, self.found = path, dict[str, Any]()
+        self.path = path
+        self.found = dict[str, Any]()
         head = {"setting": _plain(setting)}
         if path is None:
             return

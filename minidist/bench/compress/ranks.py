@@ -57,13 +57,11 @@ class Training:
         rows: int = 240,
     ) -> None:
         assert isinstance(group.transport, Delayed)
-        self.group, self.link, self.model, self.steps, self.lr = (
-            group,
-            group.transport,
-            model,
-            steps,
-            lr,
-        )
+        self.group = group
+        self.link = group.transport
+        self.model = model
+        self.steps = steps
+        self.lr = lr
         self.text = text.load(source)
         inputs, targets = text.windows(self.text.validation, context=model.context)
         self.validation = {
@@ -108,7 +106,8 @@ class Training:
         """Make steps over a link of α and β. Returns: seconds of each, what was sent, when buckets
         were ready."""
         self._set_link(alpha, beta)
-        before, messages = self._sent(), self._messages()
+        before = self._sent()
+        messages = self._messages()
         self.moments.seconds.clear()
         begun = time.perf_counter()
         seconds = self._go(steps)
@@ -141,7 +140,8 @@ class Training:
 
     def _rows(self, inputs: Array, targets: Array, stride: int) -> Batch:
         """Every `stride`-th row, as many as divide among the ranks."""
-        inputs, targets = inputs[::stride], targets[::stride]
+        inputs = inputs[::stride]
+        targets = targets[::stride]
         count = len(inputs) // self.group.size * self.group.size
         return inputs[:count], targets[:count]
 
@@ -165,7 +165,8 @@ class Training:
     def _set_link(self, alpha: float, beta: float) -> None:
         """All ranks meet, so that no message of the old speed is on its way."""
         self.group.barrier()
-        self.link.alpha, self.link.beta = alpha, beta
+        self.link.alpha = alpha
+        self.link.beta = beta
         self.group.barrier()
 
     def _sent(self) -> int:

@@ -50,7 +50,8 @@ def _show_times(result: dict[str, Any], console: Console) -> None:
     plain = next(row for row in result["rows"] if row["way"] == PLAIN)
     lines = []
     for index, bandwidth in enumerate(result["bandwidths"]):
-        row, usual = best(result["rows"], index), plain["cells"][index]["seconds"]
+        row = best(result["rows"], index)
+        usual = plain["cells"][index]["seconds"]
         if row is not None and usual is not None:
             sooner = usual / row["cells"][index]["seconds"]
             lines.append(

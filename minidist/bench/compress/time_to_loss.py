@@ -75,14 +75,18 @@ def train(
     """
     ranks.ask(what="open", way=way.text)
     curve: Curve = []
-    seconds, nbytes, slice_of = 0.0, 0, 1
+    seconds = 0.0
+    nbytes = 0
+    slice_of = 1
     while (done := curve[-1][0] if curve else 0) < steps:
         left = min(every, steps - done)
         while left:
             count = min(left, slice_of)
             answers = ranks.ask(what="steps", steps=count, alpha=alpha, beta=beta)
             took = sum(slowest(answers))
-            seconds, nbytes, left = seconds + took, nbytes + answers[0]["nbytes"], left - count
+            seconds = seconds + took
+            nbytes = nbytes + answers[0]["nbytes"]
+            left = left - count
             slice_of = max(1, int(SLICE * count / took)) if took else every
         curve.append((min(done + every, steps), ranks.ask(what="loss")[0]))
         progress(f"training {way.text}: step {curve[-1][0]} of {steps}, loss {curve[-1][1]:.4f}")
@@ -187,7 +191,9 @@ def measure(
              highest.
              kept: what was measured before.
     """
-    curves, sent, losses = {}, {}, {}
+    curves = {}
+    sent = {}
+    losses = {}
     for way in ways:
         if not way.follows_link:
             curves[way.text], _, nbytes, losses[way.text] = kept.once(
@@ -257,7 +263,10 @@ def _run_adaptive(
 ) -> dict[str, Any]:
     """The adaptive ratio, trained over each link until the target is reached; loss and curve: of
     the last link."""
-    cells, curve, nbytes, loss = [], Curve(), 0, 0.0
+    cells = []
+    curve = Curve()
+    nbytes = 0
+    loss = 0.0
     for bandwidth in links.bandwidths:
         curve, seconds, nbytes, loss = kept.once(
             f"{way.text} at {bandwidth_text(bandwidth)} until {goal!r}",

@@ -19,8 +19,11 @@ from minidist.device import backend
 from minidist.device.backend import Array, dtype_name, is_array, to_device, to_host
 
 KIND = "bfloat16"  # dtype of the rungs that take it
-EAGER, COMPILED = "PyTorch eager", "torch.compile"
-COPY, MATRIX = "copy", "matrix"  # ceilings of a case: bandwidth of a copy, rate of matrix products
+EAGER = "PyTorch eager"
+COMPILED = "torch.compile"
+# ceilings of a case: bandwidth of a copy, rate of matrix products
+COPY = "copy"
+MATRIX = "matrix"
 FLASH = 0.5  # the aim of attention: this share of PyTorch's flash attention's speed
 COPY_SHARE = 0.85  # the aim of all other kernels: this share of the copy bandwidth
 _BLOCK = 1 << 24  # numbers drawn at once
@@ -102,7 +105,8 @@ class Draw:
     """Fresh random inputs. Args: seed; kind: dtype of the arrays that state none."""
 
     def __init__(self, seed: int, kind: str) -> None:
-        self.rng, self.kind = np.random.default_rng(seed), kind
+        self.rng = np.random.default_rng(seed)
+        self.kind = kind
 
     def normal(self, *shape: int, kind: str | None = None, scale: float = 1.0) -> np.ndarray:
         """Normal numbers of deviation `scale`."""
@@ -175,7 +179,8 @@ def _error(got: np.ndarray, want: np.ndarray, rows: np.ndarray, count: int) -> f
         got = got.reshape(count, -1)[rows]
     if got.size != want.size:
         return float("inf")
-    got, want = got.reshape(-1), want.reshape(-1)
+    got = got.reshape(-1)
+    want = want.reshape(-1)
     if want.dtype.kind in "iub":
         return 0.0 if (got == want).all() else float("inf")
     off = float(np.abs(wide(got) - want).max(initial=0.0))

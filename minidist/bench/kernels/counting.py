@@ -93,7 +93,8 @@ def _count(case: KernelCase, version: int, seed: int, progress: Progress) -> Ker
             f"{case.name} v{version} is wrong: off by {off:.1f} roundings of the largest number"
         )
     traffic = [part for launch in seen for part in (launch.loads, launch.stores)]
-    sectors, least = sum(part.sectors for part in traffic), case.moved(inputs, outputs)
+    sectors = sum(part.sectors for part in traffic)
+    least = case.moved(inputs, outputs)
     return KernelCount(
         case.name,
         case.family,

@@ -12,7 +12,10 @@ from minidist.kernels import adam, casts, global_norm, quantise, ring_add, selec
 from minidist.nn import GPT
 
 ROW = 1024  # numbers that are looked at together; whole groups of every kind
-LR, BETAS, DECAY, LIMIT = 1e-3, (0.9, 0.999), 0.1, 1.0
+LR = 1e-3
+BETAS = (0.9, 0.999)
+DECAY = 0.1
+LIMIT = 1.0
 LOOKED_AT = 6  # tensors of adam: the tables and the first block's
 TAKEN = 100  # of so many numbers, one is selected
 

@@ -79,7 +79,8 @@ class CudaGpu:
         return self._between_events(work)
 
     def _between_events(self, work: Work) -> float:
-        start, stop = self.cuda.Event(), self.cuda.Event()
+        start = self.cuda.Event()
+        stop = self.cuda.Event()
         start.record()
         work()
         stop.record()

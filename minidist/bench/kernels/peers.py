@@ -229,7 +229,8 @@ def _to_experts(torch: Any, t: Tensors, wrap: Any) -> Work:
 
 
 def _from_experts(torch: Any, t: Tensors, wrap: Any) -> Work:
-    tokens, count = _rows_of(torch, t["chosen"]), len(t["chosen"])
+    tokens = _rows_of(torch, t["chosen"])
+    count = len(t["chosen"])
 
     def combine(results: Any, weights: Any) -> Any:
         weighed = results * weights[:, None].to(results.dtype)
@@ -270,7 +271,8 @@ def _flash(peer: Peer) -> Peer:
 
 def _float8_product(torch: Any, t: Tensors, wrap: Any) -> Work:
     """PyTorch's product wants b by columns: it is laid out so before the time is taken."""
-    a, b = t["a"].view(torch.float8_e4m3fn), t["b"].t().contiguous().view(torch.float8_e4m3fn).t()
+    a = t["a"].view(torch.float8_e4m3fn)
+    b = t["b"].t().contiguous().view(torch.float8_e4m3fn).t()
     wrapped = wrap(lambda a, b, *scales: torch._scaled_mm(a, b, *scales, out_dtype=torch.bfloat16))
     return lambda: wrapped(a, b, t["scale_a"], t["scale_b"])
 
@@ -280,7 +282,8 @@ def _attend(torch: Any, q: Any, k: Any, v: Any) -> Any:
 
 
 def _masked(torch: Any, t: Tensors, wrap: Any) -> Work:
-    tokens, side = t["q"].shape[2], 64
+    tokens = t["q"].shape[2]
+    side = 64
     mask = (
         t["blocks"].repeat_interleave(side, 0).repeat_interleave(side, 1)[:tokens, :tokens].tril()
     )

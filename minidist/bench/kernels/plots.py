@@ -8,7 +8,8 @@ from typing import Any
 from minidist.bench.plots import new_figure
 from minidist.observe.plots import save_picture
 
-INK, SOFT = "#1f2933", "#616e7c"
+INK = "#1f2933"
+SOFT = "#616e7c"
 RUNGS = ("#c44e52", "#e08e3c", "#d9b64a", "#5b9a68", "#3b6fb6")  # from naive to fast
 PEERS = {"PyTorch eager": ("#9aa5b1", "D"), "torch.compile": ("#8172b3", "s")}
 AIM = 0.85
@@ -62,7 +63,8 @@ def _fractions(
 
 def _roofs(ax: Any, rows: list[dict[str, Any]], ceilings: dict[str, Any]) -> None:
     """Operations a second over operations a byte; the roofs as they were measured."""
-    copy, intensities = ceilings["copy"], [row["operations"] / row["bytes"] for row in rows]
+    copy = ceilings["copy"]
+    intensities = [row["operations"] / row["bytes"] for row in rows]
     reach = [
         min(intensities, default=0.1) / 2,
         max(*intensities, max(ceilings["matrix"].values()) / copy) * 4,

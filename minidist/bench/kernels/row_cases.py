@@ -21,8 +21,12 @@ from minidist.kernels import (
     softmax,
 )
 
-EXPERTS, CHOICES = 8, 2  # of the mixture that tokens are sent to
-RATE, STREAM = 0.1, ("bench", 1)  # of dropout, and the stream it draws from
+# of the mixture that tokens are sent to
+EXPERTS = 8
+CHOICES = 2
+# of dropout, and the stream it draws from
+RATE = 0.1
+STREAM = ("bench", 1)
 
 
 def _rows(model: Model) -> int:
@@ -179,7 +183,8 @@ def _sent(*names: str) -> Any:
     """Tokens that each choose two experts; of their rows, there and back, those of these names."""
 
     def drawn(model: Model, draw: Draw) -> Inputs:
-        tokens, width = _rows(model), model.width
+        tokens = _rows(model)
+        width = model.width
         shapes = {"x": (tokens, width), "dy": (tokens, width), "results": (tokens * CHOICES, width)}
         inputs: Inputs = {name: draw.normal(*shapes[name]) for name in names if name in shapes}
         if "weights" in names:

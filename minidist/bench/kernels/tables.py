@@ -16,7 +16,8 @@ def show_kernels(result: dict[str, Any], console: Console) -> None:
 def _show_times(result: dict[str, Any], console: Console) -> None:
     """A row for each contender: time, rate, fraction of the ceiling, beside eager, and the last
     rung's verdict."""
-    gpu, ceilings = result["gpu"], result["ceilings"]
+    gpu = result["gpu"]
+    ceilings = result["ceilings"]
     table = new_table(
         f"kernels at the sizes of a step of GPT-2 124M, {gpu['name']}, medians of "
         f"{result['rounds']}",

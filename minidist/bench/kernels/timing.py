@@ -108,7 +108,8 @@ def measured(
 ) -> dict[str, Any]:
     """The result for table and JSON. Raises: ConfigError for an unknown name; DeviceError without a
     GPU."""
-    cases, seed = chosen(names), time.time_ns() % 2**32 if seed is None else seed
+    cases = chosen(names)
+    seed = time.time_ns() % 2**32 if seed is None else seed
     gpu = CudaGpu()
     progress("the ceilings: a large copy, and cuBLAS")
     ceilings = gpu.ceilings()
@@ -157,7 +158,8 @@ def measure_all(
     left_out: list[str] = []
     for case in cases:
         more, without = _measure(case, model, gpu, ceilings, peers, rounds, seed, progress)
-        rows, left_out = rows + more, left_out + without
+        rows = rows + more
+        left_out = left_out + without
         gpu.free()
     return rows, left_out
 
@@ -193,7 +195,8 @@ def _measure(
         template = rows[-1]
         if kind == case.kind(versions[-1], KIND):
             theirs, without = peers(case, place(inputs, gpu.device))
-            works, left_out = {**works, **theirs}, left_out + without
+            works = {**works, **theirs}
+            left_out = left_out + without
             rows += [replace(template, contender=name, error=None) for name in theirs]
         times = _take_turns(works, gpu, rounds, lambda name: progress(f"{case.name}: {name}"))
         rows = [
@@ -215,7 +218,8 @@ def _checked(
     does not run."""
     picked = sample(case, inputs, np.random.default_rng(seed))
     want = case.want(inputs, picked)
-    dtype, operations = dtype_name(next(every(inputs.values())).dtype), case.operations(inputs)
+    dtype = dtype_name(next(every(inputs.values())).dtype)
+    operations = case.operations(inputs)
     checked: list[tuple[KernelRow, Work]] = []
     left_out = []
     for version in versions:

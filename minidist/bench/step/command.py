@@ -55,7 +55,8 @@ def measure(args: argparse.Namespace, progress: Progress) -> Result:
             more, without = measure_plan(
                 axes, plan, model, args.rounds, args.steps, transport, progress
             )
-            rows, result["left_out"] = rows + more, result["left_out"] + without
+            rows = rows + more
+            result["left_out"] = result["left_out"] + without
             if len(plans) > 1:
                 progress.keep(tables.plan_line([vars(row) for row in more]))
     elif args.zero:

@@ -33,15 +33,16 @@ from minidist.launch.membership import limit_blas_threads
 from minidist.launch.own_python import module_command
 
 MODULE = "minidist.bench.step.device"
-EAGER, COMPILED, CEILINGS, CAPTURED = (
-    "PyTorch eager",
-    "torch.compile",
-    "ceilings",
-    "minidist, one graph",
-)
+EAGER = "PyTorch eager"
+COMPILED = "torch.compile"
+CEILINGS = "ceilings"
+CAPTURED = "minidist, one graph"
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 WARM_UP = 3  # steps before the first turn
-COPIED, SIDE, ROUNDS = 64 << 20, 1024, 10  # of a CPU's ceilings: bytes, a matrix' side, runs
+# of a CPU's ceilings: bytes, a matrix' side, runs
+COPIED = 64 << 20
+SIDE = 1024
+ROUNDS = 10
 
 Progress = Callable[[str], None]
 Turn = Callable[..., dict[str, Any]]
@@ -234,7 +235,8 @@ def timed(
         while done < WARM_UP:
             finish(start_step())
             done += 1
-        start, loss = time.perf_counter(), None
+        start = time.perf_counter()
+        loss = None
         for _ in range(steps):
             loss = start_step()
         last = finish(loss)
@@ -250,7 +252,8 @@ def ours(model: Model, device: str, precision: str, *, captured: bool = False) -
     from minidist.parallel.hybrid.cuda_graph import CapturedStep
 
     limit_blas_threads(1, local_size=1)
-    floor, xp = resident_peak(), module_for(device)
+    floor = resident_peak()
+    xp = module_for(device)
     trainer = md.Trainer(
         md.Plan(precision=precision),
         model.config(tied=True),
@@ -283,10 +286,12 @@ def measured_ceilings(device: str, precision: str) -> dict[str, Any]:
     if device == "cuda":
         from minidist.bench.kernels.gpu import CudaGpu
 
-        gpu, kind = CudaGpu(), PRECISIONS[precision]
+        gpu = CudaGpu()
+        kind = PRECISIONS[precision]
         found = gpu.ceilings((kind,))
         return {"copy": found["copy"], "matrix": found["matrix"][kind], "about": gpu.about()}
-    source, target = np.ones(COPIED // 4, np.float32), np.empty(COPIED // 4, np.float32)
+    source = np.ones(COPIED // 4, np.float32)
+    target = np.empty(COPIED // 4, np.float32)
     matrix = np.random.default_rng(0).standard_normal((SIDE, SIDE), np.float32)
     return {
         "copy": 2 * COPIED / _median(lambda: np.copyto(target, source)),

@@ -49,13 +49,11 @@ def step_parts(model: Model, itemsize: int) -> list[FloorPart]:
         optimizer   24 + 3 s bytes a parameter: state in and out; the gradient for its norm and
                     again, the weight
     """
-    tokens, w, layers, words, s = (
-        model.batch * model.context,
-        model.width,
-        model.layers,
-        model.vocab,
-        itemsize,
-    )
+    tokens = model.batch * model.context
+    w = model.width
+    layers = model.layers
+    words = model.vocab
+    s = itemsize
     shapes = [
         *((w, wide) for _ in range(layers) for wide in (3 * w, w, 4 * w)),
         *[(4 * w, w)] * layers,

@@ -182,7 +182,8 @@ def _start_peer(
     job = None
     try:
         job = start_job(PEER, plan, axes, model, transport)
-        theirs, expected = first_losses(job), first_losses(ours)
+        theirs = first_losses(job)
+        expected = first_losses(ours)
     except (LaunchError, PeerLostError) as error:
         if job is not None:
             job.close()

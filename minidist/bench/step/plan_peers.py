@@ -98,7 +98,8 @@ def _make_stages(
     """This rank's stages, as many and of as many layers as ours, cut by tp and wrapped by dp."""
     gpt = TorchGPT(config)
     gpt.load_state_dict(torch_weights(weights))
-    counts, stages = balanced_layers([1.0] * config.layers, plan.stages), []
+    counts = balanced_layers([1.0] * config.layers, plan.stages)
+    stages = []
     for number in range(mesh["pp"].get_local_rank(), plan.stages, plan.pp):
         layers = range(sum(counts[:number]), sum(counts[: number + 1]))
         stage = TorchStage(gpt, layers, first=number == 0, last=number == plan.stages - 1)
@@ -180,7 +181,8 @@ def _whole(model: nn.Module) -> ForwardBackward:
 
 def _pipelined(stages: list[nn.Module], plan: Plan, pp: DeviceMesh) -> ForwardBackward:
     """Under PyTorch's schedule of the plan's name."""
-    rank, device = pp.get_local_rank(), torch.device("cpu")
+    rank = pp.get_local_rank()
+    device = torch.device("cpu")
     own = [
         PipelineStage(stage, rank + place * plan.pp, plan.stages, device, group=pp.get_group())
         for place, stage in enumerate(stages)
@@ -188,7 +190,8 @@ def _pipelined(stages: list[nn.Module], plan: Plan, pp: DeviceMesh) -> ForwardBa
     schedule = _SCHEDULES[plan.schedule](
         own if plan.stages > plan.pp else own[0], plan.pieces, loss_fn=_loss
     )
-    first, last = rank == 0, rank == plan.pp - 1
+    first = rank == 0
+    last = rank == plan.pp - 1
 
     def run(ids: torch.Tensor, targets: torch.Tensor) -> float | None:
         losses: list[torch.Tensor] = []

@@ -37,7 +37,9 @@ from minidist.launch.membership import limit_blas_threads
 from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.plan import ZERO_STAGES
 
-OURS, SEPARATE, PEER = "minidist", "separate", "PyTorch"
+OURS = "minidist"
+SEPARATE = "separate"
+PEER = "PyTorch"
 MODULE = "minidist.bench.step.ranks"
 CLIP = 1.0
 PEERS = {

@@ -18,7 +18,8 @@ WITHOUT_PYTORCH = f"PyTorch was left out: {INSTALL_GLOO}"
 
 def show_device(result: dict[str, Any], console: Console) -> None:
     """A row for each contender, then what the step must do at least, part by part."""
-    rows, cuda = result["rows"], result["device"] == "cuda"
+    rows = result["rows"]
+    cuda = result["device"] == "cuda"
     where = result["ceilings"]["about"]["name"] if cuda else "cpu, one thread"
     table = new_table(
         f"training step, {where}, {result['precision']}: {sizes(result)}",

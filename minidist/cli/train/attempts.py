@@ -48,7 +48,8 @@ def together(world: Group, what: str, work: Callable[[], Result]) -> Result | No
     Raises:  what ends the job; the error of the work if other ranks still send in it, so that they
              cannot go on.
     """
-    result, failed = None, None
+    result = None
+    failed = None
     try:
         result = work()
     except OF_THE_JOB:

@@ -28,9 +28,11 @@ def formula(trainer: Trainer, data: dict[str, Any], batch: Batch) -> dict[str, A
     Args:    data: the formula of this rank's group of the data axis. batch: one batch of the run.
     Cost:    two all-gathers of a few integers a rank, under `control`.
     """
-    plan, itemsize = trainer.plan, next(trainer.model.parameters()).dtype.itemsize
+    plan = trainer.plan
+    itemsize = next(trainer.model.parameters()).dtype.itemsize
     strategy = cast(Hybrid, trainer.strategy)
-    config, sequences = replace(trainer.config, context=batch[0].shape[1]), len(batch[0])
+    config = replace(trainer.config, context=batch[0].shape[1])
+    sequences = len(batch[0])
     again = recomputed_steps(trainer)
     axes = _of_all_steps(
         partial(elements_sent, config, plan, sequences), trainer.steps_here, sum(again), itemsize
@@ -102,7 +104,8 @@ def _of_all_steps(
 ) -> dict[str, int]:
     """Bytes of so many steps by axis, in which blocks were computed again so often in all; `sent`:
     elements of a step."""
-    once, more = sent(recomputed=0), sent(recomputed=1)
+    once = sent(recomputed=0)
+    more = sent(recomputed=1)
     return {
         axis: (steps * count + again * (more[axis] - count)) * itemsize
         for axis, count in once.items()
@@ -117,7 +120,8 @@ def stage_layers(trainer: Trainer) -> list[int] | None:
 
 def traffic_table(metrics: dict[str, Any]) -> Table:
     """All ranks' bytes in a step along each axis, without scalars."""
-    steps, by_formula = metrics["steps"], metrics["formula"]["axes"]
+    steps = metrics["steps"]
+    by_formula = metrics["formula"]["axes"]
     sent = dict.fromkeys(by_formula, 0)
     for rank in metrics["ranks"]:
         for axis, verbs in rank["sent_bytes"].items():

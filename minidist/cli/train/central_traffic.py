@@ -53,7 +53,9 @@ def formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
 def _by_role(trainer: Trainer) -> Counts:
     """A worker pushes all gradients; a server sends its keys to each worker, asynchronously once
     more at the end."""
-    plan, steps, workers = trainer.plan, trainer.steps_here, trainer.plan.workers
+    plan = trainer.plan
+    steps = trainer.steps_here
+    workers = trainer.plan.workers
     keys = [sum(p.data.nbytes for p in share) for share in key_shards(trainer.model, plan.servers)]
     # with local steps the way of a round is pushed, as a gradient
     rounds = steps // (plan.local_steps or 1)
@@ -66,7 +68,8 @@ def _by_role(trainer: Trainer) -> Counts:
 def _by_device(trainer: Trainer, batch: Batch) -> Counts:
     """Device 0 sends models, inputs and gradients of outputs; the others send gradients and
     outputs."""
-    inputs, size = batch[0], trainer.plan.replicas
+    inputs = batch[0]
+    size = trainer.plan.replicas
     model = sum(p.data.nbytes for p in trainer.model.parameters())
     per_row = (
         trainer.config.vocabulary * inputs.shape[1] * next(trainer.model.parameters()).data.itemsize
@@ -92,7 +95,8 @@ def _by_device(trainer: Trainer, batch: Batch) -> Counts:
 def traffic_table(metrics: dict[str, Any]) -> Table:
     """Bytes and messages of each device, worker or server in a step, without scalars, beside the
     formula."""
-    steps, plan = metrics["steps"], Plan(**metrics["plan"])
+    steps = metrics["steps"]
+    plan = Plan(**metrics["plan"])
     columns = ("bytes", "formula", "messages", "formula")
     table = Table(
         "sender", *(Column(name, justify="right") for name in columns), header_style="bold"

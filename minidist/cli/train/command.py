@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if is_elastic_process():
         return elastic_process(check(args, begins=False), train)
-    launch, settings = find_launch(), check(args)
+    launch = find_launch()
+    settings = check(args)
     check_elastic(args)
     if settings.resume is not None:
         settings.resume.choose_ranks(args, launch)
@@ -328,7 +329,8 @@ def _present(
     console: Console,
 ) -> Exception | None:
     """On rank 0, explain, draw and print what is known; a problem with the file of --json."""
-    args, problem = settings.args, None
+    args = settings.args
+    problem = None
     if timelines is not None:
         metrics["trace"] = {
             "spans": sum(len(each.spans) for each in timelines),
@@ -371,12 +373,10 @@ def whole_model(trainer: Trainer, out: Path) -> GPT:
 
 def announce(console: Console, settings: Settings, trainer: Trainer) -> None:
     """Print the data, the model and the ranks, and from which step a resumed run goes on."""
-    config, text, world, stages = (
-        settings.config,
-        settings.text,
-        trainer.world,
-        stage_layers(trainer),
-    )
+    config = settings.config
+    text = settings.text
+    world = trainer.world
+    stages = stage_layers(trainer)
     split = f" (in stages of {', '.join(map(str, stages))})" if stages else ""
     pattern = config.attention_pattern
     attention = "" if pattern is None else f", attention {shown_pattern(pattern)}"

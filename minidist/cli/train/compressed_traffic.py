@@ -23,11 +23,9 @@ def sent_by(rank: dict[str, Any], kind: str, axes: Any = None) -> int:
 def saving(metrics: Metrics) -> str:
     """One line: the bytes of gradients and weights in a step, and what they would be without the
     scheme."""
-    plain, steps, scheme = (
-        metrics["formula"]["plain"],
-        metrics["steps"],
-        metrics["plan"]["compress"],
-    )
+    plain = metrics["formula"]["plain"]
+    steps = metrics["steps"]
+    scheme = metrics["plan"]["compress"]
     sent = sum(sent_by(rank, "sent_bytes", plain) for rank in metrics["ranks"]) / steps
     whole = sum(plain.values()) / steps
     less = f"{whole / sent:.1f} times fewer" if 0 < sent < whole else "none saved"
@@ -40,7 +38,8 @@ def saving(metrics: Metrics) -> str:
 def traffic_table(metrics: Metrics) -> Table:
     """Each rank's bytes and messages in a step; the sum of the bytes beside the formula, unless the
     numbers decide."""
-    steps, total = metrics["steps"], metrics["formula"]["sent_bytes"]
+    steps = metrics["steps"]
+    total = metrics["formula"]["sent_bytes"]
     table = Table(
         *(Column(name, justify="right") for name in ("rank", "bytes", "by formula", "messages")),
         header_style="bold",

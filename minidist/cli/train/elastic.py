@@ -46,7 +46,8 @@ from minidist.survive.peer_copies import PeerCopies
 RECORD = "elastic.jsonl"
 STATELESS = ("fp16", "bf16")
 """Values of --outer-compress that keep nothing from one meeting to the next."""
-MOST_SPANS, SPANS_EACH = 10000, 2500
+MOST_SPANS = 10000
+SPANS_EACH = 2500
 """Spans of a process that trace.json keeps: of the whole job, and of one generation (its first and
 last 35 steps)."""
 
@@ -62,12 +63,11 @@ class Lives(Survivor):
 
     def __init__(self, job: Generations, settings: Settings) -> None:
         super().__init__(job, copies=_copies(settings.args), newest=lambda: _newest(settings))
-        self.saves, self.timeline, self.resumed_from = (
-            Saves(),
-            Timeline(0),
-            None if settings.resume is None else 0,
-        )
-        self.verifies, self.early = bool(settings.args.verify), cast(Weights | None, None)
+        self.saves = Saves()
+        self.timeline = Timeline(0)
+        self.resumed_from = None if settings.resume is None else 0
+        self.verifies = bool(settings.args.verify)
+        self.early = cast(Weights | None, None)
 
     def begin(self, trainer: Trainer) -> None:
         """As Survivor.begin."""
@@ -106,8 +106,10 @@ class Lives(Survivor):
     def add_to(self, metrics: dict[str, Any], world: Group) -> None:
         """What metrics.json has of an elastic job beside the figures of its last generation. Every
         rank calls it."""
-        metrics["elastic"], metrics["generation"] = self.records(world), self.job.number
-        metrics["generations"], metrics["resumed_from"] = self.generations, self.resumed_from
+        metrics["elastic"] = self.records(world)
+        metrics["generation"] = self.job.number
+        metrics["generations"] = self.generations
+        metrics["resumed_from"] = self.resumed_from
 
 
 def _copies(args: Namespace) -> PeerCopies | KeptReplica | KeptShards:
@@ -224,7 +226,8 @@ def start_elastic(settings: Settings, size: int, train: Train) -> int:
         apart=args.asynchronous,
     )
     args.elastic = f"{least}:{size}"  # so a checkpoint says how many ranks the job wants
-    words, template = as_arguments(args), None
+    words = as_arguments(args)
+    template = None
     if may_fork() and args.device == "cpu" and not (args.cores or args.memory_limit or args.hosts):
         try:
             template = fork_template()
@@ -303,7 +306,8 @@ def elastic_steps(
 ) -> Course:
     """Make every step that is not made yet. Raises: Stopped as train_steps, and what
     Survivor.after_step does."""
-    args, ledger = settings.args, trainer.world.ledger
+    args = settings.args
+    ledger = trainer.world.ledger
     # losses on their way; a saver needs them all
     behind = int(args.local_steps is not None and saver is None)
 
@@ -318,7 +322,8 @@ def elastic_steps(
     try:
         served = lives.serve(trainer, settings.training_batch(0))
         for step in range(args.steps if served else trainer.steps_done, args.steps):
-            told, start = len(lives.losses), time.perf_counter()
+            told = len(lives.losses)
+            start = time.perf_counter()
             with report.input():
                 batch = settings.training_batch(step)
             loss = trainer.start_step(batch)

@@ -45,7 +45,8 @@ def result_metrics(
 
     Args:    threads: BLAS threads a rank.
     """
-    args, count = settings.args, sum(array.size for array in weights.values())
+    args = settings.args
+    count = sum(array.size for array in weights.values())
     tokens = args.batch * args.context
     return {
         "parameters": count,
@@ -84,7 +85,8 @@ def run_metrics(trainer: Trainer, settings: Settings, memory: dict[str, Any]) ->
              own.
     Cost:    gathers of small records, counted under `control`.
     """
-    args, world = settings.args, trainer.survivors()
+    args = settings.args
+    world = trainer.survivors()
     return {
         "memory_limit_bytes": limit_here(),
         "formula": gradient_formula(trainer, settings.training_batch(0)),
@@ -171,7 +173,8 @@ def expert_record(trainer: Trainer) -> dict[str, Any]:
     loads = trainer.loads.whole(trainer.mesh["pp"])
     record = {"chosen": loads[:, 0].tolist(), "taken": loads[:, 1].tolist()}
     if (found := trainer.loads.placed(trainer.mesh["pp"])) is not None:
-        order, (tokens, now, placed) = found[0], found[1].T
+        order = found[0]
+        (tokens, now, placed) = found[1].T
         record |= {
             "placement": order.tolist(),
             "copies": {"now": (now / tokens).tolist(), "placed": (placed / tokens).tolist()},
@@ -182,7 +185,8 @@ def expert_record(trainer: Trainer) -> dict[str, Any]:
 def sent_to_nodes(world: Group) -> dict[str, int]:
     """Bytes that this rank sent to ranks of other nodes in training steps, by axis; empty on one
     node."""
-    nodes, sent = dict(zip(world.world_ranks, world.nodes, strict=True)), Counter[str]()
+    nodes = dict(zip(world.world_ranks, world.nodes, strict=True))
+    sent = Counter[str]()
     for rank, axes in world.ledger.sent_to("step").items():
         if nodes.get(rank) != nodes[world.world_rank]:
             sent.update(axes)
@@ -228,12 +232,19 @@ def _data_formula(trainer: Trainer, calls: Sequence[Collective]) -> dict[str, An
     "plain": bytes by axis without a scheme. None, or an axis left out: a scheme sends as many as
     the numbers decide.
     """
-    plan, steps, axes, messages = trainer.plan, trainer.steps_here, dict[str, int](), 0
-    plain, unknown, compressed = dict[str, int](), set[str](), False
+    plan = trainer.plan
+    steps = trainer.steps_here
+    axes = dict[str, int]()
+    messages = 0
+    plain = dict[str, int]()
+    unknown = set[str]()
+    compressed = False
     for call in calls:  # the sum over ranks does not depend on the sizes of their shards
-        size, times = call.group.size, 1 if call.once else plan.copies // call.group.size
+        size = call.group.size
+        times = 1 if call.once else plan.copies // call.group.size
         case = Case(size=size, nbytes=call.nbytes, blocks=[call.nbytes] + [0] * (size - 1))
-        formula, axis = FORMULAS[call.verb, plan.algorithm], call.group.axis.split(".")[0]
+        formula = FORMULAS[call.verb, plan.algorithm]
+        axis = call.group.axis.split(".")[0]
         sent = formula.bytes_of(case) if call.sent is None else call.sent
         plain[axis] = plain.get(axis, 0) + steps * times * formula.bytes_of(case)
         axes[axis] = axes.get(axis, 0) + steps * times * sent

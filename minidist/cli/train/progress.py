@@ -43,7 +43,9 @@ class Shown(ProgressReport):
     def __init__(
         self, steps: int, steps_shown: Progress, for_batches: Callable[[], Progress]
     ) -> None:
-        self.steps, self._steps_shown, self._for_batches = steps, steps_shown, for_batches
+        self.steps = steps
+        self._steps_shown = steps_shown
+        self._for_batches = for_batches
 
     def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
         self._steps_shown.at(

@@ -134,7 +134,8 @@ def jump(before: LearningRate, after: LearningRate, update: int, step: int) -> s
     Args:    before, after: the rates of the run as it was recorded, and as it goes on. update:
              number of the next update, from 0; step: of the next step.
     """
-    was, comes = before(update), after(update)
+    was = before(update)
+    comes = after(update)
     if not update or abs(comes - was) <= JUMP * was:
         return None
     why = (

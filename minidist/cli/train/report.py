@@ -73,7 +73,8 @@ def print_report(console: Console, metrics: Metrics, sample: str | None, folder:
 
 def _print_what_next(console: Console, metrics: Metrics, folder: Path) -> None:
     """Commands that write text and that go on from the checkpoints."""
-    saved, quoted = metrics["checkpoint"], shlex.quote(str(folder))
+    saved = metrics["checkpoint"]
+    quoted = shlex.quote(str(folder))
     console.print(
         f'write text:  minidist sample {quoted} --prompt "…"', markup=False, soft_wrap=True
     )
@@ -219,7 +220,8 @@ def _print_memory(console: Console, metrics: Metrics) -> None:
 
 def _print_offload(console: Console, metrics: Metrics) -> None:
     """Bytes that rank 0 moved in a step, and its bytes on host and disk."""
-    first, steps = metrics["ranks"][0], metrics["steps"]
+    first = metrics["ranks"][0]
+    steps = metrics["steps"]
     _rule(console, "what rank 0 moved in a step, in bytes, measured and by formula")
     table = Table(
         "way",
@@ -240,7 +242,8 @@ def _print_offload(console: Console, metrics: Metrics) -> None:
 
 def _print_activations(console: Console, metrics: Metrics) -> None:
     """A line on the inputs that blocks kept, and one on the choice of an activation budget."""
-    kept, choice = metrics["ranks"][0].get("kept_inputs"), metrics.get("activation_choice")
+    kept = metrics["ranks"][0].get("kept_inputs")
+    choice = metrics.get("activation_choice")
     if kept is not None and metrics["steps"]:
         console.print(
             "inputs of blocks kept by rank 0 in a step: "
@@ -313,7 +316,9 @@ def periods(metrics: Metrics) -> float:
 
 def traffic_header(metrics: Metrics) -> tuple[str, str]:
     """Bytes and messages of a rank in a step, as formulas for the table's header."""
-    size, plan, formula = metrics["size"], metrics["plan"], metrics["formula"]
+    size = metrics["size"]
+    plan = metrics["plan"]
+    formula = metrics["formula"]
     # gathered or reduced: at least 2Ψ
     whole = int(formula["sent_bytes"] / periods(metrics)) // (size - 1)
     if plan["shard"] not in (None, size):
@@ -327,8 +332,11 @@ def traffic_header(metrics: Metrics) -> tuple[str, str]:
 def traffic_table(metrics: Metrics) -> Table:
     """Each rank's bytes and messages in a step, without scalars, beside the formula; the sums are
     exact."""
-    size, steps, formula = metrics["size"], periods(metrics), metrics["formula"]
-    share, by_formula = formula["sent_bytes"] / steps / size, traffic_header(metrics)
+    size = metrics["size"]
+    steps = periods(metrics)
+    formula = metrics["formula"]
+    share = formula["sent_bytes"] / steps / size
+    by_formula = traffic_header(metrics)
     columns = ("rank", "bytes", by_formula[0], "messages", by_formula[1])
     table = Table(*(Column(name, justify="right") for name in columns), header_style="bold")
     sent, messages = (
@@ -393,7 +401,8 @@ def expert_table(metrics: Metrics) -> Table:
 def copies_line(metrics: Metrics) -> str:
     """What experts on several nodes had to send between these in a step, and what a measured
     placement would send."""
-    steps, copies = metrics["steps"], metrics["experts"]["copies"]
+    steps = metrics["steps"]
+    copies = metrics["experts"]["copies"]
     nbytes = sum(
         count
         for rank in metrics["ranks"]

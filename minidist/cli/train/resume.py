@@ -251,7 +251,8 @@ def resumed(args: argparse.Namespace, *, begins: bool = True) -> Resumption | No
                 "minidist train: --verify is left out: the first steps were made before the job "
                 "was started again"
             )
-        args.resume, args.verify = args.out, False
+        args.resume = args.out
+        args.verify = False
         args.given = [*getattr(args, "given", ()), "resume"]
     if args.resume is None:
         return None

@@ -15,7 +15,9 @@ from minidist.observe.rank_steps import FOLDER as STEPS
 
 FOLDER = "flight"
 GOING = 5.0  # seconds: a job whose newest record is younger was going when it was told to stop
-BAD_INPUT, STOPPED = 2, (130, 143)  # exit statuses
+# exit statuses
+BAD_INPUT = 2
+STOPPED = (130, 143)
 
 
 def keep_ring(run: Path, world: Group) -> None:

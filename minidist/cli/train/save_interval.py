@@ -38,7 +38,8 @@ class SaveInterval:
     """
 
     def __init__(self, settings: Settings, saves: "Saves", steps_done: int) -> None:
-        self.settings, self.saves = settings, saves
+        self.settings = settings
+        self.saves = saves
         self.auto = settings.args.save_every == AUTO
         self.between = DAY / settings.args.interruptions_per_day
         before = (
@@ -51,7 +52,8 @@ class SaveInterval:
         saves.since = saves.since or time.time()
         saves.restart_seconds = saves.restart_seconds or time.monotonic() - settings.begun
         self._last = max((step for step in saves.steps if step <= steps_done), default=steps_done)
-        self._mark, self._end = time.perf_counter(), time.time()
+        self._mark = time.perf_counter()
+        self._end = time.time()
 
     @property
     def save_seconds(self) -> float:
@@ -94,7 +96,8 @@ class SaveInterval:
         with world.ledger.control():
             slowest = world.all_reduce(np.array([standstill, step_seconds]), op="max")
         self.saves.standstill_seconds.append(float(slowest[0]))
-        self.saves.step_seconds, self._last = float(slowest[1]), step
+        self.saves.step_seconds = float(slowest[1])
+        self._last = step
 
     def expected(self, steps: int) -> float:
         """The part of the time that goes into work that is kept, on average, with so many steps
@@ -137,7 +140,8 @@ class SaveInterval:
 
     def record(self) -> dict[str, Any]:
         """For metrics.json; parts of the time are between 0 and 1."""
-        saves, known = self.saves, self.save_seconds > 0
+        saves = self.saves
+        known = self.save_seconds > 0
         whole = max(self._end - saves.since, saves.work_seconds + saves.saving_seconds)
         return {
             "interruptions_per_day": self.settings.args.interruptions_per_day,
@@ -155,7 +159,9 @@ class SaveInterval:
         }
 
     def _passed(self) -> float:
-        before, self._mark, self._end = self._mark, time.perf_counter(), time.time()
+        before = self._mark
+        self._mark = time.perf_counter()
+        self._end = time.time()
         return self._mark - before
 
     def _in_words(self, steps: int) -> str:

@@ -109,7 +109,10 @@ class Saver:
     def __init__(
         self, trainer: Trainer, settings: Settings, told: Told, report: ProgressReport, saves: Saves
     ) -> None:
-        self.trainer, self.settings, self.told, self.report = trainer, settings, told, report
+        self.trainer = trainer
+        self.settings = settings
+        self.told = told
+        self.report = report
         self.saves = saves
         rate = settings.args.interruptions_per_day
         self.interval = SaveInterval(settings, saves, trainer.steps_done) if rate else None
@@ -146,10 +149,8 @@ class Saver:
 
         Cost: an all-reduce.
         """
-        world, writing = (
-            self.trainer.world,
-            self._pending is not None and not self._pending[1].done(),
-        )
+        world = self.trainer.world
+        writing = self._pending is not None and not self._pending[1].done()
         if world.size == 1:
             self._writing = writing
             return self.told.number
@@ -178,7 +179,8 @@ class Saver:
         """
         if self.interval is not None:
             self.interval.worked()
-        step, stop = self.trainer.steps_done, self.stopping()
+        step = self.trainer.steps_done
+        stop = self.stopping()
         self._put_off = self.due(step) or self._put_off
         if stop or (self._put_off and (not self._writing or step == self.settings.args.steps)):
             self._put_off = False
@@ -227,7 +229,8 @@ class Saver:
         """Write a checkpoint, or with --save-async begin to; a failure is told in one line, and the
         run goes on."""
         self.settle()
-        step, start = self.trainer.steps_done, time.perf_counter()
+        step = self.trainer.steps_done
+        start = time.perf_counter()
         folder = step_folder(self.settings.out, step)
         about = self._described(losses, step_seconds, histories) if self._speaks else {}
         with self.trainer.recorder.span("checkpoint", step=step - 1):
@@ -264,7 +267,8 @@ class Saver:
         """Wait for a save that goes on behind the steps; if it fails, that is told already."""
         if self._pending is None:
             return
-        (step, pending), self._pending = self._pending, None
+        (step, pending) = self._pending
+        self._pending = None
         try:
             pending.wait()
         except CheckpointError:

@@ -10,12 +10,15 @@ from minidist.parallel.hybrid.hybrid import Trainer
 def formula(trainer: Trainer) -> dict[str, Any]:
     """Bytes and messages of all ranks and steps. A scheme's messages are those of its exchange in
     two phases."""
-    strategy, sent, messages = cast(LocalSteps, trainer.strategy), 0, 0
+    strategy = cast(LocalSteps, trainer.strategy)
+    sent = 0
+    messages = 0
     times = strategy.sends(trainer.steps_before, trainer.steps_done)
     for call, often, fragment in zip(
         strategy.traffic(trainer.plan.accumulate), times, strategy.fragments, strict=True
     ):
-        case, ranks = Case(size=call.group.size, nbytes=call.nbytes), call.group.size
+        case = Case(size=call.group.size, nbytes=call.nbytes)
+        ranks = call.group.size
         by_ring = FORMULAS[call.verb, trainer.plan.algorithm]
         sent += often * (by_ring.bytes_of(case) if call.sent is None else call.sent)
         messages += often * (

@@ -298,7 +298,8 @@ def check_batch(args: argparse.Namespace) -> None:
     check_rate(args)
     if args.accumulate_tokens is not None:  # once: then a batch has as many
         passes = passes_until(args.accumulate_tokens, sequences=args.batch, length=args.context)
-        args.batch, args.accumulate = args.batch * passes, args.accumulate * passes
+        args.batch = args.batch * passes
+        args.accumulate = args.accumulate * passes
     for option in ("accumulate", "microbatches"):
         if (getattr(args, option) or 1) > args.batch:
             fail(

@@ -60,15 +60,20 @@ def train_steps(
 
     Raises:  Stopped, once the state is saved, if the saver says that the job is to stop.
     """
-    course, args, ledger = begun(settings), settings.args, trainer.world.ledger
+    course = begun(settings)
+    args = settings.args
+    ledger = trainer.world.ledger
     start_step = CapturedStep(trainer).start_step if args.graph else trainer.start_step
-    tokens, last, on_their_way = args.batch * args.context, 0.0, deque[tuple[LateLoss, float]]()
+    tokens = args.batch * args.context
+    last = 0.0
+    on_their_way = deque[tuple[LateLoss, float]]()
 
     def read(leave: int = 0) -> None:
         """The losses that are there, and all but so many of those that are not."""
         nonlocal last
         if there := _arrived(on_their_way, leave):
-            since, last = max(there[0][1], last), time.perf_counter()
+            since = max(there[0][1], last)
+            last = time.perf_counter()
         for loss, _ in there:  # of several that have come together each took the same time
             course.losses.append(loss)
             course.seconds.append((last - since) / len(there))

@@ -35,13 +35,12 @@ class Telemetry(ProgressReport):
     def __init__(
         self, report: ProgressReport, trainer: Trainer, settings: Settings, *, threads: int = 1
     ) -> None:
-        args, world = settings.args, trainer.world
-        self.report, self.trainer, self.args, self.steps_before = (
-            report,
-            trainer,
-            args,
-            trainer.steps_done,
-        )
+        args = settings.args
+        world = trainer.world
+        self.report = report
+        self.trainer = trainer
+        self.args = args
+        self.steps_before = trainer.steps_done
         goes_on = trainer.steps_done > 0
         self.log = StepLog(settings.out / STEP_LOG, goes_on=goes_on) if world.rank == 0 else None
         self.threads = threads
@@ -87,8 +86,11 @@ class Telemetry(ProgressReport):
     def _tell(self, number: int, loss: float, tokens_per_second: float) -> None:
         """On every rank read the counters and record them with the memory; on rank 0 write the
         line, and serve it."""
-        joules, account, world = self.meter.read(), self.trainer.account, self.trainer.world
-        memory, peak = account.now, account.peak
+        joules = self.meter.read()
+        account = self.trainer.account
+        world = self.trainer.world
+        memory = account.now
+        peak = account.peak
         world.ledger.flight.state(
             [memory[name] for name in CATEGORIES],
             [peak[name] for name in (*CATEGORIES, "total")],

@@ -73,7 +73,8 @@ def verify(
 def train_alone(settings: Settings, alone: Group) -> tuple[Weights, Weights]:
     """The weights before the first and after the same steps on one process."""
     with account.use(account.MemoryAccount()):  # without the run's memory limit
-        args, rounded = settings.args, "8bit" in ways_of(settings.args.keep_activations)
+        args = settings.args
+        rounded = "8bit" in ways_of(settings.args.keep_activations)
         plan = Plan(
             precision=args.precision,
             **(

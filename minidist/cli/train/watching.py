@@ -59,7 +59,8 @@ class Watched(ProgressReport):
 
     def close(self) -> None:
         """End the view with a last look; a second time does nothing."""
-        view, self._view = self._view, None
+        view = self._view
+        self._view = None
         if view is None:
             return
         with suppress(OSError):

@@ -49,8 +49,11 @@ class PendingCall(Pending, RunningCall):
     started it."""
 
     def __init__(self, call: Call, worker: "CallWorker") -> None:
-        self.call, self.worker, self.program = call, worker, program()
-        self.signature, self.world_ranks = call.signature, call.world_ranks
+        self.call = call
+        self.worker = worker
+        self.program = program()
+        self.signature = call.signature
+        self.world_ranks = call.world_ranks
         self.finished = threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
@@ -103,8 +106,11 @@ class PendingMessage(Pending, RunningCall):
         over: Callable[[bool, float], None],
     ) -> None:
         """`over(failed, seconds of the wait)` is called when wait() knows the outcome."""
-        self.signature, self.world_ranks = signature, world_ranks
-        self.handles, self.deliver, self.over = handles, deliver, over
+        self.signature = signature
+        self.world_ranks = world_ranks
+        self.handles = handles
+        self.deliver = deliver
+        self.over = over
         self.result: Any = None
         self.delivered = False
 
@@ -115,7 +121,8 @@ class PendingMessage(Pending, RunningCall):
                 try:
                     for handle in self.handles:
                         handle.wait()
-                    self.result, self.delivered = self.deliver(), True
+                    self.result = self.deliver()
+                    self.delivered = True
                 finally:
                     self.over(not self.delivered, time.perf_counter() - start)
         return self.result
@@ -137,14 +144,17 @@ class CallWorker:
         self.unfinished = 0
         self.error: BaseException | None = None  # of the first call that failed
         self.told = False  # a wait() has raised it
-        self.transport, self._account = transport, account.current()
+        self.transport = transport
+        self._account = account.current()
         self._queue: SimpleQueue[PendingCall | None] = SimpleQueue()
-        self._lock, self._name = threading.Lock(), name
+        self._lock = threading.Lock()
+        self._name = name
         self._thread: threading.Thread | None = None
 
     def submit(self, call: Call) -> PendingCall:
         """Put a call at the end of the queue."""
-        pending, call.started = PendingCall(call, self), True
+        pending = PendingCall(call, self)
+        call.started = True
         call.queued()
         with self._lock:
             self.unfinished += 1

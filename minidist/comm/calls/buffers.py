@@ -176,7 +176,10 @@ class OutputArray:
     def __init__(
         self, verb: str, out: Any = None, device: str = "cpu", side: SideStream | None = None
     ) -> None:
-        self.verb, self.out, self.device, self.side = verb, out, device, side
+        self.verb = verb
+        self.out = out
+        self.device = device
+        self.side = side
         self._array: np.ndarray | None = None
         self.target: Any = out
         if out is None or (
@@ -239,7 +242,8 @@ class Rows:
     """
 
     def __init__(self, result: OutputArray, own: np.ndarray, size: int) -> None:
-        self._result, self._own = result, own
+        self._result = result
+        self._own = own
         self.whole: np.ndarray | None = None
         shape = (size * len(own), *own.shape[1:])
         if result.out is None or result.out.shape == shape:

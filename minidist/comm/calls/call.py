@@ -90,16 +90,19 @@ class Call(RunningCall):
         side: SideStream | None = None,
     ) -> None:
         ledger = group.ledger
-        self.rank, self.size, self.nodes, self.world_ranks = (
-            group.rank,
-            group.size,
-            group.nodes,
-            group.world_ranks,
-        )
-        self.next_rank, self.prev_rank = group.next_rank, group.prev_rank
-        self.verb, self.algorithm, self.work, self.deliver = verb, algorithm, work, deliver
+        self.rank = group.rank
+        self.size = group.size
+        self.nodes = group.nodes
+        self.world_ranks = group.world_ranks
+        self.next_rank = group.next_rank
+        self.prev_rank = group.prev_rank
+        self.verb = verb
+        self.algorithm = algorithm
+        self.work = work
+        self.deliver = deliver
         self.device = self.origin = device
-        self.ledger, self.phase = ledger, ledger.phase
+        self.ledger = ledger
+        self.phase = ledger.phase
         self.axis = "control" if ledger.in_control else group.axis
         self.signature = Signature(
             group.id,
@@ -114,18 +117,20 @@ class Call(RunningCall):
             call_site.caller_at(2),
         )
         self._meta = b"".join(self.signature.pack())
-        self._group, self._flight = group, 0  # 0: the flight recorder does not know of it yet
-        self._transport, self.board, self._tag = group.transport, group.board, group.tag
+        # 0: the flight recorder does not know of it yet
+        self._group = group
+        self._flight = 0
+        self._transport = group.transport
+        self.board = group.board
+        self._tag = group.tag
         self._nbytes = self._messages = 0
         self._sent_to: dict[int, int] = {}
         self.side = side
         if ledger.watchers:
             self._asked = time.perf_counter()
         if side is not None:
-            self.work, self.deliver = (
-                partial(_on_side, begun=side.begin(), work=work, deliver=deliver),
-                _as_returned,
-            )
+            self.work = partial(_on_side, begun=side.begin(), work=work, deliver=deliver)
+            self.deliver = _as_returned
 
     def __enter__(self) -> None:
         RunningCall.__enter__(self)  # quicker than super(), in each call
@@ -293,11 +298,9 @@ class Call(RunningCall):
 
         Raises (in wait): MismatchError if the sender is in another call, or the length differs.
         """
-        known, told, times = (
-            self._meta,
-            self.ledger.receivers and into is not _NOTHING,
-            self.ledger.times,
-        )
+        known = self._meta
+        told = self.ledger.receivers and into is not _NOTHING
+        times = self.ledger.times
         into = into.reshape(-1)
         arrival = (
             None
@@ -327,7 +330,8 @@ class Call(RunningCall):
     def _told(self, handle: Handle, src: int, into: Arrays) -> Handle:
         """A receive that subscribers of receives are told of. Args: into: has the array once it is
         there."""
-        start, known = time.perf_counter(), self._named("received", src)
+        start = time.perf_counter()
+        known = self._named("received", src)
         return Reported(
             handle,
             lambda: self._publish(
@@ -482,7 +486,8 @@ class Call(RunningCall):
         if swapped is None:
             return None
         for rank in metas:
-            peer, nbytes = self.world_ranks[rank], parts[rank].nbytes
+            peer = self.world_ranks[rank]
+            nbytes = parts[rank].nbytes
             self.count(nbytes)
             self._sent_to[peer] = self._sent_to.get(peer, 0) + nbytes
         return swapped[0], {

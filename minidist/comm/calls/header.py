@@ -13,7 +13,10 @@ class CallHeader:
 
     def __init__(self, signature: Signature, group: Members, key: bytes, meta: bytes) -> None:
         """Args: key, meta: what signature.pack() gives, the first part and both."""
-        self.signature, self._group, self._key, self.meta = signature, group, key, meta
+        self.signature = signature
+        self._group = group
+        self._key = key
+        self.meta = meta
 
     def block_in(self, meta: bytes, src: int) -> BlockHeader | None:
         """What the header of a message in this call says that it brings. Raises: as compare()."""
@@ -26,7 +29,8 @@ class CallHeader:
     def compare(self, meta: bytes, src: int) -> None:
         """Refuse the header of another call. Warn of two calls that only their places in the
         program tell apart."""
-        here, group = self.signature.where, self._group
+        here = self.signature.where
+        group = self._group
         if meta.startswith(self._key):
             there = behind_key(meta[len(self._key) :])[0]
         else:

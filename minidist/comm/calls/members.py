@@ -36,8 +36,10 @@ class GroupGuard:
     failure: CommError | None = None
 
     def __init__(self, axis: str, world_rank: int) -> None:
-        self._name, self._rank = f"the group {axis}", world_rank
-        self._process, self._closed = os.getpid(), False
+        self._name = f"the group {axis}"
+        self._rank = world_rank
+        self._process = os.getpid()
+        self._closed = False
         self._met: set[tuple[bytes, int, str, str]] = set()
         self._told = False
         self._busy = threading.Lock()
@@ -123,10 +125,15 @@ class Members:
     ) -> None:
         """`places`: where each rank has reserved its part of the board; the world's is the first
         place everywhere."""
-        self.transport, self.ledger, self.world_ranks = transport, ledger, tuple(world_ranks)
-        self.axis, self.id, self.tag = axis, id, Tag(id, COLLECTIVE)
+        self.transport = transport
+        self.ledger = ledger
+        self.world_ranks = tuple(world_ranks)
+        self.axis = axis
+        self.id = id
+        self.tag = Tag(id, COLLECTIVE)
         self.nodes = tuple(nodes or (0,) * len(self.world_ranks))
-        self.world_rank, self.size = transport.world_rank, len(self.world_ranks)
+        self.world_rank = transport.world_rank
+        self.size = len(self.world_ranks)
         transport.waits.flight = ledger.flight
         if self.world_rank not in self.world_ranks:
             raise ConfigError(

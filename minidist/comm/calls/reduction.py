@@ -70,7 +70,8 @@ class Reduction(NamedTuple):
 
     def combine_all(self, values: Sequence[np.ndarray], out: np.ndarray) -> None:
         """out = the values, two or more, combined in their order; `out` may be the first."""
-        ufunc, total = UFUNCS[self.op], values[0]
+        ufunc = UFUNCS[self.op]
+        total = values[0]
         for value in values[1:]:
             _apply(ufunc, total, value, out, self.loop)
             total = out
@@ -82,7 +83,8 @@ class Reduction(NamedTuple):
         `behind`: what arrives (op) source. Of two ranks that add the same two values one asks for
         it: only so do both get the same bits (of a NaN, or of -0 against 0).
         """
-        ufunc, loop = UFUNCS[self.op], self.loop
+        ufunc = UFUNCS[self.op]
+        loop = self.loop
 
         def reduce(target: np.ndarray, start: int, piece: np.ndarray) -> None:
             stop = start + len(piece)

@@ -32,7 +32,8 @@ def plain_all_to_all(group: BlockingGroup, parts: Sequence[np.ndarray]) -> list[
     jump = 1
     while jump < group.size:
         jumping = [far for far in range(group.size) if far & jump]  # one message holds all of these
-        dst, src = (group.rank + jump) % group.size, (group.rank - jump) % group.size
+        dst = (group.rank + jump) % group.size
+        src = (group.rank - jump) % group.size
         arrived = group.exchange(np.stack([slots[far] for far in jumping]), dst=dst, src=src)
         for far, part in zip(jumping, arrived, strict=True):
             slots[far] = part
@@ -94,7 +95,9 @@ def _parsed_again(labels: bytes, count: int, itemsize: int) -> PackedShapes:
 
 
 def _parsed(packed: np.ndarray, count: int, itemsize: int) -> PackedShapes:
-    words, read, shapes = packed[: len(packed) & -WORD.itemsize].view(WORD), 0, []
+    words = packed[: len(packed) & -WORD.itemsize].view(WORD)
+    read = 0
+    shapes = []
     for _ in range(count):
         behind = read + 1 + int(words[read])
         shapes.append(tuple(words[read + 1 : behind].tolist()))

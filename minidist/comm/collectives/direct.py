@@ -15,7 +15,8 @@ def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
     order."""
     values = {group.rank: x}
     for step in range(1, group.size):
-        dst, src = (group.rank + step) % group.size, (group.rank - step) % group.size
+        dst = (group.rank + step) % group.size
+        src = (group.rank - step) % group.size
         values[src] = group.exchange(x, dst=dst, src=src)
     return np.sum([values[rank] for rank in range(group.size)], axis=0)  # type: ignore[no-any-return]
 

@@ -23,5 +23,6 @@ def barrier(call: Call) -> None:
     Cost:    ceil(log2 P) messages of 0 bytes per rank.
     """
     for step in range((call.size - 1).bit_length()):
-        dst, src = (call.rank + (1 << step)) % call.size, (call.rank - (1 << step)) % call.size
+        dst = (call.rank + (1 << step)) % call.size
+        src = (call.rank - (1 << step)) % call.size
         call.exchange(dst, _NOTHING, src, _NOTHING, step=step)

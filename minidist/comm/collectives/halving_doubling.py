@@ -34,15 +34,21 @@ from minidist.comm.collectives.blocking import BlockingGroup
 def plain_all_reduce(group: BlockingGroup, x: np.ndarray) -> np.ndarray:
     """The sum of x (n,) over 2^k ranks: exchange one half of what is left with a partner, add, and
     so on; then back."""
-    total, start, stop, steps = x.copy(), 0, len(x), []
+    total = x.copy()
+    start = 0
+    stop = len(x)
+    steps = []
     distance = group.size // 2
     while distance:  # halving: a reduce-scatter
-        partner, middle = group.rank ^ distance, (start + stop) // 2
-        low, high = slice(start, middle), slice(middle, stop)
+        partner = group.rank ^ distance
+        middle = (start + stop) // 2
+        low = slice(start, middle)
+        high = slice(middle, stop)
         keep, give = (low, high) if group.rank < partner else (high, low)
         total[keep] += group.exchange(total[give], dst=partner, src=partner)
         steps.append((partner, keep, give))
-        start, stop = keep.start, keep.stop
+        start = keep.start
+        stop = keep.stop
         distance //= 2
     for partner, keep, give in reversed(steps):  # doubling: an all-gather, the same way back
         total[give] = group.exchange(total[keep], dst=partner, src=partner)
@@ -98,7 +104,8 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
              in `out`.
     Rounding: low precision is added in float32 and rounded once a step, ceil(log2 P) times.
     """
-    core, cut = core_of(call), bounds(len(x), call.size)
+    core = core_of(call)
+    cut = bounds(len(x), call.size)
     values = fold(call, core, x, out, op)
     if not core.surplus:
         halve(call, core, values, out, cut, op)
@@ -115,7 +122,8 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
              once more. Workspace: n elements, on core ranks. One copy of a chunk.
     Rounding: as all_reduce.
     """
-    core, cut = core_of(call), bounds(len(x), call.size)
+    core = core_of(call)
+    cut = bounds(len(x), call.size)
     if core.surplus:
         fold(call, core, x, x, op)
         call.recv(call.prev_rank, out)
@@ -257,10 +265,8 @@ def halve(
         distance = 1 << (core.steps - 1 - step)
         partner = core.place ^ distance
         peer = core.firsts[partner]
-        give, keep = (
-            _elements(core, partner, distance, cut),
-            _elements(core, core.place, distance, cut),
-        )
+        give = _elements(core, partner, distance, cut)
+        keep = _elements(core, core.place, distance, cut)
         call.exchange(
             peer, values[give], peer, partial[keep], op.into(values[keep]), step=core.folds + step
         )
@@ -280,10 +286,8 @@ def double(call: Call, core: Core, sums: np.ndarray, cut: Sequence[int], first_s
     for step in range(core.steps):
         partner = core.place ^ (1 << step)
         peer = core.firsts[partner]
-        mine, theirs = (
-            _elements(core, core.place, 1 << step, cut),
-            _elements(core, partner, 1 << step, cut),
-        )
+        mine = _elements(core, core.place, 1 << step, cut)
+        theirs = _elements(core, partner, 1 << step, cut)
         call.exchange(peer, sums[mine], peer, sums[theirs], step=first_step + step)
 
 

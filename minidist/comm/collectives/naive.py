@@ -192,7 +192,8 @@ def barrier(call: Call) -> None:
 
 def _relay(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
     """Rank 0 of all_to_all: receive every part between other ranks, then pass it on."""
-    mine, mail = [parts[0]], {}
+    mine = [parts[0]]
+    mail = {}
     for src in range(1, call.size):
         for dst in _others(call.size, src):
             block = call.recv_block(src, place(src) if dst == 0 else in_workspace(call))

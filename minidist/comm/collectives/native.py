@@ -103,7 +103,8 @@ def gather(call: Call, own: np.ndarray, rows: Rows | None, root: int) -> np.ndar
     if rows is None:
         call.native().gather(bytes_view(own), None, counts, root)
         return None
-    mine, whole = own.copy(), rows.place_whole(shape, own.dtype)
+    mine = own.copy()
+    whole = rows.place_whole(shape, own.dtype)
     call.native().gather(bytes_view(mine), bytes_view(whole), counts, root)
     return whole
 
@@ -112,7 +113,8 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     """As gather, with the library's all-gather; the same cost, and every rank copies its own block
     first."""
     shape, counts = _joined(call, own)
-    mine, whole = own.copy(), rows.place_whole(shape, own.dtype)
+    mine = own.copy()
+    whole = rows.place_whole(shape, own.dtype)
     call.native().all_gather(bytes_view(mine), bytes_view(whole), counts)
     return whole
 
@@ -132,7 +134,8 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     leaving = np.array(
         [len(bundles[rank]) if rank in bundles else 0 for rank in range(call.size)], np.int64
     )
-    coming, eight = np.empty_like(leaving), [8] * call.size
+    coming = np.empty_like(leaving)
+    eight = [8] * call.size
     call.count(leaving.nbytes)
     call.native().all_to_all(bytes_view(leaving), eight, bytes_view(coming), eight)
     arrived = call.workspace(int(coming.sum()), np.dtype(np.uint8))
@@ -140,7 +143,8 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     call.native().all_to_all(
         np.concatenate(list(bundles.values())), leaving.tolist(), arrived, coming.tolist()
     )
-    received, edges = {call.rank: parts[call.rank]}, np.cumsum([0, *coming])
+    received = {call.rank: parts[call.rank]}
+    edges = np.cumsum([0, *coming])
     for src in others:
         (part,) = unpack(arrived[edges[src] : edges[src + 1]].copy(), 1, parts[0].dtype)
         received[src] = place(src)(part.shape, part.dtype)
@@ -151,9 +155,11 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
 def _all_to_all_on_gpu(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
     """Shapes in headers of messages without bytes, so that each part is received where it
     belongs."""
-    received, ranks = {call.rank: parts[call.rank]}, range(call.size)
+    received = {call.rank: parts[call.rank]}
+    ranks = range(call.size)
     for far in range(1, call.size):
-        dst, src = (call.rank + far) % call.size, (call.rank - far) % call.size
+        dst = (call.rank + far) % call.size
+        src = (call.rank - far) % call.size
         label = call.exchange_blocks(
             dst, np.empty((*parts[dst].shape, 0), parts[dst].dtype), src, np.empty
         )
@@ -198,7 +204,8 @@ def _joined(call: Call, own: np.ndarray) -> tuple[tuple[int, ...], list[int]]:
     """The shape of all blocks joined, and the bytes of each, after all ranks have agreed; `own` is
     counted."""
     dissemination.barrier(call)
-    mine, lengths = np.array([len(own)], np.int64), np.empty(call.size, np.int64)
+    mine = np.array([len(own)], np.int64)
+    lengths = np.empty(call.size, np.int64)
     call.count(mine.nbytes)
     call.native().all_gather(bytes_view(mine), bytes_view(lengths), [8] * call.size)
     call.count(own.nbytes)

@@ -26,7 +26,8 @@ def plain_all_to_all(group: BlockingGroup, parts: Sequence[np.ndarray]) -> list[
     source."""
     received = list(parts)  # the own part stays where it is
     for step in range(1, group.size):
-        dst, src = (group.rank + step) % group.size, (group.rank - step) % group.size
+        dst = (group.rank + step) % group.size
+        src = (group.rank - step) % group.size
         received[src] = group.exchange(parts[dst], dst=dst, src=src)
     return received
 

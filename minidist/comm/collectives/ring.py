@@ -31,7 +31,8 @@ from minidist.comm.limits import STRETCH_BYTES
 def plain_reduce_scatter(group: BlockingGroup, chunks: list[np.ndarray]) -> None:
     """Add the ranks' chunks, one for each rank, in place; in the end chunks[rank] is the sum over
     all ranks."""
-    next_rank, prev_rank = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    next_rank = (group.rank + 1) % group.size
+    prev_rank = (group.rank - 1) % group.size
     for step in range(group.size - 1):
         # first the chunk before the own one, then one lower a step
         outgoing = (group.rank - step - 1) % group.size
@@ -42,7 +43,8 @@ def plain_reduce_scatter(group: BlockingGroup, chunks: list[np.ndarray]) -> None
 
 def plain_all_gather(group: BlockingGroup, chunks: list[np.ndarray]) -> None:
     """Pass the finished chunks round, in place; chunks[rank] is finished, in the end all are."""
-    next_rank, prev_rank = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    next_rank = (group.rank + 1) % group.size
+    prev_rank = (group.rank - 1) % group.size
     for step in range(group.size - 1):
         outgoing = (group.rank - step) % group.size  # first the own one, then what came last
         incoming = (group.rank - step - 1) % group.size
@@ -134,7 +136,8 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
     """
     length = STRETCH_BYTES // x.itemsize
     for number, start in enumerate(range(0, max(len(x), 1), length)):
-        sums, step = split(out[start : start + length], call.size), 2 * number * (call.size - 1)
+        sums = split(out[start : start + length], call.size)
+        step = 2 * number * (call.size - 1)
         chunks = split(x[start : start + length], call.size)
         reduce_around(call, chunks, in_their_places(call, sums), op, first_step=step)
         if op.op == "mean":

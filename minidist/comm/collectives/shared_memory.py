@@ -143,7 +143,8 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     """
     received = {call.rank: parts[call.rank]}
     others = [part for dst, part in enumerate(parts) if dst != call.rank]
-    data, labels = [bytes_view(part) for part in others], labels_of(others)
+    data = [bytes_view(part) for part in others]
+    labels = labels_of(others)
     long = _is_long(len(labels) + sum(map(len, data)))
     lent = [_lendable(call, part) for part in data] if long and call.lends else []
     shown = call.show(labels, *([] if long else data), lent=lent)
@@ -151,7 +152,8 @@ def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[
     longest = max(max(bundle.lengths) if _is_long(bundle.starts[-1]) else 0 for bundle in told)
     try:
         for src in call.others:
-            mine, bundle = call.rank - (call.rank > src), told[src]
+            mine = call.rank - (call.rank > src)
+            bundle = told[src]
             received[src] = place(src)(bundle.shapes[mine], parts[0].dtype)
             if not _is_long(bundle.starts[-1]):
                 bytes_view(received[src])[...] = shown[src][
@@ -198,7 +200,8 @@ def _of_chunk(
 ) -> list[np.ndarray]:
     """What all ranks have of chunk `rank`, this one first, where each shows its `others`; `edges`:
     of the chunks."""
-    before, values = edges[call.rank], [own]
+    before = edges[call.rank]
+    values = [own]
     for rank, shown in enumerate(call.show(*others)):
         if rank != call.rank:
             # it does not show its own

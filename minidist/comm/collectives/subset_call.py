@@ -24,10 +24,14 @@ class SubsetCall(Call):
     `first_step`."""
 
     def __init__(self, call: Call, ranks: Sequence[int], first_step: int = 0) -> None:
-        self._whole, self._ranks, self._first_step = call, ranks, first_step
-        self.rank, self.size = ranks.index(call.rank), len(ranks)
+        self._whole = call
+        self._ranks = ranks
+        self._first_step = first_step
+        self.rank = ranks.index(call.rank)
+        self.size = len(ranks)
         self.next_rank, self.prev_rank = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        self.signature, self.world_ranks = call.signature, call.world_ranks
+        self.signature = call.signature
+        self.world_ranks = call.world_ranks
 
     def start_send(
         self,

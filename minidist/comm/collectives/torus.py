@@ -100,11 +100,10 @@ def reduce_scatter(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) ->
     Rounding: as all_reduce.
     """
     call.agree()
-    form, cut = grid(call.size), bounds(len(x), call.size)
-    row, column = (
-        SubsetCall(call, form.row_of(call.rank), form.rows - 1),
-        SubsetCall(call, form.column_of(call.rank)),
-    )
+    form = grid(call.size)
+    cut = bounds(len(x), call.size)
+    row = SubsetCall(call, form.row_of(call.rank), form.rows - 1)
+    column = SubsetCall(call, form.column_of(call.rank))
     strips = [
         x[cut[first] : cut[first + form.columns]] for first in range(0, call.size, form.columns)
     ]
@@ -131,10 +130,8 @@ def all_gather(call: Call, own: np.ndarray, rows: Rows) -> np.ndarray:
     call.agree()
     form = grid(call.size)
     around = form.row_of(call.rank)
-    row, column = (
-        SubsetCall(call, around),
-        SubsetCall(call, form.column_of(call.rank), form.columns - 1),
-    )
+    row = SubsetCall(call, around)
+    column = SubsetCall(call, form.column_of(call.rank), form.columns - 1)
     blocks = ring.gather_blocks(row, own, lambda place: rows.place(around[place]))
     strip = rows.merge(around[0], blocks)
     strips = ring.gather_blocks(

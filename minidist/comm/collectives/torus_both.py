@@ -93,7 +93,8 @@ class Hop(NamedTuple):
 
 def rings_of(rank: int, sides: Sequence[int]) -> list[list[int]]:
     """The ring of each dim through `rank`, where ranks lie in a box in row-major order."""
-    places, at = np.arange(int(np.prod(sides))).reshape(sides), np.unravel_index(rank, sides)
+    places = np.arange(int(np.prod(sides))).reshape(sides)
+    at = np.unravel_index(rank, sides)
     rings = []
     for dim in range(len(sides)):
         line: list[Any] = list(at)
@@ -149,8 +150,10 @@ def _hops(
     """The steps of one part, whose dims are the rings of `way` in this order."""
     passed = []
     for ranks in way:
-        size, place = len(ranks), ranks.index(rank)
-        own, sums = split(x, size), split(out, size)
+        size = len(ranks)
+        place = ranks.index(rank)
+        own = split(x, size)
+        sums = split(out, size)
         outgoing = own[place - 1]
         for step in range(size - 1):
             chunk = (place - 2 - step) % size

@@ -32,7 +32,9 @@ from minidist.comm.collectives.naive import in_workspace
 def plain_broadcast(group: BlockingGroup, x: np.ndarray | None, root: int) -> np.ndarray | None:
     """In each step every rank that has the root's array passes it on, so that twice as many have
     it."""
-    place, distance = (group.rank - root) % group.size, 1  # places count from the root
+    # places count from the root
+    place = (group.rank - root) % group.size
+    distance = 1
     while distance < group.size:
         if place < distance and place + distance < group.size:
             group.send(x, dst=(group.rank + distance) % group.size)
@@ -45,7 +47,8 @@ def plain_broadcast(group: BlockingGroup, x: np.ndarray | None, root: int) -> np
 def plain_reduce(group: BlockingGroup, x: np.ndarray, root: int) -> np.ndarray:
     """The same messages the other way round: sums meet at the root, where the result is the sum of
     all."""
-    place, total = (group.rank - root) % group.size, x.copy()
+    place = (group.rank - root) % group.size
+    total = x.copy()
     distance = 1 << (group.size - 1).bit_length() >> 1  # the last of the broadcast
     while distance:
         if place < distance and place + distance < group.size:
@@ -65,7 +68,8 @@ def plain_reduce(group: BlockingGroup, x: np.ndarray, root: int) -> np.ndarray:
 def family(rank: int, root: int, size: int) -> tuple[int | None, list[int]]:
     """The parent of `rank` (None at the root) and its children, nearest first."""
     place = (rank - root) % size
-    children, bit = [], 1
+    children = []
+    bit = 1
     while bit < size and not place & bit:
         if place + bit < size:
             children.append((place + bit + root) % size)
@@ -149,8 +153,12 @@ class Twig(NamedTuple):
 def halved(rank: int, root: int, size: int) -> tuple[Twig, int | None, list[Twig]]:
     """This rank's place in the halved tree, its parent (None at the root), and its children,
     farthest first."""
-    me, parent, children = Twig(root, 0, size, 0), None, []
-    first, behind, cut = 0, size, 0
+    me = Twig(root, 0, size, 0)
+    parent = None
+    children = []
+    first = 0
+    behind = size
+    cut = 0
     while behind - first > 1:
         middle = (first + behind + 1) // 2
         near, far = (

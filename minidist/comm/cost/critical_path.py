@@ -80,13 +80,15 @@ def _halves(size: int) -> float:
 
 def _halving_doubling(size: int) -> Path:
     steps, fold = _doublings(size)
-    waits, chunks = 2 * (steps + fold), _halves(size)
+    waits = 2 * (steps + fold)
+    chunks = _halves(size)
     return Path(waits, waits, 2 * (chunks + fold), chunks + fold)
 
 
 def _halving(size: int) -> Path:
     steps, fold = _doublings(size)
-    waits, chunks = steps + 2 * fold, _halves(size)
+    waits = steps + 2 * fold
+    chunks = _halves(size)
     return Path(waits, waits, chunks + fold * (1 + 1 / size), chunks + fold)
 
 
@@ -128,7 +130,8 @@ PATHS: dict[tuple[str, str], Callable[[int], Path]] = {
 def _torus_both(size: int) -> Path:
     """Each step sends as many messages as there are parts; on three ranks to all others at once."""
     sides = box(size)
-    steps, moved = 2 * (sum(sides) - len(sides)), 2 * _part(size)
+    steps = 2 * (sum(sides) - len(sides))
+    moved = 2 * _part(size)
     return Path(steps, 2 * len(sides) * steps, moved, _part(size), moved if size == 3 else 0.0)
 
 

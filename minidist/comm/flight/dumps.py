@@ -106,7 +106,8 @@ def _status(entries: list[Entry], group: int) -> dict[str, int]:
 def _entry(
     entry: Entry, header: dict[str, Any], groups: dict[int, tuple[str, list[int]]]
 ) -> dict[str, Any]:
-    group, message = entry["group"], entry["kind"] == MESSAGE
+    group = entry["group"]
+    message = entry["kind"] == MESSAGE
     axis, ranks = groups.get(group, ("", []))
     sizes = _sizes(entry, len(ranks))
     filename, _, line = entry["where"].rpartition(":")
@@ -153,10 +154,8 @@ def _name(entry: Entry, world_rank: int, ranks: list[int]) -> str:
     PyTorch counts."""
     if entry["kind"] == CALL or not ranks:
         return str(entry["verb"])
-    here, there = (
-        sorted(ranks).index(world_rank),
-        ranks[entry["src"] if entry["dst"] is None else entry["dst"]],
-    )
+    here = sorted(ranks).index(world_rank)
+    there = ranks[entry["src"] if entry["dst"] is None else entry["dst"]]
     return (
         f"recv {here}<-{sorted(ranks).index(there)}"
         if entry["dst"] is None

@@ -29,7 +29,8 @@ class MessageTimes:
     come in order."""
 
     def __init__(self, world_rank: int, world_size: int) -> None:
-        self.world_rank, self.world_size = world_rank, world_size
+        self.world_rank = world_rank
+        self.world_size = world_size
         self._step = 0
         # (direction, group, peer) -> messages so far
         self._numbers: dict[tuple[str, int, int], int] = {}
@@ -57,7 +58,8 @@ class MessageTimes:
             "out": list(self._out.values()),
             "in": [kept for kept in self._in.values() if kept[-1]],
         }
-        self._out, self._in = {}, {}
+        self._out = {}
+        self._in = {}
         self._step += 1
         return found
 
@@ -85,7 +87,8 @@ class Arrival:
     began is known only by its header, which is enough if it is short; a long one is left out."""
 
     def __init__(self, kept: list[Any]) -> None:
-        self._kept, self._header = kept, 0
+        self._kept = kept
+        self._header = 0
 
     def accepted(self) -> None:
         """Its header is there."""

@@ -86,7 +86,9 @@ class FlightRecorder:
         self.step: int | None = None
         self.path: Path | None = None
         self.pid = os.getpid()
-        self._size, self._link, self._kept = 0, "", 0.0
+        self._size = 0
+        self._link = ""
+        self._kept = 0.0
         self._ring: mmap.mmap | None = None
         self._numbers = itertools.count(1)
         self._groups: dict[int, tuple[str, list[int]]] = {}
@@ -145,7 +147,8 @@ class FlightRecorder:
     def begun(self, number: int, seconds: float = 0.0) -> None:
         """The call sets out, in the group's worker, whose turn has come; or did so `seconds`
         ago."""
-        ring, at = self._open(), place(number)
+        ring = self._open()
+        at = place(number)
         if NUMBER.unpack_from(ring, at)[0] == number:  # else the ring has gone round since
             TIME.pack_into(ring, at + BEGUN_AT, time.perf_counter() - seconds)
             ring[at + STATE_AT] = _BEGUN
@@ -165,11 +168,9 @@ class FlightRecorder:
         Args:    blocking: the program stood still from its begin on; else for the last `stood`
                  seconds.
         """
-        ring, at, now = (
-            self._ring or self._open(),
-            HEADER_BYTES + number % SLOTS * SLOT_BYTES,
-            time.perf_counter(),
-        )
+        ring = self._ring or self._open()
+        at = HEADER_BYTES + number % SLOTS * SLOT_BYTES
+        now = time.perf_counter()
         found, begun = BEGIN.unpack_from(ring, at)
         if found == number:
             OUTCOME.pack_into(
@@ -179,7 +180,8 @@ class FlightRecorder:
 
     def stood(self, number: int, seconds: float) -> None:
         """The program has waited so long for the end of a started call, which is over."""
-        ring, at = self._open(), place(number)
+        ring = self._open()
+        at = place(number)
         if NUMBER.unpack_from(ring, at)[0] == number:
             STOOD.pack_into(ring, at + STOOD_AT, seconds)
 
@@ -242,7 +244,9 @@ class FlightRecorder:
         self._write_header()
 
     def _write(self, kind: int, state: int, texts: bytes, sequence: int) -> int:
-        number, now, step = next(self._numbers), time.perf_counter(), self.step
+        number = next(self._numbers)
+        now = time.perf_counter()
+        step = self.step
         # place(number)
         SLOT.pack_into(
             self._ring or self._open(),
@@ -273,7 +277,8 @@ class FlightRecorder:
 
         Raises:  ConfigError if the file cannot be made, or its disk is full.
         """
-        before, path = self._open(), Path(path)
+        before = self._open()
+        path = Path(path)
         draft: Path | None = None
         try:
             opened, draft = _new_file(path)
@@ -290,13 +295,11 @@ class FlightRecorder:
                 f"rank {self.world_rank} cannot keep its flight recorder in {path}: "
                 f"{error.strerror}; give a folder that can be written"
             ) from error
-        self._ring, self.path, self._size, self._link, self._kept = (
-            ring,
-            path,
-            size,
-            link,
-            time.time(),
-        )
+        self._ring = ring
+        self.path = path
+        self._size = size
+        self._link = link
+        self._kept = time.time()
         self._write_header()
 
     def entries(self) -> list[Entry]:
@@ -310,7 +313,8 @@ class FlightRecorder:
 
     def _open(self) -> mmap.mmap:
         if self._ring is None:
-            self._ring, self.pid = mmap.mmap(-1, RING_BYTES), os.getpid()
+            self._ring = mmap.mmap(-1, RING_BYTES)
+            self.pid = os.getpid()
             self._write_header()
             recorders.add(self)
         return self._ring
@@ -328,7 +332,8 @@ class FlightRecorder:
         }
 
     def _write_header(self) -> None:
-        ring, header = self._open(), self._header()
+        ring = self._open()
+        header = self._header()
         packed = msgpack.packb(header)
         # thousands of groups: their ranks are left out
         if len(packed) > HEADER_BYTES - len(MAGIC) - 4:

@@ -49,11 +49,17 @@ MAGIC = b"mdflght3"
 SLOT = struct.Struct(f"<QBBHidQddQIf{TEXTS}sQ")
 """number, state, kind, length of the texts, step, made (s), sequence, begun, ended (s), bytes,
 messages, stood (s), texts, number"""
-NUMBER, TIME, STOOD = struct.Struct("<Q"), struct.Struct("<d"), struct.Struct("<f")
+NUMBER = struct.Struct("<Q")
+TIME = struct.Struct("<d")
+STOOD = struct.Struct("<f")
 BEGIN = struct.Struct("<Q24xd")  # number, ..., begun
 OUTCOME = struct.Struct("<dQIf")  # ended, bytes, messages, stood
-STATE_AT, BEGUN_AT, ENDED_AT, STOOD_AT = 8, 32, 40, 60
-NO_STEP, NO_FIELDS = -1, msgpack.packb([])
+STATE_AT = 8
+BEGUN_AT = 32
+ENDED_AT = 40
+STOOD_AT = 60
+NO_STEP = -1
+NO_FIELDS = msgpack.packb([])
 
 Entry = dict[str, Any]
 Groups = dict[int, tuple[str, list[Rank]]]

@@ -65,14 +65,13 @@ class Acceptor:
         fail: Callable[[OSError], None] = lambda error: None,
     ) -> None:
         self._fail = fail
-        self.listener, self._token, self._enter, self._run, self._name = (
-            listener,
-            token,
-            enter,
-            run,
-            name,
-        )
-        self._room, self._refused = max(PENDING, 2 * size), 0
+        self.listener = listener
+        self._token = token
+        self._enter = enter
+        self._run = run
+        self._name = name
+        self._room = max(PENDING, 2 * size)
+        self._refused = 0
         self.strangers: dict[socket.socket, None] = {}  # in order of arrival
         self._proven: set[socket.socket] = set()  # those that are being seated
         self._lock = threading.Lock()

@@ -181,7 +181,8 @@ def _hopeless_peer(
     strict: bool,
 ) -> bool:
     """Whether `peer` will never do what `node` waits for."""
-    mine, theirs = states[node.rank], states.get(peer, ended.get(peer))
+    mine = states[node.rank]
+    theirs = states.get(peer, ended.get(peer))
     if theirs is None:
         return False
     if strict and node.wait.incoming and theirs.sent.get(node.rank, 0) != mine.taken.get(peer, 0):
@@ -226,9 +227,11 @@ def _path(
 ) -> tuple[list[WaitingRank], int | None]:
     """A cycle of hopeless waits; or a chain of them, and the ended rank for which the last one
     waits."""
-    path, among = [nodes[0]], set(nodes)
+    path = [nodes[0]]
+    among = set(nodes)
     while True:
-        node, others = path[-1], []
+        node = path[-1]
+        others = []
         for peer in _peers(node):
             if peer in ended:
                 return [each for each in path if each.wait.peers], peer
@@ -255,7 +258,8 @@ def _agree(one: Wait, other: Wait) -> bool:
 
 
 def _mismatch(one: WaitingRank, other: WaitingRank, ranks: list[int]) -> Verdict:
-    mine, theirs = one.wait.collective, other.wait.collective
+    mine = one.wait.collective
+    theirs = other.wait.collective
     if mine and theirs and mine.group == theirs.group:
         return Verdict("MismatchError", str(mismatch(mine, one.rank, theirs, other.rank)), ranks)
     what = "group" if other.wait.collective else "verb"

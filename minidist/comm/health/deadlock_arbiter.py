@@ -41,7 +41,8 @@ class Arbiter:
         self.states: dict[int, State] = {}
         self.ended: dict[int, State] = {}
         self.told = False
-        self._ask, self._tell = ask, tell
+        self._ask = ask
+        self._tell = tell
         self._round = 0
         self._asked: set[int] = set()
         self._answers: dict[int, State] = {}
@@ -68,13 +69,17 @@ class Arbiter:
         self.states.pop(rank, None)
         self.ended[rank] = state
         if rank in self._asked or rank in (self._before or ()):  # it will not answer
-            self._asked, self._before = set(), None
+            self._asked = set()
+            self._before = None
         self._look()
 
     def decide(self, found: Verdict) -> None:
         """Tell the verdict, if it is the first: found here, or by a rank in a message's header."""
         if not self.told:
-            self.told, self._asked, self._before, self._next = True, set(), None, None
+            self.told = True
+            self._asked = set()
+            self._before = None
+            self._next = None
             self._tell(found)
 
     def due(self) -> float | None:
@@ -113,22 +118,26 @@ class Arbiter:
     def _begin(self, ranks: Iterable[int]) -> None:
         """Ask every rank that is, or was, part of the suspicion."""
         self._round += 1
-        self._asked, self._answers = set(ranks), {}
+        self._asked = set(ranks)
+        self._answers = {}
         self._next = time.monotonic() + PATIENCE
         self._ask(sorted(self._asked), self._round)
 
     def _judge(self) -> None:
         """A round is complete."""
-        answers, before = self._answers, self._before
+        answers = self._answers
+        before = self._before
         self._asked = set()
         nodes = deadlock.hopeless(answers, self.ended, strict=True)
         if not nodes:
             self._give_up()
         elif before is None or not all(before[rank].same(answers[rank]) for rank in answers):
-            self._before, self._next = dict(answers), time.monotonic() + PAUSE
+            self._before = dict(answers)
+            self._next = time.monotonic() + PAUSE
         else:
             self.decide(deadlock.verdict(nodes, answers, self.ended))
 
     def _give_up(self) -> None:
-        self._asked, self._before = set(), None
+        self._asked = set()
+        self._before = None
         self._next = time.monotonic() + (PAUSE if self._news else RETRY)

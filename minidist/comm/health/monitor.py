@@ -354,7 +354,8 @@ class Monitor(Seats):
             case "meet":
                 self._brought[seat.world_rank] = frame["info"]
                 if len(self._brought) == self.size:
-                    brought, self._brought = self._brought, {}
+                    brought = self._brought
+                    self._brought = {}
                     for rank in range(self.size):
                         self._seats[rank].send(
                             "met", value=[brought[rank] for rank in range(self.size)]
@@ -405,7 +406,9 @@ class Monitor(Seats):
         """
         over: list[Seat] = []
         with self._changed:
-            self.together, seat.done, seat.left = together, True, not together
+            self.together = together
+            seat.done = True
+            seat.left = not together
             if (
                 self.loss is None
                 and len(self._seats) == self.size

@@ -69,13 +69,17 @@ class MonitorClient:
         """
         hello = {"world_rank": world_rank, "world_size": world_size}
         sock = connect_to_monitor(address, token, hello, f"rank {world_rank}", limit, begun=begun)
-        self.world_rank, self.world_size, self.limit = world_rank, world_size, limit
+        self.world_rank = world_rank
+        self.world_size = world_size
+        self.limit = limit
         self.address: tuple[str, int] = sock.getpeername()[:2]
         self.local_host: str = sock.getsockname()[0]
         self.beside_monitor = self.local_host == self.address[0] or is_loopback(self.local_host)
         self.loss: Failure | None = None
-        self._sock, self.grace = sock, grace
-        self._sending, self._telling = threading.Lock(), threading.Lock()
+        self._sock = sock
+        self.grace = grace
+        self._sending = threading.Lock()
+        self._telling = threading.Lock()
         self._asking = threading.Lock()  # one thread at a time: an answer is for whoever asks
         self._changed = threading.Condition()
         self._callbacks: list[Callable[[PeerLostError], None]] = []
@@ -128,8 +132,12 @@ class MonitorClient:
     ) -> None:
         """Tell the monitor of a transport's lasting waits, and abort the transport by what the
         monitor tells."""
-        self._waits, self._abort, self._lose = waits, abort, lose
-        waits.tell, waits.table, waits.disagree = self._tell, self._table, self._disagree
+        self._waits = waits
+        self._abort = abort
+        self._lose = lose
+        waits.tell = self._tell
+        waits.table = self._table
+        waits.disagree = self._disagree
         waits.left = self.has_left
         waits.cut = self._tell_cut
         waits.spare = lambda: self._send({"kind": "expendable"})

@@ -69,10 +69,8 @@ def late(slow: list[int], size: int, busy: list[int]) -> str:
     """Of the ranks that have not ended, name those that are `busy`: the others wait for these in
     MPI_Finalize."""
     named = busy or slow
-    waiting, gone = (
-        [rank for rank in slow if rank not in named],
-        sorted(set(range(size)).difference(slow)),
-    )
+    waiting = [rank for rank in slow if rank not in named]
+    gone = sorted(set(range(size)).difference(slow))
     more = [f"{listed(gone)} had"] * bool(gone) + [
         f"{listed(waiting)} waited for that in MPI_Finalize"
     ] * bool(waiting)

@@ -68,11 +68,16 @@ class NodeAgent:
         self.loss: Failure | None = None
         self.spared: dict[int, Failure] = {}
         self.savers: set[int] = set()
-        self._ranks, self._how, self._limit = list(ranks), how or (lambda rank: None), limit
-        self._looks, self._pids = ProcessLooks(), set[int]()  # those it was last asked about
+        self._ranks = list(ranks)
+        self._how = how or (lambda rank: None)
+        self._limit = limit
+        # those it was last asked about
+        self._looks = ProcessLooks()
+        self._pids = set[int]()
         self._awaited: set[int] = set()  # as the monitor said last
         self._sock: socket.socket | None = None
-        self._changed, self._sending = threading.Condition(), threading.Lock()
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
         self._closed = self._over = False
 
     def serve(self, address: tuple[str, int], token: bytes) -> None:
@@ -154,7 +159,8 @@ class NodeAgent:
     def _take(self, frame: dict[str, Any]) -> None:
         match frame["kind"]:
             case "look":
-                self._pids, self._looks.patience = set(frame["pids"]), frame["patience"]
+                self._pids = set(frame["pids"])
+                self._looks.patience = frame["patience"]
                 self._awaited = set(frame["awaited"])
                 self._send(
                     "seen",

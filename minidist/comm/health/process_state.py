@@ -52,7 +52,10 @@ class ProcessLooks:
         seconds."""
         now = time.monotonic()
         before = self._since if now - self._last < _LATE * LOOK else {}
-        self._since, self._last, reported, self._frozen = {}, now, self._frozen, set()
+        self._since = {}
+        self._last = now
+        reported = self._frozen
+        self._frozen = set()
         for pid in pids:
             if stop := stop_of(pid):
                 known, since = before.get(pid, ("", now))
@@ -65,7 +68,8 @@ class ProcessLooks:
 
     def ended(self, pids: set[int]) -> dict[int, str]:
         """Those of `pids` that had ended by this look and by the one before, and how."""
-        before, self._gone = self._gone, {pid for pid in pids if has_ended(pid)}
+        before = self._gone
+        self._gone = {pid for pid in pids if has_ended(pid)}
         return {pid: exit_of(pid) or "" for pid in self._gone & before}
 
     def next(self, every: float = LOOK) -> float:

@@ -75,7 +75,8 @@ class RunningCall:
         calls = _here.calls
         calls.pop()
         if not calls and _here.began is not None:
-            (began, busy), (spent, worked) = _here.began, _here.spent
+            (began, busy) = _here.began
+            (spent, worked) = _here.spent
             _here.spent = spent + time.perf_counter() - began, worked + time.thread_time() - busy
             _here.began = None
 
@@ -226,7 +227,8 @@ class Waits:
         counts: Callable[[], tuple[Mapping[int, int], Mapping[int, int]]] | None = None,
         reads: Callable[[], Iterable[int]] | None = None,
     ) -> None:
-        self.counts, self.reads = counts or (lambda: ({}, {})), reads or tuple
+        self.counts = counts or (lambda: ({}, {}))
+        self.reads = reads or tuple
         self.resent: Callable[[], Iterable[int]] = tuple
         self.program: Callable[[], set[int | None]] = _program
         self.tell: Callable[[], None] = lambda: None
@@ -269,7 +271,8 @@ class Waits:
         now."""
         running = next(reversed(_here.calls), None)
         call, members = (None, ()) if running is None else (running.signature, running.world_ranks)
-        number, since = next(self._numbers), time.monotonic() - QUIET
+        number = next(self._numbers)
+        since = time.monotonic() - QUIET
 
         def now() -> Wait:
             return Wait(number, call, members, peers(), what, incoming, time.monotonic() - since)

@@ -50,7 +50,10 @@ class Watchdog:
         miss: Callable[[Failure], None] = lambda loss: None,
         awaited: Callable[[], set[int]] = set,
     ) -> None:
-        self._size, self._present, self._staying, self._lose = size, present, staying, lose
+        self._size = size
+        self._present = present
+        self._staying = staying
+        self._lose = lose
         self._miss = miss
         self._awaited = awaited
         self.arbiter = Arbiter(
@@ -197,10 +200,8 @@ class Watchdog:
         it said goodbye."""
         covered = self._covered(agent)
         if self._remove(agent) and covered:
-            first, silent = (
-                covered[0],
-                isinstance(error, OSError | None) and not isinstance(error, CommError),
-            )
+            first = covered[0]
+            silent = isinstance(error, OSError | None) and not isinstance(error, CommError)
             why = (
                 f"nothing was heard of it for {SILENCE:g} s"
                 if silent

@@ -44,7 +44,9 @@ def connect(
     Raises:  PeerLostError, HandshakeError, TimeoutError: see full_mesh.connect; CommError if shm
              finds several hosts.
     """
-    me, tcp, unix = link.world_rank, listen(host), full_mesh.listen_unix()
+    me = link.world_rank
+    tcp = listen(host)
+    unix = full_mesh.listen_unix()
     memory = f"rank {me}" if kind == "tcp" else shared_by(0 if kind == "shm" else node)
     with full_mesh.listening(tcp, unix):
         infos = link.meet(
@@ -83,7 +85,8 @@ def connect(
     return share(me, rings, limit, links, name="shm" if len(set(memories)) == 1 else "shm+tcp")
 
 
-connect_tcp, connect_shm = partial(connect, kind="tcp"), partial(connect, kind="shm")
+connect_tcp = partial(connect, kind="tcp")
+connect_shm = partial(connect, kind="shm")
 
 
 def shared_by(node: int) -> str:

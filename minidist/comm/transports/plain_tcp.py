@@ -159,7 +159,8 @@ class PlainTcp(Mailbox):
 
     def start_send(self, peer: int, tag: Tag, view: np.ndarray, meta: bytes = b"") -> Handle:
         """Send a message whole; the handle that returns is complete."""
-        send, sock = MailSend(self, peer, tag, view, meta), self._connections[peer]
+        send = MailSend(self, peer, tag, view, meta)
+        sock = self._connections[peer]
         header = HEADER.pack(tag.group, tag.sequence, len(meta), view.nbytes)
         with self._sending[peer]:
             self._sent[peer] += 1

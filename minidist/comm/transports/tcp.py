@@ -95,7 +95,8 @@ class TcpLink(PolledLink):
             self._fill(max(count, READ_AHEAD), expected=1)
             if self._stop - self._start < count:
                 return None
-        start, stop = self._start + len(header), self._start + count
+        start = self._start + len(header)
+        stop = self._start + count
         return (
             self._buffer[start:stop]
             if self._buffer[self._start : start].tobytes() == header
@@ -125,7 +126,8 @@ class TcpLink(PolledLink):
         left = self._stop - self._start
         if left:
             self._buffer[:left] = self._buffer[self._start : self._stop]
-        self._start, self._stop = 0, left
+        self._start = 0
+        self._stop = left
 
     def _fill(self, most: int, expected: int) -> None:
         """Receive up to `most` bytes behind those that are buffered."""

@@ -38,7 +38,8 @@ def name_rank(error: BaseException, world_rank: int) -> BaseException:
     if begin_with_rank(error, world_rank):
         return error
     named = CommError(f"rank {world_rank} failed at {call_site.raised_at(error)}")
-    named.__cause__, error.__cause__ = error.__cause__, named
+    named.__cause__ = error.__cause__
+    error.__cause__ = named
     return error
 
 
@@ -54,7 +55,10 @@ class ThreadJob:
         unbuffered: bool,
         profile: Profile | None,
     ) -> None:
-        self.fn, self.args, self.size, self.limit = fn, args, size, limit
+        self.fn = fn
+        self.args = args
+        self.size = size
+        self.limit = limit
         self.transports = connect(size, limit, unbuffered)
         for transport in self.transports:
             transport.profile = profile
@@ -141,7 +145,9 @@ class ThreadJob:
                 )
                 if not self.running or self.ended:
                     return True
-                news, self.news, running = self.news, set(), set(self.running)
+                news = self.news
+                self.news = set()
+                running = set(self.running)
             for rank in news:
                 state = self.transports[rank].waits.state()
                 if rank in running:

@@ -74,8 +74,12 @@ class Delayed(Transport):
                 raise ConfigError(
                     f"delayed links: {name} is {value!r}; choose a number of seconds from 0 up"
                 )
-        self.inner, self.alpha, self.beta = inner, alpha, beta
-        self.name, self.world_rank, self.world_size = inner.name, inner.world_rank, inner.world_size
+        self.inner = inner
+        self.alpha = alpha
+        self.beta = beta
+        self.name = inner.name
+        self.world_rank = inner.world_rank
+        self.world_size = inner.world_size
         self.waits = inner.waits
         self._free_at = 0.0  # when the port has sent all it was given
         self._lock = threading.Lock()

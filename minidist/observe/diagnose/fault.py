@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from minidist.comm.flight.slots import CALL, Entry
 from minidist.device.cores import in_words
 
-CERTAIN, LIKELY, POSSIBLE = "certain", "likely", "possible"
+CERTAIN = "certain"
+LIKELY = "likely"
+POSSIBLE = "possible"
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,11 @@ from minidist.comm.flight.slots import END, Entry, newest_time, read_ring
 from minidist.comm.health.process_state import has_ended, state_of
 from minidist.errors import ConfigError
 
-RUNS, STOPPED, GONE, UNKNOWN, DUMPED = (
-    "runs",
-    "is stopped",
-    "is gone",
-    "unknown",
-    "ran when it dumped",
-)
+RUNS = "runs"
+STOPPED = "is stopped"
+GONE = "is gone"
+UNKNOWN = "unknown"
+DUMPED = "ran when it dumped"
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,8 @@ def _same(one: Waiter, other: Waiter) -> bool:
 def _circle(edges: dict[int, set[int]]) -> list[int]:
     """Ranks that wait for each other in a circle; none if there is no circle."""
     for start in sorted(edges):
-        path, here = [start], start
+        path = [start]
+        here = start
         while edges.get(here):
             here = min(edges[here])
             if here in path:

@@ -27,7 +27,11 @@ from minidist.observe.diagnose.step_table import (
     known,
 )
 
-READS, MORE, SLOW, SLOW_USUALLY, HOGS = 0.2, 1.3, 1.2, 1.3, 0.02
+READS = 0.2
+MORE = 1.3
+SLOW = 1.2
+SLOW_USUALLY = 1.3
+HOGS = 0.02
 COSTS = 1.1  # times the others' processor time: from here on uneven data costs something
 WAITED = 0.5  # else no rank waits for it: its core is slower, and it has more of it
 LEAST = 0.002  # seconds a step: less is never worth a word
@@ -75,7 +79,8 @@ def _has_more(row: Row) -> list[int]:
 
 def _computes(row: Row) -> list[int]:
     per = _per_token if known(row, ["tokens"]) else _cpu
-    theirs, whole = beside(row, per), beside(row, _cpu)
+    theirs = beside(row, per)
+    whole = beside(row, _cpu)
     return [
         rank
         for rank, line in row.items()
@@ -102,7 +107,8 @@ def _sure(streak: Streak) -> str:
 
 
 def _steps(streak: Streak) -> str:
-    (first, last), count = streak.steps, len(streak.rows)
+    (first, last) = streak.steps
+    count = len(streak.rows)
     if count == last - first + 1:
         return f"in {count} steps in a row, from step {first} on"
     return f"in {count} of the {last - first + 1} steps from {first} to {last}"
@@ -138,7 +144,8 @@ def _late_reader(streak: Streak) -> Fault:
 
 
 def _uneven_data(streak: Streak) -> Fault | None:
-    mine, theirs = streak.median(_tokens), streak.median(_tokens, of_others=True)
+    mine = streak.median(_tokens)
+    theirs = streak.median(_tokens, of_others=True)
     if streak.median(_cpu) < COSTS * streak.median(_cpu, of_others=True):
         return None
     return Fault(

@@ -57,7 +57,8 @@ def _camps(there: dict[int, Entry]) -> list[list[int]]:
 def _finding(calls: GroupCalls, sequence: int, camps: list[list[int]]) -> Fault:
     """The smaller camp is the culprit; of equal camps the one whose call breaks the order of an
     earlier step."""
-    right, wrong = camps[0], camps[1]
+    right = camps[0]
+    wrong = camps[1]
     tie = len(right) == len(wrong)
     cause = _shifted(calls.calls[right[0]], calls.calls[wrong[0]], sequence)
     if (
@@ -66,7 +67,8 @@ def _finding(calls: GroupCalls, sequence: int, camps: list[list[int]]) -> Fault:
         and (other := _shifted(calls.calls[wrong[0]], calls.calls[right[0]], sequence))
     ):
         right, wrong, cause = wrong, right, other
-    one, other_one = calls.calls[right[0]][sequence], calls.calls[wrong[0]][sequence]
+    one = calls.calls[right[0]][sequence]
+    other_one = calls.calls[wrong[0]][sequence]
     different = next((field for field in FIELDS if _differ(one, other_one, field)), "shape")
     culprits = tuple(sorted(rank for camp in camps if camp is not right for rank in camp))
     what = {
@@ -109,8 +111,10 @@ def _key(entry: Entry | None) -> tuple[Any, ...] | None:
 def _shifted(right: Calls, wrong: Calls, at: int) -> str | None:
     """How `wrong` came out of step with `right` at this call; None: it did not, the call itself is
     another."""
-    here, after = _key(right[at]), _key(right.get(at + 1))
-    its, its_next = _key(wrong[at]), _key(wrong.get(at + 1))
+    here = _key(right[at])
+    after = _key(right.get(at + 1))
+    its = _key(wrong[at])
+    its_next = _key(wrong.get(at + 1))
     if here == its:
         return None
     if its == after and its_next == here:

@@ -31,7 +31,9 @@ BEFORE = 6  # changes that are needed to know them
 RECENT = 20  # changes of which the spread is taken, beside that of the whole run
 QUARTERS = 1.349  # standard deviations between the quartiles of normal numbers
 MIB = 1 << 20
-LEAK, GROWTH, WARM = 0.9 * MIB, 10, 5
+LEAK = 0.9 * MIB
+GROWTH = 10
+WARM = 5
 STEADY = 3.0
 
 
@@ -166,7 +168,8 @@ def _away_from_the_others(table: StepTable) -> dict[int, tuple[int, float, float
     """Return {rank: as _jump's} of ranks whose loss leaves the others'."""
     found = {}
     for rank in table.ranks:
-        gaps, losses = list[tuple[int, float]](), dict[int, float]()
+        gaps = list[tuple[int, float]]()
+        losses = dict[int, float]()
         for step, row in table.rows.items():
             known = {other: line["loss"] for other, line in row.items() if _has_loss(line)}
             if rank in known and len(known) > 2:

@@ -55,7 +55,8 @@ def diagnose(
     """
     table = StepTable(steps or {})
     broken = _broken(flights, stuck) if flights else []
-    numbers, grown = wrong_numbers(table), leaks(table)
+    numbers = wrong_numbers(table)
+    grown = leaks(table)
     late = [] if broken else held_up(flights, table, explained=bool(numbers or grown))
     told = (
         summary(flights)

@@ -26,10 +26,14 @@ from minidist.observe.diagnose.flights import RankFlight
 from minidist.observe.diagnose.matching import GroupCalls, group_calls
 
 CAUSE = "slow"
-SHARE, MOST = 0.2, 0.7
+SHARE = 0.2
+MOST = 0.7
 # fewer than LEAST_STEPS say nothing; of fewer than ALL_OF each must be late
-LEAST_STEPS, ALL_OF = 6, 10
-FEW, MOST_OF_FEW = 20, 0.85  # on a busy machine one of two ranks is late in 7 of 10 steps by chance
+LEAST_STEPS = 6
+ALL_OF = 10
+# on a busy machine one of two ranks is late in 7 of 10 steps by chance
+FEW = 20
+MOST_OF_FEW = 0.85
 LEAST_DELAY = 0.005  # seconds
 SKEW = 1.0  # seconds between the clocks of two hosts
 TOGETHER = ("all_reduce", "all_gather", "barrier", "all_to_all", "reduce_scatter")
@@ -96,7 +100,8 @@ def _whole_calls(calls: GroupCalls) -> list[dict[int, Entry]]:
 def slow(flights: Sequence[RankFlight]) -> list[Fault]:
     """The rank that the others wait for in most steps."""
     shifts = _shifts(flights)
-    seconds, delays = _step_seconds(flights), _delays(flights, shifts)
+    seconds = _step_seconds(flights)
+    delays = _delays(flights, shifts)
     if not seconds:
         return []
     usual = statistics.median(seconds.values())
@@ -136,7 +141,8 @@ def _delays(flights: Sequence[RankFlight], shifts: dict[int, float]) -> Delays:
     for calls in group_calls(flights):
         for row in _whole_calls(calls):
             came = sorted(row, key=lambda rank: row[rank]["made"] - shifts.get(rank, 0.0))
-            last, before = came[-1], came[-2]
+            last = came[-1]
+            before = came[-2]
             delay = (
                 row[last]["made"]
                 - shifts.get(last, 0.0)

@@ -19,7 +19,8 @@ from minidist.observe.diagnose.step_table import StepTable
 from minidist.observe.link_times import Link, Message, link_profiles, messages_of, quartile
 
 CAUSE = "slow link"
-TIMES, LEAST = 2.0, 0.002
+TIMES = 2.0
+LEAST = 0.002
 BESIDE = 1.7  # times the quick messages of the slowest other sender
 LATE = 1.2  # times the middle message of the others
 WINDOW = 12  # messages
@@ -71,7 +72,8 @@ def _is_slow(
 def _lasting_from(slow: list[bool]) -> int:
     """The first slow window from which LASTING of all to the end are slow, and LEAST_WINDOWS;
     len(slow) if none is."""
-    late, first = 0, len(slow)
+    late = 0
+    first = len(slow)
     for at in reversed(range(len(slow))):
         late += slow[at]
         if slow[at] and late >= max(LEAST_WINDOWS, LASTING * (len(slow) - at)):
@@ -104,7 +106,9 @@ def _beside(
 ) -> dict[int, float]:
     """{class: seconds that `part` of the messages of the slowest other sender stay under}, in a
     window's steps."""
-    first, last, sender = window[0].step, window[-1].step, window[0].src
+    first = window[0].step
+    last = window[-1].step
+    sender = window[0].src
     values: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for (src, _), messages in by_link.items():
         for message in messages if src != sender else ():
@@ -136,7 +140,9 @@ def _fault(
     found: dict[Link, list[Message]],
     by_link: dict[Link, list[Message]],
 ) -> Fault:
-    (src, dst), slow, usual = link, found[link], _usual(by_link)
+    (src, dst) = link
+    slow = found[link]
+    usual = _usual(by_link)
     largest = max(
         (message for message in slow if _class(message) in usual),
         key=lambda message: message.nbytes,

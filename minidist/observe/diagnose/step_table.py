@@ -23,9 +23,13 @@ from typing import Any
 
 from minidist.observe.rank_steps import RankSteps
 
-STREAK, LONG = 5, 0.25  # steps; seconds
+# steps; seconds
+STREAK = 5
+LONG = 0.25
 RARELY = 1e-4
-BUSY_STREAK, BUSY_PART = 12, 0.25  # steps; part of all steps
+# steps; part of all steps
+BUSY_STREAK = 12
+BUSY_PART = 0.25
 BUSY = 0.1  # the part of a step in which a rank had no core, from which it is shared
 LONGER = 2.0
 
@@ -160,16 +164,22 @@ def _longest(rank: int, rows: Mapping[int, Row], out: Mapping[int, Collection[in
     """The rank's longest streak: the stretch of steps in which it stands out the most often beyond
     half of them."""
     # of the stretch that may still grow: the steps in which it stands out
-    since, length = list[int](), 0
-    best, steps, most = since, 0, 0
+    since = list[int]()
+    length = 0
+    best = since
+    steps = 0
+    most = 0
     for step in rows:
         if rank in out[step]:
             since.append(step)
         length += 1 if rank in out[step] else -1
         if length <= 0:
-            since, length = [], 0
+            since = []
+            length = 0
         elif length > most:
-            best, steps, most = since, len(since), length
+            best = since
+            steps = len(since)
+            most = length
     return Streak(rank, {step: rows[step] for step in best[:steps]}, most)
 
 
@@ -190,7 +200,8 @@ def beside(row: Row, value: Callable[[Line], float]) -> dict[int, float]:
     """{rank: the median of the other ranks' value}, of two ranks or more. Cost: one sort, however
     many ranks."""
     mine = {rank: value(line) for rank, line in row.items()}
-    ordered, count = sorted(mine.values()), len(row) - 1
+    ordered = sorted(mine.values())
+    count = len(row) - 1
 
     def without(place: int, at: int) -> float:
         """The value at a place of the sorted others: `at` is left out."""

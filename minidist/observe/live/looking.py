@@ -75,7 +75,8 @@ class Looking:
                 f"{run}: there is no such folder; name a run folder of minidist train"
             )
         self.rest = 0.0
-        self.log, self.steps = LogFollower(self.run / STEP_LOG), StepsFollower(self.run)
+        self.log = LogFollower(self.run / STEP_LOG)
+        self.steps = StepsFollower(self.run)
         self._followers: dict[Path, RingFollower] = {}
         self._thorough = (0.0, "", "")  # when whole rings were read, for which state, the cause
 
@@ -89,10 +90,8 @@ class Looking:
             self.rest = (time.process_time() - begun) / SHARE
 
     def _look(self) -> RunNow:
-        flights, lines = (
-            self._flights(),
-            [line for line in self.log.poll() if line.keys() >= NEEDED],
-        )
+        flights = self._flights()
+        lines = [line for line in self.log.poll() if line.keys() >= NEEDED]
         kept = max(
             (follower.header["kept"] for follower in self._followers.values() if follower.header),
             default=0.0,
@@ -178,7 +177,8 @@ class Looking:
 
     def _alive(self, flights: list[RankFlight], lines: list[dict[str, Any]]) -> tuple[str, str]:
         """The state of a run in which some ranks go on."""
-        told, usual = _steps_text(lines, flights), lines[-1]["seconds"] if lines else 0.0
+        told = _steps_text(lines, flights)
+        usual = lines[-1]["seconds"] if lines else 0.0
         quiet = max(flight.seen for flight in flights) - max(flight.newest for flight in flights)
         if all(flight.process == UNKNOWN for flight in flights):
             return (

@@ -75,8 +75,10 @@ class RingFollower:
             return
         with open(open_regular(self.path, member=True), "rb") as file:
             self._ring = mmap.mmap(file.fileno(), RING_BYTES, access=mmap.ACCESS_READ)
-        self._file, self.header = (found.st_dev, found.st_ino), None
-        self._known, self._settled = {}, set()
+        self._file = (found.st_dev, found.st_ino)
+        self.header = None
+        self._known = {}
+        self._settled = set()
 
     def _decode(self, ring: mmap.mmap, number: int) -> None:
         at = place(number)

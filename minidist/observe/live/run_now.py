@@ -136,11 +136,16 @@ def newest_parts(parts: dict[int, dict[int, StepParts]]) -> dict[int, StepParts 
 def _rank(flight: RankFlight, parts: StepParts | None) -> RankNow:
     steps = [entry["step"] for entry in flight.entries if entry["step"] is not None]
     states = flight.of_kind(STATE_OF_STEP)[-WINDOW - 1 :]
-    memory, peak, limit, watts, source = dict[str, int](), dict[str, int](), None, None, ""
+    memory = dict[str, int]()
+    peak = dict[str, int]()
+    limit = None
+    watts = None
+    source = ""
     if states:
         memory = dict(zip(CATEGORIES, states[-1]["memory"], strict=False))
         peak = dict(zip((*CATEGORIES, "total"), states[-1]["peak"], strict=False))
-        limit, source = states[-1]["limit"], states[-1]["source"]
+        limit = states[-1]["limit"]
+        source = states[-1]["source"]
         passed = states[-1]["made"] - states[0]["made"]
         watts = (states[-1]["joules"] - states[0]["joules"]) / passed if passed > 0 else None
     return RankNow(

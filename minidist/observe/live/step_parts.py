@@ -135,7 +135,9 @@ def mean(parts: Iterable[StepParts]) -> StepParts | None:
     listed = list(parts)
     if not listed:
         return None
-    count, sent, stood = len(listed), defaultdict[int, int](int), defaultdict[int, float](float)
+    count = len(listed)
+    sent = defaultdict[int, int](int)
+    stood = defaultdict[int, float](float)
     for each in listed:
         for group, nbytes in each.sent.items():
             sent[group] += nbytes

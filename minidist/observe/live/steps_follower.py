@@ -42,14 +42,18 @@ class _RankFile:
         self.about: dict[str, Any] = {}
         self.steps: dict[int, dict[str, Any]] = {}
         # the file's first bytes, which tell when it was begun; bytes read
-        self._begin, self._read = b"", 0
+        self._begin = b""
+        self._read = 0
 
     def poll(self) -> None:
         try:
             with open(open_regular(self.path, member=True), "rb") as stream:
                 begin = stream.read(128)
                 if not self._begin or not begin.startswith(self._begin):  # of another run
-                    self._begin, self._read, self.about, self.steps = begin, 0, {}, {}
+                    self._begin = begin
+                    self._read = 0
+                    self.about = {}
+                    self.steps = {}
                 stream.seek(self._read)
                 new = read_rest(stream, MOST_BYTES)
         except OSError:

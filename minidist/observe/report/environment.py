@@ -9,7 +9,8 @@ from minidist.observe.report.section import PlainTable, Section
 
 def section(run: RunFiles) -> Section:
     """What is needed to make the run again."""
-    found, metrics = Section("environment", "Environment and command"), run.metrics
+    found = Section("environment", "Environment and command")
+    metrics = run.metrics
     if not metrics:
         found.missing.append(
             run.lacks(METRICS, "environment", "it is written when a run ends well")

@@ -160,7 +160,8 @@ def _shares(timelines: Sequence[Timeline], steps: Sequence[Sequence[Overlap]]) -
     """Means over the kept steps."""
     rows = []
     for place_of, timeline in enumerate(timelines):
-        sums, count = together([parts[place_of] for parts in steps]), len(steps)
+        sums = together([parts[place_of] for parts in steps])
+        count = len(steps)
         rows.append(
             [
                 str(timeline.rank),

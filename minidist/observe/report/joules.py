@@ -18,7 +18,8 @@ from minidist.observe.step_log import STEP_LOG
 
 def section(run: RunFiles) -> Section:
     """What the run cost in energy."""
-    found, energy = Section("energy", "Energy"), run.metrics.get("energy")
+    found = Section("energy", "Energy")
+    energy = run.metrics.get("energy")
     if energy:
         words = energy_in_words(energy)
         found.lines.append(f"{words[0].upper()}{words[1:]}.")

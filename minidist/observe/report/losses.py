@@ -37,7 +37,8 @@ def section(run: RunFiles) -> Section:
             f"{STEP_LOG} is of another run than {METRICS}: the folder was used twice, and the "
             f"second run has not ended; what {METRICS} and trace.json say is of the first."
         )
-    series, window = thinned(steps, losses), max(1, len(losses) // 20)
+    series = thinned(steps, losses)
+    window = max(1, len(losses) // 20)
     finite = [loss for loss in losses if loss is not None and isfinite(loss)]
     found.lines += _in_words(finite, len(losses), window, validation) + thinning_line(
         series["every"]

@@ -143,7 +143,8 @@ def _file(name: str) -> str:
 
 def _summary(run: RunFiles) -> str:
     """The key numbers at the top."""
-    metrics, shown = run.metrics, dict[str, str]()
+    metrics = run.metrics
+    shown = dict[str, str]()
     if metrics:
         tokens = metrics["tokens_per_second"] * metrics["step_seconds"]
         rate = tokens / run.step_seconds if run.step_seconds else 0.0

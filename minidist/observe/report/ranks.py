@@ -25,7 +25,9 @@ VALUES = {
     "targets": ("tokens", 1.0, "targets"),
 }
 """Name: (key in the records, factor, unit) of what the chart shows."""
-MOST_COLUMNS, MOST_RANKS, MOST_LINES = 120, 48, 8
+MOST_COLUMNS = 120
+MOST_RANKS = 48
+MOST_LINES = 8
 WORDS = (
     "Each rank records its own steps. Own computation is processor time of the program's thread "
     "outside of calls; in calls it communicates, or waits for others; other threads of its "
@@ -70,7 +72,8 @@ def _by_step(records: Mapping[int, RankSteps]) -> Chart:
         for row, each in zip(rows, records.values(), strict=True):
             for line in each.steps:
                 if (value := line.get(key)) is not None:
-                    at, before = column[line["step"]], row[column[line["step"]]]
+                    at = column[line["step"]]
+                    before = row[column[line["step"]]]
                     row[at] = rounded(max(factor * value, before or 0.0), 4)
         if any(value is not None for row in rows for value in row):
             values[name] = {"unit": unit, "rows": rows}

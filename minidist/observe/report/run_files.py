@@ -17,7 +17,10 @@ from minidist.observe.step_log import STEP_LOG, read_step_log
 from minidist.observe.timeline import Timeline
 from minidist.reading import Count, Finite, Rank, Seconds, read_json
 
-METRICS, TRACE, FLIGHT, STEPS = "metrics.json", "trace.json", "flight", f"{FOLDER}/"
+METRICS = "metrics.json"
+TRACE = "trace.json"
+FLIGHT = "flight"
+STEPS = f"{FOLDER}/"
 Sums = dict[str, Finite]  # by axis, or by verb
 
 

@@ -20,8 +20,12 @@ from minidist.observe.report.section import Chart, Section
 from minidist.observe.timeline import MEMORY_SAMPLES, Span, Timeline
 from minidist.observe.why_report import place
 
-MOST_STEPS, MOST_SPANS = 40, 30_000
-MEMORY_STEPS, MEMORY_RANKS, MEMORY_NUMBERS = 5, 32, 120_000  # that the page keeps
+MOST_STEPS = 40
+MOST_SPANS = 30_000
+# that the page keeps
+MEMORY_STEPS = 5
+MEMORY_RANKS = 32
+MEMORY_NUMBERS = 120_000
 LANES = ("compute", "communication", "messages", "receives", "moves")
 HELP = (
     "Zoom: the buttons, Ctrl and the wheel, or the keys + and - on the chart; move: drag, or ← "
@@ -86,13 +90,15 @@ def kept(steps: Sequence[RecordedStep]) -> list[RecordedStep]:
     slowest = max(steps, key=lambda step: step.end - step.begin)
     stride = max(1, len(steps) // MOST_STEPS)
     wanted = [middle(steps), *steps[:3], steps[-1], slowest, *steps[::stride]]
-    chosen, spans = dict[int, RecordedStep](), 0
+    chosen = dict[int, RecordedStep]()
+    spans = 0
     for step in wanted:
         count = sum(map(len, step.spans))
         if step.step not in chosen and (
             not chosen or (len(chosen) < MOST_STEPS and spans + count <= MOST_SPANS)
         ):
-            chosen[step.step], spans = step, spans + count
+            chosen[step.step] = step
+            spans = spans + count
     return sorted(chosen.values(), key=lambda step: step.step)
 
 

@@ -14,7 +14,8 @@ from minidist.observe.diagnose.rules import summary
 from minidist.observe.report.run_files import FLIGHT, RunFiles
 from minidist.observe.report.section import Chart, PlainTable, Section, rounded
 
-MOST_COLUMNS, MOST_RANKS = 120, 64
+MOST_COLUMNS = 120
+MOST_RANKS = 64
 Delay: TypeAlias = tuple[int | None, int, float]
 
 
@@ -104,7 +105,8 @@ def _chart(ranks: Sequence[int], delays: Sequence[Delay]) -> Chart:
 
 
 def _by_rank(flights: Sequence[RankFlight], delays: Sequence[Delay]) -> PlainTable:
-    last, caused = Counter(rank for _, rank, _ in delays), defaultdict[int, float](float)
+    last = Counter(rank for _, rank, _ in delays)
+    caused = defaultdict[int, float](float)
     for _, rank, seconds in delays:
         caused[rank] += seconds
     rows = [

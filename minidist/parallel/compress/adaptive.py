@@ -94,7 +94,10 @@ class Adaptive(TopK):
                 f"period={period}; choose hide above 0, keep between 0 and 1, least above 0 up "
                 "to 1, a period from 3"
             )
-        self.hide, self.keep, self.least, self.period = hide, keep, least, period
+        self.hide = hide
+        self.keep = keep
+        self.least = least
+        self.period = period
         self._began = self._computed = 0.0
 
     def attach(self, runs: Sequence[GradientRun]) -> None:

@@ -81,7 +81,8 @@ class AsyncLocalSteps(ParameterServer):
             loss=loss,
             recorder=recorder,
         )
-        self.every, self.made = every, 0
+        self.every = every
+        self.made = 0
         if self.serves:
             self.outer = outer.make(self.parameters)
             self.parameters = [
@@ -152,8 +153,11 @@ class _Replica:
     """What inner_step asks of a strategy."""
 
     def __init__(self, model: Module, weights: list[Any], loss: Loss) -> None:
-        self.model, self.weights, self.loss = model, weights, loss
-        self.precision, self.recorder = Precision(), Silent()
+        self.model = model
+        self.weights = weights
+        self.loss = loss
+        self.precision = Precision()
+        self.recorder = Silent()
 
 
 def replay_rounds(
@@ -179,8 +183,10 @@ def replay_rounds(
              optimizer.
     """
     shard = Shard(key_shards(model, 1)[0])
-    pieces, weights = shard.pieces(), trainable(model.parameters())
-    server, versions = outer.make(pieces), [[vector.copy() for vector in shard.weights]]
+    pieces = shard.pieces()
+    weights = trainable(model.parameters())
+    server = outer.make(pieces)
+    versions = [[vector.copy() for vector in shard.weights]]
     inner = [make_optimizer(weights) for _ in range(workers)]
     replica = _Replica(model, weights, loss or loss_of(model))
     for update in records:

@@ -49,7 +49,8 @@ def catch_up(strategy: LocalSteps) -> None:
     Every rank calls it, with equal `steps`, `met` and `rows`.
     Cost:    the all-reduces of the meetings that were broken off.
     """
-    group, count = strategy.group, len(strategy.fragments)
+    group = strategy.group
+    count = len(strategy.fragments)
     sends, merges = strategy.due(strategy.steps)
     _mix_in(strategy, min(merges, strategy.met))
     share = rows_of(strategy.rows, size=group.size, rank=group.rank)[0] / max(strategy.rows, 1)

@@ -162,7 +162,9 @@ class LocalSteps(Strategy):
     """
 
     scheme: Scheme
-    delay, mix = 0, 0.0  # of streaming.py
+    # of streaming.py
+    delay = 0
+    mix = 0.0
 
     def __init__(
         self,
@@ -182,12 +184,13 @@ class LocalSteps(Strategy):
                 "many steps; take a whole number of steps for each, as "
                 f"{max(1, every // fragments)} × {fragments}"
             )
-        self.model, self.group, self.every, self.steps = model, group, every, 0
-        self.loss, self.recorder, self.precision = (
-            loss or loss_of(model),
-            recorder or Silent(),
-            Precision(),
-        )
+        self.model = model
+        self.group = group
+        self.every = every
+        self.steps = 0
+        self.loss = loss or loss_of(model)
+        self.recorder = recorder or Silent()
+        self.precision = Precision()
         check_equal_replicas(model.parameters(), group, when="before the first step")
         self.weights = self.parameters = trainable(model.parameters())
         if len({p.dtype for p in self.weights}) > 1:
@@ -199,7 +202,8 @@ class LocalSteps(Strategy):
         settle_in_vector(self.weights)
         self.common = account.current().hold(self.own.copy(), "parameters")
         self.fragments = cut_fragments(fragments, self.own, self.common, self.weights, group)
-        self.outer, self.scheme = outer.make(self.fragments), scheme or Scheme("ring")
+        self.outer = outer.make(self.fragments)
+        self.scheme = scheme or Scheme("ring")
         self.scheme.attach(
             [stretch.run for fragment in self.fragments for stretch in fragment.stretches]
         )
@@ -276,7 +280,8 @@ class LocalSteps(Strategy):
             array_module(part).subtract(fragment.data[where], fragment.own[where], out=part)
             part *= share
             sums.append(self.scheme.start_all_reduce(number, part))
-        fragment.pending, fragment.room = AllSums(sums), room
+        fragment.pending = AllSums(sums)
+        fragment.room = room
 
     def _take_outer_step(self, fragment: Fragment) -> None:
         """Wait for the sum of the outer gradients; the outer step on the common weights of the
@@ -284,7 +289,9 @@ class LocalSteps(Strategy):
         if fragment.pending is not None:
             with self.recorder.span("wait for outer gradients"):
                 fragment.pending.wait()
-            fragment.grad, fragment.pending, fragment.room = fragment.room, None, None
+            fragment.grad = fragment.room
+            fragment.pending = None
+            fragment.room = None
             with self.recorder.span("outer step"):
                 self.outer.step()  # of the one fragment that has a gradient
             fragment.grad = None

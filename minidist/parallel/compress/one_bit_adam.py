@@ -54,7 +54,8 @@ class OneBitAdam(TwoPhase):
                 f"compress 1-bit: warmup={warmup}; the variance comes from the warm-up, so "
                 "choose 1 or more updates"
             )
-        self.warmup, self._slots = warmup, dict[str, Any]()
+        self.warmup = warmup
+        self._slots = dict[str, Any]()
         self._optimizer: Adam | None = None
 
     @property
@@ -76,7 +77,8 @@ class OneBitAdam(TwoPhase):
                 f"compress 1-bit: it sends Adam's momentum, and the optimizer is "
                 f"{type(optimizer).__name__}; choose adam or adamw, or another scheme"
             )
-        optimizer.variance_steps, self._optimizer = self.warmup, optimizer
+        optimizer.variance_steps = self.warmup
+        self._optimizer = optimizer
         self._slots = {slot.name: slot for slot in optimizer.slots}
 
     def start_all_reduce(self, index: int, bucket: Array) -> Pending:

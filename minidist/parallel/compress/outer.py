@@ -77,12 +77,10 @@ class Fragment:
     def __init__(
         self, number: int, own: Array, common: Array, stretches: Sequence[FragmentStretch]
     ) -> None:
-        self.name, self.own, self.data, self.stretches = (
-            f"fragment {number}",
-            own,
-            common,
-            stretches,
-        )
+        self.name = f"fragment {number}"
+        self.own = own
+        self.data = common
+        self.stretches = stretches
         self.grad: Array | None = None
         self.pending: AllSums | None = None
         self.room: Array | None = None
@@ -93,7 +91,8 @@ def cut_fragments(
 ) -> list[Fragment]:
     """The vectors of all weights, a rank's own and the common ones, in `count` slices, equal to one
     element."""
-    fragments, first = list[Fragment](), 0
+    fragments = list[Fragment]()
+    first = 0
     for number, (start, stop) in enumerate(pairwise(bounds(len(own), count))):
         cuts = max(1, -(-(stop - start) * own.itemsize // STRETCH_BYTES))
         stretches = list[FragmentStretch]()

@@ -93,7 +93,9 @@ class PowerSGD(Chained):
         super().__init__()
         if rank < 1:
             raise ConfigError(f"compress powersgd: rank={rank}; choose 1 or more")
-        self.rank, self.feedback, self.seed = rank, feedback, seed
+        self.rank = rank
+        self.feedback = feedback
+        self.seed = seed
 
     def attach(self, runs: Sequence[GradientRun]) -> None:
         super().attach(runs)
@@ -103,7 +105,8 @@ class PowerSGD(Chained):
                 continue
             if self.feedback:
                 self.errors[WORKER, index] = zeros_for(run, run.size)
-            device, kind = device_of(run.spans[0][0].data), widened(run.dtype)
+            device = device_of(run.spans[0][0].data)
+            kind = widened(run.dtype)
             for number, matrix in enumerate(self.matrices[index]):
                 drawn = random_normal(
                     f"{run.spans[0][0].name}/powersgd/{number}",
@@ -116,11 +119,13 @@ class PowerSGD(Chained):
 
     def matrices_of(self, run: GradientRun) -> list[Matrix]:
         """The matrices of a bucket that a product of rank `rank` makes smaller."""
-        found, start = [], 0
+        found = []
+        start = 0
         for parameter, part in run.spans:
             shape = parameter.shape
             if len(part) == parameter.size and len(shape) > 1 and parameter.size:
-                rows, columns = shape[0], parameter.size // shape[0]
+                rows = shape[0]
+                columns = parameter.size // shape[0]
                 rank = min(self.rank, rows, columns)
                 if rank * (rows + columns) < rows * columns:
                     found.append(Matrix(start, rows, columns, rank))
@@ -146,11 +151,16 @@ class _Products(Phased):
     """The sum of one bucket on its way."""
 
     def __init__(self, scheme: PowerSGD, index: int, bucket: Array, out: Array | None) -> None:
-        self.scheme, self.index, self.bucket, self.out = scheme, index, bucket, out
-        self.group, self.matrices = scheme.runs[index].group, scheme.matrices[index]
+        self.scheme = scheme
+        self.index = index
+        self.bucket = bucket
+        self.out = out
+        self.group = scheme.runs[index].group
+        self.matrices = scheme.matrices[index]
         self.error = scheme.errors.get((WORKER, index))
         self.qs = [scheme.private[f"q.{index}.{number}"] for number in range(len(self.matrices))]
-        xp, self.mine = array_module(bucket), widen(bucket)
+        xp = array_module(bucket)
+        self.mine = widen(bucket)
         with np.errstate(over="ignore", invalid="ignore"):
             if self.error is not None:
                 self.error += self.mine  # of what travels as it is the error is 0
@@ -177,7 +187,9 @@ class _Products(Phased):
         if self._first is None:
             return
         self._first.wait()
-        self._first, at, self.ps = None, 0, list[Array]()
+        self._first = None
+        at = 0
+        self.ps = list[Array]()
         own = list[Array]()
         with np.errstate(over="ignore", invalid="ignore"):
             for m in self.matrices:
@@ -209,7 +221,8 @@ class _Products(Phased):
         if self._finished:
             return result
         self.advance()
-        whole, at = array_module(self.bucket).empty(len(self.bucket), self.mine.dtype), 0
+        whole = array_module(self.bucket).empty(len(self.bucket), self.mine.dtype)
+        at = 0
         for other in self._others(whole):
             other[...] = self.rest[at : at + len(other)]
             at += len(other)
@@ -218,14 +231,16 @@ class _Products(Phased):
             self._multiply(whole)
         start, stop = bounds(len(whole), self.group.size)[self.group.rank : self.group.rank + 2]
         narrow(whole if self.out is None else whole[start:stop], result.dtype, result)
-        self._second, self._finished = None, True
+        self._second = None
+        self._finished = True
         self.scheme.ended(self, self.group)
         return result
 
     def _multiply(self, whole: Array) -> None:
         """P Qᵀ in the place of each matrix; Q is kept for the next step, but for columns without
         direction."""
-        xp, at = array_module(whole), 0
+        xp = array_module(whole)
+        at = 0
         with np.errstate(over="ignore", invalid="ignore"):
             for m, p, kept in zip(self.matrices, self.ps, self.qs, strict=True):
                 q = self.second_sum[at : at + m.columns * m.rank].reshape(m.columns, m.rank)

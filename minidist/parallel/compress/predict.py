@@ -81,7 +81,8 @@ class Predict(TwoPhase):
                 f"compress predict: rate={rate:g}, tolerance={tolerance:g}; choose both from 0 "
                 f"to below 1"
             )
-        self.rate, self.tolerance = rate, tolerance
+        self.rate = rate
+        self.tolerance = tolerance
 
     def attach(self, runs: Sequence[GradientRun]) -> None:
         super().attach(runs)

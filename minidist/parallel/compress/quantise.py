@@ -39,7 +39,9 @@ from minidist.parallel.compress.two_phase import Codec, RandomStream, TwoPhase
 
 BITS = {"8bit": 8, "4bit": 4}
 LARGEST = {8: 127, 4: 7}  # code of the linear book
-BOOKS, ROUNDINGS, FEEDBACK = ("linear", "dynamic"), ("nearest", "stochastic"), ("auto", "yes", "no")
+BOOKS = ("linear", "dynamic")
+ROUNDINGS = ("nearest", "stochastic")
+FEEDBACK = ("auto", "yes", "no")
 KERNEL_BLOCK = 128  # of kernels/quantise.cu, whose bytes these are
 STRETCH = 1 << 16  # numbers that the host codes at a time: these and their shares fit its cache
 
@@ -48,21 +50,21 @@ class Quantiser(Codec):
     """Codes of 8 or 4 bits. Args: as make."""
 
     def __init__(self, bits: int, *, block: int, book: str, rounding: str) -> None:
-        self.bits, self.block, self.book, self.stochastic = (
-            bits,
-            block,
-            book,
-            rounding == "stochastic",
-        )
+        self.bits = bits
+        self.block = block
+        self.book = book
+        self.stochastic = rounding == "stochastic"
 
     def encode(self, values: Array, draw: RandomStream) -> Array:
         """Scales, then codes."""
-        xp, size = array_module(values), 4 * self._blocks_of(len(values))
+        xp = array_module(values)
+        size = 4 * self._blocks_of(len(values))
         if self._by_kernel and kernel("quantise", values) is not None:
             codes, scales = launcher("quantise")(values, bits=self.bits)
             return xp.concatenate([scales.view(np.uint8), codes.view(np.uint8)])
         payload = xp.empty(self.nbytes(len(values), values.dtype), np.uint8)
-        scales, codes = payload[:size].view(np.float32), payload[size:]
+        scales = payload[:size].view(np.float32)
+        codes = payload[size:]
         for start, stop in self._stretches(values):
             part = _blocks(values[start:stop], self.block)
             scale = scales[start // self.block :][: len(part)]
@@ -77,8 +79,10 @@ class Quantiser(Codec):
         return payload
 
     def decode(self, payload: Array, count: int, kind: np.dtype) -> Array:
-        xp, size = array_module(payload), 4 * self._blocks_of(count)
-        scales, codes = payload[:size].copy().view(np.float32), payload[size:]
+        xp = array_module(payload)
+        size = 4 * self._blocks_of(count)
+        scales = payload[:size].copy().view(np.float32)
+        codes = payload[size:]
         if self._by_kernel and kernel("quantise", scales) is not None:
             numbers = launcher("restore_quantised")(
                 codes.view(np.int8).copy(), scales, count, bits=self.bits
@@ -97,7 +101,8 @@ class Quantiser(Codec):
             else:
                 numbers[start:read] = xp.asarray(book_of(self.bits)).astype(kind)[found]
             numbers[read:stop] = 0
-            part, scale = numbers[start:stop].reshape(-1, self.block), scales[start // self.block :]
+            part = numbers[start:stop].reshape(-1, self.block)
+            scale = scales[start // self.block :]
             with np.errstate(invalid="ignore", over="ignore"):
                 part *= scale[: len(part), None].astype(kind)
         return numbers[:count]
@@ -144,7 +149,8 @@ class Quantiser(Codec):
 
     def _linear(self, shares: Array, drawn: Array | None) -> Array:
         """int8 codes as uint8."""
-        xp, most = array_module(shares), LARGEST[self.bits]
+        xp = array_module(shares)
+        most = LARGEST[self.bits]
         if drawn is None:
             xp.rint(shares, out=shares)
         else:
@@ -160,7 +166,8 @@ class Quantiser(Codec):
         half = narrow(shares.astype(np.float32, copy=False), np.dtype(np.float16)).view(np.uint16)
         if drawn is None:
             return xp.asarray(_nearest(self.bits))[half]
-        below, book = xp.asarray(_below(self.bits))[half], xp.asarray(book_of(self.bits))
+        below = xp.asarray(_below(self.bits))[half]
+        book = xp.asarray(book_of(self.bits))
         distance = shares - book[below]
         return (below + (drawn * (book[below + 1] - book[below]) < distance)).astype(np.uint8)
 
@@ -211,7 +218,8 @@ def book_of(bits: int) -> np.ndarray:
     in the middles of equal parts. Beside them stand 0 and 1; the lowest is -1, so that every number
     lies between two of them.
     """
-    decades, numbers = bits - 1, [0.0, 1.0]
+    decades = bits - 1
+    numbers = [0.0, 1.0]
     for decade in range(decades):
         edges = np.linspace(0.1, 1, 2 ** (decades - 1 - decade) + 1)
         middles = 10.0**-decade * (edges[:-1] + edges[1:]) / 2
@@ -247,7 +255,8 @@ def _below(bits: int) -> np.ndarray:
 
 def _blocks(values: Array, block: int) -> Array:
     """(⌈n/block⌉, block), padded with zeros; a copy where it is padded."""
-    xp, rest = array_module(values), -values.size % block
+    xp = array_module(values)
+    rest = -values.size % block
     if rest:
         values = xp.concatenate([values, xp.zeros(rest, values.dtype)])
     return values.reshape(-1, block)
@@ -256,7 +265,8 @@ def _blocks(values: Array, block: int) -> Array:
 def _largest(blocks: Array) -> Array:
     """max |number| of each block; NaN if it holds one. Compared as integers, whose order is that of
     positive floats: NumPy is three times as fast with them along short rows."""
-    xp, kind = array_module(blocks), blocks.dtype
+    xp = array_module(blocks)
+    kind = blocks.dtype
     return xp.abs(blocks).view(f"i{kind.itemsize}").max(axis=1).view(kind)
 
 

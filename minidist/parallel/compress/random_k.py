@@ -43,7 +43,9 @@ class RandomK(Scheme):
             raise ConfigError(
                 f"compress random-k: density={density:g}; choose it above 0 and up to 1"
             )
-        self.density, self.feedback, self.seed = density, feedback, seed
+        self.density = density
+        self.feedback = feedback
+        self.seed = seed
 
     def attach(self, runs: Sequence[GradientRun]) -> None:
         super().attach(runs)
@@ -75,18 +77,21 @@ class RandomK(Scheme):
 
     def take(self, index: int, bucket: Array) -> tuple[Array, Array]:
         """(positions, values) that travel; the rest stays."""
-        run, total = self.runs[index], self.errors.get((WORKER, index))
+        run = self.runs[index]
+        total = self.errors.get((WORKER, index))
         stream = f"{run.spans[0][0].name}/random-k/{self.counters['steps']}"
         host, lengths = selection.drawn(
             len(bucket), self.count(len(bucket), run.group.size), run.group.size, stream, self.seed
         )
-        positions, added = beside(host, bucket), widen(bucket)
+        positions = beside(host, bucket)
+        added = widen(bucket)
         with np.errstate(over="ignore", invalid="ignore"):
             if total is None:
                 values = added[positions] * beside(lengths.astype(added.dtype), bucket)
             else:
                 total += added
-                added, values = total, total[positions]
+                added = total
+                values = total[positions]
                 total[positions] = 0
             overflowed = not math.isfinite(float(added.sum()))
         if overflowed:  # perhaps at no drawn position: all ranks must see it, and skip the step
@@ -96,7 +101,8 @@ class RandomK(Scheme):
         return positions, values
 
     def sent_bytes(self, run: GradientRun) -> int | None:
-        phases, ranks = 2 if run.verb == "all_reduce" else 1, run.group.size
+        phases = 2 if run.verb == "all_reduce" else 1
+        ranks = run.group.size
         return phases * (ranks - 1) * self.count(run.size, ranks) * widened(run.dtype).itemsize
 
 

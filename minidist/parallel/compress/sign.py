@@ -42,12 +42,11 @@ class Sign(Codec):
         self.block = block
 
     def encode(self, values: Array, draw: RandomStream) -> Array:
-        xp, (block, blocks) = array_module(values), self._shape(len(values))
-        scales, size, inside = (
-            xp.empty(blocks, np.float32),
-            xp.abs(values),
-            len(values) // block * block,
-        )
+        xp = array_module(values)
+        (block, blocks) = self._shape(len(values))
+        scales = xp.empty(blocks, np.float32)
+        size = xp.abs(values)
+        inside = len(values) // block * block
         with np.errstate(over="ignore", invalid="ignore"):
             scales[: inside // block] = size[:inside].reshape(-1, block).mean(axis=1)
             if inside < len(values):
@@ -55,11 +54,10 @@ class Sign(Codec):
         return xp.concatenate([scales.view(np.uint8), xp.packbits(values >= 0)])
 
     def decode(self, payload: Array, count: int, kind: np.dtype) -> Array:
-        xp, (block, blocks) = array_module(payload), self._shape(count)
-        scales, inside = (
-            payload[: 4 * blocks].copy().view(np.float32).astype(kind),
-            count // block * block,
-        )
+        xp = array_module(payload)
+        (block, blocks) = self._shape(count)
+        scales = payload[: 4 * blocks].copy().view(np.float32).astype(kind)
+        inside = count // block * block
         values = xp.take(xp.asarray(_signs(kind)), payload[4 * blocks :], axis=0).reshape(-1)[
             :count
         ]
@@ -93,11 +91,13 @@ class Vote(TwoPhase):
         super().__init__("sign", Sign(block), feedback=False)
 
     def add_up(self, index: int, payloads: Sequence[Array], count: int, kind: np.dtype) -> Array:
-        sizes, votes = 0, 0
+        sizes = 0
+        votes = 0
         for payload in payloads:
             values = self.codec.decode(payload, count, kind)
             xp = array_module(values)
-            votes, sizes = votes + xp.sign(values), sizes + xp.abs(values)
+            votes = votes + xp.sign(values)
+            sizes = sizes + xp.abs(values)
         with np.errstate(invalid="ignore"):
             return xp.sign(votes) * sizes
 

@@ -99,7 +99,9 @@ class Sparse(Scheme, ABC):
                 f"compress: momentum={momentum:g}; choose it from 0 to below 1, and with "
                 "feedback=yes"
             )
-        self.feedback, self.momentum, self.masking = feedback, momentum, masking
+        self.feedback = feedback
+        self.momentum = momentum
+        self.masking = masking
 
     def attach(self, runs: Sequence[GradientRun]) -> None:
         super().attach(runs)
@@ -145,7 +147,8 @@ class Sparse(Scheme, ABC):
 
     def take(self, index: int, bucket: Array) -> tuple[Array, Array]:
         """(positions, values) that travel; the rest stays."""
-        total, velocity = self.errors.get((WORKER, index)), self.private.get(f"momentum.{index}")
+        total = self.errors.get((WORKER, index))
+        velocity = self.private.get(f"momentum.{index}")
         added = widen(bucket)
         with np.errstate(over="ignore", invalid="ignore"):
             if velocity is not None:
@@ -174,7 +177,8 @@ class Sparse(Scheme, ABC):
 
     def _sum(self, out: Array, kind: np.dtype, ranks: int, stream: Array) -> Array:
         """Add the payloads of all ranks, in rank order, into `out`."""
-        total, at = array_module(out).zeros(len(out), kind), 0
+        total = array_module(out).zeros(len(out), kind)
+        at = 0
         for _ in range(ranks):
             positions, values, at = unpack(stream, at, kind, len(out))
             with np.errstate(over="ignore", invalid="ignore"):
@@ -204,7 +208,8 @@ class TopK(Sparse):
                 f"compress top-k: density={density:g}, warmup={warmup}; choose a density above 0 "
                 "and up to 1, and a warmup from 0"
             )
-        self.density, self.warmup = density, warmup
+        self.density = density
+        self.warmup = warmup
 
     def present_density(self) -> float:
         """The density of this step."""

@@ -73,7 +73,8 @@ class StreamingLocalSteps(LocalSteps):
                 f"mix {mix}: of a rank's own weights a part from 0 to less than 1 stays"
             )
         super().__init__(model, group, every=every, fragments=fragments, **options)
-        self.delay, self.mix = delay, mix
+        self.delay = delay
+        self.mix = mix
 
     def _meet(self, share: float) -> None:
         """After a step: send the fragment whose turn it is, and mix in the one that left `delay`

@@ -37,7 +37,9 @@ from minidist.device import account
 from minidist.device.backend import Array, array_module, narrow, widen
 from minidist.parallel.step.scheme import GradientRun, Scheme
 
-WORKER, SERVER = "worker", "server"  # which error
+# which error
+WORKER = "worker"
+SERVER = "server"
 
 
 class RandomStream(NamedTuple):
@@ -96,7 +98,8 @@ class Chained(Scheme):
         if group.size == 1:
             return Alone(bucket, out)
         exchange = self.exchange(index, bucket, out)
-        previous, self._previous[group.id] = self._previous.get(group.id), exchange
+        previous = self._previous.get(group.id)
+        self._previous[group.id] = exchange
         if previous is not None:
             previous.advance()
         return exchange
@@ -115,7 +118,10 @@ class TwoPhase(Chained):
 
     def __init__(self, name: str, codec: Codec, *, feedback: bool, seed: int = 0) -> None:
         super().__init__()
-        self.name, self.codec, self.feedback, self.seed = name, codec, feedback, seed
+        self.name = name
+        self.codec = codec
+        self.feedback = feedback
+        self.seed = seed
 
     def attach(self, runs: Sequence[GradientRun]) -> None:
         super().attach(runs)
@@ -173,7 +179,8 @@ class TwoPhase(Chained):
 
     def draw(self, kind: str, index: int, number: int) -> RandomStream:
         """The random numbers for a chunk of this step."""
-        run, step = self.runs[index], self.counters["steps"]
+        run = self.runs[index]
+        step = self.counters["steps"]
         parameter, inside = run.spans[0]
         # a large parameter may lie in several buckets
         begin = f"[{inside.start}]" if inside.start else ""
@@ -186,8 +193,12 @@ class _Exchange(Phased):
     """The sum of one bucket on its way. Its phases begin in the calling thread."""
 
     def __init__(self, scheme: TwoPhase, index: int, bucket: Array, out: Array | None) -> None:
-        self.scheme, self.index, self.bucket, self.out = scheme, index, bucket, out
-        self.group, self.codec = scheme.runs[index].group, scheme.codec
+        self.scheme = scheme
+        self.index = index
+        self.bucket = bucket
+        self.out = out
+        self.group = scheme.runs[index].group
+        self.codec = scheme.codec
         self.edges = bounds(len(bucket), self.group.size)
         wide = widen(bucket)
         self.kind = wide.dtype
@@ -202,7 +213,8 @@ class _Exchange(Phased):
     def advance(self) -> None:
         if self._first is None:
             return
-        payloads, self._first = self._first.wait(), None
+        payloads = self._first.wait()
+        self._first = None
         start, stop = self.edges[self.group.rank : self.group.rank + 2]
         total = self.scheme.add_up(self.index, payloads, stop - start, self.kind)
         if self.out is None:
@@ -216,7 +228,8 @@ class _Exchange(Phased):
             return self.bucket if self.out is None else self.out
         self.advance()
         if self._second is not None:
-            stream, at = self._second.wait(), 0
+            stream = self._second.wait()
+            at = 0
             for start, stop in pairwise(self.edges):
                 size = self.codec.length(stream[at:], stop - start, self.kind)
                 chunk = self.scheme.restore(
@@ -226,7 +239,9 @@ class _Exchange(Phased):
                 )
                 narrow(chunk, self.bucket.dtype, self.bucket[start:stop])
                 at += size
-        self._first, self._second, self._finished = None, None, True
+        self._first = None
+        self._second = None
+        self._finished = True
         self.scheme.ended(self, self.group)
         return self.bucket if self.out is None else self.out
 
@@ -242,7 +257,8 @@ class Then(Pending):
     wait()."""
 
     def __init__(self, call: Pending, finish: Callable[[Any], Array]) -> None:
-        self.call, self.finish = call, finish
+        self.call = call
+        self.finish = finish
         self._result: Array | None = None
 
     def wait(self) -> Array:
@@ -258,7 +274,8 @@ class Alone(Pending):
     """One rank has the sum already."""
 
     def __init__(self, bucket: Array, out: Array | None) -> None:
-        self.bucket, self.out = bucket, out
+        self.bucket = bucket
+        self.out = out
 
     def wait(self) -> Array:
         if self.out is None:

@@ -42,7 +42,8 @@ def needed(pattern: str, length: int, rank: int, source: int, size: int) -> Need
 
     Of its own tokens a rank has all.
     """
-    blocks, keys = pattern_blocks(pattern, length), zigzag(length, source, size)
+    blocks = pattern_blocks(pattern, length)
+    keys = zigzag(length, source, size)
     # from `first` on: own, or ahead
     seen = [
         (queries, first, blocks[first // SIDE, keys // SIDE] & (keys < first))
@@ -67,7 +68,8 @@ def needed(pattern: str, length: int, rank: int, source: int, size: int) -> Need
 def query_blocks(length: int, rank: int, size: int) -> list[tuple[slice, int]]:
     """A rank's tokens, cut where the zigzag or the pattern cuts them: (own tokens, position of the
     first)."""
-    found, positions = [], zigzag(length, rank, size)
+    found = []
+    positions = zigzag(length, rank, size)
     for _, own in own_blocks(length, rank, size):
         start = own.start
         while start < own.stop:
@@ -111,7 +113,8 @@ class PieceExchange:
     """
 
     def __init__(self, group: Group, kv: Array, pattern: str, length: int) -> None:
-        self.group, self.kv = group, kv
+        self.group = group
+        self.kv = kv
         self.needed = partial(needed, pattern, length, size=group.size)
         near = range(1, group.size // 2 + 1)
         self.hops = list(
@@ -169,10 +172,8 @@ class PieceExchange:
         while len(self._leaving) > UNSENT:
             self._leaving.pop(0).wait()
         dst = (self.group.rank + hop) % self.group.size
-        theirs, mine = (
-            self.needed(dst, self.group.rank),
-            self.needed(self.group.rank, self.source(hop)),
-        )
+        theirs = self.needed(dst, self.group.rank)
+        mine = self.needed(self.group.rank, self.source(hop))
         if theirs.total:
             part = array_module(self.kv).concatenate(
                 [self.kv[..., run, :] for run in theirs.runs], axis=-2
@@ -188,7 +189,9 @@ class PieceExchange:
 
     def _add_home(self, total: Array) -> None:
         if self._home is not None:
-            (pending, needed), self._home, at = self._home, None, 0
+            (pending, needed) = self._home
+            self._home = None
+            at = 0
             came = pending.wait()
             for run in needed:
                 total[..., run, :] += came[..., at : at + run.stop - run.start, :]

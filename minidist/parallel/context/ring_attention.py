@@ -82,15 +82,23 @@ from minidist.parallel.context.token_shard import zigzag as zigzag
 
 def plain_ring_attention(q: Array, k: Array, v: Array, positions: Array, group: Group) -> Array:
     """Ring attention, forward, of one head: (own, D) three times, positions (own,) -> (own, D)."""
-    next_rank, prev_rank = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    top, total, y, seen = -np.inf, 0.0, 0.0, positions  # seen: where these keys stand
+    next_rank = (group.rank + 1) % group.size
+    prev_rank = (group.rank - 1) % group.size
+    # seen: where these keys stand
+    top = -np.inf
+    total = 0.0
+    y = 0.0
+    seen = positions
     for hop in range(group.size):
         scores = q @ k.T / np.sqrt(q.shape[1])
         scores[positions[:, None] < seen] = -np.inf  # these lie ahead
         now = np.maximum(top, scores.max(axis=1, keepdims=True))
         # shrink: for sums under the old maximum
-        p, shrink = np.exp(scores - now), np.exp(top - now)
-        total, y, top = total * shrink + p.sum(axis=1, keepdims=True), y * shrink + p @ v, now
+        p = np.exp(scores - now)
+        shrink = np.exp(top - now)
+        total = total * shrink + p.sum(axis=1, keepdims=True)
+        y = y * shrink + p @ v
+        top = now
         if hop < group.size - 1:  # pass on, take the previous rank's
             k, v, seen = (group.exchange(x, dst=next_rank, src=prev_rank) for x in (k, v, seen))
     return y / total
@@ -144,7 +152,8 @@ def around(group: Group, kv: Array, length: int) -> Iterator[tuple[int, Array]]:
     Cost:    P - 1 messages per rank, one a hop, of any size.
     """
     for hop in range(group.size):
-        source, after = (group.rank - hop) % group.size, (group.rank - hop - 1) % group.size
+        source = (group.rank - hop) % group.size
+        after = (group.rank - hop - 1) % group.size
         coming = (
             pass_on(group, kv, len(zigzag(length, after, group.size)))
             if hop < group.size - 1
@@ -198,7 +207,9 @@ def ring_attention(
 @ring_attention.gradient("q", "k", "v")
 def _(node: Node, dy: Array) -> tuple[Array, Array, Array]:
     """Once more round the ring; the gradients of keys and values follow them."""
-    group, length, fused = node.options["group"], node.options["length"], fits_kernel(node.q)
+    group = node.options["group"]
+    length = node.options["length"]
+    fused = fits_kernel(node.q)
     backward = (
         FusedGradients(node.q, node.y, node.log_total, dy)
         if fused
@@ -247,14 +258,16 @@ class RingSelfAttention(CausalSelfAttention):
                 f"{shown_pattern(self.pattern)}, and keys would go where no query sees them; cut "
                 "it by sparse_ring_attention.py"
             )
-        self.group, self.own = group, partial(zigzag, rank=group.rank, size=group.size)
+        self.group = group
+        self.own = partial(zigzag, rank=group.rank, size=group.size)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Array) -> Tensor:
         """(B, H, own, D), (B, H_kv, own, D) twice, the positions of *all* tokens (T,) -> (B, H,
         own, D)."""
         if self.rotary:
             own = pick(positions, self.own, 0)
-            q, k = ops.rotary(q, own), ops.rotary(k, own)
+            q = ops.rotary(q, own)
+            k = ops.rotary(k, own)
         return ring_attention(q, k, v, group=self.group, length=len(positions))
 
 

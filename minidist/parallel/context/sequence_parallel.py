@@ -194,7 +194,8 @@ def gates_sent(
 ) -> int:
     """The part of `activations_sent` that is probabilities of a mixture's gates, and their
     gradients."""
-    padded, experts = ranks * -(-tokens // ranks), config.mixture.experts if config.mixture else 0
+    padded = ranks * -(-tokens // ranks)
+    experts = config.mixture.experts if config.mixture else 0
     return (
         (ranks - 1)
         * sequences

@@ -67,14 +67,19 @@ def plain_window_attention(
 ) -> Array:
     """Attention of one head to the last `window` tokens: (own, D) three times, positions (own,) ->
     (own, D)."""
-    keys, values, places = [k], [v], [positions]
+    keys = [k]
+    values = [v]
+    places = [positions]
     for hop in range(1, group.size):
-        dst, src = (group.rank + hop) % group.size, (group.rank - hop) % group.size
+        dst = (group.rank + hop) % group.size
+        src = (group.rank - hop) % group.size
         away = zigzag(length, dst, group.size)[:, None] - positions  # from their queries to my keys
         wanted = ((away >= 0) & (away < window)).any(axis=0)  # no other key is sent
         for found, mine in ((keys, k), (values, v), (places, positions)):
             found.append(group.exchange(mine[wanted], dst=dst, src=src))
-    k, v, seen = np.concatenate(keys), np.concatenate(values), np.concatenate(places)
+    k = np.concatenate(keys)
+    v = np.concatenate(values)
+    seen = np.concatenate(places)
     away = positions[:, None] - seen
     scores = np.where((away >= 0) & (away < window), q @ k.T / np.sqrt(q.shape[1]), -np.inf)
     p = np.exp(scores - scores.max(axis=1, keepdims=True))
@@ -136,7 +141,9 @@ def sparse_ring_attention(
 @sparse_ring_attention.gradient("q", "k", "v")
 def _(node: Node, dy: Array) -> tuple[Array, Array, Array]:
     """The same pieces once more; the gradients of each go home as soon as they are computed."""
-    group, fused, xp = node.options["group"], fits_kernel(node.q), array_module(dy)
+    group = node.options["group"]
+    fused = fits_kernel(node.q)
+    xp = array_module(dy)
     backward = (
         FusedGradients(node.q, node.y, node.log_total, dy)
         if fused
@@ -183,14 +190,16 @@ class SparseRingSelfAttention(CausalSelfAttention):
 
     def __init__(self, attention: CausalSelfAttention, group: Group) -> None:
         vars(self).update(vars(attention))
-        self.group, self.own = group, partial(zigzag, rank=group.rank, size=group.size)
+        self.group = group
+        self.own = partial(zigzag, rank=group.rank, size=group.size)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Array) -> Tensor:
         """(B, H, own, D), (B, H_kv, own, D) twice, the positions of *all* tokens (T,) -> (B, H,
         own, D)."""
         if self.rotary:
             own = pick(positions, self.own, 0)
-            q, k = ops.rotary(q, own), ops.rotary(k, own)
+            q = ops.rotary(q, own)
+            k = ops.rotary(k, own)
         return sparse_ring_attention(
             q, k, v, group=self.group, length=len(positions), pattern=self.pattern
         )

@@ -29,7 +29,9 @@ order."""
 def own_blocks(length: int, rank: int, size: int) -> list[tuple[int, slice]]:
     """A rank's two blocks of a sequence of `length` tokens: (number among the 2P, place among the
     own tokens)."""
-    edges, first, last = bounds(length, 2 * size), rank, 2 * size - 1 - rank
+    edges = bounds(length, 2 * size)
+    first = rank
+    last = 2 * size - 1 - rank
     middle = edges[first + 1] - edges[first]
     return [
         (first, slice(0, middle)),
@@ -69,7 +71,8 @@ class TokenShardEmbedding(Embedding):
     dim = TOKENS
 
     def __init__(self, embedding: Embedding, own: OwnTokens) -> None:
-        self.weight, self.own = embedding.weight, own
+        self.weight = embedding.weight
+        self.own = own
 
     def forward(self, ids: Array) -> Tensor:
         return super().forward(pick(ids, self.own, self.dim))
@@ -102,7 +105,8 @@ class TokenShardOutput(Output):
     text."""
 
     def __init__(self, group: Group, own: OwnTokens) -> None:
-        self.group, self.own = group, own
+        self.group = group
+        self.own = own
 
     def loss(self, logits: Tensor, targets: Array, *, divisor: float | None) -> Tensor:
         """Own logits (B, own, vocabulary), all targets (B, T) -> the loss of all, the same bits on

@@ -71,7 +71,9 @@ def plain_ulysses(q: Array, k: Array, v: Array, group: Group) -> Array:
 # rotary positions, and key heads that several query heads share, which go to each rank that needs
 # them.
 
-HEADS, TOKENS = 1, 2  # dims of (B, H, T, D)
+# dims of (B, H, T, D)
+HEADS = 1
+TOKENS = 2
 
 
 class UlyssesSelfAttention(CausalSelfAttention):
@@ -88,7 +90,8 @@ class UlyssesSelfAttention(CausalSelfAttention):
         own, D)."""
         if self.rotary:
             own = pick(positions, partial(shard_of, group=self.group), 0)
-            q, k = ops.rotary(q, own), ops.rotary(k, own)
+            q = ops.rotary(q, own)
+            k = ops.rotary(k, own)
         shares = head_shares(self.heads, self.key_heads, self.group.size)
         q = self._swap(q, [queries for queries, _ in shares])
         k, v = (self._swap(x, [keys for _, keys in shares]) for x in (k, v))

@@ -37,7 +37,8 @@ from minidist.parallel.step.flat import Piece, trainable
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.step import zero_unused
 
-FINISHED, PAUSE = -1.0, -2.0
+FINISHED = -1.0
+PAUSE = -2.0
 """Steps that a worker names when it pushes nothing: it has made all of them; it leaves, and goes on
 with other ranks.
 """
@@ -82,7 +83,8 @@ class Clocks:
 
     def __init__(self, workers: int, staleness: int | None, limit: float) -> None:
         self.done = [0] * workers
-        self.staleness, self.limit = staleness, limit
+        self.staleness = staleness
+        self.limit = limit
         self.running = set(range(workers))
         self.failure: BaseException | None = None
         self.lock = threading.Condition()  # held while weights change or are copied
@@ -160,18 +162,18 @@ class Service:
         staleness: int | None,
         recorder: Recorder,
     ) -> None:
-        self.group, self.workers, self.shard, self.pieces, self.recorder = (
-            group,
-            workers,
-            shard,
-            pieces,
-            recorder,
-        )
+        self.group = group
+        self.workers = workers
+        self.shard = shard
+        self.pieces = pieces
+        self.recorder = recorder
         self.record: list[Update] = []
         self.lost: dict[int, PeerLostError] = {}
         self.over = False
         self.paused: set[int] = set()
-        self.base, self.copies, self._copied = 0, cast(int | None, None), 0
+        self.base = 0
+        self.copies = cast(int | None, None)
+        self._copied = 0
         self._holders: set[int] = set()  # workers that were sent a copy
         self.servers = group.size - workers
         self.refusal: list[float] = []  # the answer to every worker, if there is one
@@ -246,8 +248,10 @@ class Service:
         room = self.rooms[worker]
         with self.group.ledger.control():
             step, lr, scale, *rest = self.group.recv(worker).tolist()
-        versions, digests = rest[: self.servers], rest[self.servers :]
-        comes_again, copy = bool(step >= 0), list[Array]()
+        versions = rest[: self.servers]
+        digests = rest[self.servers :]
+        comes_again = bool(step >= 0)
+        copy = list[Array]()
         if step == PAUSE:
             self.paused.add(worker)
             self.clocks.leave(worker)

@@ -42,7 +42,8 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self.parameters = tuple(parameters)
-        xp, first = array_module(parameters[0].data), parameters[0]
+        xp = array_module(parameters[0].data)
+        first = parameters[0]
         self.data: Array = xp.zeros(sum(p.size for p in parameters), first.dtype)
         account.current().hold(self.data, "gradients")
         for parameter, view in views(parameters, self.data):
@@ -63,12 +64,14 @@ def cut(parameters: Iterable[Parameter], bucket_bytes: int) -> list[list[Paramet
             f"bucket_bytes={bucket_bytes}: a bucket holds at least one byte; take 1 MiB = {1 << 20}"
         )
     runs: list[list[Parameter]] = []
-    room, kind = -math.inf, None
+    room = -math.inf
+    kind = None
     for parameter in sorted(reversed(list(parameters)), key=lambda parameter: parameter.layout):
         nbytes = parameter.data.nbytes
         if nbytes > room or kind != (parameter.dtype, parameter.layout):
             runs.append([])
-            room, kind = bucket_bytes, (parameter.dtype, parameter.layout)
+            room = bucket_bytes
+            kind = (parameter.dtype, parameter.layout)
         runs[-1].append(parameter)
         room -= nbytes
     return runs
@@ -106,10 +109,15 @@ class BucketOrder:
     ) -> None:
         if unused not in UNUSED:
             raise ConfigError(f"{who}: unused={unused!r}; choose one of {', '.join(UNUSED)}")
-        self.start, self.who, self.by, self.unused = start, who, by, unused
+        self.start = start
+        self.who = who
+        self.by = by
+        self.unused = unused
         self.completed: list[Parameter] = []
-        self._idle, self._more_to_come = True, False
-        self._between_steps, self._computed = True, False
+        self._idle = True
+        self._more_to_come = False
+        self._between_steps = True
+        self._computed = False
         for run in runs:
             for parameter in run:
                 parameter.hooks.append(self._final)
@@ -118,7 +126,8 @@ class BucketOrder:
     def arrange(self, runs: Sequence[Sequence[Parameter]]) -> None:
         """From the next backward on these runs, of the parameters given first or of some of
         them."""
-        self.runs, self.started = runs, len(runs)
+        self.runs = runs
+        self.started = len(runs)
         self._missing = [0] * len(runs)  # gradients each run still waits for
         self._run_of = {id(parameter): index for index, run in enumerate(runs) for parameter in run}
 
@@ -162,12 +171,16 @@ class BucketOrder:
                     "be added to this step's; call optimizer.zero_grad() after every step"
                 )
             self._computed = False
-        self._idle, self._more_to_come, self._between_steps = False, more_to_come, not more_to_come
-        self._missing, self.started = [len(run) for run in self.runs], 0
+        self._idle = False
+        self._more_to_come = more_to_come
+        self._between_steps = not more_to_come
+        self._missing = [len(run) for run in self.runs]
+        self.started = 0
 
     def _expect(self, reached: Collection[int]) -> None:
         """Backward is about to run, and will reach these leaves (ids)."""
-        self._computed, self.completed = True, []
+        self._computed = True
+        self.completed = []
         if self._more_to_come:
             return
         self._refuse_unused(reached)

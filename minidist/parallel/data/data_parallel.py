@@ -136,13 +136,11 @@ class ReplicaDevice:
         recorder: Recorder,
         gpu: int | None = None,
     ) -> None:
-        self.rank, self.group, self.account, self.model, self.recorder = (
-            group.rank,
-            group,
-            memory,
-            model,
-            recorder,
-        )
+        self.rank = group.rank
+        self.group = group
+        self.account = memory
+        self.model = model
+        self.recorder = recorder
         self.gpu = gpu
         learning, frozen = (
             [p for p in model.parameters() if p.requires_grad is wanted] for wanted in (True, False)
@@ -209,17 +207,18 @@ class DataParallel(Strategy):
                 f"DataParallel: {replicas} replicas, {len(recorders)} recorders and {len(gpus)} "
                 "GPUs; take at least one replica, and a recorder or a GPU for each or none"
             )
-        self.model, self.forward, self.loss, self.precision = model, forward, loss, Precision()
+        self.model = model
+        self.forward = forward
+        self.loss = loss
+        self.precision = Precision()
         self.parameters = trainable(model.parameters())
         self.devices: list[ReplicaDevice] = []
         self._failure: tuple[int, BaseException] | None = None
         self._transports = connect(replicas, limit, unbuffered=False)
         for rank, transport in enumerate(self._transports):
             group = Group(transport, Ledger(rank), range(replicas), axis="dp")
-            memory, gpu = (
-                MemoryAccount() if rank else account.current(),
-                gpus[rank] if gpus else None,
-            )
+            memory = MemoryAccount() if rank else account.current()
+            gpu = gpus[rank] if gpus else None
             with account.use(memory), on_gpu(gpu):
                 self.devices.append(
                     ReplicaDevice(
@@ -359,7 +358,8 @@ class DataParallel(Strategy):
         """DP 1 to DP 5, on one device; of the batch, those of the others read nothing but how many
         rows it has."""
         device.model.zero_grad()
-        total, span = 0.0, device.recorder.span
+        total = 0.0
+        span = device.recorder.span
         for number, micro in enumerate(micros):
             rows, first = rows_of(len(micro.inputs), size=len(self.devices), rank=device.rank)
             with span("split the batch", "communication", notes="DP 1"):

@@ -183,10 +183,12 @@ class DDP(DataAxis):
             with self.recorder.span("wait for gradients", notes="DDP 4"):
                 for pending in self._pending:
                     pending.wait()
-            self._pending, self._summed = [], True
+            self._pending = []
+            self._summed = True
             zero_unused(self._left_out)
             if self._to_record:
-                self._recorded, self._to_record = self._order.completed, False
+                self._recorded = self._order.completed
+                self._to_record = False
         return deferred
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:

@@ -154,13 +154,13 @@ class ParameterServer(Strategy):
         recorder: Recorder | None = None,
         server_dtype: str | None = None,
     ) -> None:
-        self.model, self.group, self.asynchronous, self.staleness = (
-            model,
-            group,
-            asynchronous,
-            staleness,
-        )
-        self.workers, self.servers, self.precision = group.size - servers, servers, Precision()
+        self.model = model
+        self.group = group
+        self.asynchronous = asynchronous
+        self.staleness = staleness
+        self.workers = group.size - servers
+        self.servers = servers
+        self.precision = Precision()
         if self.workers < 1:
             raise ConfigError(
                 f"{servers} parameter servers in a job of {group.size} ranks leave no worker; "
@@ -176,11 +176,9 @@ class ParameterServer(Strategy):
                 "leave it out, or take synchronous ones"
             )
         self.masters_apart = server_dtype is not None
-        self.serves, self.loss, self.recorder = (
-            group.rank >= self.workers,
-            loss or loss_of(model),
-            recorder or Silent(),
-        )
+        self.serves = group.rank >= self.workers
+        self.loss = loss or loss_of(model)
+        self.recorder = recorder or Silent()
         self.precision = Precision()
         check_equal_replicas(model.parameters(), group, when="before the first step")
         self.peers = group.split(int(self.serves), axis=group.axis)  # the workers, or the servers
@@ -221,9 +219,12 @@ class ParameterServer(Strategy):
             )
         )
         self.lost: dict[int, PeerLostError] = {} if self.service is None else self.service.lost
-        self.versions, self.pushes, self._finished = [0] * servers, 0, False
+        self.versions = [0] * servers
+        self.pushes = 0
+        self._finished = False
         self._gone: set[int] = set()
-        self.copies, self._paused = dict[int, ShardState](), False
+        self.copies = dict[int, ShardState]()
+        self._paused = False
         self._options: dict[str, Any] = {}  # the optimizer's at the first step
         if asynchronous and not self.serves:
             group.expendable()
@@ -251,7 +252,8 @@ class ParameterServer(Strategy):
     def gradients(self, batch: Batch, accumulate: int) -> float:
         """Forward and backward of this worker's part; its loss, or when synchronous its share of
         the global one."""
-        part, total = part_of(batch, size=self.workers, rank=self.group.rank), 0.0
+        part = part_of(batch, size=self.workers, rank=self.group.rank)
+        total = 0.0
         divisor = part.targets.size if self.asynchronous else targets_in(batch)
         self.model.zero_grad()
         for micro in micro_parts(part, accumulate):
@@ -455,7 +457,8 @@ class ParameterServer(Strategy):
         Args:    digests: of the step's batch, which a server compares with those of other workers.
         Raises:  MismatchError if a server finds two that differ.
         """
-        ledger, ranks = self.group.ledger, [self.workers + server for server in range(self.servers)]
+        ledger = self.group.ledger
+        ranks = [self.workers + server for server in range(self.servers)]
         with self._naming_servers(), ledger.control():
             for rank in ranks:
                 self.group.send(np.array([*header, *self.versions, *digests]), rank)

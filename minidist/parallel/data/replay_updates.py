@@ -44,7 +44,8 @@ def replay(
              loss, clip: the run's.
     Cost:    a forward and a backward for each worker's step; keeps every version of the weights.
     """
-    loss, shards = loss or loss_of(model), [Shard(keys) for keys in key_shards(model, len(records))]
+    loss = loss or loss_of(model)
+    shards = [Shard(keys) for keys in key_shards(model, len(records))]
     pieces = [shard.pieces() for shard in shards]
     optimizers = [make_optimizer(of_server) for of_server in pieces]
     # of each server, every version of its weights
@@ -78,7 +79,8 @@ def _in_order(records: Sequence[Sequence[Update]]) -> Iterator[tuple[int, Update
     """(server, update): every server's in its order, each when the weights that its gradient was
     made from exist."""
     # versions of each server's weights
-    left, exist = [deque(record) for record in records], [1] * len(records)
+    left = [deque(record) for record in records]
+    exist = [1] * len(records)
     while any(left):
         ready = [
             server

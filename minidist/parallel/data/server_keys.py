@@ -31,7 +31,9 @@ def assign(sizes: Sequence[int], servers: int) -> list[list[int]]:
             f"{servers} parameter servers for {len(sizes)} keys: each server has at least one key; "
             f"take 1 to {len(sizes)} servers"
         )
-    loads, shares = [0] * servers, [[] for _ in range(servers)]  # type: list[int], list[list[int]]
+    # type: list[int], list[list[int]]
+    loads = [0] * servers
+    shares = [[] for _ in range(servers)]
     for key in sorted(range(len(sizes)), key=lambda key: -sizes[key]):
         server = min(
             range(servers), key=lambda server: (loads[server], len(shares[server]), server)
@@ -108,10 +110,8 @@ def master_of(run: Sequence[Parameter], weights: Array, dtype: np.dtype | None) 
     """`weights` themselves, or in a wider dtype the numbers as they were drawn."""
     if dtype is None or dtype == weights.dtype:
         return weights
-    master, ends = (
-        account.current().hold(weights.astype(dtype), "optimizer"),
-        [*accumulate(key.size for key in run)],
-    )
+    master = account.current().hold(weights.astype(dtype), "optimizer")
+    ends = [*accumulate(key.size for key in run)]
     unround(
         master,
         weights,

@@ -65,14 +65,17 @@ class UrgentSums:
     """
 
     def __init__(self, sums: Group, told: Group, count: int) -> None:
-        self.sums, self.told, self.count = sums, told, count
+        self.sums = sums
+        self.told = told
+        self.count = count
         self._ready: dict[Slice, Array] = {}  # this rank's part is complete
         self._waiting: list[Slice] = []  # a heap: those that rank 0 has not chosen yet
         self._sent: dict[Slice, Any] = {}  # chosen: the call
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self.order: list[Slice] = []  # in which they were chosen
-        self._account, self._phase = account.current(), sums.ledger.phase
+        self._account = account.current()
+        self._phase = sums.ledger.phase
         threading.Thread(
             target=self._run, name=f"rank {sums.world_rank} slices", daemon=True
         ).start()
@@ -173,7 +176,8 @@ class SlicedDDP(DDP):
     ) -> None:
         super().__init__(model, group, loss=loss, bucket_bytes=bucket_bytes, recorder=recorder)
         self.priority = priority
-        self._sums, self._told = group.split(0, axis=group.axis), group.split(0, axis=group.axis)
+        self._sums = group.split(0, axis=group.axis)
+        self._told = group.split(0, axis=group.axis)
         self._slices = [self._cut(index, slice_bytes) for index in range(len(self.buckets))]
         self._urgent: UrgentSums | None = None
         self._in_turn: dict[Slice, Pending] = {}

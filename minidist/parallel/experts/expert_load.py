@@ -32,7 +32,9 @@ class ExpertLoad:
     """
 
     def __init__(self, model: GPT, group: Group) -> None:
-        self.model, self.group, self.layers = model, group, mixtures(model)
+        self.model = model
+        self.group = group
+        self.layers = mixtures(model)
         # 3: blocks.3.mlp
         self.numbers = np.array([int(layer.path.split(".")[1]) for layer in self.layers], np.int64)
         self.step, self.total, self.sent = (

@@ -152,7 +152,9 @@ class ExpertParallel(SplitModel):
     def __init__(self, model: GPT, group: Group, **options: Any) -> None:
         super().__init__(model, group, **options)
         self.load = ExpertLoad(model, self.everyone)
-        self.layers, self.loads, self.routed = self.load.layers, self.load.step, self.load.routed
+        self.layers = self.load.layers
+        self.loads = self.load.step
+        self.routed = self.load.routed
 
     def step(
         self,
@@ -173,7 +175,8 @@ class ExpertParallel(SplitModel):
             total += self.add_gradients(part, batch[1].size)
         self.update(optimizer, lr=lr, clip=clip)
         self.load.settle()
-        self.loads, self.routed = self.load.step, self.load.routed
+        self.loads = self.load.step
+        self.routed = self.load.routed
         return sum_in_order(self.everyone, total)
 
 

@@ -76,7 +76,8 @@ def plain_node_experts(
     results = inside.all_to_all(
         np.split(my_expert(np.concatenate(here)), np.cumsum([len(part) for part in here])[:-1])
     )
-    sums, y = np.zeros_like(copies), np.zeros_like(x)
+    sums = np.zeros_like(copies)
+    y = np.zeros_like(x)
     for ids, column, part in zip(rows, weights.T, results, strict=True):
         sums[ids] += column[ids, None] * part  # added up on the node
     back = across.all_to_all(np.split(sums, np.cumsum([len(part) for part in came])[:-1]))
@@ -111,8 +112,10 @@ class NodeExperts(SplitExperts):
     ) -> None:
         super().__init__(experts, group, copies, order)
         ranks = ranks_by_node(group.nodes)
-        self.among, self.ranks = inside, next(own for own in ranks if group.rank in own)
-        place, self.home = self.ranks.index(group.rank), ranks.index(self.ranks)
+        self.among = inside
+        self.ranks = next(own for own in ranks if group.rank in own)
+        place = self.ranks.index(group.rank)
+        self.home = ranks.index(self.ranks)
         # the rank that this one's copies go to
         self.gates = sorted((own[place % len(own)], own) for own in ranks)
         self.node_of = np.empty(self.count, np.int64)  # of each place, in the order of `gates`
@@ -144,7 +147,8 @@ class NodeExperts(SplitExperts):
         for node, ranks in enumerate(ranks_by_node(self.group.nodes)):
             for rank in ranks:
                 there[self.own[rank]] = node
-        better, copies = np.empty_like(there), []
+        better = np.empty_like(there)
+        copies = []
         better[np.argsort(there, kind="stable")] = placed_by_choices(
             chosen, home, np.bincount(there).tolist()
         )
@@ -155,7 +159,8 @@ class NodeExperts(SplitExperts):
         return [*better.tolist(), len(chosen), *copies]
 
     def mixed(self, x: Tensor, weights: Tensor, chosen: Array, kept: Array) -> Tensor:
-        xp, self.top_k = array_module(chosen), chosen.shape[1]
+        xp = array_module(chosen)
+        self.top_k = chosen.shape[1]
         nodes = xp.asarray(self.node_of)[self.places(chosen)]  # (T, k)
         numbers = xp.arange(len(self.gates))
         visited = ((nodes[..., None] == numbers) & kept[..., None]).any(axis=1)  # (T, nodes)

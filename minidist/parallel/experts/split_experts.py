@@ -36,10 +36,13 @@ class SplitExperts(Experts):
         copies: Group | None = None,
         order: np.ndarray | None = None,
     ) -> None:
-        self.group, self.count = group, experts.count
+        self.group = group
+        self.count = experts.count
         self.own = even_slices(self.count, group.size)
         self.place_of = None if order is None else np.argsort(order).astype(np.int64, copy=False)
-        self.among, self.ranks = group, list(range(group.size))  # rows travel to these, as a group
+        # rows travel to these, as a group
+        self.among = group
+        self.ranks = list(range(group.size))
 
         def mine(weight: Weight) -> Weight:
             inner, rank = (
@@ -55,7 +58,8 @@ class SplitExperts(Experts):
             )
 
         self.gate = None if experts.gate is None else mine(experts.gate)
-        self.up, self.down = mine(experts.up), mine(experts.down)
+        self.up = mine(experts.up)
+        self.down = mine(experts.down)
         self.clear()
 
     def clear(self) -> None:

@@ -61,7 +61,8 @@ class Given:
         import cupy  # noqa: PLC0415 - only where a GPU was asked for
         import cupyx  # noqa: PLC0415
 
-        self._cuda, total = cupy.cuda, 0
+        self._cuda = cupy.cuda
+        total = 0
         self._places: dict[str, tuple[int, int, np.ndarray]] = {}
         for name, array in like.items():
             self._places[name] = total, total + array.nbytes, np.empty(array.shape, array.dtype)
@@ -113,11 +114,16 @@ class CapturedStep:
         refuse(trainer)
         import cupy  # noqa: PLC0415 - the trainer's weights are on a GPU
 
-        self.trainer, self._cupy, self._warm_up, self.launches = trainer, cupy, warm_up, 0
+        self.trainer = trainer
+        self._cupy = cupy
+        self._warm_up = warm_up
+        self.launches = 0
         self._optimizer: Any = trainer.optimizer
         self._layers = [m for m in trainer.model.modules() if isinstance(m, Dropout) and m.rate]
-        self._stream, self.pool = cupy.cuda.Stream(non_blocking=True), cupy.cuda.MemoryPool()
-        self._products, self._steps = Products(), 0
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self.pool = cupy.cuda.MemoryPool()
+        self._products = Products()
+        self._steps = 0
         self._graph: Any = None
         self._fixed: Any = None  # what the graph has of the trainer's options
         self._given: Given | None = None
@@ -132,7 +138,8 @@ class CapturedStep:
 
         Raises:  KernelError if the step cannot be captured; as check_batch; as send.
         """
-        trainer, late = self.trainer, LateLoss()
+        trainer = self.trainer
+        late = LateLoss()
         check_batch("captured step", batch, trainer.config.context)
         self._late = [each for each in self._late if not each.done()] + [late]
         trainer.world.tell_step(trainer.steps_done)
@@ -197,7 +204,8 @@ class CapturedStep:
     def _work(self) -> None:
         """The kernels of Single.start_step, on arrays in fixed places; no number comes from the
         host."""
-        trainer, optimizer = self.trainer, self._optimizer
+        trainer = self.trainer
+        optimizer = self._optimizer
         optimizer.zero_grad()
         for number, (inputs, targets, key) in enumerate(self._passes):
             loss = trainer.model.loss(
@@ -215,9 +223,12 @@ class CapturedStep:
 
     def _settle(self, arrays: Mapping[str, np.ndarray], batch: Batch) -> None:
         """Give everything that a step reads or leaves its place, at the first batch."""
-        cupy, trainer, hold = self._cupy, self.trainer, account.current().hold
+        cupy = self._cupy
+        trainer = self.trainer
+        hold = account.current().hold
         self._given = Given(arrays)
-        there, parts = self._given.there, self._parts(batch)
+        there = self._given.there
+        parts = self._parts(batch)
         streams = {layer.path: there["keys"][i : i + 1] for i, layer in enumerate(self._layers)}
         self._passes = [
             (
@@ -227,7 +238,8 @@ class CapturedStep:
             )
             for i, part in enumerate(parts)
         ]
-        self._tokens, length = batch[1].size, np.arange(batch[0].shape[1])
+        self._tokens = batch[1].size
+        length = np.arange(batch[0].shape[1])
         found = launcher("embedding_runs")(length, trainer.config.context)
         self._positions = SortedIds(*map(cupy.asarray, (length, *found)))
         self._losses = cupy.zeros((len(parts),), np.float32)
@@ -252,7 +264,8 @@ class CapturedStep:
 
     def _arrays(self, batch: Batch) -> dict[str, np.ndarray]:
         """This step's, by name. Raises: ShapeError for ids that the vocabulary has not."""
-        trainer, count = self.trainer, self.trainer.config.vocabulary
+        trainer = self.trainer
+        count = self.trainer.config.vocabulary
         arrays = {"rate": np.array([trainer.learning_rate(trainer.updates_done)])}
         if self._layers:
             arrays["keys"] = np.array(
@@ -289,7 +302,8 @@ class CapturedStep:
 
 def refuse(trainer: Trainer) -> None:
     """Raise ConfigError for a trainer whose step cannot be captured, and say why."""
-    plan, config = trainer.plan, trainer.config
+    plan = trainer.plan
+    config = trainer.config
     reasons = {
         "its arrays are on the cpu": device_of(next(trainer.model.parameters()).data) == "cpu",
         "what ranks send each other, and state that is divided or kept elsewhere, is the host's "

@@ -181,20 +181,26 @@ class Trainer:
             )
         check_clip(plan, clip)
         tune_allocator()
-        self.config, self._launched, self.recorder = config, world, recorder or Silent()
+        self.config = config
+        self._launched = world
+        self.recorder = recorder or Silent()
         self.account: MemoryAccount = current_account()
-        self.seed, self.steps_done, self.steps_before = seed, 0, 0
+        self.seed = seed
+        self.steps_done = 0
+        self.steps_before = 0
         self._clip = clip
         self._schedule = LearningRate(
             name=lr_schedule, peak=lr, warmup=warmup, total=steps, **(lr_options or {})
         )
-        self._device, self._offload_dir = device, offload_dir
+        self._device = device
+        self._offload_dir = offload_dir
         self._make_optimizer = partial(OPTIMIZERS[optimizer], lr=lr, **(optimizer_options or {}))
         self._build(plan)
 
     def _build(self, plan: Plan) -> None:
         """Mesh, model, strategy and optimizer of a plan, as they are before the first step."""
-        self.plan, self.mesh = plan, Mesh(self._launched, plan.order, plan.placement, **plan.axes)
+        self.plan = plan
+        self.mesh = Mesh(self._launched, plan.order, plan.placement, **plan.axes)
         self.world = self.mesh.world
         self._survivors: Group | None = None
         self._saver: AsyncSaver | None = None
@@ -204,7 +210,8 @@ class Trainer:
         )
         self.keeper = make_keeper(plan, self.mesh, self.store, recorder=self.recorder)
         checkpoint_blocks(self.model, plan.checkpoint_blocks, self.keeper)
-        self.account.limit, self.account.instead = plan.device_memory, plan.savings
+        self.account.limit = plan.device_memory
+        self.account.instead = plan.savings
         try:
             if plan.offload == "all" and not plan.composed:
                 require_disk(plan, self.model, self.store, f"rank {self.world.rank}")
@@ -290,7 +297,8 @@ class Trainer:
 
     @learning_rate.setter
     def learning_rate(self, schedule: LearningRate) -> None:
-        self._schedule, self.optimizer.lr = schedule, schedule.peak
+        self._schedule = schedule
+        self.optimizer.lr = schedule.peak
 
     @property
     def clip(self) -> float | None:
@@ -324,7 +332,8 @@ class Trainer:
         """
         everyone = self.survivors()
         group, readers = self.strategy.readers(everyone)
-        total, tokens = 0.0, 0
+        total = 0.0
+        tokens = 0
         digests: list[float] = []
         with (
             self.model.evaluating(),
@@ -439,7 +448,8 @@ class Trainer:
                     f"{rank}, and the new plan has a new model; switch it on, change "
                     f"the plan, and switch it off again"
                 )
-        options, training = self.optimizer.options_now(), self.model.training
+        options = self.optimizer.options_now()
+        training = self.model.training
         snapshot = take_snapshot(self.strategy, self.optimizer)
         self.close()
         self.mesh.close(world=self.world is not self._launched)
@@ -477,7 +487,8 @@ class Trainer:
 
         Raises:  PeerLostError, TimeoutError if that save ended so.
         """
-        saver, self._saver = self._saver, None
+        saver = self._saver
+        self._saver = None
         try:
             if saver is not None:
                 saver.close()

@@ -90,7 +90,8 @@ def data_collectives(trainer: Any, sequences: int) -> list[Collective]:
     Under a pipeline each microbatch is a pass of ZeRO-2 and 3, and under PipeDream an update of
     DDP.
     """
-    plan, data = trainer.plan, trainer.strategy.data_axis
+    plan = trainer.plan
+    data = trainer.strategy.data_axis
     pipeline = trainer.strategy.pipeline if plan.composed else None
     if pipeline is None or not data.reduces_each_pass:
         return data.traffic(plan.accumulate) * plan.updates(sequences)  # type: ignore[no-any-return]
@@ -109,8 +110,10 @@ def data_collectives(trainer: Any, sequences: int) -> list[Collective]:
 def moved_in_a_step(trainer: Any) -> dict[str, int]:
     """Bytes that this rank of a Trainer with an offload moves in a step, by direction (chapter
     20)."""
-    plan, data = trainer.plan, trainer.strategy.data_axis
-    weights, masters = next(trainer.model.parameters()), plan.precision != "fp32"
+    plan = trainer.plan
+    data = trainer.strategy.data_axis
+    weights = next(trainer.model.parameters())
+    masters = plan.precision != "fp32"
     each = Each.of(
         weights.dtype.itemsize, moments=len(trainer.optimizer.state_names), masters=masters
     )

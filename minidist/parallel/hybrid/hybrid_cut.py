@@ -81,7 +81,8 @@ def cut_model(model: GPT, mesh: Mesh, plan: Plan) -> tuple[OwnTokens, OwnTokens]
         load("experts")(model, mesh["ep"])
         shards: list[Any] = [p for layer in mixtures(model) for p in layer.experts.parameters()]
         for parameter in shards:  # not by all ranks of dp, ep and cp
-            parameter.shared_by, parameter.among = mesh.experts, mesh["ep", "tp"]
+            parameter.shared_by = mesh.experts
+            parameter.among = mesh["ep", "tp"]
     tokens: OwnTokens = all_tokens
     if plan.cp > 1:
         pieces = plan.attention == "ring" and model.config.attention_pattern is not None
@@ -114,7 +115,9 @@ class TokenShardSequences(Sequences):
     others."""
 
     def __init__(self, inner: Sequences, group: Group, own: OwnTokens) -> None:
-        self.inner, self.group, self.own = inner, group, own
+        self.inner = inner
+        self.group = group
+        self.own = own
 
     def joined(self, chosen: Array) -> Array:
         """As Sequences.joined. Cost: an all-gather of k integers a token, under `control`."""
@@ -212,13 +215,16 @@ class DataPipeline(Pipeline):
         **options: Any,
     ) -> None:
         super().__init__(model, group, schedule, **options)
-        self.precision, self.tp = of, tp  # not before: the data axis makes the masters
+        # not before: the data axis makes the masters
+        self.precision = of
+        self.tp = tp
         self.data_axis: DataAxis
 
     def serve(self, data: DataAxis, *, always: bool) -> None:
         """From here on gradients are `data`'s, made of this pipeline's model. `always`: ranks
         without a row compute."""
-        self.data_axis, self.always = data, always or data.reduces_each_pass
+        self.data_axis = data
+        self.always = always or data.reduces_each_pass
         computes = [
             each
             for each in self.schedule.computes(self.group.rank)
@@ -231,7 +237,8 @@ class DataPipeline(Pipeline):
 
     def modules_of(self, stage: int) -> list[Module]:
         """The modules that a stage calls, in order; a tied table at either end comes first."""
-        model, last = self.stages.model, stage == self.stages.last
+        model = self.stages.model
+        last = stage == self.stages.last
         first = [model.tokens] if stage == 0 or (last and self.config.tied) else []
         first += [model.positions] if stage == 0 else []
         blocks = [model.blocks[layer] for layer in self.stages.layers[stage]]

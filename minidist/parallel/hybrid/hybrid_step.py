@@ -116,26 +116,22 @@ class Hybrid(Strategy):
     ) -> None:
         self.model: GPT = model
         self.store = load("offload=none")() if store is None else store
-        self.config, self.plan, self.mesh, self.key, self.loss = (
-            model.config,
-            plan,
-            mesh,
-            key,
-            self._loss,
-        )
-        self.precision, self.recorder = precision or Precision(), recorder or Silent()
-        self.tp, self.pp, self.cp, self.rows, self.cut = (
-            mesh["tp"],
-            mesh["pp"],
-            mesh["cp"],
-            mesh.rows,
-            mesh["pp", "tp"],
-        )
-        self.ep, self.holders = mesh["ep"], mesh["pp", "ep", "tp"]
-        self.shares, self.everyone = (
-            mesh["dp", "pp", "ep", "cp"],
-            mesh["dp", "pp", "ep", "cp", "tp"],
-        )
+        self.config = model.config
+        self.plan = plan
+        self.mesh = mesh
+        self.key = key
+        self.loss = self._loss
+        self.precision = precision or Precision()
+        self.recorder = recorder or Silent()
+        self.tp = mesh["tp"]
+        self.pp = mesh["pp"]
+        self.cp = mesh["cp"]
+        self.rows = mesh.rows
+        self.cut = mesh["pp", "tp"]
+        self.ep = mesh["ep"]
+        self.holders = mesh["pp", "ep", "tp"]
+        self.shares = mesh["dp", "pp", "ep", "cp"]
+        self.everyone = mesh["dp", "pp", "ep", "cp", "tp"]
         self.tokens, self.carried = cut_model(model, mesh, plan)
         self.pipeline: DataPipeline | None = None
         if self.pp.size > 1:
@@ -188,7 +184,8 @@ class Hybrid(Strategy):
             device=device,
             recorder=self.recorder,
         )
-        pipeline.stages.tokens, pipeline.stages.carried = self.tokens, self.carried
+        pipeline.stages.tokens = self.tokens
+        pipeline.stages.carried = self.carried
         return pipeline
 
     def _lay_out(self) -> None:
@@ -363,9 +360,11 @@ class Hybrid(Strategy):
         return self.data_axis.frozen(changes=changes)
 
     def summand_of(self, parameter: Parameter) -> tuple[int, int]:
-        number, count = 0, 1
+        number = 0
+        count = 1
         for group in (group for owner, group in self._outside if owner == id(parameter)):
-            number, count = number * group.size + group.rank, count * group.size
+            number = number * group.size + group.rank
+            count = count * group.size
         return number, count
 
     def state_replaced(self) -> None:

@@ -54,7 +54,8 @@ def _time_parts(config: GPTConfig, device: str) -> list[float]:
     model = GPT(config)
     model.initialize(0, device=device)
     bits = random_bits("stages", 0, range(config.context)) % np.uint64(config.vocabulary)
-    ids, positions = bits.astype(np.int64).reshape(1, -1), np.arange(config.context)
+    ids = bits.astype(np.int64).reshape(1, -1)
+    positions = np.arange(config.context)
     xp = module_for(device)
 
     def timed(compute: Any) -> float:

@@ -36,7 +36,8 @@ def placed(
     Cost:    a split, if a number changes.
     Raises:  PlanError for an unknown axis.
     """
-    axes, count = axis_order(order), np.arange(world.size)
+    axes = axis_order(order)
+    count = np.arange(world.size)
     nodes = [world.nodes.index(node) if placement == "node" else 0 for node in world.nodes]
     at_place = np.argsort(nodes, kind="stable")  # the rank at each place; places count node by node
     on_mesh = (

@@ -35,7 +35,8 @@ def check_kept_inputs(plan: "Plan") -> None:
     """Raise PlanError unless the plan says together how inputs of blocks are kept, and which blocks
     keep theirs alone."""
     chosen(plan.checkpoint_blocks)  # check_model knows how many blocks there are
-    ways, kept = ways_of(plan.keep_activations), f"plan keep_activations={plan.keep_activations}"
+    ways = ways_of(plan.keep_activations)
+    kept = f"plan keep_activations={plan.keep_activations}"
     if plan.activation_memory is not None:
         given = f"plan activation_memory={plan.activation_memory}"
         if plan.activation_memory < 1:

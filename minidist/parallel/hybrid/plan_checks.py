@@ -49,7 +49,8 @@ PLACEMENTS = ("node", "rank")
 """How ranks are counted along the axes: node by node, whatever the launcher's numbers are; or by
 those numbers."""
 
-SERVER_DEVICES, SERVER_DTYPES = ("same", "cpu", "cuda"), ("same", "float32", "float64")
+SERVER_DEVICES = ("same", "cpu", "cuda")
+SERVER_DTYPES = ("same", "float32", "float64")
 """Where parameter servers are, and in which dtype they update: as the workers, or otherwise."""
 
 CHOICES = {
@@ -172,10 +173,8 @@ def _check_zero(plan: "Plan") -> None:
         )
     if plan.shard is None:
         return
-    fits, axes = (
-        divisors(plan.copies),
-        " × ".join(axis for axis in ("dp", "ep", "cp") if axis == "dp" or plan.axes[axis] > 1),
-    )
+    fits = divisors(plan.copies)
+    axes = " × ".join(axis for axis in ("dp", "ep", "cp") if axis == "dp" or plan.axes[axis] > 1)
     if plan.shard not in fits:
         raise PlanError(
             f"plan shard={plan.shard!r}: the {plan.copies} rank{'s' * (plan.copies > 1)} of "

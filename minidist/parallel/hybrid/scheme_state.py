@@ -71,14 +71,16 @@ def wanted_entries(
 
     Args:    saved: the small state; names: of parameters, by id, whole.
     """
-    scheme, told = strategy.data_axis.scheme, saved.get("scheme")
+    scheme = strategy.data_axis.scheme
+    told = saved.get("scheme")
     if scheme is None:
         return []
     if told and same_layout(scheme, told):
         return own_entries(strategy)
     for error in scheme.errors.values():
         error[...] = 0
-    wanted, seen = list[StateEntry](), set[int]()
+    wanted = list[StateEntry]()
+    seen = set[int]()
     for base, number, count, parameter, part, array in _errors(strategy, scheme):
         # the first has all of the parameter
         if not told or not base.startswith(WORKER) or id(parameter) in seen:
@@ -164,7 +166,8 @@ def _errors(
     for (which, index), error in sorted(
         scheme.errors.items(), key=lambda item: (item[0][0] != WORKER, item[0][1])
     ):
-        run, start = scheme.runs[index], 0
+        run = scheme.runs[index]
+        start = 0
         spans = run.spans
         if which == SERVER:
             chunk = slice(*bounds(run.size, run.group.size)[run.group.rank : run.group.rank + 2])

@@ -119,7 +119,8 @@ def exchange(
     results = [np.empty(place.size, place.dtype) for place in wishes]
     found = np.zeros(len(wishes), np.int64)
     for distance in range(group.size):
-        to, source = (group.rank + distance) % group.size, (group.rank - distance) % group.size
+        to = (group.rank + distance) % group.size
+        source = (group.rank - distance) % group.size
         sent = _between(group.rank, to, told[to]["wishes"], holders, runs)
         received = _between(source, group.rank, told[group.rank]["wishes"], holders, runs)
         data = _packed(sent, [array for _, array in offers])

@@ -94,15 +94,15 @@ def state_places(
     Raises:  CheckpointError for a strategy whose ranks are never together between two steps.
     """
     require_together(strategy)
-    names, diverged = _names(strategy), strategy.diverged
-    places, mark = [], "" if diverged is None else f"{OF_RANK}{diverged.rank}"
+    names = _names(strategy)
+    diverged = strategy.diverged
+    places = []
+    mark = "" if diverged is None else f"{OF_RANK}{diverged.rank}"
     for slot in optimizer.slots:
         owner, part = _owner_of(slot.weights)
-        name, shape, runs = (
-            _whole_name(names[id(owner)], owner),
-            _whole_shape(owner),
-            _runs_of(owner, part),
-        )
+        name = _whole_name(names[id(owner)], owner)
+        shape = _whole_shape(owner)
+        runs = _runs_of(owner, part)
         arrays: dict[str, Array] = {WEIGHT: slot.weights.data, **slot.state}
         places += [
             Place(kind + mark, name, shape, runs, array.dtype) for kind, array in arrays.items()
@@ -127,7 +127,8 @@ def _entries(strategy: Strategy, saved: dict[str, Any] | None) -> list[StateEntr
 
 
 def _place_of(entry: StateEntry, names: dict[int, str]) -> Place:
-    p, dtype = entry.parameter, entry.array.dtype
+    p = entry.parameter
+    dtype = entry.array.dtype
     if p is None:
         return Place(
             entry.kind, "", (len(entry.part),), np.array([[0, len(entry.part)]], np.int64), dtype
@@ -198,7 +199,8 @@ def of_all(place: Place) -> Place:
 def small_state(strategy: Strategy, optimizer: Optimizer) -> dict[str, Any]:
     """What is no array, of this rank: how often each whole tensor was updated, and the precision's
     state; as JSON."""
-    kept, diverged = described(strategy, whole_names(strategy)), strategy.diverged
+    kept = described(strategy, whole_names(strategy))
+    diverged = strategy.diverged
     return {
         "updates": {
             name: slot.steps
@@ -299,7 +301,8 @@ def overlap(have: np.ndarray, want: np.ndarray) -> np.ndarray:
     if np.array_equal(have, want):
         return np.array([[0, 0, (have[:, 1] - have[:, 0]).sum()]], np.int64)
     edges = np.unique(np.concatenate([have, want]))
-    starts, lengths = edges[:-1], np.diff(edges)
+    starts = edges[:-1]
+    lengths = np.diff(edges)
     offsets = np.stack([_offsets(have, starts), _offsets(want, starts), lengths], axis=1)
     return _joined(offsets[(offsets[:, 0] >= 0) & (offsets[:, 1] >= 0)])
 
@@ -337,7 +340,8 @@ def stripes_of(runs: np.ndarray) -> list[list[int]]:
         if stripes and stripes[-1][1] == stop - start:
             first, _, step, count = last = stripes[-1]
             if count == 1 or start == first + step * count:
-                last[2], last[3] = start - first if count == 1 else step, count + 1
+                last[2] = start - first if count == 1 else step
+                last[3] = count + 1
                 continue
         stripes.append([start, stop - start, 0, 1])
     return stripes

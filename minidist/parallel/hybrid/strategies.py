@@ -176,9 +176,11 @@ def make_budget(plan: "Plan", model: Any, mesh: "Mesh", keeper: Any, pipeline: A
     if plan.activation_memory is None:
         return None
     blocks = dict(model.blocks if isinstance(model.blocks, dict) else enumerate(model.blocks))
-    make, stages = load("budget"), [load("stage")(tuple(blocks))]
+    make = load("budget")
+    stages = [load("stage")(tuple(blocks))]
     if pipeline is not None:
-        edges, schedule = [0, *accumulate(pipeline.layers)], pipeline.schedule
+        edges = [0, *accumulate(pipeline.layers)]
+        schedule = pipeline.schedule
         stages = [
             load("stage")(
                 tuple(

@@ -74,7 +74,8 @@ def plain_knapsack(blocks: Sequence[Mapping[str, Way]], limit: int) -> list[str]
         found: dict[int, tuple[float, list[str]]] = {}
         for nbytes, (seconds, ways) in front.items():
             for name, way in block.items():
-                total, spent = nbytes + way.nbytes, seconds + way.seconds
+                total = nbytes + way.nbytes
+                spent = seconds + way.seconds
                 if total <= limit and (total not in found or spent < found[total][0]):
                     found[total] = spent, [*ways, name]
         front = found
@@ -101,7 +102,8 @@ def knapsack(blocks: Sequence[Mapping[str, Way]], limit: int) -> list[str] | Non
             ),
             key=lambda choice: choice[:2],
         )
-        front, fastest = [], float("inf")
+        front = []
+        fastest = float("inf")
         for choice in found:
             if choice[1] < fastest:
                 front.append(choice)
@@ -119,16 +121,15 @@ class _BlockWatch:
     """
 
     def __init__(self, block: Any, memory: MemoryAccount) -> None:
-        self.block, self.memory = block, memory
+        self.block = block
+        self.memory = memory
         self.kept = {True: 0, False: 0}
         self.given: tuple[tuple[int, ...], int] = (0, 1), 1
         self._seconds: dict[tuple[str, bool], list[float]] = {}
-        self._spent, self._begun, self._before, self._again = (
-            {"forward": 0.0, "backward": 0.0},
-            0.0,
-            0,
-            False,
-        )
+        self._spent = {"forward": 0.0, "backward": 0.0}
+        self._begun = 0.0
+        self._before = 0
+        self._again = False
         self._gpu: Any = None
         self._handles: list[HookHandle] = [
             block.register_forward_pre_hook(lambda _, args: self._given(args[0].data)),
@@ -140,11 +141,13 @@ class _BlockWatch:
         ]
 
     def _given(self, x: Array) -> None:
-        self.given, self._gpu = (x.shape, x.dtype.itemsize), None if on_host(x) else array_module(x)
+        self.given = (x.shape, x.dtype.itemsize)
+        self._gpu = None if on_host(x) else array_module(x)
         self._begin(again=False)
 
     def _begin(self, *, again: bool) -> None:
-        self._begun, self._again = _now(self._gpu), again
+        self._begun = _now(self._gpu)
+        self._again = again
 
     def _end(self, part: str) -> None:
         self._spent[part] += _now(self._gpu) - self._begun
@@ -200,7 +203,9 @@ class _PeakWatch:
     other times."""
 
     def __init__(self, last: Any, memory: MemoryAccount) -> None:
-        self.memory, self.waiting, self.others = memory, 0, 0
+        self.memory = memory
+        self.waiting = 0
+        self.others = 0
         # peaks of the whole time, from the first forward on
         self._whole: dict[str, int] | None = None
         self._handles = [
@@ -265,12 +270,18 @@ class ActivationBudget:
         world: Group,
         memory: MemoryAccount,
     ) -> None:
-        self.blocks, self.keeper, self.limit, self.world = blocks, keeper, limit, world
-        self.stages, self.rank, self.steps = stages, rank, 0
+        self.blocks = blocks
+        self.keeper = keeper
+        self.limit = limit
+        self.world = world
+        self.stages = stages
+        self.rank = rank
+        self.steps = 0
         self.layers = sum(len(stage.layers) for stage in stages)
         self.chosen: list[str] | None = None
         for block in blocks.values():
-            block.recomputed, block.keeper = True, keeper
+            block.recomputed = True
+            block.keeper = keeper
         self._watches = {layer: _BlockWatch(block, memory) for layer, block in blocks.items()}
         self._peaks = _PeakWatch(blocks[max(blocks)], memory) if blocks else None
 
@@ -301,7 +312,8 @@ class ActivationBudget:
     def _agreed(self) -> tuple[np.ndarray, np.ndarray]:
         """The largest that any rank saw: of each layer its watch's numbers, of each stage its two
         peaks."""
-        seen, peaks = np.zeros((self.layers, 5)), np.zeros((len(self.stages), 2))
+        seen = np.zeros((self.layers, 5))
+        peaks = np.zeros((len(self.stages), 2))
         for layer, watch in self._watches.items():
             seen[layer] = watch.numbers(self.keeper)
         if self._peaks is not None:
@@ -341,7 +353,8 @@ class ActivationBudget:
             block.attention.keeps_scores = chosen[layer] != SCORES
         if self._peaks is not None:
             self._peaks.remove()
-        self._watches, self._peaks = {}, None
+        self._watches = {}
+        self._peaks = None
 
 
 def _ways(seen: np.ndarray, held: int) -> dict[str, Way]:

@@ -75,7 +75,9 @@ def plain_recompute(blocks: Sequence[Callable[[Tensor], Tensor]], x: Tensor, dy:
 # choice of blocks, the scores of attention alone, and dropout that drops the same numbers in both
 # forwards.
 
-NONE, SCORES, ALL = "none", "scores", "all"
+NONE = "none"
+SCORES = "scores"
+ALL = "all"
 WAYS = ("8bit", "shard", "offload")
 WHOLE = "whole"
 
@@ -89,7 +91,8 @@ def checkpoint(modules: Sequence[Module], keeper: Any = None) -> None:
              stay as they are.
     """
     for module in modules:
-        module.recomputed, module.keeper = True, keeper
+        module.recomputed = True
+        module.keeper = keeper
 
 
 def forget_scores(model: GPT) -> None:
@@ -164,7 +167,8 @@ def pass_bytes(config: GPTConfig, sequences: int, which: str = NONE, *, device: 
 
     # as all blocks, or those that are not chosen
     same = which if which in (NONE, SCORES, ALL) else NONE
-    one, block = peak(1, same), peak(2, same) - peak(1, same)
+    one = peak(1, same)
+    block = peak(2, same) - peak(1, same)
     saved = (
         0
         if same == which

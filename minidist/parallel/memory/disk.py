@@ -50,7 +50,10 @@ class Record:
     errors."""
 
     def __init__(self, name: str, label: str, fd: int) -> None:
-        self.name, self.label, self.fd, self.nbytes = name, label, fd, 0
+        self.name = name
+        self.label = label
+        self.fd = fd
+        self.nbytes = 0
         self.close = weakref.finalize(self, os.close, fd)
         self.regions: dict[str, Region] = {}
         self.writing: list[Move] = []  # a read waits for the writes that were begun before it
@@ -80,7 +83,9 @@ class Record:
         data."""
         if is_simulated():
             return
-        data, region, done = bytes_view(np.ascontiguousarray(to_host(array))), self.regions[key], 0
+        data = bytes_view(np.ascontiguousarray(to_host(array)))
+        region = self.regions[key]
+        done = 0
         with told(self.label, f"{verb} {region.nbytes:,} bytes of {key}"):
             while done < region.nbytes:
                 moved = call(self.fd, [data[done:].data], region.offset + done)
@@ -124,7 +129,9 @@ class Loan:
     returned."""
 
     def __init__(self, record: Record, pool: "Pool") -> None:
-        self.record, self.buffer, self.pool = record, pool.take(), pool
+        self.record = record
+        self.buffer = pool.take()
+        self.pool = pool
         self.move: Move | None = None
         self.arrays = {
             key: self.buffer[region.offset : region.offset + region.nbytes].view(region.dtype)
@@ -149,9 +156,11 @@ class Pool:
     offloading takes."""
 
     def __init__(self, count: int, nbytes: int, device: str, memory: MemoryAccount) -> None:
-        self.count, self.nbytes = count, nbytes
+        self.count = count
+        self.nbytes = nbytes
         self._free: SimpleQueue[np.ndarray] = SimpleQueue()
-        self.give, self.free = self._free.put, self._free.qsize
+        self.give = self._free.put
+        self.free = self._free.qsize
         for _ in range(count):
             self.give(memory.hold(host_bytes(nbytes, device), "workspace"))
 
@@ -189,8 +198,11 @@ class Disk:
         who: str = "rank 0",
         paces: tuple[Pace | None, Pace | None] = (None, None),
     ) -> None:
-        self.folder, self.who = writable(folder), who
-        self.buffers, self.device, self.memory = buffers, device, memory
+        self.folder = writable(folder)
+        self.who = who
+        self.buffers = buffers
+        self.device = device
+        self.memory = memory
         self.records: list[Record] = []
         self._pool: Pool | None = None
         self.reads = TransferLane("disk", "host", traffic, recorder=recorder, pace=paces[0])
@@ -226,7 +238,8 @@ class Disk:
     def start_read(self, record: Record, keys: Sequence[str]) -> Loan:
         """Begin to read regions into a buffer, behind the writes of the record that were begun
         before."""
-        loan, before = self.lend(record), list(record.writing)
+        loan = self.lend(record)
+        before = list(record.writing)
 
         def read() -> None:
             for move in before:

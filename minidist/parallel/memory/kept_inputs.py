@@ -77,8 +77,10 @@ def quantise(x: Array, *, name: str, seed: int, tokens: Array) -> tuple[Array, A
              of its chances.
     A group with inf or NaN is restored as NaN.
     """
-    xp, n = array_module(x), x.shape[-1]
-    rows, places = x.reshape(-1, n), xp.asarray(tokens, dtype="int64").reshape(-1)
+    xp = array_module(x)
+    n = x.shape[-1]
+    rows = x.reshape(-1, n)
+    places = xp.asarray(tokens, dtype="int64").reshape(-1)
     codes = xp.empty(rows.shape, np.int8)
     scales = xp.empty((len(rows), -(-n // GROUP)), np.float32)
     for block in row_blocks(rows):
@@ -98,7 +100,8 @@ def quantise(x: Array, *, name: str, seed: int, tokens: Array) -> tuple[Array, A
 
 def restore(codes: Array, scales: Array, kind: np.dtype) -> Array:
     """code × scale, of dtype `kind`: (…, n)."""
-    xp, n = array_module(codes), codes.shape[-1]
+    xp = array_module(codes)
+    n = codes.shape[-1]
     wide = np.float64 if kind == np.float64 else np.float32
     with np.errstate(invalid="ignore"):
         whole = codes * xp.repeat(scales, GROUP, axis=-1)[..., :n].astype(wide)
@@ -135,12 +138,15 @@ class InputKeeper:
         recorder: Recorder | None = None,
         pace: Pace | None = None,
     ) -> None:
-        self.ways, self.tp, self.own = tuple(ways), tp, own
+        self.ways = tuple(ways)
+        self.tp = tp
+        self.own = own
         self.host = host or MemoryAccount(whose="host memory")
         self.inputs = self.held = 0
         self.traffic = MemoryTraffic()
         lane = partial(TransferLane, traffic=self.traffic, recorder=recorder or Silent(), pace=pace)
-        self.down, self.up = lane("device", "host"), lane("host", "device")
+        self.down = lane("device", "host")
+        self.up = lane("host", "device")
         self._going: Move | None = None
         self._free: dict[int, list[Array]] = {}  # host buffers that no input is in, by size
 
@@ -156,7 +162,8 @@ class InputKeeper:
         if "shard" in self.ways:
             arrays = tuple(map(self._own_part, arrays))
         nbytes = sum(array.nbytes for array in arrays)
-        self.inputs, self.held = self.inputs + x.nbytes, self.held + nbytes
+        self.inputs = self.inputs + x.nbytes
+        self.held = self.held + nbytes
         if "offload" in self.ways:
             return KeptInput(
                 self, x, shapes, [self._go_down(where, array) for array in arrays], where
@@ -255,8 +262,12 @@ class KeptInput:
         arrays: list[Array],
         where: str,
     ) -> None:
-        self.keeper, self.shapes, self.arrays, self.where = keeper, shapes, arrays, where
-        self.kind, self.device = x.dtype, device_of(x)
+        self.keeper = keeper
+        self.shapes = shapes
+        self.arrays = arrays
+        self.where = where
+        self.kind = x.dtype
+        self.device = device_of(x)
         self.coming: list[tuple[Array, Move]] | None = None
 
     def prefetch(self) -> None:
@@ -271,7 +282,8 @@ class KeptInput:
         arrays = self.arrays
         if "offload" in self.keeper.ways:
             self.prefetch()
-            coming, self.coming = self.coming or [], None
+            coming = self.coming or []
+            self.coming = None
             for there, (_, move) in zip(arrays, coming, strict=True):
                 move.wait()
                 self.keeper.give_back(there)

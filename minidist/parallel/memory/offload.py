@@ -134,7 +134,9 @@ class OffDevice(ShardStore):
         chunk."""
         pieces: list[Any] = flat.pieces(weights, gradients)
         for piece, (_, place, _) in zip(pieces, flat.chunk_spans(), strict=True):
-            piece.store, piece.flat, piece.place = self, flat, place
+            piece.store = self
+            piece.flat = flat
+            piece.place = place
         for parameter in flat.parameters:
             parameter.keep_by("the store of offloaded state")
         self._pieces[id(flat)] = pieces
@@ -242,7 +244,8 @@ class OnHost(OffDevice):
             for flat, run in by_run(slots):
                 yield from run
                 if changes:
-                    master, weights = self._masters[id(flat)], self._weights[id(flat)]
+                    master = self._masters[id(flat)]
+                    weights = self._weights[id(flat)]
                     moves.append(
                         self.up.start(
                             f"weights {self._names[id(flat)]} up",

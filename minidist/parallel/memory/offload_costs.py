@@ -60,8 +60,10 @@ def moved_to_disk(
     """
     fetched = (1 if keeps else 2) * passes * units + root if fetched is None else fetched
     reduced = passes * learning if reduced is None else reduced
-    weights, gradients = fetched * each.parameters, reduced * each.gradients
-    update, summed = each.optimizer + (0 if masters else each.parameters), outside * each.gradients
+    weights = fetched * each.parameters
+    gradients = reduced * each.gradients
+    update = each.optimizer + (0 if masters else each.parameters)
+    summed = outside * each.gradients
     return {
         "disk to host": weights + gradients + summed + learning * update,
         "host to device": weights,
@@ -129,7 +131,8 @@ def require_disk(plan: Any, model: GPT, store: Any, who: str) -> None:
     """
     parameters = [*model.parameters()]
     each = Each.of(parameters[0].dtype.itemsize, masters=plan.precision != "fp32")
-    dense, experts = plan.shard or plan.copies, plan.dp * plan.cp
+    dense = plan.shard or plan.copies
+    experts = plan.dp * plan.cp
     store.require(
         int(
             sum(

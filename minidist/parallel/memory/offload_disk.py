@@ -123,7 +123,9 @@ class OnDisk(OffDevice):
 
     def add(self, flat: Flat, chunk: Array, *, first: bool) -> None:
         """Begin to take a sum down to a buffer, to add what is on disk, and to write it there."""
-        record, ready, bus = self._records[id(flat)], mark(chunk), [chunk]
+        record = self._records[id(flat)]
+        ready = mark(chunk)
+        bus = [chunk]
         loan = self.disk.lend(record) if first else self.disk.start_read(record, ["gradients"])
         sums = loan.arrays["gradients"]
 

@@ -48,7 +48,9 @@ class Move:
     """A move under way; done() tells whether wait() would return or raise at once."""
 
     def __init__(self, what: str, future: "Future[Any]") -> None:
-        self.what, self._future, self.done = what, future, future.done
+        self.what = what
+        self._future = future
+        self.done = future.done
 
     def wait(self) -> Any:
         """The work's result, or what it raised; from any thread, also again. TimeoutError after
@@ -79,7 +81,10 @@ class TransferLane:
         recorder: Recorder,
         pace: Pace | None = None,
     ) -> None:
-        self.source, self.target, self.traffic, self.recorder = source, target, traffic, recorder
+        self.source = source
+        self.target = target
+        self.traffic = traffic
+        self.recorder = recorder
         self.pace = pace or Pace()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"{source} to {target}")
 

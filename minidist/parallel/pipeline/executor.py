@@ -79,7 +79,9 @@ class Executor:
                 f"schedule {schedule.name} was not checked, and might never end; pass what "
                 f"schedule_checker.check(schedule) returns"
             )
-        self.schedule, self.group, self.recorder = schedule, group, recorder or Silent()
+        self.schedule = schedule
+        self.group = group
+        self.recorder = recorder or Silent()
         # receive -> its array: arrived, or about to be sent
         self._values: dict[Instruction, Array] = {}
         self._arriving: dict[Instruction, Pending] = {}
@@ -112,7 +114,8 @@ class Executor:
         self._end_sends(wait=True)
 
     def _compute(self, work: StageWork, instruction: Instruction) -> None:
-        stage, microbatch = instruction.stage, instruction.microbatch
+        stage = instruction.stage
+        microbatch = instruction.microbatch
         if isinstance(instruction, Forward):
             y = work.forward(
                 stage, microbatch, self._values.pop(RecvActivation(stage, microbatch), None)

@@ -47,7 +47,8 @@ def plain_model_parallel(
 ) -> None:
     """One batch through all ranks and back; layers(x, targets, divisor) are this rank's, the last
     rank's the loss."""
-    first, last = group.rank == 0, group.rank == group.size - 1
+    first = group.rank == 0
+    last = group.rank == group.size - 1
     x = inputs if first else tensor(group.recv(src=group.rank - 1), requires_grad=True)  # wait
     y = layers(x, targets, divisor)  # the last: the loss
     if not last:

@@ -152,8 +152,12 @@ class StashingPass(PipelinePass):
         update: Callable[[], None],
     ) -> None:
         super().__init__(pipeline, parts, 1)
-        self.weights, self.sizes, self.update = pipeline.weights, sizes, update
-        self.recorder, self.version, self.updates = pipeline.recorder, 0, list[tuple[int, int]]()
+        self.weights = pipeline.weights
+        self.sizes = sizes
+        self.update = update
+        self.recorder = pipeline.recorder
+        self.version = 0
+        self.updates = list[tuple[int, int]]()
         self._used: dict[int, int] = {}  # microbatch on its way -> version that its forward used
         self._stash: dict[int, list[Array]] = {}  # version -> weights
 
@@ -171,7 +175,8 @@ class StashingPass(PipelinePass):
     ) -> Array | None:
         """With the weights of the forward, from the mean of the microbatch's losses; then update
         the newest weights."""
-        used, newest = self._used.pop(microbatch), [weight.data for weight in self.weights]
+        used = self._used.pop(microbatch)
+        newest = [weight.data for weight in self.weights]
         if dy is None:
             start, loss = self._kept[stage, microbatch]
             self._kept[stage, microbatch] = start, loss * (1.0 / self.sizes[microbatch])

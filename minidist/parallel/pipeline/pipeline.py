@@ -66,7 +66,9 @@ def plain_gpipe(
 ) -> None:
     """One step of GPipe, without a schedule and without overlap; stage(x, targets, divisor) as in
     chapter 10."""
-    first, last, kept = group.rank == 0, group.rank == group.size - 1, []
+    first = group.rank == 0
+    last = group.rank == group.size - 1
+    kept = []
     for inputs, targets in micros:  # all forwards
         x = inputs if first else tensor(group.recv(src=group.rank - 1), requires_grad=True)
         y = stage(x, targets, divisor)  # the last stage: the loss
@@ -119,7 +121,8 @@ class Pipeline(StageModel):
                 f"schedule {schedule.name} has an update after each backward, and a Pipeline one a "
                 f"step; take PipeDream, or choose 1f1b"
             )
-        self.schedule, self.executor = schedule, Executor(schedule, group, recorder=recorder)
+        self.schedule = schedule
+        self.executor = Executor(schedule, group, recorder=recorder)
         super().__init__(
             model,
             group,
@@ -174,12 +177,10 @@ class PipelinePass:
     its loss so far."""
 
     def __init__(self, pipeline: Pipeline, parts: list[Part], divisor: int) -> None:
-        self.pipeline, self.stages, self.parts, self.divisor = (
-            pipeline,
-            pipeline.stages,
-            parts,
-            divisor,
-        )
+        self.pipeline = pipeline
+        self.stages = pipeline.stages
+        self.parts = parts
+        self.divisor = divisor
         self.total = 0.0
         # from forward to backward: x, y
         self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}

@@ -61,7 +61,8 @@ def check(schedule: Schedule) -> Schedule:
 
 def needs(instruction: Instruction, schedule: Schedule) -> Iterator[Instruction]:
     """The instructions that the same rank must run before `instruction`."""
-    stage, microbatch = instruction.stage, instruction.microbatch
+    stage = instruction.stage
+    microbatch = instruction.microbatch
     if isinstance(instruction, SendActivation):
         yield Forward(stage, microbatch)
     elif isinstance(instruction, SendGradient):
@@ -86,7 +87,8 @@ def _backward_of(stage: int, microbatch: int, schedule: Schedule) -> Instruction
 
 def _computes_before(instruction: Instruction, last: int) -> Iterator[Instruction]:
     """The computes, of any rank, whose results a compute needs; `last`: the last stage."""
-    stage, microbatch = instruction.stage, instruction.microbatch
+    stage = instruction.stage
+    microbatch = instruction.microbatch
     if isinstance(instruction, Forward) and stage > 0:
         yield Forward(stage - 1, microbatch)
     elif isinstance(instruction, (Backward, BackwardInput)):
@@ -152,7 +154,8 @@ def _check_links(schedule: Schedule) -> None:
             for i in schedule.lists[target]
             if isinstance(i, RECEIVES) and schedule.rank_of(sent_as(i).stage) == source
         ]
-        leaving, arriving = set(sent), set(taken)
+        leaving = set(sent)
+        arriving = set(taken)
         for receive in (receive for receive in sent if receive not in arriving):
             raise ScheduleError(
                 f"{schedule.name}: rank {source} does the {sent_as(receive)}, but rank {target} "
@@ -233,7 +236,8 @@ class Clock:
 def clock_of(schedule: Schedule, times: Times | None = None) -> Clock:
     """The computes of all ranks in time, if each goes on as soon as it can. Raises ScheduleError in
     a deadlock."""
-    lasting, spans = times or Times(), list[ComputeSpan]()
+    lasting = times or Times()
+    spans = list[ComputeSpan]()
     arrives: dict[Instruction, float] = {}  # send -> when its message arrives
 
     def play(rank: int) -> Iterator[Instruction]:
@@ -241,7 +245,8 @@ def clock_of(schedule: Schedule, times: Times | None = None) -> Clock:
         now = 0.0
         for instruction in schedule.lists[rank]:
             if isinstance(instruction, COMPUTES):
-                start, now = now, now + lasting.of(instruction)
+                start = now
+                now = now + lasting.of(instruction)
                 spans.append(ComputeSpan(rank, instruction, start, now))
             elif isinstance(instruction, SENDS):
                 arrives[instruction] = now + lasting.message
@@ -263,7 +268,8 @@ def clock_of(schedule: Schedule, times: Times | None = None) -> Clock:
 
 def _deadlock(schedule: Schedule, at: dict[int, Instruction]) -> str:
     """Text: the ring of ranks that wait for each other, or the rank whose list has ended."""
-    path, rank = list[int](), min(at)
+    path = list[int]()
+    rank = min(at)
     while rank in at and rank not in path:
         path.append(rank)
         rank = schedule.rank_of(sent_as(at[rank]).stage)
@@ -290,7 +296,8 @@ def broken(spans: Sequence[ComputeSpan]) -> list[tuple[ComputeSpan, ComputeSpan]
     """The broken dependencies of spans from any source, in order of start: (the early span, the one
     it needed)."""
     by_instruction = {span.instruction: span for span in spans}
-    last, pairs = max(span.instruction.stage for span in spans), []
+    last = max(span.instruction.stage for span in spans)
+    pairs = []
     for span in sorted(spans, key=lambda span: (span.start, span.rank)):
         for needed in _computes_before(span.instruction, last):
             for kind in (Forward,) if isinstance(needed, Forward) else (Backward, BackwardInput):

@@ -163,7 +163,8 @@ KINDS = {"F": Forward, "B": Backward, "I": BackwardInput, "W": BackwardWeights}
 def zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
     """Forwards until the first comes back, then each backward as early as possible; the last
     weights' halves wait."""
-    full, after = max(microbatches, 2 * ranks - 1), ranks - rank
+    full = max(microbatches, 2 * ranks - 1)
+    after = ranks - rank
     phases = [
         (2 * after - 1, "F0"),
         (rank, "F1 F0"),
@@ -181,7 +182,9 @@ def zb_v(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
 def dualpipe_v(rank: int, ranks: int, microbatches: int) -> Iterator[Instruction]:
     """In the middle a forward there, a backward from back, a forward back, a backward from there,
     in turn."""
-    full, after, half = max(microbatches, 2 * ranks), ranks - rank - 1, (rank + 1) // 2
+    full = max(microbatches, 2 * ranks)
+    after = ranks - rank - 1
+    half = (rank + 1) // 2
     phases = [
         (2 * after, "F0"),
         (rank + 1, "F0 F1"),
@@ -201,7 +204,8 @@ def _played(
     phases: list[tuple[int, str]], rank: int, ranks: int, microbatches: int
 ) -> Iterator[Instruction]:
     """The computes that phases stand for, without those of microbatches that are too many."""
-    stages, done = (rank, 2 * ranks - 1 - rank), defaultdict[str, int](int)
+    stages = (rank, 2 * ranks - 1 - rank)
+    done = defaultdict[str, int](int)
     deferred: deque[Instruction] = deque()
     for times, words in phases:
         for word in words.split() * times:

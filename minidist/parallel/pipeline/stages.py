@@ -59,7 +59,8 @@ class Stages:
                 f"stages of {list(layers)} layers: stage {empty[0]} has none; only the first and "
                 "the last, which have the embedding and the output, may do without"
             )
-        edges, self.last = [0, *accumulate(layers)], len(layers) - 1
+        edges = [0, *accumulate(layers)]
+        self.last = len(layers) - 1
         self.layers = {stage: range(edges[stage], edges[stage + 1]) for stage in own}
         cut: Any = model
         self.model: Any = cut
@@ -126,10 +127,8 @@ class ArrivedActivation(Tensor):
     def accumulate(self, gradient: Array, *, own: bool = False) -> None:
         """Add to the gradient of a leaf; `own`: nothing else uses the array, so it may be kept."""
         if self.grad is None:
-            gradient, own = (
-                account.current().hold(gradient if own else gradient.copy(), "communication"),
-                True,
-            )
+            gradient = account.current().hold(gradient if own else gradient.copy(), "communication")
+            own = True
         super().accumulate(gradient, own=own)
 
 
@@ -196,8 +195,10 @@ class StageModel(ABC):
         precision: Precision | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        self.config, self.group = model.config, group
-        self.precision, self.recorder = precision or Precision(), recorder or Silent()
+        self.config = model.config
+        self.group = group
+        self.precision = precision or Precision()
+        self.recorder = recorder or Silent()
         self.key: Key = key or (lambda part: None)
         self.layers = list(
             layers or balanced_layers([1.0] * self.config.layers, stages or group.size)
@@ -256,7 +257,8 @@ class StageModel(ABC):
             joined = self.group.all_gather(
                 np.concatenate([mine[name].reshape(-1) for name in mine]), algorithm="ring"
             )
-        whole, start = {}, 0
+        whole = {}
+        start = 0
         for rank in range(self.group.size):
             for name, weight in self.cut(GPT(self.config), rank).model.named_parameters():
                 whole[name] = joined[start : start + weight.size].reshape(weight.shape).copy()

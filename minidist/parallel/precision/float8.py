@@ -169,7 +169,9 @@ class Float8:
 
     def __init__(self, model: GPT, group: Group | None) -> None:
         # by dotted path in the whole model
-        self.model, self.group, self.scales = model, group, dict[str, Scales]()
+        self.model = model
+        self.group = group
+        self.scales = dict[str, Scales]()
         for path, module in model.named_modules():
             if isinstance(module, Linear) and path.startswith("blocks."):
                 self.scales[path] = Scales()

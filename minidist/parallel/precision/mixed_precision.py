@@ -118,8 +118,11 @@ class Master:
     parameter's."""
 
     def __init__(self, parameter: Parameter, data: Array) -> None:
-        self.parameter, self.name, self.data = parameter, parameter.name, data
-        self.shared_by, self.zero_grad = parameter.shared_by, parameter.zero_grad
+        self.parameter = parameter
+        self.name = parameter.name
+        self.data = data
+        self.shared_by = parameter.shared_by
+        self.zero_grad = parameter.zero_grad
 
     @property
     def grad(self) -> Array | None:
@@ -149,7 +152,10 @@ class LossScale:
             raise ConfigError(
                 f"loss scale: patience is {patience}; it grows after at least one good step"
             )
-        self.value, self.patience, self.smallest, self.good = value, patience, smallest, 0
+        self.value = value
+        self.patience = patience
+        self.smallest = smallest
+        self.good = 0
 
     def grow_or_halve(self, *, overflow: bool) -> None:
         """Choose the next step's scale by whether this step's gradients overflowed.
@@ -167,7 +173,8 @@ class LossScale:
         if overflow:
             self.value /= 2
         elif self.good == self.patience:
-            self.value, self.good = self.value * 2, 0
+            self.value = self.value * 2
+            self.good = 0
 
 
 class MixedPrecision(Precision):
@@ -188,7 +195,8 @@ class MixedPrecision(Precision):
         if name not in DTYPES:
             raise ConfigError(f"mixed precision {name!r}: choose {' or '.join(DTYPES)}")
         check_dtype(name, masters)
-        self.name, self.dtype = name, backend.dtype(DTYPES[name])
+        self.name = name
+        self.dtype = backend.dtype(DTYPES[name])
         self.loss_scale = LossScale() if loss_scale is None and name == "fp16" else loss_scale
         self.skipped = 0
         self.float8: Float8 | None = None
@@ -244,7 +252,8 @@ class MixedPrecision(Precision):
     def state(self) -> dict[str, Any]:
         """The loss scale, the steps it skipped, and fp8's histories of the linears that this rank
         computes."""
-        scale, float8 = self.loss_scale, self.float8
+        scale = self.loss_scale
+        float8 = self.float8
         histories = (
             {} if float8 is None else dict(zip(float8.scales, float8.state().tolist(), strict=True))
         )
@@ -259,7 +268,8 @@ class MixedPrecision(Precision):
         if self.loss_scale is not None and state.get("loss_scale"):
             self.loss_scale.value, self.loss_scale.good = state["loss_scale"]
         if self.float8 is not None:
-            none, saved = np.zeros((len(FORMATS), HISTORY)).tolist(), state.get("float8", {})
+            none = np.zeros((len(FORMATS), HISTORY)).tolist()
+            saved = state.get("float8", {})
             self.float8.load(
                 [
                     saved.get(linear, none) if self.float8.has(linear) else none

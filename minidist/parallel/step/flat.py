@@ -35,8 +35,12 @@ class Piece:
     """
 
     def __init__(self, parameter: Parameter, data: Array, grad: Array, part: range) -> None:
-        self.parameter, self.part, shape = parameter, part, (*(1 for _ in parameter.shape[1:]), -1)
-        self.name, self.data, self.grad = parameter.name, data.reshape(shape), grad.reshape(shape)
+        self.parameter = parameter
+        self.part = part
+        shape = (*(1 for _ in parameter.shape[1:]), -1)
+        self.name = parameter.name
+        self.data = data.reshape(shape)
+        self.grad = grad.reshape(shape)
 
 
 class Flat:
@@ -49,7 +53,8 @@ class Flat:
     """
 
     def __init__(self, parameters: Sequence[Parameter], group: Group) -> None:
-        self.group, self.parameters = sharers(parameters, group), tuple(parameters)
+        self.group = sharers(parameters, group)
+        self.parameters = tuple(parameters)
         self.dtype = parameters[0].dtype
         self.size = sum(p.size for p in parameters)
         edges = bounds(self.size, self.group.size)

@@ -65,7 +65,8 @@ class Single(Strategy):
         precision: Precision | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        self.model, self.loss = model, loss or loss_of(model)
+        self.model = model
+        self.loss = loss or loss_of(model)
         self.precision = precision or Precision()
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)

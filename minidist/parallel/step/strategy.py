@@ -198,8 +198,11 @@ class DataAxis(Strategy):
         precision: Precision | None,
         recorder: Recorder | None,
     ) -> None:
-        self.model, self.group, self.algorithm = model, group, algorithm
-        self.loss, self.precision = loss or loss_of(model), precision or Precision()
+        self.model = model
+        self.group = group
+        self.algorithm = algorithm
+        self.loss = loss or loss_of(model)
+        self.precision = precision or Precision()
         self.recorder = recorder or Silent()
         # this rank belongs to the first copy of the state (DDP: is it)
         self.first_copy = group.rank == 0

@@ -48,12 +48,11 @@ class SplitModel:
         loss: Loss | None = None,
         precision: Precision | None = None,
     ) -> None:
-        self.model, self.group, self.everyone = (
-            model,
-            group,
-            group if everyone is None else everyone,
-        )
-        self.loss, self.precision = loss or loss_of(model), precision or Precision()
+        self.model = model
+        self.group = group
+        self.everyone = group if everyone is None else everyone
+        self.loss = loss or loss_of(model)
+        self.precision = precision or Precision()
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
         self.summands = summands(self.weights, self.everyone if self.sums_undivided else None)

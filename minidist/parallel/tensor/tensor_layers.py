@@ -87,7 +87,8 @@ class ColumnLinear(Module):
     ) -> None:
         rank = region.group.rank
         chosen = columns or even_slices(linear.weight.shape[1], region.group.size)
-        self.region, self.product = region if enter else None, linear.product
+        self.region = region if enter else None
+        self.product = linear.product
         shard = partial(WeightShard, rank=rank, sharers=sharers, word=word)
         self.weight = shard(linear.weight, [(slice(None), own) for own in chosen])
         self.bias = None if linear.bias is None else shard(linear.bias, [(own,) for own in chosen])
@@ -118,7 +119,8 @@ class SharedKeysLinear(Module):
         keys: Sequence[Array],
         sharers: Group,
     ) -> None:
-        self.region, self.product = region, linear.product
+        self.region = region
+        self.product = linear.product
         linears = {
             "queries": ColumnLinear(linear, region, columns=queries, word="queries"),
             "keys": ColumnLinear(linear, region, columns=keys, sharers=sharers, word="keys"),
@@ -145,7 +147,8 @@ class RowLinear(Module):
     def __init__(
         self, linear: Linear, region: TensorRegion, *, rows: Sequence[slice] | None = None
     ) -> None:
-        self.region, self.product = region, linear.product
+        self.region = region
+        self.product = linear.product
         chosen = rows or even_slices(linear.weight.shape[0], region.group.size)
         self.weight = WeightShard(linear.weight, [(own,) for own in chosen], region.group.rank)
         self.bias = linear.bias
@@ -182,16 +185,16 @@ class SplitMixture(Mixture):
 
     def __init__(self, mixture: Mixture, region: TensorRegion) -> None:
         vars(self).update(vars(mixture))
-        self.region, self.sequences = region, region.sequences()
-        experts, rank = self.experts, region.group.rank
+        self.region = region
+        self.sequences = region.sequences()
+        experts = self.experts
+        rank = region.group.rank
         hidden = even_slices(experts.up.shape[2], region.group.size)
         columns: list[ShardIndex] = [(slice(None), slice(None), own) for own in hidden]
         rows: list[ShardIndex] = [(slice(None), own) for own in hidden]
         experts.gate = None if experts.gate is None else WeightShard(experts.gate, columns, rank)
-        experts.up, experts.down = (
-            WeightShard(experts.up, columns, rank),
-            WeightShard(experts.down, rows, rank),
-        )
+        experts.up = WeightShard(experts.up, columns, rank)
+        experts.down = WeightShard(experts.down, rows, rank)
         self.shared = [SplitMLP(expert, region) for expert in self.shared]
 
     def enter(self, x: Tensor) -> Tensor:
@@ -208,7 +211,8 @@ class SplitEmbedding(Embedding):
     then all add up."""
 
     def __init__(self, embedding: Embedding, region: TensorRegion) -> None:
-        self.region, self.count = region, embedding.weight.shape[0]
+        self.region = region
+        self.count = embedding.weight.shape[0]
         rows = even_slices(self.count, region.group.size)
         self.rows = rows[region.group.rank]
         self.weight: Weight = WeightShard(
@@ -235,7 +239,8 @@ class SplitOutput(Output):
     the whole's size."""
 
     def __init__(self, vocabulary: int, region: TensorRegion) -> None:
-        self.vocabulary, self.region = vocabulary, region
+        self.vocabulary = vocabulary
+        self.region = region
         self.first = even_slices(vocabulary, region.group.size)[region.group.rank].start
 
     def loss(self, logits: Tensor, targets: Array, *, divisor: float | None) -> Tensor:
@@ -288,7 +293,8 @@ def split_attention(
 ) -> None:
     """Leave this rank its heads, in place, whole; `sharers`: the ranks that also hold its key head,
     or None."""
-    group, width = region.group, attention.head_width
+    group = region.group
+    width = attention.head_width
     shares = head_shares(attention.heads, attention.key_heads, group.size)
     queries, keys = shares[group.rank]
     columns = head_columns(attention.heads, attention.key_heads, width, shares)
@@ -310,7 +316,8 @@ def split_attention(
         region,
         rows=[slice(share.start * width, share.stop * width) for share, _ in shares],
     )
-    attention.heads, attention.key_heads = len(queries), len(keys)
+    attention.heads = len(queries)
+    attention.key_heads = len(keys)
 
 
 def split_gpt(model: GPT, region: TensorRegion) -> None:
@@ -318,7 +325,8 @@ def split_gpt(model: GPT, region: TensorRegion) -> None:
 
     Raises:  PlanError if a rank would get nothing of a layer; ConfigError if the weights are drawn.
     """
-    group, config = region.group, model.config
+    group = region.group
+    config = model.config
     what, count = narrowest(config)
     if count < group.size:
         raise PlanError(

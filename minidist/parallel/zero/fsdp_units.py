@@ -44,8 +44,13 @@ class Unit:
         seed: int | None,
         device: str,
     ) -> None:
-        self.name, self.module, self.store, self.xp = name, module, axis.store, module_for(device)
-        self.algorithm, self.recorder, group = axis.algorithm, axis.recorder, axis.sharing.shard
+        self.name = name
+        self.module = module
+        self.store = axis.store
+        self.xp = module_for(device)
+        self.algorithm = axis.algorithm
+        self.recorder = axis.recorder
+        group = axis.sharing.shard
         kinds: dict[tuple[Any, ...], list[Parameter]] = {}
         for parameter in parameters:
             kind = (
@@ -57,17 +62,16 @@ class Unit:
             kinds.setdefault(kind, []).append(parameter)
         self.flats = [Flat(run, group) for run in kinds.values()]
         self.learning = [flat for flat in self.flats if flat.parameters[0].requires_grad]
-        self.nbytes, self.calls = sum(flat.nbytes for flat in self.flats), 0
+        self.nbytes = sum(flat.nbytes for flat in self.flats)
+        self.calls = 0
         self._pending: list[tuple[Flat, Array, Pending]] = []
         self._whole = True
         for number, flat in enumerate(self.flats):
             chunk = account.current().hold(self.xp.empty(flat.chunk_size, flat.dtype), "parameters")
             for parameter, place, positions in flat.chunk_spans():
                 if seed is not None and isinstance(parameter, Weight) and not parameter.drawn:
-                    chunk[place], parameter.seed = (
-                        parameter.draw(seed, positions, device=device),
-                        seed,
-                    )
+                    chunk[place] = parameter.draw(seed, positions, device=device)
+                    parameter.seed = seed
                 else:
                     chunk[place] = parameter.data.reshape(-1)[positions.start : positions.stop]
             self.store.keep(flat, chunk, f"{name} {number}" if number else name)
@@ -154,7 +158,8 @@ def make_units(
             chosen.append((paths[id(module)], module, parameters))
     for p in model.parameters():
         if p.stays_whole and seed is not None and isinstance(p, Weight) and not p.drawn:
-            p.data, p.seed = p.draw(seed, device=device), seed
+            p.data = p.draw(seed, device=device)
+            p.seed = seed
     units = [Unit(*unit, axis, seed=seed, device=device) for unit in chosen]
     rest = [p for p in model.parameters() if not p.stays_whole and id(p) not in taken]
     return units, Unit("root", None, rest, axis, seed=seed, device=device)

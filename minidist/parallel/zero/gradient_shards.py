@@ -33,8 +33,11 @@ class GradientShards:
     """
 
     def __init__(self, axis: ZeroAxis, what: str) -> None:
-        self.flats, self.sharing, self.store = axis.flats, axis.sharing, axis.store
-        self.recorder, self.what = axis.recorder, what
+        self.flats = axis.flats
+        self.sharing = axis.sharing
+        self.store = axis.store
+        self.recorder = axis.recorder
+        self.what = what
         self._last = True  # this is the step's last backward
         self._empty = [True] * len(self.flats)  # nothing has been added to the shard yet
         self._buffers: dict[int, Array] = {}
@@ -103,10 +106,12 @@ class GradientShards:
         """Wait for the run in flight, add its sum to the shard, and free its buffer."""
         if self._in_flight is None:
             return
-        (index, pending, apart), self._in_flight = self._in_flight, None
+        (index, pending, apart) = self._in_flight
+        self._in_flight = None
         with self.recorder.span(f"wait for {self.what} {index}"):
             pending.wait()
-        buffer, flat = self._buffers.pop(index), self.flats[index]
+        buffer = self._buffers.pop(index)
+        flat = self.flats[index]
         if apart:
             # float16's that overflowed: `update` finds them
             with np.errstate(over="ignore", invalid="ignore"):

@@ -38,12 +38,10 @@ class ParameterArrivals:
     """
 
     def __init__(self, flats: Sequence[Flat], weights: Sequence[Array], axis: ZeroAxis) -> None:
-        self.flats, self.weights, self.algorithm, self.recorder = (
-            flats,
-            weights,
-            axis.algorithm,
-            axis.recorder,
-        )
+        self.flats = flats
+        self.weights = weights
+        self.algorithm = axis.algorithm
+        self.recorder = axis.recorder
         self._pending: dict[int, Pending] = {}
 
     def start(self) -> None:
@@ -52,7 +50,8 @@ class ParameterArrivals:
         Cost:    one all-gather a flat; returns at once.
         """
         for index in reversed(range(len(self.flats))):
-            flat, vector = self.flats[index], self.weights[index]
+            flat = self.flats[index]
+            vector = self.weights[index]
             self.recorder.announce(flat.group.axis, f"all_gather bucket {index}")
             self._pending[index] = flat.group.start_all_gather(
                 vector[flat.chunk], out=vector, algorithm=self.algorithm

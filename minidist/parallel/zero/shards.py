@@ -78,12 +78,10 @@ class HybridSharding:
                 f"shard={shard}: {group.size} ranks cannot be cut into copies of {size}; choose "
                 f"one of {', '.join(map(str, divisors(group.size)))}"
             )
-        self.group, self.copies, self.algorithm, self.recorder = (
-            group,
-            group.size // size,
-            algorithm,
-            recorder,
-        )
+        self.group = group
+        self.copies = group.size // size
+        self.algorithm = algorithm
+        self.recorder = recorder
         self.scheme = scheme or Scheme(algorithm)
         one = self.copies == 1
         self.shard = group if one else group.split(group.rank // size, axis=f"{group.axis}.shard")
@@ -136,7 +134,8 @@ class ShardStore:
     """
 
     def __init__(self) -> None:
-        self.traffic, self.host = MemoryTraffic(), MemoryAccount(whose="host memory")
+        self.traffic = MemoryTraffic()
+        self.host = MemoryAccount(whose="host memory")
         self._weights: dict[int, Array] = {}  # by id(flat), as all below
         self._gradients: dict[int, Array] = {}
         self._masters: dict[int, Array] = {}

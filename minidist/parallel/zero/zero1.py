@@ -64,7 +64,8 @@ def plain_zero1(
     """ZeRO-1 without buckets and without overlap; the batches are global, the numbers those of
     N4:297."""
     flat = Flat(list(model.parameters()), group)  # all weights; one chunk is mine
-    weights, mine = flat.join(), np.zeros(flat.chunk_size, flat.dtype)
+    weights = flat.join()
+    mine = np.zeros(flat.chunk_size, flat.dtype)
     optimizer = new_optimizer(flat.pieces(weights[flat.chunk], mine))  # states of my chunk alone
     for inputs, targets in batches:
         part = part_of((inputs, targets), size=group.size, rank=group.rank)
@@ -91,7 +92,8 @@ class Zero1(ShardedReplica):
     Its gradients move into buckets. Args, Attributes, Raises: as ShardedReplica (zero/replica.py).
     """
 
-    name, update_notes = "ZeRO-1", {"notes": "ZeRO-1 3"}
+    name = "ZeRO-1"
+    update_notes = {"notes": "ZeRO-1 3"}
 
     def _make_gradients(self) -> None:
         """Buckets, each with this rank's own gradients; the sum over the ranks arrives in this
@@ -141,7 +143,8 @@ class Zero1(ShardedReplica):
     def _start_reduce(self, index: int) -> None:
         """Rank r's chunk of the bucket becomes the sum over all ranks, in its place; the rest keeps
         this rank's own."""
-        gradients, flat = self.buckets[index].data, self.flats[index]
+        gradients = self.buckets[index].data
+        flat = self.flats[index]
         self.recorder.announce(flat.group.axis, f"reduce_scatter bucket {index}")
         self._pending.append(
             (index, self.sharing.start_scatter(index, flat, gradients, gradients[flat.chunk]))
@@ -153,7 +156,8 @@ class Zero1(ShardedReplica):
         while self._pending and (wait or self._pending[0][1].done()):
             index, pending = self._pending.popleft()
             pending.wait()
-            flat, gradients = self.flats[index], self.buckets[index].data
+            flat = self.flats[index]
+            gradients = self.buckets[index].data
             if self.store.gradient_room(flat) is None:
                 self.store.add(flat, gradients[flat.chunk], first=True)
             elif flat.group is self.sharing.shard:

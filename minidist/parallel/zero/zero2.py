@@ -61,7 +61,8 @@ def plain_zero2(
     runs = []
     for p in model.parameters():
         flat = Flat([p], group)
-        weights, mine = flat.join(), np.zeros(flat.chunk_size, flat.dtype)
+        weights = flat.join()
+        mine = np.zeros(flat.chunk_size, flat.dtype)
         runs.append((flat, weights, mine))
 
         def final(p: Parameter, mine: Array = mine) -> None:
@@ -93,7 +94,8 @@ class Zero2(ShardedReplica):
     Args, Attributes, Raises: as ShardedReplica (zero/replica.py).
     """
 
-    name, update_notes = "ZeRO-2", {"notes": "ZeRO-2 2"}
+    name = "ZeRO-2"
+    update_notes = {"notes": "ZeRO-2 2"}
     reduces_each_pass = True
 
     def _make_gradients(self) -> None:

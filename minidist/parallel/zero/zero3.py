@@ -69,7 +69,8 @@ class PlainUnit:
     """A unit of the plain version: this rank's chunk of its weights, and of their gradients."""
 
     def __init__(self, unit: Module, group: Group) -> None:
-        self.flat, self.group = Flat(list(unit.parameters()), group), group
+        self.flat = Flat(list(unit.parameters()), group)
+        self.group = group
         self.shard = self.flat.join()[self.flat.chunk].copy()
         self.mine = np.zeros(self.flat.chunk_size, self.flat.dtype)
         unit.register_forward_pre_hook(self.gather)  # forward 1
@@ -169,21 +170,21 @@ class Zero3(ZeroAxis):
             store=store,
             recorder=recorder,
         )
-        self.ahead, self.free_after_forward = ahead, free_after_forward
+        self.ahead = ahead
+        self.free_after_forward = free_after_forward
         trainable(model.parameters())
         if seed is None:
             check_equal_replicas(model.parameters(), group, when="before the first step")
         self.units, self.root = make_units(self, units, ahead, seed=seed, device=device)
         # of a pipeline: the units of each stage, in the order of their calls
         self.segments: list[list[Unit]] = []
-        self.order, self._rest, self._next = (
-            list[tuple[int, bool]](),
-            list[tuple[int, bool]](),
-            list[Unit](),
-        )
+        self.order = list[tuple[int, bool]]()
+        self._rest = list[tuple[int, bool]]()
+        self._next = list[Unit]()
         self.sequence: list[Unit] = []  # without segments: units as the first forward met them
         # this forward has met; this backward has still to
-        self._met, self._to_come = list[Unit](), list[Unit]()
+        self._met = list[Unit]()
+        self._to_come = list[Unit]()
         self.stored = [flat for unit in (*self.units, self.root) for flat in unit.flats]
         self.flats = [flat for unit in (*self.units, self.root) for flat in unit.learning]
         self.scheme.attach([self.sharing.run(flat) for flat in self.flats])

@@ -29,7 +29,8 @@ def test_gelu_is_its_tanh_form():
 
 @pytest.mark.parametrize("kind", ["float64", "float32", "bfloat16"])
 def test_a_bias_of_gelu_is_added_first_and_rounded_nowhere(kind):
-    rng, dtype = np.random.default_rng(4), backend.dtype(kind)
+    rng = np.random.default_rng(4)
+    dtype = backend.dtype(kind)
     x, bias, dy = (rng.normal(size=shape).astype(dtype) for shape in ((5, 3, 9), (9,), (5, 3, 9)))
     wide = tensor(backend.widen(x) + backend.widen(bias), requires_grad=True)
     ops.gelu(wide).backward(backend.widen(dy))
@@ -53,7 +54,8 @@ def test_a_bias_of_gelu_is_added_first_and_rounded_nowhere(kind):
 def test_what_gelu_with_a_bias_keeps():
     """One array of x's size, the slope; where the bias' gradient is put off, none but x's own
     gradient."""
-    x, bias = tensor(np.ones((50, 8)), requires_grad=True), Parameter(np.ones(8))
+    x = tensor(np.ones((50, 8)), requires_grad=True)
+    bias = Parameter(np.ones(8))
     with account.use(account.MemoryAccount()) as memory:
         y = ops.gelu(x, bias)
         assert memory.now["activations"] == 2 * x.data.nbytes  # the result, and the slope
@@ -92,14 +94,16 @@ def over_the_range(kind):
 def gates(x):
     """z, dz/dx, sigmoid(z) and 1 - sigmoid(z) of GELU and of SiLU, in long double."""
     x = x.astype(np.longdouble)
-    c, k = np.sqrt(2 / np.longdouble(np.pi)), np.longdouble(0.044715)
+    c = np.sqrt(2 / np.longdouble(np.pi))
+    k = np.longdouble(0.044715)
     near = np.clip(x, -1e3, 1e3)
     for name, z, dz in (
         ("gelu", 2 * c * (near + k * near**3), 2 * c * (1 + 3 * k * near**2)),
         ("silu", x.clip(-1e4, 1e4), 1),
     ):
         e = np.exp(-np.abs(np.clip(z, -11000, 11000)))
-        small, large = e / (1 + e), 1 / (1 + e)
+        small = e / (1 + e)
+        large = 1 / (1 + e)
         yield name, z, dz, np.where(z < 0, small, large), np.where(z < 0, large, small)
 
 
@@ -115,10 +119,8 @@ def test_gates_hold_all_digits_over_the_whole_range(kind):
     if np.finfo(np.longdouble).nmant < 63:
         pytest.skip("long double is no longer than double here")
     x = over_the_range(kind)
-    info, wide = (
-        ml_dtypes.finfo(backend.dtype(kind)),
-        np.finfo("float64" if kind == "float64" else "float32"),
-    )
+    info = ml_dtypes.finfo(backend.dtype(kind))
+    wide = np.finfo("float64" if kind == "float64" else "float32")
     for name, z, dz, h, rest in gates(x):
         lost = float(info.smallest_subnormal) + (1 + np.abs(z)) * (
             1 + np.abs(dz)
@@ -127,7 +129,8 @@ def test_gates_hold_all_digits_over_the_whole_range(kind):
         leaf = tensor(x, requires_grad=True)
         y = getattr(ops, name)(leaf)
         y.backward(np.ones_like(x))
-        value, added = x * h, np.where(rest * h == 0, 0, x * h * rest * dz)
+        value = x * h
+        added = np.where(rest * h == 0, 0, x * h * rest * dz)
         for got, want, size in (
             (y.data, value, np.abs(value)),
             (leaf.grad, h + added, h + np.abs(added)),
@@ -140,7 +143,8 @@ def test_gates_hold_all_digits_over_the_whole_range(kind):
             worst = np.argmax(off - allowed * size - lost)
             assert (off <= allowed * size + lost).all(), (name, x[worst], got[worst], want[worst])
         if name == "silu":
-            gate, up = tensor(x, requires_grad=True), tensor(np.ones_like(x), requires_grad=True)
+            gate = tensor(x, requires_grad=True)
+            up = tensor(np.ones_like(x), requires_grad=True)
             ops.swiglu(gate, up).backward(np.ones_like(x))
             np.testing.assert_array_equal(gate.grad, leaf.grad)
             np.testing.assert_array_equal(up.grad, y.data)
@@ -175,10 +179,8 @@ def test_the_slope_of_tanh_holds_all_digits(kind):
     leaf = tensor(over_the_range(kind), requires_grad=True)
     ops.tanh(leaf).backward(np.ones_like(leaf.data))
     t = np.exp(-2 * np.abs(leaf.data.astype(np.longdouble)).clip(0, 5000))
-    info, wide = (
-        ml_dtypes.finfo(leaf.dtype),
-        np.finfo("float64" if kind == "float64" else "float32"),
-    )
+    info = ml_dtypes.finfo(leaf.dtype)
+    wide = np.finfo("float64" if kind == "float64" else "float32")
     np.testing.assert_allclose(
         leaf.grad.astype(np.longdouble),
         4 * t / (1 + t) ** 2,
@@ -196,11 +198,10 @@ def test_softmax_holds_all_digits(kind):
     wide_x = x.astype(np.longdouble)
     away = wide_x - wide_x.max(axis=-1, keepdims=True)
     total = np.exp(away).sum(axis=-1, keepdims=True)
-    info, wide = ml_dtypes.finfo(x.dtype), np.finfo("float64" if kind == "float64" else "float32")
-    p, lost = (
-        np.exp(away) / total,
-        2 * max(float(info.smallest_subnormal), float(wide.smallest_subnormal)),
-    )
+    info = ml_dtypes.finfo(x.dtype)
+    wide = np.finfo("float64" if kind == "float64" else "float32")
+    p = np.exp(away) / total
+    lost = 2 * max(float(info.smallest_subnormal), float(wide.smallest_subnormal))
     off = np.abs(ops.softmax(x).data.astype(np.longdouble) - p)
     assert (off <= p * (float(info.eps) + 4 * wide.eps * (1 + np.abs(away))) + lost).all()
     logs = away - np.log(total)
@@ -271,11 +272,16 @@ def test_softmax_along_any_dim(dim, seed):
 @pytest.mark.parametrize("kind", ["float32", "float64"])
 def test_gelu_may_lie_where_x_lay(kind: str) -> None:
     rng = np.random.default_rng(0)
-    x, bias = rng.standard_normal((300, 257)).astype(kind), rng.standard_normal(257).astype(kind)
-    x[3, 5], x[4, 6] = 40.0, -40.0  # far out: computed apart
-    dy, gradients = rng.standard_normal(x.shape).astype(kind), []
+    x = rng.standard_normal((300, 257)).astype(kind)
+    bias = rng.standard_normal(257).astype(kind)
+    # far out: computed apart
+    x[3, 5] = 40.0
+    x[4, 6] = -40.0
+    dy = rng.standard_normal(x.shape).astype(kind)
+    gradients = []
     for overwrite in (False, True):
-        source, b = tensor(x.copy(), requires_grad=True), tensor(bias, requires_grad=True)
+        source = tensor(x.copy(), requires_grad=True)
+        b = tensor(bias, requires_grad=True)
         y = ops.gelu(source, b, overwrite=overwrite)
         assert np.shares_memory(y.data, source.data) is overwrite
         assert np.array_equal(source.data, x) is not overwrite

@@ -81,7 +81,8 @@ def test_unbroadcast_sums_low_precision_in_float32():
 def test_powers_at_the_edges(kind):
     """As in PyTorch: x ** 0 is 1 everywhere and its slope 0; otherwise the slope is n x ** (n - 1),
     by IEEE's rules."""
-    inf, nan = np.inf, np.nan
+    inf = np.inf
+    nan = np.nan
     x = [-inf, -2.0, -0.0, 0.0, 4.0, inf, nan]
     for n, want, slope in [
         (0, [1] * 7, [0] * 7),

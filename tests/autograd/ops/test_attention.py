@@ -18,7 +18,8 @@ def plain(q, k, v):
     group = q.shape[1] // k.shape[1]
     if group > 1:
         heads = np.arange(q.shape[1]) // group
-        k, v = ops.take(k, heads, dim=1), ops.take(v, heads, dim=1)
+        k = ops.take(k, heads, dim=1)
+        v = ops.take(v, heads, dim=1)
     scores = ops.matmul(q, ops.transpose(k, (0, 1, 3, 2))) * q.shape[-1] ** -0.5
     ahead = np.triu(np.ones((q.shape[2], q.shape[2]), bool), 1)
     return ops.matmul(ops.softmax(ops.where(ahead, -np.inf, scores)), v)
@@ -98,7 +99,8 @@ def test_nothing_ahead_is_seen():
     rng = np.random.default_rng(0)
     q, k, v = (rng.normal(size=(1, 2, 70, 4)) for _ in range(3))
     before = ops.causal_attention(q, k, v).data
-    k[:, :, 65:], v[:, :, 65:] = 1e3, 1e9
+    k[:, :, 65:] = 1e3
+    v[:, :, 65:] = 1e9
     np.testing.assert_array_equal(ops.causal_attention(q, k, v).data[:, :, :65], before[:, :, :65])
 
 

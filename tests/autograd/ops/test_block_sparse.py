@@ -22,8 +22,10 @@ def dense(blocks: np.ndarray, side: int) -> Any:
     has gradients."""
 
     def call(q: Any, k: Any, v: Any) -> Any:
-        heads, t = np.arange(q.shape[1]) // (q.shape[1] // k.shape[1]), q.shape[2]
-        k, v = ops.take(k, heads, dim=1), ops.take(v, heads, dim=1)
+        heads = np.arange(q.shape[1]) // (q.shape[1] // k.shape[1])
+        t = q.shape[2]
+        k = ops.take(k, heads, dim=1)
+        v = ops.take(v, heads, dim=1)
         shown = np.kron(blocks, np.ones((side, side)))[:t, :t] * np.tri(t) > 0
         scores = ops.matmul(q, ops.transpose(k, (0, 1, 3, 2))) * q.shape[-1] ** -0.5
         p = ops.softmax(ops.where(~shown, -np.inf, scores))  # a row of -inf alone gives zeros
@@ -103,7 +105,8 @@ def test_tiles_that_are_not_seen_are_not_computed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         module, "_probabilities", lambda *args: computed.append(p := original(*args)) or p
     )
-    t, side = 21, 4
+    t = 21
+    side = 4
     blocks = np.eye(6, dtype=bool) | (np.arange(6) == 1)
     run(lambda *leaves: ops.sparse_attention(*leaves, blocks=blocks, side=side), drawn(0, t, kv=3))
     tiles = 5 * side * side + 1 + 3 * side * side + 1 * side  # the diagonal, and column 1 below it
@@ -114,7 +117,8 @@ def test_keys_that_are_not_seen_change_nothing() -> None:
     q, k, v = drawn(0, 12)
     blocks = np.array([[1, 0, 0], [1, 1, 0], [0, 1, 1]], bool)
     before = ops.sparse_attention(q, k, v, blocks=blocks, side=4).data
-    k[:, :, :4], v[:, :, :4] = 1e3, 1e9
+    k[:, :, :4] = 1e3
+    v[:, :, :4] = 1e9
     np.testing.assert_array_equal(
         ops.sparse_attention(q, k, v, blocks=blocks, side=4).data[:, :, 8:], before[:, :, 8:]
     )

@@ -97,10 +97,8 @@ def check_rank(group: Any, name: str, shape: tuple[int, ...], dim: int) -> None:
 
     for mover in range(1 if same_in else group.size):
         for place in np.ndindex(given_[mover].shape):
-            moves, kept = (
-                same_in or mover == group.rank,
-                x[place] if x.size and mover == group.rank else 0.0,
-            )
+            moves = same_in or mover == group.rank
+            kept = x[place] if x.size and mover == group.rank else 0.0
             values = []
             for step in (STEP, -STEP):
                 if moves:
@@ -140,8 +138,10 @@ def test_gradients_of_any_shape(name: str, size: int, shape: tuple[int, int], di
 )
 def test_traffic_is_the_formula(size: int, dims: tuple[int, int]) -> None:
     """The table of the docstring, to the byte."""
-    n, padded = math.prod(dims), math.prod(dims) // dims[1] * size * -(-dims[1] // size)
-    rows, columns = np.diff(bounds(dims[0], size)), np.diff(bounds(dims[1], size))
+    n = math.prod(dims)
+    padded = math.prod(dims) // dims[1] * size * -(-dims[1] // size)
+    rows = np.diff(bounds(dims[0], size))
+    columns = np.diff(bounds(dims[1], size))
     swapped = n - int(rows @ columns)
     formula = {
         "copy_to": (0, 2 * (size - 1) * n),

@@ -26,7 +26,10 @@ def by_hand(q: np.ndarray, k: np.ndarray, v: np.ndarray, ratio: int, window: int
     """One query after the other, from the definition; of one head."""
     y = np.zeros_like(q)
     for t, query in enumerate(q):
-        keys, values, more, start = [], [], [], 0
+        keys = []
+        values = []
+        more = []
+        start = 0
         while start + ratio - 1 <= t - window:
             group = slice(start, start + ratio)
             keys.append(k[group].mean(axis=0))

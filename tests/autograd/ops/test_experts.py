@@ -31,7 +31,8 @@ def test_places_count_the_equal_ids_before(ids: list[int]) -> None:
 
 def test_each_run_of_rows_has_its_own_matrix() -> None:
     rng = np.random.default_rng(0)
-    x, w = rng.normal(size=(5, 3)), rng.normal(size=(3, 3, 2))
+    x = rng.normal(size=(5, 3))
+    w = rng.normal(size=(3, 3, 2))
     y = ops.grouped_linear(x, w, counts=[2, 0, 3]).data
     np.testing.assert_allclose(y, np.concatenate([x[:2] @ w[0], x[2:] @ w[2]]))
 
@@ -41,10 +42,8 @@ def test_there_and_back_is_take_times_and_add_to_the_bit(kind: str) -> None:
     """Tokens 0 and 3 go to two experts, 1 to one, and 2 to none; weights are rounded before they
     are added."""
     rng = np.random.default_rng(1)
-    chosen, kept = (
-        np.array([[2, 0], [1, 0], [0, 1], [0, 2]]),
-        np.array([[1, 1], [0, 1], [0, 0], [1, 1]], bool),
-    )
+    chosen = np.array([[2, 0], [1, 0], [0, 1], [0, 2]])
+    kept = np.array([[1, 1], [0, 1], [0, 0], [1, 1]], bool)
     placement = place_rows(chosen, kept, experts=3)
     assert placement.tokens.tolist() == [0, 1, 3, 0, 3]
     assert placement.experts.tolist() == [0, 0, 0, 2, 2]
@@ -74,17 +73,17 @@ def test_there_and_back_is_take_times_and_add_to_the_bit(kind: str) -> None:
 def test_on_a_gpu_by_kernels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which round once what the plain path rounds several times."""
     cupy = fake_gpu.install(monkeypatch)
-    asked, find = [], experts.kernel
+    asked = []
+    find = experts.kernel
     monkeypatch.setattr(
         experts,
         "kernel",
         lambda name, *arrays: find(name, *arrays) and (asked.append(name) or find(name, *arrays)),
     )
-    rng, bound = np.random.default_rng(1), {"float32": 1e-6, "bfloat16": 2e-2}[kind]
-    chosen, kept = (
-        rng.permuted(np.tile(np.arange(4), (7, 1)), axis=1)[:, :2],
-        rng.random((7, 2)) < 0.7,
-    )
+    rng = np.random.default_rng(1)
+    bound = {"float32": 1e-6, "bfloat16": 2e-2}[kind]
+    chosen = rng.permuted(np.tile(np.arange(4), (7, 1)), axis=1)[:, :2]
+    kept = rng.random((7, 2)) < 0.7
     x, dy, weights = (
         rng.normal(size=size).astype(dtype(kind)) for size in ((7, 5), (7, 5), kept.sum())
     )

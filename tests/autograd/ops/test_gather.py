@@ -25,7 +25,8 @@ def test_values():
 
 def test_positions_in_the_other_byte_order():
     """Read as the numbers they are, by every op that takes integers."""
-    table, ids = np.arange(12.0).reshape(4, 3), np.array([[3, 0], [1, 1]])
+    table = np.arange(12.0).reshape(4, 3)
+    ids = np.array([[3, 0], [1, 1]])
     strange = ids.astype(ids.dtype.newbyteorder())
     x = np.random.default_rng(0).normal(size=(2, 4, 6))
 
@@ -44,7 +45,8 @@ def test_positions_in_the_other_byte_order():
 @given(st.integers(1, 6), st.integers(0, 40), st.integers(0, 99))
 def test_sums_by_id(count, n, seed):
     rng = np.random.default_rng(seed)
-    ids, values = rng.integers(0, count, size=n), rng.normal(size=(n, 3))
+    ids = rng.integers(0, count, size=n)
+    values = rng.normal(size=(n, 3))
     expected = np.zeros((count, 3))
     np.add.at(expected, ids, values)
     np.testing.assert_allclose(sum_by_id(ids, values, count), expected, rtol=1e-12, atol=1e-14)
@@ -76,7 +78,8 @@ def test_positions_on_the_host_of_rows_on_a_gpu(dtype, monkeypatch):
     """Values and gradient, by kernel and without, and nobody waits; a wrong position is an error at
     once."""
     cupy = fake_gpu.install(monkeypatch)
-    ids, dy = np.array([[3, 0], [1, 1]]), np.arange(12.0, dtype=dtype).reshape(2, 2, 3)
+    ids = np.array([[3, 0], [1, 1]])
+    dy = np.arange(12.0, dtype=dtype).reshape(2, 2, 3)
     results = []
     for put in (np.array, cupy.asarray):
         table = tensor(put(np.arange(12, dtype=dtype).reshape(4, 3)), requires_grad=True)
@@ -93,7 +96,8 @@ def test_positions_on_the_host_of_rows_on_a_gpu(dtype, monkeypatch):
 def test_positions_on_a_gpu_are_not_looked_at(monkeypatch):
     """They would have to be waited for; what is outside gives NaN, along whichever dim."""
     cupy = fake_gpu.install(monkeypatch)
-    table, ids = np.arange(12.0).reshape(4, 3), np.array([[3, -1], [0, 2]])
+    table = np.arange(12.0).reshape(4, 3)
+    ids = np.array([[3, -1], [0, 2]])
     y = ops.take(cupy.asarray(table), cupy.asarray(ids), dim=0).data
     across = ops.take(cupy.asarray(table), cupy.asarray(ids[0]), dim=1).data
     assert not fake_gpu.waits

@@ -13,7 +13,9 @@ RNG = np.random.default_rng(0)
 
 
 def test_values():
-    x, w, b = RNG.normal(size=(2, 3, 4)), RNG.normal(size=(4, 5)), RNG.normal(size=5)
+    x = RNG.normal(size=(2, 3, 4))
+    w = RNG.normal(size=(4, 5))
+    b = RNG.normal(size=5)
     np.testing.assert_allclose(ops.linear(x, w, b).data, x @ w + b, rtol=1e-13)
     np.testing.assert_allclose(ops.linear(x, w).data, x @ w, rtol=1e-13)
     np.testing.assert_allclose(ops.linear(x[0, 0], w).data, x[0, 0] @ w, rtol=1e-13)
@@ -58,7 +60,8 @@ def test_errors(call, message):
 def test_low_precision_on_a_gpu_is_multiplied_as_it_is(monkeypatch):
     """By tensor cores: the product is rounded, then the bias added and rounded again. A sum is one
     operation there."""
-    cupy, kind = fake_gpu.install(monkeypatch), backend.dtype("bfloat16")
+    cupy = fake_gpu.install(monkeypatch)
+    kind = backend.dtype("bfloat16")
     rng = np.random.default_rng(4)
     x, w, b = (rng.normal(size=shape).astype(kind) for shape in ((2, 3, 5), (5, 4), (4,)))
     multiplied = []

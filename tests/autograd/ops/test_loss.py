@@ -11,7 +11,8 @@ from minidist.device.backend import to_host
 from minidist.errors import DtypeError, ShapeError
 
 RNG = np.random.default_rng(0)
-LOGITS, TARGETS = RNG.normal(size=(2, 5, 7)), RNG.integers(0, 7, size=(2, 5))
+LOGITS = RNG.normal(size=(2, 5, 7))
+TARGETS = RNG.integers(0, 7, size=(2, 5))
 
 
 def test_values_and_divisor():

@@ -9,11 +9,14 @@ from minidist.autograd.tensor import Parameter, tensor
 from minidist.errors import ShapeError
 
 RNG = np.random.default_rng(0)
-X, W, B = RNG.normal(size=(5, 7, 6)) * 3 + 1, RNG.normal(size=6), RNG.normal(size=6)
+X = RNG.normal(size=(5, 7, 6)) * 3 + 1
+W = RNG.normal(size=6)
+B = RNG.normal(size=6)
 
 
 def test_values():
-    mean, var = X.mean(-1, keepdims=True), X.var(-1, keepdims=True)
+    mean = X.mean(-1, keepdims=True)
+    var = X.var(-1, keepdims=True)
     np.testing.assert_allclose(
         ops.layer_norm(X, W, B).data, (X - mean) / np.sqrt(var + 1e-5) * W + B, rtol=1e-12
     )
@@ -26,14 +29,17 @@ def test_far_from_zero_in_float32():
     x = (X + 10_000.0).astype("float32")
     wide = x.astype("float64")
     expected = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
-    ones, zeros = np.ones(6, "float32"), np.zeros(6, "float32")
+    ones = np.ones(6, "float32")
+    zeros = np.zeros(6, "float32")
     np.testing.assert_allclose(ops.layer_norm(x, ones, zeros).data, expected, atol=2e-3)
 
 
 @pytest.mark.parametrize("height", [1, 2, 34, 35])
 def test_any_number_of_blocks(height, monkeypatch):
     def run():
-        x, w, b = tensor(X, requires_grad=True), Parameter(W.copy()), Parameter(B.copy())
+        x = tensor(X, requires_grad=True)
+        w = Parameter(W.copy())
+        b = Parameter(B.copy())
         y = ops.layer_norm(x, w, b)
         y.backward(np.cos(X))
         return y.data, x.grad, w.grad, b.grad

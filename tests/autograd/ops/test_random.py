@@ -28,7 +28,8 @@ def test_the_key_decides():
 
 
 def test_shards_drop_what_the_whole_drops():
-    whole, tokens = ops.dropout(X, **KEY).data, np.arange(24).reshape(4, 6)
+    whole = ops.dropout(X, **KEY).data
+    tokens = np.arange(24).reshape(4, 6)
     everything = slice(None)
     for batch, sequence, columns in [
         (slice(1, 3), everything, range(8)),
@@ -52,7 +53,8 @@ def test_the_gradient_passes_where_the_value_did():
 
 @pytest.mark.parametrize("kind", ["float64", "bfloat16"])
 def test_a_residual_is_added_before_the_one_rounding(kind):
-    x, residual = X.astype(backend.dtype(kind)), X[::-1].astype(backend.dtype(kind))
+    x = X.astype(backend.dtype(kind))
+    residual = X[::-1].astype(backend.dtype(kind))
     dropped = ops.dropout(np.ones_like(X), **KEY).data.astype(backend.widen(x).dtype)
     for rate, factor in ((0.25, dropped), (0.0, 1)):
         got = ops.dropout(x, residual, **{**KEY, "rate": rate}).data
@@ -63,7 +65,8 @@ def test_a_residual_is_added_before_the_one_rounding(kind):
 
 def test_a_sum_with_dropout_holds_one_array_less_than_the_two():
     """Both save the mask alone."""
-    peaks, kept = [], []
+    peaks = []
+    kept = []
     x, residual = (tensor(X.copy(), requires_grad=True) for _ in range(2))
     for call in (lambda: ops.dropout(x, residual, **KEY), lambda: residual + ops.dropout(x, **KEY)):
         with account.use(account.MemoryAccount()) as memory:

@@ -11,11 +11,13 @@ RNG = np.random.default_rng(0)
 
 
 def test_values():
-    x, positions = RNG.normal(size=(2, 3, 4)), np.array([0, 5, 700])
+    x = RNG.normal(size=(2, 3, 4))
+    positions = np.array([0, 5, 700])
     y = ops.rotary(x, positions, base=100.0).data
     for t, p in enumerate(positions):
         for i, speed in enumerate((1.0, 100.0**-0.5)):
-            c, s = np.cos(p * speed), np.sin(p * speed)
+            c = np.cos(p * speed)
+            s = np.sin(p * speed)
             np.testing.assert_allclose(y[:, t, i], x[:, t, i] * c - x[:, t, i + 2] * s, rtol=1e-12)
             np.testing.assert_allclose(
                 y[:, t, i + 2], x[:, t, i + 2] * c + x[:, t, i] * s, rtol=1e-12
@@ -23,7 +25,8 @@ def test_values():
 
 
 def test_only_distances_count():
-    q, k = RNG.normal(size=(1, 8)), RNG.normal(size=(1, 8))
+    q = RNG.normal(size=(1, 8))
+    k = RNG.normal(size=(1, 8))
 
     def score(i, j):
         return (ops.rotary(q, np.array([i])).data @ ops.rotary(k, np.array([j])).data.T).item()

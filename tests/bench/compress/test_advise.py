@@ -39,7 +39,8 @@ def test_a_bucket_leaves_when_it_is_ready_and_the_port_is_free():
 
 def test_break_even_is_where_both_take_as_long():
     """1 s and 1.2 s of computing, 3 MB and 1 MB: equal where 2 MB take 0.2 s."""
-    plain, scheme = LocalStep(1.0, 3e6, 0, [0.9], [1]), LocalStep(1.2, 1e6, 0, [1.1], [1])
+    plain = LocalStep(1.0, 3e6, 0, [0.9], [1])
+    scheme = LocalStep(1.2, 1e6, 0, [1.1], [1])
 
     def edge_of(scheme):
         gain = predicted_gain(plain, scheme, 2, 0.0)

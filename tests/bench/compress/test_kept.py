@@ -51,7 +51,8 @@ def measured(ranks, kept):
 def test_interrupted_again_and_again_it_ends_with_the_same(tmp_path):
     """Interrupted after each 60 questions, and what a run has kept is not asked again."""
     whole = json.loads(json.dumps(measured(InterruptedRanks(1e9), KeptMeasurements())))
-    runs, path = 0, str(tmp_path / "kept")
+    runs = 0
+    path = str(tmp_path / "kept")
     while True:
         runs += 1
         try:
@@ -91,7 +92,8 @@ def test_a_line_cut_short_is_measured_again(tmp_path):
 
 
 def test_advice_too(tmp_path):
-    links, ways = Links(50e-6, bandwidths("100Mbit")), [way_of("none", 100), way_of("sign", 100)]
+    links = Links(50e-6, bandwidths("100Mbit"))
+    ways = [way_of("none", 100), way_of("sign", 100)]
 
     def advise(ranks):
         return check.advise(

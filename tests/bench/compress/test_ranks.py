@@ -18,7 +18,8 @@ def test_the_rows_of_a_curve_are_spread_over_the_validation_text():
             return Training(group, model, steps=10, lr=1e-3, rows=90).validation
 
     for found in md.run(job, size=3):
-        some, whole = found[False][0], found[True][0]
+        some = found[False][0]
+        whole = found[True][0]
         assert np.array_equal(whole, inputs[: len(inputs) // 3 * 3])
         stride = len(inputs) // 90
         assert len(some) in range(len(inputs) // stride - 2, len(inputs) // stride + 2)

@@ -157,7 +157,8 @@ SMALL = [
 
 @pytest.mark.soak
 def test_for_real(tmp_path, capsys):
-    file, picture = tmp_path / "times.json", tmp_path / "times.png"
+    file = tmp_path / "times.json"
+    picture = tmp_path / "times.png"
     assert (
         main(
             [
@@ -199,7 +200,8 @@ def test_for_real(tmp_path, capsys):
 @pytest.mark.soak
 def test_advice_for_real(tmp_path, capsys):
     """Over a slow link bytes decide: fp16 and top-k are faster, as advised."""
-    file, picture = tmp_path / "advice.json", tmp_path / "advice.png"
+    file = tmp_path / "advice.json"
+    picture = tmp_path / "advice.png"
     assert (
         main(
             [

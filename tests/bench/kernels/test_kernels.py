@@ -41,7 +41,8 @@ class Clock:
     device = "cpu"
 
     def __init__(self, seconds):
-        self.told, self.turns = seconds, []
+        self.told = seconds
+        self.turns = []
 
     def free(self):
         """Nothing is kept."""
@@ -68,7 +69,8 @@ class Clock:
 def test_counts_are_what_the_headers_state(tmp_path, capsys):
     """Rows of softmax: by v1 each lane's number is a sector of its own, v3 reads and writes whole
     ones."""
-    file, picture = tmp_path / "counts.json", tmp_path / "counts.png"
+    file = tmp_path / "counts.json"
+    picture = tmp_path / "counts.png"
     assert (
         main(
             [
@@ -254,7 +256,8 @@ def test_contenders_take_turns_and_medians_count():
         "rotary, lost: never seen"
     ]
     assert [len(turns) for turns in clock.turns] == [3, 3, 3]
-    heads, half = COUNTED.heads * COUNTED.context, COUNTED.width // COUNTED.heads // 2
+    heads = COUNTED.heads * COUNTED.context
+    half = COUNTED.width // COUNTED.heads // 2
     moved = 2 * 2 * heads * 2 * half + 2 * 4 * COUNTED.context * half  # x in, y out, cos and sin
     for row in rows:
         assert (row.bytes, row.seconds, row.dtype) == (moved, 2e-6, "bfloat16")
@@ -353,7 +356,8 @@ def row(contender="v3", seconds=1e-3, held="copy", **fields):
 
 
 def test_fractions():
-    moves, multiplies = row(seconds=1.25e-3), row(seconds=1e-3, held="matrix")
+    moves = row(seconds=1.25e-3)
+    multiplies = row(seconds=1e-3, held="matrix")
     assert (moves.rate, moves.fraction) == (pytest.approx(8e11), pytest.approx(0.8))
     assert (multiplies.rate, multiplies.fraction) == (pytest.approx(5e13), pytest.approx(0.5))
     assert timed(replace(multiplies, dtype="float32"), 1e-2, CEILINGS).fraction == pytest.approx(
@@ -509,7 +513,8 @@ class Pool:
     """CuPy's, as far as poisoned() asks it: what it hands out is noted."""
 
     def __init__(self):
-        self.made, self.freed = [], 0
+        self.made = []
+        self.freed = 0
 
     def free_all_blocks(self):
         self.freed += 1
@@ -525,7 +530,8 @@ class Pool:
 def cuda(monkeypatch):
     """The stand-in that computes at once; every run between two events takes 2 ms."""
     cupy = fake_gpu.install(monkeypatch)
-    pool, using = Pool(), []
+    pool = Pool()
+    using = []
     monkeypatch.setattr(cupy.cuda, "get_elapsed_time", lambda start, stop: 2.0, raising=False)
     monkeypatch.setattr(
         type(cupy.cuda.runtime),
@@ -559,7 +565,8 @@ def test_over_the_stand_in_for_cupy(cuda, monkeypatch):
 
 
 def test_the_cache_is_emptied_before_every_run(cuda):
-    gpu, ran = gpu_timing.CudaGpu(), []
+    gpu = gpu_timing.CudaGpu()
+    ran = []
     assert gpu._buffer.nbytes == 4 * 4096
     gpu._buffer = SimpleNamespace(sum=lambda: ran.append("read"))
     timer = gpu.timer(lambda: ran.append("work"))
@@ -578,7 +585,8 @@ def test_new_arrays_are_filled_with_ones(cuda):
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):
-    file, picture = tmp_path / "kernels.json", tmp_path / "kernels.png"
+    file = tmp_path / "kernels.json"
+    picture = tmp_path / "kernels.png"
     assert (
         main(
             [

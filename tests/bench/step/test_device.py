@@ -103,14 +103,17 @@ def test_a_turn_warms_up_once_and_waits_only_at_its_end():
 class FakeJob:
     """Answers as a contender; `fails` says who ends, and `absent` who does not start."""
 
-    fails, absent, closed = "", "", []
+    fails = ""
+    absent = ""
+    closed = []
 
     def __init__(self, name, size, command):
         if name == self.absent:
             raise LaunchError(
                 f"bench: {name} started 0 of 1 ranks: Traceback\nImportError: no luck"
             )
-        self.name, self.size = name, size
+        self.name = name
+        self.size = size
 
     def ask(self, steps=None):
         if steps is None:
@@ -353,7 +356,8 @@ def test_the_peer_starts_and_learns_like_ours():
 
 @pytest.mark.gpu
 def test_on_a_gpu(tmp_path):
-    file, picture = tmp_path / "step.json", tmp_path / "step.png"
+    file = tmp_path / "step.json"
+    picture = tmp_path / "step.png"
     assert (
         main(
             [

@@ -182,7 +182,8 @@ class Answering:
     """A job that has answered; `losses`: each rank's."""
 
     def __init__(self, *losses):
-        self.losses, self.closed = losses, False
+        self.losses = losses
+        self.closed = False
 
     def ask(self, steps):
         if self.losses == ("died",):
@@ -207,7 +208,8 @@ class Answering:
     ],
 )
 def test_a_peer_is_timed_only_if_its_losses_are_ours(losses, why, monkeypatch):
-    theirs, ours = Answering(*losses), Answering([4.0, 3.0, 2.0], [4.0, 3.0, 2.0])
+    theirs = Answering(*losses)
+    ours = Answering([4.0, 3.0, 2.0], [4.0, 3.0, 2.0])
     monkeypatch.setattr(plan_bench, "start_job", lambda *arguments: theirs)
     job, told = plan_bench._start_peer(ours, plan("tp=2"), "tp=2", Model(), "tcp")
     assert (job, theirs.closed) == ((theirs, False) if why is None else (None, True))
@@ -222,8 +224,10 @@ def test_a_peer_that_does_not_start_leaves_the_others(monkeypatch):
             )
         return job
 
-    job, turn = Answering(), Answers([1.0], 0)
-    job.name, job.size = "minidist", 2
+    job = Answering()
+    turn = Answers([1.0], 0)
+    job.name = "minidist"
+    job.size = 2
     monkeypatch.setattr(plan_bench.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(plan_bench, "start_job", start)
     monkeypatch.setattr(plan_bench, "start_ranks", lambda *arguments: job)

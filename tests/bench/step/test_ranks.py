@@ -77,7 +77,8 @@ TINY_STEP = [
 def test_stages_are_measured_and_drawn(tmp_path, monkeypatch, capsys):
     """Ours alone, where PyTorch is not installed."""
     monkeypatch.setattr(ranks.importlib.util, "find_spec", lambda name: None)
-    file, picture = tmp_path / "step.json", tmp_path / "step.png"
+    file = tmp_path / "step.json"
+    picture = tmp_path / "step.png"
     assert (
         main(
             [

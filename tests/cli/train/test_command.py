@@ -79,7 +79,8 @@ def execute(command: list[str], folder: Path) -> subprocess.CompletedProcess[str
 
 def execute_here(words: list[str]) -> subprocess.CompletedProcess[str]:
     """The same in this process."""
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         status = main(words)
     return subprocess.CompletedProcess(words, status, out.getvalue(), err.getvalue())
@@ -238,7 +239,8 @@ def test_why(
         )
         == 0
     )
-    printed, metrics = capsys.readouterr().out, json.loads((run / "metrics.json").read_text())
+    printed = capsys.readouterr().out
+    metrics = json.loads((run / "metrics.json").read_text())
     report = metrics["why"]
     assert 1 <= report["step"] < 4 and f"why step {report['step']} took as long" in printed
     assert sum(row["seconds"] for row in report["rows"]) == pytest.approx(sum(report["exposed"]))
@@ -325,7 +327,8 @@ def test_ranks_as_threads_of_one_process(
         == 0
     )
     assert capsys.readouterr().err == ""
-    metrics, there = json.loads((tmp_path / "run" / "metrics.json").read_text()), runs["ours"][0]
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    there = runs["ours"][0]
     assert (metrics["transport"], metrics["size"], len(metrics["ranks"])) == ("threads", 2, 2)
     for key in ("losses", "weights_sha256", "formula"):
         assert metrics[key] == there[key], key
@@ -450,7 +453,8 @@ def test_zero(
         tmp_path,
         ["-n", "3", "--zero", str(stage), "--data", str(book), "--verify", *options],
     )
-    count, ranks = metrics["parameters"], metrics["ranks"]
+    count = metrics["parameters"]
+    ranks = metrics["ranks"]
     assert metrics["plan"]["zero"] == stage and metrics["verify"]["largest"] <= 1e-10
     for kind in ("sent_bytes", "messages"):
         assert sum(sum(rank[kind]["dp"].values()) for rank in ranks) == metrics["formula"][kind]
@@ -569,10 +573,8 @@ def test_experts_on_two_nodes(
         for rank in metrics["ranks"]
     )
     assert sent == metrics["formula"]["axes"]["ep"]
-    far, copies = (
-        sum(rank["sent_to_nodes"]["ep"] for rank in metrics["ranks"]),
-        metrics["experts"]["copies"],
-    )
+    far = sum(rank["sent_to_nodes"]["ep"] for rank in metrics["ranks"])
+    copies = metrics["experts"]["copies"]
     tokens = metrics["steps"] * 5 * 16  # all of them are looked at
     assert far == 8 * (4 * metrics["config"]["width"] + 2 * 2) * round(tokens * sum(copies["now"]))
     assert f"to experts on other nodes: {far / 4:,.0f} bytes a step" in printed

@@ -56,10 +56,8 @@ def test_bytes_beside_the_formula(
     options: list[str], known: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     metrics, printed = trained(options, tmp_path / "run", capsys)
-    formula, sent = (
-        metrics["formula"],
-        sum(sent_by(rank, "sent_bytes") for rank in metrics["ranks"]),
-    )
+    formula = metrics["formula"]
+    sent = sum(sent_by(rank, "sent_bytes") for rank in metrics["ranks"])
     assert metrics["plan"]["compress"] == metrics["options"]["compress"] == options[-1]
     assert formula["sent_bytes"] == (sent if known else None)
     assert saving(metrics) in printed

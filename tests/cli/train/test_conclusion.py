@@ -165,7 +165,9 @@ def test_ranks_wait_as_long_as_rank_0_works_alone(
     slow: str, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 goes on only when the limit of the other's wait is a day."""
-    worlds, usual, waited = list[Group](), getattr(command, slow), []
+    worlds = list[Group]()
+    usual = getattr(command, slow)
+    waited = []
     build = Trainer.__init__
 
     def noted(self: Trainer, *args: Any, **options: Any) -> None:

@@ -176,7 +176,8 @@ def test_an_elastic_run_that_loses_all_copies_is_stopped_and_goes_on(
 ):
     """A rank and its partner die, and the spares take the newest checkpoint; then all are told to
     stop. Same bits."""
-    whole, run = tmp_path / "whole", tmp_path / "run"
+    whole = tmp_path / "whole"
+    run = tmp_path / "run"
     words = [*TINY, "--dtype=float64", "--zero=1", f"--data={book}", "--steps=12"]
     assert train(monkeypatch, {}, *words, "-n2", "--transport=threads", f"--out={whole}") == 0
     deaths = {"0": (6, "kill"), "1": (6, "kill"), "2": (8, "tell")}
@@ -215,7 +216,8 @@ def test_an_elastic_run_that_loses_all_copies_is_stopped_and_goes_on(
         )
         == 0
     )
-    ours, theirs = metrics_of(run), metrics_of(whole)
+    ours = metrics_of(run)
+    theirs = metrics_of(whole)
     assert [ours[key] for key in SAME] == [theirs[key] for key in SAME]
     assert (ours["resumed_from"], ours["generation"], ours["checkpoint"]["steps"]) == (9, 2, [12])
     assert ours["generations"] == [0] * 9 + [1] + [2] * 2
@@ -266,7 +268,8 @@ def test_however_ranks_die_and_stop(options, every, deaths, book, tmp_path, monk
     """With spares and replacements the run, resumed where it was stopped, has the bits of one that
     nothing disturbs."""
     words = [*TINY, "--dtype=float64", f"--data={book}", "--steps=12", *options, "-n3"]
-    whole, run = tmp_path / "whole", tmp_path / "run"
+    whole = tmp_path / "whole"
+    run = tmp_path / "run"
     assert train(monkeypatch, {}, *words, "--transport=threads", f"--out={whole}") == 0
     elastic = [
         "--elastic=3:3",
@@ -279,7 +282,8 @@ def test_however_ranks_die_and_stop(options, every, deaths, book, tmp_path, monk
     assert status == (75 if "tell" in str(deaths) else 0)
     if status:
         assert train(monkeypatch, {"1": (11, "kill")}, f"--resume={run}") == 0
-    ours, theirs = metrics_of(run), metrics_of(whole)
+    ours = metrics_of(run)
+    theirs = metrics_of(whole)
     assert [ours[key] for key in SAME] == [theirs[key] for key in SAME]
     assert len(ours["generations"]) == 12 and len(ours["elastic"]) == ours["generation"] > 1
     assert step_of(checkpoints(run)[-1]) == 12
@@ -339,7 +343,8 @@ def test_local_steps_come_back_from_the_disk_on_fewer_ranks(book, tmp_path, monk
 def test_an_elastic_run_is_resumed_on_other_numbers_of_ranks(book, tmp_path, monkeypatch, capfd):
     """-n or --plan alone: elastic no longer. An elastic job wants as many ranks as at its start."""
     words = [*TINY, "--dtype=float64", f"--data={book}", "--steps=20", "--lr-schedule=constant"]
-    whole, run = tmp_path / "whole", tmp_path / "run"
+    whole = tmp_path / "whole"
+    run = tmp_path / "run"
     assert train(monkeypatch, {}, *words, f"--out={whole}") == 0
     deaths = {"2": (3, "kill"), "0": (5, "tell")}
     assert (

@@ -32,7 +32,8 @@ SMALL = [
 
 def metrics(folder: Path, *options: str) -> dict[str, Any]:
     """metrics.json of a run on a short text that is equal to a serial one."""
-    file, book = folder / "metrics.json", folder / "book.txt"
+    file = folder / "metrics.json"
+    book = folder / "book.txt"
     book.write_text("to be or not to be, that is the question\n" * 50)
     assert (
         main(

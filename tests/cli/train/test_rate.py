@@ -136,7 +136,8 @@ def test_a_run_with_more_steps_tells_the_jump_of_its_rate(
     words: list[str], says: str | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     train(tmp_path, "--save-every", "20", "--steps", "20", *words)
-    before, told = manifest_of(tmp_path), []
+    before = manifest_of(tmp_path)
+    told = []
     for more in ([], ["--steps", "200"], []):
         stop = 20 if not more and not told else 22
         told.append(resume_until(tmp_path, stop, *more))

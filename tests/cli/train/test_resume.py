@@ -36,7 +36,8 @@ TINY = [
     "--dtype",
     "float64",
 ]
-STEPS, STOP = 7, 4
+STEPS = 7
+STOP = 4
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +144,8 @@ def test_a_run_that_was_stopped_and_resumed_has_the_same_bits(
     assert f"told to stop after step {STOP} of {STEPS}, saved in " in capfd.readouterr().err
     assert main(["train", "--resume", str(tmp_path / "run"), "--quiet"]) == 0
     assert capfd.readouterr() == ("", "")
-    whole, run = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "run")
+    whole = metrics_of(tmp_path / "whole")
+    run = metrics_of(tmp_path / "run")
     for key in ("losses", "weights_sha256", "validation_loss", "plan", "skipped_steps"):
         assert run[key] == whole[key], key
     assert (run["resumed_from"], run["steps"], run["checkpoint"]["steps"]) == (
@@ -223,7 +225,8 @@ def test_on_another_plan_and_for_more_steps(
         )
         == 0
     )
-    whole, run = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "run")
+    whole = metrics_of(tmp_path / "whole")
+    run = metrics_of(tmp_path / "run")
     assert (run["plan"]["tp"], run["size"], run["resumed_from"]) == (2, 2, 4)
     assert run["losses"][:4] == whole["losses"][:4]
     np.testing.assert_allclose(run["losses"], whole["losses"], rtol=0, atol=1e-10)
@@ -295,7 +298,8 @@ def test_a_job_that_its_launcher_starts_again_goes_on_by_itself(
         "start a new run\n"
     )
     assert train(*words) == 0
-    whole, run = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "run")
+    whole = metrics_of(tmp_path / "whole")
+    run = metrics_of(tmp_path / "run")
     assert (run["losses"], run["weights_sha256"]) == (whole["losses"], whole["weights_sha256"])
     assert (run["resumed_from"], run["steps"]) == (STOP, STEPS - STOP)
     assert train(*words[:-1], tmp_path / "other") == 0  # no checkpoint yet: it begins
@@ -362,7 +366,8 @@ def test_stopped_in_validation_and_then_damaged(
     does no harm."""
     words = [*options, "-n", "2", "--transport", "threads", "--data", book, "--steps", 4]
     assert train(*words, "--out", tmp_path / "whole") == 0
-    run, calls = tmp_path / "run", list[int]()
+    run = tmp_path / "run"
+    calls = list[int]()
 
     def stopping(self: saving.Saver) -> int:
         calls.append(self.trainer.steps_done)

@@ -66,7 +66,8 @@ def test_a_training_goes_on_where_no_ring_can_be_kept(error, lines, tmp_path, mo
 
 def test_a_file_that_another_process_has_mapped_is_replaced(tmp_path):
     """Writing it over would kill that process (SIGBUS) as the file became shorter."""
-    first, second = FlightRecorder(0), FlightRecorder(0)
+    first = FlightRecorder(0)
+    second = FlightRecorder(0)
     first.keep_in(tmp_path / "ring")
     second.keep_in(tmp_path / "ring")
     second.start_step(5)

@@ -71,7 +71,8 @@ def write(folder: Path, number: int) -> None:
 def die_after(files: int) -> None:
     """From now on this process is killed when so many drafts have taken their place and one more
     would."""
-    done, replace = [], Path.replace
+    done = []
+    replace = Path.replace
 
     def dying(draft: Path, place: Path) -> Path:
         if len(done) == files:
@@ -121,7 +122,8 @@ def test_a_full_disk_is_one_line_and_leaves_the_results_that_were_there(
 ) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # of modules that are imported meanwhile
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    text, limits = folder / "text.txt", resource.getrlimit(resource.RLIMIT_FSIZE)
+    text = folder / "text.txt"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     text.write_text("a b c d e f g\n" * 99)
     before = {name: sha256(folder / name) for name in NAMES}
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))  # bytes: less than the weights
@@ -191,7 +193,8 @@ def test_a_folder_may_have_any_name(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It holds characters that are no Unicode, as each name beyond ASCII does in a C locale."""
-    text, name = tmp_path / "text.txt", os.fsdecode(NAME)
+    text = tmp_path / "text.txt"
+    name = os.fsdecode(NAME)
     text.write_text("a b c d e f g\n" * 99)
     monkeypatch.chdir(tmp_path)
     assert (

@@ -20,7 +20,10 @@ from minidist.survive.interval import goodput
 from minidist.survive.manifest import checkpoints, read_manifest, step_of
 
 TINY = ["train", "--batch", "4", "--context", "8", "--layers", "1", "--width", "8", "--heads", "2"]
-STEP, SAVE, PER_DAY = 0.1, 0.5, 86.4  # an interruption every 1,000 s: √(2 · 0.5 · 1000) = 31.6 s
+# an interruption every 1,000 s: √(2 · 0.5 · 1000) = 31.6 s
+STEP = 0.1
+SAVE = 0.5
+PER_DAY = 86.4
 
 
 @pytest.fixture

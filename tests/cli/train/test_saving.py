@@ -182,7 +182,8 @@ def test_one_rank_of_another_launcher_is_told(
 
 @pytest.mark.soak
 def test_the_launcher_of_one_node_of_two_is_told(book: Path, tmp_path: Path) -> None:
-    port, address = free_port(), "127.0.0.2"
+    port = free_port()
+    address = "127.0.0.2"
     train = [
         *MINIDIST,
         "train",
@@ -262,7 +263,10 @@ def test_a_save_that_is_due_while_another_is_written_is_put_off(
 ) -> None:
     """The disk of one rank writes the save of step 1 until step 5. No step waits, and one line
     tells of it."""
-    run, on_disk, goes_on, drafts = tmp_path / "run", checkpoint.write_shard, threading.Event(), []
+    run = tmp_path / "run"
+    on_disk = checkpoint.write_shard
+    goes_on = threading.Event()
+    drafts = []
 
     def write(file: Path, *rest: Any) -> Any:
         drafts.append(len(list(run.glob(".minidist-*"))))

@@ -131,7 +131,8 @@ def test_stopped_and_resumed_it_has_the_same_bits(
 ) -> None:
     """After step 5, when a fragment has set out and is not mixed in yet; a checkpoint exports the
     common weights."""
-    whole, run = train(book, tmp_path / "whole", *STREAMING), tmp_path / "run"
+    whole = train(book, tmp_path / "whole", *STREAMING)
+    run = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(
             saving.Saver, "stopping", lambda self: 15 if self.trainer.steps_done == 5 else 0

@@ -58,8 +58,10 @@ def test_each_step_is_a_line_and_energy_without_counters_is_an_estimate(
     monkeypatch.setattr("minidist.cli.train.telemetry.POWERCAP", tmp_path / "none")
     run = tmp_path / "run"
     assert main([*TINY, *THREADS, "--data", book, "--out", str(run), "--save-every", "2"]) == 0
-    printed, metrics = capfd.readouterr(), json.loads((run / "metrics.json").read_text())
-    energy, lines = metrics["energy"], read_step_log(run / "metrics.jsonl")
+    printed = capfd.readouterr()
+    metrics = json.loads((run / "metrics.json").read_text())
+    energy = metrics["energy"]
+    lines = read_step_log(run / "metrics.jsonl")
     assert [line["loss"] for line in lines] == metrics["losses"] and [
         line["step"] for line in lines
     ] == [1, 2, 3, 4]
@@ -173,7 +175,9 @@ def test_threads_of_one_process_on_busy_cores_are_told_once(
 def test_the_port_shows_each_step_and_is_free_after_the_run(
     book: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port, seen, show = free_port(), [], Exporter.show
+    port = free_port()
+    seen = []
+    show = Exporter.show
 
     def show_and_scrape(exporter: Exporter, state: StepState) -> None:
         show(exporter, state)

@@ -20,11 +20,9 @@ class DeviceArray:
 
     def __init__(self, values):
         self._values = np.array(values)
-        self.shape, self.dtype, self.nbytes = (
-            self._values.shape,
-            self._values.dtype,
-            self._values.nbytes,
-        )
+        self.shape = self._values.shape
+        self.dtype = self._values.dtype
+        self.nbytes = self._values.nbytes
 
     def get(self, out=None):
         if out is None:
@@ -47,11 +45,13 @@ class DeviceArray:
 @pytest.fixture
 def cupy(monkeypatch):
     """A cupy that is just large enough for backend.py."""
-    module, extra = ModuleType("cupy"), ModuleType("cupyx")
+    module = ModuleType("cupy")
+    extra = ModuleType("cupyx")
     module.ndarray = DeviceArray
     module.is_available = lambda: True
     module.empty = lambda shape, dtype: DeviceArray(np.empty(shape, dtype))
-    pageable, stream = SimpleNamespace(type=0), nullcontext()
+    pageable = SimpleNamespace(type=0)
+    stream = nullcontext()
     stream.ptr = 0
     module.cuda = SimpleNamespace(
         runtime=SimpleNamespace(pointerGetAttributes=lambda address: pageable),

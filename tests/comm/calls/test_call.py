@@ -91,7 +91,8 @@ def disagreements(draw):
         *(["shape"] if verb in REDUCING else []),
         *(["algorithm"] if len([pair for pair in PAIRS if pair[0] == verb]) > 1 else []),
     ]
-    kind, odd_rank = draw(st.sampled_from(kinds)), draw(st.integers(0, size - 1))
+    kind = draw(st.sampled_from(kinds))
+    odd_rank = draw(st.integers(0, size - 1))
     if kind == "verb":
         other, its = draw(
             st.sampled_from([pair for pair in PAIRS if pair[0] not in (verb, "all_to_all")])

@@ -45,7 +45,8 @@ def test_overflow_is_inf_and_nobody_is_warned(algorithm, dtype):
     for."""
 
     def ranks(world):
-        most, infinite = ml_dtypes.finfo(dtype).max, np.inf if world.rank % 2 else -np.inf
+        most = ml_dtypes.finfo(dtype).max
+        infinite = np.inf if world.rank % 2 else -np.inf
         x = np.array([most, -most, infinite, 1], dtype)
         with np.errstate(all="raise"):
             mean = world.all_reduce(x, op="mean", algorithm=algorithm)[3]
@@ -81,7 +82,10 @@ def test_halving_and_doubling_round_once_a_step(algorithm):
     def add(a, b):
         return (a.astype(np.float32) + b.astype(np.float32)).astype(np.float16)
 
-    a, b, c, d = add(x[0], x[1]), x[2], x[3], x[4]
+    a = add(x[0], x[1])
+    b = x[2]
+    c = x[3]
+    d = x[4]
     want = add(add(a, b), add(c, d)) if algorithm == "doubling" else add(add(a, c), add(b, d))
     assert got.tolist() == want.tolist()
 
@@ -148,7 +152,8 @@ def test_which_op_takes_which_dtype(op, dtype, taken):
         with pytest.raises(DtypeError, match=f"op {op}"):
             reduction(op, kind, 3)
         return
-    how, x = reduction(op, kind, 3), np.zeros(4, kind)
+    how = reduction(op, kind, 3)
+    x = np.zeros(4, kind)
     how.into(x)(x, 0, x)
     how.finish(x, x)
     assert x.dtype == kind

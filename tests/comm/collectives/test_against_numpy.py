@@ -49,7 +49,8 @@ def test_same_bits_run_after_run(transport, data):
             lambda pair: calls(*pair, transport)
         )
     )
-    first, second = examine(case), examine(case)
+    first = examine(case)
+    second = examine(case)
     assert [bits(a) for a in first] == [bits(b) for b in second]
 
 
@@ -69,7 +70,8 @@ def test_same_bits_by_every_algorithm(algorithm, transport):
         transport=transport,
         nodes=[7, 3, 3, 7] if algorithm == "hierarchical" else (),
     )
-    first, second = examine(case), examine(case)
+    first = examine(case)
+    second = examine(case)
     assert [bits(a) for a in first] == [bits(b) for b in second]
 
 
@@ -81,7 +83,8 @@ def test_one_element_is_rounded_alike_on_every_rank(algorithm):
     otherwise."""
 
     def job(world):
-        draw, seen = np.random.default_rng(world.rank), []
+        draw = np.random.default_rng(world.rank)
+        seen = []
         for dtype in (np.complex128, np.complex64) * 6:
             x = draw.standard_normal(2).view(np.complex128).astype(dtype)
             seen.append(bits(world.all_reduce(x, op="prod", out=x, algorithm=algorithm)))

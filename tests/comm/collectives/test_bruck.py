@@ -29,10 +29,8 @@ def test_labels_are_only_to_be_read():
 def test_labels_that_look_otherwise_are_read_themselves():
     """`like` saves the reading where labels are the expected ones; others may even be of another
     length."""
-    few, many = (
-        labels_of([np.zeros(5), np.zeros((2, 1))]),
-        labels_of([np.zeros((3, 4, 1)), np.zeros(())]),
-    )
+    few = labels_of([np.zeros(5), np.zeros((2, 1))])
+    many = labels_of([np.zeros((3, 4, 1)), np.zeros(())])
     for like in (few, many):
         assert shapes_in(few, 2, 8, like).shapes == ((5,), (2, 1))
         assert shapes_in(many, 2, 8, like) == (((3, 4, 1), ()), (96, 8), (40, 136, 144))

@@ -18,7 +18,8 @@ def test_another_dtype_of_the_same_size(verb, algorithm, transport):
     others expect floats."""
     size = 5
     lengths = [[4] * size] * size if verb == "all_to_all" else [10] * size
-    case, returned = Drawn(verb, algorithm, size, lengths, root=3, nodes=(0, 0, 1, 1, 0)), []
+    case = Drawn(verb, algorithm, size, lengths, root=3, nodes=(0, 0, 1, 1, 0))
+    returned = []
 
     def ranks(world):
         world.nodes = case.nodes
@@ -38,7 +39,8 @@ def test_another_algorithm(verb, algorithm, transport):
     """Rank 2 takes another algorithm of the verb."""
     other = next(name for kind, name in PAIRS if kind == verb and name != algorithm)
     lengths = [[4] * 5] * 5 if verb == "all_to_all" else [10] * 5
-    case, returned = Drawn(verb, algorithm, 5, lengths, nodes=(0, 0, 1, 1, 0)), []
+    case = Drawn(verb, algorithm, 5, lengths, nodes=(0, 0, 1, 1, 0))
+    returned = []
 
     def ranks(world):
         world.nodes = case.nodes

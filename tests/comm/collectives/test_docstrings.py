@@ -57,7 +57,8 @@ def diagram(function):
     """(P, arrows), an arrow being (step, src, dst, chunk or None). Columns are r0, r1, ... unless a
     source is named."""
     text = function.__doc__
-    size, arrows = int(re.search(r"P=(\d)", text)[1]), set()
+    size = int(re.search(r"P=(\d)", text)[1])
+    arrows = set()
     for step, body in re.findall(r"step (\d)((?:(?!step).)*)", text):
         for column, (left, dst) in enumerate(re.findall(r"(\w*) ?-> r(\d)", body)):
             source = int(left[1:]) if left.startswith("r") else column
@@ -83,7 +84,8 @@ def recorded(verb, algorithm, size, transport):
 @pytest.mark.parametrize("transport", THREADS)
 @pytest.mark.parametrize(("verb", "algorithm"), DIAGRAMS)
 def test_diagram_is_what_happens(verb, algorithm, transport):
-    drawn, steps = set(), 0
+    drawn = set()
+    steps = 0
     for function in DIAGRAMS[verb, algorithm]:
         size, arrows = diagram(function)
         assert arrows, function.__name__
@@ -103,7 +105,8 @@ def test_tree_is_log_deep(size):
     """Each rank's depth is at most ceil(log2 P), and it hears in the step that the docstring's rule
     gives."""
     for root in range(size):
-        seen, steps = {root}, (size - 1).bit_length()
+        seen = {root}
+        steps = (size - 1).bit_length()
         for step in range(steps):
             for rank in sorted(seen):
                 _, children = tree.family(rank, root, size)
@@ -115,14 +118,16 @@ def test_messages_without_subscribers_read_no_clock(monkeypatch):
     """What nobody watches costs nothing: no event is made. Of the four messages of a call the clock
     is not read; of the call it is read twice: by the flight recorder when it begins and when it
     ends."""
-    reads, clock = Counter(), time.perf_counter
+    reads = Counter()
+    clock = time.perf_counter
 
     def counted():
         reads[threading.current_thread().name] += 1
         return clock()
 
     def calls(world):
-        name, counts = threading.current_thread().name, []
+        name = threading.current_thread().name
+        counts = []
         for _ in range(8):
             before = reads[name]
             world.all_reduce(np.ones(9), algorithm="ring")

@@ -86,7 +86,8 @@ def test_the_grid_is_the_most_square(size, shape):
 
 def sent_by_step(sides, length):
     """For each rank and step, the ranks that it sends to, and the bytes of each message."""
-    size, algorithm = int(np.prod(sides)), partial(torus_both.all_reduce, sides=sides)
+    size = int(np.prod(sides))
+    algorithm = partial(torus_both.all_reduce, sides=sides)
 
     def ranks(world):
         sent = [[] for _ in range(2 * (sum(sides) - len(sides)))]

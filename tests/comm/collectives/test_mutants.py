@@ -31,7 +31,8 @@ from minidist.comm.collectives.subset_call import SubsetCall
 from minidist.errors import DeadlockError
 
 MUTANTS: dict[str, tuple[Callable[..., Any], Drawn, type[BaseException], str]] = {}
-EVEN, UNEVEN = [12] * 4, [13] * 4
+EVEN = [12] * 4
+UNEVEN = [13] * 4
 
 
 def mutant(
@@ -48,7 +49,8 @@ def mutant(
 
 @mutant(Drawn("all_reduce", "ring", 4, EVEN), AssertionError, "bytes, 2.P-1.n expected")
 def whole_tensors_round_the_ring(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    travelling, arrived = x.copy(), np.empty_like(x)
+    travelling = x.copy()
+    arrived = np.empty_like(x)
     total = x.copy()
     for _ in range(2):  # as many messages as the ring has, to hide in the message count
         travelling[...] = x
@@ -68,7 +70,8 @@ def one_chunk_skipped(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction)
 
 @mutant(Drawn("all_reduce", "ring", 4, EVEN), AssertionError, "expected array")
 def one_step_left_out(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    sums, own = split(out, call.size), split(x, call.size)
+    sums = split(out, call.size)
+    own = split(x, call.size)
     ring.reduce_around(
         call, own, [sums[(call.rank - 2 - step) % call.size] for step in range(call.size - 2)], op
     )
@@ -154,7 +157,8 @@ def neighbours_chunk(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) 
 def parts_not_transposed(call: Call, parts: list[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
     received = {call.rank: parts[call.rank]}
     for step in range(1, call.size):
-        dst, src = (call.rank + step) % call.size, (call.rank - step) % call.size
+        dst = (call.rank + step) % call.size
+        src = (call.rank - step) % call.size
         received[src] = call.exchange_blocks(dst, parts[src], src, place(src))
     return [received[src] for src in range(call.size)]
 
@@ -182,7 +186,8 @@ def surplus_rank_left_out(call: Call, x: np.ndarray, out: np.ndarray, op: Reduct
 
 @mutant(Drawn("reduce_scatter", "halving-doubling", 4, UNEVEN), AssertionError, "expected array")
 def halves_from_near_to_far(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    cut, values = bounds(len(x), call.size), x.copy()
+    cut = bounds(len(x), call.size)
+    values = x.copy()
     for distance in (1, 2):
         partner = call.rank ^ distance
         kept, given = (
@@ -204,7 +209,9 @@ def surplus_added_twice(call: Call, x: np.ndarray, out: np.ndarray, op: Reductio
     "different bits",
 )
 def more_precise_than_it_sends(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> None:
-    total, sent, arrived = x.astype(np.float32), x.copy(), np.empty_like(x)
+    total = x.astype(np.float32)
+    sent = x.copy()
+    arrived = np.empty_like(x)
     for partner in (call.rank ^ 1, call.rank ^ 2):
         sent[...] = total
         call.exchange(partner, sent, partner, arrived)

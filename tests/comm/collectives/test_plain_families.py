@@ -67,10 +67,8 @@ def test_all_reduce(name: str, family: Any, size: int) -> None:
     if family is halving_doubling and size & (size - 1):
         size = 4
     sent = md.run(check_all_reduce, family.plain_all_reduce, size=size, transport=TRANSPORT)
-    formula, cases = (
-        FORMULAS["all_reduce", name],
-        [Case(size, nbytes=8 * length) for length in LENGTHS],
-    )
+    formula = FORMULAS["all_reduce", name]
+    cases = [Case(size, nbytes=8 * length) for length in LENGTHS]
     assert tuple(map(sum, zip(*sent, strict=True))) == (
         sum(map(formula.messages_of, cases)),
         sum(map(formula.bytes_of, cases)),
@@ -120,7 +118,8 @@ def test_hierarchical(nodes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 3), (2, 2), (2, 3)])
 def test_torus(rows: int, columns: int) -> None:
     def job(world: Any) -> None:
-        row, column = world.split(world.rank // columns), world.split(world.rank % columns)
+        row = world.split(world.rank // columns)
+        column = world.split(world.rank % columns)
         check_all_reduce(world, torus.plain_all_reduce, row, column)
 
     md.run(job, size=rows * columns, transport=TRANSPORT)

@@ -36,10 +36,8 @@ def test_another_name_is_an_error_that_lists_the_names(verb):
 
 # ---------------------------------------------------------------- several nodes
 
-FAST, SLOW = (
-    LinkCost("shm", 4, 1e-6, 0, 1e-10, 0, 0.0),
-    LinkCost("network", 8, 5e-5, 0, 1e-8, 0, 0.0),
-)
+FAST = LinkCost("shm", 4, 1e-6, 0, 1e-10, 0, 0.0)
+SLOW = LinkCost("network", 8, 5e-5, 0, 1e-8, 0, 0.0)
 
 
 def test_tiers_are_those_of_several_nodes_with_several_ranks_each():

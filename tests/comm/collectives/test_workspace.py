@@ -78,7 +78,8 @@ def allocated(world, length, calls):
 
     The least of some rounds each: a wait that lasts is told, which takes memory of its own.
     """
-    x, part = np.ones(length), np.ones(length // world.size)
+    x = np.ones(length)
+    part = np.ones(length // world.size)
     whole = np.empty(len(part) * world.size)
 
     def several(count):
@@ -92,7 +93,8 @@ def allocated(world, length, calls):
     world.barrier()
     gc.collect()
     gc.disable()  # nothing may wait for the collector either
-    left, held = [], []
+    left = []
+    held = []
     for _ in range(3):
         before = sys.getallocatedblocks()
         several(calls)

@@ -103,7 +103,9 @@ def test_no_number_is_below_zero():
 def test_a_path_is_a_share_of_what_all_ranks_send(verb, algorithm, size):
     """The longest path has no more messages and bytes than all ranks together, and no less than
     their average."""
-    path, n = PATHS[verb, algorithm](size), 840 * 4  # 840: divisible by 1 to 8
+    # 840: divisible by 1 to 8
+    path = PATHS[verb, algorithm](size)
+    n = 840 * 4
     case = Case(size, nbytes=n, blocks=chunk_bytes(840, 4, size))
     formula = FORMULAS[verb, algorithm]
     assert formula.messages_of(case) / size <= path.messages <= formula.messages_of(case)

@@ -159,7 +159,8 @@ def test_threads_write_side_by_side():
 
 
 def test_a_ring_in_a_file_is_read_by_others(tmp_path):
-    recorder, path = FlightRecorder(2), tmp_path / "flight" / "00002.ring"
+    recorder = FlightRecorder(2)
+    path = tmp_path / "flight" / "00002.ring"
     make(recorder, 1)
     recorder.keep_in(path)
     make(recorder, 2)
@@ -175,7 +176,8 @@ def test_a_ring_in_a_file_is_read_by_others(tmp_path):
 
 def test_a_folder_that_another_rank_removes_meanwhile_is_made_again(tmp_path, monkeypatch):
     """A rank that can keep no ring removes the folder, if it is empty."""
-    made, folder = Path.mkdir, tmp_path / "flight"
+    made = Path.mkdir
+    folder = tmp_path / "flight"
 
     def removed_once(path, **options):
         made(path, **options)
@@ -190,7 +192,8 @@ def test_a_folder_that_another_rank_removes_meanwhile_is_made_again(tmp_path, mo
 def test_a_folder_that_goes_while_mkdir_looks_at_it_is_made_again(tmp_path, monkeypatch):
     """mkdir meets the folder, it goes, and mkdir says that something else must be there: "File
     exists"."""
-    is_dir, folder = Path.is_dir, tmp_path / "flight"
+    is_dir = Path.is_dir
+    folder = tmp_path / "flight"
     folder.mkdir()
 
     def gone_once(path, **options):
@@ -214,7 +217,8 @@ def test_what_is_no_ring_is_refused(tmp_path):
 
 
 def test_a_record_that_was_torn_is_left_out(tmp_path):
-    recorder, path = FlightRecorder(), tmp_path / "ring"
+    recorder = FlightRecorder()
+    path = tmp_path / "ring"
     recorder.keep_in(path)
     for sequence in range(1, SLOTS + 1):
         make(recorder, sequence)
@@ -231,7 +235,8 @@ def slot_of(path, number):
 
 
 def test_a_record_that_is_overwritten_while_it_is_read_is_left_out(tmp_path, monkeypatch):
-    recorder, path = FlightRecorder(), tmp_path / "ring"
+    recorder = FlightRecorder()
+    path = tmp_path / "ring"
     recorder.keep_in(path)
     for sequence in range(1, SLOTS + 1):
         make(recorder, sequence)

@@ -60,7 +60,10 @@ def crowd(acceptor_, address, stack, count=8):
 
 def test_a_crowd_hangs_up_on_no_rank_that_has_proven_itself(monkeypatch):
     """The crowd comes while the rank is being seated."""
-    seating, crowded, greeted, seats = threading.Event(), threading.Event(), [], []
+    seating = threading.Event()
+    crowded = threading.Event()
+    greeted = []
+    seats = []
 
     def enter(sock, hello):
         seats.append(sock)
@@ -88,7 +91,8 @@ class Deaf:
     """A listener of a process that has no file left."""
 
     def __init__(self, listener, number):
-        self.listener, self.number = listener, number
+        self.listener = listener
+        self.number = number
 
     def accept(self):
         raise OSError(self.number, os.strerror(self.number))
@@ -122,7 +126,8 @@ def test_a_caller_for_whom_there_is_no_thread_is_told_of(monkeypatch):
         accepting(lambda sock, hello: None, monkeypatch) as (acceptor_, address),
         contextlib.ExitStack() as stack,
     ):
-        acceptor_._run, acceptor_._fail = refuse, failed.append
+        acceptor_._run = refuse
+        acceptor_._fail = failed.append
         crowd(acceptor_, address, stack, count=1)
     assert "can't start new thread" in str(failed[0])
 

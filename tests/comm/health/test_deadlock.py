@@ -103,7 +103,8 @@ def test_a_message_in_flight_is_hope_for_its_receiver_alone():
 
 
 def test_a_thread_that_does_not_wait_is_hope_but_not_for_a_call_that_another_is_in():
-    recv, call = message("recv", "a.py:1"), collective(7, 1)
+    recv = message("recv", "a.py:1")
+    call = collective(7, 1)
     said = states(wait(recv, 1), wait(recv, 0))
     assert stuck({**said, 1: State(said[1].waits, settled=False)}) == []
     said = states(wait(call, 1), wait(call, 0))
@@ -219,7 +220,9 @@ class Court:
     """An arbiter whose time is ours."""
 
     def __init__(self, monkeypatch):
-        self.asked, self.told, self.now = [], [], 0.0
+        self.asked = []
+        self.told = []
+        self.now = 0.0
         monkeypatch.setattr(
             "minidist.comm.health.deadlock_arbiter.time.monotonic", lambda: self.now
         )

@@ -41,7 +41,8 @@ def job(size, *, present=None, grace=60.0, how=None):
     """A monitor and the links of its ranks (all, or those `present`); afterwards no thread is
     left."""
     before = set(threading.enumerate())
-    monitor, links = Monitor(size, TOKEN, how=how), []
+    monitor = Monitor(size, TOKEN, how=how)
+    links = []
     monitor.start()
     try:
         with ThreadPoolExecutor(8) as pool:
@@ -201,7 +202,8 @@ def test_who_cannot_report_any_more_first_hears_what_was_said():
     """Rank 0's listener is late: when its report fails, word that rank 1 was first waits in its
     socket."""
     with job(2) as (_, links):
-        take, heard = links[0]._take, threading.Event()
+        take = links[0]._take
+        heard = threading.Event()
         links[0]._take = lambda frame: (heard.wait(5.0), take(frame))
         assert links[1].report(ConfigError("no such file"))
         links[0]._sock.shutdown(socket.SHUT_WR)
@@ -300,7 +302,9 @@ def test_the_monitor_itself_may_die():
 
 def test_the_state_that_is_told_last_is_the_later_one():
     """Two threads of a rank tell at once what it waits for; the first takes its time."""
-    states, heard, begun = [State(doing="first"), State(doing="then")], [], threading.Event()
+    states = [State(doing="first"), State(doing="then")]
+    heard = []
+    begun = threading.Event()
 
     def state():
         own = states.pop(0)
@@ -454,7 +458,8 @@ def test_a_process_that_has_ended_is_heard_to_the_end_first():
     holds it."""
     here, there = socket.socketpair()
     with here, there:
-        seat, lost = Seat(1, 4711, "here", here), []
+        seat = Seat(1, 4711, "here", here)
+        lost = []
         watchdog = Watchdog(2, lambda: {1: seat}, lambda: {1: seat}, lost.append, 1.0)
         wire.send_frame(there, {"kind": "goodbye"})
         watchdog._seen([seat], set(), {4711: "exited with status 0 without goodbye"})

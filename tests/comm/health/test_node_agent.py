@@ -133,7 +133,8 @@ def test_a_rank_that_ends_before_it_joins_is_told_by_its_agent(far):
 
 
 def test_one_that_is_closed_as_it_comes_says_goodbye_still(far, monkeypatch):
-    agent, late = NodeAgent([1, 2]), NodeAgent([2])
+    agent = NodeAgent([1, 2])
+    late = NodeAgent([2])
     real = late._connect
 
     def connect(*where):
@@ -160,7 +161,8 @@ def test_the_death_of_an_expendable_rank_is_told_as_such(far):
 
 def test_a_host_of_which_nothing_is_heard_is_lost_with_its_ranks(far, monkeypatch):
     monkeypatch.setattr("minidist.comm.health.watchdog.SILENCE", 1.0)
-    agent, pid = NodeAgent([1, 2]), os.getpid()
+    agent = NodeAgent([1, 2])
+    pid = os.getpid()
     with job(agent) as (_, links):
         time.sleep(1.3)
         assert links[0].loss is None, "it answers"
@@ -261,7 +263,8 @@ def test_an_agent_looks_on_when_the_job_is_over_and_the_monitor_has_gone(
         wait_for(lambda: released)
         monitor.close()
         # not this process, which plays the others
-        agent._pids, agent._looks.patience = {process.pid}, 0.1
+        agent._pids = {process.pid}
+        agent._looks.patience = 0.1
         process.send_signal(signal.SIGSTOP)
         assert process.wait(SOON) == -signal.SIGKILL
         agent._pids = set()  # this test plays with what os.getpid says

@@ -17,11 +17,14 @@ from minidist.comm.health import process_state
 def looks(monkeypatch):
     """look(after, letter, pid=7): what is frozen at a look `after` seconds later, if the kernel
     says that letter."""
-    now, state, looks = [0.0], ["T"], process_state.ProcessLooks()
+    now = [0.0]
+    state = ["T"]
+    looks = process_state.ProcessLooks()
     monkeypatch.setattr(process_state.time, "monotonic", lambda: now[0])
 
     def look(after, letter, pid=7):
-        now[0], state[0] = now[0] + after, letter
+        now[0] = now[0] + after
+        state[0] = letter
         with monkeypatch.context() as patch:
             if pid == 7:
                 patch.setattr(process_state, "stop_of", lambda pid: state[0].strip("S"))
@@ -121,7 +124,8 @@ def test_a_process_may_end_a_moment_after_its_connection(monkeypatch):
 def test_ended_at_two_looks_running(monkeypatch):
     """Between them, the goodbye of one that ended well is read, and nobody looks for it any
     more."""
-    looks, pid = process_state.ProcessLooks(), ended("exit 3")
+    looks = process_state.ProcessLooks()
+    pid = ended("exit 3")
     assert looks.ended({pid, os.getpid()}) == {}
     assert looks.ended({os.getpid()}) == {}
     assert looks.ended({pid}) == {}

@@ -37,7 +37,8 @@ def kinds(world):
 
 def groups(world):
     """What links and boards there are; and that calls over them are right."""
-    inside, across = world.split(world.rank // 2), world.split(world.rank % 2)
+    inside = world.split(world.rank // 2)
+    across = world.split(world.rank % 2)
     pair = inside.split(0)
     for group, members in (
         (world, range(4)),
@@ -162,11 +163,9 @@ def test_imports_run_from_auto_to_its_kinds_of_links_and_from_these_to_progress(
 @contextmanager
 def three() -> Iterator[list[ShmTransport]]:
     """Ranks 0 and 1 share memory, 2 is elsewhere; nobody spins, so that every wait sleeps."""
-    (zero_one, one_zero), (zero_two, two_zero), (one_two, two_one) = (
-        shm_links(),
-        tcp_links(),
-        tcp_links(),
-    )
+    (zero_one, one_zero) = shm_links()
+    (zero_two, two_zero) = tcp_links()
+    (one_two, two_one) = tcp_links()
     arenas = [memoryview(mmap.mmap(-1, ARENA_BYTES)) for _ in range(3)]
     transports = [
         ShmTransport(0, 10.0, {1: zero_one}, {0: arenas[0], 1: arenas[1]}, {2: zero_two}),

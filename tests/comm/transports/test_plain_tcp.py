@@ -68,7 +68,8 @@ def test_a_message_of_a_rank_that_has_left_is_still_there():
 
 def test_ranks_that_never_connect_are_named():
     class Link:
-        world_rank, world_size = 0, 3
+        world_rank = 0
+        world_size = 3
 
         def meet(self, info):
             return [info] * 3
@@ -82,10 +83,12 @@ def test_ranks_that_never_connect_are_named():
 
 @pytest.mark.parametrize("strangers", [1, pytest.param(200, marks=pytest.mark.soak)])
 def test_silent_strangers_neither_delay_a_rank_nor_end_it(strangers):
-    callers, greeting = [], []
+    callers = []
+    greeting = []
 
     class Link:
-        world_rank, world_size = 0, 2
+        world_rank = 0
+        world_size = 2
 
         def meet(self, info):
             for _ in range(strangers + 1):

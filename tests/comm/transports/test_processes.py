@@ -113,7 +113,8 @@ def test_a_limit_ends_a_wait_and_the_job_goes_on(transport, tmp_path):
 def all_at_once(world):
     """Everyone starts to send 8 MB to everyone, and waits for the sends before it posts a single
     receive for some."""
-    n, peers = 1_000_000, [peer for peer in range(world.size) if peer != world.rank]
+    n = 1_000_000
+    peers = [peer for peer in range(world.size) if peer != world.rank]
     sent = [
         world.transport.start_send(peer, tag(world.rank), np.full(n, float(world.rank)))
         for peer in peers

@@ -127,7 +127,9 @@ def test_survivors_hear_of_the_failure_before_the_run_ends(monkeypatch):
 
 @pytest.mark.parametrize("unbuffered", [False, True])
 def test_who_hangs_and_where(unbuffered, monkeypatch):
-    threads, over, waits = {}, [], []
+    threads = {}
+    over = []
+    waits = []
     limit_comes(monkeypatch, lambda: any(each._lasting for each in waits))
 
     def ranks(world):
@@ -157,7 +159,9 @@ def test_who_hangs_and_where(unbuffered, monkeypatch):
 
 def test_a_rank_that_waits_for_nobody_is_named_too(monkeypatch):
     monkeypatch.setattr("minidist.comm.transports.threads._GRACE", 0.1)
-    over, threads, alone = threading.Event(), {}, []
+    over = threading.Event()
+    threads = {}
+    alone = []
     limit_comes(monkeypatch, lambda: bool(alone))
 
     def ranks(world):

@@ -30,7 +30,9 @@ def test_a_clean_job_names_nobody(tmp_path):
 def test_300_faults(tmp_path):
     """Of 300 faults the culprit is right in 99 %, the cause in 95 %; a hang is told at most 1 s
     after its limit."""
-    wrong, uncaused, late = [], [], []
+    wrong = []
+    uncaused = []
+    late = []
     for number, fault in enumerate(faults(300)):
         run = sick_job(tmp_path / str(number), fault)
         culprit, cause = judge(fault, run.found)

@@ -105,10 +105,12 @@ def _a_call() -> float:
 
 
 def _a_state() -> float:
-    recorder, account = FlightRecorder(), MemoryAccount()
+    recorder = FlightRecorder()
+    account = MemoryAccount()
 
     def state() -> None:
-        now, peak = account.now, account.peak
+        now = account.now
+        peak = account.peak
         recorder.state(
             [now[name] for name in CATEGORIES],
             [peak[name] for name in (*CATEGORIES, "total")],

@@ -13,7 +13,8 @@ from minidist.observe.live.ring_follower import RingFollower
 
 
 def test_a_follower_sees_what_the_ring_holds_at_each_look(tmp_path: Path) -> None:
-    job, file = VirtualJob(tmp_path, 2), ring_file(tmp_path, 0)
+    job = VirtualJob(tmp_path, 2)
+    file = ring_file(tmp_path, 0)
     follower = RingFollower(file)
     opened = None
     for step in range(12):
@@ -35,7 +36,8 @@ def test_it_keeps_the_newest_records_of_a_ring_that_has_gone_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ring_follower, "KEPT", 50)
-    job, follower = VirtualJob(tmp_path, 1), RingFollower(ring_file(tmp_path, 0))
+    job = VirtualJob(tmp_path, 1)
+    follower = RingFollower(ring_file(tmp_path, 0))
     for start in (0, SLOTS - 20, 2 * SLOTS + 7):
         while job.call(0, 0.0, 0.5) < start + 30:
             pass

@@ -162,7 +162,8 @@ def test_what_else_is_wrong_is_told_and_explains_a_rank_that_comes_late(tmp_path
     assert wrong_now(table().ranks) == wrong_now({}) == ()
     run = WatchedRun(tmp_path, steps=40, slow=2)
     flights = read_flights(run.folder)
-    late, explained = slow_now(flights, table(4, 40).ranks), slow_now(flights, leak.ranks)
+    late = slow_now(flights, table(4, 40).ranks)
+    explained = slow_now(flights, leak.ranks)
     assert late is not None and (late.ranks, late.cause) == ((2,), "slow") and explained is None
     assert [fault.cause for fault in diagnose(flights, leak.ranks).findings if fault.ranks == (2,)][
         :1

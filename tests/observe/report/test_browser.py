@@ -80,7 +80,8 @@ def driver() -> Iterator[Any]:
     webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
     from selenium.webdriver.chrome.service import Service
 
-    program, chromium = shutil.which("chromedriver"), shutil.which("chromium")
+    program = shutil.which("chromedriver")
+    chromium = shutil.which("chromium")
     if program is None or chromium is None:
         pytest.skip("needs chromium and chromedriver")
     options = webdriver.ChromeOptions()

@@ -30,7 +30,8 @@ SECTIONS = [
     "energy",
     "environment",
 ]
-MOST_BYTES, MOST_LIBRARY = 3 << 20, 1_200_000
+MOST_BYTES = 3 << 20
+MOST_LIBRARY = 1_200_000
 REPORT = Path(__file__).parents[3] / "minidist" / "observe" / "report"
 OUTSIDE = re.compile(
     r"https?:|//|\burl\(|@import|\bfetch\(|XMLHttpRequest|WebSocket|EventSource|sendBeacon|import\("

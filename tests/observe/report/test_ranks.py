@@ -42,7 +42,8 @@ def test_many_steps_and_ranks_keep_their_highest_values_and_the_culprits() -> No
 def test_the_memory_of_each_rank_and_its_growth() -> None:
     leak = table(3, 40, victim=1, at=0, rss=lambda step, line: 80 * MIB + 3 * MIB * step // 2)
     section = ranks.section(run_of(leak))
-    chart, memory = section.charts[1], section.tables[1]
+    chart = section.charts[1]
+    memory = section.tables[1]
     assert chart.key == "rank_memory" and [line["rank"] for line in chart.data["lines"]] == [
         0,
         1,

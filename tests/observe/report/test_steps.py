@@ -90,7 +90,8 @@ def test_every_exposed_millisecond_has_its_cause() -> None:
     found = recorded_steps(run.timelines)
     section = exposed.section(run, found, found)
     step = section.charts[0].data["steps"][1]
-    slower, late = CAUSES.index("slower rank"), CAUSES.index("late bucket")
+    slower = CAUSES.index("slower rank")
+    late = CAUSES.index("late bucket")
     assert step["length"] == pytest.approx([10, 10])
     assert step["still"][0][slower] == pytest.approx(3) and step["still"][0][late] == pytest.approx(
         1

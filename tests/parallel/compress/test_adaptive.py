@@ -53,7 +53,8 @@ class Clock:
     """Seconds that a test decides: each look takes `tick`."""
 
     def __init__(self, tick: float) -> None:
-        self.now, self.tick = 0.0, tick
+        self.now = 0.0
+        self.tick = tick
 
     def __call__(self) -> float:
         self.now += self.tick
@@ -77,7 +78,8 @@ def test_all_ranks_agree_though_they_measure_different_times() -> None:
     s."""
     counters, _ = adapt("adaptive:hide=0.01,period=4", (1.0, 2.0, 8.0))
     assert counters[0] == counters[1] == counters[2]
-    rate, room = 2 * 131072 / 8, 0.01 * 8
+    rate = 2 * 131072 / 8
+    room = 0.01 * 8
     assert rate * room < 2 * 12 * N  # so the link decides, or the spread
     assert 0.01 != counters[0]["density.0"] < 1
 

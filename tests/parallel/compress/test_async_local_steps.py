@@ -36,7 +36,8 @@ def run(size: int, *, steps: int = 6, every: int = 2, **options: Any) -> list[di
             clip=0.5,
         )
         losses = [trainer.step(global_batch(step, 5, tiny())) for step in range(steps)]
-        weights, strategy = trainer.state_dict(), trainer.strategy
+        weights = trainer.state_dict()
+        strategy = trainer.strategy
         assert isinstance(strategy, AsyncLocalSteps)
         held = sum(array.size for slot in trainer.optimizer.slots for array in slot.state.values())
         return {
@@ -58,7 +59,8 @@ def run(size: int, *, steps: int = 6, every: int = 2, **options: Any) -> list[di
 )
 def test_equals_a_replay_of_the_record(size: int, every: int, staleness: int | None) -> None:
     ranks = run(size, every=every, staleness=staleness)
-    record, model = ranks[-1]["record"], new_model()
+    record = ranks[-1]["record"]
+    model = new_model()
     assert len(record) == (size - 1) * (6 // every)
     replay_rounds(
         model,
@@ -98,7 +100,8 @@ def test_several_servers_divide_the_weights() -> None:
 def test_bytes_and_moments_are_the_formula() -> None:
     """Two workers, one server, three rounds of two steps; the weights once more at the end. No
     moments on a server."""
-    ranks, nbytes = run(3), vector_of(new_model()).nbytes
+    ranks = run(3)
+    nbytes = vector_of(new_model()).nbytes
     sent = [sum(rank["sent"]["dp"].values()) for rank in ranks]
     assert sent[:2] == [3 * nbytes] * 2
     assert [rank["moments"] for rank in ranks] == [2 * nbytes // 8, 2 * nbytes // 8, 0]

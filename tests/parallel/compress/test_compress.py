@@ -166,7 +166,8 @@ def measured(world: Any, plan: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("text", ["8bit:block=16", "fp16"])
 def test_bytes_of_a_plan_are_its_formula(plan: dict[str, Any], text: str) -> None:
     ranks = md.run(measured, {"compress": text, **plan}, size=Plan(**plan).size)
-    sent, formula = sent_by_axis(ranks), ranks[0]["formula"]
+    sent = sent_by_axis(ranks)
+    formula = ranks[0]["formula"]
     if "axes" in formula:
         assert sent == formula["axes"]
     else:

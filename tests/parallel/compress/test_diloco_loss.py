@@ -13,9 +13,15 @@ from minidist.launch import run
 from minidist.launch.membership import limit_blas_threads
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
-RANKS, EVERY, PARTS = 4, 25, 4
-STEPS, BEGIN = 3000, 750  # of a training, and after which of them ranks begin to train alone
-LR, INNER = 5e-4, 3.5e-4  # peaks of the learning rate of all together, and of a rank alone
+RANKS = 4
+EVERY = 25
+PARTS = 4
+# of a training, and after which of them ranks begin to train alone
+STEPS = 3000
+BEGIN = 750
+# peaks of the learning rate of all together, and of a rank alone
+LR = 5e-4
+INNER = 3.5e-4
 LIMIT = 3600  # seconds of a training
 
 

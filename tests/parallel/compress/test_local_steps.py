@@ -51,7 +51,8 @@ def test_a_meeting_after_each_step_is_ddp(size: int) -> None:
 
 @pytest.mark.parametrize("size", [3, 1, 2, 5])
 def test_diloco_equals_its_formula(size: int) -> None:
-    ranks, one = run(size, steps=6, local_steps=3), reference(size, steps=6, every=3)
+    ranks = run(size, steps=6, local_steps=3)
+    one = reference(size, steps=6, every=3)
     np.testing.assert_allclose(flat(ranks[0]["weights"]), one["common"], rtol=0, atol=BOUND)
     np.testing.assert_allclose(ranks[0]["losses"], one["losses"], rtol=1e-12)
     assert len({rank["digest"] for rank in ranks}) == 1  # the same bits on all ranks
@@ -77,16 +78,15 @@ def test_other_outer_optimizers(options: dict[str, Any]) -> None:
         "momentum": options.get("outer_momentum", 0.9),
         "nesterov": options.get("outer") != "sgd",
     }
-    ranks, one = (
-        run(2, steps=6, local_steps=2, **options),
-        reference(2, steps=6, every=2, **formula),
-    )
+    ranks = run(2, steps=6, local_steps=2, **options)
+    one = reference(2, steps=6, every=2, **formula)
     np.testing.assert_allclose(flat(ranks[0]["weights"]), one["common"], rtol=0, atol=BOUND)
 
 
 @pytest.mark.parametrize("bug", ["no share", "the sign", "the common weights are not updated"])
 def test_planted_bugs_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    send, merge = LocalSteps._send, LocalSteps._merge
+    send = LocalSteps._send
+    merge = LocalSteps._merge
     if bug == "no share":
         monkeypatch.setattr(
             LocalSteps, "_send", lambda self, fragment, share: send(self, fragment, 1.0)
@@ -227,10 +227,8 @@ def test_messages_of_stretches_are_the_formula(monkeypatch: pytest.MonkeyPatch) 
 
 def test_stretches_of_one_parameter_draw_other_numbers() -> None:
     def rank(world: Any) -> list[str]:
-        parameter, scheme = (
-            next(iter(new_model().parameters())),
-            scheme_of("4bit:rounding=stochastic"),
-        )
+        parameter = next(iter(new_model().parameters()))
+        scheme = scheme_of("4bit:rounding=stochastic")
         scheme.attach(
             [
                 GradientRun(((parameter, part),), world, "all_reduce")
@@ -304,7 +302,8 @@ def test_the_weights_of_a_run_are_the_common_ones() -> None:
     def rank(world: Any) -> None:
         trainer = Trainer(Plan(dp=2, local_steps=2), tiny(), world, seed=3, lr=1e-2)
         held_out = [global_batch(77, 4, tiny())]
-        losses, digests = [], []
+        losses = []
+        digests = []
         for step in range(4):
             trainer.step(global_batch(step, 4, tiny()))
             own = vector_of(trainer.model)
@@ -407,7 +406,9 @@ def test_another_plan_cannot_go_on(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-SEED, BEFORE = 3, 3  # steps of DDP before the first step alone
+# steps of DDP before the first step alone
+SEED = 3
+BEFORE = 3
 
 
 def after_ddp(world: Any, folder: Path, steps: int, inner: str = "adamw", **options: Any) -> Any:
@@ -535,7 +536,8 @@ def test_another_number_of_ranks_goes_on(size: int, tmp_path: Path) -> None:
         trainer.close()
         return loaded
 
-    saved, loaded = md.run(rank, True, size=3), md.run(rank, False, size=size)
+    saved = md.run(rank, True, size=3)
+    loaded = md.run(rank, False, size=size)
     for number, found in enumerate(loaded):
         for ours, theirs in zip(found, saved[number % 3], strict=True):
             np.testing.assert_array_equal(ours, theirs)

@@ -17,7 +17,8 @@ from minidist.parallel.data.ddp import DDP
 from minidist.parallel.step.scheme import GradientRun
 from minidist.parallel.zero.zero1 import Zero1
 
-N, WARMUP = 41, 4
+N = 41
+WARMUP = 4
 
 
 def drawn_model(seed: int) -> GPT:
@@ -28,7 +29,8 @@ def drawn_model(seed: int) -> GPT:
 
 def train(world: Any, text: str | None, steps: int, **options: Any) -> dict[str, np.ndarray]:
     """A tiny GPT after some steps of DDP."""
-    config, model = tiny(), drawn_model(3)
+    config = tiny()
+    model = drawn_model(3)
     scheme = scheme_of(text) if text else None
     strategy = DDP(model, world, bucket_bytes=2048, scheme=scheme)
     optimizer = AdamW(strategy.parameters, 1e-2)
@@ -62,7 +64,8 @@ def reference(given: np.ndarray, lr: float, b1: float, b2: float, eps: float) ->
     for step in range(1, steps + 1):
         if step <= WARMUP:
             gradient = given[:, step - 1].sum(axis=0)
-            m, v = b1 * m + (1 - b1) * gradient, b2 * v + (1 - b2) * gradient**2
+            m = b1 * m + (1 - b1) * gradient
+            v = b2 * v + (1 - b2) * gradient**2
         else:
             new = np.zeros(n)
             for chunk in map(slice, bounds(n, size), bounds(n, size)[1:]):
@@ -90,7 +93,8 @@ def sum_and_update(
     parameters = [Parameter(np.zeros((5, 7))), Parameter(np.zeros(6))]
     for number, parameter in enumerate(parameters):
         parameter.name = f"p{number}"
-    scheme, optimizer = scheme_of(f"1-bit:warmup={WARMUP},block=0"), Adam(parameters, 0.1)
+    scheme = scheme_of(f"1-bit:warmup={WARMUP},block=0")
+    optimizer = Adam(parameters, 0.1)
     scheme.attach([GradientRun.whole(parameters, world, "all_reduce")])
     scheme.take_optimizer(optimizer)
     for step, gradient in enumerate(given[world.rank]):
@@ -99,7 +103,8 @@ def sum_and_update(
         scheme.begin_step(scale)
         with world.ledger.during("warm-up" if step < WARMUP else "signs"):
             scheme.start_all_reduce(0, bucket).wait()
-        parameters[0].grad, parameters[1].grad = bucket[:35].reshape(5, 7), bucket[35:]
+        parameters[0].grad = bucket[:35].reshape(5, 7)
+        parameters[1].grad = bucket[35:]
         optimizer.step(scale=1 / scale)
     weights = np.concatenate([parameter.data.reshape(-1) for parameter in parameters])
     return (
@@ -153,7 +158,8 @@ def test_weights_without_variance_stay_still() -> None:
 def test_the_variance_stays_after_its_steps() -> None:
     parameter = Parameter(np.zeros(3))
     optimizer = Adam([parameter], 0.1)
-    optimizer.variance_steps, seen = 2, []
+    optimizer.variance_steps = 2
+    seen = []
     for step in range(4):
         parameter.grad = np.full(3, step + 1.0)
         optimizer.step()
@@ -163,7 +169,8 @@ def test_the_variance_stays_after_its_steps() -> None:
 
 
 def test_what_it_refuses() -> None:
-    scheme, parameter = scheme_of("1-bit"), Parameter(np.zeros(3))
+    scheme = scheme_of("1-bit")
+    parameter = Parameter(np.zeros(3))
     with pytest.raises(ConfigError, match="optimizer is SGD; choose adam or adamw"):
         scheme.take_optimizer(SGD([parameter], 0.1))
     with pytest.raises(ConfigError, match="use DDP"):

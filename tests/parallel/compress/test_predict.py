@@ -30,23 +30,19 @@ def test_owners_know_what_the_ranks_predict(text: str) -> None:
 def test_equals_a_plain_reference() -> None:
     """One rank of two phases in plain NumPy: DIANA's differences with the errors fed back, by 8-bit
     codes."""
-    codec, rate, draw = (
-        Quantiser(8, block=128, book="linear", rounding="nearest"),
-        0.1,
-        RandomStream("", 0, 0),
-    )
+    codec = Quantiser(8, block=128, book="linear", rounding="nearest")
+    rate = 0.1
+    draw = RandomStream("", 0, 0)
 
     def coded(values: np.ndarray) -> np.ndarray:
         return codec.decode(codec.encode(values, draw), len(values), values.dtype)
 
     given = [gradients(rank, 15, 128) for rank in range(2)]
-    p, worker, q, server, sums = (
-        np.zeros((2, 128)),
-        np.zeros((2, 128)),
-        np.zeros(128),
-        np.zeros(128),
-        [],
-    )
+    p = np.zeros((2, 128))
+    worker = np.zeros((2, 128))
+    q = np.zeros(128)
+    server = np.zeros(128)
+    sums = []
     for step in range(15):
         summed = np.zeros(128)
         for rank in range(2):

@@ -21,7 +21,9 @@ from minidist.parallel.data.buckets import BUCKET_BYTES
 from minidist.parallel.step.scheme import GradientRun
 
 GIGABIT = 1e9 / 8  # bytes a second
-WARM, TIMED = 2, 5  # steps
+# steps
+WARM = 2
+TIMED = 5
 TEXTS = (
     "fp16",
     "bf16",
@@ -60,7 +62,10 @@ class EqualRanks:
     sent: bytes."""
 
     def __init__(self) -> None:
-        self.size, self.rank, self.id, self.sent = 4, 1, 0, 0
+        self.size = 4
+        self.rank = 1
+        self.id = 0
+        self.sent = 0
 
     def start_all_to_all(self, parts: Sequence[np.ndarray], algorithm: str) -> Arrived:
         self.sent += sum(part.nbytes for part in parts) - parts[self.rank].nbytes
@@ -90,17 +95,21 @@ def buckets_of(model: GPT, limit: int) -> Iterator[list[Any]]:
 def cost_of(text: str, model: GPT) -> tuple[float, int]:
     """(processor seconds, sent bytes) of a step of one rank: the least of five after the warm-up,
     because other programs slow a processor down."""
-    group, buckets = EqualRanks(), list(buckets_of(model, BUCKET_BYTES))
+    group = EqualRanks()
+    buckets = list(buckets_of(model, BUCKET_BYTES))
     scheme = scheme_of(text)
     scheme.attach(
         [GradientRun.whole(bucket, cast(Group, group), "all_reduce") for bucket in buckets]
     )
-    random, seconds, sent = np.random.default_rng(0), [], 0
+    random = np.random.default_rng(0)
+    seconds = []
+    sent = 0
     for _ in range(WARM + TIMED):
         arrays = [
             (1e-3 * random.standard_normal(run.size)).astype(np.float32) for run in scheme.runs
         ]
-        before, begun = group.sent, time.process_time()
+        before = group.sent
+        begun = time.process_time()
         scheme.begin_step()
         for pending in [
             scheme.start_all_reduce(index, array) for index, array in enumerate(arrays)
@@ -122,7 +131,8 @@ def test_each_scheme_costs_less_than_it_saves() -> None:
     late = []
     for text in TEXTS:
         seconds, sent = cost_of(text, model)
-        saved, cost = (whole - sent) / GIGABIT, seconds - plain
+        saved = (whole - sent) / GIGABIT
+        cost = seconds - plain
         print(f"{text:26}{sent / 1e6:9.2f}{1e3 * saved:10.1f}{1e3 * cost:10.1f}")
         late += [text] if cost > saved else []
     assert whole == 2 * 3 * sum(p.data.nbytes for p in model.parameters()) // 4

@@ -104,7 +104,8 @@ def test_stochastic_rounding_is_right_on_average(bits: int, book: str) -> None:
     draws = [
         there_and_back(found, values, RandomStream(f"step {step}", 0, 0)) for step in range(2000)
     ]
-    error, spread = np.mean(draws, axis=0) - values, np.std(draws, axis=0) / np.sqrt(len(draws))
+    error = np.mean(draws, axis=0) - values
+    spread = np.std(draws, axis=0) / np.sqrt(len(draws))
     # float16 rounds a share of the dynamic book
     assert (np.abs(error) <= 5 * spread + 1e-3 * np.abs(values)).all()
     nearest = there_and_back(codec(bits, 8, book), values) - values

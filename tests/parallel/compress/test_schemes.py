@@ -110,7 +110,8 @@ def test_without_feedback_much_is_lost(text: str) -> None:
 
 @pytest.mark.parametrize("text", [*FEEDBACK, *OTHERS])
 def test_same_bits_on_all_ranks_and_in_a_second_run(text: str) -> None:
-    first, second = sum_by(text, 3, kind="float32"), sum_by(text, 3, kind="float32")
+    first = sum_by(text, 3, kind="float32")
+    second = sum_by(text, 3, kind="float32")
     for rank in range(3):
         np.testing.assert_array_equal(first.results[rank], first.results[0])
         if not text.startswith("adaptive"):  # that one measures times
@@ -168,7 +169,8 @@ def two_phase(size: int, verb: str, nbytes: Callable[[int], int], n: int = N) ->
 def formula(text: str, size: int, verb: str, item: int) -> int:
     """The formulas of the docstrings, for SHAPES: matrices 12 × 10 and 10 × 13, and 7 numbers
     beside them."""
-    name, reduce = text.partition(":")[0], 2 if verb == "all_reduce" else 1
+    name = text.partition(":")[0]
+    reduce = 2 if verb == "all_reduce" else 1
     if name == "top-k":
         return size * (size - 1) * (4 + (4 + item) * round(0.05 * N))
     if name == "random-k":
@@ -214,7 +216,8 @@ def test_bytes_that_the_numbers_decide(size: int) -> None:
     own = [gradients(rank, 1, N) for rank in range(size)]
     passed = [np.flatnonzero(np.abs(one[0]) >= 1) for one in own]
     assert all(0 < len(places) < N / 2 for places in passed)
-    whole, edges = sum_by("threshold:value=1", size, given=own.__getitem__), bounds(N, size)
+    whole = sum_by("threshold:value=1", size, given=own.__getitem__)
+    edges = bounds(N, size)
     assert whole.bytes_on() == (size - 1) * sum(4 + 12 * len(places) for places in passed)
     away = sum(
         np.sum((places < edges[rank]) | (places >= edges[rank + 1]))

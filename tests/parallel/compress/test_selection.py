@@ -14,7 +14,8 @@ from minidist.parallel.compress.selection import at_least, drawn, largest
 @given(n=st.integers(0, 3000), seed=st.integers(0, 99), spread=st.floats(0, 3), data=st.data())
 def test_the_largest(n: int, seed: int, spread: float, data: st.DataObject) -> None:
     """The guess of a sample of 64 is often wrong, and the answer never."""
-    k, random = data.draw(st.integers(0, n)), np.random.default_rng(seed)
+    k = data.draw(st.integers(0, n))
+    random = np.random.default_rng(seed)
     values = random.normal(size=n) * 10 ** random.uniform(-spread, spread, n)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(selection, "SAMPLE", 64)
@@ -72,7 +73,8 @@ def test_one_of_every_stratum(size: int, chunks: int, data: st.DataObject) -> No
 
 
 def test_every_position_of_a_stratum_is_drawn_equally_often() -> None:
-    counts, lengths = np.zeros(100), drawn(100, 10, 3, "", 0)[1]
+    counts = np.zeros(100)
+    lengths = drawn(100, 10, 3, "", 0)[1]
     expected = np.repeat(2000 / lengths, lengths)
     for step in range(2000):
         counts[drawn(100, 10, 3, f"step {step}", 0)[0]] += 1

@@ -20,7 +20,8 @@ DRAW = RandomStream("", 0, 0)
     kind=st.sampled_from(["float32", "float64"]),
 )
 def test_there_and_back(count: int, block: int, kind: str) -> None:
-    codec, values = Sign(block), np.random.default_rng(count).normal(size=count).astype(kind)
+    codec = Sign(block)
+    values = np.random.default_rng(count).normal(size=count).astype(kind)
     payload = codec.encode(values, DRAW)
     assert (payload.dtype, payload.size) == (np.uint8, codec.nbytes(count, np.dtype(kind)))
     found = codec.decode(payload, count, np.dtype(kind))
@@ -34,7 +35,10 @@ def test_there_and_back(count: int, block: int, kind: str) -> None:
 def two_phases(given: list[np.ndarray], size: int) -> np.ndarray:
     """Scaled signs with worker and server errors (Tang et al. 2021, figure 3): (steps, n)."""
     n = given[0].shape[1]
-    worker, server, edges, sums = np.zeros((size, n)), np.zeros(n), bounds(n, size), []
+    worker = np.zeros((size, n))
+    server = np.zeros(n)
+    edges = bounds(n, size)
+    sums = []
     for step in range(len(given[0])):
         total = np.zeros(n)
         for chunk in map(slice, edges, edges[1:]):

@@ -20,7 +20,8 @@ def reference(
 ) -> np.ndarray:
     """Deep Gradient Compression, algorithm 4, for all ranks: the sums (steps, n)."""
     u, v = np.zeros((2, len(given), given[0].shape[1]))
-    k, sums = count_of(density, u.shape[1]), []
+    k = count_of(density, u.shape[1])
+    sums = []
     for gradient in zip(*given, strict=True):
         total = np.zeros(u.shape[1])
         for rank, own in enumerate(gradient):
@@ -61,7 +62,8 @@ def test_without_masking_it_is_another_algorithm(monkeypatch: pytest.MonkeyPatch
 
 def test_threshold_equals_strom() -> None:
     given = [gradients(rank, 10, N) for rank in range(2)]
-    residuals, wanted = np.zeros((2, N)), []
+    residuals = np.zeros((2, N))
+    wanted = []
     for step in range(10):
         residuals += [rank[step] for rank in given]
         mask = np.abs(residuals) >= 3.0
@@ -82,12 +84,14 @@ def test_a_threshold_of_nothing_sends_half() -> None:
 @pytest.mark.parametrize("verb", ["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("text", ["top-k:density=0.05,momentum=0.5", "threshold:value=1"])
 def test_a_reduce_scatter_gives_the_same_bits(text: str, verb: str) -> None:
-    whole, parts = sum_by(text, 3, steps=5), sum_by(text, 3, steps=5, verb="reduce_scatter")
+    whole = sum_by(text, 3, steps=5)
+    parts = sum_by(text, 3, steps=5, verb="reduce_scatter")
     np.testing.assert_array_equal(np.concatenate(parts.results, axis=1), whole.results[0])
 
 
 def test_warm_up_falls_in_equal_ratios() -> None:
-    scheme, densities = TopK(0.01, warmup=4), []
+    scheme = TopK(0.01, warmup=4)
+    densities = []
     for _ in range(7):
         scheme.begin_step()
         densities.append(scheme.present_density())
@@ -98,9 +102,11 @@ def test_warm_up_falls_in_equal_ratios() -> None:
 
 def test_errors_follow_the_loss_scale() -> None:
     def job(world: object) -> list[np.ndarray]:
-        results, scales = [], (1.0, 8.0, 8.0, 2.0)
+        results = []
+        scales = (1.0, 8.0, 8.0, 2.0)
         for scaled in (False, True):
-            scheme, parameter = TopK(0.1, momentum=0.5), Parameter(np.zeros(40))
+            scheme = TopK(0.1, momentum=0.5)
+            parameter = Parameter(np.zeros(40))
             scheme.attach([GradientRun.whole([parameter], world, "all_reduce")])  # type: ignore[arg-type]
             for step, scale in enumerate(scales):
                 scale = scale if scaled else 1.0
@@ -115,7 +121,8 @@ def test_errors_follow_the_loss_scale() -> None:
 
 
 def test_payloads() -> None:
-    positions, values = np.array([3, 9]), np.array([0.5, -2.0])
+    positions = np.array([3, 9])
+    values = np.array([0.5, -2.0])
     stream = np.concatenate([pack(positions, values), pack(positions[:0], values[:0])])
     found, numbers, stop = unpack(stream, 0, np.dtype(np.float64), 10)
     np.testing.assert_array_equal(found, positions)

@@ -77,7 +77,8 @@ def changed(
 )
 def test_another_plan_owes_as_much(before: dict[str, Any], after: dict[str, Any]) -> None:
     ranks = md.run(changed, before, after, size=4)
-    first, second = total([rank[0] for rank in ranks]), total([rank[1] for rank in ranks])
+    first = total([rank[0] for rank in ranks])
+    second = total([rank[1] for rank in ranks])
     assert first.keys() == second.keys()
     assert any(np.abs(array).max() > 0 for array in first.values())
     for name, array in first.items():

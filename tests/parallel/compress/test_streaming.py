@@ -50,7 +50,8 @@ def check(size: int, case: dict[str, Any], *, steps: int) -> None:
         )
         trainer = Trainer(plan, tiny(), world, seed=3, lr=1e-2, clip=0.5)
         losses = [trainer.step(global_batch(step, 9, tiny())) for step in range(steps)]
-        own, common = vector_of(trainer.model), trainer.state_dict()
+        own = vector_of(trainer.model)
+        common = trainer.state_dict()
         trainer.close()
         return (
             np.concatenate(
@@ -73,7 +74,8 @@ def check(size: int, case: dict[str, Any], *, steps: int) -> None:
 @st.composite
 def periods(draw: st.DrawFn) -> dict[str, Any]:
     """H, F, τ and α."""
-    fragments, each = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    fragments = draw(st.integers(1, 5))
+    each = draw(st.integers(1, 3))
     return {
         "every": fragments * each,
         "fragments": fragments,

@@ -51,7 +51,9 @@ def reference(text: str, size: int, steps: int) -> np.ndarray:
     codec: Any = scheme_of(text).codec  # type: ignore[attr-defined]
     edges = list(pairwise(bounds(N, size)))
     given = [gradients(rank, steps, N) for rank in range(size)]
-    worker, server, results = np.zeros((size, N)), np.zeros(N), []
+    worker = np.zeros((size, N))
+    server = np.zeros(N)
+    results = []
 
     def sent(values: np.ndarray, stream: str) -> np.ndarray:
         return codec.decode(
@@ -105,7 +107,8 @@ def train(
 
 def listen(scheme: Any, log: list[str]) -> None:
     """Note each start, how many exchanges are in their first phase then, and each wait."""
-    start, under_way = scheme.start_all_reduce, list[Any]()
+    start = scheme.start_all_reduce
+    under_way = list[Any]()
 
     def noted(index: int, bucket: np.ndarray) -> Pending:
         pending = start(index, bucket)

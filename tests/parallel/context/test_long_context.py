@@ -14,7 +14,9 @@ from minidist.parallel.context.ring_attention import context_parallel
 from minidist.parallel.context.sparse_ring_attention import sparse_context_parallel, tokens_sent
 from minidist.parallel.memory.activations import forget_scores
 
-TOKENS, RANKS, WIDTH = 32768, 4, 32
+TOKENS = 32768
+RANKS = 4
+WIDTH = 32
 WINDOW = "local:1024"
 
 
@@ -56,7 +58,8 @@ def test_four_ranks_hold_a_quarter(pattern: str | None) -> None:
     """Four ranks, 32,768 tokens: no rank holds more activations than one process with 8,192, and
     all peaks are those of a shard; the loss is that of one process with the whole sequence.
     """
-    (whole,), (shard,) = measured(1, TOKENS, pattern), measured(1, TOKENS // RANKS, pattern)
+    (whole,) = measured(1, TOKENS, pattern)
+    (shard,) = measured(1, TOKENS // RANKS, pattern)
     ranks = measured(RANKS, TOKENS, pattern)
     piece = 4 * 2 * (TOKENS // RANKS) * WIDTH
     for rank in ranks:

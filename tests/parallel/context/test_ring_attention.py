@@ -203,7 +203,8 @@ def test_wrong_number_of_tokens() -> None:
     ):
         md.run(job, size=2)
     with pytest.raises(ShapeError, match="ring_attention: 3 query heads do not divide among 2"):
-        q, k = tensor(np.zeros((1, 3, 4, 4))), tensor(np.zeros((1, 2, 4, 4)))
+        q = tensor(np.zeros((1, 3, 4, 4)))
+        k = tensor(np.zeros((1, 2, 4, 4)))
         md.run(lambda world: ring_attention(q, k, k, group=world, length=4), size=1)
 
 
@@ -227,7 +228,8 @@ def step_under(world: Any, context: int, limit: int | None, serial: bool = False
 def test_the_peak_is_that_of_a_shard() -> None:
     """A context P times as long: P ranks need no more than one needs of its P-th part, but for
     pieces on their way."""
-    context, size = 128, 4
+    context = 128
+    size = 4
     one = step_under(None, context, None, serial=True)
     piece = 8 * 2 * context * LONG["width"]  # keys and values of a rank's tokens
     limit = one["total"] + 5 * piece
@@ -243,7 +245,8 @@ def test_the_peak_is_that_of_a_shard() -> None:
 def test_nobody_makes_all_scores() -> None:
     """By what NumPy allocates, over all ranks: a fraction of even one rank's scores with one
     other's keys."""
-    length, size = 2048, 4
+    length = 2048
+    size = 4
     whole = {name: numbers(name, 1, 1, length, 4) for name in ("q", "k", "v")}
 
     def job(world: Any) -> None:
@@ -267,15 +270,14 @@ def test_blocks_are_computed_with_while_pieces_are_on_their_way(
     """Forward and back, between the start of each piece and the wait for it, but for the gradients
     that come home; not where a rank waits for what it starts."""
     own = threading.local()
-    start, absorb, add = (
-        chapter.pass_on,
-        online_attention.OnlineSoftmax.absorb,
-        online_attention.OnlineGradients.add,
-    )
+    start = chapter.pass_on
+    absorb = online_attention.OnlineSoftmax.absorb
+    add = online_attention.OnlineGradients.add
 
     class Piece:
         def __init__(self, pending: Any) -> None:
-            self.pending, self.blocks = pending, own.blocks
+            self.pending = pending
+            self.blocks = own.blocks
             if waits:
                 self.wait()
 
@@ -295,7 +297,8 @@ def test_blocks_are_computed_with_while_pieces_are_on_their_way(
     monkeypatch.setattr(chapter.OnlineGradients, "add", counted(add))
 
     def job(world: Any) -> list[int]:
-        own.blocks, own.beside = 0, {}
+        own.blocks = 0
+        own.beside = {}
         q, k = (tensor(numbers(name, 2, 2, 4, 4), requires_grad=True) for name in "qk")
         y = ring_attention(q, k, k, group=world, length=12)
         y.backward(np.ones(y.shape))
@@ -310,7 +313,8 @@ def test_a_hop_is_one_message_of_any_size(tokens: int) -> None:
     """Also of an array larger than a ring all-reduce sends at once."""
 
     def job(world: Any) -> tuple[int, int]:
-        kv, before = np.zeros((2, 1, 1, tokens, 8)), totals(world.ledger)
+        kv = np.zeros((2, 1, 1, tokens, 8))
+        before = totals(world.ledger)
         assert [source for source, _ in chapter.around(world, kv, 3 * tokens)] == [
             (world.rank - hop) % 3 for hop in range(3)
         ]
@@ -330,7 +334,8 @@ def test_pieces_travel_while_others_are_computed_with(monkeypatch: pytest.Monkey
         original(self, *args, **options)
 
     monkeypatch.setattr(chapter.OnlineSoftmax, "absorb", slowly)
-    size, length = 3, 12
+    size = 3
+    length = 12
     nbytes = 8 * 2 * 2 * 2 * (length // size) * 4
 
     def job(world: Any) -> float:
@@ -341,7 +346,8 @@ def test_pieces_travel_while_others_are_computed_with(monkeypatch: pytest.Monkey
             ring_attention(q, k, k, group=slow, length=length)
             return time.perf_counter() - start
 
-    one_after_the_other, taken = 0.06 + 2 * (0.04 + 0.04), 1.0
+    one_after_the_other = 0.06 + 2 * (0.04 + 0.04)
+    taken = 1.0
     for _ in range(5):  # other programs can only add to it
         taken = min(taken, max(md.run(job, size=size)))
         if taken < one_after_the_other - 0.04:
@@ -516,7 +522,8 @@ def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) ->
 def test_other_tokens_break_parity(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Learned positions and dropout, each of the first tokens instead of the own."""
     changes = {"dropout": 0.2}
-    serial, forward = run(context, 1, changes)[0], layer.forward
+    serial = run(context, 1, changes)[0]
+    forward = layer.forward
 
     def of_the_first(self: Any, *args: Any, **options: Any) -> Any:
         own, self.own = self.own, lambda length: slice(0, len(own(length)))

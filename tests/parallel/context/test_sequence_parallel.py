@@ -44,7 +44,8 @@ def test_equals_one_process(size: int) -> None:
 
 
 def test_a_group_of_one_rank() -> None:
-    alone, serial = run(sequence, 1, {}, whole=False)[0], run(sequence, 1, {})[0]
+    alone = run(sequence, 1, {}, whole=False)[0]
+    serial = run(sequence, 1, {})[0]
     assert (
         difference(alone["weights"], serial["weights"]) < BOUND
         and sent_along_the_axis([alone]) == 0
@@ -129,7 +130,8 @@ def held(size: int, layers: int, which: str) -> int:
 def test_all_but_the_gathered_inputs_is_divided() -> None:
     """A block keeps (2 (h + 1) + inside) / P numbers a token, and 2 h that were gathered; computed
     again, h / P."""
-    tokens, h = 2 * 16, 32
+    tokens = 2 * 16
+    h = 32
     for which in ("none", "all"):
         each = {size: held(size, 3, which) - held(size, 2, which) for size in (1, 2, 4)}
         whole = 8 * tokens * 2 * h if which == "none" else 0

@@ -208,7 +208,8 @@ def test_the_bytes_of_a_window() -> None:
 def test_every_rank_computes_the_same_tiles() -> None:
     """Tiles of a window by rank, zigzag: equal but for the first blocks, whose window is cut
     short."""
-    size, length = 4, 4096
+    size = 4
+    length = 4096
 
     def scores(rank: int) -> int:
         return sum(
@@ -223,7 +224,9 @@ def test_every_rank_computes_the_same_tiles() -> None:
 
 
 def test_the_plain_loop_is_a_window_of_tokens() -> None:
-    size, length, window = 3, 50, 9
+    size = 3
+    length = 50
+    window = 9
     q, k, v = (numbers(name, length, 4) for name in "qkv")
     away = np.arange(length)[:, None] - np.arange(length)
     scores = np.where((away >= 0) & (away < window), q @ k.T / 2.0, -np.inf)
@@ -262,7 +265,8 @@ def test_a_few_pieces_are_held_at_a_time() -> None:
 
 def test_what_a_rank_sends_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each message has left when attention returns, and when its gradient does."""
-    started, start = [], Group.start_send
+    started = []
+    start = Group.start_send
     monkeypatch.setattr(
         Group, "start_send", lambda *args: started.append(start(*args)) or started[-1]
     )
@@ -366,7 +370,8 @@ def test_wrong_number_of_tokens() -> None:
 
 def test_the_simulator_sends_what_the_pattern_needs() -> None:
     """On four ranks of cp the simulated bytes are those of the cost above."""
-    config, plan = tiny(context=512, attention_pattern="local:128", dtype="float32"), Plan(cp=4)
+    config = tiny(context=512, attention_pattern="local:128", dtype="float32")
+    plan = Plan(cp=4)
     found = simulate(plan, config, "h100:1x4", batch=2)
     sent = sum(
         row["nbytes"]

@@ -69,7 +69,10 @@ def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> Non
 
 def test_a_rank_sends_its_share() -> None:
     """8(P-1)/P of batch × sequence × width / P, where P divides tokens and heads."""
-    sequences, context, width, size = 2, 8, 16, 4
+    sequences = 2
+    context = 8
+    width = 16
+    size = 4
     ranks = run(swapped, size, {"context": context, "layers": 1}, sequences=sequences, steps=1)
     for rank in ranks:
         numbers = 8 * (size - 1) * sequences * context * width // size**2

@@ -141,7 +141,8 @@ def every_stage(world: Any, options: dict[str, Any]) -> list[dict[str, Any]]:
 def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGD without clipping: Adam and clipping forgive a wrong scale."""
     options: dict[str, Any] = {"accumulate": 2, "optimizer": "sgd", "clip": None}
-    forward, backward = DDP.forward, DDP.backward
+    forward = DDP.forward
+    backward = DDP.backward
     if bug == "mean of means":
         monkeypatch.setattr(
             DDP,
@@ -199,7 +200,8 @@ def test_no_pass_is_refused() -> None:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_traffic_is_the_formula(zero: int, accumulate: int) -> None:
     """Exact over all ranks, tied weights being ZeRO-3's root."""
-    size, steps = 3, 2
+    size = 3
+    steps = 2
     ranks = run(size, zero=zero, accumulate=accumulate, steps=steps, config={"tied": True})
     count = sum(array.size for array in ranks[0]["weights"].values())
     root = ranks[0]["weights"]["tokens.weight"].size if zero == 3 else 0
@@ -266,7 +268,8 @@ def test_activations_are_those_of_one_microbatch(strategy: Any) -> None:
         ]
 
     for found in md.run(job, size=2 if strategy is DDP else 1):
-        whole, batch = found[0][0], 2 * 8 * 13 * 8 + 4
+        whole = found[0][0]
+        batch = 2 * 8 * 13 * 8 + 4
         for passes, (accumulated, alone) in zip((1, 2, 4, 8), found, strict=True):
             assert (
                 alone["activations"] <= accumulated["activations"] <= alone["activations"] + batch

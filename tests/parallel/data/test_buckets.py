@@ -38,7 +38,8 @@ def test_dtypes_do_not_share_a_bucket() -> None:
 
 
 def test_backward_writes_into_the_bucket() -> None:
-    a, b = Parameter(np.array([1.0, 2.0]), name="a"), Parameter(np.array([[3.0], [4.0]]), name="b")
+    a = Parameter(np.array([1.0, 2.0]), name="a")
+    b = Parameter(np.array([[3.0], [4.0]]), name="b")
     (bucket,) = make_buckets([a, b], 1 << 20)
     ops.sum(a * np.array([10.0, 20.0])).backward()
     (ops.sum(b * b)).backward()

@@ -35,7 +35,8 @@ def train(
 ) -> tuple[dict[str, np.ndarray], list[float], Any, Any]:
     """Weights, losses, strategy, memory by device after some steps; 0 replicas is one process
     without any of it."""
-    config, seed = tiny(**changes), 3
+    config = tiny(**changes)
+    seed = 3
     with account.use(account.MemoryAccount()) as memory:
         model = GPT(config)
         model.initialize(seed)
@@ -220,7 +221,8 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(DataParallel, "loss_of", loss_of)
     elif bug == "forgets to copy":
-        copy_model, copied = DataParallel.copy_model, []
+        copy_model = DataParallel.copy_model
+        copied = []
         monkeypatch.setattr(
             DataParallel,
             "copy_model",
@@ -241,7 +243,8 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(("replicas", "sequences"), [(1, 4), (2, 5), (4, 4), (4, 9), (3, 2)])
 def test_bytes_and_messages_are_the_formula(replicas: int, sequences: int) -> None:
-    steps, config = 2, tiny()
+    steps = 2
+    config = tiny()
     weights, _, strategy, _ = train(replicas, sequences=sequences, steps=steps)
     model = sum(array.nbytes for array in weights.values())
     inputs, _ = global_batch(0, sequences, config)

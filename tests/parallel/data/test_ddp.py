@@ -60,10 +60,8 @@ def test_equals_one_process(serial: dict[str, Any], size: int) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "threads-unbuffered"])
 def test_same_bits_on_every_transport(serial: dict[str, Any], transport: str) -> None:
-    over_threads, over_processes = (
-        run(3)[0],
-        md.run(train_tiny, {}, {}, size=3, transport=transport)[0],
-    )
+    over_threads = run(3)[0]
+    over_processes = md.run(train_tiny, {}, {}, size=3, transport=transport)[0]
     assert difference(over_processes["weights"], serial["weights"]) < BOUND
     assert over_processes["digest"] == over_threads["digest"]
 
@@ -72,7 +70,8 @@ def test_same_bits_on_every_transport(serial: dict[str, Any], transport: str) ->
 @pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> None:
-    changes, options = {"context": 16, "width": 16, "layers": 3}, {"steps": 20, "sequences": 9}
+    changes = {"context": 16, "width": 16, "layers": 3}
+    options = {"steps": 20, "sequences": 9}
     serial, again = (md.run(train_tiny, changes, options, size=count)[0] for count in (1, size))
     ranks = md.run(train_tiny, changes, options, size=size, transport=transport)
     assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
@@ -117,7 +116,8 @@ def test_very_many_jobs(size: int, options: dict[str, Any]) -> None:
 
 def check_job(size: int, options: dict[str, Any]) -> None:
     """Ranks equal one process and each other."""
-    ranks, serial = run(size, steps=2, **options), run(1, steps=2, **options)[0]
+    ranks = run(size, steps=2, **options)
+    serial = run(1, steps=2, **options)[0]
     assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
     np.testing.assert_allclose(ranks[0]["losses"], serial["losses"], rtol=1e-12)
     assert len({rank["digest"] for rank in ranks}) == 1
@@ -125,7 +125,8 @@ def check_job(size: int, options: dict[str, Any]) -> None:
 
 def test_float32_stays_close(serial: dict[str, Any]) -> None:
     options: dict[str, Any] = {"config": tiny(dtype="float32")}
-    ranks, alone = run(3, **options), run(1, **options)[0]
+    ranks = run(3, **options)
+    alone = run(1, **options)[0]
     assert len({rank["digest"] for rank in ranks}) == 1
     # Adam makes steps of lr = 1e-2 of a gradient that is zero but for rounding; the model's largest
     # weight is 1
@@ -141,7 +142,8 @@ def test_planted_bugs_break_parity(
 ) -> None:
     """Without clipping and with SGD: Adam and clipping forgive a wrong scale."""
     options: dict[str, Any] = {"optimizer": "sgd", "clip": None}
-    forward, start = DDP.forward, DDP._start_reduce
+    forward = DDP.forward
+    start = DDP._start_reduce
     if bug == "averages twice":
         monkeypatch.setattr(
             DDP, "forward", lambda self, part, divisor: forward(self, part, divisor=divisor * 3)
@@ -190,7 +192,8 @@ class Chain(Module):
     def __init__(self, *, used: int = 4, reverse: bool = False) -> None:
         weights = [Parameter(np.eye(2) * (1.0 + 0.1 * i) + 0.01 * i) for i in range(6)]
         self.weights = weights[::-1] if reverse else weights
-        self.used, self.reverse = used, reverse
+        self.used = used
+        self.reverse = reverse
         self.assign_names()
 
     def forward(self, x: Any) -> Any:
@@ -217,11 +220,13 @@ def train_chain(
 ) -> tuple[list[list[str]], list[np.ndarray], list[int]]:
     """Of each step which gradients came and which buckets set out, in order; the weights; bytes
     sent in each step."""
-    model, log = Chain(used=used, reverse=reverse), []
+    model = Chain(used=used, reverse=reverse)
+    log = []
     strategy: Any = (
         Single(model) if world.size == 1 else DDP(model, world, bucket_bytes=64, **options)
     )
-    optimizer, sent = AdamW(strategy.parameters, 0.1), []
+    optimizer = AdamW(strategy.parameters, 0.1)
+    sent = []
     for parameter in model.parameters():
         parameter.hooks.insert(0, lambda parameter: log[-1].append(parameter.name))
     if world.size > 1:
@@ -392,7 +397,8 @@ def test_the_last_steps_gradients_are_not_added_to() -> None:
     def job(world: Any) -> None:
         model = GPT(tiny())
         model.initialize(0)
-        strategy, batch = DDP(model, world), global_batch(0, 2, tiny())
+        strategy = DDP(model, world)
+        batch = global_batch(0, 2, tiny())
         for last in (False, True):  # the passes of one step
             strategy.backward(
                 strategy.forward(strategy.part_of(batch), divisor=batch[1].size), last=last
@@ -430,7 +436,8 @@ def test_frozen_weights_stay_and_are_not_sent() -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 def test_bytes_and_messages_are_the_formula(size: int) -> None:
-    steps, ranks = 2, run(size, steps=2, sequences=7)
+    steps = 2
+    ranks = run(size, steps=2, sequences=7)
     model = GPT(tiny())
     model.initialize(0)
     nbytes = sum(p.data.nbytes for p in model.parameters())
@@ -490,10 +497,8 @@ def test_a_large_bucket_goes_round_in_stretches(size: int) -> None:
 def test_sixteen_bytes_a_parameter(dtype: str, size: int) -> None:
     """4 + 4 + 8 in float32 with Adam, on one device and on each replica; twice that in float64."""
     for rank in run(size, config=tiny(dtype=dtype)):
-        count, itemsize = (
-            sum(array.size for array in rank["weights"].values()),
-            np.dtype(dtype).itemsize,
-        )
+        count = sum(array.size for array in rank["weights"].values())
+        itemsize = np.dtype(dtype).itemsize
         now = [
             rank["memory"][category]["now"] for category in ("parameters", "gradients", "optimizer")
         ]
@@ -582,7 +587,8 @@ def test_parts_are_array_splits() -> None:
 def test_digest_is_over_names_in_order_little_endian() -> None:
     from minidist.parallel.step.replicas import weights_digest
 
-    first, second = np.arange(3, dtype=np.float32), np.ones((2, 2), np.float64)
+    first = np.arange(3, dtype=np.float32)
+    second = np.ones((2, 2), np.float64)
     expected = hashlib.sha256(
         first.astype("<f4").tobytes() + second.astype("<f8").tobytes()
     ).hexdigest()

@@ -170,7 +170,8 @@ def test_equals_one_process_after_twenty_steps(workers: int, servers: int) -> No
     "transport", ["threads-unbuffered", "tcp", pytest.param("mpi", marks=pytest.mark.soak)]
 )
 def test_same_bits_on_every_transport(transport: str) -> None:
-    over_threads, ranks = run(2, 2), check_equal(2, 2, transport=transport)
+    over_threads = run(2, 2)
+    ranks = check_equal(2, 2, transport=transport)
     for name, array in over_threads[0]["weights"].items():
         assert np.array_equal(array, ranks[0]["weights"][name])
 
@@ -227,11 +228,9 @@ def test_float32_stays_close() -> None:
     "bug", ["averages twice", "pushes twice", "forgets a worker", "pulls from one server"]
 )
 def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gradients, collect, pull = (
-        ParameterServer.gradients,
-        ParameterServer.collect,
-        ParameterServer.pull,
-    )
+    gradients = ParameterServer.gradients
+    collect = ParameterServer.collect
+    pull = ParameterServer.pull
     if bug == "averages twice":
         monkeypatch.setattr(
             ParameterServer,
@@ -387,7 +386,8 @@ def test_the_replay_test_sees_a_wrong_record() -> None:
 def ahead(record: list[Update], workers: int, steps: int) -> int:
     """The most steps that a worker, still at work, was ahead of the slowest when it began a step,
     by this record."""
-    done, most = [0] * workers, 0
+    done = [0] * workers
+    most = 0
     for update in record:
         running = [other for other in range(workers) if done[other] < steps]
         most = max(most, update.step - min(done[other] for other in running))
@@ -401,7 +401,10 @@ def test_a_straggler_holds_the_others_up_no_more_than_it_must(
 ) -> None:
     """Worker 1 takes its first steps when the others have made all that they may before; and then
     some time, in which they could make more."""
-    steps, done, changed, update = 8, Counter[int](), threading.Condition(), Service._update
+    steps = 8
+    done = Counter[int]()
+    changed = threading.Condition()
+    update = Service._update
     ahead_of = steps if staleness is None else staleness + 1
 
     def counted(self: Service, made: Update, *args: Any) -> None:
@@ -555,7 +558,8 @@ def test_memory_by_role(servers: int, asynchronous: bool) -> None:
             rank["memory"][category]["now"] for category in ("parameters", "gradients", "optimizer")
         ] == [nbytes, nbytes, 0]
     for rank in ranks[workers:]:
-        own, memory = sum(rank["weights"][name].nbytes for name in rank["held"]), rank["memory"]
+        own = sum(rank["weights"][name].nbytes for name in rank["held"])
+        memory = rank["memory"]
         assert own <= nbytes / servers + max(array.nbytes for array in ranks[0]["weights"].values())
         assert memory["gradients"]["now"] == own and memory["optimizer"]["now"] == 2 * own
         # one element a freed key
@@ -597,7 +601,8 @@ def test_the_timeline_tells_how_stale_each_update_was() -> None:
     ahead = threading.Event()  # worker 0 is: by three steps at least, and worker 1 by one at most
 
     def job(world: Any) -> list[tuple[int, int]]:
-        model, timeline = new_model({}), Timeline(world.rank)
+        model = new_model({})
+        timeline = Timeline(world.rank)
         strategy = ParameterServer(
             model, world, asynchronous=True, staleness=None, recorder=timeline
         )

@@ -30,7 +30,8 @@ def trained(world: Any, stage: Any, options: dict[str, Any], accumulate: int = 1
     model = GPT(CONFIG)
     model.initialize(3)
     strategy = stage(model, world, **options)
-    optimizer, orders = AdamW(strategy.parameters, 1e-2), []
+    optimizer = AdamW(strategy.parameters, 1e-2)
+    orders = []
     before = world.ledger.sent_bytes("step").get("world", {}).get("all_reduce", 0)
     losses = []
     for step in range(3):
@@ -76,13 +77,16 @@ class HeldLink:
     set."""
 
     def __init__(self, group: Any) -> None:
-        self.group, self.opened, self.first = group, threading.Event(), True
+        self.group = group
+        self.opened = threading.Event()
+        self.first = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.group, name)
 
     def start_all_reduce(self, *args: Any, **options: Any) -> Any:
-        held, self.first = not self.first, False
+        held = not self.first
+        self.first = False
         assert not held or self.opened.wait(20)
         return self.group.start_all_reduce(*args, **options)
 
@@ -159,14 +163,18 @@ def test_clip_is_refused_and_a_slice_without_a_number() -> None:
 
 SLEEPING = tiny(layers=6, width=16)
 # seconds: of a block, asleep, and of the sum of its gradients
-FORWARD, BACKWARD, SUM = 0.040, 0.080, 0.100
+FORWARD = 0.040
+BACKWARD = 0.080
+SUM = 0.100
 BLOCK = 8 * (12 * 16 * 16 + 13 * 16)  # bytes
-ALPHA, SLICES = 50e-6, 4
+ALPHA = 50e-6
+SLICES = 4
 
 
 def cycles(world: Any, priority: bool) -> Timeline:
     """Five times a backward and the next forward, each under the name of a step."""
-    model, timeline = GPT(SLEEPING), Timeline(world.rank)
+    model = GPT(SLEEPING)
+    timeline = Timeline(world.rank)
     model.initialize(0)
     with delayed(world, alpha=ALPHA, beta=SUM / BLOCK) as slow:
         timeline.follow(slow.ledger, waits=True)
@@ -181,7 +189,8 @@ def cycles(world: Any, priority: bool) -> Timeline:
         for block in model.blocks:
             block.register_forward_hook(lambda module, args, result: time.sleep(FORWARD))
             block.register_backward_pre_hook(lambda module: time.sleep(BACKWARD))
-        optimizer, batch = SGD(strategy.parameters, 0.1), global_batch(0, 2, SLEEPING)
+        optimizer = SGD(strategy.parameters, 0.1)
+        batch = global_batch(0, 2, SLEEPING)
         strategy.begin_step()
         share = strategy.forward(strategy.part_of(batch), divisor=batch[1].size)
         for step in range(5):
@@ -197,9 +206,11 @@ def cycles(world: Any, priority: bool) -> Timeline:
 @pytest.mark.soak
 def test_priorities_save_what_a_record_without_them_predicts() -> None:
     """Within 10 %, in the best of four pairs: other programs lengthen either."""
-    link, off = LinkCost("delayed", 2, ALPHA, 0.0, SUM / BLOCK, 0.0, 0.0), 1.0
+    link = LinkCost("delayed", 2, ALPHA, 0.0, SUM / BLOCK, 0.0, 0.0)
+    off = 1.0
     for _ in range(4):
-        (in_turn, told), ran = median_of(False, link), median_of(True, link)[0]
+        (in_turn, told) = median_of(False, link)
+        ran = median_of(True, link)[0]
         print(
             f"\nin turn {1e3 * in_turn:.1f} ms, by urgency predicted {1e3 * told:.1f}, ran "
             f"{1e3 * ran:.1f}"

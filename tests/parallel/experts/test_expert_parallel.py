@@ -60,8 +60,10 @@ def check_traffic(
 ) -> None:
     """To the byte: four all-to-alls of routed tokens (six with blocks computed again), the dense
     sum, the counts."""
-    size, config = len(ranks), ranks[0]["config"]
-    experts, layers = {**MOE, **moe}["experts"], config["layers"]
+    size = len(ranks)
+    config = ranks[0]["config"]
+    experts = {**MOE, **moe}["experts"]
+    layers = config["layers"]
 
     def total(axis: str, verb: str) -> int:
         return sum(rank["sent"].get(axis, {}).get(verb, 0) for rank in ranks)
@@ -265,10 +267,8 @@ def test_experts_and_their_state_are_divided(size: int) -> None:
 def test_mixed_precision(precision: str) -> None:
     """Replicas stay equal, and near one process: sums are rounded where they are cut."""
     changes = {"dtype": {"bf16": "bfloat16", "fp16": "float16"}[precision]}
-    alone, ranks = (
-        run(1, {}, changes, precision=precision)[0],
-        run(3, {}, changes, precision=precision),
-    )
+    alone = run(1, {}, changes, precision=precision)[0]
+    ranks = run(3, {}, changes, precision=precision)
     assert len({digest(rank) for rank in ranks}) == 1
     np.testing.assert_allclose(ranks[0]["losses"], alone["losses"], rtol=2e-2)
 

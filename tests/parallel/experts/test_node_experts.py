@@ -19,7 +19,8 @@ from minidist.parallel.experts import node_experts, split_experts
 from minidist.parallel.experts.node_experts import NodeExperts, plain_node_experts
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 
-ITEM, WIDTH = 8, 16
+ITEM = 8
+WIDTH = 16
 SWAPPED = ((4, 2, 0, 1, 3), (1, 2, 3, 4, 0))
 
 
@@ -101,7 +102,8 @@ def test_equals_one_process(
     ranks = check(
         nodes, moe, of_serial=of_serial, **{"steps": 2, "optimizer": SGD, "clip": 0.05, **options}
     )
-    top_k, times = {**MOE, **moe}["top_k"], 3 if options.get("checkpoint") else 2
+    top_k = {**MOE, **moe}["top_k"]
+    times = 3 if options.get("checkpoint") else 2
     copies, rows = (sum(rank[kind] for rank in ranks) for kind in ("copies", "rows"))
     assert sent(ranks, "world") == ITEM * times * (2 * WIDTH + top_k) * copies
     assert sent(ranks, "world.inside") == ITEM * times * 2 * WIDTH * rows
@@ -147,15 +149,14 @@ def test_very_many_jobs(nodes: list[int], moe: dict[str, Any], options: dict[str
 def test_the_plain_loop() -> None:
     """Two nodes of two ranks: each token goes to the other node at most once."""
     rng = np.random.default_rng(0)
-    x, weights = rng.normal(size=(22, 5)), rng.random((22, 4)) * (rng.random((22, 4)) < 0.6)
+    x = rng.normal(size=(22, 5))
+    weights = rng.random((22, 4)) * (rng.random((22, 4)) < 0.6)
     experts = rng.normal(size=(4, 5, 5))
     right = np.einsum("nh,ehk,ne->nk", x, experts, weights)
 
     def rank(world: Any) -> Any:
-        across, inside = (
-            world.split(world.rank % 2, axis="across"),
-            world.split(world.rank // 2, axis="inside"),
-        )
+        across = world.split(world.rank % 2, axis="across")
+        inside = world.split(world.rank // 2, axis="inside")
         mine = np.array_split(np.arange(22), 4)[world.rank]
         y = plain_node_experts(
             x[mine], weights[mine], lambda rows: rows @ experts[world.rank], across, inside
@@ -247,7 +248,8 @@ def test_nodes_stay_when_the_plan_changes() -> None:
     def rank(
         world: Any, nodes: tuple[int, ...], mixture: MixtureConfig, plans: list[dict[str, Any]]
     ) -> Any:
-        world.nodes, config = nodes, tiny(mixture=mixture)
+        world.nodes = nodes
+        config = tiny(mixture=mixture)
         trainer = Trainer(Plan(**plans[0]), config, world, lr=1e-2, optimizer="sgd")
         trainer.step(global_batch(0, 5, config))
         if plans[1:]:

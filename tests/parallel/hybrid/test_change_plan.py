@@ -36,11 +36,9 @@ def trained(
     """The losses of `steps` steps under each plan in turn, and the digest of the weights after each
     change."""
     config = tiny(**SIZES, **changes)
-    trainer, losses, digests = (
-        Trainer(Plan(**plans[0]), config, world, seed=3, lr=1e-2, clip=0.5),
-        [],
-        [],
-    )
+    trainer = Trainer(Plan(**plans[0]), config, world, seed=3, lr=1e-2, clip=0.5)
+    losses = []
+    digests = []
     for number, plan in enumerate(plans):
         if number:
             before = trainer.weights_sha256()

@@ -122,7 +122,8 @@ def test_eager_work_between_launches(cupy: Any) -> None:
 
     def job(world: Any) -> list[Any]:
         first, again = (trainer_of(world, config) for _ in range(2))
-        step, results = CapturedStep(first, warm_up=1), []
+        step = CapturedStep(first, warm_up=1)
+        results = []
         for number in range(3):
             step.step(global_batch(number, 2, config))
         batch = [global_batch(0, 2, config)]
@@ -158,7 +159,8 @@ def test_a_host_read_ends_the_capture(cupy: Any, monkeypatch: pytest.MonkeyPatch
 
     def job(world: Any) -> None:
         trainer = trainer_of(world, config)
-        step, update = CapturedStep(trainer, warm_up=1), trainer.precision.update
+        step = CapturedStep(trainer, warm_up=1)
+        update = trainer.precision.update
         step.step(global_batch(0, 1, config))
         for what, reads in planted.items():
 

@@ -21,7 +21,8 @@ from minidist.parallel.hybrid.hybrid import AXES, Mesh, Plan, Trainer
 def test_each_chapter_keeps_to_itself() -> None:
     """Of each other's modules chapters import the cutting of passes and the lists of a pipeline;
     hybrid composes."""
-    shared, composing = {"accumulation", "schedules"}, ("hybrid", "plan", "mesh")
+    shared = {"accumulation", "schedules"}
+    composing = ("hybrid", "plan", "mesh")
     for file in Path(parallel.__path__[0]).glob("*.py"):
         text = file.read_text(encoding="utf-8")
         imported = {
@@ -150,7 +151,8 @@ def test_loss_falls_and_evaluate_agrees_with_step(size: int) -> None:
 
 def test_evaluate_weights_batches_by_their_tokens() -> None:
     config = tiny()
-    small, large = global_batch(0, 1, config), global_batch(1, 4, config)
+    small = global_batch(0, 1, config)
+    large = global_batch(1, 4, config)
 
     def job(world: Any) -> tuple[float, float, float]:
         trainer = Trainer(Plan(dp=world.size), config, world)
@@ -191,7 +193,8 @@ def test_zero_through_the_trainer(stage: int) -> None:
     def job(world: Any) -> tuple[float, float]:
         trainer = Trainer(Plan(dp=world.size, zero=stage), tiny(), world)
         batch = global_batch(0, 2, tiny())
-        before, loss = trainer.evaluate([batch, batch]), trainer.step(batch)
+        before = trainer.evaluate([batch, batch])
+        loss = trainer.step(batch)
         trainer.close()
         return before, loss
 
@@ -211,7 +214,8 @@ def test_zero_through_the_trainer(stage: int) -> None:
 def test_one_place_for_all_through_the_trainer(size: int, options: dict[str, Any]) -> None:
     """Parity with dropout, a tied table, checkpointed blocks, accumulation; evaluation; whole
     weights on every rank."""
-    config, batch = tiny(dropout=0.3, tied=True), global_batch(0, 5, tiny())
+    config = tiny(dropout=0.3, tied=True)
+    batch = global_batch(0, 5, tiny())
 
     def job(world: Any, **options: Any) -> tuple[dict[str, np.ndarray], list[float], float, str]:
         plan = Plan(dp=world.size, accumulate=2, checkpoint_blocks="all", **options)

@@ -79,7 +79,8 @@ def any_plan(draw: Any, ranks: int) -> tuple[dict[str, Any], dict[str, Any], dic
         for sizes in ((1, 1, 2, 3), (1, 1, 2, 3), (1, 1, 2), (1, 2, 2, 3))
     )
     assume(1 < tp * pp * cp * ep <= ranks)
-    dp, heads = draw(st.integers(1, min(3, ranks // (tp * pp * cp * ep)))), draw(st.integers(tp, 4))
+    dp = draw(st.integers(1, min(3, ranks // (tp * pp * cp * ep))))
+    heads = draw(st.integers(tp, 4))
     mixture = {
         "experts": ep * draw(st.integers(1, 3)),
         "top_k": 1,

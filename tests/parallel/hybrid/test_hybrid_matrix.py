@@ -42,7 +42,8 @@ Job = tuple[dict[str, Any], dict[str, Any], int]
 @st.composite
 def axes(draw: Any, ranks: int) -> dict[str, int]:
     """Sizes of dp, pp, cp and tp: 2 to `ranks` ranks, and more than dp alone."""
-    sizes, left = {"dp": 1}, ranks
+    sizes = {"dp": 1}
+    left = ranks
     for axis in draw(st.permutations(["pp", "cp", "tp"])):
         sizes[axis] = draw(st.integers(1, min(4, left)))
         left //= sizes[axis]
@@ -163,10 +164,8 @@ def test_plans_under_mpirun(plan: dict[str, Any]) -> None:
 def test_what_lasts_is_divided_by_dp_and_cp_together() -> None:
     """ZeRO's shards span both; activations are of a rank's rows and tokens; with tp outside the
     regions too."""
-    changes, options = (
-        {"layers": 4, "width": 32, "heads": 4, "context": 16, "vocabulary": 8},
-        {"steps": 1},
-    )
+    changes = {"layers": 4, "width": 32, "heads": 4, "context": 16, "vocabulary": 8}
+    options = {"steps": 1}
     (alone,) = md.run(train, changes, {**options, "sequences": 4}, size=1)
 
     def shares(plan: dict[str, Any]) -> list[float]:
@@ -223,7 +222,8 @@ def test_stages_keep_their_promise_behind_a_pipeline() -> None:
         psi = two["parameters"]["now"]
         assert abs(two["gradients"]["now"] - psi / 4) < psi / 100
         # the largest of either: a matrix, a block
-        bucket, unit = 8 * 4 * 16 * 16, 8 * 13 * (16 * 16 + 16)
+        bucket = 8 * 4 * 16 * 16
+        unit = 8 * 13 * (16 * 16 + 16)
         assert two["gradients"]["peak"] < psi / 4 + 3 * bucket
         for what in ("parameters", "gradients"):
             assert three[what]["peak"] < psi / 4 + 2 * unit < psi

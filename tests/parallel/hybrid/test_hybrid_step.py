@@ -155,7 +155,8 @@ def test_the_scales_of_fp8_are_those_of_whole_matrices(kv_heads: int) -> None:
         trainer.step(global_batch(0, 4, config))
         return trainer.precision.float8.state()[:, :, -1]  # type: ignore[attr-defined]
 
-    (alone,), ranks = md.run(job, {}, size=1), md.run(job, {"dp": 2, "tp": 2}, size=4)
+    (alone,) = md.run(job, {}, size=1)
+    ranks = md.run(job, {"dp": 2, "tp": 2}, size=4)
     for seen in ranks:
         np.testing.assert_array_equal(seen, ranks[0])
         # weights are drawn alike, to the bit

@@ -45,7 +45,8 @@ def test_measured_costs_are_rank_0s() -> None:
 
 
 def test_the_other_ranks_wait_as_long_as_rank_0_measures(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited, transports = list[bool](), dict[int, Any]()
+    waited = list[bool]()
+    transports = dict[int, Any]()
 
     def patient(config: GPTConfig, device: str) -> list[float]:
         waited.append(becomes_unhurried(transports[1]))

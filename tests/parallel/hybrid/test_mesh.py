@@ -69,7 +69,10 @@ def test_the_innermost_axis_fills_nodes_one_by_one(
         """What `placed` asks of a group; a split returns this rank's number."""
 
         def __init__(self, rank: int) -> None:
-            self.rank, self.size, self.nodes, self.axis = rank, 6, nodes, "world"
+            self.rank = rank
+            self.size = 6
+            self.nodes = nodes
+            self.axis = "world"
 
         def split(self, color: int, key: int, axis: str) -> int:
             return key
@@ -101,7 +104,8 @@ def test_an_order_of_no_axes() -> None:
 
 def trained(world: Any, nodes: tuple[int, ...], plan: dict[str, Any]) -> tuple[Any, dict[str, int]]:
     """Digest and losses, and the bytes that messages along each axis carried from node to node."""
-    world.nodes, crossed = nodes or world.nodes, dict.fromkeys(AXES, 0)
+    world.nodes = nodes or world.nodes
+    crossed = dict.fromkeys(AXES, 0)
 
     def count(event: Any) -> None:
         ends = event.details
@@ -157,9 +161,11 @@ def changed(world: Any) -> tuple[Any, ...]:
     """A plan changes between steps; the ranks are numbered anew each time."""
     from training import global_batch, tiny
 
-    world.nodes, config = IN_TURN[:4], tiny()
+    world.nodes = IN_TURN[:4]
+    config = tiny()
     trainer = md.Trainer(md.Plan(dp=2, tp=2), config, world)
-    losses, orders = [trainer.step(global_batch(0, 5, config))], [trainer.world.world_ranks]
+    losses = [trainer.step(global_batch(0, 5, config))]
+    orders = [trainer.world.world_ranks]
     for plan in (
         md.Plan(dp=2, tp=2, placement="rank"),
         md.Plan(dp=4, zero=3),

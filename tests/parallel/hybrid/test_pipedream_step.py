@@ -18,7 +18,8 @@ from minidist.parallel.hybrid import pipedream_step
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.step.step import micro_parts, part_of
 
-BOUND, STEPS = 1e-10, 2
+BOUND = 1e-10
+STEPS = 2
 CONFIG = {"layers": 4, "heads": 4}
 
 
@@ -39,7 +40,8 @@ def train(
         seed=3,
     )
     strategy: Any = trainer.strategy
-    losses, updates = [], []
+    losses = []
+    updates = []
     for step in range(STEPS):
         losses.append(trainer.step(global_batch(step, sequences, config)))
         updates.append([list(update) for update in strategy.updates])
@@ -62,7 +64,8 @@ def train(
 def replay(options: dict[str, Any], ranks: list[dict[str, Any]], sequences: int) -> dict[str, Any]:
     """One process: microbatch b is the rows b of every replica, and each stage is late by the
     stages behind it."""
-    config, plan = tiny(**CONFIG), Plan(schedule="pipedream", **options)
+    config = tiny(**CONFIG)
+    plan = Plan(schedule="pipedream", **options)
     stages = [next(rank for rank in ranks if rank["stage"] == stage) for stage in range(plan.pp)]
     steps = []
     for step in range(STEPS):
@@ -121,7 +124,8 @@ def test_bytes_are_the_formula() -> None:
     few = check({"dp": 2, "pp": 2, "microbatches": 3}, 3)
     assert sent_by_axis(few) == few[0]["formula"]
     ranks = check({"dp": 2, "pp": 2, "microbatches": 3}, 7)
-    config, sent = tiny(**CONFIG), sent_by_axis(ranks)
+    config = tiny(**CONFIG)
+    sent = sent_by_axis(ranks)
     assert sent == ranks[0]["formula"]
     assert (
         sent["dp"]
@@ -155,7 +159,9 @@ def test_low_precision() -> None:
     ranks = md.run(train, {**options, "precision": "bf16"}, 7, {"dtype": "float32"}, size=4)
     start = GPT(tiny(**CONFIG))
     start.initialize(3)
-    ours, theirs, first = ranks[0]["weights"], exact[0]["weights"], start.state_dict()
+    ours = ranks[0]["weights"]
+    theirs = exact[0]["weights"]
+    first = start.state_dict()
     apart, way = (
         float(np.sqrt(sum(np.sum((a[name] - b[name]) ** 2.0) for name in a)))
         for a, b in ((ours, theirs), (theirs, first))
@@ -200,7 +206,8 @@ def test_a_checkpoint_goes_on_under_another_plan(tmp_path: Path) -> None:
     def second(world: Any, plan: Plan) -> tuple[dict[str, np.ndarray], int]:
         trainer = Trainer(plan, tiny(**CONFIG), world, clip=None)
         trainer.load(tmp_path / "saved")
-        weights, steps = trainer.state_dict(), trainer.optimizer.slots[0].steps
+        weights = trainer.state_dict()
+        steps = trainer.optimizer.slots[0].steps
         trainer.close()
         return weights, steps
 
@@ -223,7 +230,8 @@ def test_to_pipedream_and_back_between_two_steps() -> None:
 
     def job(world: Any) -> list[bool]:
         config = tiny(**CONFIG)
-        trainer, equal = Trainer(Plan(pp=2, schedule="zb-v"), config, world, clip=None), []
+        trainer = Trainer(Plan(pp=2, schedule="zb-v"), config, world, clip=None)
+        equal = []
         for step, plan in enumerate((Plan(pp=2, schedule="pipedream", microbatches=3), Plan(dp=2))):
             trainer.step(global_batch(step, 6, config))
             before = trainer.state_dict()

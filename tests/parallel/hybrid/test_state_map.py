@@ -42,7 +42,8 @@ def elements(runs: np.ndarray) -> list[int]:
 @settings(max_examples=60)
 @given(any_runs(), any_runs())
 def test_overlap_is_every_number_that_both_have(have: np.ndarray, want: np.ndarray) -> None:
-    mine, wanted = elements(have), elements(want)
+    mine = elements(have)
+    wanted = elements(want)
     expected = {
         (mine.index(position), wanted.index(position)) for position in mine if position in wanted
     }
@@ -96,7 +97,9 @@ def misplaced(
     )
     serial = GPT(tiny(**changes))
     serial.initialize(3)
-    whole, wrong, positions = dict(serial.named_parameters()), [], dict[str, list[int]]()
+    whole = dict(serial.named_parameters())
+    wrong = []
+    positions = dict[str, list[int]]()
     for place, array in zip(
         state_places(trainer.strategy, trainer.optimizer),
         state_arrays(trainer.strategy, trainer.optimizer, changes=False),

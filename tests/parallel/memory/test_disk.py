@@ -68,7 +68,8 @@ def test_buffers_are_bounded_and_one_is_left_for_who_must_have_it() -> None:
     record.add("w", np.float32, 10)
     first = place.lend(record)
     assert not place.has_spare()  # nobody reads ahead with the last one
-    second, waited = place.lend(record), []
+    second = place.lend(record)
+    waited = []
     thread = threading.Thread(target=lambda: waited.append(place.lend(record)))
     thread.start()
     time.sleep(0.02)

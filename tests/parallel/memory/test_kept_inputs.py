@@ -58,7 +58,8 @@ def check(plan: dict[str, Any], kept: str, *, steps: int = 2) -> None:
     """Ways that are exact change no bit; 8bit equals 8bit on one rank. The bytes are those of the
     formulas."""
     plan = {"checkpoint_blocks": "all", **plan}
-    plain, ours = train(plan, steps=steps), train({**plan, "keep_activations": kept}, steps=steps)
+    plain = train(plan, steps=steps)
+    ours = train({**plan, "keep_activations": kept}, steps=steps)
     if "8bit" not in kept:
         assert [rank["digest"] for rank in ours] == [rank["digest"] for rank in plain]
         assert [rank["losses"] for rank in ours] == [rank["losses"] for rank in plain]
@@ -183,10 +184,12 @@ def test_what_one_block_more_takes(kept: str, tp: int, device: int, host: int) -
 def test_a_slow_bus_changes_nothing() -> None:
     """Moves that take their time are waited for: the same gradients; and the inputs are on the host
     meanwhile."""
-    config, batch = tiny(layers=4), global_batch(0, 4, tiny())
+    config = tiny(layers=4)
+    batch = global_batch(0, 4, tiny())
     found = []
     for pace in (Pace(), Pace(latency=0.005)):
-        model, keeper = GPT(config), InputKeeper(["offload"], pace=pace)
+        model = GPT(config)
+        keeper = InputKeeper(["offload"], pace=pace)
         model.initialize(0)
         checkpoint_blocks(model, "all", keeper)
         for _ in range(2):
@@ -248,7 +251,8 @@ def test_errors_cancel_on_average() -> None:
 
 def test_what_is_not_finite_stays_so() -> None:
     x = np.ones((1, 3, 4), np.float32)
-    x[0, 0, 1], x[0, 1, 2] = np.nan, np.inf
+    x[0, 0, 1] = np.nan
+    x[0, 1, 2] = np.inf
     x[0, 2] = 0.0
     again = restore(*quantise(x, name="b", seed=0, tokens=np.arange(3)[None]), x.dtype)
     assert np.isnan(again[0, :2]).all()

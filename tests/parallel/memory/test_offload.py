@@ -164,7 +164,8 @@ def test_any_composition_at_length(**drawn: Any) -> None:
 @pytest.mark.parametrize("plan", HOMES[1:], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_twenty_steps(transport: str, plan: dict[str, Any], size: int) -> None:
-    changes, options = {"layers": 3}, {"steps": 20, "sequences": 7}
+    changes = {"layers": 3}
+    options = {"steps": 20, "sequences": 7}
     serial = md.run(train_tiny, changes, options, size=1)[0]
     ranks = md.run(train_tiny, changes, {**options, **plan}, size=size, transport=transport)
     assert difference(ranks[0]["weights"], serial["weights"]) < BOUND
@@ -175,14 +176,16 @@ def test_state_of_an_offloaded_optimizer_is_saved_and_loaded() -> None:
     """A fresh optimizer with the saved state goes on as the old one would have."""
 
     def work(world: Any, home: type) -> list[dict[str, np.ndarray]]:
-        config, results = tiny(), []
+        config = tiny()
+        results = []
         for resume in (False, True):
             model = GPT(config)
             strategy = Zero3(model, world, store=home(), seed=3)
             optimizer = AdamW(strategy.parameters, 1e-2)
             for step in range(4):
                 if resume and step == 2:
-                    saved, optimizer = optimizer.state_dict(), AdamW(strategy.parameters, 1e-2)
+                    saved = optimizer.state_dict()
+                    optimizer = AdamW(strategy.parameters, 1e-2)
                     optimizer.load_state_dict(saved)
                 strategy.step(global_batch(step, 5, config), optimizer)
             results.append(strategy.state_dict())
@@ -201,7 +204,8 @@ def test_state_of_an_offloaded_optimizer_is_saved_and_loaded() -> None:
 @pytest.mark.parametrize("passes", [1, 2])
 def test_moves_by_the_formulas(precision: str, passes: int) -> None:
     """2Ψ + 2Ψ a step in half precision on the host; 24Ψ read and 16Ψ written on disk in float32."""
-    changes, mixed = {"dtype": "float32"}, precision != "fp32"
+    changes = {"dtype": "float32"}
+    mixed = precision != "fp32"
     each = Each.of(2 if mixed else 4, masters=mixed)
     count = sum(p.size for p in GPT(tiny()).parameters())
     for plan, formula in (
@@ -246,7 +250,8 @@ def test_what_lies_where_with_all_on_disk(tmp_path: Path) -> None:
     config = tiny(dtype="float32", layers=4)
     model = GPT(config)
     sizes = [4 * sum(p.size for p in module.parameters()) for _, module in model.children()]
-    largest, count = max(sizes), sum(sizes) // 4
+    largest = max(sizes)
+    count = sum(sizes) // 4
     seen = md.run(
         lambda world: job(world, HOMES[4], {"dtype": "float32", "layers": 4}, offload_dir=tmp_path),
         size=1,
@@ -441,7 +446,8 @@ def test_a_failed_write_is_told_with_its_file(
 ) -> None:
     """The disk dies in the second step, behind the computation; the step that follows says which
     file."""
-    real, left = os.pwritev, [30]
+    real = os.pwritev
+    left = [30]
 
     def dying(*args: Any) -> int:
         left[0] -= 1
@@ -506,10 +512,12 @@ class Counting(OnDisk):
 def stream(world: Any, *, buffers: int, access: float = 0.0) -> dict[str, Any]:
     """Two steps of the stack over a disk of `access` seconds; of the second, what was read ahead
     and what hidden."""
-    timeline, pace = Timeline(0), Pace(latency=access)
+    timeline = Timeline(0)
+    pace = Pace(latency=access)
     home = Counting(buffers=buffers, recorder=timeline, read=pace, write=pace)
     strategy = Zero3(Stack(12e-3 if access else 0.0), world, store=home, seed=3, recorder=timeline)
-    optimizer, batch = AdamW(strategy.parameters, 1e-2), (np.eye(16), np.zeros(16))
+    optimizer = AdamW(strategy.parameters, 1e-2)
+    batch = (np.eye(16), np.zeros(16))
     for step in range(2):
         home.wanted = home.ahead = 0
         with timeline.span("step", step=step):
@@ -564,7 +572,8 @@ def test_gradients_go_down_while_backward_runs() -> None:
     """Over a slow bus: the first bucket's move begins before backward ends."""
 
     def work(world: Any) -> list[tuple[str, float, float]]:
-        config, timeline = tiny(layers=4, context=32, width=32), Timeline(0)
+        config = tiny(layers=4, context=32, width=32)
+        timeline = Timeline(0)
         model = GPT(config)
         model.initialize(3)
         home = OnHost(recorder=timeline, down=Pace(latency=1e-3))

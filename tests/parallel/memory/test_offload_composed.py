@@ -271,7 +271,8 @@ def test_too_small_a_disk_is_told_with_the_need_of_the_ranks_part(
     monkeypatch.setattr(
         shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10**6, 0, 5000)
     )
-    plan, config = Plan(dp=2, pp=2, tp=2, zero=3, offload="all"), tiny(layers=8)
+    plan = Plan(dp=2, pp=2, tp=2, zero=3, offload="all")
+    config = tiny(layers=8)
     parts = md.run(lambda world: numbers_of(world, config), size=4)
     with pytest.raises(
         DiskError, match=f"needs ({'|'.join(f'{16 * part:,}' for part in parts)}) bytes in"

@@ -147,7 +147,8 @@ def test_planted_bugs_break_parity(
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_bytes_are_the_formula(size: int, tied: bool, accumulate: int) -> None:
     """Whatever the number of passes."""
-    changes, config = {"layers": 4, "tied": tied}, tiny(layers=4, tied=tied)
+    changes = {"layers": 4, "tied": tied}
+    config = tiny(layers=4, tied=tied)
     ranks = md.run(
         lambda world: train_stages(
             world, "model parallel", changes, steps=2, sequences=7, accumulate=accumulate
@@ -169,7 +170,8 @@ def test_one_rank_works_at_a_time() -> None:
     (p-1)/p."""
 
     def job(world: Any) -> list[list[float]]:
-        timeline, config = Timeline(world.rank), tiny(layers=3)
+        timeline = Timeline(world.rank)
+        config = tiny(layers=3)
         strategy = ModelParallel(GPT(config), world, seed=0, recorder=timeline)
         forward = strategy.stages.forward
         strategy.stages.forward = lambda *args, **options: (
@@ -185,7 +187,8 @@ def test_one_rank_works_at_a_time() -> None:
 
     spans = sorted(span for rank in md.run(job, size=3) for span in rank)
     assert all(one[1] <= other[0] for one, other in zip(spans, spans[1:], strict=False))
-    busy, length = sum(stop - start for start, stop in spans), spans[-1][1] - spans[0][0]
+    busy = sum(stop - start for start, stop in spans)
+    length = spans[-1][1] - spans[0][0]
     assert 1 - busy / (3 * length) > 0.6
 
 

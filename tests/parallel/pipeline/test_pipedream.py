@@ -19,7 +19,9 @@ from minidist.parallel.pipeline.pipedream import PipeDream
 from minidist.parallel.pipeline.schedules import make_schedule
 from minidist.parallel.step.step import Part, micro_parts
 
-BOUND, STEPS, SEQUENCES = 1e-10, 2, 9
+BOUND = 1e-10
+STEPS = 2
+SEQUENCES = 9
 CONFIG = {"layers": 4}
 
 
@@ -27,8 +29,11 @@ def run_stages(world: Any, microbatches: int, name: str = "1f1b") -> dict[str, A
     """What a rank holds and recorded after some steps."""
     config = tiny(**CONFIG)
     strategy = PipeDream(GPT(config), world, make_schedule(name, world.size, microbatches), seed=3)
-    optimizer, losses, updates = AdamW(strategy.parameters, 1e-2), [], []
-    names, memory = sorted(strategy.model.state_dict()), account.current()
+    optimizer = AdamW(strategy.parameters, 1e-2)
+    losses = []
+    updates = []
+    names = sorted(strategy.model.state_dict())
+    memory = account.current()
     memory.reset_peak()
     for step in range(STEPS):
         losses.append(strategy.step(global_batch(step, SEQUENCES, config), optimizer))

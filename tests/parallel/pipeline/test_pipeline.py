@@ -185,7 +185,8 @@ def check_job(
 @pytest.mark.parametrize("transport", ["threads", "threads-unbuffered", "tcp", "shm", "mpi"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_equals_one_process_after_twenty_steps(name: str, transport: str) -> None:
-    changes, options = {**CHANGES, "width": 16, "layers": 8}, {"steps": 20, "sequences": 9}
+    changes = {**CHANGES, "width": 16, "layers": 8}
+    options = {"steps": 20, "sequences": 9}
     alone = md.run(lambda world: train_stages(world, "single", changes, **options), size=1)[0]
     for size in (2, 3, 4, 5):
         if transport == "mpi":
@@ -318,7 +319,8 @@ def test_evaluation_is_the_forwards_alone(name: str) -> None:
     """The loss of one process, without dropout; nothing is kept, no weight has a gradient; training
     goes on."""
     config = tiny(layers=6, dropout=0.5)
-    alone, batch = GPT(config), global_batch(0, 5, config)
+    alone = GPT(config)
+    batch = global_batch(0, 5, config)
     alone.initialize(3)
     expected = alone.eval().loss(*batch, 1.0).item()
 
@@ -351,12 +353,11 @@ def test_evaluation_is_the_forwards_alone(name: str) -> None:
     ],
 )
 def test_bytes_are_the_formula(name: str, size: int, tied: bool) -> None:
-    steps, changes = 2, {"layers": 6, "tied": tied}
-    config, ranks = (
-        tiny(**changes),
-        md.run(
-            lambda world: train_stages(world, name, changes, steps=steps, sequences=7), size=size
-        ),
+    steps = 2
+    changes = {"layers": 6, "tied": tied}
+    config = tiny(**changes)
+    ranks = md.run(
+        lambda world: train_stages(world, name, changes, steps=steps, sequences=7), size=size
     )
     v_shaped = name in V_SHAPED  # its middle boundary is on the last rank
     boundaries = size * stages_a_rank(name) - 1 - v_shaped if size > 1 else 0
@@ -381,7 +382,8 @@ def activations(world: Any, name: str, microbatches: int, layers: int = 6) -> tu
     batch = tuple(np.tile(ids, (microbatches, 1)) for ids in global_batch(0, 2, config))
     # arrays of their own: the account counts a view's owner
     batches = [np.array(ids) for ids in batch]
-    optimizer, memory = SGD(pipeline.parameters, 1e-2), account.current()
+    optimizer = SGD(pipeline.parameters, 1e-2)
+    memory = account.current()
     pipeline.step((batches[0], batches[1]), optimizer)
     memory.reset_peak()
     pipeline.step((batches[0], batches[1]), optimizer)
@@ -393,7 +395,8 @@ def activations(world: Any, name: str, microbatches: int, layers: int = 6) -> tu
 def test_activations_are_those_of_the_microbatches_held(name: str) -> None:
     """To the byte: a peak with k held is that with one, and k - 1 times what each adds; the ids of
     the batch apart."""
-    one, two = md.run(activations, "gpipe", 1, size=3), md.run(activations, "gpipe", 2, size=3)
+    one = md.run(activations, "gpipe", 1, size=3)
+    two = md.run(activations, "gpipe", 2, size=3)
     held = peak_held(make_schedule(name, 3, 5))
     for rank, (peak, left) in enumerate(md.run(activations, name, 5, size=3)):
         each = two[rank][0] - one[rank][0]
@@ -434,7 +437,8 @@ class Sleeper:
     """Stages that sleep: `unit` seconds forward, twice that backward or once for each half."""
 
     def __init__(self, stages: int, unit: float) -> None:
-        self.stages, self.unit = stages, unit
+        self.stages = stages
+        self.unit = unit
 
     def skips(self, microbatch: int) -> bool:
         return False
@@ -544,7 +548,8 @@ class Together(Sleeper):
 
     def __init__(self, microbatches: int, limit: float) -> None:
         super().__init__(2, 0.0)
-        self.microbatches, self.limit = microbatches, limit
+        self.microbatches = microbatches
+        self.limit = limit
         self.begun: set[tuple[str, int, int]] = set()
         self.alone: list[tuple[str, int]] = []
         self.changed = threading.Condition()
@@ -588,10 +593,8 @@ def test_a_rank_works_on_while_nobody_takes_what_it_sent(
     """Over links on which a message has left when it is taken, and who computes takes none."""
     if sends == "waiting":
         wait_for_what_is_sent(monkeypatch)
-    stages, schedule = (
-        Together(5, 20.0 if sends == "on the side" else 0.1),
-        make_schedule("gpipe", 2, 5),
-    )
+    stages = Together(5, 20.0 if sends == "on the side" else 0.1)
+    schedule = make_schedule("gpipe", 2, 5)
     md.run(
         lambda world: Executor(schedule, world).run(stages), size=2, transport="threads-unbuffered"
     )
@@ -611,7 +614,8 @@ def test_activations_travel_while_the_next_microbatch_is_computed(
     """A message is on its way as long as a forward takes: in the clock's time; or, if a rank waited
     for what it sends, another forward for each of five microbatches.
     """
-    unit, schedule = 0.02, make_schedule("gpipe", 2, 5)
+    unit = 0.02
+    schedule = make_schedule("gpipe", 2, 5)
     if sends == "waiting":
         wait_for_what_is_sent(monkeypatch)
 
@@ -623,7 +627,8 @@ def test_activations_travel_while_the_next_microbatch_is_computed(
             executor.run(Sleeper(schedule.stages, unit))
             return time.perf_counter() - begin
 
-    taken, ideal = 9.0, unit * clock_of(schedule, Times(message=1.0)).length
+    taken = 9.0
+    ideal = unit * clock_of(schedule, Times(message=1.0)).length
     for _ in range(5 if sends == "on the side" else 1):  # other programs can only add to it
         taken = min(taken, max(md.run(job, size=2)))
         if taken < ideal + 2.5 * unit:

@@ -63,7 +63,8 @@ def check_one(name: str, p: int, m: int, v: int) -> None:
     schedule = make_schedule(name, p, m, chunks=v if name == "interleaved" else None)
     check(schedule)
     times = Times(*(time / schedule.chunks for time in (1, 2, 1, 1)))
-    clock, held = clock_of(schedule, times), peak_held(schedule)
+    clock = clock_of(schedule, times)
+    held = peak_held(schedule)
     assert not broken(clock.spans)
     formula = {
         "naive": (p - 1) / p,

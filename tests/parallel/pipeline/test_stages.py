@@ -59,7 +59,8 @@ def test_stages_together_are_the_model(layers: list[int], tied: bool) -> None:
     whole = GPT(config)
     whole.initialize(3)
     inputs, targets = global_batch(0, 2, config)
-    x, weights = inputs, {}
+    x = inputs
+    weights = {}
     for stage in range(len(layers)):
         part = Stages(GPT(config), layers, [stage])
         part.model.initialize(3)

@@ -59,7 +59,8 @@ def test_the_scale_follows_the_history() -> None:
 
 
 def test_a_product_is_that_of_the_rounded_numbers() -> None:
-    rng, scales = np.random.default_rng(1), Scales()
+    rng = np.random.default_rng(1)
+    scales = Scales()
     for name in FORMATS:
         scales.history[name].append(1.0)
     x, w, b, dy = (
@@ -85,7 +86,8 @@ def test_a_product_is_that_of_the_rounded_numbers() -> None:
 
 
 def test_without_a_history_it_is_the_plain_product_and_evaluation_leaves_no_trace() -> None:
-    rng, scales = np.random.default_rng(2), Scales()
+    rng = np.random.default_rng(2)
+    scales = Scales()
     x, w = (
         tensor(rng.normal(size=(6, 6)).astype(ml_dtypes.bfloat16), requires_grad=True)
         for _ in range(2)
@@ -111,11 +113,14 @@ def test_what_backward_keeps_is_one_byte() -> None:
 def test_a_product_on_a_gpu_is_the_host_s(largest: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, by kernels that round and restore, and cut off what is too large; nothing waits
     for the GPU."""
-    cupy, rng = fake_gpu.install(monkeypatch), np.random.default_rng(1)
+    cupy = fake_gpu.install(monkeypatch)
+    rng = np.random.default_rng(1)
     x, w, dy = (
         rng.uniform(-3, 3, size).astype(ml_dtypes.bfloat16) for size in ((5, 8), (8, 3), (5, 3))
     )
-    results, multiplied, real = [], set(), cublas.Products.multiply
+    results = []
+    multiplied = set()
+    real = cublas.Products.multiply
     monkeypatch.setattr(
         cublas.Products,
         "multiply",
@@ -216,7 +221,8 @@ def test_ranks_use_one_process_s_scales(zero: int) -> None:
 
 
 def test_state_goes_into_another_run() -> None:
-    first, second = Float8(GPT(CONFIG), None), Float8(GPT(CONFIG), None)
+    first = Float8(GPT(CONFIG), None)
+    second = Float8(GPT(CONFIG), None)
     for number, scales in enumerate(first.scales.values()):
         scales.seen = dict.fromkeys(FORMATS, 1.0 + number)
     first.agree()

@@ -218,7 +218,8 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(zero: int) -> None:
         )
         scale, batch = trainer.precision.loss_scale, global_batch(0, 5, CONFIG)  # type: ignore[attr-defined]
         trainer.step(batch)
-        before, loss_before = state(trainer), trainer.evaluate([batch])
+        before = state(trainer)
+        loss_before = trainer.evaluate([batch])
         backward = trainer.precision.backward
 
         def overflow(loss: Any, *dy: Any, **options: Any) -> None:
@@ -343,7 +344,8 @@ def test_the_rate_follows_updates_not_steps() -> None:
             Plan(precision="fp16"), CONFIG, world, lr=1.0, lr_schedule="cosine", warmup=4, steps=8
         )
         trainer.precision.loss_scale.value = 2.0**60  # type: ignore[attr-defined]
-        rates, step = [], trainer.optimizer.step
+        rates = []
+        step = trainer.optimizer.step
         trainer.optimizer.step = lambda lr, *rest, **how: rates.append(lr) or step(lr, *rest, **how)  # type: ignore
         while trainer.updates_done < 2:
             trainer.step(global_batch(0, 2, CONFIG))
@@ -451,7 +453,8 @@ def test_the_default_rate_beside_pytorch(seed: str) -> None:
     NumPy does.
     """
     pytest.importorskip("torch", reason="needs PyTorch: the extra `bench`")
-    options, script = ("--seed", seed), Path(__file__).parents[2] / "support" / "torch_mixed.py"
+    options = ("--seed", seed)
+    script = Path(__file__).parents[2] / "support" / "torch_mixed.py"
     losses = {}
     for precision in ("fp32", "bf16"):
         done = subprocess.run(
@@ -462,7 +465,8 @@ def test_the_default_rate_beside_pytorch(seed: str) -> None:
             env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"},
         )
         losses[precision] = held_out_loss(settings_of(*options), precision), float(done.stdout)
-    (full, their_full), (low, their_low) = losses["fp32"], losses["bf16"]
+    (full, their_full) = losses["fp32"]
+    (low, their_low) = losses["bf16"]
     assert full == pytest.approx(their_full, rel=0.005)
     assert low == pytest.approx(their_low, rel=0.02)
     assert low < 0.99 * full and their_low < their_full

@@ -136,7 +136,8 @@ def test_the_copy_is_behind_the_loss_in_its_stream(monkeypatch: pytest.MonkeyPat
     for name, module in fake_cupy.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     number = fake_cupy.asarray(np.zeros((), np.float32))
-    late, stream = LateLoss(), fake_cupy.get_current_stream()
+    late = LateLoss()
+    stream = fake_cupy.get_current_stream()
     for value in (1.5, 2.0):
         stream.put(lambda: over.wait(20))
         number[...] = value
@@ -156,7 +157,8 @@ def test_a_loss_that_nobody_asks_for_is_kept_meanwhile(
     monkeypatch.setattr(fake_gpu.Event, "done", property(lambda event: done[0]))
 
     def job(world: Any) -> list[int]:
-        config, kept = tiny(dtype="float32", layers=1), []
+        config = tiny(dtype="float32", layers=1)
+        kept = []
         trainer = Trainer(Plan(), config, world, device="cuda")
         strategy: Any = trainer.strategy
         for step in range(3):

@@ -130,7 +130,8 @@ def test_traffic_is_the_formula(size: int, checkpoint: str) -> None:
     """Written out: 4 all-reduces a block of batch × sequence × width, 2 more where it is computed
     again, and so on."""
     ranks = run(tensor, size, {}, steps=2, checkpoint=checkpoint)
-    config, tokens = GPTConfig(**ranks[0]["config"]), 3 * 6
+    config = GPTConfig(**ranks[0]["config"])
+    tokens = 3 * 6
     each = 4 if checkpoint == "none" else 6
     numbers = tokens * config.width * (each * config.layers + 1 + 1) + 3 * tokens
     axis = "world"
@@ -144,12 +145,14 @@ def test_traffic_is_the_formula(size: int, checkpoint: str) -> None:
 def test_weights_and_optimizer_state_are_divided(size: int) -> None:
     for rank, held in enumerate(run(tensor, size, {}, steps=1)):
         config = GPTConfig(**held["config"])
-        h, layers = config.width, config.layers
+        h = config.width
+        layers = config.layers
 
         def part(count: int, rank: int = rank) -> int:
             return len(np.array_split(np.arange(count), size)[rank])
 
-        columns, hidden = part(config.heads) * config.head_width, part(config.hidden)
+        columns = part(config.heads) * config.head_width
+        hidden = part(config.hidden)
         block = (h + 1) * 3 * columns + columns * h + h + (h + 1) * hidden + hidden * h + h + 4 * h
         count = layers * block + 2 * part(config.vocabulary) * h + config.context * h + 2 * h
         now = [
@@ -179,7 +182,8 @@ def test_activations_inside_the_regions_are_divided() -> None:
     """What a block keeps is a + b/P: a outside (what two norms keep and give, 4 h + 2 a token), b
     inside."""
     each = {size: held_by_a_block(size, 3) - held_by_a_block(size, 2) for size in (1, 2, 4, 8)}
-    tokens, h = 2 * 16, 32
+    tokens = 2 * 16
+    h = 32
     outside = 8 * tokens * (4 * h + 2)
     inside = each[1] - outside
     assert each == {size: outside + inside // size for size in each}
@@ -299,7 +303,8 @@ def test_a_shard_draws_its_part_alone() -> None:
     """And any piece of it, by flat position or index: the bits of the whole."""
 
     def job(world: Any) -> None:
-        whole, model = GPT(tiny(**SIZES)), tensor_parallel(GPT(tiny(**SIZES)), world)
+        whole = GPT(tiny(**SIZES))
+        model = tensor_parallel(GPT(tiny(**SIZES)), world)
         whole.initialize(5)
         model.assign_names()
         shard = model.blocks[0].attention.qkv.weight

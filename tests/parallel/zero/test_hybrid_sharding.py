@@ -116,7 +116,8 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_bytes_by_axis(stage: int, size: int, shard: int, accumulate: int) -> None:
     """(S-1)/S of what is gathered and reduced within a copy; 2(R-1)/R of a shard between copies,
     once a step."""
-    steps, copies = 2, size // shard
+    steps = 2
+    copies = size // shard
     ranks = md.run(
         lambda world: train(
             world,
@@ -163,7 +164,8 @@ def test_through_the_trainer(options: dict[str, Any]) -> None:
         batch = global_batch(0, 3, config)
         before = trainer.evaluate([batch])
         losses = [trainer.step(batch) for _ in range(2)]
-        formula, digest = metrics.gradient_formula(trainer, batch), trainer.weights_sha256()
+        formula = metrics.gradient_formula(trainer, batch)
+        digest = trainer.weights_sha256()
         trainer.close()
         tables = world.ledger.sent_bytes("step"), world.ledger.messages("step")
         bytes_and_messages = [

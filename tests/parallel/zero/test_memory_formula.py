@@ -108,7 +108,8 @@ def test_every_rank_holds_the_formula(
     alive. Of peaks the least that a step reached counts: on a busy machine a thread may let go of
     an array a moment late.
     """
-    config, bucket_bytes = tiny(dtype="float32", width=48, layers=4, vocabulary=40), 32768
+    config = tiny(dtype="float32", width=48, layers=4, vocabulary=40)
+    bucket_bytes = 32768
 
     def job(world: Any) -> tuple[dict[str, dict[str, int]], int, int]:
         plan = Plan(

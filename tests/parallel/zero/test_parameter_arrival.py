@@ -49,7 +49,8 @@ def test_they_set_out_in_the_order_of_use() -> None:
     """The first bucket holds the last layer; the embedding is needed first."""
 
     def job(world: Any) -> list[str]:
-        model, lines = GPT(tiny()), []
+        model = GPT(tiny())
+        lines = []
         model.initialize(0)
         strategy = Zero2(model, world, bucket_bytes=SMALL_BUCKETS)
         strategy.recorder.announce = lambda axis, name: lines.append(name)  # type: ignore[method-assign]

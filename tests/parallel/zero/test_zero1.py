@@ -120,7 +120,8 @@ def test_bytes_a_parameter(size: int) -> None:
     for rank in md.run(
         lambda world: train(world, 1, changes, bucket_bytes=16384, optimizer="adam"), size=size
     ):
-        nbytes, memory = rank["nbytes"], rank["memory"]
+        nbytes = rank["nbytes"]
+        memory = rank["memory"]
         for category, expected in (("parameters", nbytes), ("gradients", nbytes)):
             assert memory[category]["now"] == memory[category]["peak"] == expected
         assert memory["optimizer"]["now"] == pytest.approx(2 * nbytes / size, rel=0.01, abs=200)
@@ -131,7 +132,8 @@ def test_bytes_a_parameter(size: int) -> None:
 
 def test_buckets_set_out_in_order_during_backward() -> None:
     def job(world: Any) -> list[str]:
-        model, lines = GPT(tiny()), []
+        model = GPT(tiny())
+        lines = []
         model.initialize(0)
         strategy = Zero1(model, world, bucket_bytes=SMALL_BUCKETS)
         start = strategy._order.start

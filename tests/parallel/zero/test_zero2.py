@@ -120,7 +120,8 @@ def test_bytes_and_messages_are_the_formula(size: int, accumulate: int) -> None:
     each = steps * (size - 1) * ranks[0]["nbytes"]
     assert sent_for_training(ranks) == {"reduce_scatter": accumulate * each, "all_gather": each}
     for rank in ranks:
-        sent, messages = rank["sent"]["world"], rank["messages"]["world"]
+        sent = rank["sent"]["world"]
+        messages = rank["messages"]["world"]
         for verb, passes in (("reduce_scatter", accumulate), ("all_gather", 1)):
             assert messages[verb] == passes * steps * (size - 1) * buckets
             assert abs(sent[verb] - passes * each / size) <= passes * steps * buckets * 2 * 8
@@ -139,7 +140,8 @@ def test_bytes_a_parameter(size: int, tied: bool) -> None:
     for rank in md.run(
         lambda world: train(world, 2, changes, bucket_bytes=BUCKET, optimizer="adam"), size=size
     ):
-        nbytes, memory = rank["nbytes"], rank["memory"]
+        nbytes = rank["nbytes"]
+        memory = rank["memory"]
         assert nbytes > 10 * BUCKET
         assert memory["parameters"]["now"] == memory["parameters"]["peak"] == nbytes
         assert memory["gradients"]["now"] == pytest.approx(nbytes / size, rel=0.01, abs=100)

@@ -192,7 +192,8 @@ def test_bytes_a_parameter(size: int, tied: bool) -> None:
     root."""
     changes = {"dtype": "float32", "width": 32, "vocabulary": 50, "layers": 4, "tied": tied}
     for rank in md.run(lambda world: train(world, 3, changes, optimizer="adam"), size=size):
-        nbytes, memory = rank["nbytes"], rank["memory"]
+        nbytes = rank["nbytes"]
+        memory = rank["memory"]
         unit = sum(
             array.nbytes for name, array in rank["weights"].items() if name.startswith("blocks.0")
         )
@@ -266,7 +267,8 @@ class Notebook(Silent):
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_the_next_unit_is_on_its_way_while_one_computes(ahead: int) -> None:
     def job(world: Any) -> list[str]:
-        model, book = GPT(tiny(layers=3)), Notebook()
+        model = GPT(tiny(layers=3))
+        book = Notebook()
         model.initialize(0)
         strategy = Zero3(model, world, ahead=ahead, recorder=book)
         for block in model.blocks:
@@ -296,7 +298,8 @@ def test_small_units_come_early_where_there_is_room() -> None:
     at once."""
 
     def job(world: Any) -> list[str]:
-        model, book = GPT(tiny(layers=3)), Notebook()
+        model = GPT(tiny(layers=3))
+        book = Notebook()
         model.initialize(0)
         strategy = Zero3(model, world, recorder=book)
         model.tokens.register_forward_pre_hook(

@@ -138,7 +138,8 @@ def take_away() -> None:
     for name in ("stat", "lstat", "readlink"):
         setattr(os, name, _hiding(getattr(os, name)))
     sys.addaudithook(_hook)
-    find, bind = ctypes.CDLL.__getattr__, socket.socket.bind
+    find = ctypes.CDLL.__getattr__
+    bind = socket.socket.bind
 
     def find_name(library, name):  # type: ignore[no-untyped-def]
         if name in LIBRARY:

@@ -50,7 +50,8 @@ _TURNS = 2
 def places_and_reach(gpu: Gpu, link: MonitorClient, place: str) -> tuple[list[str], bool]:
     """The GPU of each rank, and whether every rank can open the memory of those that share its own.
     `place`: ours."""
-    runtime, memory = gpu.cupy.cuda.runtime, gpu.cupy.cuda.Memory(1)
+    runtime = gpu.cupy.cuda.runtime
+    memory = gpu.cupy.cuda.Memory(1)
     own = b""
     with suppress(runtime.CUDARuntimeError):  # a container without the right to, or another system
         own = runtime.ipcGetMemHandle(memory.ptr)
@@ -87,16 +88,15 @@ class IpcNative(GpuNative):
 
     def _board(self, rank: int, handles: bytes) -> tuple[Array, list[int]]:
         """A rank's turns, (_TURNS, TURN_BYTES) uint8, and their events."""
-        address, events = self._memory.ptr, [event.ptr for event in self._recorded]
+        address = self._memory.ptr
+        events = [event.ptr for event in self._recorded]
         if rank != self._rank:
             memory, *theirs = (
                 handles[start : start + _HANDLE_BYTES]
                 for start in range(0, len(handles), _HANDLE_BYTES)
             )
-            address, events = (
-                self._runtime.ipcOpenMemHandle(memory),
-                [*map(self._runtime.ipcOpenEventHandle, theirs)],
-            )
+            address = self._runtime.ipcOpenMemHandle(memory)
+            events = [*map(self._runtime.ipcOpenEventHandle, theirs)]
             self._opened.append(address)
             self._awaited += events
         cupy = self._gpu.cupy
@@ -118,7 +118,8 @@ class IpcNative(GpuNative):
 
     def _show(self, octets: Array) -> list[Array]:
         """Show at most TURN_BYTES. Returns each rank's turn, valid until the next show but one."""
-        turn, self._turn = self._turn, 1 - self._turn
+        turn = self._turn
+        self._turn = 1 - self._turn
         if octets.size:
             self._boards[self._rank][0][turn][: octets.size] = octets
         self._recorded[turn].record(self._side.stream)
@@ -137,7 +138,8 @@ class IpcNative(GpuNative):
             end = begin + TURN_BYTES
             shown = self._show(NOTHING if mine is None else mine[begin:end])
             for rank, (start, place) in wanted.items():
-                first, last = max(begin, start), min(end, start + place.size)
+                first = max(begin, start)
+                last = min(end, start + place.size)
                 if first < last:
                     place[first - start : last - start] = shown[rank][first - begin : last - begin]
 
@@ -191,7 +193,8 @@ class IpcNative(GpuNative):
         step = TURN_BYTES // x.dtype.itemsize
         for begin in range(0, x.size, step):
             shown = self._show(x[begin : begin + step].view(np.uint8))
-            first, last = max(begin, start), min(begin + step, start + out.size, x.size)
+            first = max(begin, start)
+            last = min(begin + step, start + out.size, x.size)
             if first < last:
                 here = slice((first - begin) * x.dtype.itemsize, (last - begin) * x.dtype.itemsize)
                 _combine(
@@ -247,7 +250,8 @@ def part(gpu: Gpu, boards: Sequence[IpcNative]) -> None:
 def _all_let_go(gpu: Gpu, others: Sequence[int]) -> bool:
     """Tell the others that this rank has closed their memory; whether all of them say so too, or
     are lost."""
-    transport, tag = gpu.transport, Tag(0, LET_GO)
+    transport = gpu.transport
+    tag = Tag(0, LET_GO)
     handles = [
         (rank, transport.start_recv(rank, tag, lambda *_: np.empty(0, np.uint8))) for rank in others
     ]

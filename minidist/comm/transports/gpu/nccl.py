@@ -97,7 +97,9 @@ class GpuDevice(DeviceTransport):
     """
 
     def __init__(self, gpu: Gpu, places: Sequence[str], ipc: bool) -> None:
-        self.gpu, self._places, self._ipc = gpu, list(places), ipc
+        self.gpu = gpu
+        self._places = list(places)
+        self._ipc = ipc
         self._shares = (
             os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and gpu.nccl.get_version() >= 23000
         )
@@ -167,7 +169,8 @@ class NcclNative(GpuNative):
         self._comm = gpu.within_limit(
             lambda: Communicator(gpu, side, self._size, id, self._rank), "NCCL's ranks to meet"
         )
-        self._queue, self._bytes = self._comm.queue, gpu.nccl.NCCL_UINT8
+        self._queue = self._comm.queue
+        self._bytes = gpu.nccl.NCCL_UINT8
 
     def all_reduce(self, x: np.ndarray, out: np.ndarray, op: str) -> None:
         if x.size:

@@ -40,7 +40,9 @@ class Communicator:
     """
 
     def __init__(self, gpu: Gpu, side: GpuSide, size: int, id: bytes, rank: int) -> None:
-        self._gpu, self._side, nccl = gpu, side, gpu.nccl
+        self._gpu = gpu
+        self._side = side
+        nccl = gpu.nccl
         self._comm = nccl.NcclCommunicator(size, id, rank)
         gpu.ends.append(self.abort)
         gpu.check()  # aborted before it stood in `ends`
@@ -62,7 +64,9 @@ class Communicator:
         The calls return at once, mostly: NCCL may wait for its peers, or for room. The watch ends
         that at the limit.
         """
-        gpu, stream, calls = self._gpu, self._side.stream, SimpleNamespace(done=False)
+        gpu = self._gpu
+        stream = self._side.stream
+        calls = SimpleNamespace(done=False)
         begun = gpu.event(stream)
         with gpu.one_at_a_time:
             gpu.check()
@@ -105,7 +109,9 @@ class NcclLane(DeviceLane):
     """A lane as one of its two ranks sees it. Its thread starts with the first message."""
 
     def __init__(self, gpu: Gpu, src: int, dst: int) -> None:
-        self._gpu, self._side, self._name = gpu, GpuSide(gpu), f"lane {src} -> {dst}"
+        self._gpu = gpu
+        self._side = GpuSide(gpu)
+        self._name = f"lane {src} -> {dst}"
         self._sends = src == gpu.transport.world_rank
         self._rank, self._other = (0, dst) if self._sends else (1, src)
         self._id = b""
@@ -114,7 +120,8 @@ class NcclLane(DeviceLane):
         self._last: _Parcel | None = None
 
     def introduction(self) -> np.ndarray:
-        known, self._id = self._id, self._id or self._gpu.nccl.get_unique_id()
+        known = self._id
+        self._id = self._id or self._gpu.nccl.get_unique_id()
         return np.frombuffer(b"" if known else self._id, np.uint8)
 
     def send(self, array: Array) -> Handle:
@@ -159,7 +166,10 @@ class _Parcel(Handle):
     put it there."""
 
     def __init__(self, gpu: Gpu, side: GpuSide, what: str, array: Array) -> None:
-        self._gpu, self._side, self._what, self.array = gpu, side, what, array
+        self._gpu = gpu
+        self._side = side
+        self._what = what
+        self.array = array
         self.begun = side.begin()
         self.queued: Future[Any] = Future()
 

@@ -27,7 +27,9 @@ from minidist.errors import CommError, TimeoutError
 WORDS = 1 << 62
 """The tag's sequence for words about devices between a group's ranks; not counted."""
 
-_SHORTEST, _LONGEST = 0.0005, 0.02  # seconds between the watch's looks
+# seconds between the watch's looks
+_SHORTEST = 0.0005
+_LONGEST = 0.02
 NOTHING = np.empty(0, np.uint8)
 
 
@@ -40,7 +42,9 @@ class Gpu:
     """
 
     def __init__(self, transport: Transport, cupy: Any, device_id: int) -> None:
-        self.transport, self.cupy, self.nccl = transport, cupy, cupy.cuda.nccl
+        self.transport = transport
+        self.cupy = cupy
+        self.nccl = cupy.cuda.nccl
         self.one_at_a_time = threading.Lock()
         self.device = cupy.cuda.Device(device_id)
         self.error: CommError | None = None
@@ -66,7 +70,8 @@ class Gpu:
         with self.watch.changed:  # its thread ends when no flight is left
             self.watch.changed.notify_all()
         if self.ends:  # a library may be slow, the caller must not wait
-            ends, self.ends = self.ends, []
+            ends = self.ends
+            self.ends = []
             threading.Thread(target=self._end, args=(ends,), name="gpu abort", daemon=True).start()
 
     def _end(self, ends: Sequence[Callable[[], None]]) -> None:
@@ -177,7 +182,8 @@ class Watch:
     def _judge(self, waiting: list[Flight]) -> None:
         """The clock of a flight runs from the look that finds it begun: before that its own rank's
         work keeps it."""
-        transport, now = self._gpu.transport, time.monotonic()
+        transport = self._gpu.transport
+        now = time.monotonic()
         for flight in waiting:
             if flight.since is None and flight.begun.done:
                 flight.since = now
@@ -255,13 +261,12 @@ class GpuNative(Native):
     host."""
 
     def __init__(self, gpu: Gpu, side: GpuSide, group: int, world_ranks: Sequence[int]) -> None:
-        self._gpu, self._side, self._tag, self._world_ranks = (
-            gpu,
-            side,
-            Tag(group, WORDS),
-            tuple(world_ranks),
-        )
-        self._rank, self._size = world_ranks.index(gpu.transport.world_rank), len(world_ranks)
+        self._gpu = gpu
+        self._side = side
+        self._tag = Tag(group, WORDS)
+        self._world_ranks = tuple(world_ranks)
+        self._rank = world_ranks.index(gpu.transport.world_rank)
+        self._size = len(world_ranks)
 
     def _tell(self, mine: np.ndarray) -> list[np.ndarray]:
         """Every rank's bytes (uint8, of any length), in rank order: P-1 messages a rank, at once,
@@ -271,7 +276,8 @@ class GpuNative(Native):
         def accept_from(rank: int) -> Callable[[bytes, int], np.ndarray]:
             return lambda meta, nbytes: heard.setdefault(rank, np.empty(nbytes, np.uint8))
 
-        transport, others = self._gpu.transport, set(range(self._size)) - {self._rank}
+        transport = self._gpu.transport
+        others = set(range(self._size)) - {self._rank}
         arriving = [
             transport.start_recv(self._world_ranks[rank], self._tag, accept_from(rank))
             for rank in others

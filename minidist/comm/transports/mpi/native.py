@@ -33,7 +33,9 @@ class MpiCall(Operation):
         self, engine: Engine, request: MPI.Request, arrays: object, others: tuple[int, ...]
     ) -> None:
         super().__init__(engine, engine.world_rank, Tag(0, 0))
-        self.request, self.arrays, self.others = request, arrays, others
+        self.request = request
+        self.arrays = arrays
+        self.others = others
 
     def peers(self) -> tuple[int, ...]:
         return () if self.finished else self.others
@@ -50,7 +52,8 @@ class MpiNative(Native):
     their dtype."""
 
     def __init__(self, engine: "MpiTransport", group: int, world_ranks: Sequence[int]) -> None:
-        self._engine, self._comm = engine, engine.comm
+        self._engine = engine
+        self._comm = engine.comm
         self._others = tuple(rank for rank in world_ranks if rank != engine.world_rank)
         if group == WORLD:
             return

@@ -34,7 +34,9 @@ from minidist.device import account
 from minidist.errors import CommError, ConfigError
 
 SPINS = 50  # tests with yielded core before sleeping
-_SHORTEST, _LONGEST = 1e-6, 500e-6  # seconds of a sleep
+# seconds of a sleep
+_SHORTEST = 1e-6
+_LONGEST = 500e-6
 SMALL_BYTES = 16 << 10  # most payload that travels with its header
 PIECE_BYTES = 1 << 20
 _DEPTH = 2  # pieces under way
@@ -82,7 +84,8 @@ class MpiTransport(StreamTransport):
                 with self.one_at_a_time:
                     complete = call.request.Test()
             except MPI.Exception as failure:
-                complete, error = True, CommError(f"rank {self.world_rank}: MPI: {failure}")
+                complete = True
+                error = CommError(f"rank {self.world_rank}: MPI: {failure}")
             if complete:
                 moved = True
                 self.calls.remove(call)
@@ -121,7 +124,8 @@ class MpiLink(ByteLink):
             lambda buffer: comm.Irecv([buffer, len(buffer), MPI.BYTE], peer), one_at_a_time, False
         )
         self._header = _buffer(HEADER_BYTES + META_LIMIT + SMALL_BYTES)
-        self._buffer, self._start = self._header[:0], 0
+        self._buffer = self._header[:0]
+        self._start = 0
         # buffers for payload to be reduced, made when needed
         self._spare = [np.empty(0, np.uint8)] * _DEPTH
 
@@ -177,7 +181,8 @@ class MpiLink(ByteLink):
         """The oldest message that has come, if any, becomes the buffer."""
         received = self._in.oldest()
         if len(received):
-            self._buffer, self._start = received, 0
+            self._buffer = received
+            self._start = 0
 
     def close(self) -> None:
         self._in.cancel()
@@ -189,7 +194,9 @@ class _UnderWay:
     def __init__(
         self, start: Callable[[Any], MPI.Request], one_at_a_time: threading.Lock, sends: bool
     ) -> None:
-        self._start, self._mpi, self._sends = start, one_at_a_time, sends
+        self._start = start
+        self._mpi = one_at_a_time
+        self._sends = sends
         self._posted: deque[tuple[MPI.Request, Any]] = deque()
         self._status = MPI.Status()
         self.nbytes = 0  # of all their buffers

@@ -27,7 +27,8 @@ from minidist.comm.transports.progress.mailbox import loopback
 from minidist.errors import CommError, LinkLostError, PeerLostError, TimeoutError
 
 # seconds between the helper's passes: while bytes move, while none do
-_QUICK, _SLOW = 0.0002, 0.005
+_QUICK = 0.0002
+_SLOW = 0.005
 _HEARSAY = 2.0  # most seconds to wait for the reason of a lost peer; milliseconds mostly
 _LOOK = 0.005  # seconds between looks for it
 _ASK = 0.2  # seconds between questions whether the peer has left
@@ -49,7 +50,9 @@ class Operation(Handle):
     incoming = False  # whether it is a message from the peer
 
     def __init__(self, engine: "Engine", peer: int, tag: Tag) -> None:
-        self.engine, self.peer, self.tag = engine, peer, tag
+        self.engine = engine
+        self.peer = peer
+        self.tag = tag
         self.finished = False
         self.error: Exception | None = None
 
@@ -83,12 +86,10 @@ class Engine(Transport):
     def __init__(
         self, name: str, world_rank: int, world_size: int, limit: float, spins: int
     ) -> None:
-        self.name, self.world_rank, self.world_size, self.limit = (
-            name,
-            world_rank,
-            world_size,
-            limit,
-        )
+        self.name = name
+        self.world_rank = world_rank
+        self.world_size = world_size
+        self.limit = limit
         self.lock = threading.Lock()
         self.lost: dict[int, PeerLostError] = {}  # peers that the job goes on without
         self.spins = spins
@@ -130,7 +131,8 @@ class Engine(Transport):
 
         Raises: TimeoutError after `limit` seconds; what abort() was given.
         """
-        start, limit = time.monotonic(), self.limit
+        start = time.monotonic()
+        limit = self.limit
         if not self._drive_until(operation, start + min(QUIET, limit)):
             with self.waits.lasting(str(operation), operation.peers, incoming=operation.incoming):
                 if self._drive_until(operation, start + limit):
@@ -161,7 +163,8 @@ class Engine(Transport):
 
     def _step_up(self) -> bool:
         with self.lock:
-            leads, self._leading = not self._leading, True
+            leads = not self._leading
+            self._leading = True
             self._led += 1
             return leads
 
@@ -235,9 +238,9 @@ class Engine(Transport):
     def _await_reason(self, lost: int, left: Callable[[int], bool] = lambda rank: False) -> bool:
         """Wait until it is known why a peer is lost, or _HEARSAY s; True as soon as `left(rank)`
         says that it left."""
-        asked, deadline = (
-            -math.inf,
-            time.monotonic() + (_HEARSAY if self.waits.hearsay is None else self.waits.hearsay),
+        asked = -math.inf
+        deadline = time.monotonic() + (
+            _HEARSAY if self.waits.hearsay is None else self.waits.hearsay
         )
         while (
             self.waits.error is None
@@ -285,7 +288,8 @@ class Engine(Transport):
     def _help(self) -> None:
         """Take a pass now and then while no thread waits; sleep while there is nothing to move, or
         a thread leads."""
-        pause, led = _SLOW, self._led
+        pause = _SLOW
+        led = self._led
         while not self._closing:
             time.sleep(pause)
             with self.lock:

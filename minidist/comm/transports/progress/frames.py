@@ -18,7 +18,8 @@ from minidist.comm.transport import Tag
 from minidist.errors import CommError
 
 MAGIC = b"mdf1"
-MESSAGE, GOODBYE = 1, 2
+MESSAGE = 1
+GOODBYE = 2
 PAYLOAD_LIMIT = 1 << 40  # bytes; more than any host holds
 
 _FIELDS = struct.Struct("<4sBxHQQQ")

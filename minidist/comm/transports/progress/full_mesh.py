@@ -50,7 +50,8 @@ def connect(
              not of this job, or ended the handshake; TimeoutError naming the ranks that did not
              come.
     """
-    deadline, connections = time.monotonic() + limit, dict[int, socket.socket]()
+    deadline = time.monotonic() + limit
+    connections = dict[int, socket.socket]()
     missing = {rank for rank in ranks if rank > world_rank}
     news: News = queue.SimpleQueue()
     if missing:

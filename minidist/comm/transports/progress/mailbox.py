@@ -29,7 +29,9 @@ class MailTransfer(Handle):
     """A send or a receive of one rank; `complete` changes under that rank's mailbox lock only."""
 
     def __init__(self, home: "Mailbox", peer: int, tag: Tag) -> None:
-        self.home, self.peer, self.tag = home, peer, tag
+        self.home = home
+        self.peer = peer
+        self.tag = tag
         self.complete = self.matched = False  # matched: the other side has come, too
         self.error: BaseException | None = None
 
@@ -47,7 +49,9 @@ class MailTransfer(Handle):
 class MailSend(MailTransfer):
     def __init__(self, home: "Mailbox", peer: int, tag: Tag, view: np.ndarray, meta: bytes) -> None:
         super().__init__(home, peer, tag)
-        self.view, self.nbytes, self.meta = view, view.nbytes, meta
+        self.view = view
+        self.nbytes = view.nbytes
+        self.meta = meta
 
     def __str__(self) -> str:
         return f"rank {self.peer} to take {self.nbytes} bytes"
@@ -58,7 +62,8 @@ class MailReceive(MailTransfer):
         self, home: "Mailbox", peer: int, tag: Tag, accept: Accept, reduce: Reduce | None
     ) -> None:
         super().__init__(home, peer, tag)
-        self.accept, self.reduce = accept, reduce
+        self.accept = accept
+        self.reduce = reduce
 
     def __str__(self) -> str:
         return f"a message from rank {self.peer}"
@@ -96,11 +101,14 @@ class Mailbox(Transport):
         waits: Waits | None = None,
     ) -> None:
         self.name = "threads-unbuffered" if unbuffered else "threads"
-        self.world_rank, self.world_size, self.limit = world_rank, world_size, limit
+        self.world_rank = world_rank
+        self.world_size = world_size
+        self.limit = limit
         self.lost: dict[int, PeerLostError] = {}
         self.waits = Waits() if waits is None else waits
         self.waits.ends.append(self._interrupt)
-        self._peers, self._unbuffered = peers, unbuffered
+        self._peers = peers
+        self._unbuffered = unbuffered
         self._changed = threading.Condition(threading.Lock())
         self._arrived: defaultdict[tuple[int, Tag], deque[MailSend]] = defaultdict(deque)
         self._posted: defaultdict[tuple[int, Tag], deque[MailReceive]] = defaultdict(deque)
@@ -142,7 +150,8 @@ class Mailbox(Transport):
     def wait_for(self, handle: MailTransfer) -> None:
         """Carry out matched pairs until `handle` is complete; sleep while there are none. A wait
         that lasts is told."""
-        start, limit = time.monotonic(), self.limit
+        start = time.monotonic()
+        limit = self.limit
         done = self._carry_out(handle, start + min(QUIET, limit))
         if not done:
             with self.waits.lasting(
@@ -199,10 +208,12 @@ class Mailbox(Transport):
     def _match(self, key: tuple[int, Tag]) -> bool:
         """Pair the oldest message with the oldest receive of the same peer and tag, if both are
         there."""
-        arrived, posted = self._arrived[key], self._posted[key]
+        arrived = self._arrived[key]
+        posted = self._posted[key]
         if not (arrived and posted):
             return False
-        recv, send = posted.popleft(), arrived.popleft()
+        recv = posted.popleft()
+        send = arrived.popleft()
         if not arrived:  # a tag without messages takes no memory
             del self._arrived[key]
         if not posted:

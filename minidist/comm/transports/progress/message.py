@@ -73,7 +73,9 @@ class Send(Operation):
         self, engine: Engine, peer: int, tag: Tag, view: np.ndarray, prefix: bytes
     ) -> None:
         super().__init__(engine, peer, tag)
-        self.prefix, self.payload, self.sent = prefix, view.view(np.uint8), 0
+        self.prefix = prefix
+        self.payload = view.view(np.uint8)
+        self.sent = 0
         self.nbytes = len(prefix) + view.nbytes
 
     def __str__(self) -> str:
@@ -91,7 +93,8 @@ class Receive(Operation):
         self, engine: Engine, peer: int, tag: Tag, accept: Accept, reduce: Reduce | None
     ) -> None:
         super().__init__(engine, peer, tag)
-        self.accept, self.reduce = accept, reduce
+        self.accept = accept
+        self.reduce = reduce
 
     def __str__(self) -> str:
         return f"a message from rank {self.peer} (tag {self.tag.group:x}/{self.tag.sequence})"
@@ -109,7 +112,8 @@ class Frame:
     _total: np.ndarray | None = None  # the array to reduce into
 
     def __init__(self, header: frames.Header) -> None:
-        self.header, self.nbytes = header, header.nbytes
+        self.header = header
+        self.nbytes = header.nbytes
 
     @property
     def complete(self) -> bool:
@@ -165,13 +169,15 @@ class Frame:
 
     def _reduce(self, piece: np.ndarray) -> None:
         """Combine a piece where it lies; without a total, drop it."""
-        total, receive = self._total, self.receive
+        total = self._total
+        receive = self.receive
         if total is None or receive is None or receive.reduce is None:
             return
         try:
             receive.reduce(total, self.filled // total.itemsize, piece.view(total.dtype))
         except Exception as error:  # the receive raises it
-            self.failure, self._total = error, None
+            self.failure = error
+            self._total = None
 
 
 Item = TypeVar("Item", Receive, Frame)
@@ -199,7 +205,8 @@ class Peer:
     the leader's."""
 
     def __init__(self, rank: int, link: ByteLink) -> None:
-        self.rank, self.link = rank, link
+        self.rank = rank
+        self.link = link
         self.outgoing: deque[Send] = deque()
         self.sent = self.taken = 0  # messages begun, and messages taken whole
         self.posted: ByTag[Receive] = ByTag()

@@ -52,7 +52,8 @@ class StreamTransport(Engine):
 
     def start_send(self, peer: int, tag: Tag, view: np.ndarray, meta: bytes = b"") -> Handle:
         to = self._peer(peer)
-        header, taken = frames.pack_header(frames.MESSAGE, tag, meta, view.nbytes, to.link.align), 0
+        header = frames.pack_header(frames.MESSAGE, tag, meta, view.nbytes, to.link.align)
+        taken = 0
         with self.lock:
             to.sent += 1
             if not to.outgoing and to.deaf is None:  # nothing stands before it
@@ -108,12 +109,14 @@ class StreamTransport(Engine):
             frames.pack_header(frames.MESSAGE, tag, receive.meta, receive.nbytes, peer.link.align)
             for receive, peer in zip(receives, peers, strict=True)
         ]
-        came, idle = [False] * len(receives), 0
+        came = [False] * len(receives)
+        idle = 0
         while idle <= self.spins and self.waits.error is None:
             idle += 1
             for i, receive in enumerate(receives):
                 if not came[i] and self._take_one(peers[i], headers[i], receive):
-                    came[i], idle = True, 0
+                    came[i] = True
+                    idle = 0
             if all(came):
                 break
             yield_core()
@@ -263,7 +266,8 @@ class StreamTransport(Engine):
     def _keep(self, peer: Peer, frame: Frame) -> None:
         """Buffer a message without a receive, because a receive asks for one behind it. Under the
         lock."""
-        tag, nbytes = frame.header.tag, frame.header.nbytes
+        tag = frame.header.tag
+        nbytes = frame.header.nbytes
         if peer.unexpected_bytes + nbytes > UNEXPECTED_LIMIT:
             raise CommError(
                 f"a message of {nbytes} bytes (tag {tag.group:x}/{tag.sequence}) that no receive "
@@ -281,7 +285,8 @@ class StreamTransport(Engine):
             return
         with self.lock:
             if frame.complete:
-                peer.frame, frame.settled = None, True
+                peer.frame = None
+                frame.settled = True
                 peer.taken += 1
             receive = frame.receive
             if receive is not None and frame.buffer is None:
@@ -331,7 +336,8 @@ class StreamTransport(Engine):
     def _lose(self, peer: Peer, why: str) -> None:
         """Nothing more will come from `peer`, nor can be sent to it."""
         with self.lock:
-            peer.mute, peer.frame = why, None
+            peer.mute = why
+            peer.frame = None
             self._deafen(peer, why)
             peer.posted.clear()
             for receive in list(peer.receives):

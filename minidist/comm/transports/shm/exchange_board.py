@@ -42,7 +42,9 @@ _HEADER_BYTES = 2 * _PAGE  # these words, and meta
 _BYTES = _PAGE + TURNS * _HEADER_BYTES  # where those of all turns begin in a part
 PART_BYTES = _BYTES + TURNS * SHOWN_BYTES
 
-_POSTED, _ASLEEP, CLOSED = 0, LINE // 8, 2 * LINE // 8
+_POSTED = 0
+_ASLEEP = LINE // 8
+CLOSED = 2 * LINE // 8
 
 
 class BoardPart:
@@ -66,7 +68,8 @@ class BoardPart:
             self._metas[turn][: len(meta)] = meta
         stop = 0
         for array in arrays:
-            start, stop = stop, stop + array.nbytes
+            start = stop
+            stop = stop + array.nbytes
             # a copy: see ring_buffer.copy
             np.positive(array.view(np.uint8), out=self._shown[turn, start:stop])
         _HEADER.pack_into(self._headers[turn], 0, len(meta), stop)
@@ -91,8 +94,11 @@ class SharedBoard(Board):
         closed: Sequence[int],
         lends: bool = False,
     ) -> None:
-        self._transport, self._world_ranks, self._parts = transport, tuple(world_ranks), list(parts)
-        self._closed, self.lends = closed, lends
+        self._transport = transport
+        self._world_ranks = tuple(world_ranks)
+        self._parts = list(parts)
+        self._closed = closed
+        self.lends = lends
         self._own = parts[world_ranks.index(transport.world_rank)]
         self._others = [
             (rank, part.words)
@@ -104,7 +110,8 @@ class SharedBoard(Board):
 
     def show(self, meta: bytes, arrays: Sequence[np.ndarray]) -> list[tuple[bytes, np.ndarray]]:
         self._shown += 1
-        turn, fence = self._shown % TURNS, self._fence
+        turn = self._shown % TURNS
+        fence = self._fence
         own = self._own.write(turn, meta, arrays)
         fence()  # the bytes before `posted`
         self._own.words[_POSTED] = self._shown
@@ -139,7 +146,9 @@ class SharedBoard(Board):
                 ],
             )
             del self._own
-            self._parts, self._others = [], []  # the memory goes when nothing points into it
+            # the memory goes when nothing points into it
+            self._parts = []
+            self._others = []
 
     def missing(self) -> list[int]:
         """World ranks that have not posted as often as this rank."""

@@ -26,7 +26,8 @@ from minidist.comm.calls.buffers import address_of
 _EXHIBIT = struct.Struct("<QQ16s")  # process id, address, the bytes that lie there
 EXHIBIT_BYTES = _EXHIBIT.size
 _WORD = ctypes.sizeof(ctypes.c_size_t)
-_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)
+_SET_PTRACER = 0x59616D61
+_ANY = ctypes.c_ulong(-1)
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -52,7 +53,8 @@ def read(process: int, address: int, target: np.ndarray) -> None:
     """
     if _readv is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    begin, done = address_of(target), 0
+    begin = address_of(target)
+    done = 0
     while done < len(target):
         left = len(target) - done
         vectors = (ctypes.c_size_t * 4)(begin + done, left, address + done, left)

@@ -74,7 +74,8 @@ class Fence:
     def __init__(self) -> None:
         lock = threading.Lock()
         lock.acquire()
-        self._release, self._acquire = lock.release, lock.acquire
+        self._release = lock.release
+        self._acquire = lock.acquire
 
     def __call__(self) -> None:
         self._release()
@@ -217,11 +218,10 @@ class ShmLink(PolledLink):
     align = LINE
 
     def __init__(self, sock: socket.socket, memory: memoryview, lower: bool) -> None:
-        first, second = memory[:RING_BYTES], memory[RING_BYTES : 2 * RING_BYTES]
-        self._out, self._in = (
-            RingWriter(first if lower else second),
-            RingReader(second if lower else first),
-        )
+        first = memory[:RING_BYTES]
+        second = memory[RING_BYTES : 2 * RING_BYTES]
+        self._out = RingWriter(first if lower else second)
+        self._in = RingReader(second if lower else first)
         sock.setblocking(False)
         self._sock = sock
         self.ended = False  # the peer's socket is closed: it writes and reads no more

@@ -43,7 +43,8 @@ from minidist.device.cores import of_all_ranks
 from minidist.errors import CommError, PeerLostError
 
 # looks at the rings before sleeping: where each rank has a core, and where not
-SPINS, SPINS_CROWDED = 200, 20
+SPINS = 200
+SPINS_CROWDED = 20
 BOARDS = 64  # boards that a rank may have open at a time
 ARENA_BYTES = BOARDS * PART_BYTES
 # most that is read from another rank's memory between looks at whether the job lives
@@ -84,8 +85,11 @@ def hand_over(
              process, None unless each rank may read the memory of all others; all by world rank.
     Raises:  PeerLostError naming a rank that ended meanwhile.
     """
-    exhibit, rings, opened = Exhibit(), {}, [nameless_file(arena_bytes)]
-    arenas, readable = {world_rank: _map(opened[0], arena_bytes)}, {world_rank: os.getpid()}
+    exhibit = Exhibit()
+    rings = {}
+    opened = [nameless_file(arena_bytes)]
+    arenas = {world_rank: _map(opened[0], arena_bytes)}
+    readable = {world_rank: os.getpid()}
     try:
         for rank, sock in connections.items():
             files = opened[:1]
@@ -182,7 +186,9 @@ class ShmTransport(PolledTransport):
     ) -> None:
         spins = SPINS if len(links) < of_all_ranks() else SPINS_CROWDED
         super().__init__(name, world_rank, limit, {**links, **(far or {})}, spins)
-        self.links, self._arenas, self._processes = links, arenas, processes
+        self.links = links
+        self._arenas = arenas
+        self._processes = processes
         self._free = list(range(BOARDS - 1, -1, -1))
         self._boards: dict[SharedBoard, int] = {}  # and their places
         # places whose boards others may still read

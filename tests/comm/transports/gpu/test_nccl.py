@@ -97,7 +97,8 @@ def test_ranks_that_share_a_gpu_add_low_precision_by_a_kernel(cupy, monkeypatch)
     """The same bits as the plain path, which widens, adds, rounds; NaN, infinities and an odd
     beginning included."""
     monkeypatch.setattr(cuda_ipc, "TURN_BYTES", 1024)
-    ran, kind = [], backend.dtype("bfloat16")
+    ran = []
+    kind = backend.dtype("bfloat16")
 
     def asked(name, *arrays):
         ran.append((name, len(arrays)))
@@ -196,7 +197,8 @@ def test_messages_of_two_ranks_may_all_stand_behind_each_other(cupy):
     side."""
 
     def ranks(world):
-        other, x = 1 - world.rank, cupy.asarray(np.full(9, world.rank + 1.0))
+        other = 1 - world.rank
+        x = cupy.asarray(np.full(9, world.rank + 1.0))
         for pending in [world.start_send(x, dst=other) for _ in range(2)]:
             assert not isinstance(
                 world.transport.device.lane(world.id, world.rank, other), type(None)
@@ -399,7 +401,8 @@ def test_a_communicator_that_is_never_made_holds_up_nobody_when_a_rank_is_lost(c
 
 def test_a_call_from_which_nccl_does_not_return_ends_with_the_limit(cupy, monkeypatch):
     """Its abort ends the call, as NCCL's does."""
-    end, stuck = cupy.cuda.nccl.groupEnd, threading.local()
+    end = cupy.cuda.nccl.groupEnd
+    stuck = threading.local()
 
     def never(comm):
         assert soon(lambda: comm.aborted)
@@ -441,11 +444,9 @@ def test_what_the_program_keeps_is_allocated_for_its_stream_and_ordered_behind_i
 
     def ranks(world):
         cupy.cuda.Device(1).use()
-        side, program, seen = (
-            GpuSide(Gpu(world.transport, cupy, 1)),
-            fake_cupy.get_current_stream(),
-            [],
-        )
+        side = GpuSide(Gpu(world.transport, cupy, 1))
+        program = fake_cupy.get_current_stream()
+        seen = []
         begun = side.begin()
         program.put(lambda: (time.sleep(0.05), seen.append("read by the program")))
 
@@ -474,7 +475,8 @@ class Slow:
         self.go = threading.Event()
         world.all_reduce(gpu_calls.on_device(np.ones(2000)))  # all have opened each other's memory
         device = world.transport.device
-        native, stream = device.native(world.id, world.world_ranks), device.side(world.id).stream
+        native = device.native(world.id, world.world_ranks)
+        stream = device.side(world.id).stream
         tell = native._tell
 
         def told(mine):
@@ -535,7 +537,8 @@ def test_a_rank_lets_go_of_nothing_that_it_still_reads(cupy):
 
 
 def test_who_is_lost_holds_up_nobody_and_the_others_wait_for_each_other(cupy):
-    ended, gone = threading.Event(), []
+    ended = threading.Event()
+    gone = []
 
     def ranks(world):
         world.all_reduce(cupy.asarray(np.ones(4)))
@@ -563,7 +566,8 @@ def test_who_is_lost_holds_up_nobody_and_the_others_wait_for_each_other(cupy):
 
 def test_a_failed_job_ends_without_those_who_say_nothing_but_not_at_once(cupy, monkeypatch):
     """Its memory stays until the process ends; before that the others get a moment to look."""
-    slow, looked = {}, threading.Event()
+    slow = {}
+    looked = threading.Event()
     slept = []  # (thread, seconds): rank 1 sleeps too, when it closes
 
     def sleep(moment):
@@ -641,7 +645,8 @@ def test_connecting_chooses_gpus_and_tries_ipc(cupy, refuses):
 
     class Link:
         def __init__(self, rank):
-            self.world_rank, self._round = rank, 0
+            self.world_rank = rank
+            self._round = 0
 
         def meet(self, info):
             mine = table[self._round]

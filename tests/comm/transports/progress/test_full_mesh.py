@@ -30,7 +30,10 @@ class Meeting:
         table: dict[int, dict[str, Any]],
         barrier: threading.Barrier,
     ) -> None:
-        self.world_rank, self.size, self.table, self.barrier = world_rank, size, table, barrier
+        self.world_rank = world_rank
+        self.size = size
+        self.table = table
+        self.barrier = barrier
 
     def meet(self, info: dict[str, Any]) -> list[dict[str, Any]]:
         self.table[self.world_rank] = info
@@ -111,7 +114,8 @@ def call(listener: socket.socket) -> socket.socket:
     ids=["tcp", "unix"],
 )
 def test_every_two_ranks_are_connected(listen, dial):
-    before, size = open_files(), 5
+    before = open_files()
+    size = 5
     links = join_all(size, [listen() for _ in range(size)], dial)
     for low in range(size):
         for high in range(low + 1, size):
@@ -192,7 +196,8 @@ def test_a_crowd_of_silent_strangers_keeps_no_rank_out(listen, dial, caplog):
 
 def test_a_rank_that_is_sent_away_by_a_crowd_calls_again(monkeypatch):
     """The listener hangs up before it has answered, as it does when its room is full."""
-    admit, heard = wire.admit, []
+    admit = wire.admit
+    heard = []
 
     def admit_the_second(
         sock: socket.socket, token: bytes, limit: float, **options: Any

@@ -39,7 +39,8 @@ def test_an_unbuffered_send_is_complete_when_it_was_taken():
 
 def test_a_reduction_reads_the_senders_own_memory():
     a, b = connect(2, limit=1.0, unbuffered=True)
-    x, total = np.ones(4), np.ones(4)
+    x = np.ones(4)
+    total = np.ones(4)
     pieces = []
 
     def add(target, start, piece):
@@ -64,7 +65,9 @@ def test_loopback_is_a_link_to_oneself():
 def test_who_carries_a_message_out_for_another_thread_keeps_nothing_of_it(unbuffered):
     """As a group's worker, that goes on to wait for its own."""
     a, b = connect(2, limit=20.0, unbuffered=unbuffered)
-    mine, x, got = np.zeros(1), np.ones(4), np.zeros(4)
+    mine = np.zeros(1)
+    x = np.ones(4)
+    got = np.zeros(4)
     seen = [weakref.ref(x), weakref.ref(got)]
     waits = b.start_recv(0, TAG, lambda meta, nbytes: mine)
     waiter = threading.Thread(target=waits.wait)

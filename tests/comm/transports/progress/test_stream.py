@@ -85,7 +85,8 @@ def test_what_stands_before_a_message_asked_for_is_buffered(kind):
 @on_every_link
 def test_a_receive_may_claim_a_message_that_is_being_buffered(kind):
     with linked(kind) as (zero, one):
-        last, first = np.empty(1), np.zeros(BIG, np.float32)
+        last = np.empty(1)
+        first = np.zeros(BIG, np.float32)
         sent = zero.start_send(1, tag(1), np.ones(BIG, np.float32))
         until(zero._step_up)  # from here on nobody moves what the link does not hold
         waiting = one.start_recv(0, tag(2), into(last))
@@ -158,7 +159,8 @@ def burnt(seconds):
 @on_every_link
 def test_abort_wakes_leader_and_follower_at_once(kind):
     with linked(kind) as (zero, _one):
-        ended, raised = [], []
+        ended = []
+        raised = []
 
         def wait(sequence):
             try:
@@ -268,7 +270,8 @@ def test_arrays_are_let_go_without_the_garbage_collector(kind):
     try:
         with linked(kind) as (zero, one):
             for reduce in (None, add):
-                source, target = np.ones(BIG, np.float32), np.ones(BIG, np.float32)
+                source = np.ones(BIG, np.float32)
+                target = np.ones(BIG, np.float32)
                 gone = [weakref.ref(source), weakref.ref(target)]
                 sending = in_thread(zero.start_send(1, tag(1), source).wait)
                 one.start_recv(0, tag(1), into(target), reduce).wait()
@@ -281,7 +284,8 @@ def test_arrays_are_let_go_without_the_garbage_collector(kind):
 
 @on_every_link
 def test_nothing_is_left_when_closed(kind):
-    threads, files = set(threading.enumerate()), open_files()
+    threads = set(threading.enumerate())
+    files = open_files()
     for _ in range(3):
         with linked(kind) as (zero, one):
             arriving = one.start_recv(0, tag(1), into(np.empty(1)))

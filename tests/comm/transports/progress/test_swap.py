@@ -47,8 +47,10 @@ def received(transport, length):
 def test_what_is_there_is_taken(kind):
     with linked(kind) as (zero, one):
         for size in SIZES:
-            first, second = np.full(size, 3, np.uint8), np.arange(size, dtype=np.uint8)
-            there, here = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
+            first = np.full(size, 3, np.uint8)
+            second = np.arange(size, dtype=np.uint8)
+            there = np.zeros(size, np.uint8)
+            here = np.zeros(size, np.uint8)
             handles, came = swap(zero, first, here)
             assert came == [False], "rank 1 has sent nothing yet"
             handles[0].wait()
@@ -64,7 +66,8 @@ def test_what_is_there_is_taken(kind):
 def test_what_stands_behind_another_message_is_taken_when_that_is_gone(kind):
     """They come together, so the second is in the link's buffer behind the first."""
     with linked(kind) as (zero, one):
-        first, second = np.full(100, 3, np.uint8), np.arange(200, dtype=np.uint8)
+        first = np.full(100, 3, np.uint8)
+        second = np.arange(200, dtype=np.uint8)
         zero.start_send(1, tag(8), first, b"call 6").wait()
         zero.start_send(1, tag(7), second, b"call 7").wait()
         got = np.zeros(100, np.uint8)
@@ -92,7 +95,8 @@ def test_another_message_is_left_for_start_recv(kind, other):
 @on_every_link
 def test_half_a_message_is_left_too(kind, monkeypatch):
     with linked(kind) as (zero, one):
-        sent, link = np.arange(2000, dtype=np.uint8), zero._peers[1].link
+        sent = np.arange(2000, dtype=np.uint8)
+        link = zero._peers[1].link
         header = frames.pack_header(frames.MESSAGE, tag(7), b"call 7", 2000, link.align)
         begun = link.write(header, sent[:1024])
         assert begun == len(header) + 1024
@@ -171,7 +175,8 @@ def test_a_follower_leads_afterwards(kind, monkeypatch):
     monkeypatch.setattr(engine.Engine, "_call_helper", lambda self: None)
     with linked(kind, spins=2000) as (zero, one):
         time.sleep(0.05)  # the helper has looked once, and waits to be called
-        got, thread = np.zeros(5, np.uint8), None
+        got = np.zeros(5, np.uint8)
+        thread = None
 
         def other_waits():
             nonlocal thread

@@ -73,8 +73,10 @@ def test_what_is_shared_is_known():
     [[0], [1, 0, 63], [4096, 4097], [3, 2 * 65536 + 5, 0, 4099, 64], [SHOWN_BYTES - 1, 1]],
 )
 def test_the_bytes_are_those_of_the_sources_and_those_shown_before_stay(lengths: list[int]):
-    rng, part = np.random.default_rng(0), BoardPart(memoryview(bytearray(PART_BYTES)))
-    before, last = np.empty(0, np.uint8), np.empty(0, np.uint8)
+    rng = np.random.default_rng(0)
+    part = BoardPart(memoryview(bytearray(PART_BYTES)))
+    before = np.empty(0, np.uint8)
+    last = np.empty(0, np.uint8)
     for number in range(4):
         arrays = [rng.integers(0, 255, length, np.uint8) for length in lengths]
         part.write(number % TURNS, b"meta", arrays)
@@ -82,7 +84,8 @@ def test_the_bytes_are_those_of_the_sources_and_those_shown_before_stay(lengths:
         assert meta == b"meta"
         np.testing.assert_array_equal(shown, np.concatenate(arrays))
         np.testing.assert_array_equal(last, before)
-        before, last = np.concatenate(arrays), shown
+        before = np.concatenate(arrays)
+        last = shown
 
 
 def test_other_dtypes_are_shown_byte_for_byte():
@@ -121,7 +124,8 @@ def test_fences_stand_where_a_processor_could_change_the_order(monkeypatch):
     """Bytes, fence, posted, fence, a look at asleep; asleep, fence, a look at posted."""
     transports = shm_transports(2)
     boards = opened(transports)
-    own, seen = boards[0]._own.words, []
+    own = boards[0]._own.words
+    seen = []
     monkeypatch.setattr(boards[0], "_fence", lambda: seen.append((own[_POSTED], own[_ASLEEP])))
     boards[0].sleeps(True)
     assert seen == [(0, 1)]

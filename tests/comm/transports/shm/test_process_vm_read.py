@@ -148,7 +148,8 @@ def test_reading_ends_with_what_ended_the_job(monkeypatch):
     monkeypatch.setattr("minidist.comm.transports.shm.transport.STRETCH_BYTES", 40)
     nobody_tells(monkeypatch)
     zero, one = transports = shm_transports(2)
-    x, target = np.arange(100, dtype=np.uint8), octets(100)
+    x = np.arange(100, dtype=np.uint8)
+    target = octets(100)
     zero.read(1, address(x), target)
     assert np.array_equal(target, x)
     with pytest.raises(

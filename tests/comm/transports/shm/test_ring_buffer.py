@@ -45,7 +45,9 @@ class Writing:
     """Writes frames one after the other, a step at a time."""
 
     def __init__(self, writer: RingWriter, frames: list[tuple[bytes, np.ndarray]]) -> None:
-        self.writer, self.frames, self.sent = writer, list(frames), 0
+        self.writer = writer
+        self.frames = list(frames)
+        self.sent = 0
 
     def step(self) -> None:
         if self.frames:
@@ -63,7 +65,10 @@ class Reading:
     def __init__(
         self, reader: RingReader, frames: list[tuple[bytes, np.ndarray]], most: int
     ) -> None:
-        self.reader, self.frames, self.most, self.filled = reader, list(frames), most, -1
+        self.reader = reader
+        self.frames = list(frames)
+        self.most = most
+        self.filled = -1
 
     def step(self) -> None:
         prefix, payload = self.frames[0]
@@ -90,7 +95,8 @@ def transfer(sizes: list[tuple[int, int]], turns: list[bool], most: int) -> None
         for lines, nbytes in sizes
     ]
     writer, reader = ends()
-    writing, reading = Writing(writer, frames), Reading(reader, frames, most)
+    writing = Writing(writer, frames)
+    reading = Reading(reader, frames, most)
     for step, writes in enumerate(itertools.chain(turns, itertools.cycle((True, False)))):
         if not reading.frames:
             break
@@ -171,7 +177,8 @@ def test_two_processes_see_each_other_in_order():
     if child == 0:
         pump(memory, frames)
         os._exit(0)
-    reading, deadline = Reading(ends(memory)[1], frames, CAPACITY), time.monotonic() + 20
+    reading = Reading(ends(memory)[1], frames, CAPACITY)
+    deadline = time.monotonic() + 20
     while reading.frames:
         reading.step()
         os.sched_yield()

@@ -10,7 +10,8 @@ import minidist as md
 
 def calls(world):
     """Messages and boards: what each rank got, to be checked by values and order."""
-    rank, size = world.rank, world.size
+    rank = world.rank
+    size = world.size
     near = world.split(rank // 8)
     swapped = world.all_to_all(
         [np.array([100 * rank + other]) for other in range(size)], algorithm="pairwise"

@@ -24,7 +24,8 @@ SMALL = {
     },
     "minidist.bench.kernels.gpu": {"COPIED": 1 << 16, "SIDE": 64, "WARM_UPS": 1, "ROUNDS": 2},
 }
-note, allowed = fake_gpu.wait, [True]
+note = fake_gpu.wait
+allowed = [True]
 
 
 class Event(fake_gpu.Event):
@@ -70,9 +71,12 @@ def allow_synchronize(allow):
         allowed.pop()
 
 
-fake_gpu.wait, fake_gpu.ndarray, cublas.load = wait, ndarray, fake_gpu.Cublas
+fake_gpu.wait = wait
+fake_gpu.ndarray = ndarray
+cublas.load = fake_gpu.Cublas
 found = fake_gpu.modules()
-cupy, cuda = found["cupy"], found["cupy.cuda"]
+cupy = found["cupy"]
+cuda = found["cupy.cuda"]
 pool = SimpleNamespace(
     malloc=lambda nbytes: Pointer(ptr=0), total_bytes=lambda: 0, free_all_blocks=lambda: None
 )
