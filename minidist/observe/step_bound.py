@@ -57,8 +57,7 @@ def plain_critical_path(record: StepRecord) -> list[PathPart]:
             call = before
             path.insert(0, PathPart(call.name, None, call.begin, call.end))
         # the first call of the chain waited for its last rank
-        rank = call.last_rank
-        now = call.begin
+        rank, now = call.last_rank, call.begin
     return path
 
 

@@ -92,8 +92,7 @@ def plain_load(group: Group, folder: Path) -> np.ndarray:
     stop = new[group.rank + 1]
     parts = []
     for rank, digest in enumerate(manifest["sha256"]):
-        first = max(start, old[rank])
-        last = min(stop, old[rank + 1])
+        first, last = max(start, old[rank]), min(stop, old[rank + 1])
         if first < last:  # this shard has some of my numbers
             file = folder / f"{rank}.npy"
             if hashlib.sha256(file.read_bytes()).hexdigest() != digest:

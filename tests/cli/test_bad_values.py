@@ -128,9 +128,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("words", "says"),
     [
         ("launch --token-file binary true", "--token-file binary is not one line of UTF-8 text"),
-        ("launch --token-file /dev/zero true", "--token-file /dev/zero: is no regular file"),
-        ("launch --token-file pipe true", "--token-file pipe: is no regular file"),
-        ("launch --token-file folder true", "--token-file folder: Is a directory"),
+        ("launch --token-file /dev/zero true", "--token-file /dev/zero: is a device"),
+        ("launch --token-file pipe true", "--token-file pipe: is a pipe"),
+        ("launch --token-file folder true", "--token-file folder: is a folder"),
         ("launch --flight= true", "argument --flight: '' is not a value"),
         ("launch --json=-- true", "argument --json: '--' is not a value"),
         ("storm --kinds=", "argument --kinds/--faults: '' is not a value"),

@@ -69,7 +69,7 @@ def test_whatever_the_code_does_is_a_grade(
         (["03", "--json", "/proc/nowhere"], "--json /proc/nowhere: No such file"),
         (["03", "x" * 300 + ".py"], "no file xxx"),
         (["03", sys.executable], "null bytes"),
-        (["03", str(Path(__file__).with_name("train"))], "Is a directory"),
+        (["03", str(Path(__file__).with_name("train"))], "is a folder"),
         (["03", "setup.cfg"], "not a Python file"),
     ],
 )

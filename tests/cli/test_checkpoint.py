@@ -244,7 +244,7 @@ def test_resharding_keeps_every_bit(
         (["checkpoint", "RUN", "--export", "NOWHERE/x"], "there is no folder"),
         (["sample", "NOWHERE"], "no run that can write text is here"),
         (["sample", "RUN", "--prompt", "a fox: ß"], "does not have the symbols 'ß'"),
-        (["sample", "RUN", "--prompt", ""], "needs at least one symbol"),
+        (["sample", "RUN", "--prompt", ""], "--prompt: '' is not a value"),
         (["sample", "RUN/step-000009"], "no complete checkpoint is here"),
     ],
 )
