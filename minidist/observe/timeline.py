@@ -78,9 +78,8 @@ class Timeline:
         # axis -> names of its collectives that have not ended yet
         self._names: dict[str, deque[str]] = {}
         self._program = ""  # the thread that follows a ledger
-        # type: int, float | None
         self._rows = 0
-        self._share = None
+        self._share: float | None = None
 
     @contextmanager
     def span(self, name: str, category: str = "compute", **details: Any) -> Iterator[None]:

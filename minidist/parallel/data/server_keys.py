@@ -31,9 +31,8 @@ def assign(sizes: Sequence[int], servers: int) -> list[list[int]]:
             f"{servers} parameter servers for {len(sizes)} keys: each server has at least one key; "
             f"take 1 to {len(sizes)} servers"
         )
-    # type: list[int], list[list[int]]
     loads = [0] * servers
-    shares = [[] for _ in range(servers)]
+    shares: list[list[int]] = [[] for _ in range(servers)]
     for key in sorted(range(len(sizes)), key=lambda key: -sizes[key]):
         server = min(
             range(servers), key=lambda server: (loads[server], len(shares[server]), server)

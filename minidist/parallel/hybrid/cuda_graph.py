@@ -217,9 +217,9 @@ class CapturedStep:
         trainer.precision.update(
             optimizer,
             lambda: launcher("sum_of_squares")(self._gradients),
-            lr=self._given.there["rate"],
+            lr=self._given.there["rate"],  # type: ignore[union-attr]
             clip=trainer.clip,
-        )  # type: ignore[union-attr]
+        )
 
     def _settle(self, arrays: Mapping[str, np.ndarray], batch: Batch) -> None:
         """Give everything that a step reads or leaves its place, at the first batch."""

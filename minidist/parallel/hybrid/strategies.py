@@ -111,10 +111,10 @@ def make_strategy(
     if plan.local_steps is not None:
         return make_local_steps(model, group, plan, **options)
     if plan.strategy == "parameter-server":
-        return load("parameter-server")(
+        return load("parameter-server")(  # type: ignore[no-any-return]
             model,
             group,
-            servers=plan.servers,  # type: ignore[no-any-return]
+            servers=plan.servers,
             asynchronous=plan.asynchronous,
             staleness=plan.staleness,
             server_dtype=plan.masters_of_servers,

@@ -68,9 +68,9 @@ def _round(array: Array, kind: np.dtype, scale: float) -> tuple[Array, Array | N
     |element|: (1,)."""
     if device_of(array) == "cuda":
         xp = array_module(array)
-        return launcher("to_float8")(
+        return launcher("to_float8")(  # type: ignore[no-any-return]
             xp.ascontiguousarray(array),
-            kind.name,  # type: ignore[no-any-return]
+            kind.name,
             xp.full(1, scale, np.float32),
         )
     wide = widen(array) * np.float32(scale)
