@@ -46,19 +46,20 @@ def section(run: RunFiles, steps: Sequence[RecordedStep], tables: Sequence[Plain
 
 
 def _over_steps(run: RunFiles, found: Section) -> None:
-    memory = [line.get("memory", {}) for line in run.steps]
-    if not any(memory):
+    memory = [line["memory"] for line in run.steps if "memory" in line]
+    if not memory:
         found.missing.append(
             run.lacks(
                 STEP_LOG, "memory over the steps", "minidist train writes a line a step to it"
             )
         )
         return
+    if not any(memory):  # offload=all
+        found.lines.append("Rank 0 holds no bytes on its device at the end of any step.")
+        return
     names = [name for name in CATEGORIES if any(now.get(name) for now in memory)]
-    series = {
-        name: thinned([line["step"] for line in run.steps], [now.get(name, 0) for now in memory])
-        for name in names
-    }
+    steps = [line["step"] for line in run.steps if "memory" in line]
+    series = {name: thinned(steps, [now.get(name, 0) for now in memory]) for name in names}
     every = series[names[0]]["every"] if names else 1
     found.lines.append(
         "The live bytes of rank 0 at the end of each step. What lives only inside a step is not "
