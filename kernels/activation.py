@@ -40,10 +40,18 @@ _IN = np.sqrt(2 / np.pi)
 _CUBE = 0.044715
 
 
+def _gate(u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return h = (1 + tanh u) / 2 and 1 - h, both right to their last digits where they are
+    small."""
+    with np.errstate(over="ignore"):  # 1 / inf is the 0 that is meant
+        return 1 / (1 + np.exp(-2 * u)), 1 / (1 + np.exp(2 * u))
+
+
 def bias_gelu_reference(x: np.ndarray, bias: np.ndarray | None) -> np.ndarray:
     """z/2 (1 + tanh(sqrt(2/pi) (z + 0.044715 z³))) with z = x + bias."""
     z = x if bias is None else x + bias
-    return z / 2 * (1 + np.tanh(_IN * (z + _CUBE * z * z * z)))
+    h, _ = _gate(_IN * (z + _CUBE * z * z * z))
+    return z * h
 
 
 def bias_gelu_gradient_reference(
@@ -51,22 +59,23 @@ def bias_gelu_gradient_reference(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The gradients of x and of the bias."""
     z = x if bias is None else x + bias
-    t = np.tanh(_IN * (z + _CUBE * z * z * z))
-    dx = dy * ((1 + t) / 2 + z / 2 * (1 - t * t) * _IN * (1 + 3 * _CUBE * z * z))
+    h, rest = _gate(_IN * (z + _CUBE * z * z * z))
+    dx = dy * (h + 2 * z * h * rest * _IN * (1 + 3 * _CUBE * z * z))
     return dx, dx.reshape(-1, dx.shape[-1]).sum(axis=0)
 
 
 def swiglu_reference(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     """gate / (1 + exp(-gate)) up"""
-    return gate * (1 + np.tanh(gate / 2)) / 2 * up
+    h, _ = _gate(gate / 2)
+    return gate * h * up
 
 
 def swiglu_gradient_reference(
     gate: np.ndarray, up: np.ndarray, dy: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """The gradients of gate and up."""
-    s = (1 + np.tanh(gate / 2)) / 2
-    return dy * up * s * (1 + gate * (1 - s)), dy * gate * s
+    h, rest = _gate(gate / 2)
+    return dy * up * h * (1 + gate * rest), dy * gate * h
 
 
 def bias_gelu(x: Array, bias: Array | None = None, *, version: int | None = None) -> Array:
