@@ -111,8 +111,8 @@ MISTAKES = {
         3,
     ),
     "what was summed under the old maximum is left as it was": (
-        "shrink = np.exp(scores - now), np.exp(top - now)",
-        "shrink = np.exp(scores - now), 1.0",
+        "shrink = np.exp(top - now)",
+        "shrink = 1.0",
         4,
     ),
     "the keys before are forgotten in the sum": ("total * shrink + p.sum", "p.sum", 5),
@@ -124,7 +124,7 @@ MISTAKES = {
     "the old sum is not scaled": ("total * shrink +", "total +", 5),
     "the keys before are forgotten in the weighted sum": ("y * shrink + p @ v", "p @ v", 6),
     "the old weighted sum is not scaled": ("y * shrink + p @ v", "y + p @ v", 6),
-    "divide once, at the end": ("y * shrink + p @ v, now", "(y * shrink + p @ v) / total, now", 6),
+    "divide once, at the end": ("y * shrink + p @ v", "(y * shrink + p @ v) / total", 6),
 }
 """{name: (code of the plain version, what a student may write there, the hole)}"""
 

@@ -13,6 +13,7 @@ from minidist.cli import main
 from minidist.errors import LaunchError
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("title", "contenders"),
     [

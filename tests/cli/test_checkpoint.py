@@ -233,6 +233,7 @@ def test_resharding_keeps_every_bit(
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -232,6 +232,7 @@ def test_every_number_has_a_bound(command, capsys):
             ), words
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "words",
     [
@@ -260,6 +261,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_made(words, capsys, monke
     assert "of memory, this machine has 24 GiB" in refusal(capsys, *words.split())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "words",
     [
@@ -279,6 +281,7 @@ def test_numbers_and_names_that_are_too_large_are_one_line(words, capsys, monkey
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "words",
     [
@@ -340,6 +343,7 @@ def test_an_interrupt_while_modules_load_waits_for_them(capsys, monkeypatch):
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("where", "status", "told"),
     [

@@ -28,12 +28,14 @@ tests/comm/test_never_hangs.py, test_kills.py and test_expendable.py demand more
 on_every_transport = pytest.mark.parametrize("transport", [*TRANSPORTS, *BLOCKING])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("check", conformance.PEACEFUL, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name in THREADS])
 def test_one_demand(check, transport):
     run(check, size=3, transport=transport)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "transport",
     [
@@ -88,11 +90,13 @@ def test_every_verb_by_every_algorithm(transport, size):
         ), case
 
 
+@pytest.mark.sampled
 @on_every_transport
 def test_abort_ends_every_wait(transport):
     assert all(run(conformance.aborted, size=2, transport=transport))
 
 
+@pytest.mark.sampled
 @on_every_transport
 def test_one_failing_rank_ends_all_with_its_name(transport, tmp_path):
     with pytest.raises(LookupError, match="rank 2.*boom on purpose"):

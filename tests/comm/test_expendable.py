@@ -55,6 +55,7 @@ def check_those_that_are_left(group):
     assert group.split(0).all_reduce(np.ones(3)).tolist() == [2.0, 2.0, 2.0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("transport", "how", "says"),
     [
@@ -74,6 +75,7 @@ def test_the_job_goes_on_without_it(transport, how, says):
     assert "rank 1" in text and says in text and "rank 2 was in recv" in text, text
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", ["threads", "tcp", "shm"])
 def test_what_it_had_sent_still_arrives(transport):
     def job(world):

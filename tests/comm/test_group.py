@@ -623,6 +623,7 @@ def test_a_worker_uses_its_ranks_memory_account():
 # -------------------------------------------------------------------------------------------- split
 
 
+@pytest.mark.sampled
 @on_both
 @settings(max_examples=12)
 @given(data=st.data())
@@ -745,6 +746,7 @@ def test_two_threads_in_one_group_are_refused(transport):
     run(ranks, size=2, transport=transport)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_a_child_of_a_rank_may_not_use_its_group(transport):
     """A fork has the rank's connections: it would send in the rank's name, and say goodbye in it
@@ -960,6 +962,7 @@ def test_messages_to_oneself_in_two_groups(transport):
         run(job, size=2, transport=transport)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("algorithm", ["ring", "shared"])
 def test_calls_alike_in_another_order_are_warned_of(algorithm):
     """Nothing but their places tells them apart; ranks that branch, each at its own place, are left

@@ -182,6 +182,7 @@ def check_one_kill(
     return slowest
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("transport", "how", "verb", "delay", "flight"),
     [

@@ -57,6 +57,7 @@ def ways():
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("transport", "way"), ways())
 def test_ranks_that_wait_in_vain_learn_why(transport, way):
     if way == "a ring of sends" and transport == "threads":
@@ -141,6 +142,7 @@ def exchange_slowly(world):
     assert (total == other + 1).all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "transport",
     [

@@ -55,6 +55,7 @@ def drawn(shape, dtype, version, seed, many):
     return [(rng.normal(size=(rows, columns)) * 3).astype(dtype) for _ in range(many)]
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,6 +76,7 @@ def test_bias_gelu(version, kind, shape, biased, seed):
     close(dbias, want[1], bound, scale=np.abs(want[0]).sum(axis=0).max())
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -43,6 +43,7 @@ def test_the_reference_is_that_of_optim(apart):
         np.testing.assert_allclose(weights.data, p, rtol=1e-12)
 
 
+@pytest.mark.sampled
 @on_each_device
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,6 +10,7 @@ from minidist.kernels import on_cpu
 from minidist.kernels.add import VERSIONS, add, add_reference
 
 
+@pytest.mark.sampled
 @on_each_device
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", KINDS)

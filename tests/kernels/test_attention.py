@@ -160,6 +160,7 @@ def test_log_total():
 # ------------------------------------------------------------------------------------- the versions
 
 
+@pytest.mark.sampled
 @on_each_device
 @pytest.mark.parametrize(("version", "kind"), EACH)
 @given(shape=st.sampled_from(SHAPES), causal=st.booleans(), seed=st.integers(0, 99))
@@ -195,6 +196,7 @@ def test_each_version_at_any_shape(
         check(device, version, drawn(shape, kind, seed, spread), kind, causal=causal)
 
 
+@pytest.mark.sampled
 @on_each_device
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("shape", [(2, 70, 3, 8), (2, 5, 1, 3), (1, 65, 2, 12)], ids=str)
@@ -228,6 +230,7 @@ def test_packed_is_the_same_attention(device, version, shape):
         )
 
 
+@pytest.mark.sampled
 @on_each_device
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("causal", [False, True])
@@ -245,6 +248,7 @@ def test_blocks_that_see_each_other(device, version, causal):
     )
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize("version", VERSIONS[1:])
 def test_tiles_that_nobody_sees_are_not_read(version):
@@ -421,6 +425,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistakes(mistake, tmp_path, monkeypatch):

@@ -68,6 +68,7 @@ def test_the_reference_is_that_of_fp8_training(target):
         same_bits(cast_reference(x, target, 0.5)[0], to_float8(x, np.dtype(target), 0.5))
 
 
+@pytest.mark.sampled
 @on_each_device
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(("source", "target"), PAIRS)

@@ -34,6 +34,7 @@ def test_the_reference_is_the_difference_and_the_op():
     )
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", KINDS)

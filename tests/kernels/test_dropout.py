@@ -26,6 +26,7 @@ def test_the_reference_gradient_is_itself_without_residual():
     )
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -39,6 +39,7 @@ def test_the_reference_is_that_of_optim():
     assert global_norm_reference(arrays) == pytest.approx(global_norm_of_optim(arrays), rel=1e-14)
 
 
+@pytest.mark.sampled
 @on_each_device
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -257,6 +257,7 @@ def _targets(x):
     return _beside(x, np.array([1, 0, 3], np.int32))
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize("name", OPS)
 def test_ops_take_the_kernel_on_a_gpu_alone(name, cupy, monkeypatch):
@@ -281,6 +282,7 @@ def test_ops_take_the_kernel_on_a_gpu_alone(name, cupy, monkeypatch):
     np.testing.assert_allclose(x.grad.get(), want.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", dispatch.TABLE)
 def test_the_table_names_launchers(name):
     assert callable(dispatch.launcher(name))

@@ -50,6 +50,7 @@ def check(device, kind, sizes, seed, version=None, transpose_a=False, transpose_
     np.testing.assert_array_less(abs(wide(c) - want), rounding + 1e-6 * sizes_of_terms)
 
 
+@pytest.mark.sampled
 @on_each_device
 @pytest.mark.parametrize(("version", "kind"), EACH)
 @given(sizes=st.sampled_from(SIZES), seed=st.integers(0, 99))
@@ -70,6 +71,7 @@ def test_each_version_at_any_size(device, version, kind, sizes, seed):
     check(device, kind, sizes, seed, version)
 
 
+@pytest.mark.sampled
 @on_each_device
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
 @pytest.mark.parametrize("transposed", [(False, True), (True, False), (True, True)])
@@ -100,6 +102,7 @@ def test_empty():
     )
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("sizes", [(128, 128, 32), (128, 96, 32)])
@@ -189,6 +192,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistakes(mistake, tmp_path, monkeypatch):

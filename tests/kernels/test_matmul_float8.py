@@ -53,6 +53,7 @@ def check(device, formats, sizes, seed, transpose_a=False, transpose_b=False):
     )
 
 
+@pytest.mark.sampled
 @on_each_device
 @pytest.mark.parametrize("formats", PAIRS)
 @pytest.mark.parametrize("laid", LAID)
@@ -138,6 +139,7 @@ def test_the_three_products_of_a_linear(device):
         assert 1e-3 < error < 0.08, name  # e4m3 has 4 digits, e5m2 three
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize("laid", LAID)
 @pytest.mark.parametrize("sizes", [(128, 128, 64), (128, 96, 64)])
@@ -215,6 +217,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistakes(mistake, tmp_path, monkeypatch):

@@ -42,6 +42,7 @@ def test_references_are_the_differences_and_the_ops():
     np.testing.assert_allclose(norm_reference(x, w, None), ops.rms_norm(x, w).data, rtol=1e-12)
 
 
+@pytest.mark.sampled
 @on_each_device
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", KINDS)

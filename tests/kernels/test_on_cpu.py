@@ -179,6 +179,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_mistake_is_named_with_its_line(planted, mistake, seed):

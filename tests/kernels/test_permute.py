@@ -112,6 +112,7 @@ def check(device, kind, size, version):
     close(dweights, want[1], 1e-6, scale=width)
 
 
+@pytest.mark.sampled
 @on_each_device
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -189,6 +190,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistakes(mistake, tmp_path, monkeypatch):

@@ -29,6 +29,7 @@ def test_the_reference_is_the_difference_and_the_op():
     )
 
 
+@pytest.mark.sampled
 @on_each_device
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", KINDS)

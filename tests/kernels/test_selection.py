@@ -45,6 +45,7 @@ def check(device, kind, count, version, places=(0.0, 0.1, 0.5, 1.0)):
             same(top_k(placed, k, version=version), x, top_k_reference(x.astype(np.float64), k))
 
 
+@pytest.mark.sampled
 @on_each_device
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -137,6 +138,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistakes(mistake, tmp_path, monkeypatch):

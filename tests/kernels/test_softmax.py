@@ -42,6 +42,7 @@ def test_the_reference_gradient_is_the_difference():
         np.testing.assert_allclose(dx[place], difference, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", KINDS)

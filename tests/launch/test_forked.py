@@ -31,6 +31,7 @@ def wait_for_the_others(world):
     world.all_reduce(np.ones(3))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_results_come_in_rank_order(transport, size):
@@ -71,6 +72,7 @@ class Base(BaseException):
     pass
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("error", "kind", "says"),
     [
@@ -99,6 +101,7 @@ def test_the_first_failure_keeps_its_type_and_names_its_rank(error, kind, says):
     assert "raise error" in str(caught.value.__cause__)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     ("end", "how"),

@@ -69,6 +69,7 @@ def lab() -> Any:
     return load_module(lessons.find("17").part("experiments.py"), "17")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("shape", "options"),
     [

@@ -69,6 +69,7 @@ def test_the_right_filling_passes(places: str, tmp_path: Path) -> None:
     assert result.passed, result.results[-1].line()
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize(
     "mistake",
@@ -78,6 +79,7 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
     assert_named("22", mistake, WRONG[mistake], tmp_path)
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize(
     ("hole", "filling", "line"),
@@ -145,6 +147,7 @@ def test_the_ladders_page_states_what_is_counted(lab) -> None:
         assert tuple(cell.strip() for cell in row.split("|")) == counted, version
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize("version", [1, 2, 3])
 def test_attention_moves_what_the_story_says(lab, version: int) -> None:
@@ -152,6 +155,7 @@ def test_attention_moves_what_the_story_says(lab, version: int) -> None:
     assert (count.seen.loads.bytes, count.seen.stores.bytes) == (count.read, count.written)
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize("size", [1, 3, 5])
 def test_heads_over_any_number_of_ranks(size: int, capsys) -> None:

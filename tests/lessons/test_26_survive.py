@@ -31,6 +31,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
     assert result.passed, result.results[-1].line()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
     assert_named("26", mistake, WRONG[mistake], tmp_path)
@@ -58,6 +59,7 @@ def test_a_meeting_counts_if_one_rank_has_its_sum() -> None:
     assert first[2] == second[2] == pytest.approx(weight, rel=1e-14)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("factor", [0.3, 1.0, 4.0])
 def test_the_clock_that_jumps_keeps_what_the_formula_says(factor: float) -> None:
     lab = load_module(lessons.find("26").part("experiments.py"), "26")

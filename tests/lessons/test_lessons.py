@@ -173,6 +173,7 @@ def test_the_commands_name_files_and_options_that_exist(number: str) -> None:
         assert words[0] != "minidist" or " ".join(words[:2]) in known, command
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "number,name",
     [
@@ -187,6 +188,7 @@ def test_break_it(number: str, name: str, capsys: pytest.CaptureFixture[str]) ->
     assert chosen.says in capsys.readouterr().out
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("number,name", [pair for pair in BREAKS if pair not in THREADS_ONLY])
 def test_break_it_in_processes(number: str, name: str) -> None:
     output = run([sys.executable, str(lessons.find(number).part("lesson.py")), "--break", name])
@@ -199,6 +201,7 @@ def test_a_break_states_its_result() -> None:
     assert MinidistError not in {chosen.error for chosen in BREAKS.values()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "ranks", ["2", *(pytest.param(size, marks=pytest.mark.soak) for size in ("1", "3", "4", "5"))]
 )
@@ -253,6 +256,7 @@ def test_on_ranks_of_our_own_launcher(tmp_path: Path) -> None:
     assert tables["n = 840 KiB: the busiest rank's all-reduce"][1][:2] == [2, 2]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", ["03", "00"])
 def test_the_figure_is_drawn_from_a_run(number: str, tmp_path: Path) -> None:
     run(["minidist", "lesson", number, "--figure", "--out", str(tmp_path)])

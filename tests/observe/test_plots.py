@@ -8,6 +8,7 @@ from matplotlib.image import imread
 from minidist.observe.plots import draw_loss
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "losses", [[], [2.0], [3.0, 2.5, 2.0], [4.0 / (step + 1) for step in range(100)]]
 )

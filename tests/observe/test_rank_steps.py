@@ -27,6 +27,7 @@ def busy(seconds):
         pass
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", ["threads", "tcp"])
 def test_what_a_step_holds(transport, tmp_path):
     def job(world):
@@ -75,6 +76,7 @@ def test_the_waits_of_a_call_are_not_computation(tmp_path):
     assert first["calls"] > 0.15 > last["calls"] and first["cpu"] < 0.1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", ["blocking", "started", "message"])
 def test_the_two_measures_of_time_in_calls_agree(way, tmp_path):
     """The records of steps have the sum of what the flight recorder has call by call. Rank 1 is

@@ -42,6 +42,7 @@ def test_numbers_of_a_model(config: GPTConfig) -> None:
     assert 0.9 * count < config.numbers < count
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("config", "plan"),
     [

@@ -261,6 +261,7 @@ def test_a_record_of_rank_0_is_on_every_rank() -> None:
     assert md.run(job, size=3) == [[["why", {"rank": 0, "bytes": bytes(1000)}], 0]] * 3
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", ["threads", "tcp"])
 def test_records_are_no_matter_of_device_memory(transport: str) -> None:
     """A run that kept to its limit must not break it when it is over."""

@@ -157,6 +157,7 @@ def test_low_precision_gradients_beside_float32_master_weights(low: Any) -> None
     assert np.array_equal(exact[0].data, shard.data)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("weights", "gradients"),

@@ -30,6 +30,7 @@ def build(case: dict[str, Any], dtype: str) -> tuple[list[Parameter], optim.Opti
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("scale", [1.0, 0.125])

@@ -95,6 +95,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, dict[str, Any]], li
     return lambda stage, options: md.run(job, stage, options, size=2)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("stage", "options"), STRATEGIES)
 def test_a_block_computes_while_four_fifths_of_bytes_are_under_way(
     stage: Any, options: dict[str, Any], order: Any
@@ -107,11 +108,13 @@ def test_without_prefetch_no_block_computes_while_weights_come(order: Any) -> No
     assert max(order(Zero3, {"ahead": 0})) < 0.5
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [DDP, Zero2])
 def test_no_block_computes_while_one_bucket_is_under_way(stage: Any, order: Any) -> None:
     assert max(order(stage, {"bucket_bytes": 1 << 30})) < 0.2
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("stage", "chapter", "name"),
     [

@@ -146,6 +146,7 @@ def test_zero(serial: np.ndarray, size: int) -> None:
         assert [off(stage, serial) < BOUND for stage in stages] == [True] * 3
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "dtype", "scale"), [("fp16", "float16", 2.0**10), ("bf16", "bfloat16", 1.0)]
 )
@@ -187,6 +188,7 @@ def test_offload(serial: np.ndarray) -> None:
 # ------------------------------------------------------------------- a rank has a part of the model
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", SIZES)
 def test_layers_over_ranks(size: int) -> None:
     """Model parallel with the batch whole, GPipe with three microbatches: the gradients of the
@@ -261,6 +263,7 @@ def test_an_mlp_over_ranks(size: int) -> None:
     assert all(max(rank) < BOUND for rank in md.run(job, size=size))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("length", [5, 11])
 @pytest.mark.parametrize("size", SIZES)
 def test_attention_over_ranks(size: int, length: int) -> None:

@@ -27,6 +27,7 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_equals_one_process_on_the_cpu(
     plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -41,6 +42,7 @@ def test_equals_one_process_on_the_cpu(
     assert len({rank["digest"] for rank in ranks}) == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "plan",
     [{"local_steps": 2}, {"local_steps": 2, "fragments": 2, "delay": 1, "mix": 0.5}],
@@ -68,6 +70,7 @@ COMPOSED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("changes", "plan"),
     COMPOSED,

@@ -24,6 +24,7 @@ def cells() -> Cells:
     return Cells(CONFIG, CLUSTER, Rates.of(CLUSTER.device))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "cut", [Cut(1, 1, 2, 0, 1), Cut(2, 1, 2, 1, 1), Cut(2, 2, 2, 0, 1)], ids=str
 )

@@ -39,6 +39,7 @@ def close(found: Measured, trace: RankTrace) -> None:
         assert trace.peak[category] == pytest.approx(nbytes, rel=CALM), category
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("plan", "options"),
     [
@@ -80,6 +81,7 @@ def test_a_rank_alone_sends_and_holds_what_it_does_among_others(
         close(found, alone(plan, config, 8, rank))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("plan", "options"),
     [

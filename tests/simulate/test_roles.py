@@ -29,6 +29,7 @@ def events(plan: Plan, config: GPTConfig, rank: int, rows: int) -> list[Any]:
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("plan", "options"),
     [
@@ -53,6 +54,7 @@ def test_equal_events_are_one_role(plan: Plan, options: dict[str, Any]) -> None:
     assert [role_of[rank] for rank in first_of(role_of)] == list(range(max(role_of) + 1))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "plan",
     [Plan(dp=4, zero=1), Plan(dp=4, zero=3), Plan(dp=4, zero=2, shard=2), Plan(dp=2, tp=2, zero=1)],

@@ -53,6 +53,7 @@ def operands(verb, size, nbytes=3000):
     return Operands(each, (), 4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("verb", "algorithm"), ALL)
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 9, 13])
 def test_all_at_once_is_message_by_message(verb, algorithm, size):
@@ -84,6 +85,7 @@ def test_unequal_chunks_are_not_taken_for_equal_ones(verb, algorithm, length):
             assert sorted(each.nbytes.tolist()) == sorted(turned.nbytes.tolist() * size)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("verb", "algorithm"), sorted(TURNED))
 @pytest.mark.parametrize("size", [17, 24, 33])
 def test_ranks_that_did_not_run_do_the_same(verb, algorithm, size):

@@ -67,6 +67,7 @@ def not_waited(size, cost):
     return cost.alpha - cost.overhead if size & (size - 1) else 0.0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("verb", "algorithm"), [*PATHS, *WIRED])
 @pytest.mark.parametrize("size", range(2, 10))
 def test_links_that_are_alike_give_the_critical_path(verb, algorithm, size):
@@ -127,6 +128,7 @@ def test_stretches_are_continued_exactly():
 # ---------------------------------------------------------------- bytes and messages
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("verb", "algorithm"), ALL)
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 9])
 def test_messages_and_bytes_are_those_of_the_formulas(verb, algorithm, size):
@@ -157,6 +159,7 @@ def test_messages_and_bytes_are_those_of_the_formulas(verb, algorithm, size):
     assert cost is None or cost.seconds > 0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize(
     "verb", ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"]

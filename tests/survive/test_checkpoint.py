@@ -161,6 +161,7 @@ def name_of(value: Any) -> str:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("plan", "changes", "options"),
     [
@@ -271,6 +272,7 @@ def user_loads(world: Any, name: str, folder: Path) -> tuple[list[float], str]:
     return ended_by_user(strategy, optimizer)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("first", "ranks", "second", "others"),
     [
@@ -312,6 +314,7 @@ def refusal(
     return ""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("plan", "changes", "options", "says"),
     [

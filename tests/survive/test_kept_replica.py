@@ -163,11 +163,13 @@ def check(case: str, kept: dict[int, KeptReplica] | None = None) -> None:
     np.testing.assert_allclose(common[0], one.common, rtol=0, atol=BOUND)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 def test_what_goes_on_is_the_replay_of_the_changes(case: str) -> None:
     check(case)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("bug", "case"),
     [

@@ -221,6 +221,7 @@ def test_without_a_copy_there_is_no_state() -> None:
     assert md.run(rank, KeptShards(), size=2) == [False, False]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "bug", ["moments are not handed over", "workers do not pull", "an old copy is taken"]
 )

@@ -96,6 +96,7 @@ def test_the_plain_version_holds_the_state_of_its_start(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["state.npy"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_later_updates_do_not_touch_the_copy(
     plan: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -150,6 +151,7 @@ def test_a_run_that_goes_on_from_one_has_the_same_bits(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- one at a time, also if slow
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", ["threads", "shm"])
 def test_a_slow_disk_on_one_rank_is_no_deadlock_and_holds_up_no_step(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -281,6 +283,7 @@ def test_another_error_in_the_thread_ends_the_job(
     assert not checkpoints(tmp_path)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "slow", [0, 1], ids=["the survivor's disk hangs", "the dead rank's disk hangs"]
 )

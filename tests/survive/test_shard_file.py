@@ -26,6 +26,7 @@ from minidist.survive.shard_file import ShardLayout, ShardReader, ShardWriter
 CHANGES = {"width": 24, "heads": 3}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("writer", "reader", "share"),
     [

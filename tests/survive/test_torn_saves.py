@@ -145,6 +145,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("victim", "call", "wrong"),
     [

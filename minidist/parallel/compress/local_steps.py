@@ -25,8 +25,9 @@ What each rank holds, Ψ parameters of w bytes with Adam inside:
     in flight    wΨ    the outer gradient
 
 Cost, H steps, ring all-reduce, ranks together: 2(P-1) × wΨ bytes, where DDP sends H times that.
-Each step one float64 a rank, under `control`: its loss. It travels behind the next step, and no
-rank waits for it before the loss is read.
+Each step three float64 a rank, under `control`: its loss, and two digests of the batch, which all
+ranks must have alike. They travel behind the next step, and no rank waits for them before the loss
+is read.
 
 The weights of a run (state_dict, evaluation, checks, export) are the common ones: steps after the
 last meeting are not in them. A rank's own weights and inner state belong to that rank, and a

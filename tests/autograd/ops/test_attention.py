@@ -79,6 +79,7 @@ def test_the_packed_form_is_the_plain_one():
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("keep", [0, 1000])
 def test_extreme_scores(keep, monkeypatch):
     """Scores of ±1e5 must neither overflow nor turn a whole row into zeros over zeros."""
@@ -104,6 +105,7 @@ def test_nothing_ahead_is_seen():
     np.testing.assert_array_equal(ops.causal_attention(q, k, v).data[:, :, :65], before[:, :, :65])
 
 
+@pytest.mark.sampled
 @needs_compiler
 @pytest.mark.parametrize("packed", [False, True])
 def test_by_a_kernel(packed, monkeypatch):

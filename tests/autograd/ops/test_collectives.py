@@ -133,6 +133,7 @@ def test_gradients_of_any_shape(name: str, size: int, shape: tuple[int, int], di
     md.run(lambda world: check_rank(world, name, shape, dim), size=size)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("size", "dims"), [(1, (4, 6)), (2, (4, 6)), (3, (4, 6)), (4, (6, 7)), (5, (7, 3))]
 )

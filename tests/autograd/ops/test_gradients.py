@@ -75,6 +75,7 @@ def _run(case, kind, xp=np, *, result_is_wide=False):
     return [backend.to_host(array).astype("float64") for array in arrays]
 
 
+@pytest.mark.sampled
 @examples(8)
 @pytest.mark.parametrize("low", ["float16", "bfloat16"])
 # ties differ once rounded
@@ -98,6 +99,7 @@ def test_low_precision_is_float32_rounded_once(name, low, count):
     run()
 
 
+@pytest.mark.sampled
 @examples(1)
 @pytest.mark.parametrize("name", OPS)
 def test_the_other_byte_order_is_refused(name, count):

@@ -211,6 +211,7 @@ def test_json_holds_what_the_design_says(runs: dict[str, Any]) -> None:
             assert metrics["formula"][kind] == total
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "plan", [[], ["--zero", "1"], ["--zero", "3"], ["--plan", "tp=2"], ["--plan", "pp=2"]]
 )
@@ -408,6 +409,7 @@ def test_a_long_run_keeps_the_begin_and_the_end_of_its_trace(
     assert f"80 spans, {left_out} between them are left out" in printed
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("most", [1, 7])
 def test_validate_bounds_the_held_out_text(
     most: int,
@@ -978,6 +980,7 @@ def refusals() -> list[tuple[list[str], str]]:
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("options", "says"), refusals(), ids=[" ".join(options) for options, _ in refusals()]
 )

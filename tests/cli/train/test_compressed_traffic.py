@@ -43,6 +43,7 @@ def trained(
     ), capsys.readouterr().out
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("options", "known"),
     [
@@ -101,6 +102,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
     assert again["losses"] == straight["losses"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("options", "says"),
     [

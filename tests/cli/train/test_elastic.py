@@ -31,6 +31,7 @@ def settings_of(*options):
     return train_settings.check(parser.parse_args([*TINY, *options]))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [

@@ -88,6 +88,7 @@ def test_a_budget(tmp_path: Path) -> None:
     assert sent(found, "tp") == found["formula"]["axes"]["tp"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -96,6 +96,7 @@ def test_two_ranks_within_a_limit_and_as_one_process(book: Path, tmp_path: Path)
     assert os.listdir(tmp_path / "disk") == []
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -148,6 +149,7 @@ def test_a_limit_met_in_the_first_step_leaves_nothing(
     assert sorted(os.listdir(tmp_path)) == ["one.json", "runs"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_of_a_run_that_is_ended(
     signal_number: int, book: Path, tmp_path: Path

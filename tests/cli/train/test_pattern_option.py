@@ -88,6 +88,7 @@ def test_from_a_file_through_a_checkpoint_to_a_text(
     assert capsys.readouterr().out.startswith("Line ")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("pattern", "says"),
     [

@@ -193,6 +193,7 @@ def test_a_run_of_ddp_goes_on_with_local_steps(
         assert says in capfd.readouterr().err
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -146,6 +146,7 @@ def test_counters_that_cannot_be_read_are_one_line(
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("options", "says"), [([], 1), (["--threads", "2"], 0), (["--quiet"], 0), (THREADS, 0)]
 )

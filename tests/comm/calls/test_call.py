@@ -50,6 +50,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("transport", THREADS)
 @pytest.mark.parametrize("kind", KINDS)
@@ -147,6 +148,7 @@ def check_disagreement(transport, drawn):
             assert same(value, expected(usual)[rank]), f"rank {rank} returned {value!r}"
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", THREADS)
 @settings(max_examples=40)
 @given(drawn=disagreements())

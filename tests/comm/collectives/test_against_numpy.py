@@ -54,6 +54,7 @@ def test_same_bits_run_after_run(transport, data):
     assert [bits(a) for a in first] == [bits(b) for b in second]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", THREADS)
 @pytest.mark.parametrize(
     "algorithm", [algorithm for verb, algorithm in PAIRS if verb == "all_reduce"]
@@ -94,6 +95,7 @@ def test_one_element_is_rounded_alike_on_every_rank(algorithm):
     assert all(rank == ranks[0] for rank in ranks)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [3, 6])
 def test_an_order_of_bytes_is_kept(size):
     """Lengths differ where they may: blocks that are joined on the way are not joined in the
@@ -111,6 +113,7 @@ def test_every_algorithm_has_its_formula():
     assert set(FORMULAS) == set(ALL_PAIRS)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("how", "dtype"),
     [

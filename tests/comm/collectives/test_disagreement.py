@@ -11,6 +11,7 @@ from minidist.errors import MismatchError
 SIZED = [pair for pair in PAIRS if pair[0] != "barrier"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", THREADS)
 @pytest.mark.parametrize(("verb", "algorithm"), SIZED)
 def test_another_dtype_of_the_same_size(verb, algorithm, transport):
@@ -33,6 +34,7 @@ def test_another_dtype_of_the_same_size(verb, algorithm, transport):
     assert 3 not in returned
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", THREADS)
 @pytest.mark.parametrize(("verb", "algorithm"), PAIRS)
 def test_another_algorithm(verb, algorithm, transport):

@@ -306,6 +306,7 @@ def nodes_hold_ranks_that_follow_each_other(call: Call, own: np.ndarray, rows: R
     return whole
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(name, monkeypatch):
     wrong, case, error, message = MUTANTS[name]

@@ -52,6 +52,7 @@ def check_all_reduce(world: Any, plain: Any, *groups: Any) -> tuple[int, int]:
     return sent_since(world.ledger, before)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     ("name", "family"),
@@ -136,6 +137,7 @@ def test_torus_both(sides: tuple[int, ...]) -> None:
     md.run(job, size=math.prod(sides), transport=TRANSPORT)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [2, 3])
 def test_shared_memory(size: int) -> None:
     """In place of the real one, in ranks that share memory."""

@@ -194,6 +194,7 @@ def one_element_further(read, call, src, address, into):
     read(call, src, address + into.itemsize, into)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("verb", LENDING)
 @pytest.mark.parametrize("mutant", [one_rank_is_not_read, one_element_further])
 def test_mutant_is_caught(mutant, verb, monkeypatch):

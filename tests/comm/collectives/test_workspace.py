@@ -52,6 +52,7 @@ WORKSPACE = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("verb", "algorithm"), WORKSPACE)
 def test_workspace_is_as_stated(verb, algorithm):
     blocks = {

@@ -98,6 +98,7 @@ def test_no_number_is_below_zero():
 # ---------------------------------------------------------------- paths
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("verb", "algorithm"), PATHS)
 @pytest.mark.parametrize("size", range(1, 9))
 def test_a_path_is_a_share_of_what_all_ranks_send(verb, algorithm, size):

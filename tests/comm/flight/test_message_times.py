@@ -24,6 +24,7 @@ class Done(Handle):
         return self.was_there
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", ["threads", "tcp", "auto"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_both_ends_keep_the_same_message(transport, size):

@@ -47,6 +47,7 @@ def one_is_killed(world, folder, when):
         raise
 
 
+@pytest.mark.sampled
 @on_processes
 @pytest.mark.parametrize("when", ["before", "inside"])
 def test_a_killed_rank_is_named_everywhere_at_once(transport, when, tmp_path):
@@ -75,6 +76,7 @@ def open_files(world):
     return before, during, files()
 
 
+@pytest.mark.sampled
 @on_processes
 def test_no_file_stays_open_and_memory_has_no_name(transport):
     gc.collect()  # what only garbage holds is not this test's
@@ -105,6 +107,7 @@ def a_wait_that_nobody_ends(world, over):
     world.barrier()
 
 
+@pytest.mark.sampled
 @on_one_kind_of_link
 def test_a_limit_ends_a_wait_and_the_job_goes_on(transport, tmp_path):
     run(a_wait_that_nobody_ends, tmp_path / "over", size=2, transport=transport)
@@ -175,6 +178,7 @@ def random_traffic(world, rounds, seed):
             handle.wait()
 
 
+@pytest.mark.sampled
 @on_processes
 def test_random_traffic(transport):
     run(random_traffic, 10, 3, size=4, transport=transport)

@@ -24,6 +24,7 @@ def slowly(world, checks):
             slow.barrier()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", "shm"])
 def test_the_promises_of_a_transport(transport):
     """All but that of limits: those are the transport's below."""
@@ -42,6 +43,7 @@ def seconds_of(world, algorithm, nbytes, alpha, beta):
         return time.monotonic() - started
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "algorithm", ["tree", "ring", "direct", "pairwise", "doubling", "halving-doubling"]
 )

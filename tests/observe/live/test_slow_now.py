@@ -43,6 +43,7 @@ def of_watch(records):
     return [] if now is None else [(now.ranks, now.cause)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("steps", [20, 70, 150])
 @pytest.mark.parametrize("size", [2, 5])
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ def flat(weights: dict[str, np.ndarray]) -> np.ndarray:
 # -------------------------------------------------------------------------------------- the numbers
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [3, 1, 2, 5])
 def test_a_meeting_after_each_step_is_ddp(size: int) -> None:
     """Outer rate 1, no momentum, SGD inside; also where parts of the batch differ in size."""
@@ -49,6 +50,7 @@ def test_a_meeting_after_each_step_is_ddp(size: int) -> None:
     np.testing.assert_allclose(local["losses"], ddp["losses"], rtol=1e-12)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [3, 1, 2, 5])
 def test_diloco_equals_its_formula(size: int) -> None:
     ranks = run(size, steps=6, local_steps=3)
@@ -69,6 +71,7 @@ def test_local_sgd_is_the_mean_of_the_weights() -> None:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "options", [{"outer": "sgd", "outer_momentum": 0.8, "outer_lr": 0.5}, {"outer_lr": 0.3}]
 )
@@ -83,6 +86,7 @@ def test_other_outer_optimizers(options: dict[str, Any]) -> None:
     np.testing.assert_allclose(flat(ranks[0]["weights"]), one["common"], rtol=0, atol=BOUND)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bug", ["no share", "the sign", "the common weights are not updated"])
 def test_planted_bugs_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     send = LocalSteps._send
@@ -122,6 +126,7 @@ def test_the_plain_version_has_the_same_numbers() -> None:
     assert all(np.array_equal(found[0], other) for other in found)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", "shm"])
 def test_same_bits_on_every_transport(transport: str) -> None:
     options = {"steps": 4, "local_steps": 2, "outer_compress": "bf16"}
@@ -144,10 +149,11 @@ def test_passes_and_dropout_do_not_see_the_split() -> None:
 # ------------------------------------------------------------------------------ messages and memory
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_bytes_are_the_formula(size: int) -> None:
-    """Two meetings in seven steps: an all-reduce of all weights each; and each step's losses, under
-    control."""
+    """Two meetings in seven steps: an all-reduce of all weights each; and each step's losses and
+    digests of the batch, under control."""
     ranks = run(size, steps=7, sequences=9, local_steps=3)
     nbytes = 8 * sum(p.size for p in new_model().parameters())
     assert (
@@ -157,10 +163,11 @@ def test_bytes_are_the_formula(size: int) -> None:
     assert all(rank["sent"].get("dp", {}).keys() <= {"all_reduce"} for rank in ranks)
     assert (
         sum(rank["sent"].get("control", {}).get("all_gather", 0) for rank in ranks)
-        == 7 * size * (size - 1) * 8
+        == 7 * size * (size - 1) * 3 * 8
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 @pytest.mark.parametrize("name", ["fp16", "4bit:block=64"])
 def test_bytes_of_compressed_outer_gradients(size: int, name: str) -> None:
@@ -174,6 +181,7 @@ def test_bytes_of_compressed_outer_gradients(size: int, name: str) -> None:
     assert len({rank["digest"] for rank in ranks}) == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize(
     "options",
@@ -343,6 +351,7 @@ RESTARTS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("options", "asynchronous_save"),
     [
@@ -507,6 +516,7 @@ def test_a_meeting_after_each_step_goes_on_as_ddp(ddp: tuple[str, Path]) -> None
         assert len(set(ranks)) == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_another_number_of_ranks_goes_on(size: int, tmp_path: Path) -> None:
     """Rank r with the state of rank r mod 3, between two meetings; and what all have in common."""

@@ -27,6 +27,7 @@ def reference(given: list[np.ndarray], rank: int) -> np.ndarray:
     return np.array(sums)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rank", [1, 2, 4])
 def test_equals_the_paper(rank: int) -> None:
     given = [gradients(number, 10, 120) for number in range(3)]

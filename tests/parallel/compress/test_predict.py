@@ -11,6 +11,7 @@ from minidist.parallel.compress.two_phase import RandomStream
 N = 257
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "text", ["predict", "predict:codec=sign", "predict:codec=8bit,tolerance=0"]
 )

@@ -53,6 +53,7 @@ every_codec = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sampled
 @every_codec
 @given(values=some_numbers, block=st.sampled_from([2, 6, 16]))
 def test_the_error_is_at_most_half_a_gap_of_the_book(
@@ -65,6 +66,7 @@ def test_the_error_is_at_most_half_a_gap_of_the_book(
     assert (np.abs(there_and_back(codec(bits, block, book), values) - values) <= bound).all()
 
 
+@pytest.mark.sampled
 @every_codec
 @given(values=some_numbers)
 def test_stochastic_rounding_takes_a_neighbour(bits: int, book: str, values: np.ndarray) -> None:
@@ -97,6 +99,7 @@ def test_stretches_are_the_bytes_of_the_whole(
         np.testing.assert_array_equal(whole.decode(payload, count, values.dtype), numbers)
 
 
+@pytest.mark.sampled
 @every_codec
 def test_stochastic_rounding_is_right_on_average(bits: int, book: str) -> None:
     values = np.random.default_rng(0).normal(size=16)

@@ -53,6 +53,7 @@ VERBS = ["all_reduce", "reduce_scatter"]
 N = sum(math.prod(shape) for shape in SHAPES)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("text", FEEDBACK)
 def test_nothing_is_lost(text: str, verb: str) -> None:
@@ -98,6 +99,7 @@ def check_sum(text: str, verb: str, size: int, shapes: list[tuple[int, ...]]) ->
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "text", ["top-k:feedback=no", "random-k:feedback=no", "powersgd:feedback=no"]
 )
@@ -108,6 +110,7 @@ def test_without_feedback_much_is_lost(text: str) -> None:
     assert np.abs(sums.results[0].sum(axis=0) - total).max() > 0.1 * np.abs(total).max()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("text", [*FEEDBACK, *OTHERS])
 def test_same_bits_on_all_ranks_and_in_a_second_run(text: str) -> None:
     first = sum_by(text, 3, kind="float32")
@@ -118,6 +121,7 @@ def test_same_bits_on_all_ranks_and_in_a_second_run(text: str) -> None:
             np.testing.assert_array_equal(second.results[rank], first.results[0])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("text", [*FEEDBACK, *OTHERS])
 def test_one_rank_has_its_sum(text: str) -> None:
     np.testing.assert_array_equal(sum_by(text, 1, steps=2).results[0], gradients(0, 2, N))
@@ -126,6 +130,7 @@ def test_one_rank_has_its_sum(text: str) -> None:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("text", [*FEEDBACK, *OTHERS])
 def test_fewer_numbers_than_ranks(text: str, verb: str) -> None:
@@ -135,6 +140,7 @@ def test_fewer_numbers_than_ranks(text: str, verb: str) -> None:
         assert not_applied(sums, verb, numbers) < 1e-12
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("text", [*FEEDBACK, *OTHERS])
@@ -183,6 +189,7 @@ def formula(text: str, size: int, verb: str, item: int) -> int:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["float32", "float64"])
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 @pytest.mark.parametrize(
@@ -228,6 +235,7 @@ def test_bytes_that_the_numbers_decide(size: int) -> None:
     assert expected_bytes("threshold:value=1", size, "all_reduce") == -1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 @pytest.mark.parametrize("verb", VERBS)
 def test_bytes_of_predictions(verb: str, size: int) -> None:

@@ -53,6 +53,7 @@ def two_phases(given: list[np.ndarray], size: int) -> np.ndarray:
     return np.array(sums)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_equals_the_paper(size: int) -> None:
     numbers = [gradients(rank, 20, 257) for rank in range(size)]

@@ -37,6 +37,7 @@ def reference(
     return np.array(sums)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9}, {"momentum": 0.9, "masking": False}])
 def test_equals_the_paper(options: dict[str, float]) -> None:
     given = [gradients(rank, 20, N) for rank in range(3)]

@@ -64,6 +64,7 @@ def changed(
     return first, second, counted
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -32,6 +32,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("size", "case"), [*zip((2, 3, 5, 2, 3, 5), CASES, strict=True)])
 def test_equals_its_formula(size: int, case: dict[str, Any]) -> None:
     check(size, case, steps=case["every"] * 5 // 2)
@@ -101,6 +102,7 @@ def test_very_many_periods(size: int, case: dict[str, Any], steps: int) -> None:
     check(size, case, steps=steps)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "bug", ["mixed the other way round", "mixed in a step late", "fragments change places"]
 )
@@ -162,6 +164,7 @@ def test_how_often_each_is_sent(case: dict[str, Any]) -> None:
     md.run(rank, size=1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 def test_bytes_are_the_formula(size: int) -> None:
     """Of 5 and 4 fragments of three: 1,856 weights do not divide; the sum over the ranks is exact

@@ -57,6 +57,7 @@ def trained(
     return md.run(job, size=4 if shard else 3)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("text", TEXTS)
 def test_ranks_stay_equal_and_learn(text: str, zero: int) -> None:
@@ -66,6 +67,7 @@ def test_ranks_stay_equal_and_learn(text: str, zero: int) -> None:
     assert min(ranks[0]["losses"][-5:]) < 0.97 * ranks[0]["losses"][0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("text", [*TEXTS, "1-bit:warmup=3"])
 def test_low_precision(text: str, precision: str) -> None:
@@ -87,6 +89,7 @@ def test_one_bit_adam_learns_and_names_its_optimizer() -> None:
         trained("1-bit", 1, zero=1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("text", [*TEXTS, "1-bit:warmup=3"])
 def test_between_copies(text: str) -> None:
     """Two copies of two ranks (ZeRO-1): shards, which are parts of parameters, are summed over the
@@ -96,6 +99,7 @@ def test_between_copies(text: str) -> None:
     assert np.isfinite(ranks[0]["losses"]).all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "text", ["top-k:density=0.1", "threshold:value=0.01", "powersgd:rank=2", "random-k:density=0.1"]
 )
@@ -106,6 +110,7 @@ def test_zero_sums_as_ddp_does(text: str) -> None:
         assert difference(trained(text, 4, zero)[0]["weights"], ddp) < 1e-10
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "text", ["top-k:density=1", "random-k:density=1", "powersgd:rank=100", "adaptive:start=1"]
 )

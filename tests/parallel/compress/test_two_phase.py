@@ -33,6 +33,7 @@ BYTES = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["float32", "float64"])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("verb", VERBS)
@@ -76,6 +77,7 @@ def reference(text: str, size: int, steps: int) -> np.ndarray:
     return np.array(results)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "text",
     ["8bit", "4bit:book=dynamic", "fp16:feedback=yes", "4bit:rounding=stochastic,feedback=yes"],
@@ -121,6 +123,7 @@ def listen(scheme: Any, log: list[str]) -> None:
     scheme.start_all_reduce = noted
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("text", ["8bit", "4bit:rounding=stochastic", "fp16"])
 def test_both_stages_of_zero_make_the_same_bits(text: str) -> None:
     one, two = (md.run(train, kind, text, size=3) for kind in (Zero1, Zero2))

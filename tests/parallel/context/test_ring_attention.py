@@ -126,6 +126,7 @@ def check_attention(
         assert sum(backward for _, _, _, backward in ranks) == (4 * size - 2) * whole_piece
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_equals_causal_attention(size: int) -> None:
     """Lengths that 2P divides and does not, less than 2P, and of several blocks of queries."""
@@ -160,6 +161,7 @@ def test_very_many_attentions(
     check_attention(size, length, kv_heads, each, scale)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 2e-6), ("bfloat16", 2e-2)])
 def test_low_precision(dtype: str, bound: float) -> None:
     """Off float64 by the rounding of what comes in and goes out: in between sums and gradients are
@@ -358,6 +360,7 @@ def test_pieces_travel_while_others_are_computed_with(monkeypatch: pytest.Monkey
 # ----------------------------------------------------------------------------------------- training
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_training_equals_one_process(size: int) -> None:
     """Seven tokens: less than 2P blocks for the largest; one rank more gets one more."""
@@ -404,6 +407,7 @@ def test_equals_one_process_after_twenty_steps(transport: str, size: int) -> Non
     check_twenty_steps(context, size, transport, context=17)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision(precision: str) -> None:
     """Replicas stay equal, and near one process: sums are rounded where the sequence is cut."""
@@ -506,6 +510,7 @@ BUGS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"positions": "rotary", "context": 7}
@@ -518,6 +523,7 @@ def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layer", [token_shard.TokenShardPositions, token_shard.TokenShardDropout])
 def test_other_tokens_break_parity(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Learned positions and dropout, each of the first tokens instead of the own."""

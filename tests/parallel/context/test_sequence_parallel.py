@@ -37,6 +37,7 @@ from minidist.parallel.memory.activations import checkpoint_blocks
 from minidist.parallel.tensor import split_model
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_equals_one_process(size: int) -> None:
     """Six tokens on 4 and 5 ranks: some have one more."""
@@ -179,6 +180,7 @@ def gathered_as_copies(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "bug",
     [norms_not_added, positions_of_the_first_tokens, gathered_as_copies],

@@ -141,6 +141,7 @@ def check_attention(
     assert sum(messages for *_, messages in ranks) == 3 * sum(count > 0 for count in each.values())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_equals_one_process_under_any_pattern(pattern: str) -> None:
     """Blocks of the zigzag that hold several blocks of the pattern, parts of one, and, in 7 tokens,
@@ -285,6 +286,7 @@ def context(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> dic
     return train(world, sparse_context_parallel, ContextParallel, changes, **options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [2, 3])
 def test_training_equals_one_process(size: int) -> None:
     check_job(
@@ -313,6 +315,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "plan",
     [PLANS[0], PLANS[3], *(pytest.param(plan, marks=pytest.mark.soak) for plan in PLANS[1:3])],
@@ -385,6 +388,7 @@ def test_the_simulator_sends_what_the_pattern_needs() -> None:
 # ------------------------------------------------------------------------------------- planted bugs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bug", ["too few keys", "hops in another order"])
 def test_planted_bugs_are_seen(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that leaves out the first run of what it needs; hops that differ between ranks end in

@@ -26,6 +26,7 @@ from minidist.parallel.context import ulysses as chapter
 from minidist.parallel.context.ulysses import elements_sent, ulysses
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_equals_one_process(size: int) -> None:
     """Eight heads and seven tokens: three and five divide neither."""
@@ -34,6 +35,7 @@ def test_equals_one_process(size: int) -> None:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [2, 3])
 def test_key_heads_that_several_ranks_need(size: int) -> None:
     check_job(
@@ -119,6 +121,7 @@ def test_more_ranks_than_heads() -> None:
         md.run(lambda world: ulysses(GPT(tiny(heads=2)), world), size=3)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision(precision: str) -> None:
     """Replicas stay equal, and near one process: sums are rounded where the sequence is cut."""
@@ -169,6 +172,7 @@ def turned_heads(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(collectives, "all_to_all", turned)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "bug",
     [positions_of_the_first_tokens, heads_without_tokens, turned_heads],

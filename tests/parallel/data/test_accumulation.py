@@ -52,6 +52,7 @@ def check_ranks(ranks: list[dict[str, Any]], serial: dict[str, Any]) -> None:
 # --------------------------------------------------------------------------- parallel equals serial
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("zero", "size", "accumulate"), [(0, 1, 3), (0, 3, 2), (1, 2, 4), (2, 3, 2), (3, 2, 3)]
 )
@@ -135,6 +136,7 @@ def every_stage(world: Any, options: dict[str, Any]) -> list[dict[str, Any]]:
     return [_train(world, {**options, "zero": zero}) for zero in range(4)]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "bug", ["mean of means", "divides by the passes too", "forgets a pass", "takes all rows"]
 )
@@ -196,6 +198,7 @@ def test_no_pass_is_refused() -> None:
 # ------------------------------------------------------------------------------------ what it costs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_traffic_is_the_formula(zero: int, accumulate: int) -> None:
@@ -240,6 +243,7 @@ def test_units_that_stay_until_backward_cost_less(accumulate: int) -> None:
     assert sum(sent for _, sent in results) == 8 * expected
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("strategy", [Single, DDP])
 def test_activations_are_those_of_one_microbatch(strategy: Any) -> None:
     """Measured by the account: 8 rows in A passes have the peak of 8/A rows in one, and gradients
@@ -278,6 +282,7 @@ def test_activations_are_those_of_one_microbatch(strategy: Any) -> None:
             assert accumulated["gradients"] == whole["gradients"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("size", "plan"),
     [(3, {}), (2, {"zero": 3}), (1, {"zero": 3, "offload": "all", "checkpoint_blocks": "all"})],

@@ -79,6 +79,7 @@ def train(
 # --------------------------------------------------------------------------- parallel equals serial
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "replicas", [1, *(pytest.param(count, marks=pytest.mark.soak) for count in (2, 3, 4)), 5]
 )
@@ -201,6 +202,7 @@ def test_replicas_that_use_different_parameters() -> None:
     np.testing.assert_allclose(found[1], found[0], rtol=1e-12)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "bug", ["averages twice", "scatters the loss", "forgets to copy", "loses a replica"]
 )
@@ -241,6 +243,7 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
 # ------------------------------------------------------------------------------------ what it costs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("replicas", "sequences"), [(1, 4), (2, 5), (4, 4), (4, 9), (3, 2)])
 def test_bytes_and_messages_are_the_formula(replicas: int, sequences: int) -> None:
     steps = 2

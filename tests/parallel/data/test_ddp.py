@@ -48,6 +48,7 @@ def serial() -> dict[str, Any]:
 # --------------------------------------------------------------------------- parallel equals serial
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_equals_one_process(serial: dict[str, Any], size: int) -> None:
     ranks = run(size)
@@ -58,6 +59,7 @@ def test_equals_one_process(serial: dict[str, Any], size: int) -> None:
     assert run(size)[0]["digest"] == ranks[0]["digest"]  # and on a second run
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", ["shm", "tcp", "threads-unbuffered"])
 def test_same_bits_on_every_transport(serial: dict[str, Any], transport: str) -> None:
     over_threads = run(3)[0]
@@ -136,6 +138,7 @@ def test_float32_stays_close(serial: dict[str, Any]) -> None:
 # -------------------------------------------------------------------- the parity test sees the bugs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bug", ["averages twice", "skips a bucket", "local divisor"])
 def test_planted_bugs_break_parity(
     serial: dict[str, Any], bug: str, monkeypatch: pytest.MonkeyPatch
@@ -177,6 +180,7 @@ def choose(world: Any, *, bucket_bytes: int = 1) -> list[np.ndarray]:
     return [weight.data.copy() for weight in model.weights]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bucket_bytes", [1, 60, 1 << 20])
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_ranks_that_use_different_parameters(size: int, bucket_bytes: int) -> None:
@@ -309,6 +313,7 @@ def test_a_weight_of_an_earlier_pass_is_used() -> None:
     md.run(job, size=2)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_static_buckets_follow_the_first_step(size: int, reverse: bool) -> None:
@@ -328,6 +333,7 @@ def test_static_buckets_follow_the_first_step(size: int, reverse: bool) -> None:
             assert log[1] == ["bucket 0", "bucket 1"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "changes", [{}, {"tied": True}, {"activation": "silu", "norm": "rms"}], ids=str
 )
@@ -434,6 +440,7 @@ def test_frozen_weights_stay_and_are_not_sent() -> None:
 # ------------------------------------------------------------------------------------ what it costs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 def test_bytes_and_messages_are_the_formula(size: int) -> None:
     steps = 2
@@ -472,6 +479,7 @@ class Wide(Module):
         return self(inputs) * (1.0 / divisor)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_large_bucket_goes_round_in_stretches(size: int) -> None:
     """2(P-1) messages for each 4 MiB of a bucket: 3 stretches and 1 here; bytes as for small

@@ -161,11 +161,13 @@ def check_equal(
     return ranks
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (3, 2)])
 def test_equals_one_process_after_twenty_steps(workers: int, servers: int) -> None:
     check_equal(workers, servers, steps=20, sequences=9)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "transport", ["threads-unbuffered", "tcp", pytest.param("mpi", marks=pytest.mark.soak)]
 )
@@ -224,6 +226,7 @@ def test_float32_stays_close() -> None:
     assert difference(ranks[0]["weights"], serial[0]["weights"]) < 1e-5
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "bug", ["averages twice", "pushes twice", "forgets a worker", "pulls from one server"]
 )
@@ -322,6 +325,7 @@ def check_replay(
     return ranks, records
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("workers", "servers", "transport", "optimizer"),
     [
@@ -395,6 +399,7 @@ def ahead(record: list[Update], workers: int, steps: int) -> int:
     return most
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("staleness", [0, 2, None])
 def test_a_straggler_holds_the_others_up_no_more_than_it_must(
     staleness: int | None, monkeypatch: pytest.MonkeyPatch
@@ -453,6 +458,7 @@ def test_clocks() -> None:
 # ----------------------------------------------------------------------------------------- the lost
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", ["tcp", "threads"])
 def test_a_lost_worker_slows_nobody(transport: str) -> None:
     """Although the bound would have the others wait for it."""
@@ -469,6 +475,7 @@ def test_a_lost_worker_slows_nobody(transport: str) -> None:
     assert np.isfinite(ranks[0]["losses"]).all() and len(ranks[0]["losses"]) == 8
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("transport", ["threads", "shm"])
 def test_a_lost_server_is_named(transport: str, asynchronous: bool, tmp_path: Any) -> None:
@@ -512,6 +519,7 @@ def test_a_lost_worker_ends_a_synchronous_job() -> None:
 # ------------------------------------------------------------------------------------ what it costs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (4, 1), (2, 3), (7, 2)])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_bytes_and_messages_are_the_formula(workers: int, servers: int, asynchronous: bool) -> None:
@@ -541,6 +549,7 @@ def test_bytes_and_messages_are_the_formula(workers: int, servers: int, asynchro
             )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("servers", [1, 3])
 def test_memory_by_role(servers: int, asynchronous: bool) -> None:

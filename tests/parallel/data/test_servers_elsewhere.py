@@ -53,6 +53,7 @@ def held_where(world: Any, device: str, server_device: str, asynchronous: bool) 
     }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("device", "server_device"), [("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "same")]
 )
@@ -137,6 +138,7 @@ def in_one_process(workers: int, changes: dict[str, Any]) -> dict[str, np.ndarra
     return {p.name: p.data for p in masters}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("workers", [1, 3])
 def test_servers_in_float64_equal_one_process_that_does_the_same(workers: int) -> None:
     """To the bit; what travels stays float32, and every rank tells the servers' own weights."""
@@ -232,6 +234,7 @@ def test_a_server_narrower_than_its_workers_is_refused() -> None:
         )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bug", ["never rounded", "sums in the workers' dtype", "masters rounded"])
 def test_planted_bugs(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "never rounded":

@@ -54,6 +54,7 @@ def trained(world: Any, stage: Any, options: dict[str, Any], accumulate: int = 1
     }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("priority", [True, False])
 @pytest.mark.parametrize("accumulate", [1, 2])

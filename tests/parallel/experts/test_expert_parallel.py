@@ -96,6 +96,7 @@ def serial() -> dict[str, dict[str, Any]]:
     return {kind: run(1, moe, {})[0] for kind, moe in KINDS.items()}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("kind", "size"), [("loss", 2), ("loss", 4), ("capacity", 3), ("bias", 4)])
 def test_equals_one_process(serial: dict[str, dict[str, Any]], kind: str, size: int) -> None:
     """Five experts and five sequences on two to four ranks."""
@@ -115,6 +116,7 @@ def test_same_bits_over_tcp() -> None:
     assert digest(over_processes) == digest(over_threads)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("sequences", "accumulate"), [(2, 1), (3, 2)])
 def test_ranks_without_a_row_take_part(sequences: int, accumulate: int) -> None:
     options: dict[str, Any] = {
@@ -128,6 +130,7 @@ def test_ranks_without_a_row_take_part(sequences: int, accumulate: int) -> None:
     check_traffic(ranks, {}, steps=2, passes=accumulate, clip=False)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("balance", ["bias", "loss"])
 def test_blocks_computed_again_send_tokens_twice_more(balance: str) -> None:
     """And count loads once."""
@@ -137,6 +140,7 @@ def test_blocks_computed_again_send_tokens_twice_more(balance: str) -> None:
     check_traffic(ranks, moe, steps=2, again=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("size", "copies", "kind"), [(4, 2, "loss"), (6, 3, "bias")])
 def test_data_times_experts(size: int, copies: int, kind: str) -> None:
     """Several groups, each with all experts: their gradients are summed over the copies, by the
@@ -154,6 +158,7 @@ def test_data_times_experts(size: int, copies: int, kind: str) -> None:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kind", "moe", "changes"),
     [
@@ -263,6 +268,7 @@ def test_experts_and_their_state_are_divided(size: int) -> None:
         assert now == [ITEM * numbers, ITEM * numbers, 2 * ITEM * numbers]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision(precision: str) -> None:
     """Replicas stay equal, and near one process: sums are rounded where they are cut."""
@@ -337,6 +343,7 @@ def unspoilt(
     return alone
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With SGD: Adam forgives a wrong scale."""

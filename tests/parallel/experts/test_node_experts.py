@@ -72,6 +72,7 @@ def sent(ranks: list[dict[str, Any]], axis: str) -> int:
     return sum(rank["sent"].get(axis, {}).get("all_to_all", 0) for rank in ranks)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("nodes", "moe", "of_serial", "options"),
     [
@@ -202,6 +203,7 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "plan", PLANS, ids=lambda plan: ",".join(f"{key}={value}" for key, value in plan.items())
 )
@@ -273,6 +275,7 @@ def test_nodes_stay_when_the_plan_changes() -> None:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("top_k", [2, 3])
 def test_measured_copies_are_those_that_travel(top_k: int) -> None:
     """What is computed from the choices is what the ranks sent; and what a placement is to save, it
@@ -334,6 +337,7 @@ def placement_of_rows_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(split_experts.SplitExperts, "__init__", wrong)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "bug",
     [sums_without_weights, dropped_choices_travel, placement_of_rows_alone],

@@ -52,6 +52,7 @@ def trained(
     return losses, digests
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("first", "second"),
     [

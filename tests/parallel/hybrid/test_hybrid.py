@@ -130,6 +130,7 @@ def test_mesh_refuses() -> None:
 # ------------------------------------------------------------------------------------------ trainer
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [3, 1])
 def test_loss_falls_and_evaluate_agrees_with_step(size: int) -> None:
     config = tiny()
@@ -179,6 +180,7 @@ def test_dropout_does_not_depend_on_the_split() -> None:
     assert not difference(plain["weights"], serial["weights"]) < 1e-6
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_through_the_trainer(stage: int) -> None:
     """Parity, with dropout; and evaluation where a rank has no row."""
@@ -204,6 +206,7 @@ def test_zero_through_the_trainer(stage: int) -> None:
         Plan(zero=4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("size", "options"),
     [

@@ -52,6 +52,7 @@ def check_all(
     return ranks
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("plan", "mixture"),
     [
@@ -228,6 +229,7 @@ def plant(bug: str, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(Stages, "mixtures", lambda self, stage: [])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("bug", "plan", "mixture"),
     [

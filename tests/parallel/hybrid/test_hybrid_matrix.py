@@ -243,6 +243,7 @@ def consecutive(attend: Any) -> Any:
     return attend_by_ring
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("bug", "plan"),
     [

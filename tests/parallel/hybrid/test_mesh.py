@@ -144,6 +144,7 @@ def test_tensor_parallel_stays_inside_nodes_and_no_bit_changes(plan: dict[str, A
         assert [axis for axis, nbytes in crossed.items() if not nbytes] == [inside]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "plan", [{"zero": 2}, {"strategy": "parameter-server", "servers": 2}], ids=str
 )

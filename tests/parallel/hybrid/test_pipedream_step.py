@@ -96,6 +96,7 @@ def check(options: dict[str, Any], sequences: int) -> list[dict[str, Any]]:
     return ranks
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("options", "sequences"),
     [
@@ -134,6 +135,7 @@ def test_bytes_are_the_formula() -> None:
     assert sent["pp"] == STEPS * 2 * 7 * config.context * config.width * 8
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "options",
     [
@@ -170,6 +172,7 @@ def test_low_precision() -> None:
     assert len({rank["digest"] for rank in ranks}) == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bug", ["gradients not summed", "own mean"])
 def test_planted_bugs_break_the_replay(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "own mean":

@@ -22,6 +22,7 @@ def train(size: int, **options: Any) -> list[dict[str, Any]]:
     return md.run(lambda world: train_rank(world, **options), size=size)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("which", ["scores", "all", "0", "1,0"])
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 def test_the_same_weights(which: str, positions: str) -> None:
@@ -117,6 +118,7 @@ def test_the_peak_is_one_block() -> None:
     assert peak(6, "all") < 0.5 * peak(6, "none")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "changes",
     [

@@ -91,6 +91,7 @@ def check(plan: dict[str, Any], kept: str, *, steps: int = 2) -> None:
         )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kept", KEPT)
 def test_with_tensor_parallelism_and_a_pipeline(kept: str) -> None:
     check({"pp": 2, "tp": 2, "microbatches": 2}, kept)
@@ -164,6 +165,7 @@ def peaks(kept: str, layers: int, tp: int = 1) -> dict[str, int]:
     return {"device": rank["memory"]["activations"]["peak"], "host": rank["kept"]["host_bytes"]}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("kept", "tp", "device", "host"),
     [

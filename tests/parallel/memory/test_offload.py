@@ -81,6 +81,7 @@ def job(
 # ------------------------------------------------------------------------------------ the same bits
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("plan", HOMES, ids=str)
 @pytest.mark.parametrize("size", [1, 3])
 def test_same_bits_as_without(plan: dict[str, Any], size: int) -> None:
@@ -200,6 +201,7 @@ def test_state_of_an_offloaded_optimizer_is_saved_and_loaded() -> None:
 # ---------------------------------------------------------------------- what lies where, what moves
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_moves_by_the_formulas(precision: str, passes: int) -> None:
@@ -300,6 +302,7 @@ def test_a_limit_too_small_for_a_unit_is_told_before_training(tmp_path: Path) ->
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "plan",
     [{}, {"zero": 2, "accumulate": 2, "checkpoint_blocks": "all"}, {"zero": 3, "offload": "all"}],

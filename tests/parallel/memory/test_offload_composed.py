@@ -132,6 +132,7 @@ def check_case(
     return ranks
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("changes", "plan"),
     [
@@ -366,6 +367,7 @@ def test_what_cannot_be_is_one_line(options: dict[str, Any], says: str) -> None:
 # --------------------------------------------------------------------------- the tests see the bugs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("bug", "case"),
     [

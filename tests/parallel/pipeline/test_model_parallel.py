@@ -26,6 +26,7 @@ def serial() -> dict[str, Any]:
     return md.run(train_stages, "single", CHANGES, size=1)[0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_equals_one_process(serial: dict[str, Any], size: int) -> None:
     ranks = md.run(train_stages, "model parallel", CHANGES, size=size)
@@ -34,6 +35,7 @@ def test_equals_one_process(serial: dict[str, Any], size: int) -> None:
     assert size == 1 or sum(len(rank["own"]) for rank in ranks) == len(serial["weights"]) + 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "transport",
     [
@@ -114,6 +116,7 @@ def test_equals_one_process_after_twenty_steps(transport: str) -> None:
     assert differ(many, one) < BOUND
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "bug", ["gradient not handed back", "table not summed", "dropout of the first rows"]
 )
@@ -143,6 +146,7 @@ def test_planted_bugs_break_parity(
     assert not differ(md.run(train_stages, "model parallel", CHANGES, size=2)[0], serial) < 1e-6
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("size", "tied"), [(1, True), (2, True), (4, False)])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_bytes_are_the_formula(size: int, tied: bool, accumulate: int) -> None:

@@ -67,6 +67,7 @@ def replay(ranks: list[dict[str, Any]], microbatches: int) -> dict[str, Any]:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("microbatches", [1, 3, 11])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_equals_the_replay(size: int, microbatches: int) -> None:
@@ -76,6 +77,7 @@ def test_equals_the_replay(size: int, microbatches: int) -> None:
     np.testing.assert_allclose(ranks[-1]["losses"], again["losses"], rtol=1e-12)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "transport",
     [
@@ -113,6 +115,7 @@ def test_copies_of_the_weights() -> None:
         assert result["held"] == [(4 - rank) * result["own"], result["own"]]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bug", ["no stash", "forward with old weights"])
 def test_planted_bugs_break_the_replay(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stashing = pipedream.StashingPass

@@ -81,6 +81,7 @@ def test_the_first_stage_may_be_frozen_between_two_steps(name: str) -> None:
     assert difference(md.run(job, 2, size=2)[0], alone) < BOUND
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "size"),
     [
@@ -101,6 +102,7 @@ def test_equals_one_process(serial: dict[str, Any], name: str, size: int) -> Non
     assert sum(len(rank["own"]) for rank in ranks) == len(serial["weights"]) + twice
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("transport", ["tcp", "threads-unbuffered", "shm"])
 def test_equals_one_process_on_every_transport(serial: dict[str, Any], transport: str) -> None:
     ranks = md.run(train_stages, "interleaved", CHANGES, size=2, transport=transport)
@@ -204,6 +206,7 @@ def test_equals_one_process_after_twenty_steps(name: str, transport: str) -> Non
             assert differ(ranks[0], alone) < BOUND
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layers", [[0, 1, 5], [3, 3, 0], [1, 4, 1]])
 def test_uneven_splits(serial: dict[str, Any], layers: list[int]) -> None:
     ranks = md.run(lambda world: train_stages(world, "1f1b", CHANGES, layers=layers), size=3)
@@ -218,6 +221,7 @@ def test_uneven_splits(serial: dict[str, Any], layers: list[int]) -> None:
 # -------------------------------------------------------------------- the parity test sees the bugs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "bug",
     [
@@ -299,6 +303,7 @@ def in_half_precision(world: Any, name: str, dtype: str, scale: float) -> dict[s
     return {"weights": strategy.state_dict(), "losses": losses, "skipped": precision.skipped}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("dtype", "scale"), [("bfloat16", 1.0), ("float16", 2.0**22)])
 def test_half_precision(dtype: str, scale: float) -> None:
     """As near to one process as rounding lets it be; all stages skip a step together where one
@@ -342,6 +347,7 @@ def test_evaluation_is_the_forwards_alone(name: str) -> None:
 # ------------------------------------------------------------------------------------ what it costs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "size", "tied"),
     [
@@ -391,6 +397,7 @@ def activations(world: Any, name: str, microbatches: int, layers: int = 6) -> tu
     return memory.peak["activations"] - ids, memory.now["activations"] - ids
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", ["naive", "gpipe", "1f1b"])
 def test_activations_are_those_of_the_microbatches_held(name: str) -> None:
     """To the byte: a peak with k held is that with one, and k - 1 times what each adds; the ids of
@@ -499,6 +506,7 @@ def slept(schedule: Schedule, unit: float, transport: str = "threads") -> list[C
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "transport"),
     [

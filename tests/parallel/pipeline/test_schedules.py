@@ -132,6 +132,7 @@ def test_messages_take_time() -> None:
     assert clock_of(make_schedule("naive", 2, 1), Times(message=0.5)).length == 7.0
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("message", "lengths"),
     [

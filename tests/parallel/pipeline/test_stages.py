@@ -52,6 +52,7 @@ def test_even_layers_and_heavy_ends() -> None:
     assert balanced_layers([1.0] * 2, 4) == [0, 1, 1, 0]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("layers", [[1, 3], [2, 1, 1], [0, 2, 2, 0], [4]])
 @pytest.mark.parametrize("tied", [True, False])
 def test_stages_together_are_the_model(layers: list[int], tied: bool) -> None:

@@ -189,6 +189,7 @@ def test_a_step_on_a_gpu_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (seen[..., -3:] > 0).all()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_ranks_use_one_process_s_scales(zero: int) -> None:
     def job(world: Any, zero: int) -> tuple[np.ndarray, str, list[float], int]:

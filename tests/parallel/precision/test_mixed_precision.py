@@ -72,6 +72,7 @@ gradient by its size, so one that is mostly rounding moves a weight by up to the
 beside weights of about 1."""
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_ranks_equal_each_other_and_nearly_one_process(precision: str, zero: int) -> None:
@@ -122,6 +123,7 @@ def test_same_bits_everywhere_after_twenty_steps(transport: str, size: int) -> N
     assert all(rank == over_threads for rank in md.run(every_job, size=size, transport=transport))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("zero", "algorithm"), [(0, "direct"), (0, "naive"), (2, "naive"), (3, "naive")]
 )
@@ -158,6 +160,7 @@ def test_summed_in_float32_and_rounded_once(zero: int, algorithm: str) -> None:
         np.testing.assert_allclose(moved, total, rtol=2.0**-8, atol=2e-7)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("precision", "unit"), [("bf16", 2.0**-9), ("fp16", 2.0**-12)])
 @pytest.mark.parametrize("passes", [4, 16])
 def test_passes_are_added_up_with_a_rounding_each(precision: str, unit: float, passes: int) -> None:
@@ -202,6 +205,7 @@ def test_passes_are_added_up_with_a_rounding_each(precision: str, unit: float, p
 # -------------------------------------------------------------------------------------- an overflow
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_an_overflow_on_one_rank_is_skipped_by_all(zero: int) -> None:
     """Nothing changes but the scale: not weights, masters, moments or step counts. Then training
@@ -246,6 +250,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(zero: int) -> None:
     assert all(rank == ranks[0] for rank in ranks)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("size", "options"),
     [
@@ -360,6 +365,7 @@ def test_the_rate_follows_updates_not_steps() -> None:
 WIDE = tiny(dtype="float32", vocabulary=40, context=8, width=32)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_bytes_a_parameter(zero: int, size: int) -> None:

@@ -61,6 +61,7 @@ def run(
     return result
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("optimizer", "accumulate", "bound"), [("adamw", 1, 0.05), ("sgd", 2, 1e-3)]
 )
@@ -104,6 +105,7 @@ def test_a_plain_step_waits_for_its_loss_alone(plain: Any) -> None:
     assert [wait.partition(":")[0] for wait in waits] == ["an event at parallel/step/late_loss.py"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("changes", "plan", "what"),
     [

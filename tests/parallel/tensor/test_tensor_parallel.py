@@ -45,6 +45,7 @@ def serial() -> dict[str, Any]:
 # --------------------------------------------------------------------------- parallel equals serial
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_equals_one_process(serial: dict[str, Any], size: int) -> None:
     """Heads (8), hidden numbers (64) and vocabulary (13) that do not divide."""
@@ -125,6 +126,7 @@ def check_traffic(
 # ------------------------------------------------------------------------------------ what it costs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("size", "checkpoint"), [(2, "none"), (4, "all")])
 def test_traffic_is_the_formula(size: int, checkpoint: str) -> None:
     """Written out: 4 all-reduces a block of batch × sequence × width, 2 more where it is computed
@@ -141,6 +143,7 @@ def test_traffic_is_the_formula(size: int, checkpoint: str) -> None:
     check_traffic(ranks, steps=2, checkpoint=checkpoint)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [2, 4, 5])
 def test_weights_and_optimizer_state_are_divided(size: int) -> None:
     for rank, held in enumerate(run(tensor, size, {}, steps=1)):
@@ -256,6 +259,7 @@ def target_counted_everywhere(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "bug",
     [
@@ -352,6 +356,7 @@ def test_generating_text() -> None:
     assert md.run(job, size=3) == [expected] * 3
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_mixed_precision(precision: str) -> None:
     """Replicas stay equal, and near one process: sums are rounded where they are cut."""

@@ -83,6 +83,7 @@ def test_equals_one_process_after_twenty_steps(stage: int, transport: str) -> No
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "bug", ["copies are forgotten", "every pass is summed", "the norm counts copies"]
 )
@@ -109,6 +110,7 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
 # ------------------------------------------------------------------------------------ what it costs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("stage", "size", "shard", "accumulate"),
     [(1, 4, 2, 2), (2, 6, 3, 2), (3, 6, 2, 2), (3, 4, 1, 1)],
@@ -146,6 +148,7 @@ def test_bytes_by_axis(stage: int, size: int, shard: int, accumulate: int) -> No
     }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "options",
     [
@@ -181,6 +184,7 @@ def test_through_the_trainer(options: dict[str, Any]) -> None:
     assert len({rank[3] for rank in ranks}) == 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_rank_holds_the_share_of_its_copy(stage: int) -> None:
     changes = {"dtype": "float32", "width": 32, "vocabulary": 50}

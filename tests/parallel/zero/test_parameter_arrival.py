@@ -20,6 +20,7 @@ def under_way(strategy: Any) -> int:
     return sum(parameter.arrival is not None for parameter in strategy.model.parameters())
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [Zero1, Zero2])
 def test_a_step_returns_while_weights_travel_and_a_reader_waits(stage: Any) -> None:
     def job(world: Any, alpha: float) -> dict[str, np.ndarray]:

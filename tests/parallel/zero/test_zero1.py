@@ -23,6 +23,7 @@ from minidist.parallel.zero.zero1 import Zero1
 # --------------------------------------------------------------------------- parallel equals serial
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [5, 1, 2])  # the default run takes the first
 def test_equals_one_process(size: int) -> None:
     ranks = check_equal(1, size)
@@ -65,6 +66,7 @@ def test_very_many_jobs(size: int, accumulate: int, options: dict[str, Any]) -> 
     check_equal(1, size, steps=2, step_options={"accumulate": accumulate}, **options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "bug", ["averages twice", "clips by its own norm", "keeps its weights", "reduces each pass"]
 )
@@ -92,6 +94,7 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
 # ------------------------------------------------------------------------------------ what it costs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("size", "accumulate"), [(2, 1), (3, 2), (5, 1)])
 def test_bytes_and_messages_are_the_formula(size: int, accumulate: int) -> None:
     steps = 2
@@ -113,6 +116,7 @@ def test_bytes_and_messages_are_the_formula(size: int, accumulate: int) -> None:
         assert sum(rank["sent"]["control"].values()) == steps * 2 * 8 * (size - 1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_bytes_a_parameter(size: int) -> None:
     """float32, Adam: 4 + 4 + 8/P, each category within an element a bucket."""

@@ -24,6 +24,7 @@ from minidist.parallel.zero.zero2 import Zero2
 # --------------------------------------------------------------------------- parallel equals serial
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [5, 1, 2])  # the default run takes the first
 def test_equals_one_process(size: int) -> None:
     ranks = check_equal(2, size)
@@ -68,6 +69,7 @@ def test_very_many_jobs(size: int, accumulate: int, options: dict[str, Any]) -> 
     check_equal(2, size, steps=2, step_options={"accumulate": accumulate}, **options)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("stage", [Zero1, Zero2])
 @pytest.mark.parametrize("bucket_bytes", [1, 60, 1 << 20])
 def test_ranks_that_use_different_parameters(stage: Any, bucket_bytes: int) -> None:
@@ -86,6 +88,7 @@ def test_ranks_that_use_different_parameters(stage: Any, bucket_bytes: int) -> N
         np.testing.assert_allclose(weights, serial, rtol=1e-12)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bug", ["forgets to add", "forgets nothing", "frees too early"])
 def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "forgets to add":
@@ -107,6 +110,7 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
 # ------------------------------------------------------------------------------------ what it costs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("size", "accumulate"), [(2, 1), (3, 2), (5, 3)])
 def test_bytes_and_messages_are_the_formula(size: int, accumulate: int) -> None:
     steps = 2
@@ -131,6 +135,7 @@ def test_bytes_and_messages_are_the_formula(size: int, accumulate: int) -> None:
 BUCKET = 16384
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_bytes_a_parameter(size: int, tied: bool) -> None:

@@ -24,6 +24,7 @@ from minidist.parallel.zero.zero3 import Zero3
 # --------------------------------------------------------------------------- parallel equals serial
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [5, 1, 2])  # the default run takes the first
 def test_equals_one_process(size: int) -> None:
     ranks = check_equal(3, size)
@@ -120,6 +121,7 @@ def test_ranks_that_use_different_parameters() -> None:
         assert difference(weights, serial) < BOUND
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bug", ["forgets to add", "stale weights", "skips a unit"])
 def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "forgets to add":
@@ -142,6 +144,7 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
 # ------------------------------------------------------------------------------------ what it costs
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("size", "accumulate", "tied", "free"),
     [
@@ -185,6 +188,7 @@ def test_bytes_are_the_formula(size: int, accumulate: int, tied: bool, free: boo
         assert sum(rank["sent"]["control"].values()) == steps * 2 * 8 * (size - 1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_bytes_a_parameter(size: int, tied: bool) -> None:
@@ -209,6 +213,7 @@ def test_bytes_a_parameter(size: int, tied: bool) -> None:
         assert memory["parameters"]["peak"] >= nbytes / size + unit
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_ahead_limits_what_is_in_flight(ahead: int) -> None:
     changes = {"layers": 6, "width": 32}

@@ -84,6 +84,7 @@ def soon(condition):
 on_both = pytest.mark.parametrize("one_gpu", [False, True], ids=["nccl", "cuda-ipc"])
 
 
+@pytest.mark.sampled
 @on_both
 @pytest.mark.parametrize("size", [2, 3, pytest.param(5, marks=pytest.mark.soak)])
 def test_every_verb(cupy, monkeypatch, one_gpu, size):

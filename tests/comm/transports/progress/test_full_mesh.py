@@ -108,6 +108,7 @@ def call(listener: socket.socket) -> socket.socket:
     return tcp({"address": listener.getsockname()})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("listen", "dial"),
     [(lambda: listen("127.0.0.1"), tcp), (full_mesh.listen_unix, unix)],
