@@ -21,9 +21,6 @@ lab = LESSON.lab
 STEP = LESSON.LAYER
 WRONG = {
     "a path through the wrong rank": {1: "-record.windows[one][1]"},
-    "a path through a call for which no rank stood still": {
-        2: f"{RIGHT[2]} or wait.call.end < wait.start < now"
-    },
     "a path that misses the last call": {2: "wait.stop < now"},
     "a path that misses the call": {2: "False"},
     "a path that stays on its rank": {4: "rank, call.begin"},
