@@ -425,7 +425,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=14)
 @needs_compiler
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistakes(mistake, tmp_path, monkeypatch):

@@ -69,7 +69,7 @@ def test_the_right_filling_passes(places: str, tmp_path: Path) -> None:
     assert result.passed, result.results[-1].line()
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=32)
 @needs_compiler
 @pytest.mark.parametrize(
     "mistake",

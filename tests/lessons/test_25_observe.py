@@ -42,7 +42,7 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
     assert_named("25", mistake, WRONG[mistake], tmp_path)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("wrong", "mistake"),
     [

@@ -201,7 +201,7 @@ def test_a_break_states_its_result() -> None:
     assert MinidistError not in {chosen.error for chosen in BREAKS.values()}
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=11)
 @pytest.mark.parametrize(
     "ranks", ["2", *(pytest.param(size, marks=pytest.mark.soak) for size in ("1", "3", "4", "5"))]
 )
@@ -256,7 +256,7 @@ def test_on_ranks_of_our_own_launcher(tmp_path: Path) -> None:
     assert tables["n = 840 KiB: the busiest rank's all-reduce"][1][:2] == [2, 2]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("number", ["03", "00"])
 def test_the_figure_is_drawn_from_a_run(number: str, tmp_path: Path) -> None:
     run(["minidist", "lesson", number, "--figure", "--out", str(tmp_path)])

@@ -62,7 +62,7 @@ def test_parameter_count_of_the_plain_model() -> None:
     assert count == 4 * (12 * 256**2 + 13 * 256) + (256 + 128 + 256) * 256 + 2 * 256 == 3323392
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("changes", VARIANTS)
 def test_loss_gradient_against_finite_differences(changes: dict[str, Any]) -> None:
     """Every parameter, along two random directions, by a difference of four points: its error goes

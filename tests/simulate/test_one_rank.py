@@ -39,7 +39,7 @@ def close(found: Measured, trace: RankTrace) -> None:
         assert trace.peak[category] == pytest.approx(nbytes, rel=CALM), category
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     ("plan", "options"),
     [

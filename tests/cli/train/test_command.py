@@ -211,7 +211,7 @@ def test_json_holds_what_the_design_says(runs: dict[str, Any]) -> None:
             assert metrics["formula"][kind] == total
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(
     "plan", [[], ["--zero", "1"], ["--zero", "3"], ["--plan", "tp=2"], ["--plan", "pp=2"]]
 )

@@ -351,7 +351,7 @@ RESTARTS = [
 ]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(
     ("options", "asynchronous_save"),
     [

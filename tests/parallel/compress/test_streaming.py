@@ -32,7 +32,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize(("size", "case"), [*zip((2, 3, 5, 2, 3, 5), CASES, strict=True)])
 def test_equals_its_formula(size: int, case: dict[str, Any]) -> None:
     check(size, case, steps=case["every"] * 5 // 2)
