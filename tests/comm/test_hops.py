@@ -1,5 +1,5 @@
 """How far it is from a verb to the system call: the functions and files of minidist on the stack at
-sendmsg."""
+sendmsg, and the functions that a rank enters before its first one."""
 
 import socket
 import sys
@@ -16,6 +16,7 @@ from minidist.comm.ledger import Ledger
 
 FUNCTIONS = 8
 FILES = 6
+ENTERED = 55
 PACKAGE = str(Path(minidist.__file__).parent)
 
 
@@ -63,3 +64,51 @@ def test_a_reader_walks_few_functions_to_the_wire(algorithm, monkeypatch):
         assert stack[0] == ("comm/group.py", "all_reduce"), stack
         assert len(stack) <= FUNCTIONS, stack
         assert len({file for file, _ in stack}) <= FILES, stack
+
+
+def entered_before_sendmsg(call):
+    """Return the code objects of minidist that this thread enters in `call`, up to its first
+    sendmsg, in their order."""
+    entered = {}
+    reached = False
+
+    def profile(frame, event, function):
+        nonlocal reached
+        reached = reached or (event == "c_call" and function.__name__ == "sendmsg")
+        if not reached and event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            entered.setdefault(frame.f_code)
+
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    assert reached, "the profiler sees what is sent"
+    return list(entered)
+
+
+def test_few_functions_run_before_the_first_message():
+    def third_call(group):
+        found = []
+        for _ in range(3):  # the first ones fill what is remembered of a call
+            found = entered_before_sendmsg(
+                lambda: group.all_reduce(np.arange(64.0), algorithm="ring")
+            )
+        return found
+
+    with linked("tcp") as transports:
+        groups = [
+            Group(transport, Ledger(rank), range(2)) for rank, transport in enumerate(transports)
+        ]
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(third_call, groups))
+        for group in groups:
+            group.close()
+    for rank, functions in enumerate(found):
+        names = [
+            f"{Path(code.co_filename).relative_to(PACKAGE).as_posix()}:{code.co_firstlineno} "
+            f"{code.co_name}"
+            for code in functions
+        ]
+        print(f"\nrank {rank}: {len(names)} functions before the first sendmsg", *names, sep="\n")
+        assert len(names) <= ENTERED, names
