@@ -9,7 +9,7 @@ ranks disagree. What the arguments mean, and what the calls raise, stands at the
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,17 +33,44 @@ from minidist.device.backend import is_array
 from minidist.errors import ConfigError, DtypeError, ShapeError
 
 
+class Place(NamedTuple):
+    """Where a call works, decided once per call.
+
+    Fields: device   where this rank's own arrays live: "cpu" or "cuda"; None if it brings none
+            where    where the algorithm works
+            side     the stream that carries it out on the GPU, or None
+    """
+
+    device: str | None
+    where: str
+    side: SideStream | None
+
+
+class Prepared(NamedTuple):
+    """What a verb needs of a call in which this rank brings one array.
+
+    Fields: array     the argument, contiguous, where the algorithm works
+            result    where the result goes
+            name      of the algorithm
+            function  the algorithm
+            reduction what it does to the ranks' arrays, or None
+    """
+
+    place: Place
+    array: np.ndarray
+    result: OutputArray
+    name: str
+    function: Callable[..., Any]
+    reduction: Reduction | None
+
+
 def from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm: str) -> Call:
     """broadcast and scatter."""
     root = group.rank_in("root", root)
-    where = _working_device(group, algorithm, x)
-    side = None
-    # only the root knows where its array is: all
-    if algorithm in ("auto", "native") and _refusal(group) is None:
-        side = _side_of(group, "cuda")  # ranks prepare for the GPU
-    result = OutputArray(verb, out, where, side)
+    place = _place_of_all(group, algorithm, x)
+    result = OutputArray(verb, out, place.where, place.side)
+    name, function = _choose(group, verb, algorithm, place.where if place.side is None else "cuda")
     array = None
-    name = _choose(group, verb, algorithm, where if side is None else "cuda")
     model = out if x is None and verb == "broadcast" else x  # of the root's dtype and shape
     model = model if model is None or is_array(model) else as_array(verb, model)
     if group.rank == root:
@@ -51,19 +78,19 @@ def from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm:
             raise ShapeError(
                 f"{verb}: rank {root} is the root and passes None; the root brings the array"
             )
-        array = argument(verb, x, where)
+        array = argument(verb, x, place.where)
         if verb == "scatter" and array.ndim == 0:
             raise ShapeError(
                 f"scatter: rank {root} passes an array without dims; its first dim is to be cut"
             )
 
     def work(call: Call) -> Any:
-        def place(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        def place_block(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
             if call.side is not None:
                 result.device = call.origin or "cpu"  # where the root has its array
             return result.array(shape, dtype)
 
-        return _algorithm(group, verb, name)(call, x=array, place=place, root=root)
+        return function(call, x=array, place=place_block, root=root)
 
     def deliver(own: np.ndarray, device: str | None) -> Any:
         if group.rank == root:  # it receives nothing: its result is a copy of its own
@@ -80,7 +107,7 @@ def from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm:
         deliver,
         root=root,
         device=device_of(x, out),
-        side=side,
+        side=place.side,
         dtype=getattr(model, "dtype", None),
         shape=getattr(model, "shape", None),
     )
@@ -90,54 +117,45 @@ def reduced(
     group: Members, verb: str, x: Any, op: str, out: Any, algorithm: str, root: int | None = None
 ) -> Call:
     """reduce and all_reduce; without a root every rank gets the result."""
-    where = _working_device(group, algorithm, x, op=op)
     has_result = root is None or root == group.rank
-    result = OutputArray(verb, out if has_result else None, where)
-    array = apart(argument(verb, x, where), result.out)
-    how = _reduction(verb, op, array, group)
-    name = _choose(group, verb, algorithm, where, array, op)
-    total = _flat(result.array(array.shape, array.dtype)) if has_result else None
-    work = partial(_algorithm(group, verb, name), x=_flat(array), out=total, op=how, **_to(root))
+    ready = _prepare(group, verb, x, out if has_result else None, algorithm, op)
+    array = apart(ready.array, ready.result.out)
+    total = _flat(ready.result.array(array.shape, array.dtype)) if has_result else None
+    work = partial(ready.function, x=_flat(array), out=total, op=ready.reduction)
     return Call(
         group,
         verb,
-        name,
-        work,
-        result.deliver if has_result else _nothing,
+        ready.name,
+        work if root is None else partial(work, root=root),
+        ready.result.deliver if has_result else _nothing,
         op=op,
         root=root,
         dtype=array.dtype,
         shape=array.shape,
-        device=device_of(x),
-        side=_side_of(group, where),
+        device=ready.place.device,
+        side=ready.place.side,
     )
 
 
 def reduce_scatter(group: Members, x: Any, op: str, out: Any, algorithm: str) -> Call:
     """Chunk `rank` of what all_reduce would give."""
-    where = _working_device(group, algorithm, x, op=op)
-    array = argument("reduce_scatter", x, where)
-    result = OutputArray("reduce_scatter", out, where)
-    how = _reduction("reduce_scatter", op, array, group)
-    name = _choose(group, "reduce_scatter", algorithm, where, array, op)
+    ready = _prepare(group, "reduce_scatter", x, out, algorithm, op)
+    array = ready.array
     flat = _flat(array)
     start, stop = bounds(len(flat), group.size)[group.rank : group.rank + 2]
     mine = flat[start:stop]
-    chunk = result.array(mine.shape, array.dtype)
-    work = partial(
-        _algorithm(group, "reduce_scatter", name), x=apart(flat, out, mine), out=chunk, op=how
-    )
+    chunk = ready.result.array(mine.shape, array.dtype)
     return Call(
         group,
         "reduce_scatter",
-        name,
-        work,
-        result.deliver,
+        ready.name,
+        partial(ready.function, x=apart(flat, out, mine), out=chunk, op=ready.reduction),
+        ready.result.deliver,
         op=op,
         dtype=array.dtype,
         shape=array.shape,
-        device=device_of(x),
-        side=_side_of(group, where),
+        device=ready.place.device,
+        side=ready.place.side,
     )
 
 
@@ -145,71 +163,80 @@ def gathered(
     group: Members, verb: str, x: Any, out: Any, algorithm: str, root: int | None = None
 ) -> Call:
     """gather and all_gather; without a root every rank gets the result."""
-    where = _working_device(group, algorithm, x)
     has_result = root is None or root == group.rank
-    side = _side_of(group, where)
-    array = argument(verb, x, where)
-    own = array if array.ndim else array.reshape(1)  # a number is one row
-    result = OutputArray(verb, out if has_result else None, where, side)
-    name = _choose(group, verb, algorithm, where)
+    ready = _prepare(group, verb, x, out if has_result else None, algorithm)
+    result = ready.result
+    own = ready.array if ready.array.ndim else ready.array.reshape(1)  # a number is one row
+    function = ready.function if root is None else partial(ready.function, root=root)
 
     # The ranks' blocks may differ in length. What all are to have is their sum, which `out` tells.
     length = None if result.out is None or not result.out.ndim else result.out.shape[0]
-    shape = (length, *own.shape[1:])
 
     def work(call: Call) -> None:
         rows = Rows(result, own, call.size) if has_result else None
         block = own if rows is None else rows.put_own(call.rank)
-        _algorithm(group, verb, name)(call, own=block, rows=rows, **_to(root))
+        function(call, own=block, rows=rows)
 
     return Call(
         group,
         verb,
-        name,
+        ready.name,
         work,
         result.deliver if has_result else _nothing,
         root=root,
         dtype=own.dtype,
-        shape=shape,
-        device=device_of(x),
-        side=side,
+        shape=(length, *own.shape[1:]),
+        device=ready.place.device,
+        side=ready.place.side,
     )
 
 
 def all_to_all(group: Members, x: Sequence[Any], out: Sequence[Any] | None, algorithm: str) -> Call:
     """What each rank has for this rank."""
     check_lists("all_to_all", x, out, group.size)
-    where = _working_device(group, algorithm, *x)
-    name = _choose(group, "all_to_all", algorithm, where)
-    parts = list_argument("all_to_all", x, out, where)
-    side = _side_of(group, where)
+    place = _place(group, algorithm, *x)
+    name, function = _choose(group, "all_to_all", algorithm, place.where)
+    parts = list_argument("all_to_all", x, out, place.where)
     outs = [None] * group.size if out is None else out
-    results = [OutputArray("all_to_all", outs[rank], where, side) for rank in range(group.size)]
+    results = [
+        OutputArray("all_to_all", outs[rank], place.where, place.side) for rank in range(group.size)
+    ]
 
     def deliver(received: list[np.ndarray], device: str | None) -> list[Any]:
         own = received[group.rank]
         results[group.rank].array(own.shape, own.dtype)[...] = own
         return [result.deliver(None, device) for result in results]
 
-    work = partial(
-        _algorithm(group, "all_to_all", name), parts=parts, place=lambda rank: results[rank].array
-    )
     return Call(
         group,
         "all_to_all",
         name,
-        work,
+        partial(function, parts=parts, place=lambda rank: results[rank].array),
         deliver,
-        device=device_of(*x),
-        side=side,
+        device=place.device,
+        side=place.side,
         dtype=parts[0].dtype,
     )
 
 
 def barrier(group: Members, algorithm: str) -> Call:
     """Every rank has come."""
-    name = _choose(group, "barrier", algorithm, "cpu")
-    return Call(group, "barrier", name, _algorithm(group, "barrier", name))
+    return Call(group, "barrier", *_choose(group, "barrier", algorithm, "cpu"))
+
+
+def _prepare(
+    group: Members, verb: str, x: Any, out: Any, algorithm: str, op: str | None = None
+) -> Prepared:
+    """Return what the verb needs of a call to which each rank brings one array; `op`: a reduction,
+    to which all bring arrays of one length."""
+    place = _place(group, algorithm, x, op=op)
+    array = argument(verb, x, place.where)
+    # a reduction's result has the argument's shape, so its array is made now, not on the side
+    result = OutputArray(verb, out, place.where, None if op is not None else place.side)
+    how = None if op is None else _reduction(verb, op, array, group)
+    model = None if op is None else array
+    name, function = _choose(group, verb, algorithm, place.where, model, op)
+    return Prepared(place, array, result, name, function, how)
 
 
 def _flat(array: np.ndarray) -> np.ndarray:
@@ -217,16 +244,8 @@ def _flat(array: np.ndarray) -> np.ndarray:
     return array if array.ndim == 1 else array.reshape(-1)
 
 
-def _to(root: int | None) -> dict[str, int]:
-    return {} if root is None else {"root": root}
-
-
 def _nothing(returned: Any, device: str | None) -> None:
     """Call.deliver where this rank gets no result."""
-
-
-def _algorithm(group: Members, verb: str, name: str) -> Callable[..., Any]:
-    return ALONE[verb] if group.size == 1 else ALGORITHMS[verb][name]
 
 
 def _choose(
@@ -236,28 +255,24 @@ def _choose(
     where: str,
     array: np.ndarray | None = None,
     op: str | None = None,
-) -> str:
-    """The name of the algorithm; `array` where all ranks bring one of that length, `op` what they
-    do with it."""
+) -> tuple[str, Callable[..., Any]]:
+    """Return the algorithm's name and function; `array` where all ranks bring one of that length,
+    `op` what they do with it."""
     if where == "cuda":
-        return "native"
-    if array is None:
-        name = choose(
-            verb, algorithm, 0, group.size, board=group.board is not None, tiers=group.tiers
-        )
+        name = "native"
     else:
         name = choose(
             verb,
             algorithm,
-            array.nbytes,
+            0 if array is None else array.nbytes,
             group.size,
-            group.link,
+            None if array is None else group.link,
             group.board is not None,
             group.tiers,
         )
-    if name == "native" and group.size > 1:
-        group.transport.check_native(op, None if array is None else array.dtype)
-    return name
+        if name == "native" and group.size > 1:
+            group.transport.check_native(op, None if array is None else array.dtype)
+    return name, ALONE[verb] if group.size == 1 else ALGORITHMS[verb][name]
 
 
 def _reduction(verb: str, op: Any, array: np.ndarray, group: Members) -> Reduction:
@@ -270,28 +285,33 @@ def _reduction(verb: str, op: Any, array: np.ndarray, group: Members) -> Reducti
         raise type(error)(f"{verb}: {error}") from None
 
 
-def _working_device(group: Members, algorithm: str, *arrays: Any, op: str | None = None) -> str:
-    """Where the algorithm works: "cuda" if this rank's arrays are on the GPU and can be dealt with
+def _place(group: Members, algorithm: str, *arrays: Any, op: str | None = None) -> Place:
+    """Return where a call works: on the GPU if this rank's arrays are there and can be dealt with
     there."""
-    if device_of(*arrays) != "cuda" or algorithm not in ("auto", "native"):
-        return "cpu"
+    device = device_of(*arrays)
+    if device != "cuda" or algorithm not in ("auto", "native"):
+        return Place(device, "cpu", None)
     if group.size == 1:
-        return "cuda"
-    refusal = _refusal(group, op, None if op is None else arrays[0].dtype)
-    if refusal is not None and algorithm == "native" and group.transport.device is not None:
+        return Place(device, "cuda", None)
+    gpu = group.transport.device
+    if gpu is None:
+        return Place(device, "cpu", None)
+    refusal = gpu.refusal(group.world_ranks, op, None if op is None else arrays[0].dtype)
+    if refusal is None:
+        return Place(device, "cuda", gpu.side(group.id))
+    if algorithm == "native":
         raise ConfigError(
             f"algorithm native: {refusal}; choose auto, or another, by way of the host"
         )
-    return "cpu" if refusal else "cuda"
+    return Place(device, "cpu", None)
 
 
-def _refusal(group: Members, op: str | None = None, dtype: np.dtype | None = None) -> str | None:
-    device = group.transport.device
-    return "no device" if device is None else device.refusal(group.world_ranks, op, dtype)
-
-
-def _side_of(group: Members, where: str) -> SideStream | None:
-    """What carries the call out on the GPU."""
-    if where == "cpu" or group.size == 1 or group.transport.device is None:
-        return None
-    return group.transport.device.side(group.id)
+def _place_of_all(group: Members, algorithm: str, x: Any) -> Place:
+    """Return where a call works to which only the root brings an array: all ranks prepare for the
+    GPU, because they do not know where that is."""
+    place = _place(group, algorithm, x)
+    gpu = group.transport.device
+    if gpu is None or group.size == 1 or algorithm not in ("auto", "native"):
+        return place
+    able = gpu.refusal(group.world_ranks, None, None) is None
+    return place._replace(side=gpu.side(group.id) if able else None)

@@ -205,23 +205,21 @@ class OutputArray:
         Raises: ShapeError, DtypeError if `out` does not have this shape and dtype.
         """
         out = self.target
-        if out is None:
-            array = self._new(shape, dtype)
-        elif out.shape != shape:
+        if out is not None and out.shape != shape:
             raise ShapeError(f"{self.verb}: out= has shape {out.shape}, the result has {shape}")
-        elif out.dtype != dtype:
+        if out is not None and out.dtype != dtype:
             raise DtypeError(f"{self.verb}: out= has dtype {out.dtype}, the result has {dtype}")
-        elif backend.device_of(out) == self.device and out.flags.c_contiguous:
-            array = out
+        if out is not None and backend.device_of(out) == self.device and out.flags.c_contiguous:
+            self._array = out
+            return out
+        if self.side is None or self.device == "cpu":
+            array = backend.empty(shape, dtype, self.device)
         else:
-            array = account.current().hold(self._new(shape, dtype), "communication")
+            array = self.side.allocate(lambda: backend.empty(shape, dtype, self.device))
+        if out is not None:
+            account.current().hold(array, "communication")
         self._array = array
         return array
-
-    def _new(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        if self.side is not None and self.device != "cpu":
-            return self.side.allocate(lambda: backend.empty(shape, dtype, self.device))  # type: ignore[no-any-return]
-        return backend.empty(shape, dtype, self.device)  # type: ignore[no-any-return]
 
     def deliver(self, _returned: Any, device: str | None) -> Any:
         """A call's `deliver`: what the caller gets: `out`, filled, or the new array on `device`."""

@@ -29,22 +29,6 @@ from minidist.comm.cost.critical_path import Tiers, fastest
 from minidist.comm.cost.link_model import LinkCost
 from minidist.errors import ConfigError
 
-FAMILIES = {
-    "naive": naive,
-    "tree": tree,
-    "ring": ring,
-    "direct": direct,
-    "pairwise": pairwise,
-    "bruck": bruck,
-    "dissemination": dissemination,
-    "halving-doubling": halving_doubling,
-    "hierarchical": hierarchical,
-    "torus": torus,
-    "torus-both": torus_both,
-    "native": native,
-    "shared": shared_memory,
-}
-
 ALONE: dict[str, Callable[..., Any]] = {
     "broadcast": lambda call, x, place, root: x,
     "reduce": lambda call, x, out, op, root: op.finish(x, out),
@@ -59,14 +43,78 @@ ALONE: dict[str, Callable[..., Any]] = {
 """What a group of one rank does, whatever the algorithm: the others begin with two ranks."""
 
 ALGORITHMS: dict[str, dict[str, Callable[..., Any]]] = {
-    verb: {
-        name: getattr(family, verb) for name, family in FAMILIES.items() if hasattr(family, verb)
-    }
-    for verb in ALONE
+    "broadcast": {
+        "naive": naive.broadcast,
+        "tree": tree.broadcast,
+        "ring": ring.broadcast,
+        "hierarchical": hierarchical.broadcast,
+        "native": native.broadcast,
+        "shared": shared_memory.broadcast,
+    },
+    "reduce": {
+        "naive": naive.reduce,
+        "tree": tree.reduce,
+        "hierarchical": hierarchical.reduce,
+        "native": native.reduce,
+    },
+    "all_reduce": {
+        "naive": naive.all_reduce,
+        "tree": tree.all_reduce,
+        "ring": ring.all_reduce,
+        "direct": direct.all_reduce,
+        "pairwise": pairwise.all_reduce,
+        "halving-doubling": halving_doubling.all_reduce,
+        "hierarchical": hierarchical.all_reduce,
+        "torus": torus.all_reduce,
+        "torus-both": torus_both.all_reduce,
+        "native": native.all_reduce,
+        "shared": shared_memory.all_reduce,
+        "doubling": halving_doubling.double_whole,
+    },
+    "gather": {
+        "naive": naive.gather,
+        "tree": tree.gather,
+        "native": native.gather,
+    },
+    "all_gather": {
+        "naive": naive.all_gather,
+        "ring": ring.all_gather,
+        "halving-doubling": halving_doubling.all_gather,
+        "hierarchical": hierarchical.all_gather,
+        "torus": torus.all_gather,
+        "native": native.all_gather,
+        "shared": shared_memory.all_gather,
+    },
+    "scatter": {
+        "naive": naive.scatter,
+        "tree": tree.scatter,
+        "native": native.scatter,
+    },
+    "reduce_scatter": {
+        "naive": naive.reduce_scatter,
+        "ring": ring.reduce_scatter,
+        "pairwise": pairwise.reduce_scatter,
+        "halving-doubling": halving_doubling.reduce_scatter,
+        "hierarchical": hierarchical.reduce_scatter,
+        "torus": torus.reduce_scatter,
+        "native": native.reduce_scatter,
+        "shared": shared_memory.reduce_scatter,
+    },
+    "all_to_all": {
+        "naive": naive.all_to_all,
+        "pairwise": pairwise.all_to_all,
+        "bruck": bruck.all_to_all,
+        "native": native.all_to_all,
+        "shared": shared_memory.all_to_all,
+    },
+    "barrier": {
+        "naive": naive.barrier,
+        "dissemination": dissemination.barrier,
+        "native": native.barrier,
+        "shared": shared_memory.barrier,
+    },
 }
-"""The function of each verb and algorithm: a family's module has one under the name of each verb
-that it can do."""
-ALGORITHMS["all_reduce"]["doubling"] = halving_doubling.double_whole
+"""The function of each verb and algorithm."""
 
 _USUAL = {
     "broadcast": "tree",
