@@ -52,13 +52,7 @@ FLOORS = [
     ["minidist.comm.cost"],
     ["minidist.comm.health"],
     ["minidist.comm.device_lane"],
-    [
-        "minidist.comm.ledger",
-        "minidist.comm.native",
-        "minidist.comm.handle",
-        "minidist.comm.call_site",
-        "minidist.comm.signature",
-    ],
+    ["minidist.comm.ledger", "minidist.comm.native"],
     ["minidist.comm.wire"],
     [
         "minidist.comm.serialization",
@@ -66,6 +60,8 @@ FLOORS = [
         "minidist.comm.limits",
         "minidist.comm.flight",
     ],
+    ["minidist.comm.observers"],
+    ["minidist.comm.handle", "minidist.comm.signature", "minidist.comm.call_site"],
     ["minidist.kernels"],
     ["minidist.device"],
     ["minidist.reading"],

@@ -2,7 +2,6 @@
 receive."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 
 class Handle(ABC):
@@ -30,38 +29,3 @@ class Finished(Handle):
 
     def done(self) -> bool:
         return True
-
-
-class Reported(Handle):
-    """A transfer that the ledger's subscribers see: `report()` is called once, when it is
-    complete."""
-
-    def __init__(self, handle: Handle, report: Callable[[], None]) -> None:
-        self._handle = handle
-        self._report = report
-
-    def wait(self) -> None:
-        self._handle.wait()
-        report = self._report
-        self._report = lambda: None
-        report()
-
-    def done(self) -> bool:
-        return self._handle.done()
-
-
-class NotedReceive(Handle):
-    """A receive whose end is noted: `waited(was_there)` is called after wait(), with whether it was
-    complete before."""
-
-    def __init__(self, handle: Handle, waited: Callable[[bool], None]) -> None:
-        self._handle = handle
-        self._waited = waited
-
-    def wait(self) -> None:
-        was_there = self._handle.done()
-        self._handle.wait()
-        self._waited(was_there)
-
-    def done(self) -> bool:
-        return self._handle.done()

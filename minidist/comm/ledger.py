@@ -23,8 +23,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from minidist.comm import call_site
 from minidist.comm.flight.message_times import MessageTimes
 from minidist.comm.flight.recorder import FlightRecorder
+from minidist.comm.observers import CallMessage, MessageWatch, ObservedCall, Observer
 
 NO_RANK: Mapping[int, int] = {}
 
@@ -64,18 +66,24 @@ class _Here(threading.local):
     phase: str | None = None  # of a thread that has one of its own
 
 
-class Ledger:
+class Ledger(Observer):
     """Counts of one rank, shared by all its groups. Safe to use from several threads.
 
-    Attributes: flight    its flight recorder: the last calls, always kept
-                times     when messages of its calls left and arrived, if a StepRecorder asks for
-                          them; else None
+    Attributes: flight      its flight recorder: the last calls, always kept
+                times       when messages of its calls left and arrived, if a StepRecorder asks for
+                            them; else None
+                observers   what hears of its calls (observers.py)
+                message_observers   those of them that hear of messages, too
     """
+
+    observers: tuple[Observer, ...]
+    message_observers: tuple[Observer, ...]
 
     def __init__(self, world_rank: int = 0) -> None:
         self.world_rank = world_rank
         self.flight = FlightRecorder(world_rank)
-        self.times: MessageTimes | None = None
+        self._times: MessageTimes | None = None
+        self._events = CallEvents(self)
         self._phase = "setup"
         self.subscribers: tuple[Callable[[Event], None], ...] = ()
         self.watchers: tuple[Callable[[Event], None], ...] = ()  # subscribers that get waits too
@@ -87,6 +95,27 @@ class Ledger:
         self._sent_to: defaultdict[tuple[str, str, int], int] = defaultdict(int)
         self._lock = threading.Lock()
         self._here = _Here()
+        self._choose_observers()
+
+    @property
+    def times(self) -> MessageTimes | None:
+        return self._times
+
+    @times.setter
+    def times(self, times: MessageTimes | None) -> None:
+        self._times = times
+        self._choose_observers()
+
+    def on_end(self, call: ObservedCall, failed: bool) -> None:
+        self.record(
+            call.axis,
+            call.verb,
+            call.algorithm,
+            call.nbytes,
+            call.messages,
+            call.phase,
+            call.sent_to,
+        )
 
     def record(
         self,
@@ -210,11 +239,13 @@ class Ledger:
         self.subscribers = (*self.subscribers, callback)
         self.watchers += (callback,) if waits else ()
         self.receivers += (callback,) if receives else ()
+        self._choose_observers()
 
         def unsubscribe() -> None:
             self.subscribers = tuple(other for other in self.subscribers if other is not callback)
             self.watchers = tuple(other for other in self.watchers if other is not callback)
             self.receivers = tuple(other for other in self.receivers if other is not callback)
+            self._choose_observers()
 
         return unsubscribe
 
@@ -240,9 +271,115 @@ class Ledger:
             )
         )
 
+    def axis_of(self, axis: str) -> str:
+        """Return what calls that this thread makes now in a group for `axis` are counted under."""
+        return "control" if self._here.in_control else axis
+
+    def _choose_observers(self) -> None:
+        messages: list[Observer] = [] if self._times is None else [self._times]
+        if self.subscribers:
+            messages.append(self._events)
+        self.message_observers = tuple(messages)
+        self.observers = (self.flight, self, *messages)
+
     def _by_axis(self, column: str, phase: str | None) -> dict[str, dict[str, int]]:
         table: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for row in self.rows():
             if phase is None or row["phase"] == phase:
                 table[row["axis"]][row["verb"]] += row[column]
         return {axis: dict(verbs) for axis, verbs in table.items()}
+
+
+class MessageEvent(MessageWatch):
+    """The event of one message: published when the message is complete. Made when it sets out, or
+    is asked for."""
+
+    def __init__(self, ledger: Ledger, kind: str, details: dict[str, Any]) -> None:
+        self._ledger = ledger
+        self._kind = kind
+        self._details = details
+        self._start = time.perf_counter()
+
+    def accepted(self, nbytes: int) -> None:
+        self._details["nbytes"] = nbytes
+
+    def over(self, was_there: bool) -> None:
+        self._ledger.publish_now(self._kind, self._details["verb"], self._start, self._details)
+
+
+class CallEvents(Observer):
+    """Makes the events of calls, their messages and waits, for the ledger's subscribers."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        # of calls whose messages have numbers: by group and sequence, those so far each way
+        self._numbers: defaultdict[tuple[int, int], Counter[tuple[str, int]]] = defaultdict(Counter)
+
+    def on_begin(self, call: ObservedCall) -> None:
+        call.began = time.perf_counter()
+
+    def on_send(self, call: ObservedCall, message: CallMessage) -> MessageEvent:
+        details = {
+            **_named(call),
+            "src": message.src,
+            "dst": message.dst,
+            "nbytes": message.nbytes,
+            "step": message.step,
+            "chunk": message.chunk,
+            "label": "" if message.chunk is None else f"c{message.chunk}",
+        }
+        if self._ledger.receivers:
+            details["message"] = self._number(call, "sent", message.dst)
+        return MessageEvent(self._ledger, "message", details)
+
+    def on_receive(self, call: ObservedCall, message: CallMessage) -> MessageEvent | None:
+        if not self._ledger.receivers:
+            return None
+        details = {
+            **_named(call),
+            "src": message.src,
+            "dst": message.dst,
+            "nbytes": message.nbytes,
+            "message": self._number(call, "received", message.src),
+        }
+        return MessageEvent(self._ledger, "receive", details)
+
+    def on_end(self, call: ObservedCall, failed: bool) -> None:
+        signature = call.signature
+        self._numbers.pop(signature[:2], None)
+        if not call.began:  # subscribed to in the middle
+            return
+        details = {
+            **_named(call),
+            "op": signature.op,
+            "nbytes": call.nbytes,
+            "size": call.size,
+            "sequence": signature.sequence,
+            "where": signature.where,
+        }
+        if call.asked:
+            details["group"] = f"{signature.group:x}"
+            details["messages"] = call.messages
+            details["queued"] = call.began - call.asked
+        self._ledger.publish_now("call", call.verb, call.began, details)
+
+    def on_wait(self, call: ObservedCall, start: float) -> None:
+        if self._ledger.watchers:
+            details = {
+                **_named(call),
+                "group": f"{call.signature.group:x}",
+                "sequence": call.signature.sequence,
+                "where": call_site.caller(),
+            }
+            self._ledger.publish_now("wait", call.verb, start, details)
+
+    def _number(self, call: ObservedCall, way: str, peer: int) -> str:
+        """Return what tells the next message to or from `peer` from the others of the job."""
+        signature = call.signature
+        numbers = self._numbers[signature[:2]]
+        numbers[way, peer] += 1
+        return f"{signature.group:x}.{signature.sequence}.{numbers[way, peer]}"
+
+
+def _named(call: ObservedCall) -> dict[str, Any]:
+    return {"axis": call.axis, "verb": call.verb, "algorithm": call.algorithm}

@@ -7,7 +7,6 @@ copied, kept until it is received, and not counted. An array on the GPU whose tr
 (device_lane.py) goes by that, and only its header here.
 """
 
-import time
 from collections import Counter, defaultdict, deque
 from functools import partial
 from typing import Any
@@ -19,7 +18,9 @@ from minidist.comm.calls.async_call import PendingMessage
 from minidist.comm.calls.buffers import OutputArray, argument, device_of
 from minidist.comm.calls.members import Members
 from minidist.comm.device_lane import VIA_LANE, DeviceLane
-from minidist.comm.handle import Handle, Reported
+from minidist.comm.handle import Handle
+from minidist.comm.ledger import MessageEvent
+from minidist.comm.observers import ObservedTransfer
 from minidist.comm.signature import BlockHeader, Signature, dtype_code, pack_block, unpack
 from minidist.comm.transport import Tag, Transport
 from minidist.device import backend
@@ -95,32 +96,29 @@ class PointToPoint:
         the way, from 1."""
         return f"{self._group.id:x}.{number}"
 
-    def tell(
-        self, signature: Signature, axis: str, src: int, number: int, nbytes: int, start: float
-    ) -> None:
-        """Tell subscribers of receives of a message from rank `src`."""
-        self._group.ledger.publish_now(
-            "receive",
-            signature.verb,
-            start,
+    def event(self, kind: str, verb: str, src: int, dst: int, **details: Any) -> MessageEvent:
+        """Return the event of a message between two ranks of the group, for subscribers."""
+        group = self._group
+        return MessageEvent(
+            group.ledger,
+            kind,
             {
-                "axis": axis,
-                "verb": signature.verb,
+                "axis": group.ledger.axis_of(group.axis),
+                "verb": verb,
                 "algorithm": "direct",
-                "src": self._group.world_ranks[src],
-                "dst": self._group.world_rank,
-                "nbytes": nbytes,
-                "message": self.named(number),
+                "src": group.world_ranks[src],
+                "dst": group.world_ranks[dst],
+                **details,
             },
         )
 
-    def start_of_receive(self, src: int) -> tuple[float, str, int]:
-        """When a receive begins, its axis, and its number on the way from `src`; the time is 0.0 if
-        not subscribed."""
-        ledger = self._group.ledger
-        told = ledger.receivers and src != self._group.rank
-        axis = "control" if ledger.in_control else self._group.axis
-        return time.perf_counter() if told else 0.0, axis, self._receives[src] + 1
+    def event_of_receive(self, verb: str, src: int) -> MessageEvent | None:
+        """Return the event of the next message from rank `src`; None if nobody has subscribed to
+        it."""
+        if not self._group.ledger.receivers or src == self._group.rank:
+            return None
+        named = self.named(self._receives[src] + 1)
+        return self.event("receive", verb, src, self._group.rank, nbytes=0, message=named)
 
     def signature(
         self, verb: str, dtype: np.dtype | None, shape: tuple[int, ...] | None
@@ -241,29 +239,24 @@ class PointToPoint:
     ) -> Handle:
         transport, peer = self.link(dst)
         ledger = self._group.ledger
-        start = time.perf_counter() if ledger.subscribers else 0.0
+        event = None
+        if ledger.subscribers and dst != self._group.rank:
+            event = self.event(
+                "message",
+                signature.verb,
+                self._group.rank,
+                dst,
+                nbytes=nbytes,
+                label="",
+                step=None,
+                chunk=None,
+                **({"message": self.named(self._sends[dst])} if ledger.receivers else {}),
+            )
         handle = transport.start_send(peer, self.tag, view, meta)
-        axis = "control" if ledger.in_control else self._group.axis
         if dst != self._group.rank:
+            axis = ledger.axis_of(self._group.axis)
             ledger.record(axis, signature.verb, "direct", nbytes, to={peer: nbytes})
-        if not start or dst == self._group.rank:
-            return handle
-        details = {
-            "axis": axis,
-            "verb": signature.verb,
-            "algorithm": "direct",
-            "src": self._group.world_rank,
-            "dst": peer,
-            "nbytes": nbytes,
-            "label": "",
-            "step": None,
-            "chunk": None,
-        }
-        if ledger.receivers:
-            details["message"] = self.named(self._sends[dst])
-        return Reported(
-            handle, lambda: ledger.publish_now("message", signature.verb, start, details)
-        )
+        return handle if event is None else ObservedTransfer(handle, [event])
 
 
 class Incoming(Handle):
@@ -282,18 +275,12 @@ class Incoming(Handle):
         self._word = np.empty(0, np.uint8)
         self._arriving: Handle | None = None
         transport, peer = messages.link(src)
-        self._start, self._axis, self._number = messages.start_of_receive(src)
-        self._nbytes = 0
-        self._header = transport.start_recv(peer, messages.tag, self._accept)
+        self._event = messages.event_of_receive(verb, src)
+        header = transport.start_recv(peer, messages.tag, self._accept)
+        self._header = header if self._event is None else ObservedTransfer(header, [self._event])
 
     def wait(self) -> None:
         self._header.wait()
-        if self._start:
-            start = self._start
-            self._start = 0.0
-            self._messages.tell(
-                self.signature, self._axis, self._src, self._number, self._nbytes, start
-            )
         if self._block is not None:
             waiting = self._messages.by_lane[self._src]
             while self._arriving is None:  # in the order of the headers
@@ -333,5 +320,6 @@ class Incoming(Handle):
             self._messages.by_lane[self._src].append(self)
             return self._word
         self._device = self._device or block.device
-        self._nbytes = nbytes
+        if self._event is not None:
+            self._event.accepted(nbytes)
         return self._result.array(block.shape, block.dtype).reshape(-1)

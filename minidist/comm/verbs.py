@@ -33,7 +33,7 @@ from minidist.device.backend import is_array
 from minidist.errors import ConfigError, DtypeError, ShapeError
 
 
-class Place(NamedTuple):
+class CallDevice(NamedTuple):
     """Where a call works, decided once per call.
 
     Fields: device   where this rank's own arrays live: "cpu" or "cuda"; None if it brings none
@@ -56,7 +56,7 @@ class Prepared(NamedTuple):
             reduction what it does to the ranks' arrays, or None
     """
 
-    place: Place
+    place: CallDevice
     array: np.ndarray
     result: OutputArray
     name: str
@@ -285,28 +285,28 @@ def _reduction(verb: str, op: Any, array: np.ndarray, group: Members) -> Reducti
         raise type(error)(f"{verb}: {error}") from None
 
 
-def _place(group: Members, algorithm: str, *arrays: Any, op: str | None = None) -> Place:
+def _place(group: Members, algorithm: str, *arrays: Any, op: str | None = None) -> CallDevice:
     """Return where a call works: on the GPU if this rank's arrays are there and can be dealt with
     there."""
     device = device_of(*arrays)
     if device != "cuda" or algorithm not in ("auto", "native"):
-        return Place(device, "cpu", None)
+        return CallDevice(device, "cpu", None)
     if group.size == 1:
-        return Place(device, "cuda", None)
+        return CallDevice(device, "cuda", None)
     gpu = group.transport.device
     if gpu is None:
-        return Place(device, "cpu", None)
+        return CallDevice(device, "cpu", None)
     refusal = gpu.refusal(group.world_ranks, op, None if op is None else arrays[0].dtype)
     if refusal is None:
-        return Place(device, "cuda", gpu.side(group.id))
+        return CallDevice(device, "cuda", gpu.side(group.id))
     if algorithm == "native":
         raise ConfigError(
             f"algorithm native: {refusal}; choose auto, or another, by way of the host"
         )
-    return Place(device, "cpu", None)
+    return CallDevice(device, "cpu", None)
 
 
-def _place_of_all(group: Members, algorithm: str, x: Any) -> Place:
+def _place_of_all(group: Members, algorithm: str, x: Any) -> CallDevice:
     """Return where a call works to which only the root brings an array: all ranks prepare for the
     GPU, because they do not know where that is."""
     place = _place(group, algorithm, x)

@@ -64,7 +64,7 @@ class RecordedCall(Call):
         self._held = held
         self.rooms: list[tuple[int, np.dtype]] = []
 
-    def count(self, nbytes: int) -> None:
+    def count(self, nbytes: int, peer: int | None = None) -> None:
         self.nbytes += nbytes
         self.messages += 1
 

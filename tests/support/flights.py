@@ -17,10 +17,13 @@ GONE = 1 << 30  # the number of no process
 
 
 def made(flight: FlightRecorder, *signature, axis: str, world_ranks, begun: bool = False) -> int:
-    """flight.made() of a call with these fields of a signature."""
-    call = Signature(*signature)
-    header = b"".join(call.pack())[8:]
-    return flight.made(call.group, call.sequence, header, axis, world_ranks, begun)
+    """Tell the recorder of a call with these fields of a signature. Return its record's number."""
+    call = SimpleNamespace(
+        signature=Signature(*signature), group_axis=axis, world_ranks=world_ranks, record=0
+    )
+    call.meta = b"".join(call.signature.pack())
+    (flight.on_begin if begun else flight.on_queued)(call)
+    return call.record
 
 
 class VirtualJob:

@@ -11,7 +11,6 @@ calls: a rank that left out or swapped a call meets its peer's next message at o
 counted the calls would let both wait for ever.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -24,9 +23,10 @@ from minidist.comm.calls.buffers import Place, PlaceOf, address_of
 from minidist.comm.calls.header import CallHeader
 from minidist.comm.calls.members import Members
 from minidist.comm.device_lane import SideStream
-from minidist.comm.handle import Handle, NotedReceive, Reported
+from minidist.comm.handle import Handle
 from minidist.comm.health.wait_state import RunningCall
 from minidist.comm.native import Native
+from minidist.comm.observers import CallMessage, MessageWatch, ObservedTransfer
 from minidist.comm.signature import BlockHeader, Signature, dtype_code, pack_block
 from minidist.comm.transport import Reduce, ShortReceive
 from minidist.device import account
@@ -50,8 +50,8 @@ def _on_side(call: "Call", begun: Any, work: Work, deliver: Deliver) -> Any:
 
 
 class Call(RunningCall):
-    """A collective that this rank has entered, or will. Inside `with` it is counted, and told to
-    subscribers.
+    """A collective that this rank has entered, or will. Inside `with` it is under way, and its
+    observers (observers.py) are told.
 
     Attributes: rank, size, next_rank, prev_rank   within the group
                 nodes       the machine each rank is on, as a number
@@ -65,13 +65,13 @@ class Call(RunningCall):
                 origin      where the array lives from which a block came; None while none has come
                 side        the stream on which the call is carried out on the GPU (device_lane.py),
                             or None
-                started     whether the program goes on while a worker carries it out
+                the rest    what observers read: observers.ObservedCall
     """
 
     started = False
-    # when it was made, and when it set out: if the ledger has watchers, or subscribers
-    _asked = _start = 0.0
-    _numbers: "dict[tuple[str, int], int] | None" = None
+    record = 0
+    asked = 0.0
+    began = 0.0
     _done: Any = None
 
     def __init__(
@@ -98,12 +98,11 @@ class Call(RunningCall):
         self.prev_rank = group.prev_rank
         self.verb = verb
         self.algorithm = algorithm
-        self.work = work
-        self.deliver = deliver
         self.device = self.origin = device
         self.ledger = ledger
         self.phase = ledger.phase
-        self.axis = "control" if ledger.in_control else group.axis
+        self.axis = ledger.axis_of(group.axis)
+        self.group_axis = group.axis
         self.signature = Signature(
             group.id,
             group.next_sequence(),
@@ -116,19 +115,22 @@ class Call(RunningCall):
             # __init__ < the verb (verbs.py) < Group's method
             call_site.caller_at(2),
         )
-        self._meta = b"".join(self.signature.pack())
-        # 0: the flight recorder does not know of it yet
+        self.meta = b"".join(self.signature.pack())
         self._group = group
-        self._flight = 0
         self._transport = group.transport
         self.board = group.board
         self._tag = group.tag
-        self._nbytes = self._messages = 0
-        self._sent_to: dict[int, int] = {}
+        self.nbytes = 0
+        self.messages = 0
+        self.sent_to: dict[int, int] = {}
         self.side = side
         if ledger.watchers:
-            self._asked = time.perf_counter()
-        if side is not None:
+            self.asked = time.perf_counter()
+        if side is None:
+            self.work = work
+            self.deliver = deliver
+        else:
+            # the result is made on the side, too
             self.work = partial(_on_side, begun=side.begin(), work=work, deliver=deliver)
             self.deliver = _as_returned
 
@@ -143,99 +145,31 @@ class Call(RunningCall):
             RunningCall.__exit__(self)
             self.queued()
             raise failure
-        if self._flight:
-            self.ledger.flight.begun(self._flight)
-        else:  # not by a function of its own: that would be 1 % of a short call
-            self._flight = self.ledger.flight.made(
-                self._group.id,
-                self.signature.sequence,
-                self._meta[8:],
-                self._group.axis,
-                self.world_ranks,
-                True,
-            )
-        if self.ledger.subscribers:
-            self._start = time.perf_counter()
+        for observer in self.ledger.observers:
+            observer.on_begin(self)
 
     def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
         RunningCall.__exit__(self)
-        ledger = self.ledger
         if kind is not None and isinstance(error, CommError):
             self._group.guard.failure = self._group.guard.failure or error
-        ledger.flight.ended(
-            self._flight,
-            self._nbytes,
-            self._messages,
-            failed=kind is not None,
-            blocking=not self.started,
-        )
-        ledger.record(
-            self.axis,
-            self.verb,
-            self.algorithm,
-            self._nbytes,
-            self._messages,
-            self.phase,
-            self._sent_to,
-        )
-        if ledger.subscribers and self._start:
-            self._publish(
-                "call",
-                self._start,
-                {
-                    "op": self.signature.op,
-                    "nbytes": self._nbytes,
-                    "size": self.size,
-                    "sequence": self.signature.sequence,
-                    "where": self.signature.where,
-                    **self._for_watchers(),
-                },
-            )
+        for observer in self.ledger.observers:
+            observer.on_end(self, kind is not None)
 
     def queued(self) -> None:
-        """Tell the flight recorder, if it does not know, that the call was made and has not set
-        out: it is in a queue, or its group has failed."""
-        if not self._flight:
-            self._flight = self.ledger.flight.made(
-                self._group.id,
-                self.signature.sequence,
-                self._meta[8:],
-                self._group.axis,
-                self.world_ranks,
-            )
+        """Tell the observers that the call was made and has not set out: it is in a queue, or its
+        group has failed."""
+        for observer in self.ledger.observers:
+            observer.on_queued(self)
+
+    def wait_ended(self, start: float) -> None:
+        """Tell the observers that the program has waited for the end of this call since `start`."""
+        for observer in self.ledger.observers:
+            observer.on_wait(self, start)
 
     @property
     def _header(self) -> CallHeader:
         """For a closer look at another rank's header, where that does not begin as this call's."""
-        return CallHeader(self.signature, self._group, self.signature.pack()[0], self._meta)
-
-    def _for_watchers(self) -> dict[str, Any]:
-        """What only watchers are told of a call: how long it stood in the queue, and what tells it
-        from others."""
-        return (
-            {
-                "group": f"{self.signature.group:x}",
-                "messages": self._messages,
-                "queued": self._start - self._asked,
-            }
-            if self._asked
-            else {}
-        )
-
-    def wait_ended(self, start: float) -> None:
-        """Record that the program has waited for the end of this call since `start`, and tell
-        watchers."""
-        self.ledger.flight.stood(self._flight, time.perf_counter() - start)
-        if self.ledger.watchers:
-            self._publish(
-                "wait",
-                start,
-                {
-                    "group": f"{self.signature.group:x}",
-                    "sequence": self.signature.sequence,
-                    "where": call_site.caller(sys._getframe(1)),
-                },
-            )
+        return CallHeader(self.signature, self._group, self.signature.pack()[0], self.meta)
 
     def settle(self, result: Any) -> Any:
         """`result`, in the thread that gets it: on a GPU its stream goes on when the side's work is
@@ -260,37 +194,16 @@ class Call(RunningCall):
 
         step and chunk are for the ledger's subscribers.
         """
-        self.count(array.nbytes)
-        start = time.perf_counter() if self.ledger.subscribers else 0.0
         peer = self.world_ranks[dst]
-        self._sent_to[peer] = self._sent_to.get(peer, 0) + array.nbytes
-        meta = (
-            self._meta + pack_block(array.dtype, array.shape, self.origin or "cpu")
-            if block
-            else self._meta
-        )
-        if self.ledger.times is not None and not block:
-            self.ledger.times.sent(self.signature.group, peer, array.nbytes)
+        self.count(array.nbytes, peer)
+        meta = self.meta
+        if block:
+            meta += pack_block(array.dtype, array.shape, self.origin or "cpu")
+        watches: list[MessageWatch] = []
+        if self.ledger.message_observers:
+            watches = self._watches_of_send(dst, array.nbytes, block, step, chunk)
         handle = self._transport.start_send(peer, self._tag, array.reshape(-1), meta)
-        if not start:
-            return handle
-        known = self._named("sent", dst)
-        return Reported(
-            handle,
-            lambda: self._publish(
-                "message",
-                start,
-                {
-                    "src": self.world_ranks[self.rank],
-                    "dst": peer,
-                    "nbytes": array.nbytes,
-                    "step": step,
-                    "chunk": chunk,
-                    "label": "" if chunk is None else f"c{chunk}",
-                    **known,
-                },
-            ),
-        )
+        return ObservedTransfer(handle, watches) if watches else handle
 
     def start_recv(self, src: int, into: np.ndarray, reduce: Reduce | None = None) -> Handle:
         """Begin to receive from rank `src` into a contiguous array of the same length, or to
@@ -298,19 +211,15 @@ class Call(RunningCall):
 
         Raises (in wait): MismatchError if the sender is in another call, or the length differs.
         """
-        known = self._meta
-        told = self.ledger.receivers and into is not _NOTHING
-        times = self.ledger.times
+        watches: list[MessageWatch] = []
+        if self.ledger.message_observers and into is not _NOTHING:
+            watches = self._watches_of_receive(src, into.nbytes)
         into = into.reshape(-1)
-        arrival = (
-            None
-            if times is None
-            else times.posted(self.signature.group, self.world_ranks[src], into.nbytes)
-        )
+        known = self.meta
 
         def accept(meta: bytes, nbytes: int) -> np.ndarray:
-            if arrival is not None:
-                arrival.accepted()
+            for watch in watches:
+                watch.accepted(nbytes)
             if not meta.startswith(known):
                 self._header.compare(meta, src)
             if nbytes != into.nbytes:
@@ -324,36 +233,22 @@ class Call(RunningCall):
             return into
 
         handle = self._transport.start_recv(self.world_ranks[src], self._tag, accept, reduce)
-        handle = handle if arrival is None else NotedReceive(handle, arrival.waited)
-        return self._told(handle, src, [into]) if told else handle
+        return ObservedTransfer(handle, watches) if watches else handle
 
-    def _told(self, handle: Handle, src: int, into: Arrays) -> Handle:
-        """A receive that subscribers of receives are told of. Args: into: has the array once it is
-        there."""
-        start = time.perf_counter()
-        known = self._named("received", src)
-        return Reported(
-            handle,
-            lambda: self._publish(
-                "receive",
-                start,
-                {
-                    "src": self.world_ranks[src],
-                    "dst": self.world_ranks[self.rank],
-                    "nbytes": sum(array.nbytes for array in into),
-                    **known,
-                },
-            ),
-        )
+    def _watches_of_send(
+        self, dst: int, nbytes: int, block: bool, step: int | None, chunk: int | None
+    ) -> list[MessageWatch]:
+        """Tell the observers of a message to rank `dst`. Return what they follow it with."""
+        me = self.world_ranks[self.rank]
+        message = CallMessage(me, self.world_ranks[dst], nbytes, block, step, chunk)
+        watches = [observer.on_send(self, message) for observer in self.ledger.message_observers]
+        return [watch for watch in watches if watch is not None]
 
-    def _named(self, way: str, peer: int) -> dict[str, str]:
-        """The number of the next message to or from rank `peer`; empty if no listener asks for
-        receives."""
-        if not self.ledger.receivers:
-            return {}
-        self._numbers = self._numbers or {}
-        number = self._numbers[way, peer] = self._numbers.get((way, peer), 0) + 1
-        return {"message": f"{self.signature.group:x}.{self.signature.sequence}.{number}"}
+    def _watches_of_receive(self, src: int, nbytes: int, block: bool = False) -> list[MessageWatch]:
+        """Tell the observers of a message from rank `src`. Return what they follow it with."""
+        message = CallMessage(self.world_ranks[src], self.world_ranks[self.rank], nbytes, block)
+        watches = [observer.on_receive(self, message) for observer in self.ledger.message_observers]
+        return [watch for watch in watches if watch is not None]
 
     @property
     def others(self) -> list[int]:
@@ -411,8 +306,13 @@ class Call(RunningCall):
         """Begin to receive a block as recv_block does: the handle, and the list that then holds the
         block."""
         arrived: list[np.ndarray] = []
+        watches: list[MessageWatch] = []
+        if self.ledger.message_observers:
+            watches = self._watches_of_receive(src, 0, block=True)
 
         def accept(meta: bytes, nbytes: int) -> np.ndarray:
+            for watch in watches:
+                watch.accepted(nbytes)
             block = self._header.block_in(meta, src)
             if block is None:
                 raise self._header.mismatch(meta, src)
@@ -421,7 +321,7 @@ class Call(RunningCall):
             return arrived[0].reshape(-1)
 
         handle = self._transport.start_recv(self.world_ranks[src], self._tag, accept)
-        return self._told(handle, src, arrived) if self.ledger.receivers else handle, arrived
+        return ObservedTransfer(handle, watches) if watches else handle, arrived
 
     def recv_block(self, src: int, place: Place) -> np.ndarray:
         """Receive a block from rank `src` into the array that `place(shape, dtype)` returns, and
@@ -469,7 +369,7 @@ class Call(RunningCall):
             return came[rank].reshape(-1)
 
         metas = {
-            rank: self._meta + pack_block(parts[rank].dtype, parts[rank].shape, "cpu")
+            rank: self.meta + pack_block(parts[rank].dtype, parts[rank].shape, "cpu")
             for rank in self.others
         }
         swapped = self._transport.swap(
@@ -488,8 +388,7 @@ class Call(RunningCall):
         for rank in metas:
             peer = self.world_ranks[rank]
             nbytes = parts[rank].nbytes
-            self.count(nbytes)
-            self._sent_to[peer] = self._sent_to.get(peer, 0) + nbytes
+            self.count(nbytes, peer)
         return swapped[0], {
             rank: came[rank] for rank, there in zip(metas, swapped[1], strict=True) if there
         }
@@ -507,7 +406,7 @@ class Call(RunningCall):
         """
         received = self.start_recv(self.prev_rank, _NOTHING)
         sent = self._transport.start_send(
-            self.world_ranks[self.next_rank], self._tag, _NOTHING, self._meta
+            self.world_ranks[self.next_rank], self._tag, _NOTHING, self.meta
         )
         self.wait([received, sent])
 
@@ -527,7 +426,7 @@ class Call(RunningCall):
         read, and only until
                  the next show(); what was lent may change after that.
         """
-        meta = b"" if self._messages else self._meta
+        meta = b"" if self.messages else self.meta
         return [shown.view(arrays[0].dtype) for _, shown in self._show(meta, arrays, lent)]
 
     def show_block(
@@ -536,9 +435,9 @@ class Call(RunningCall):
         """The first show() of a call whose ranks do not know each other's shapes: of bytes of
         `block`, or lent."""
         meta = (
-            self._meta
+            self.meta
             if block is None
-            else self._meta + pack_block(block.dtype, block.shape, self.device or "cpu")
+            else self.meta + pack_block(block.dtype, block.shape, self.device or "cpu")
         )
         header = self._header
         told = [
@@ -568,7 +467,7 @@ class Call(RunningCall):
         shown = self.board.show(meta, arrays)
         for rank, (theirs, _) in enumerate(shown):
             # only the first show of a call has a header
-            if meta and not theirs.startswith(self._meta):
+            if meta and not theirs.startswith(self.meta):
                 self._header.compare(theirs, rank)
         return shown
 
@@ -578,19 +477,14 @@ class Call(RunningCall):
         assert library is not None, "a call with a side has a device"
         return library.native(self.signature.group, self.world_ranks)
 
-    def count(self, nbytes: int) -> None:
-        """Count a message, however it leaves: sent, shown, or handed to `native`."""
-        self._nbytes += nbytes
-        self._messages += 1
+    def count(self, nbytes: int, peer: int | None = None) -> None:
+        """Count a message, however it leaves: sent to the world rank `peer`, shown, or handed to
+        `native`."""
+        self.nbytes += nbytes
+        self.messages += 1
+        if peer is not None:
+            self.sent_to[peer] = self.sent_to.get(peer, 0) + nbytes
 
     def workspace(self, length: int, dtype: np.dtype) -> np.ndarray:
         """A 1-D array to work in, told to the memory account as communication."""
         return account.current().hold(np.empty(length, dtype), "communication")
-
-    def _publish(self, kind: str, start: float, details: dict[str, Any]) -> None:
-        self.ledger.publish_now(
-            kind,
-            self.verb,
-            start,
-            {"axis": self.axis, "verb": self.verb, "algorithm": self.algorithm, **details},
-        )

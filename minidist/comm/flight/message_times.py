@@ -18,13 +18,15 @@ from the job's first one, so a reader can match both ends.
 import time
 from typing import Any
 
+from minidist.comm.observers import CallMessage, MessageWatch, ObservedCall, Observer
+
 # links of a rank and direction that one step tells of; of more ranks each step takes others
 MOST = 12
 SHORT = 16 << 10  # bytes that come with their header
 _MICRO = 1e6
 
 
-class MessageTimes:
+class MessageTimes(Observer):
     """The messages of one rank's collectives. Safe to use from several threads: a group's messages
     come in order."""
 
@@ -36,6 +38,15 @@ class MessageTimes:
         self._numbers: dict[tuple[str, int, int], int] = {}
         self._out: dict[int, list[Any]] = {}
         self._in: dict[int, list[Any]] = {}
+
+    def on_send(self, call: ObservedCall, message: CallMessage) -> None:
+        if not message.block:
+            self.sent(call.signature.group, message.dst, message.nbytes)
+
+    def on_receive(self, call: ObservedCall, message: CallMessage) -> "Arrival | None":
+        if message.block:
+            return None
+        return self.posted(call.signature.group, message.src, message.nbytes)
 
     def sent(self, group: int, peer: int, nbytes: int) -> None:
         """A message of this rank sets out."""
@@ -82,7 +93,7 @@ class MessageTimes:
         return (sign * nbytes, group & 0xFFFF, number) < (sign * best[3], best[1], best[2])
 
 
-class Arrival:
+class Arrival(MessageWatch):
     """When one message arrives: at the end of a wait for it. One that was there before the wait
     began is known only by its header, which is enough if it is short; a long one is left out."""
 
@@ -90,12 +101,10 @@ class Arrival:
         self._kept = kept
         self._header = 0
 
-    def accepted(self) -> None:
-        """Its header is there."""
+    def accepted(self, nbytes: int) -> None:
         self._header = _now()
 
-    def waited(self, was_there: bool) -> None:
-        """A wait for it has ended; `was_there`: it had arrived before."""
+    def over(self, was_there: bool) -> None:
         if not self._kept[-1]:
             short = self._kept[3] <= SHORT
             self._kept[-1] = _now() if not was_there else self._header if short else 0

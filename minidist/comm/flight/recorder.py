@@ -60,6 +60,7 @@ from minidist.comm.flight.slots import (
     entries_of,
     place,
 )
+from minidist.comm.observers import ObservedCall, Observer
 from minidist.errors import ConfigError
 from minidist.files import reserve
 
@@ -73,7 +74,7 @@ recorders: "weakref.WeakSet[FlightRecorder]" = weakref.WeakSet()
 """Those of this process that have a ring; SIGUSR2 dumps them (signals.py)."""
 
 
-class FlightRecorder:
+class FlightRecorder(Observer):
     """The ring of one rank, made at its first record. Safe to use from several threads.
 
     Attributes: step    the training step that the program is in, or None
@@ -95,29 +96,23 @@ class FlightRecorder:
 
     # -------------------------------------------------------------------------------------- writing
 
-    def made(
-        self,
-        group: int,
-        sequence: int,
-        header: bytes,
-        axis: str,
-        world_ranks: Sequence[int],
-        begun: bool = False,
-    ) -> int:
-        """A call is made. Returns: the record's number, for begun() and ended().
+    def on_queued(self, call: ObservedCall) -> None:
+        if not call.record:
+            call.record = self._write_call(call, _MADE)
 
-        Args:    group, sequence: of the call's signature; header: of its messages, without the
-                 sequence (signature.py); axis, world_ranks: of its group; begun: whether it sets
-                 out at once; then begun() is not to be called.
-        """
-        if group not in self._groups:
-            self._know(group, axis, world_ranks)
-        return self._write(
-            _CALL,
-            _BEGUN if begun else _MADE,
-            header if len(header) <= TEXTS else _shortened_header(header),
-            sequence,
+    def on_begin(self, call: ObservedCall) -> None:
+        if call.record:
+            self.begun(call.record)
+        else:
+            call.record = self._write_call(call, _BEGUN)
+
+    def on_end(self, call: ObservedCall, failed: bool) -> None:
+        self.ended(
+            call.record, call.nbytes, call.messages, failed=failed, blocking=not call.started
         )
+
+    def on_wait(self, call: ObservedCall, start: float) -> None:
+        self.stood(call.record, time.perf_counter() - start)
 
     def message(
         self,
@@ -238,6 +233,16 @@ class FlightRecorder:
             where = _shortened(where, TEXTS // 2)
             why = _shortened(why, TEXTS - len(where.encode()) - 8, keep_end=False)
             self._write(_END, _FAILED if why else _ENDED, msgpack.packb([why, where]), 0)
+
+    def _write_call(self, call: ObservedCall, state: int) -> int:
+        """Return the number of the record of a call that is made now."""
+        signature = call.signature
+        if signature.group not in self._groups:
+            self._know(signature.group, call.group_axis, call.world_ranks)
+        header = call.meta[8:]  # the sequence is the record's own field
+        if len(header) > TEXTS:
+            header = _shortened_header(header)
+        return self._write(_CALL, state, header, signature.sequence)
 
     def _know(self, group: int, axis: str, world_ranks: Sequence[int]) -> None:
         self._groups[group] = axis, list(world_ranks)

@@ -5,10 +5,12 @@ import time
 
 import numpy as np
 import pytest
+from helpers import run
 
 import minidist as md
 from minidist.comm.flight.message_times import MOST, SHORT, MessageTimes
-from minidist.comm.handle import Handle, NotedReceive
+from minidist.comm.handle import Handle
+from minidist.comm.observers import ObservedTransfer
 
 
 class Done(Handle):
@@ -55,14 +57,27 @@ def test_both_ends_keep_the_same_message(transport, size):
             assert 0 < row[4] <= row[5] < 1e6 * time.perf_counter()
 
 
+def test_a_header_that_only_compares_calls_is_counted_at_neither_end():
+    """A tree's reduce begins with one."""
+
+    def job(world):
+        world.ledger.times = times = MessageTimes(world.rank, world.size)
+        for numbers in (3, 4):
+            world.reduce(np.ones(numbers), algorithm="tree")
+        return times.take()
+
+    root, other = run(job, size=2)
+    assert [row[1:4] for row in root["in"]] == [row[1:4] for row in other["out"]]
+
+
 def test_an_arrival_is_known_by_the_wait_or_by_the_header_of_a_short_message():
     times = MessageTimes(0, 4)
     sizes = {1: SHORT + 1, 2: SHORT, 3: SHORT + 1}
     waited, short, long = (times.posted(9, peer, nbytes) for peer, nbytes in sizes.items())
-    NotedReceive(Done(False), waited.waited).wait()
-    short.accepted()
+    ObservedTransfer(Done(False), [waited]).wait()
+    short.accepted(SHORT)
     for arrival in (short, long):
-        NotedReceive(Done(True), arrival.waited).wait()
+        ObservedTransfer(Done(True), [arrival]).wait()
     assert [row[0] for row in times.take()["in"]] == [1, 2]
 
 

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -91,17 +92,24 @@ def test_the_records_take_less_than_a_hundredth_of_a_step(run: Path, tmp_path: P
 
 def _a_call() -> float:
     recorder = FlightRecorder()
-    header = b"".join(
-        Signature(1, 1, "all_reduce", "ring", "sum", None, "<f4", (4,), "a.py:1").pack()
-    )[8:]
+    call = SimpleNamespace(
+        signature=Signature(1, 1, "all_reduce", "ring", "sum", None, "<f4", (4,), "a.py:1"),
+        group_axis="dp",
+        world_ranks=(0, 1),
+        started=True,
+        nbytes=16,
+        messages=2,
+    )
+    call.meta = b"".join(call.signature.pack())
 
-    def call() -> None:
-        number = recorder.made(1, 1, header, "dp", (0, 1))
-        recorder.begun(number)
-        recorder.ended(number, 16, 2)
-        recorder.stood(number, 0.1)
+    def tell() -> None:
+        call.record = 0
+        recorder.on_queued(call)
+        recorder.on_begin(call)
+        recorder.on_end(call, False)
+        recorder.on_wait(call, time.perf_counter())
 
-    return best_seconds(call)
+    return best_seconds(tell)
 
 
 def _a_state() -> float:
