@@ -28,7 +28,7 @@ from minidist.comm import wire
 from minidist.comm.health.acceptor import connect_to_monitor, end_connection, is_loopback
 from minidist.comm.health.crash import tell_crash
 from minidist.comm.health.failure import Failure, listed, say_line
-from minidist.comm.health.wait_state import State, Waits
+from minidist.comm.health.wait_state import State, WaitListener, Waits
 from minidist.errors import CommError, ConfigError, PeerLostError, TimeoutError
 
 GRACE = 5.0  # seconds a rank gets to end after the job has failed
@@ -36,7 +36,7 @@ CONNECT_LIMIT = 60.0  # seconds until a connection must stand, or all ranks have
 ANSWER_LIMIT = 5.0  # seconds the monitor gets to answer a question
 
 
-class MonitorClient:
+class MonitorClient(WaitListener):
     """One rank's connection to the job's monitor.
 
     Attributes: limit        seconds that a meeting may last
@@ -135,12 +135,7 @@ class MonitorClient:
         self._waits = waits
         self._abort = abort
         self._lose = lose
-        waits.tell = self._tell
-        waits.table = self._table
-        waits.disagree = self._disagree
-        waits.left = self.has_left
-        waits.cut = self._tell_cut
-        waits.spare = lambda: self._send({"kind": "expendable"})
+        waits.listener = self
         self.on_loss(abort)
 
     def has_left(self, world_rank: int) -> bool:
@@ -308,7 +303,7 @@ class MonitorClient:
             case "died":
                 self._lose(Failure(**frame["loss"]).error())
             case "ask":
-                self._tell(frame["round"])
+                self.note(frame["round"])
             case "verdict":
                 self._abort(getattr(errors, frame["error"])(frame["text"]))
             case kind:
@@ -317,7 +312,7 @@ class MonitorClient:
                     self._answers[kind] = frame["value"]
                     self._changed.notify_all()
 
-    def _tell(self, number: int = 0) -> None:
+    def note(self, number: int = 0) -> None:
         """Report what this rank waits for: unasked (0), or in answer to the monitor's question
         `number`."""
         # of two threads, the later state arrives last
@@ -327,17 +322,20 @@ class MonitorClient:
     def _state(self) -> list[Any]:
         return (State() if self._waits is None else self._waits.state()).packed()
 
-    def _disagree(self, text: str, world_ranks: tuple[int, ...]) -> None:
+    def disagree(self, text: str, world_ranks: tuple[int, ...]) -> None:
         """Have every other rank of a group raise MismatchError, too."""
         with contextlib.suppress(CommError, OSError):
             self._send({"kind": "mismatch", "text": text, "ranks": list(world_ranks)})
 
-    def _tell_cut(self, world_rank: int) -> None:
+    def spare(self) -> None:
+        self._send({"kind": "expendable"})
+
+    def cut(self, world_rank: int) -> None:
         """The link to that rank swallows packets."""
         with contextlib.suppress(CommError, OSError):
             self._send({"kind": "cut", "rank": world_rank})
 
-    def _table(self, state: State) -> str:
+    def table(self, state: State) -> str:
         """What all ranks wait for, in words; nothing if the monitor does not say."""
         try:
             self._send({"kind": "table", "state": state.packed()})

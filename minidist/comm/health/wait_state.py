@@ -192,6 +192,36 @@ def _wait(
     )
 
 
+class WaitListener:
+    """Hears of a rank's lasting waits, and speaks for its other ranks: the connection to the
+    monitor (monitor_client.py), or the run of ranks that are threads. This one is alone."""
+
+    def note(self) -> None:
+        """A wait begins to last, or ends."""
+
+    def program(self) -> set[int | None]:
+        """Return the threads that run the rank's program; one in no wait may yet end the others'
+        waits."""
+        return _program()
+
+    def table(self, state: State) -> str:
+        """Return what all ranks wait for, in words; `state` is what this rank says of itself."""
+        return ""
+
+    def disagree(self, text: str, world_ranks: tuple[int, ...]) -> None:
+        """Tell every rank of a group that their calls do not match."""
+
+    def has_left(self, world_rank: int) -> bool:
+        """Return whether that rank has said goodbye to the job."""
+        return False
+
+    def cut(self, world_rank: int) -> None:
+        """The link to that rank swallows packets."""
+
+    def spare(self) -> None:
+        """Ask that this rank's death be reported, and not end the job."""
+
+
 class Waits:
     """The lasting waits of one rank. Safe to use from any thread.
 
@@ -199,8 +229,7 @@ class Waits:
                 reads    -> the world ranks that it reads from
                 resent   -> the world ranks to which its packets are sent again and again, and not
                          acknowledged
-                program  -> the threads that run the rank's program; one in no wait may yet end the
-                         others' waits
+                listener what hears of the waits
                 held     each gives the destinations of messages held back on their way out, one
                          entry a message
                 error    what the transport was aborted with
@@ -211,32 +240,18 @@ class Waits:
                 flight   the rank's flight recorder, which keeps the waits that last
                 hearsay  most seconds to wait for the reason of a broken link; None: the transport's
                          own limit
-    A listener, if there is one, takes these over:
-                tell     called when a wait begins to last, and when it ends
-                table    (state) -> what all ranks wait for, in words; `state` is what this rank
-                         says of itself
-                disagree (text, world ranks) tells every rank of a group that their calls do not
-                match
-                left     (world rank) -> whether that rank has said goodbye to the job
-                cut      (world rank) tells that the link to that rank swallows packets
-                spare    asks that this rank's death be reported, and not end the job
     """
 
     def __init__(
         self,
         counts: Callable[[], tuple[Mapping[int, int], Mapping[int, int]]] | None = None,
         reads: Callable[[], Iterable[int]] | None = None,
+        resent: Callable[[], Iterable[int]] | None = None,
     ) -> None:
         self.counts = counts or (lambda: ({}, {}))
         self.reads = reads or tuple
-        self.resent: Callable[[], Iterable[int]] = tuple
-        self.program: Callable[[], set[int | None]] = _program
-        self.tell: Callable[[], None] = lambda: None
-        self.table: Callable[[State], str] = lambda state: ""
-        self.disagree: Callable[[str, tuple[int, ...]], None] = lambda text, world_ranks: None
-        self.left: Callable[[int], bool] = lambda world_rank: False
-        self.cut: Callable[[int], None] = lambda world_rank: None
-        self.spare: Callable[[], None] = lambda: None
+        self.resent = resent or tuple
+        self.listener = WaitListener()
         self.step: int | None = None
         self.flight: FlightRecorder | None = None
         self.hearsay: float | None = None
@@ -248,6 +263,22 @@ class Waits:
         self._lasting: dict[int, tuple[int, Callable[[], Wait]]] = {}
         self._numbers = itertools.count()
         self._lock = threading.Lock()
+
+    def disagree(self, text: str, world_ranks: tuple[int, ...]) -> None:
+        """Tell every rank of a group that their calls do not match."""
+        self.listener.disagree(text, world_ranks)
+
+    def left(self, world_rank: int) -> bool:
+        """Return whether that rank has said goodbye to the job."""
+        return self.listener.has_left(world_rank)
+
+    def cut(self, world_rank: int) -> None:
+        """Tell that the link to that rank swallows packets."""
+        self.listener.cut(world_rank)
+
+    def spare(self) -> None:
+        """Ask that this rank's death be reported, and not end the job."""
+        self.listener.spare()
 
     def abort(self, error: CommError) -> None:
         """End every wait, present or to come; the first error is the one that they raise. From any
@@ -280,7 +311,7 @@ class Waits:
         with self._lock:
             self._lasting[number] = threading.get_ident(), now
         record = self._recorded(what, peers(), call)
-        self.tell()
+        self.listener.note()
         try:
             yield
         finally:
@@ -288,7 +319,7 @@ class Waits:
                 del self._lasting[number]
             if self.flight is not None:
                 self.flight.ended(record)
-            self.tell()
+            self.listener.note()
 
     def _recorded(self, what: str, peers: tuple[int, ...], call: Signature | None) -> int:
         """The number of a lasting wait in the flight recorder."""
@@ -301,7 +332,7 @@ class Waits:
         """What this rank says of its waits, now."""
         with self._lock:
             lasting = dict(self._lasting.values())  # of waits inside one another, the innermost
-        busy = self.program() | self.workers
+        busy = self.listener.program() | self.workers
         counted, taken = self.counts()
         sent = Counter(counted)
         for held in list(self.held):
@@ -324,7 +355,7 @@ class Waits:
         Costs up to half a second, in which this rank waits for nothing else. Empty without a
         listener.
         """
-        table = self.table(state)
+        table = self.listener.table(state)
         return f"\n{table}" if table else ""
 
     def located(

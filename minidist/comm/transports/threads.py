@@ -20,7 +20,7 @@ from minidist.comm.health import deadlock
 from minidist.comm.health.deadlock import Verdict
 from minidist.comm.health.deadlock_arbiter import Arbiter
 from minidist.comm.health.failure import Failure, begin_with_rank, ending, words
-from minidist.comm.health.wait_state import State, Waits
+from minidist.comm.health.wait_state import State, WaitListener
 from minidist.comm.ledger import Ledger
 from minidist.comm.transports.progress.mailbox import connect
 from minidist.errors import CommError, LaunchError, PeerLostError, TimeoutError
@@ -41,6 +41,30 @@ def name_rank(error: BaseException, world_rank: int) -> BaseException:
     named.__cause__ = error.__cause__
     error.__cause__ = named
     return error
+
+
+class ThreadListener(WaitListener):
+    """Has a rank's lasting waits told to the arbiter of its run; the rank's program is its
+    thread."""
+
+    def __init__(self, job: "ThreadJob", rank: int) -> None:
+        self._job = job
+        self._rank = rank
+
+    def note(self) -> None:
+        self._job.note(self._rank)
+
+    def program(self) -> set[int | None]:
+        return {self._job.threads[self._rank].ident}
+
+    def table(self, state: State) -> str:
+        return self._job.table({self._rank: state})
+
+    def disagree(self, text: str, world_ranks: tuple[int, ...]) -> None:
+        self._job.tell(Verdict("MismatchError", text, list(world_ranks)))
+
+    def spare(self) -> None:
+        self._job.expendable.add(self._rank)
 
 
 class ThreadJob:
@@ -75,7 +99,7 @@ class ThreadJob:
         self.arbiter = Arbiter(self.ask, self.tell)
         self.news: set[int] = set()  # ranks with a new state that the arbiter has not heard
         for rank, transport in enumerate(self.transports):
-            self.listen(rank, transport.waits)
+            transport.waits.listener = ThreadListener(self, rank)
 
     def start(self) -> None:
         """Start the ranks. Raises: LaunchError if the system has no room for a thread; those that
@@ -89,14 +113,6 @@ class ThreadJob:
                     f"rank {rank} of {self.size} cannot be started as a thread ({error}); see "
                     "`ulimit -v` and `ulimit -u`, or take fewer ranks"
                 ) from error
-
-    def listen(self, rank: int, waits: Waits) -> None:
-        """Have a rank's lasting waits told to the arbiter; the program of a rank is its thread."""
-        waits.tell = lambda: self.note(rank)
-        waits.table = lambda state: self.table({rank: state})
-        waits.program = lambda: {self.threads[rank].ident}
-        waits.disagree = lambda text, ranks: self.tell(Verdict("MismatchError", text, list(ranks)))
-        waits.spare = lambda: self.expendable.add(rank)
 
     def run_rank(self, rank: int) -> None:
         """The body of a rank's thread."""

@@ -316,10 +316,10 @@ def test_the_state_that_is_told_last_is_the_later_one():
     with job(1) as (monitor, [link]):
         monitor._watchdog.arbiter.heard = lambda rank, state, number: heard.append(state.doing)
         link._state = state
-        first = threading.Thread(target=link._tell)
+        first = threading.Thread(target=link.note)
         first.start()
         begun.wait()
-        link._tell()
+        link.note()
         first.join()
         wait_for(lambda: len(heard) == 2)
     assert heard == ["first", "then"]

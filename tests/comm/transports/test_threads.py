@@ -171,7 +171,7 @@ def test_a_rank_that_waits_for_nobody_is_named_too(monkeypatch):
                 time.sleep(0.001)
             threads[0].join()
             alone.append(True)
-            world.transport.waits.tell()
+            world.transport.waits.listener.note()
             over.wait(60)
 
     late = r"1 of 2 ranks had not ended after 20 s:\n  rank 0 has ended\n  rank 1 waits .*py:\d+"

@@ -56,10 +56,12 @@ class PolledTransport(StreamTransport):
         super().__init__(name, world_rank, limit, links, spins)
         self._polled = dict(links)
         self._asks = 0.0  # when the links are asked again whether they are silent
-        self.waits.resent = lambda: [rank for rank, link in self._polled.items() if link.resends()]
         self._bell, self._ringer = socket.socketpair()
         self._bell.setblocking(False)
         self._ringer.setblocking(False)
+
+    def resent(self) -> list[int]:
+        return [rank for rank, link in self._polled.items() if link.resends()]
 
     def close(self) -> None:
         super().close()

@@ -41,7 +41,7 @@ class StreamTransport(Engine):
         self, name: str, world_rank: int, limit: float, links: Mapping[int, ByteLink], spins: int
     ) -> None:
         super().__init__(name, world_rank, len(links) + 1, limit, spins)
-        self.waits = Waits(self.counts, self.reads)
+        self.waits = Waits(self.counts, self.reads, self.resent)
         # the leader raises, and wakes the followers
         self.waits.ends.append(lambda error: self._wake())
         self._peers = {rank: Peer(rank, link) for rank, link in links.items()}
@@ -191,6 +191,10 @@ class StreamTransport(Engine):
     def reads(self) -> list[int]:
         """Ranks whose messages are read as they come, while this rank waits for anything."""
         return [peer.rank for peer in self._peers.values() if peer.reading]
+
+    def resent(self) -> list[int]:
+        """Ranks to which packets are sent again and again, and none is acknowledged."""
+        return []
 
     # --- moving
     # ------------------------------------------------------------------------------------------------------
