@@ -271,9 +271,11 @@ class Ledger(Observer):
             )
         )
 
-    def axis_of(self, axis: str) -> str:
-        """Return what calls that this thread makes now in a group for `axis` are counted under."""
-        return "control" if self._here.in_control else axis
+    def labels(self, axis: str) -> tuple[str, str]:
+        """Return the phase and the axis under which a call that this thread makes now, in a group
+        for `axis`, is counted."""
+        here = self._here
+        return here.phase or self._phase, "control" if here.in_control else axis
 
     def _choose_observers(self) -> None:
         messages: list[Observer] = [] if self._times is None else [self._times]
@@ -315,8 +317,9 @@ class CallEvents(Observer):
         # of calls whose messages have numbers: by group and sequence, those so far each way
         self._numbers: defaultdict[tuple[int, int], Counter[tuple[str, int]]] = defaultdict(Counter)
 
-    def on_begin(self, call: ObservedCall) -> None:
-        call.began = time.perf_counter()
+    def on_made(self, call: ObservedCall, begun: bool) -> None:
+        if begun:
+            call.began = time.perf_counter()
 
     def on_send(self, call: ObservedCall, message: CallMessage) -> MessageEvent:
         details = {

@@ -76,11 +76,9 @@ class MessageWatch:
 class Observer:
     """Hears of the calls of one rank, in the threads that make them and carry them out."""
 
-    def on_queued(self, call: ObservedCall) -> None:
-        """The call was made and has not set out: it is in a queue, or its group has failed."""
-
-    def on_begin(self, call: ObservedCall) -> None:
-        """The call sets out."""
+    def on_made(self, call: ObservedCall, begun: bool) -> None:
+        """The call was made; `begun`: it sets out now. A call that first stands in a queue is told
+        twice, one whose group has failed is told without."""
 
     def on_send(self, call: ObservedCall, message: CallMessage) -> MessageWatch | None:
         """A message is about to leave. Return what follows it, or None."""

@@ -99,11 +99,12 @@ class PointToPoint:
     def event(self, kind: str, verb: str, src: int, dst: int, **details: Any) -> MessageEvent:
         """Return the event of a message between two ranks of the group, for subscribers."""
         group = self._group
+        _, axis = group.ledger.labels(group.axis)
         return MessageEvent(
             group.ledger,
             kind,
             {
-                "axis": group.ledger.axis_of(group.axis),
+                "axis": axis,
                 "verb": verb,
                 "algorithm": "direct",
                 "src": group.world_ranks[src],
@@ -254,8 +255,8 @@ class PointToPoint:
             )
         handle = transport.start_send(peer, self.tag, view, meta)
         if dst != self._group.rank:
-            axis = ledger.axis_of(self._group.axis)
-            ledger.record(axis, signature.verb, "direct", nbytes, to={peer: nbytes})
+            phase, axis = ledger.labels(self._group.axis)
+            ledger.record(axis, signature.verb, "direct", nbytes, phase=phase, to={peer: nbytes})
         return handle if event is None else ObservedTransfer(handle, [event])
 
 

@@ -119,7 +119,7 @@ def reduced(
     """reduce and all_reduce; without a root every rank gets the result."""
     has_result = root is None or root == group.rank
     ready = _prepare(group, verb, x, out if has_result else None, algorithm, op)
-    array = apart(ready.array, ready.result.out)
+    array = ready.array if ready.result.out is None else apart(ready.array, ready.result.out)
     total = _flat(ready.result.array(array.shape, array.dtype)) if has_result else None
     work = partial(ready.function, x=_flat(array), out=total, op=ready.reduction)
     return Call(

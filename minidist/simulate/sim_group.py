@@ -146,7 +146,7 @@ class SimGroup(Group):
     ) -> SimPending:
         number = None
         if way == "send" and peer != self.rank:
-            axis = "control" if self.ledger.in_control else self.axis
+            _, axis = self.ledger.labels(self.axis)
             self.ledger.record(axis, verb, "direct", array.nbytes)
         if peer != self.rank:
             number = self.sim.tape.start(
@@ -314,7 +314,7 @@ class SimGroup(Group):
             result = deliver()
             if not is_virtual(array):
                 result = _answer(verb, op, array, result, self.size)
-        axis = "control" if self.ledger.in_control else self.axis
+        _, axis = self.ledger.labels(self.axis)
         self.ledger.record(axis, verb, name, call.nbytes, call.messages)
         number = None
         if self.size > 1:

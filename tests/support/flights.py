@@ -22,7 +22,7 @@ def made(flight: FlightRecorder, *signature, axis: str, world_ranks, begun: bool
         signature=Signature(*signature), group_axis=axis, world_ranks=world_ranks, record=0
     )
     call.meta = b"".join(call.signature.pack())
-    (flight.on_begin if begun else flight.on_queued)(call)
+    flight.on_made(call, begun)
     return call.record
 
 

@@ -212,10 +212,11 @@ class OutputArray:
         if out is not None and backend.device_of(out) == self.device and out.flags.c_contiguous:
             self._array = out
             return out
+        xp = backend.module_for(self.device)
         if self.side is None or self.device == "cpu":
-            array = backend.empty(shape, dtype, self.device)
+            array = xp.empty(shape, dtype)
         else:
-            array = self.side.allocate(lambda: backend.empty(shape, dtype, self.device))
+            array = self.side.allocate(lambda: xp.empty(shape, dtype))
         if out is not None:
             account.current().hold(array, "communication")
         self._array = array

@@ -100,8 +100,7 @@ class Call(RunningCall):
         self.algorithm = algorithm
         self.device = self.origin = device
         self.ledger = ledger
-        self.phase = ledger.phase
-        self.axis = ledger.axis_of(group.axis)
+        self.phase, self.axis = ledger.labels(group.axis)
         self.group_axis = group.axis
         self.signature = Signature(
             group.id,
@@ -146,7 +145,7 @@ class Call(RunningCall):
             self.queued()
             raise failure
         for observer in self.ledger.observers:
-            observer.on_begin(self)
+            observer.on_made(self, True)
 
     def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
         RunningCall.__exit__(self)
@@ -159,7 +158,7 @@ class Call(RunningCall):
         """Tell the observers that the call was made and has not set out: it is in a queue, or its
         group has failed."""
         for observer in self.ledger.observers:
-            observer.on_queued(self)
+            observer.on_made(self, False)
 
     def wait_ended(self, start: float) -> None:
         """Tell the observers that the program has waited for the end of this call since `start`."""

@@ -96,15 +96,19 @@ class FlightRecorder(Observer):
 
     # -------------------------------------------------------------------------------------- writing
 
-    def on_queued(self, call: ObservedCall) -> None:
-        if not call.record:
-            call.record = self._write_call(call, _MADE)
-
-    def on_begin(self, call: ObservedCall) -> None:
+    def on_made(self, call: ObservedCall, begun: bool) -> None:
         if call.record:
-            self.begun(call.record)
-        else:
-            call.record = self._write_call(call, _BEGUN)
+            if begun:
+                self.begun(call.record)
+            return
+        signature = call.signature
+        if signature.group not in self._groups:
+            self._know(signature.group, call.group_axis, call.world_ranks)
+        header = call.meta[8:]  # the sequence is a field of the record
+        if len(header) > TEXTS:
+            header = _shortened_header(header)
+        state = _BEGUN if begun else _MADE
+        call.record = self._write(_CALL, state, header, signature.sequence)
 
     def on_end(self, call: ObservedCall, failed: bool) -> None:
         self.ended(
@@ -233,16 +237,6 @@ class FlightRecorder(Observer):
             where = _shortened(where, TEXTS // 2)
             why = _shortened(why, TEXTS - len(where.encode()) - 8, keep_end=False)
             self._write(_END, _FAILED if why else _ENDED, msgpack.packb([why, where]), 0)
-
-    def _write_call(self, call: ObservedCall, state: int) -> int:
-        """Return the number of the record of a call that is made now."""
-        signature = call.signature
-        if signature.group not in self._groups:
-            self._know(signature.group, call.group_axis, call.world_ranks)
-        header = call.meta[8:]  # the sequence is the record's own field
-        if len(header) > TEXTS:
-            header = _shortened_header(header)
-        return self._write(_CALL, state, header, signature.sequence)
 
     def _know(self, group: int, axis: str, world_ranks: Sequence[int]) -> None:
         self._groups[group] = axis, list(world_ranks)

@@ -104,8 +104,8 @@ def _a_call() -> float:
 
     def tell() -> None:
         call.record = 0
-        recorder.on_queued(call)
-        recorder.on_begin(call)
+        recorder.on_made(call, False)
+        recorder.on_made(call, True)
         recorder.on_end(call, False)
         recorder.on_wait(call, time.perf_counter())
 

@@ -261,13 +261,6 @@ class Engine(Transport):
         """Count a transfer as begun."""
         self._unfinished += 1
 
-    def attend(self) -> None:
-        """A transfer was begun and could not be finished at once: a thread must move it."""
-        if not self._helper_awake:
-            self._call_helper()
-        if self._asleep:
-            self._wake()
-
     def finish(self, operation: Operation, error: Exception | None = None) -> None:
         """Mark a begun transfer complete, or failed with `error`; the followers look again."""
         operation.error = error

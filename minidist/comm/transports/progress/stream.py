@@ -175,9 +175,13 @@ class StreamTransport(Engine):
         return peer
 
     def _attend(self, peer: Peer) -> None:
-        """Have the leader, or the helper, serve this peer. Under the lock."""
+        """Have the leader, or the helper, serve this peer: a transfer was begun and could not be
+        finished at once. Under the lock."""
         self._active[peer.rank] = peer
-        self.attend()
+        if not self._helper_awake:
+            self._call_helper()
+        if self._asleep:
+            self._wake()
 
     def counts(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
         """Messages begun to each rank, and messages taken whole from each; the difference is in
