@@ -42,8 +42,14 @@ CHAPTERS = {
 }
 """The module of each chapter, inside parallel/."""
 
-LARGER = {"hybrid.hybrid": (25, 6690), "memory.offload_disk": (8, 1430)}
-"""A chapter that composes others, and the disk half of chapter 20."""
+LARGER = {
+    "hybrid.hybrid": (87, 20_380),
+    "memory.offload_disk": (8, 1430),
+    "compress.compress": (14, 2560),
+}
+"""20 % above what is measured: a chapter that composes all others (73 files, 16,981 lines), the
+disk half of chapter 20, and the registry of chapter 21, which imports every scheme (12 files, 2,130
+lines)."""
 
 TODAY: dict[str, tuple[int, int]] = {}
 """Those that are above the bound as yet, and by how much: numbers here may only fall, and rows only

@@ -93,7 +93,7 @@ def formula(trainer: Trainer, data: dict[str, Any], batch: Batch) -> dict[str, A
 def recomputed_steps(trainer: Trainer) -> list[int]:
     """For each layer of the model, in how many of this job's steps backward computed it again."""
     if trainer.budget is not None:
-        return trainer.budget.recomputed_steps(trainer.steps_here)  # type: ignore[no-any-return]
+        return trainer.budget.recomputed_steps(trainer.steps_here)
     layers = trainer.config.layers
     blocks = chosen(trainer.plan.checkpoint_blocks, layers)
     return [trainer.steps_here * (layer in blocks) for layer in range(layers)]

@@ -35,7 +35,6 @@ Source:  Seide et al. 2014, "1-Bit Stochastic Gradient Descent"; Lin et al. 2018
 
 import inspect
 from collections.abc import Callable, Iterable
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -44,6 +43,17 @@ from minidist.comm.group import Group
 from minidist.errors import ConfigError
 from minidist.nn import GPT
 from minidist.optim import Optimizer
+from minidist.parallel.compress import (
+    adaptive,
+    casts,
+    one_bit_adam,
+    powersgd,
+    predict,
+    quantise,
+    random_k,
+    sign,
+    sparse,
+)
 from minidist.parallel.step.scheme import Scheme
 from minidist.parallel.step.step import Batch, part_of
 
@@ -76,26 +86,27 @@ def plain_compressed_ddp(
 # share one exchange, which sends each number twice instead of P - 1 times (two_phase.py). What a
 # scheme sends and keeps: its module.
 
-SCHEMES = {
-    "none": "minidist.parallel.step.scheme.Scheme",
-    "fp16": "casts.make",
-    "bf16": "casts.make",
-    "8bit": "quantise.make",
-    "4bit": "quantise.make",
-    "top-k": "sparse.make_top_k",
-    "threshold": "sparse.make_threshold",
-    "random-k": "random_k.make",
-    "sign": "sign.make",
-    "1-bit": "one_bit_adam.make",
-    "powersgd": "powersgd.make",
-    "predict": "predict.make",
-    "adaptive": "adaptive.make",
+SCHEMES: dict[str, Callable[..., Scheme]] = {
+    "none": lambda name: Scheme(),
+    "fp16": casts.make,
+    "bf16": casts.make,
+    "8bit": quantise.make,
+    "4bit": quantise.make,
+    "top-k": sparse.make_top_k,
+    "threshold": sparse.make_threshold,
+    "random-k": random_k.make,
+    "sign": sign.make,
+    "1-bit": one_bit_adam.make,
+    "powersgd": powersgd.make,
+    "predict": predict.make,
+    "adaptive": adaptive.make,
 }
-"""A scheme's name -> its maker: a module of this folder and a callable `make(name, **options)`."""
+"""A scheme's name -> its maker, a callable `make(name, **options)`; its keywords are the options,
+with their defaults."""
 
 
 def scheme_of(text: str) -> Scheme:
-    """The scheme that "NAME" or "NAME:option=value,option=value" says, not yet attached.
+    """Return the scheme of "NAME" or "NAME:option=value,option=value", not yet attached.
 
     Raises:  ConfigError for another name, option or value.
     """
@@ -104,18 +115,14 @@ def scheme_of(text: str) -> Scheme:
         raise ConfigError(
             f"compress {text!r}: there is no scheme {name!r}; choose one of {', '.join(SCHEMES)}"
         )
-    if name == "none":
-        if rest:
-            raise ConfigError(f"compress {text!r}: none takes no options")
-        return Scheme()
-    module, _, function = SCHEMES[name].rpartition(".")
-    make = getattr(import_module(f"minidist.parallel.compress.{module}"), function)
-    scheme: Scheme = make(name, **_options(text, rest, make))
-    return scheme
+    if name == "none" and rest:
+        raise ConfigError(f"compress {text!r}: none takes no options")
+    make = SCHEMES[name]
+    return make(name, **_options(text, rest, make))
 
 
-def _options(text: str, rest: str, make: Callable[..., Any]) -> dict[str, Any]:
-    """The options of a text, each as the default of the maker's keyword of that name."""
+def _options(text: str, rest: str, make: Callable[..., Scheme]) -> dict[str, Any]:
+    """Return the options of a text, each of the type of the maker's default for that keyword."""
     known = {
         option: parameter.default
         for option, parameter in inspect.signature(make).parameters.items()
@@ -135,7 +142,7 @@ def _options(text: str, rest: str, make: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _value(text: str, option: str, value: str, default: Any) -> Any:
-    """An option's value, of its default's type."""
+    """Return an option's value, of its default's type."""
     try:
         if isinstance(default, bool):
             return {"yes": True, "no": False}[value]

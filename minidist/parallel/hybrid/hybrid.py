@@ -35,14 +35,14 @@ from minidist.errors import ConfigError, ShapeError
 from minidist.nn import DropoutKey, GPTConfig
 from minidist.observe.records import check_alike, named, share_records
 from minidist.optim import LR_SCHEDULES, SGD, Adam, AdamW, LearningRate, Optimizer, RMSProp
-from minidist.parallel.hybrid.hybrid_step import Hybrid
+from minidist.parallel.experts.expert_load import ExpertLoad
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.option_checks import check_clip
 from minidist.parallel.hybrid.plan import AXES, Plan
 from minidist.parallel.hybrid.state_exchange import restore, take_snapshot
 from minidist.parallel.hybrid.strategies import (
-    load,
     make_budget,
+    make_hybrid,
     make_keeper,
     make_model,
     make_store,
@@ -219,7 +219,7 @@ class Trainer:
             self._meeting = BatchMeeting(self.world, self.strategy)
             # with nodes, if the ranks' count
             self.config = replace(self.config, mixture=self.model.config.mixture)
-            self.loads = load("loads")(self.model, self.mesh.copies)
+            self.loads = ExpertLoad(self.model, self.mesh.copies)
             self.budget = make_budget(
                 plan, self.model, self.mesh, self.keeper, getattr(self.strategy, "pipeline", None)
             )
@@ -238,8 +238,7 @@ class Trainer:
         """Draw the weights, or with ZeRO-3 this rank's shards alone, and take the plan's
         strategy."""
         if self.plan.composed:
-            make = load("pipedream") if self.plan.updates_each_microbatch else Hybrid
-            return make(
+            return make_hybrid(
                 self.model,
                 self.mesh,
                 self.plan,

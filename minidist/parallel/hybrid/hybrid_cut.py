@@ -45,6 +45,9 @@ from minidist.device.backend import Array, array_module, device_of, index_range,
 from minidist.nn import GPT, DropoutKey, Module
 from minidist.nn.moe import Sequences, mixtures
 from minidist.nn.weight_shard import assemble
+from minidist.parallel.context.ring_attention import attend_by_ring
+from minidist.parallel.context.sequence_parallel import sequence_parallel
+from minidist.parallel.context.sparse_ring_attention import attend_by_pieces
 from minidist.parallel.context.token_shard import (
     TOKENS,
     OwnTokens,
@@ -52,14 +55,17 @@ from minidist.parallel.context.token_shard import (
     own_key,
     pick,
 )
+from minidist.parallel.context.ulysses import attend_by_heads
+from minidist.parallel.experts.expert_parallel import expert_parallel
+from minidist.parallel.experts.node_experts import settle_nodes
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import AXES, Plan
-from minidist.parallel.hybrid.strategies import load
 from minidist.parallel.pipeline.instructions import BackwardWeights, Forward, Schedule
 from minidist.parallel.pipeline.pipeline import Pipeline
 from minidist.parallel.pipeline.stages import Stages
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.strategy import DataAxis
+from minidist.parallel.tensor.tensor_parallel import tensor_parallel
 
 
 def cut_model(model: GPT, mesh: Mesh, plan: Plan) -> tuple[OwnTokens, OwnTokens]:
@@ -67,29 +73,43 @@ def cut_model(model: GPT, mesh: Mesh, plan: Plan) -> tuple[OwnTokens, OwnTokens]
     alone.
 
     Returns: the tokens of a sequence that this rank works on, and those whose activations it hands
-    on between layers:
+             on between layers:
              with sequence parallelism its part of its tokens.
     """
     tp = mesh["tp"]
     if plan.tp > 1:
-        load("sequence" if plan.sequence_parallel else "tensor")(model, tp)
+        divide = sequence_parallel if plan.sequence_parallel else tensor_parallel
+        divide(model, tp)
     if plan.ep > 1:
-        places = np.reshape(mesh.world.nodes, tuple(mesh.shape.values()))
-        load("nodes")(
-            model, np.moveaxis(places, AXES.index("ep"), -1).reshape(-1, plan.ep).tolist()
-        )
-        load("experts")(model, mesh["ep"])
-        shards: list[Any] = [p for layer in mixtures(model) for p in layer.experts.parameters()]
-        for parameter in shards:  # not by all ranks of dp, ep and cp
-            parameter.shared_by = mesh.experts
-            parameter.among = mesh["ep", "tp"]
+        divide_experts(model, mesh, plan)
     tokens: OwnTokens = all_tokens
     if plan.cp > 1:
-        pieces = plan.attention == "ring" and model.config.attention_pattern is not None
-        tokens = load("pieces" if pieces else plan.attention)(model, mesh["cp"])
+        tokens = divide_attention(model, mesh["cp"], plan.attention)
         divide_positions(model, mesh["cp"], tokens)
         model.assign_names()
     return tokens, within(tokens, partial(shard_of, group=tp)) if plan.sequence_parallel else tokens
+
+
+def divide_experts(model: GPT, mesh: Mesh, plan: Plan) -> None:
+    """Divide the experts of a GPT's mixtures between the ranks of ep, in place."""
+    nodes = np.reshape(mesh.world.nodes, tuple(mesh.shape.values()))
+    groups = np.moveaxis(nodes, AXES.index("ep"), -1).reshape(-1, plan.ep)
+    settle_nodes(model, groups.tolist())
+    expert_parallel(model, mesh["ep"])
+    shards: list[Any] = [p for layer in mixtures(model) for p in layer.experts.parameters()]
+    for parameter in shards:  # not by all ranks of dp, ep and cp
+        parameter.shared_by = mesh.experts
+        parameter.among = mesh["ep", "tp"]
+
+
+def divide_attention(model: GPT, group: Group, attention: str) -> OwnTokens:
+    """Let a GPT's attention, in place, see tokens of all ranks of `group`, as the plan's
+    `attention` says; return this rank's tokens."""
+    if attention == "all-to-all":
+        return attend_by_heads(model, group)
+    if model.config.attention_pattern is not None:
+        return attend_by_pieces(model, group)
+    return attend_by_ring(model, group)
 
 
 # ---------------------------------------------------------------------------- a shard of the tokens

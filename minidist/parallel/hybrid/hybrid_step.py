@@ -74,7 +74,7 @@ from minidist.parallel.hybrid.hybrid_cut import DataPipeline, cut_model
 from minidist.parallel.hybrid.layer_timing import stage_layers
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.plan import Plan
-from minidist.parallel.hybrid.strategies import load, make_data_axis
+from minidist.parallel.hybrid.strategies import make_data_axis
 from minidist.parallel.memory.offload_costs import require_disk
 from minidist.parallel.pipeline.schedules import make_schedule
 from minidist.parallel.step.flat import trainable
@@ -84,6 +84,7 @@ from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.step.step import Batch, Key, Part, micro_parts, part_of
 from minidist.parallel.step.strategy import DataAxis, Strategy
 from minidist.parallel.tensor.split_model import Summand, add_up, counts_at, summands
+from minidist.parallel.zero.shards import ShardStore
 
 
 class Hybrid(Strategy):
@@ -112,10 +113,10 @@ class Hybrid(Strategy):
         device: str = "cpu",
         precision: Precision | None = None,
         recorder: Recorder | None = None,
-        store: Any = None,
+        store: ShardStore | None = None,
     ) -> None:
         self.model: GPT = model
-        self.store = load("offload=none")() if store is None else store
+        self.store = store or ShardStore()
         self.config = model.config
         self.plan = plan
         self.mesh = mesh

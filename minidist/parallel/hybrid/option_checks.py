@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from minidist.errors import ConfigError, PlanError, ScheduleError
 from minidist.nn import GPTConfig
-from minidist.parallel.hybrid.strategies import load
+from minidist.parallel.compress.compress import scheme_of
 from minidist.parallel.memory.activations import ALL, NONE, SCORES, chosen, ways_of
 from minidist.parallel.pipeline.schedules import stages_a_rank
 
@@ -89,7 +89,7 @@ def check_compress(plan: "Plan") -> None:
     if plan.compress == "none":
         return
     try:
-        load("compress")(plan.compress)
+        scheme_of(plan.compress)
     except ConfigError as error:
         raise PlanError(f"plan {error}") from None
     why = {
@@ -152,7 +152,7 @@ def check_local_steps(plan: "Plan") -> None:
         )
     if plan.outer_compress != "none":
         try:
-            load("compress")(plan.outer_compress)
+            scheme_of(plan.outer_compress)
         except ConfigError as error:
             raise PlanError(f"plan outer_{error}") from None
 

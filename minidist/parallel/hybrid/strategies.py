@@ -1,13 +1,16 @@
-"""The strategies that a plan names, each loaded when a plan asks for it: to read one is to read its
-chapter alone."""
+"""Makes what a plan names: its precision, the place of its state, and the strategy that runs its
+steps.
+
+Each function imports a chapter's module where the plan asks for it, so a process loads only the
+chapters that it trains by.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from minidist.autograd.ops.collectives import shard_of
 from minidist.comm.group import Group
@@ -18,51 +21,20 @@ from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.scheme import Scheme
 from minidist.parallel.step.single import Single
+from minidist.parallel.step.step import Key, Loss
 from minidist.parallel.step.strategy import DataAxis, Strategy
+from minidist.parallel.zero.shards import ShardStore
 
 if TYPE_CHECKING:
+    from minidist.parallel.hybrid.hybrid_step import Hybrid
     from minidist.parallel.hybrid.mesh import Mesh
     from minidist.parallel.hybrid.plan import Plan
+    from minidist.parallel.memory.activation_budget import ActivationBudget
+    from minidist.parallel.memory.kept_inputs import InputKeeper
+    from minidist.parallel.pipeline.pipeline import Pipeline
 
 SAME = "same"
 """Servers are on the workers' device, and keep the workers' dtype."""
-
-PLACES = {
-    "data-parallel": "data.data_parallel.DataParallel",
-    "parameter-server": "data.parameter_server.ParameterServer",
-    "zero=0": "data.ddp.DDP",
-    "zero=1": "zero.zero1.Zero1",
-    "zero=2": "zero.zero2.Zero2",
-    "zero=3": "zero.zero3.Zero3",
-    "tensor": "tensor.tensor_parallel.tensor_parallel",
-    "sequence": "context.sequence_parallel.sequence_parallel",
-    "loads": "experts.expert_load.ExpertLoad",
-    "experts": "experts.expert_parallel.expert_parallel",
-    "nodes": "experts.node_experts.settle_nodes",
-    "ring": "context.ring_attention.attend_by_ring",
-    "pieces": "context.sparse_ring_attention.attend_by_pieces",
-    "all-to-all": "context.ulysses.attend_by_heads",
-    "offload=none": "zero.shards.ShardStore",
-    "offload=optimizer": "memory.offload.OnHost",
-    "offload=all": "memory.offload_disk.OnDisk",
-    "kept": "memory.kept_inputs.InputKeeper",
-    "budget": "memory.activation_budget.ActivationBudget",
-    "pipedream": "hybrid.pipedream_step.HybridPipeDream",
-    "stage": "memory.activation_budget.Stage",
-    "local-steps": "compress.local_steps.LocalSteps",
-    "streaming": "compress.streaming.StreamingLocalSteps",
-    "asynchronous": "compress.async_local_steps.AsyncLocalSteps",
-    "outers": "compress.outer.OUTERS",
-    "precision": "precision.mixed_precision.MixedPrecision",
-    "compress": "compress.compress.scheme_of",
-}
-"""A plan's word -> module and name, inside parallel/."""
-
-
-def load(name: str) -> Any:
-    """The class or function of a plan's word."""
-    module, _, attribute = PLACES[name].rpartition(".")
-    return getattr(import_module(f"minidist.parallel.{module}"), attribute)
 
 
 def make_model(plan: "Plan", config: GPTConfig, mesh: "Mesh") -> tuple[Precision, GPT]:
@@ -70,7 +42,9 @@ def make_model(plan: "Plan", config: GPTConfig, mesh: "Mesh") -> tuple[Precision
     share fp8's scales."""
     if plan.precision == "fp32":
         return Precision(), GPT(config)
-    precision: Any = load("precision")(plan.precision, masters=config.dtype)
+    from minidist.parallel.precision.mixed_precision import MixedPrecision
+
+    precision = MixedPrecision(plan.precision, masters=config.dtype)
     model = GPT(replace(config, dtype=dtype_name(precision.dtype)))
     if plan.precision == "fp8":
         precision.attach(model, mesh.stage)
@@ -84,11 +58,11 @@ def make_strategy(
     *,
     seed: int,
     device: str,
-    store: Any,
+    store: ShardStore,
     precision: Precision,
     key: Callable[[Array, int], DropoutKey | None],
     recorder: Recorder,
-    loss: Callable[..., Any],
+    loss: Loss,
 ) -> Strategy:
     """Draw the model, and take the strategy of a plan that has the data axis alone; `group`: its
     ranks."""
@@ -101,7 +75,9 @@ def make_strategy(
     if plan.zero < 3:
         model.initialize(seed, device=device)
     if plan.strategy == "data-parallel":
-        return load("data-parallel")(  # type: ignore[no-any-return]
+        from minidist.parallel.data.data_parallel import DataParallel
+
+        return DataParallel(
             model,
             plan.replicas,
             gpus=gpus,
@@ -111,7 +87,9 @@ def make_strategy(
     if plan.local_steps is not None:
         return make_local_steps(model, group, plan, **options)
     if plan.strategy == "parameter-server":
-        return load("parameter-server")(  # type: ignore[no-any-return]
+        from minidist.parallel.data.parameter_server import ParameterServer
+
+        return ParameterServer(
             model,
             group,
             servers=plan.servers,
@@ -128,61 +106,92 @@ def make_strategy(
 
 
 def make_local_steps(model: GPT, group: Group, plan: "Plan", **options: Any) -> Strategy:
-    """The strategy of ranks that meet seldom."""
-    outer: Any = load("outers")[plan.outer]
+    """Return the strategy of ranks that meet every few steps. Args: options: further ones of the
+    strategy."""
+    from minidist.parallel.compress.outer import OUTERS
+
     given = {"lr": plan.outer_lr, "momentum": plan.outer_momentum}
-    options |= {
-        "every": plan.local_steps,
-        "outer": outer._replace(
-            **{name: value for name, value in given.items() if value is not None}
-        ),
-    }
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    options["every"] = plan.local_steps
+    options["outer"] = OUTERS[plan.outer]._replace(**changes)
     if plan.asynchronous:
-        return cast(
-            Strategy,
-            load("asynchronous")(
-                model, group, servers=plan.servers, staleness=plan.staleness, **options
-            ),
+        from minidist.parallel.compress.async_local_steps import AsyncLocalSteps
+
+        return AsyncLocalSteps(
+            model, group, servers=plan.servers, staleness=plan.staleness, **options
         )
-    named = plan.outer_compress
-    options["scheme"] = Scheme(plan.algorithm) if named == "none" else load("compress")(named)
-    streaming = {"fragments": plan.fragments, "delay": plan.delay, "mix": plan.mix}
-    if streaming == {"fragments": 1, "delay": 0, "mix": 0}:
-        return cast(Strategy, load("local-steps")(model, group, **options))
-    return cast(Strategy, load("streaming")(model, group, **streaming, **options))
+    options["scheme"] = make_scheme(plan.outer_compress) or Scheme(plan.algorithm)
+    if (plan.fragments, plan.delay, plan.mix) == (1, 0, 0):
+        from minidist.parallel.compress.local_steps import LocalSteps
+
+        return LocalSteps(model, group, **options)
+    from minidist.parallel.compress.streaming import StreamingLocalSteps
+
+    return StreamingLocalSteps(
+        model, group, fragments=plan.fragments, delay=plan.delay, mix=plan.mix, **options
+    )
 
 
-def make_store(plan: "Plan", folder: str | Path | None, *, device: str, recorder: Recorder) -> Any:
-    """Where the chunks of ZeRO lie, as the plan's `offload` says; `folder`: for the files of
+def make_scheme(text: str) -> Scheme | None:
+    """Return the scheme of "NAME:option=value"; None for "none": arrays travel as they are."""
+    if text == "none":
+        return None
+    from minidist.parallel.compress.compress import scheme_of
+
+    return scheme_of(text)
+
+
+def make_store(
+    plan: "Plan", folder: str | Path | None, *, device: str, recorder: Recorder
+) -> ShardStore:
+    """Return the place of ZeRO's chunks, by the plan's `offload`; `folder`: for the files of
     "all"."""
-    store = load(f"offload={plan.offload}")
-    if plan.offload == "all":
-        return store(folder, device=device, recorder=recorder)
-    return store(recorder=recorder) if plan.offload == "optimizer" else store()
+    match plan.offload:
+        case "none":
+            return ShardStore()
+        case "optimizer":
+            from minidist.parallel.memory.offload import OnHost
+
+            return OnHost(recorder=recorder)
+        case _:
+            from minidist.parallel.memory.offload_disk import OnDisk
+
+            return OnDisk(folder, device=device, recorder=recorder)
 
 
-def make_keeper(plan: "Plan", mesh: "Mesh", store: Any, *, recorder: Recorder) -> Any:
-    """What keeps the inputs of checkpointed blocks, or None: they stay as they are."""
+def make_keeper(
+    plan: "Plan", mesh: "Mesh", store: ShardStore, *, recorder: Recorder
+) -> "InputKeeper | None":
+    """Return what keeps the inputs of checkpointed blocks; None: blocks keep them themselves."""
     if not plan.ways:
         return None
+    from minidist.parallel.memory.kept_inputs import InputKeeper
+
     tp = mesh["tp"]
     own = partial(shard_of, group=tp) if plan.sequence_parallel else None
-    return load("kept")(plan.ways, tp=tp, own=own, host=store.host, recorder=recorder)
+    return InputKeeper(plan.ways, tp=tp, own=own, host=store.host, recorder=recorder)
 
 
-def make_budget(plan: "Plan", model: Any, mesh: "Mesh", keeper: Any, pipeline: Any) -> Any:
-    """What chooses the blocks to compute again, or None where the plan says it; `pipeline`: that of
-    the strategy."""
+def make_budget(
+    plan: "Plan",
+    model: Any,
+    mesh: "Mesh",
+    keeper: "InputKeeper | None",
+    pipeline: "Pipeline | None",
+) -> "ActivationBudget | None":
+    """Return what chooses the blocks to compute again; None where the plan names them. Args:
+    pipeline: the strategy's."""
     if plan.activation_memory is None:
         return None
+    from minidist.parallel.memory.activation_budget import ActivationBudget, Stage
+
     blocks = dict(model.blocks if isinstance(model.blocks, dict) else enumerate(model.blocks))
-    make = load("budget")
-    stages = [load("stage")(tuple(blocks))]
+    stages = [Stage(tuple(blocks))]
     if pipeline is not None:
         edges = [0, *accumulate(pipeline.layers)]
         schedule = pipeline.schedule
         stages = [
-            load("stage")(
+            Stage(
                 tuple(
                     layer
                     for stage in schedule.stages_of(rank)
@@ -192,7 +201,7 @@ def make_budget(plan: "Plan", model: Any, mesh: "Mesh", keeper: Any, pipeline: A
             )
             for rank in range(plan.pp)
         ]
-    return make(
+    return ActivationBudget(
         blocks,
         keeper,
         plan.activation_memory,
@@ -203,6 +212,37 @@ def make_budget(plan: "Plan", model: Any, mesh: "Mesh", keeper: Any, pipeline: A
     )
 
 
+def make_hybrid(
+    model: GPT,
+    mesh: "Mesh",
+    plan: "Plan",
+    *,
+    seed: int,
+    device: str,
+    store: ShardStore,
+    precision: Precision,
+    key: Key,
+    recorder: Recorder,
+) -> "Hybrid":
+    """Draw this rank's part of the model, and return the strategy of a plan with more axes than
+    dp."""
+    from minidist.parallel.hybrid.hybrid_step import Hybrid
+    from minidist.parallel.hybrid.pipedream_step import HybridPipeDream
+
+    strategy = HybridPipeDream if plan.updates_each_microbatch else Hybrid
+    return strategy(
+        model,
+        mesh,
+        plan,
+        seed=seed,
+        device=device,
+        store=store,
+        precision=precision,
+        key=key,
+        recorder=recorder,
+    )
+
+
 def make_data_axis(
     model: GPT,
     group: Group,
@@ -210,37 +250,47 @@ def make_data_axis(
     *,
     seed: int,
     device: str,
-    store: Any = None,
+    store: ShardStore,
     **options: Any,
 ) -> DataAxis:
     """DDP or ZeRO, to train the replicas of a model or of a part of it.
 
-    Args:    model: drawn; with ZeRO-3 not yet, and each rank draws its chunks alone. group: the
-             ranks that share it.
-             store: where ZeRO's chunks lie; options: further ones of the strategy.
+    Args:    model: drawn; with ZeRO-3 not yet, and each rank draws only its chunks. group: the
+             ranks that share it. store: where ZeRO's chunks lie; options: further ones of the
+             strategy.
     """
     options["algorithm"] = plan.algorithm
-    if plan.compress != "none":
-        options["scheme"] = load("compress")(plan.compress)
+    scheme = make_scheme(plan.compress)
+    if scheme is not None:
+        options["scheme"] = scheme
     # on one rank: gradients by buckets
     stage = plan.zero or (2 if plan.offload == "optimizer" else 0)
     if stage:
-        options |= {"shard": plan.shard, "store": store}
-    if stage < 3:
-        return cast(
-            DataAxis, load(f"zero={stage}")(model, group, bucket_bytes=plan.bucket_bytes, **options)
-        )
-    tied = model.tokens if model.config.tied else None  # used at both ends: held all step
-    units = [child for _, child in model.children() if child is not tied]
-    return cast(
-        DataAxis,
-        load("zero=3")(
-            model,
-            group,
-            units=units,
-            seed=seed,
-            device=device,
-            free_after_forward=not plan.keep_gathered,
-            **options,
-        ),
-    )
+        options["shard"] = plan.shard
+        options["store"] = store
+    match stage:
+        case 0:
+            from minidist.parallel.data.ddp import DDP
+
+            return DDP(model, group, bucket_bytes=plan.bucket_bytes, **options)
+        case 1:
+            from minidist.parallel.zero.zero1 import Zero1
+
+            return Zero1(model, group, bucket_bytes=plan.bucket_bytes, **options)
+        case 2:
+            from minidist.parallel.zero.zero2 import Zero2
+
+            return Zero2(model, group, bucket_bytes=plan.bucket_bytes, **options)
+        case _:
+            from minidist.parallel.zero.zero3 import Zero3
+
+            tied = model.tokens if model.config.tied else None  # used at both ends: held all step
+            return Zero3(
+                model,
+                group,
+                units=[child for _, child in model.children() if child is not tied],
+                seed=seed,
+                device=device,
+                free_after_forward=not plan.keep_gathered,
+                **options,
+            )

@@ -17,7 +17,7 @@ from minidist.errors import MinidistError, PlanError
 from minidist.nn import Embedding
 from minidist.nn.config import divisors
 from minidist.parallel.context import ring_attention, token_shard
-from minidist.parallel.hybrid import hybrid_step
+from minidist.parallel.hybrid import hybrid_cut, hybrid_step
 from minidist.parallel.hybrid.hybrid import Mesh, Plan
 from minidist.parallel.hybrid.hybrid_cut import DataPipeline
 from minidist.parallel.zero.gradient_shards import GradientShards
@@ -267,7 +267,7 @@ def consecutive(attend: Any) -> Any:
 def test_planted_bugs(bug: str, plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     planted: dict[str, tuple[Any, str, Any]] = {
         "tokens not in zigzag": (
-            ring_attention,
+            hybrid_cut,
             "attend_by_ring",
             consecutive(ring_attention.attend_by_ring),
         ),

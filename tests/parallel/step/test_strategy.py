@@ -51,17 +51,19 @@ def test_a_strategy_has_the_signatures_of_its_protocol(protocol: Any, strategy: 
         )
 
 
-def test_what_composes_strategies_imports_none_by_name() -> None:
-    """Chapter 17 asks a data axis through the protocol; strategies are loaded when a plan names
-    them."""
+def test_only_strategies_names_a_strategy() -> None:
+    """One module of chapter 17 chooses a strategy by the plan; the others ask it through the
+    protocol."""
     strategies = {cls.__module__ for cls in (*AXES, DataParallel, ParameterServer)}
+    chooser = "minidist.parallel.hybrid.strategies"
     composing = [module for module in modules() if module.startswith("minidist.parallel.hybrid.")]
     assert len(composing) > 8
+    assert strategies <= {found.imported for found in imports(chooser)}
     assert [
         str(found)
         for module in composing
         for found in imports(module)
-        if found.imported in strategies
+        if found.imported in strategies and module != chooser
     ] == []
 
 
