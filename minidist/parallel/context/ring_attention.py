@@ -75,7 +75,7 @@ from minidist.errors import ConfigError, ShapeError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig
 from minidist.nn.attention_pattern import shown_pattern
 from minidist.parallel.context.token_shard import ContextParallel as ContextParallel
-from minidist.parallel.context.token_shard import OwnTokens, pick, shard_tokens
+from minidist.parallel.context.token_shard import OwnTokens, TokenShardAttention, pick, shard_tokens
 from minidist.parallel.context.token_shard import own_blocks as own_blocks
 from minidist.parallel.context.token_shard import zigzag as zigzag
 
@@ -245,20 +245,17 @@ def _packed(k: Array, v: Array) -> Array:
 # ---------------------------------------------------------------------------------------------- GPT
 
 
-class RingSelfAttention(CausalSelfAttention):
+class RingSelfAttention(TokenShardAttention):
     """A GPT's attention over a divided sequence: own tokens (B, own, width) -> (B, own, width)."""
 
-    takes_packed = False
-
     def __init__(self, attention: CausalSelfAttention, group: Group) -> None:
-        vars(self).update(vars(attention))
+        super().__init__(attention, group)
         if self.pattern is not None:
             raise ConfigError(
                 "ring_attention: the model has the attention pattern "
                 f"{shown_pattern(self.pattern)}, and keys would go where no query sees them; cut "
                 "it by sparse_ring_attention.py"
             )
-        self.group = group
         self.own = partial(zigzag, rank=group.rank, size=group.size)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Array) -> Tensor:

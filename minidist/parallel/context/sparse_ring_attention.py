@@ -59,7 +59,13 @@ from minidist.errors import ConfigError, ShapeError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig
 from minidist.parallel.context.pieces import PieceExchange, tokens_sent
 from minidist.parallel.context.token_shard import ContextParallel as ContextParallel
-from minidist.parallel.context.token_shard import OwnTokens, pick, shard_tokens, zigzag
+from minidist.parallel.context.token_shard import (
+    OwnTokens,
+    TokenShardAttention,
+    pick,
+    shard_tokens,
+    zigzag,
+)
 
 
 def plain_window_attention(
@@ -182,15 +188,12 @@ def _packed(k: Array, v: Array) -> Array:
 # ---------------------------------------------------------------------------------------------- GPT
 
 
-class SparseRingSelfAttention(CausalSelfAttention):
+class SparseRingSelfAttention(TokenShardAttention):
     """A GPT's attention under its pattern, over a divided sequence: own tokens (B, own, width) ->
     (B, own, width)."""
 
-    takes_packed = False
-
     def __init__(self, attention: CausalSelfAttention, group: Group) -> None:
-        vars(self).update(vars(attention))
-        self.group = group
+        super().__init__(attention, group)
         self.own = partial(zigzag, rank=group.rank, size=group.size)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Array) -> Tensor:

@@ -17,6 +17,7 @@ from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
 from minidist.device.backend import Array, array_module, device_of, index_range, to_device
 from minidist.nn import GPT, Dropout, DropoutKey, Embedding
+from minidist.nn.attention import CausalSelfAttention
 from minidist.nn.gpt import Output
 from minidist.parallel.tensor.split_model import SplitModel
 
@@ -98,6 +99,28 @@ class TokenShardDropout(Dropout):
     ) -> Tensor:
         """(B, own, width) -> (B, own, width); the key is that of all tokens."""
         return super().forward(x, own_key(key, self.own), residual=residual)
+
+
+class TokenShardAttention(CausalSelfAttention):
+    """A GPT's attention over a divided sequence: own tokens (B, own, width) -> (B, own, width).
+
+    Args:    attention: the whole layer, whose two linears it takes; group: the ranks that divide
+             the sequence. A subclass has `attend`, which lets own queries see the keys of all.
+    """
+
+    takes_packed = False
+
+    def __init__(self, attention: CausalSelfAttention, group: Group) -> None:
+        self.path = attention.path
+        self.heads = attention.heads
+        self.key_heads = attention.key_heads
+        self.head_width = attention.head_width
+        self.rotary = attention.rotary
+        self.pattern = attention.pattern
+        self.keeps_scores = attention.keeps_scores
+        self.qkv = attention.qkv
+        self.out = attention.out
+        self.group = group
 
 
 class TokenShardOutput(Output):

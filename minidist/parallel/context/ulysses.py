@@ -46,10 +46,10 @@ from minidist.autograd.tensor import Tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.errors import PlanError
-from minidist.nn import GPT, CausalSelfAttention, GPTConfig
+from minidist.nn import GPT, GPTConfig
 from minidist.nn.shares import even_slices, head_shares
 from minidist.parallel.context.token_shard import ContextParallel as ContextParallel
-from minidist.parallel.context.token_shard import OwnTokens, pick, shard_tokens
+from minidist.parallel.context.token_shard import OwnTokens, TokenShardAttention, pick, shard_tokens
 
 
 def plain_ulysses(q: Array, k: Array, v: Array, group: Group) -> Array:
@@ -76,14 +76,8 @@ HEADS = 1
 TOKENS = 2
 
 
-class UlyssesSelfAttention(CausalSelfAttention):
+class UlyssesSelfAttention(TokenShardAttention):
     """A GPT's attention over a divided sequence: own tokens (B, own, width) -> (B, own, width)."""
-
-    takes_packed = False
-
-    def __init__(self, attention: CausalSelfAttention, group: Group) -> None:
-        vars(self).update(vars(attention))
-        self.group = group
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Array) -> Tensor:
         """(B, H, own, D), (B, H_kv, own, D) twice, the positions of *all* tokens (T,) -> (B, H,

@@ -125,33 +125,28 @@ class OffDevice(ShardStore):
         self.recorder = recorder or Silent()
         self.down = TransferLane("device", "host", self.traffic, recorder=self.recorder, pace=down)
         self.up = TransferLane("host", "device", self.traffic, recorder=self.recorder, pace=up)
-        self._names: dict[int, str] = {}
-        self._pieces: dict[int, list[Piece]] = {}
         self._going: Move | None = None  # the gradients that are on their way down
 
-    def stored_pieces(self, flat: Flat, weights: Array, gradients: Array) -> list[Piece]:
-        """flat.pieces, each of which knows its store, its run, and its place in the rank's
-        chunk."""
-        pieces: list[Any] = flat.pieces(weights, gradients)
-        for piece, (_, place, _) in zip(pieces, flat.chunk_spans(), strict=True):
-            piece.store = self
-            piece.flat = flat
-            piece.place = place
+    def stored_pieces(self, flat: Flat, weights: Array, gradients: Array) -> list["StoredPiece"]:
+        """Return the pieces of a run over this rank's chunks of the weights and of their
+        gradients."""
         for parameter in flat.parameters:
             parameter.keep_by("the store of offloaded state")
-        self._pieces[id(flat)] = pieces
-        return pieces
+        return [
+            StoredPiece(parameter, weights[place], gradients[place], part, self, flat, place)
+            for parameter, place, part in flat.chunk_spans()
+        ]
 
     def gradient_room(self, flat: Flat) -> Array | None:
         """None: sums are to pass through add."""
         return None
 
-    def go_down(self, flat: Flat, nbytes: int, work: Callable[[], None]) -> Move:
-        """Begin to take gradients down, once those before are: at most one buffer waits for the
-        bus."""
+    def go_down(self, name: str, nbytes: int, work: Callable[[], None]) -> Move:
+        """Begin to take a run's gradients down, once those before are: at most one buffer waits for
+        the bus."""
         if self._going is not None:
             self._going.wait()
-        self._going = self.down.start(f"gradients {self._names[id(flat)]} down", nbytes, work)
+        self._going = self.down.start(f"gradients {name} down", nbytes, work)
         return self._going
 
     def before_use(self) -> None:
@@ -184,6 +179,29 @@ class OffDevice(ShardStore):
         self.up.close()
 
 
+class StoredPiece(Piece):
+    """A piece whose arrays its store brings for the update.
+
+    Attributes: store: the StateStore that the optimizer asks; flat: its run; place: its place in
+                the rank's chunk of that.
+    """
+
+    def __init__(
+        self,
+        parameter: Parameter,
+        data: Array,
+        grad: Array,
+        part: range,
+        store: OffDevice,
+        flat: Flat,
+        place: slice,
+    ) -> None:
+        super().__init__(parameter, data, grad, part)
+        self.store = store
+        self.flat = flat
+        self.place = place
+
+
 def take_down(bus: list[Array], sums: np.ndarray, ready: Any, *, first: bool) -> None:
     """Add the chunk on the bus to sums, or replace them; its buffer on the device is free when this
     returns."""
@@ -197,10 +215,15 @@ def take_down(bus: list[Array], sums: np.ndarray, ready: Any, *, first: bool) ->
 
 
 def by_run(slots: Sequence[Slot]) -> Iterator[tuple[Flat, list[Slot]]]:
-    """Slots in their order, by the run that their pieces belong to."""
-    for _, run in groupby(slots, key=lambda slot: id(slot.weights.flat)):  # type: ignore[attr-defined]
-        chosen = list(run)
-        yield chosen[0].weights.flat, chosen  # type: ignore[attr-defined]
+    """Yield (run, its slots): slots in their order, by the run that their pieces belong to."""
+
+    def run_of(slot: Slot) -> Flat:
+        piece: Any = slot.weights  # a StoredPiece
+        flat: Flat = piece.flat
+        return flat
+
+    for flat, chosen in groupby(slots, key=run_of):
+        yield flat, list(chosen)
 
 
 class OnHost(OffDevice):
@@ -209,28 +232,26 @@ class OnHost(OffDevice):
 
     def keep_gradients(self, flat: Flat, shard: Array | None = None) -> None:
         """Room on the host; `shard` only says where a sum will be when it goes down."""
-        self._gradients[id(flat)] = self._host_zeros(flat, flat.dtype, "gradients")
-
-    def keep(self, flat: Flat, weights: Array, name: str) -> None:
-        """The weights stay on the device."""
-        super().keep(flat, weights, name)
-        self._names[id(flat)] = name
+        self._runs[flat].gradients = self._host_zeros(flat, flat.dtype, "gradients")
 
     def pieces(self, flat: Flat, precision: Precision) -> list[Piece]:
         """Over a float32 (float64) copy on the host."""
+        run = self._runs[flat]
         low = flat.dtype in LOW_PRECISION
         master = self._host_zeros(
             flat, np.dtype(np.float32) if low else flat.dtype, "optimizer" if low else "parameters"
         )
-        master[...] = weights = to_host(self._weights[id(flat)])
+        weights = to_host(run.weights)
+        master[...] = weights
         unround(master, weights, flat.chunk_spans())
-        self._masters[id(flat)] = master
-        return self.stored_pieces(flat, master, self._gradients[id(flat)])
+        run.master = master
+        return list(self.stored_pieces(flat, master, run.sums))
 
     def add(self, flat: Flat, chunk: Array, *, first: bool) -> None:
         """Begin to take a sum down; returns at once, or when the one before is down."""
-        work = partial(take_down, [chunk], self._gradients[id(flat)], mark(chunk), first=first)
-        self.go_down(flat, chunk.nbytes, work)
+        run = self._runs[flat]
+        work = partial(take_down, [chunk], run.sums, mark(chunk), first=first)
+        self.go_down(run.name, chunk.nbytes, work)
 
     def make_state(self, weights: Any, names: tuple[str, ...]) -> dict[str, Array]:
         """Zeros."""
@@ -241,24 +262,18 @@ class OnHost(OffDevice):
         """Run by run: while one is updated, the new weights of the one before go up."""
         moves: list[Move] = []
         with account.use(self.host):
-            for flat, run in by_run(slots):
-                yield from run
+            for flat, some in by_run(slots):
+                yield from some
                 if changes:
-                    master = self._masters[id(flat)]
-                    weights = self._weights[id(flat)]
-                    moves.append(
-                        self.up.start(
-                            f"weights {self._names[id(flat)]} up",
-                            weights.nbytes,
-                            partial(copy, master, weights, mark(weights)),
-                        )
-                    )
+                    run = self._runs[flat]
+                    assert run.master is not None
+                    work = partial(copy, run.master, run.weights, mark(run.weights))
+                    moves.append(self.up.start(f"weights {run.name} up", run.weights.nbytes, work))
             for move in moves:
                 move.wait()
 
     def _host_zeros(self, flat: Flat, dtype: np.dtype, category: str) -> Array:
-        room = host_bytes(
-            flat.chunk_size * dtype.itemsize, device_of(self._weights[id(flat)])
-        ).view(dtype)
+        device = device_of(self._runs[flat].weights)
+        room = host_bytes(flat.chunk_size * dtype.itemsize, device).view(dtype)
         room[...] = 0
         return self.host.hold(room, category)

@@ -8,6 +8,7 @@ when the unit needs it.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,37 @@ from minidist.nn.weights import unround
 from minidist.optim.clip import add_exactly, block_sums
 from minidist.optim.optimizer import Slot
 from minidist.parallel.memory.disk import Disk, Loan, Record
-from minidist.parallel.memory.offload import OffDevice, by_run, take_down
+from minidist.parallel.memory.offload import OffDevice, StoredPiece, by_run, take_down
 from minidist.parallel.memory.transfer_lanes import Pace
 from minidist.parallel.step.flat import Flat, Piece
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder
+
+
+@dataclass
+class RunOnDisk:
+    """This rank's chunk of a run on disk.
+
+    Attributes: record: its file; pieces: the optimizer's; coming: weights that are read ahead;
+                squares: for each piece the sums of the squares of its gradient's blocks, noted as
+                gradients pass.
+    """
+
+    record: Record
+    pieces: list[StoredPiece] = field(default_factory=list)
+    coming: Loan | None = None
+    squares: list[list[float]] = field(default_factory=list)
+
+    def note_squares(self, flat: Flat, sums: np.ndarray) -> None:
+        """Note the squares of the gradients' sums."""
+        self.squares = [
+            [*map(float, block_sums(sums[place]))] for _, place, _ in flat.chunk_spans()
+        ]
+
+    def show(self, sums: np.ndarray) -> None:
+        """Let the gradients of the pieces be views of `sums`."""
+        for piece in self.pieces:
+            piece.grad = sums[piece.place].reshape(piece.grad.shape)
 
 
 class OnDisk(OffDevice):
@@ -59,10 +86,7 @@ class OnDisk(OffDevice):
             memory=self.host,
             paces=(read, write),
         )
-        self._records: dict[int, Record] = {}
-        self._coming: dict[int, Loan] = {}  # weights that are read ahead
-        # of each run, of each piece's gradient the blocks' sums
-        self._squares: dict[int, list[list[float]]] = {}
+        self._files: dict[Flat, RunOnDisk] = {}
 
     def begin(self, who: str) -> None:
         self.disk.who = who
@@ -75,55 +99,57 @@ class OnDisk(OffDevice):
 
     def keep(self, flat: Flat, weights: Array, name: str) -> None:
         """Write the weights to disk; the device may forget them."""
-        if id(flat) not in self._records:
-            self._names[id(flat)], self._records[id(flat)] = name, self.disk.record(name)
-            self._records[id(flat)].add("weights", flat.dtype, flat.chunk_size)
-        self._records[id(flat)].write("weights", weights)
+        if flat not in self._files:
+            record = self.disk.record(name)
+            record.add("weights", flat.dtype, flat.chunk_size)
+            self._files[flat] = RunOnDisk(record)
+        self._files[flat].record.write("weights", weights)
 
     def keep_gradients(self, flat: Flat, shard: Array | None = None) -> None:
         """A region beside the weights."""
-        self._records[id(flat)].add("gradients", flat.dtype, flat.chunk_size)
+        self._files[flat].record.add("gradients", flat.dtype, flat.chunk_size)
 
     def pieces(self, flat: Flat, precision: Precision) -> list[Piece]:
-        """Pieces without values: walk brings them."""
-        record = self._records[id(flat)]
+        """Return pieces without values: walk brings them."""
+        run = self._files[flat]
+        record = run.record
         if flat.dtype in LOW_PRECISION:
             record.add("master", np.float32, flat.chunk_size)
             weights = self._read_now(record, "weights")
             master = widen(weights)
             unround(master, weights, flat.chunk_spans())
             record.write("master", master)
-        return self.stored_pieces(
-            flat,
-            nothing(record.regions[record.master].dtype, (flat.chunk_size,)),
-            nothing(flat.dtype, (flat.chunk_size,)),
+        shape = (flat.chunk_size,)
+        run.pieces = self.stored_pieces(
+            flat, nothing(record.regions[record.master].dtype, shape), nothing(flat.dtype, shape)
         )
+        return list(run.pieces)
 
     # ------------------------------------------------------------------------------ while computing
 
     def prefetch(self, flat: Flat) -> None:
         """Begin to read, if a buffer is free and another stays so."""
-        if id(flat) not in self._coming and self.disk.has_spare():
-            self._coming[id(flat)] = self.disk.start_read(self._records[id(flat)], ["weights"])
+        run = self._files[flat]
+        if run.coming is None and self.disk.has_spare():
+            run.coming = self.disk.start_read(run.record, ["weights"])
 
     def weights(self, flat: Flat, place: Array) -> Array:
         """Read into `place`, or take there what was read ahead."""
-        loan = self._coming.pop(id(flat), None) or self.disk.start_read(
-            self._records[id(flat)], ["weights"]
-        )
-        with self.recorder.span(f"wait for {self._names[id(flat)]}"):
+        run = self._files[flat]
+        name = run.record.name
+        loan = run.coming or self.disk.start_read(run.record, ["weights"])
+        run.coming = None
+        with self.recorder.span(f"wait for {name}"):
             loan.wait()
-            self.up.start(
-                f"weights {self._names[id(flat)]} up",
-                place.nbytes,
-                partial(copy, loan.arrays["weights"], place, mark(place)),
-            ).wait()
+            work = partial(copy, loan.arrays["weights"], place, mark(place))
+            self.up.start(f"weights {name} up", place.nbytes, work).wait()
         loan.end()
         return place
 
     def add(self, flat: Flat, chunk: Array, *, first: bool) -> None:
         """Begin to take a sum down to a buffer, to add what is on disk, and to write it there."""
-        record = self._records[id(flat)]
+        run = self._files[flat]
+        record = run.record
         ready = mark(chunk)
         bus = [chunk]
         loan = self.disk.lend(record) if first else self.disk.start_read(record, ["gradients"])
@@ -132,61 +158,47 @@ class OnDisk(OffDevice):
         def work() -> None:
             loan.wait()
             take_down(bus, sums, ready, first=first)
-            self._note_squares(flat, sums)
+            run.note_squares(flat, sums)
 
-        self.disk.start_write(loan, ["gradients"], after=self.go_down(flat, chunk.nbytes, work))
-
-    def _note_squares(self, flat: Flat, sums: np.ndarray) -> None:
-        self._squares[id(flat)] = [
-            [*map(float, block_sums(sums[place]))] for _, place, _ in flat.chunk_spans()
-        ]
+        down = self.go_down(record.name, chunk.nbytes, work)
+        self.disk.start_write(loan, ["gradients"], after=down)
 
     @contextmanager
     def gradients(self, flats: Sequence[Flat]) -> Iterator[list[Array]]:
         """Read from disk, and written back."""
+        runs = [self._files[flat] for flat in flats]
         with account.use(self.host):
-            runs = [
-                (
-                    flat,
-                    self.host.hold(
-                        self._read_now(self._records[id(flat)], "gradients"), "gradients"
-                    ),
-                )
-                for flat in flats
+            every = [
+                self.host.hold(self._read_now(run.record, "gradients"), "gradients") for run in runs
             ]
-            for flat, sums in runs:
-                self._show(flat, sums)
-            yield [sums for _, sums in runs]
-            for flat, sums in runs:
-                self._show(flat, nothing(flat.dtype, sums.shape))
-                self._note_squares(flat, sums)
-                loan = self.disk.lend(self._records[id(flat)])
+            for run, sums in zip(runs, every, strict=True):
+                run.show(sums)
+            yield every
+            for flat, run, sums in zip(flats, runs, every, strict=True):
+                run.show(nothing(flat.dtype, sums.shape))
+                run.note_squares(flat, sums)
+                loan = self.disk.lend(run.record)
                 loan.arrays["gradients"][...] = sums
                 self.disk.start_write(loan, ["gradients"])
-
-    def _show(self, flat: Flat, sums: np.ndarray) -> None:
-        """The gradients of a run's pieces become views of `sums`."""
-        pieces: list[Any] = self._pieces[id(flat)]
-        for piece in pieces:
-            piece.grad = sums[piece.place].reshape(piece.grad.shape)
 
     def squares(self, pieces: Iterable[Piece]) -> float:
         """From the sums that were taken as gradients passed: the same bits as from the
         gradients."""
-        some = set(map(id, pieces))
+        some = set(pieces)
         return add_exactly(
             block
-            for number, sums in self._squares.items()
-            for piece, blocks in zip(self._pieces[number], sums, strict=True)
-            if id(piece) in some
+            for run in self._files.values()
+            if run.squares
+            for piece, blocks in zip(run.pieces, run.squares, strict=True)
+            if piece in some
             for block in blocks
         )
 
     # ----------------------------------------------------------------------------------- the update
 
     def make_state(self, weights: Any, names: tuple[str, ...]) -> dict[str, Array]:
-        """Regions of zeros, made with the first piece of a run; returns arrays without values."""
-        record = self._records[id(weights.flat)]
+        """Make regions of zeros with the first piece of a run; return arrays without values."""
+        record = self._files[weights.flat].record
         for name in names:
             if name not in record.regions:
                 record.add(name, weights.data.dtype, weights.flat.chunk_size)
@@ -194,9 +206,9 @@ class OnDisk(OffDevice):
 
     def walk(self, slots: Sequence[Slot], *, changes: bool = True) -> Iterator[Slot]:
         """Run by run: while one is updated, the next is read and the one before written."""
-        while self._coming and changes:  # read ahead in vain: it is about to change
-            self._coming.popitem()[1].end()
-        runs = [(self._records[id(flat)], run) for flat, run in by_run(slots)]
+        if changes:
+            self._give_back_weights()
+        runs = [(self._files[flat].record, run) for flat, run in by_run(slots)]
         ahead: Loan | None = None
         with account.use(self.host):
             for number, (record, run) in enumerate(runs, start=1):
@@ -212,7 +224,10 @@ class OnDisk(OffDevice):
                     move_in(slot, loan.arrays, record.master)
                 yield from run
                 for slot, (data, grad, state) in zip(run, empty, strict=True):
-                    slot.weights.data, slot.weights.grad, slot.state = data, grad, state  # type: ignore[misc]
+                    piece: Any = slot.weights
+                    piece.data = data
+                    piece.grad = grad
+                    slot.state = state
                 if not changes:
                     loan.end()
                     continue
@@ -220,9 +235,17 @@ class OnDisk(OffDevice):
                     loan.arrays["weights"][...] = loan.arrays["master"]
                 self.disk.start_write(loan, [key for key in record.regions if key != "gradients"])
 
+    def _give_back_weights(self) -> None:
+        """Give back the buffers of weights that were read ahead in vain: these are about to
+        change."""
+        for run in self._files.values():
+            if run.coming is not None:
+                run.coming.end()
+                run.coming = None
+
     def master(self, flat: Flat) -> Array:
         """Read from disk: a copy."""
-        record = self._records[id(flat)]
+        record = self._files[flat].record
         return self._read_now(record, record.master)
 
     def _read_now(self, record: Record, key: str) -> np.ndarray:

@@ -184,9 +184,20 @@ class SplitMixture(Mixture):
     """
 
     def __init__(self, mixture: Mixture, region: TensorRegion) -> None:
-        vars(self).update(vars(mixture))
-        self.region = region
+        self.path = mixture.path
+        self.config = mixture.config
+        self.layer = mixture.layer
+        self.scores = mixture.scores
+        self.experts = mixture.experts
+        self.shared = [SplitMLP(expert, region) for expert in mixture.shared]
+        self.bias = mixture.bias
         self.sequences = region.sequences()
+        self.routing = mixture.routing
+        self.newest = mixture.newest
+        self.balance = mixture.balance
+        self.balance_scale = mixture.balance_scale
+        self.load = mixture.load
+        self.region = region
         experts = self.experts
         rank = region.group.rank
         hidden = even_slices(experts.up.shape[2], region.group.size)
@@ -195,7 +206,6 @@ class SplitMixture(Mixture):
         experts.gate = None if experts.gate is None else WeightShard(experts.gate, columns, rank)
         experts.up = WeightShard(experts.up, columns, rank)
         experts.down = WeightShard(experts.down, rows, rank)
-        self.shared = [SplitMLP(expert, region) for expert in self.shared]
 
     def enter(self, x: Tensor) -> Tensor:
         """Tokens, or the gate's probabilities, enter the region."""

@@ -27,6 +27,7 @@ Source:  Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded D
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -126,6 +127,25 @@ class HybridSharding:
         self._pending = []
 
 
+@dataclass
+class StoredRun:
+    """This rank's chunk of a run: its weights, their gradients' sums, the optimizer's own weights.
+
+    Attributes: master: None in a frozen run, which has no gradients either.
+    """
+
+    name: str
+    weights: Array
+    gradients: Array | None = None
+    master: Array | None = None
+
+    @property
+    def sums(self) -> Array:
+        """The sums of gradients, for which keep_gradients has made room."""
+        assert self.gradients is not None
+        return self.gradients
+
+
 class ShardStore:
     """The plain store: everything on the device, nothing moves.
 
@@ -136,54 +156,58 @@ class ShardStore:
     def __init__(self) -> None:
         self.traffic = MemoryTraffic()
         self.host = MemoryAccount(whose="host memory")
-        self._weights: dict[int, Array] = {}  # by id(flat), as all below
-        self._gradients: dict[int, Array] = {}
-        self._masters: dict[int, Array] = {}
+        self._runs: dict[Flat, StoredRun] = {}
 
     def begin(self, who: str) -> None:
         """A strategy takes this store; `who` is its rank, for errors."""
 
     def keep(self, flat: Flat, weights: Array, name: str) -> None:
-        """This rank's chunk of a run's weights, on the device, old or new: (chunk_size,); `name`
-        for errors, spans"""
-        self._weights[id(flat)] = weights
+        """Keep this rank's chunk of a run's weights, (chunk_size,) on the device. Args: name: of
+        the run, for errors and spans; once it is kept, a name of later weights is not used."""
+        if flat in self._runs:
+            self._runs[flat].weights = weights
+        else:
+            self._runs[flat] = StoredRun(name, weights)
 
     def keep_gradients(self, flat: Flat, shard: Array | None = None) -> None:
         """Make room for the sums of the chunk's gradients; `shard`: where on the device they arrive
         by themselves."""
         if shard is None:
-            weights = self._weights[id(flat)]
+            weights = self._runs[flat].weights
             zeros = array_module(weights).zeros(flat.chunk_size, flat.dtype)
             shard = account.current().hold(zeros, "gradients")
-        self._gradients[id(flat)] = shard
+        self._runs[flat].gradients = shard
 
     def pieces(self, flat: Flat, precision: Precision) -> list[Piece]:
-        """The optimizer's tensors: a piece of each parameter of a run, for this rank's chunk."""
-        self._masters[id(flat)] = precision.master(self._weights[id(flat)], flat.chunk_spans())
-        if self._masters[id(flat)] is not self._weights[id(flat)]:
+        """Return the optimizer's tensors: a piece of each parameter of a run, for this rank's
+        chunk."""
+        run = self._runs[flat]
+        run.master = precision.master(run.weights, flat.chunk_spans())
+        if run.master is not run.weights:
             for parameter in flat.parameters:  # also those of which other ranks have all
                 parameter.keep_by("its float32 master")
-        return flat.pieces(self._masters[id(flat)], self._gradients[id(flat)])
+        return flat.pieces(run.master, run.sums)
 
     def prefetch(self, flat: Flat) -> None:
         """The chunk's weights will be needed soon."""
 
     def weights(self, flat: Flat, place: Array) -> Array:
-        """The chunk's weights, on the device: in `place` (chunk_size,), or where they are
+        """Return the chunk's weights, on the device: in `place` (chunk_size,), or where they are
         anyway."""
-        return self._weights[id(flat)]
+        return self._runs[flat].weights
 
     def gradient_room(self, flat: Flat) -> Array | None:
-        """Where a sum of gradients may be written instead of a call of add, or None."""
-        return self._gradients[id(flat)]
+        """Return where a sum of gradients may be written instead of a call of add, or None."""
+        return self._runs[flat].sums
 
     def add(self, flat: Flat, chunk: Array, *, first: bool) -> None:
         """Add a sum of gradients (chunk_size,), on the device, to the chunk's; the `first` of a
         step replaces them."""
+        sums = self._runs[flat].sums
         if first:
-            self._gradients[id(flat)][...] = chunk
+            sums[...] = chunk
         else:
-            self._gradients[id(flat)] += chunk
+            sums += chunk
 
     def before_use(self) -> None:
         """Memory on the device is about to be taken."""
@@ -193,43 +217,41 @@ class ShardStore:
 
     @contextmanager
     def gradients(self, flats: Sequence[Flat]) -> Iterator[list[Array]]:
-        """The sums of some runs' gradients, in memory inside, as are their pieces'; what is written
-        to them is kept."""
-        yield [self._gradients[id(flat)] for flat in flats]
+        """Yield the sums of some runs' gradients, in memory inside, as are their pieces'; what is
+        written to them is kept."""
+        yield [self._runs[flat].sums for flat in flats]
 
     def squares(self, pieces: Iterable[Piece]) -> float:
-        """Sum of the squares of some pieces' gradients, in float64."""
+        """Return the sum of the squares of some pieces' gradients, in float64."""
         return sum_of_squares(piece.grad for piece in pieces)
 
     def state(
         self, model: Module, flats: Sequence[Flat], *, algorithm: str
     ) -> dict[str, np.ndarray]:
-        """Copies of a model's master weights, whole, on the host, by dotted path; low precision
-        comes as float32.
+        """Return copies of a model's master weights, whole, on the host, by dotted path; low
+        precision comes as float32.
 
         What is in no flat is the model's. Every rank calls it.
         Cost:    one all-gather a flat, counted under `control`; a flat at a time.
         """
-        whole: dict[int, np.ndarray] = {}
+        whole: dict[Parameter, np.ndarray] = {}
         for flat in flats:
             chunk = self.master(flat)
             vector = empty_like(chunk, flat.size, "workspace")
             with flat.group.ledger.control():
                 flat.group.all_gather(chunk, out=vector, algorithm=algorithm)
-            whole.update(
-                {
-                    id(parameter): widen(np.array(to_host(view)))
-                    for parameter, view in flat.views(vector)
-                }
-            )
+            for parameter, view in flat.views(vector):
+                whole[parameter] = widen(np.array(to_host(view)))
         return {
-            name: whole[id(p)] if id(p) in whole else widen(np.array(to_host(p.data)))
+            name: whole[p] if p in whole else widen(np.array(to_host(p.data)))
             for name, p in model.named_parameters()
         }
 
     def master(self, flat: Flat) -> Array:
-        """The chunk's master weights, on the device or the host; of a frozen run its weights."""
-        return self._masters.get(id(flat), self._weights[id(flat)])
+        """Return the chunk's master weights, on the device or the host; of a frozen run its
+        weights."""
+        run = self._runs[flat]
+        return run.weights if run.master is None else run.master
 
     def disk_bytes(self) -> int:
         """Bytes on disk."""
