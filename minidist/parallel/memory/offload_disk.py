@@ -61,6 +61,7 @@ class OnDisk(OffDevice):
 
     Args:    folder, buffers, device: as Disk's; read, write: how slow a disk to imagine; down, up:
              as OffDevice's.
+    Attributes: files: of each run what lies on disk.
     Raises:  DiskError for a folder that is missing, cannot be written or is full.
     """
 
@@ -86,7 +87,7 @@ class OnDisk(OffDevice):
             memory=self.host,
             paces=(read, write),
         )
-        self._files: dict[Flat, RunOnDisk] = {}
+        self.files: dict[Flat, RunOnDisk] = {}
 
     def begin(self, who: str) -> None:
         self.disk.who = who
@@ -99,19 +100,19 @@ class OnDisk(OffDevice):
 
     def keep(self, flat: Flat, weights: Array, name: str) -> None:
         """Write the weights to disk; the device may forget them."""
-        if flat not in self._files:
+        if flat not in self.files:
             record = self.disk.record(name)
             record.add("weights", flat.dtype, flat.chunk_size)
-            self._files[flat] = RunOnDisk(record)
-        self._files[flat].record.write("weights", weights)
+            self.files[flat] = RunOnDisk(record)
+        self.files[flat].record.write("weights", weights)
 
     def keep_gradients(self, flat: Flat, shard: Array | None = None) -> None:
         """A region beside the weights."""
-        self._files[flat].record.add("gradients", flat.dtype, flat.chunk_size)
+        self.files[flat].record.add("gradients", flat.dtype, flat.chunk_size)
 
     def pieces(self, flat: Flat, precision: Precision) -> list[Piece]:
         """Return pieces without values: walk brings them."""
-        run = self._files[flat]
+        run = self.files[flat]
         record = run.record
         if flat.dtype in LOW_PRECISION:
             record.add("master", np.float32, flat.chunk_size)
@@ -129,13 +130,13 @@ class OnDisk(OffDevice):
 
     def prefetch(self, flat: Flat) -> None:
         """Begin to read, if a buffer is free and another stays so."""
-        run = self._files[flat]
+        run = self.files[flat]
         if run.coming is None and self.disk.has_spare():
             run.coming = self.disk.start_read(run.record, ["weights"])
 
     def weights(self, flat: Flat, place: Array) -> Array:
         """Read into `place`, or take there what was read ahead."""
-        run = self._files[flat]
+        run = self.files[flat]
         name = run.record.name
         loan = run.coming or self.disk.start_read(run.record, ["weights"])
         run.coming = None
@@ -148,7 +149,7 @@ class OnDisk(OffDevice):
 
     def add(self, flat: Flat, chunk: Array, *, first: bool) -> None:
         """Begin to take a sum down to a buffer, to add what is on disk, and to write it there."""
-        run = self._files[flat]
+        run = self.files[flat]
         record = run.record
         ready = mark(chunk)
         bus = [chunk]
@@ -166,7 +167,7 @@ class OnDisk(OffDevice):
     @contextmanager
     def gradients(self, flats: Sequence[Flat]) -> Iterator[list[Array]]:
         """Read from disk, and written back."""
-        runs = [self._files[flat] for flat in flats]
+        runs = [self.files[flat] for flat in flats]
         with account.use(self.host):
             every = [
                 self.host.hold(self._read_now(run.record, "gradients"), "gradients") for run in runs
@@ -187,7 +188,7 @@ class OnDisk(OffDevice):
         some = set(pieces)
         return add_exactly(
             block
-            for run in self._files.values()
+            for run in self.files.values()
             if run.squares
             for piece, blocks in zip(run.pieces, run.squares, strict=True)
             if piece in some
@@ -198,7 +199,7 @@ class OnDisk(OffDevice):
 
     def make_state(self, weights: Any, names: tuple[str, ...]) -> dict[str, Array]:
         """Make regions of zeros with the first piece of a run; return arrays without values."""
-        record = self._files[weights.flat].record
+        record = self.files[weights.flat].record
         for name in names:
             if name not in record.regions:
                 record.add(name, weights.data.dtype, weights.flat.chunk_size)
@@ -208,7 +209,7 @@ class OnDisk(OffDevice):
         """Run by run: while one is updated, the next is read and the one before written."""
         if changes:
             self._give_back_weights()
-        runs = [(self._files[flat].record, run) for flat, run in by_run(slots)]
+        runs = [(self.files[flat].record, run) for flat, run in by_run(slots)]
         ahead: Loan | None = None
         with account.use(self.host):
             for number, (record, run) in enumerate(runs, start=1):
@@ -238,14 +239,14 @@ class OnDisk(OffDevice):
     def _give_back_weights(self) -> None:
         """Give back the buffers of weights that were read ahead in vain: these are about to
         change."""
-        for run in self._files.values():
+        for run in self.files.values():
             if run.coming is not None:
                 run.coming.end()
                 run.coming = None
 
     def master(self, flat: Flat) -> Array:
         """Read from disk: a copy."""
-        record = self._files[flat].record
+        record = self.files[flat].record
         return self._read_now(record, record.master)
 
     def _read_now(self, record: Record, key: str) -> np.ndarray:

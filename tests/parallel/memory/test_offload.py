@@ -508,7 +508,7 @@ class Counting(OnDisk):
 
     def weights(self, flat: Any, place: Any) -> Any:
         self.wanted += 1
-        self.ahead += id(flat) in self._coming
+        self.ahead += self.files[flat].coming is not None
         return super().weights(flat, place)
 
 

@@ -16,7 +16,7 @@ from minidist.device.account import MemoryAccount
 from minidist.errors import DiskError, MemoryLimitError, MinidistError, PlanError
 from minidist.nn import MixtureConfig
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
-from minidist.parallel.memory.offload_disk import OnDisk
+from minidist.parallel.memory.offload_disk import OnDisk, RunOnDisk
 from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.shards import ZeroAxis
 
@@ -297,7 +297,8 @@ class Counting(OnDisk):
         self.wanted: list[tuple[str, bool]] = []
 
     def weights(self, flat: Any, place: Any) -> Any:
-        self.wanted.append((self._names[id(flat)], id(flat) in self._coming))
+        run = self.files[flat]
+        self.wanted.append((run.record.name, run.coming is not None))
         return super().weights(flat, place)
 
 
@@ -382,8 +383,8 @@ def test_planted_bugs(bug: str, case: int, monkeypatch: pytest.MonkeyPatch) -> N
     planted: dict[str, tuple[Any, str, Any]] = {
         "copies not summed": (ZeroAxis, "sum_stored", lambda self: None),
         "copies not summed on disk": (ZeroAxis, "sum_stored", lambda self: None),
-        "sums over tp not kept": (OnDisk, "_show", of_a_copy(OnDisk._show)),
-        "the norm of the sums before": (OnDisk, "_note_squares", once(OnDisk._note_squares)),
+        "sums over tp not kept": (RunOnDisk, "show", of_a_copy(RunOnDisk.show)),
+        "the norm of the sums before": (RunOnDisk, "note_squares", once(RunOnDisk.note_squares)),
         "each pass summed over copies": (GradientShards, "finish", summed(GradientShards.finish)),
     }
     changes, plan = CASES[case]
@@ -394,7 +395,7 @@ def test_planted_bugs(bug: str, case: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 def of_a_copy(show: Any) -> Any:
     """What is written to the gradients while they are in memory is lost."""
-    return lambda self, flat, sums: show(self, flat, sums.copy())
+    return lambda self, sums: show(self, sums.copy())
 
 
 def once(note: Any) -> Any:
