@@ -129,7 +129,7 @@ class BucketOrder:
         self.runs = runs
         self.started = len(runs)
         self._missing = [0] * len(runs)  # gradients each run still waits for
-        self._run_of = {id(parameter): index for index, run in enumerate(runs) for parameter in run}
+        self._run_of = {parameter: index for index, run in enumerate(runs) for parameter in run}
 
     def backward(
         self,
@@ -220,7 +220,7 @@ class BucketOrder:
     def _final(self, parameter: Parameter) -> None:
         """The hook on a parameter: its gradient is complete, so its run, and those behind it, may
         set out."""
-        index = self._run_of.get(id(parameter))
+        index = self._run_of.get(parameter)
         if index is None:
             raise GradientError(
                 f"{self.who}: {parameter.name!r} has a gradient now, but had none in the first "

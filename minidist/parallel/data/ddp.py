@@ -228,8 +228,8 @@ class DDP(DataAxis):
         self.buckets = make_buckets(reversed(order), self.bucket_bytes)
         self._order.arrange([bucket.parameters for bucket in self.buckets])
         self._attach()
-        reached = set(map(id, order))
-        self._left_out = [parameter for parameter in self.weights if id(parameter) not in reached]
+        reached = set(order)
+        self._left_out = [parameter for parameter in self.weights if parameter not in reached]
 
     def updated(self) -> list[tuple[Parameter, Parameter]]:
         """All parameters that learn, each whole."""
@@ -264,8 +264,8 @@ def _agreed(
              in its order.
     Cost:    one all-gather of 8 bytes a parameter and rank, under `control`.
     """
-    place = {id(parameter): number for number, parameter in enumerate(completed)}
-    mine = np.array([place.get(id(parameter), -1) for parameter in parameters], np.int64)
+    place = {parameter: number for number, parameter in enumerate(completed)}
+    mine = np.array([place.get(parameter, -1) for parameter in parameters], np.int64)
     with group.ledger.control():
         rows = group.all_gather(mine).reshape(group.size, -1)
     order = [

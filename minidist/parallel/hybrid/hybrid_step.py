@@ -192,7 +192,8 @@ class Hybrid(Strategy):
     def _lay_out(self) -> None:
         """Give parameters their layouts: by stage; equal on ranks of tp; a table at both ends;
         experts."""
-        alike, table = ({id(p) for p in some} for some in (self._alike(), self._tables()))
+        alike = set(self._alike())
+        table = set(self._tables())
         stages = (
             [trainable(self.model.parameters())]
             if self.pipeline is None
@@ -200,7 +201,7 @@ class Hybrid(Strategy):
         )
         for number, weights in enumerate(stages):
             for p in weights:
-                p.layout = (number, id(p) in alike, id(p) in table, p.shared_by is not None)
+                p.layout = (number, p in alike, p in table, p.shared_by is not None)
 
     def _whole(self) -> list[Parameter]:
         """The weights that all ranks of tp have whole."""
@@ -244,14 +245,14 @@ class Hybrid(Strategy):
         found += summands(
             [owner for owner, _ in updated], self.tp if self.plan.sequence_parallel else None
         )
-        self._outside = [(id(summand.parameter), summand.group) for summand in found]
+        self._outside = [(summand.parameter, summand.group) for summand in found]
         self.outside = [
             flat
             for flat in self.data_axis.flats
-            if {*map(id, flat.parameters)} & {owner for owner, _ in self._outside}
+            if {*flat.parameters} & {owner for owner, _ in self._outside}
         ]
-        pieces = {id(owner): piece for owner, piece in updated}
-        return [summand._replace(parameter=pieces[id(summand.parameter)]) for summand in found]
+        pieces: dict[Any, Any] = dict(updated)
+        return [summand._replace(parameter=pieces[summand.parameter]) for summand in found]
 
     # ----------------------------------------------------------------------------------------- step
 
@@ -316,12 +317,12 @@ class Hybrid(Strategy):
         divided = self.data_axis.divides_state
         counts = self.data_axis.first_copy if divided else self.ep.rank == 0
         # counts at the first end
-        skipped = {id(table) for table in self._twice() if self.pp.rank > 0}
+        skipped = {table for table in self._twice() if self.pp.rank > 0}
         counted = [
             piece
             for owner, piece in self.data_axis.updated()
             if (counts or owner.shared_by is not None)
-            and id(owner) not in skipped
+            and owner not in skipped
             and counts_at(owner, self.tp.rank)
         ]
         holders = self.everyone if divided else self.holders
@@ -363,7 +364,7 @@ class Hybrid(Strategy):
     def summand_of(self, parameter: Parameter) -> tuple[int, int]:
         number = 0
         count = 1
-        for group in (group for owner, group in self._outside if owner == id(parameter)):
+        for group in (group for owner, group in self._outside if owner is parameter):
             number = number * group.size + group.rank
             count = count * group.size
         return number, count

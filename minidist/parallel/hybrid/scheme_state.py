@@ -64,12 +64,12 @@ def own_entries(strategy: Strategy) -> list[StateEntry]:
 
 
 def wanted_entries(
-    strategy: Strategy, saved: dict[str, Any], names: dict[int, str]
+    strategy: Strategy, saved: dict[str, Any], names: dict[Parameter, str]
 ) -> list[StateEntry]:
     """What this rank takes of a state that was saved; its errors are zero from here on, unless all
     come back.
 
-    Args:    saved: the small state; names: of parameters, by id, whole.
+    Args:    saved: the small state; names: of parameters, whole.
     """
     scheme = strategy.data_axis.scheme
     told = saved.get("scheme")
@@ -80,15 +80,15 @@ def wanted_entries(
     for error in scheme.errors.values():
         error[...] = 0
     wanted = list[StateEntry]()
-    seen = set[int]()
+    seen = set[Parameter]()
     for base, number, count, parameter, part, array in _errors(strategy, scheme):
         # the first has all of the parameter
-        if not told or not base.startswith(WORKER) or id(parameter) in seen:
+        if not told or not base.startswith(WORKER) or parameter in seen:
             continue
-        seen.add(id(parameter))
+        seen.add(parameter)
         kinds = [
             f"{kind}.{each}"
-            for kind, many in sorted(told["owed"].get(names[id(parameter)], {}).items())
+            for kind, many in sorted(told["owed"].get(names[parameter], {}).items())
             for each in range(many)
         ]
         wanted += [
@@ -97,7 +97,7 @@ def wanted_entries(
     return wanted
 
 
-def described(strategy: Strategy, names: dict[int, str]) -> dict[str, Any]:
+def described(strategy: Strategy, names: dict[Parameter, str]) -> dict[str, Any]:
     """What is no array, of this rank: the scheme, its counters, how many owe each parameter; as
     JSON."""
     scheme = strategy.data_axis.scheme
@@ -105,7 +105,7 @@ def described(strategy: Strategy, names: dict[int, str]) -> dict[str, Any]:
         return {}
     owed: dict[str, dict[str, int]] = {}
     for base, _, count, parameter, _, _ in _errors(strategy, scheme):
-        owed.setdefault(names[id(parameter)], {})[base] = count
+        owed.setdefault(names[parameter], {})[base] = count
     return {
         "name": scheme.name,
         "counters": dict(scheme.counters),

@@ -100,7 +100,7 @@ def state_places(
     mark = "" if diverged is None else f"{OF_RANK}{diverged.rank}"
     for slot in optimizer.slots:
         owner, part = _owner_of(slot.weights)
-        name = _whole_name(names[id(owner)], owner)
+        name = _whole_name(names[owner], owner)
         shape = _whole_shape(owner)
         runs = _runs_of(owner, part)
         arrays: dict[str, Array] = {WEIGHT: slot.weights.data, **slot.state}
@@ -108,7 +108,7 @@ def state_places(
             Place(kind + mark, name, shape, runs, array.dtype) for kind, array in arrays.items()
         ]
     places += [
-        Place(WEIGHT, _whole_name(names[id(p)], p), _whole_shape(p), _runs_of(p, part), p.dtype)
+        Place(WEIGHT, _whole_name(names[p], p), _whole_shape(p), _runs_of(p, part), p.dtype)
         for p, part, _ in strategy.frozen(changes=False)
     ]
     places += [
@@ -126,7 +126,7 @@ def _entries(strategy: Strategy, saved: dict[str, Any] | None) -> list[StateEntr
     )
 
 
-def _place_of(entry: StateEntry, names: dict[int, str]) -> Place:
+def _place_of(entry: StateEntry, names: dict[Parameter, str]) -> Place:
     p = entry.parameter
     dtype = entry.array.dtype
     if p is None:
@@ -134,7 +134,7 @@ def _place_of(entry: StateEntry, names: dict[int, str]) -> Place:
             entry.kind, "", (len(entry.part),), np.array([[0, len(entry.part)]], np.int64), dtype
         )
     return Place(
-        entry.kind, _whole_name(names[id(p)], p), _whole_shape(p), _runs_of(p, entry.part), dtype
+        entry.kind, _whole_name(names[p], p), _whole_shape(p), _runs_of(p, entry.part), dtype
     )
 
 
@@ -238,20 +238,20 @@ def set_small_state(
         say_line(f"minidist: {left_out}")
 
 
-def whole_names(strategy: Strategy) -> dict[int, str]:
-    """The dotted path of each parameter, by its id, as in the whole model."""
-    return {id(p): _whole_name(name, p) for name, p in strategy.model.named_parameters()}
+def whole_names(strategy: Strategy) -> dict[Parameter, str]:
+    """Return the dotted path of each parameter, as in the whole model."""
+    return {p: _whole_name(name, p) for name, p in strategy.model.named_parameters()}
 
 
 def _slots_by_name(strategy: Strategy, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     names = _names(strategy)
     for slot in optimizer.slots:
         owner, _ = _owner_of(slot.weights)
-        yield _whole_name(names[id(owner)], owner), slot
+        yield _whole_name(names[owner], owner), slot
 
 
-def _names(strategy: Strategy) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in strategy.model.named_parameters()}
+def _names(strategy: Strategy) -> dict[Parameter, str]:
+    return {parameter: name for name, parameter in strategy.model.named_parameters()}
 
 
 def _owner_of(weights: Any) -> tuple[Parameter, range]:

@@ -200,7 +200,7 @@ class MixedPrecision(Precision):
         self.loss_scale = LossScale() if loss_scale is None and name == "fp16" else loss_scale
         self.skipped = 0
         self.float8: Float8 | None = None
-        self._masters: dict[int, Array] = {}  # id(parameter) -> its master, where they are whole
+        self._masters: dict[Parameter, Array] = {}  # where weights are whole
         self._pairs: list[tuple[Array, Array]] = []  # (master, the weights that are its rounding)
 
     def attach(self, model: GPT, group: Group | None = None) -> None:
@@ -215,7 +215,7 @@ class MixedPrecision(Precision):
         masters = [
             Master(p, self.master(p.data, [(p, ..., ())])) for p in parameters if p.requires_grad
         ]
-        self._masters.update({id(master.parameter): master.data for master in masters})
+        self._masters.update({master.parameter: master.data for master in masters})
         return masters
 
     def master(self, weights: Array, spans: Iterable[Span]) -> Array:
@@ -245,7 +245,7 @@ class MixedPrecision(Precision):
         """Copies on the host, by dotted path, all float32: masters, and frozen weights as they
         are."""
         return {
-            name: np.array(to_host(self._masters.get(id(p), p.data)), np.float32)
+            name: np.array(to_host(self._masters.get(p, p.data)), np.float32)
             for name, p in model.named_parameters()
         }
 

@@ -136,30 +136,30 @@ def make_units(
             "none"
         )
     model = axis.model
-    paths = {id(module): path for path, module in model.named_modules()}
-    taken = set[int]()
+    paths = {module: path for path, module in model.named_modules()}
+    taken = set[Parameter]()
     chosen: list[tuple[str, Module, list[Parameter]]] = []
     model.assign_names()
     for module in [child for _, child in model.children()] if modules is None else modules:
-        if id(module) not in paths:
+        if module not in paths:
             raise ConfigError(
                 f"units: a {type(module).__name__} is no part of the model; name modules of the "
                 "model"
             )
         parameters = [p for p in module.parameters() if not p.stays_whole]
-        twice = [p.name for p in parameters if id(p) in taken]
+        twice = [p.name for p in parameters if p in taken]
         if twice:
             raise ConfigError(
                 f"units: {twice[0]!r} belongs to two units; leave the modules that share it to "
                 "the root"
             )
-        taken.update(map(id, parameters))
+        taken.update(parameters)
         if parameters:
-            chosen.append((paths[id(module)], module, parameters))
+            chosen.append((paths[module], module, parameters))
     for p in model.parameters():
         if p.stays_whole and seed is not None and isinstance(p, Weight) and not p.drawn:
             p.data = p.draw(seed, device=device)
             p.seed = seed
     units = [Unit(*unit, axis, seed=seed, device=device) for unit in chosen]
-    rest = [p for p in model.parameters() if not p.stays_whole and id(p) not in taken]
+    rest = [p for p in model.parameters() if not p.stays_whole and p not in taken]
     return units, Unit("root", None, rest, axis, seed=seed, device=device)

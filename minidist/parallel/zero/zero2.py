@@ -108,12 +108,11 @@ class Zero2(ShardedReplica):
     ) -> None:
         """A backward of a segment reaches, and reduces, the runs of its modules alone."""
         reached = [
-            {id(parameter) for module in segment for parameter in module.parameters()}
+            {parameter for module in segment for parameter in module.parameters()}
             for segment in segments
         ]
         self._segments = [
-            [i for i, flat in enumerate(self.flats) if id(flat.parameters[0]) in own]
-            for own in reached
+            [i for i, flat in enumerate(self.flats) if flat.parameters[0] in own] for own in reached
         ]
 
     def begin_step(self) -> None:

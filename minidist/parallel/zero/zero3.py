@@ -398,8 +398,8 @@ class Zero3(ZeroAxis):
 
     def frozen(self, *, changes: bool) -> Iterator[tuple[Parameter, range, Array]]:
         """As Strategy's: of units this rank's pieces, the others whole."""
-        divided = {id(parameter) for flat in self.stored for parameter in flat.parameters}
-        yield from (each for each in super().frozen(changes=changes) if id(each[0]) not in divided)
+        divided = {parameter for flat in self.stored for parameter in flat.parameters}
+        yield from (each for each in super().frozen(changes=changes) if each[0] not in divided)
         for flat in self.stored:
             if untrained(flat.parameters[0]):
                 chunk = self.store.master(flat)
