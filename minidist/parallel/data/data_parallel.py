@@ -236,7 +236,8 @@ class DataParallel(Strategy):
             device.group.broadcast(weights, out=weights, algorithm="naive")
         if device.rank:
             for mine, module in zip(device.model.modules(), self.model.modules(), strict=True):
-                vars(mine).update(settings(module))
+                for name, value in settings(module).items():
+                    setattr(mine, name, value)
             originals = self.model.parameters()
             for weight, original in zip(device.model.parameters(), originals, strict=True):
                 weight.requires_grad = original.requires_grad

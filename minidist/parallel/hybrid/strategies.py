@@ -282,10 +282,12 @@ def make_data_axis(
 
             return Zero2(model, group, bucket_bytes=plan.bucket_bytes, **options)
         case _:
+            from minidist.parallel.zero.staged_zero3 import StagedZero3
             from minidist.parallel.zero.zero3 import Zero3
 
+            zero3 = StagedZero3 if plan.pp > 1 else Zero3
             tied = model.tokens if model.config.tied else None  # used at both ends: held all step
-            return Zero3(
+            return zero3(
                 model,
                 group,
                 units=[child for _, child in model.children() if child is not tied],

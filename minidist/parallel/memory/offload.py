@@ -245,12 +245,12 @@ class OnHost(OffDevice):
         master[...] = weights
         unround(master, weights, flat.chunk_spans())
         run.master = master
-        return list(self.stored_pieces(flat, master, run.sums))
+        return list(self.stored_pieces(flat, master, run.gradients))
 
     def add(self, flat: Flat, chunk: Array, *, first: bool) -> None:
         """Begin to take a sum down; returns at once, or when the one before is down."""
         run = self._runs[flat]
-        work = partial(take_down, [chunk], run.sums, mark(chunk), first=first)
+        work = partial(take_down, [chunk], run.gradients, mark(chunk), first=first)
         self.go_down(run.name, chunk.nbytes, work)
 
     def make_state(self, weights: Any, names: tuple[str, ...]) -> dict[str, Array]:
@@ -266,7 +266,6 @@ class OnHost(OffDevice):
                 yield from some
                 if changes:
                     run = self._runs[flat]
-                    assert run.master is not None
                     work = partial(copy, run.master, run.weights, mark(run.weights))
                     moves.append(self.up.start(f"weights {run.name} up", run.weights.nbytes, work))
             for move in moves:

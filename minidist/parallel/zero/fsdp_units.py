@@ -1,5 +1,5 @@
 """Units: parameters that are gathered and freed together, of which this rank keeps its chunks
-(shards.py).
+(shards.py), and the order in which a pass needs them.
 
 A freed parameter keeps its shape and dtype alone. It takes one element, and reads as NaN, so that a
 use outside its unit is noticed.
@@ -118,6 +118,59 @@ class Unit:
         for flat in self.flats:
             forget(flat.parameters, self.xp)
         self._whole = False
+
+
+class GatherOrder:
+    """The units of a pass in the order in which it needs them.
+
+        forward    expects the units that the last forward met; the first one expects nothing
+        backward   expects those of its own forward, the last first
+
+    A unit that is called twice stands there twice, so its gradients are final when it is not among
+    those to come. The whole model is one segment, number 0; a pipeline's stages are several
+    (staged_zero3.py).
+
+    Attributes: coming: units still to come in this forward or backward, the nearest first;
+                is_first: True until the first backward.
+    """
+
+    def __init__(self, root: Unit, units: Sequence[Unit]) -> None:
+        self.root = root
+        self.units = units
+        self.coming: list[Unit] = []
+        self.is_first = True
+        self._met: list[Unit] = []  # by this pass's forward
+        self._expected: list[Unit] = []  # by the next one
+
+    def units_of(self, segment: int) -> Sequence[Unit]:
+        """Return the units whose gradients a backward of the segment reduces."""
+        return [self.root, *self.units]
+
+    def begin_pass(self) -> None:
+        """A forward is about to run."""
+        self._met = []
+
+    def enter(self, unit: Unit) -> None:
+        """A unit's forward begins."""
+        self._met.append(unit)
+        self.coming = self._expected[len(self._met) :]
+
+    def begin_backward(self, segment: int) -> None:
+        """The backward of a segment begins."""
+        self.is_first = False
+        if len(self._met) >= len(self._expected):
+            self._expected = list(self._met)
+        self.coming = [unit for unit in reversed(self._met) if unit.calls]
+
+    def enter_backward(self, unit: Unit) -> None:
+        """A unit's backward begins."""
+        self.coming = self.coming[self.coming.index(unit) + 1 :]
+
+    def end_backward(self) -> None:
+        """A backward is over: a call that it has not reached is not waited for any more."""
+        for unit in self.units:
+            unit.calls = 0
+            unit.free()
 
 
 def make_units(

@@ -131,19 +131,13 @@ class HybridSharding:
 class StoredRun:
     """This rank's chunk of a run: its weights, their gradients' sums, the optimizer's own weights.
 
-    Attributes: master: None in a frozen run, which has no gradients either.
+    Attributes: gradients, master: None in a frozen run.
     """
 
     name: str
     weights: Array
-    gradients: Array | None = None
-    master: Array | None = None
-
-    @property
-    def sums(self) -> Array:
-        """The sums of gradients, for which keep_gradients has made room."""
-        assert self.gradients is not None
-        return self.gradients
+    gradients: Array = None
+    master: Array = None
 
 
 class ShardStore:
@@ -186,7 +180,7 @@ class ShardStore:
         if run.master is not run.weights:
             for parameter in flat.parameters:  # also those of which other ranks have all
                 parameter.keep_by("its float32 master")
-        return flat.pieces(run.master, run.sums)
+        return flat.pieces(run.master, run.gradients)
 
     def prefetch(self, flat: Flat) -> None:
         """The chunk's weights will be needed soon."""
@@ -198,12 +192,12 @@ class ShardStore:
 
     def gradient_room(self, flat: Flat) -> Array | None:
         """Return where a sum of gradients may be written instead of a call of add, or None."""
-        return self._runs[flat].sums
+        return self._runs[flat].gradients
 
     def add(self, flat: Flat, chunk: Array, *, first: bool) -> None:
         """Add a sum of gradients (chunk_size,), on the device, to the chunk's; the `first` of a
         step replaces them."""
-        sums = self._runs[flat].sums
+        sums = self._runs[flat].gradients
         if first:
             sums[...] = chunk
         else:
@@ -219,7 +213,7 @@ class ShardStore:
     def gradients(self, flats: Sequence[Flat]) -> Iterator[list[Array]]:
         """Yield the sums of some runs' gradients, in memory inside, as are their pieces'; what is
         written to them is kept."""
-        yield [self._runs[flat].sums for flat in flats]
+        yield [self._runs[flat].gradients for flat in flats]
 
     def squares(self, pieces: Iterable[Piece]) -> float:
         """Return the sum of the squares of some pieces' gradients, in float64."""

@@ -48,7 +48,7 @@ from typing import Any
 import numpy as np
 
 from minidist.autograd.backward import WeightGradient
-from minidist.autograd.tensor import Parameter, Tensor, is_grad_enabled
+from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.errors import GradientError
@@ -60,7 +60,7 @@ from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.step.step import Batch, Loss, part_of
 from minidist.parallel.step.strategy import Collective
-from minidist.parallel.zero.fsdp_units import Unit, make_units
+from minidist.parallel.zero.fsdp_units import GatherOrder, Unit, make_units
 from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.shards import ShardStore, ZeroAxis
 
@@ -122,8 +122,9 @@ def plain_zero3(
 
 
 # `Zero3` below adds prefetch: the next unit's weights come while this one computes, and gradients
-# leave meanwhile. It also takes parameters outside any unit (the root), weights drawn chunk by
-# chunk, several passes, low precision.
+# leave meanwhile; a GatherOrder (fsdp_units.py) knows which unit is next. It also takes parameters
+# outside any unit (the root), weights drawn chunk by chunk, several passes, low precision. A
+# pipeline's stages, each of which goes backward by itself, are for chapter 17 (staged_zero3.py).
 
 
 class Zero3(ZeroAxis):
@@ -176,47 +177,16 @@ class Zero3(ZeroAxis):
         if seed is None:
             check_equal_replicas(model.parameters(), group, when="before the first step")
         self.units, self.root = make_units(self, units, ahead, seed=seed, device=device)
-        # of a pipeline: the units of each stage, in the order of their calls
-        self.segments: list[list[Unit]] = []
-        self.order = list[tuple[int, bool]]()
-        self._rest = list[tuple[int, bool]]()
-        self._next = list[Unit]()
-        self.sequence: list[Unit] = []  # without segments: units as the first forward met them
-        # this forward has met; this backward has still to
-        self._met = list[Unit]()
-        self._to_come = list[Unit]()
+        self.order = GatherOrder(self.root, self.units)
         self.stored = [flat for unit in (*self.units, self.root) for flat in unit.flats]
         self.flats = [flat for unit in (*self.units, self.root) for flat in unit.learning]
         self.scheme.attach([self.sharing.run(flat) for flat in self.flats])
         self.gradients = GradientShards(self, "unit part")
         self.parameters = self.pieces()
-        self._reduced = set[Unit]()  # whose gradients have set out in this backward
-        self._deferring = False  # this backward leaves the gradients of weights for later
+        self._unreduced: list[Unit] = []  # their gradients have not set out in this backward
         self._largest = max((unit.nbytes for unit in self.units), default=0)
         for unit in self.units:
             self._watch(unit)
-
-    def set_segments(
-        self, segments: Sequence[Sequence[Module]], order: Sequence[tuple[int, bool]] = ()
-    ) -> None:
-        """Units are gathered in the order of their segments, and the first of the next one is read
-        ahead by `order`."""
-        self.segments = [
-            [unit for module in segment for unit in self.units if unit.module is module]
-            for segment in segments
-        ]
-        self.order = [each for each in order if self.segments[each[0]]]
-
-    def _begin(self, segment: int, forward: bool) -> None:
-        """A segment's forward or backward begins: note the units with which the pass goes on after
-        it."""
-        while (segment, forward) in self._rest and self._rest.pop(0) != (segment, forward):
-            pass
-        self._next = [
-            unit
-            for number, ahead in self._rest[:1]
-            for unit in self.segments[number][:: 1 if ahead else -1]
-        ]
 
     def _watch(self, unit: Unit) -> None:
         module: Any = unit.module
@@ -234,21 +204,13 @@ class Zero3(ZeroAxis):
         """Gather the root; it stays until the update."""
         self.root.fetch()
         self.root.complete()
-        self._met = []
-        self._rest = [each for each in self.order if is_grad_enabled() or each[1]]
+        self.order.begin_pass()
 
     def _enter(self, unit: Unit) -> None:
-        """Before a unit's forward: its weights come, and the next unit's set out."""
+        """Before a unit's forward: its weights come, and the next units' set out."""
         unit.fetch()
-        for number in (
-            number for number, segment in enumerate(self.segments) if segment[:1] == [unit]
-        ):
-            self._begin(number, True)
-        if not self.segments:
-            self._met.append(unit)
-        self._fetch_ahead(
-            unit, self._neighbours(unit, 1) if self.segments else self.sequence[len(self._met) :]
-        )
+        self.order.enter(unit)
+        self._fetch_ahead(unit)
         unit.complete()
 
     def _leave(self, unit: Unit, result: object) -> None:
@@ -258,26 +220,17 @@ class Zero3(ZeroAxis):
         if self.free_after_forward or not unit.calls:
             unit.free()
 
-    def _neighbours(self, unit: Unit, direction: int) -> list[Unit]:
-        """The units behind one in its segment, or with direction -1 those before it, the nearest
-        first."""
-        segment = next(segment for segment in self.segments if unit in segment)[::direction]
-        return segment[segment.index(unit) + 1 :]
-
-    def _fetch_ahead(self, unit: Unit, following: Sequence[Unit]) -> None:
-        """Begin to gather those behind `unit`: with it, no more than 1 + ahead of the largest; read
-        ahead the next."""
+    def _fetch_ahead(self, unit: Unit) -> int:
+        """Begin to gather the units that come after `unit`, up to (1 + ahead) × the largest; the
+        next one may be read from disk. Return the bytes that are left, below 0 if a unit is."""
         room = (1 + self.ahead) * self._largest - unit.nbytes
-        for number, other in enumerate((*following, *self._next)):
+        for other in self.order.coming:
             room -= other.nbytes
-            full = room < 0 or not self.ahead
-            # the next segment's are read ahead, and gathered in their turn
-            if full or number >= len(following):
+            if room < 0 or not self.ahead:
                 other.prefetch()
-            else:
-                other.fetch()
-            if full:
-                break
+                return -1
+            other.fetch()
+        return room
 
     def backward(
         self,
@@ -291,64 +244,53 @@ class Zero3(ZeroAxis):
         """Add the sums of the gradients over the ranks of this copy to the shards; the `last` adds
         the other copies'.
 
-        Args:    as DataAxis.backward. With segments any number of forwards may lie before it, and
-                 none is the last.
+        Args:    as DataAxis.backward.
         Cost:    an all-gather and a reduce-scatter a unit, begun during backward; returns when all
                  have ended.
         Raises:  GradientError if the first loss is NaN, as it is where a freed weight was used.
         """
+        if share is not None and self.order.is_first:
+            self._refuse_nan(share)
         self.gradients.begin(last=last)
-        if self.segments:
-            self._begin(segment, False)
-            self._deferring = defer
-            deferred = []
-            if share is not None:
+        self.order.begin_backward(segment)
+        self._unreduced = [] if defer else list(self.order.units_of(segment))
+        deferred = []
+        if share is not None:
+            with self.recorder.span("backward", notes="ZeRO-3 backward 2"):
                 deferred = self.precision.backward(share, dy, defer_weights=defer)
-            if not defer:
-                self._reduce_all(self.segments[segment])
-            return deferred
-        assert share is not None
-        if not self.sequence and np.isnan(share.item()):
+        if not defer:
+            self._reduce_rest()
+        self.order.end_backward()
+        self._summed = last
+        return deferred
+
+    def _refuse_nan(self, loss: Tensor) -> None:
+        if np.isnan(loss.item()):
             raise GradientError(
                 f"ZeRO-3 rank {self.group.rank} of {self.group.size}: the first loss is NaN; was a "
                 f"unit's weight used outside its call (a tied one)? leave its module out of units="
             )
-        if len(self._met) >= len(self.sequence):
-            self.sequence = list(self._met)
-        self._to_come = [unit for unit in reversed(self._met) if unit.calls]
-        with self.recorder.span("backward", notes="ZeRO-3 backward 2"):
-            self.precision.backward(share)
-        self._reduce_all([self.root, *self.units])
-        for unit in self.units:
-            unit.calls = 0
-            unit.free()
-        self._summed = last
-        return []
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
         """Compute what a backward has put off, and reduce all that the segment's units have
         then."""
         self.precision.backward_weights(deferred)
-        self._reduce_all(self.segments[segment])
+        self._unreduced = list(self.order.units_of(segment))
+        self._reduce_rest()
 
     def finish_step(self) -> None:
-        """With segments: reduce the root, and sum the shards over the copies."""
+        """Sum the shards over the copies, unless a last backward did."""
         if not self._summed:
-            self._reduce_all([self.root])
             self.gradients.sum_copies()
         self.sum_stored()
 
     def _enter_backward(self, unit: Unit) -> None:
-        """Before a unit's backward: its weights come again, and those of the unit before it in
+        """Before a unit's backward: its weights come again, and those of the units before it in
         forward set out."""
         unit.fetch()
-        self._to_come = (
-            self._neighbours(unit, -1)
-            if self.segments
-            else self._to_come[self._to_come.index(unit) + 1 :]
-        )
+        self.order.enter_backward(unit)
         if self.free_after_forward:
-            self._fetch_ahead(unit, self._to_come)
+            self._fetch_ahead(unit)
         unit.complete()
 
     def _leave_backward(self, unit: Unit) -> None:
@@ -357,23 +299,23 @@ class Zero3(ZeroAxis):
         unit.calls -= 1
         if self.free_after_forward or not unit.calls:
             unit.free()
-        if not self._deferring and (self.segments or not unit.calls):
+        if unit not in self.order.coming:
             self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
-        if unit not in self._reduced:
-            self._reduced.add(unit)
+        """Begin to reduce a unit's gradients, unless this backward has begun that or leaves it for
+        later."""
+        if unit in self._unreduced:
+            self._unreduced.remove(unit)
             for flat in unit.learning:
                 self.gradients.start(self.flats.index(flat))
 
-    def _reduce_all(self, units: Sequence[Unit]) -> None:
-        """Reduce what a backward has left of these units, the last unit first, and wait for all
-        sums."""
+    def _reduce_rest(self) -> None:
+        """Reduce what a backward has left, the last unit first, and wait for all sums."""
         with self.recorder.span("wait for gradients", notes="ZeRO-3 backward 3"):
-            for unit in reversed(units):
+            for unit in reversed(list(self._unreduced)):
                 self._reduce(unit)
             self.gradients.finish()
-        self._reduced.clear()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -409,28 +351,17 @@ class Zero3(ZeroAxis):
                 if changes:
                     self.store.keep(flat, chunk, "frozen weights")
 
-    def traffic(self, passes: int, fetches: Sequence[int] | None = None) -> list[Collective]:
-        """Gathers and reduce-scatters; `fetches`: how often each segment's units are gathered
-        (default: each pass)."""
+    def traffic(self, passes: int) -> list[Collective]:
+        """The gathers and the reduce-scatter of each unit in each pass; the root is gathered
+        once."""
         gathers = (2 if self.free_after_forward else 1) * passes
-        groups = (
-            [(self.units, gathers)] if fetches is None else zip(self.segments, fetches, strict=True)
-        )
-        calls = [
-            ("all_gather", flat, times)
-            for units, times in groups
-            for unit in units
-            for flat in unit.flats
-        ]
-        calls += [("all_gather", flat, 1) for flat in self.root.flats]  # held all step
-        calls += [
-            (
-                "reduce_scatter",
-                flat,
-                passes if fetches is None or flat not in self.root.flats else 1,
-            )
-            for flat in self.flats
-        ]
+        calls = [("all_gather", flat, gathers) for unit in self.units for flat in unit.flats]
+        calls += [("all_gather", flat, 1) for flat in self.root.flats]
+        calls += [("reduce_scatter", flat, passes) for flat in self.flats]
+        return self.collectives(calls)
+
+    def collectives(self, calls: Iterable[tuple[str, Flat, int]]) -> list[Collective]:
+        """The (verb, run, how often) of a step, and the sums over the copies."""
         return [
             Collective(verb, flat.nbytes, flat.group)
             for verb, flat, times in calls

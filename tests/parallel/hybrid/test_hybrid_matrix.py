@@ -21,8 +21,8 @@ from minidist.parallel.hybrid import hybrid_cut, hybrid_step
 from minidist.parallel.hybrid.hybrid import Mesh, Plan
 from minidist.parallel.hybrid.hybrid_cut import DataPipeline
 from minidist.parallel.zero.gradient_shards import GradientShards
+from minidist.parallel.zero.staged_zero3 import StagedZero3
 from minidist.parallel.zero.zero2 import Zero2
-from minidist.parallel.zero.zero3 import Zero3
 
 EVERYTHING = {
     "dp": 2,
@@ -293,7 +293,7 @@ def test_planted_bugs(bug: str, plan: dict[str, Any], monkeypatch: pytest.Monkey
             "set_segments",
             lambda self, segments, order: self.__dict__.update(_segments=[[] for _ in segments]),
         ),
-        "table not reduced": (Zero3, "finish_step", lambda self: self.gradients.sum_copies()),
+        "table not reduced": (StagedZero3, "finish_step", lambda self: self.gradients.sum_copies()),
         "copies not summed": (GradientShards, "sum_copies", lambda self: None),
     }
     monkeypatch.setattr(*planted[bug])
