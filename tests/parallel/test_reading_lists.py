@@ -99,6 +99,17 @@ def test_step_is_no_cupboard() -> None:
     assert sum(map(lines, found)) <= LINES
 
 
+def test_no_string_hides_a_module_from_the_table() -> None:
+    sources = {
+        module: path.read_text(encoding="utf-8")
+        for module, path in modules().items()
+        if module.startswith(f"{PARALLEL}.")
+    }
+    assert len(sources) > 80
+    by_string = ("importlib", "import_module", "__import__")
+    assert [m for m, text in sources.items() if any(word in text for word in by_string)] == []
+
+
 def test_every_chapter_has_its_module() -> None:
     assert all(f"{PARALLEL}.{module}" in modules() for module in CHAPTERS)
     assert set(TODAY) | set(LARGER) <= set(CHAPTERS)
