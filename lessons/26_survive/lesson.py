@@ -2,7 +2,7 @@
 
 mpirun -n 4 python lessons/26_survive/lesson.py
 python lessons/26_survive/lesson.py                          # alone: four ranks as threads
-python lessons/26_survive/lesson.py --break manifest-first   # see README.md, section 9
+python lessons/26_survive/lesson.py --break manifest-first   # see README.md, section 8
 """
 
 import json
@@ -24,7 +24,6 @@ from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.survive.checkpoint import plain_load, plain_save
 from minidist.survive.interval import best_interval, goodput
-from minidist.survive.kept_replica import plain_go_on
 from minidist.survive.manifest import checkpoints, read_manifest, step_folder
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "26")
@@ -52,8 +51,6 @@ def tour(group: Group, page: Page) -> None:
             damaged(page, folder)
         page.heading("5  How often? √(2 δ M)")
         intervals(page)
-        page.heading("7  Ranks that meet seldom need no restart")
-        seldom(page)
 
 
 class shared_folder:  # noqa: N801 - used as a function
@@ -263,44 +260,6 @@ def intervals(page: Page) -> None:
         rows,
         note="thirty days on a clock that jumps from event to event; at the best interval "
         "saving and losing cost the same",
-    )
-
-
-# --------------------------------------------------------------------------------- 7 meeting seldom
-
-
-def seldom(page: Page) -> None:
-    """Three ranks meet three times; rank 2 is lost in the last meeting, and its sum has arrived on
-    rank 1 alone."""
-    rows = md.run(lost_in_a_meeting, size=3)
-    left = [row for row in rows if row is not None]
-    page.table(
-        "Rank 2 is lost in the third meeting; only rank 1 has its sum",
-        ["rank", "meetings held", "meetings that count", "common weight"],
-        [[rank, *row] for rank, row in enumerate(rows) if row is not None],
-        note=f"the two that are left: {verdict(abs(left[0][2] - left[1][2]), 0.0)}",
-    )
-
-
-def lost_in_a_meeting(group: Group) -> tuple[int, int, float] | None:
-    """(meetings this rank has held, meetings that count, the common weight); None of the rank that
-    is lost."""
-    common = np.zeros(1)
-    momentum = np.zeros(1)
-    held = 0
-    for meeting in range(1, 4):
-        own = common - 0.1 * (group.rank + 1)  # what its own steps have made of the common weight
-        gradient = group.all_reduce((common - own) / group.size)
-        if meeting == 3 and group.rank != 1:
-            break  # here the sum has not arrived
-        momentum = 0.9 * momentum + gradient
-        common = common - 0.7 * (gradient + 0.9 * momentum)
-        held += 1
-    left = group.split(0 if group.rank < 2 else None)
-    return (
-        None
-        if left is None
-        else (held, plain_go_on(left, held, common, momentum), float(common[0]))
     )
 
 

@@ -47,7 +47,6 @@ from minidist.errors import ConfigError
 from minidist.files import check_writable, whole
 from minidist.launch.own_python import module_command
 from minidist.observe.machine import machine
-from minidist.observe.step_log import loss_text
 from minidist.observe.storm_figure import draw_storm
 from minidist.progress import Progress, progress
 from minidist.reading import Count, Finite, Positive, Rank, Seconds, read_json
@@ -55,10 +54,6 @@ from minidist.survive.faults import FAULTS, WITHOUT_DISK, disk_module
 from minidist.survive.storm import LOG, Storm, events
 from minidist.survive.storm_report import spans, summary
 from minidist.terminal import Console
-
-OWN_WEIGHTS = "--local-steps", "--asynchronous"
-"""Options of `minidist train` by which ranks go on from weights of their own: then bits do not say
-what was lost."""
 
 TINY = ("--layers=2", "--width=64", "--heads=4", "--context=64", "--batch=16")
 FIRST_STEPS = 60  # of the first undisturbed run
@@ -150,8 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--faults",
         dest="faults",
         metavar="KIND,…",
-        help=f"of {', '.join(FAULTS)} (default: all, in turn; with --asynchronous "
-        f"{', '.join(WITHOUT_DISK)})",
+        help=f"of {', '.join(FAULTS)} (default: all, in turn)",
     )
     add("--elastic", metavar="LEAST:MOST", help="as of train (default: half the ranks to all)")
     add(
@@ -191,19 +185,17 @@ def run(args: argparse.Namespace) -> int:
     the plan stayed; else the training's exit status, or 1. Raises: ConfigError."""
     if args.compare is not None:
         return _compare_later(args)
-    apart = "--asynchronous" in args.options
-    if any(word.partition("=")[0] == "--hosts" for word in args.options):
+    named = {word.partition("=")[0] for word in args.options}
+    if "--hosts" in named:
         fail("--hosts: a storm kills processes of this host alone; leave it out")
-    kinds = (
-        [*(WITHOUT_DISK if apart else FAULTS)] if args.faults is None else args.faults.split(",")
-    )
+    for option in ("--asynchronous", "--local-steps"):
+        if option in named:
+            fail(
+                f"{option}: a storm breaks an elastic job, and such a job has no {option}; leave it out"
+            )
+    kinds = [*FAULTS] if args.faults is None else args.faults.split(",")
     if wrong := [kind for kind in kinds if kind not in FAULTS]:
         fail(f"--kinds: {shown(wrong[0])} is none of {', '.join(FAULTS)}")
-    if apart and (wrong := [kind for kind in kinds if kind not in WITHOUT_DISK]):
-        fail(
-            f"--kinds: {wrong[0]} needs checkpoints, and asynchronous workers are never at the "
-            f"same step; choose of {', '.join(WITHOUT_DISK)}"
-        )
     for option in ("json", "figure"):
         check_writable(f"--{option}", getattr(args, option))
     with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="minidist-storm-") as scratch:
@@ -212,7 +204,7 @@ def run(args: argparse.Namespace) -> int:
             progress(f"{FIRST_STEPS} steps without a fault, to know how long one takes") as show,
             show.stderr() as trainings.stderr,
         ):
-            status = trainings.undisturbed("first", whole_periods(FIRST_STEPS, args.options))
+            status = trainings.undisturbed("first", FIRST_STEPS)
             if status:
                 return status
             figures = _weather(trainings, args, kinds, show)
@@ -366,26 +358,17 @@ class Trainings:
         return metrics
 
 
-def whole_periods(steps: int, options: list[str]) -> int:
-    """At least so many steps; with --local-steps a multiple of it."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--local-steps", type=int, default=1)
-    period: int = max(1, parser.parse_known_args(options)[0].local_steps)
-    return -(-steps // period) * period
-
-
 def _weather(
     trainings: Trainings, args: argparse.Namespace, kinds: list[str], show: Progress
 ) -> dict[str, Any]:
     """The storm: its figures."""
     scratch = trainings.scratch
     out = trainings.out
-    first = whole_periods(FIRST_STEPS, args.options)
-    step_seconds = _step_seconds(scratch / "first", first, args.ranks)
+    step_seconds = _step_seconds(scratch / "first", FIRST_STEPS, args.ranks)
     save_every = max(1, round(SAVE_SECONDS / step_seconds)) if trainings.disk else 0
-    if save_every and trainings.undisturbed("saving", first, save_every) == 0:
-        step_seconds = _step_seconds(scratch / "saving", first, args.ranks)
-    steps = whole_periods(max(first, round(60 * args.minutes / step_seconds)), args.options)
+    if save_every and trainings.undisturbed("saving", FIRST_STEPS, save_every) == 0:
+        step_seconds = _step_seconds(scratch / "saving", FIRST_STEPS, args.ranks)
+    steps = max(FIRST_STEPS, round(60 * args.minutes / step_seconds))
     storm = Storm(
         lambda again: trainings.start(trainings.command(out, steps, save_every, again=again)),
         out,
@@ -450,15 +433,8 @@ def _compare(trainings: Trainings, figures: dict[str, Any]) -> int:
     theirs = trainings.metrics(calm)
     ours = trainings.metrics(trainings.out)
     same = all(theirs[key] == ours[key] for key in ("losses", "weights_sha256"))
-    apart = {*OWN_WEIGHTS} & {word.partition("=")[0] for word in args.options}
     figures["bits"] = (
-        "equal"
-        if same
-        else "own weights"
-        if apart
-        else "differ"
-        if {*figures["sizes"]} == {args.ranks}
-        else "other plans"
+        "equal" if same else "differ" if {*figures["sizes"]} == {args.ranks} else "other plans"
     )
     figures["validation_losses"] = [ours["validation_loss"], theirs["validation_loss"]]
     figures["rate"] = steps * _step_seconds(calm, steps, args.ranks) / figures["work_seconds"]
@@ -517,10 +493,8 @@ def _print(figures: dict[str, Any], args: argparse.Namespace) -> None:
         "equal": "losses and weights have the bits of the undisturbed run",
         "differ": "losses or weights DIFFER from the undisturbed run, and the plan was the same",
         "other plans": "the plan changed, so the bits are not those of the undisturbed run",
-        "own weights": "ranks went on from weights of their own, so the bits are not those of "
-        "the undisturbed run; validation loss {}, undisturbed {}",
     }
     if figures["bits"] is not None:
-        say(words[figures["bits"]].format(*map(loss_text, figures["validation_losses"])))
+        say(words[figures["bits"]])
     if args.out:
         say(f"{args.out}/: storm.png, storm.json, storm.jsonl, elastic.jsonl, metrics.json")

@@ -17,10 +17,6 @@ here (workers.py). Then this launcher forms the next one:
     fewer ranks                         of a size that the plan allows
     it gives up                         if fewer than `least` are left and none is starting
 
-Ranks that make steps of their own (asynchronous workers, `Elastic.apart`) end no generation when
-they are lost. When another can take a lost one's place, the launcher tells each rank to leave after
-the step that it is in.
-
 The processes may be on several hosts (elastic_hosts.py). A host that is lost is lost with all its
 processes.
 
@@ -197,15 +193,7 @@ class ElasticJob:
         match kind:
             case "formed":
                 self.begun = True
-                self.log.note(
-                    "formed",
-                    generation,
-                    **{
-                        key: frame[key]
-                        for key in ("step", "met", "made", "versions")
-                        if key in frame
-                    },
-                )
+                self.log.note("formed", generation, step=int(frame["step"]))
             case "stepped":
                 self.useless = 0
                 self.log.note("stepped", generation, step=int(frame["step"]))
@@ -245,12 +233,6 @@ class ElasticJob:
             self.log.note("left", generation, step=generation.boundary)
         elif generation.monitor.loss is None:  # its rank is alive: a connection broke
             generation.monitor.lose(Failure(worker.rank, worker.process.pid, worker.host.name, why))
-            self._note_spared(generation, worker, why)
-
-    def _note_spared(self, generation: Generation, worker: Worker, how: str) -> None:
-        """A rank is lost; whether it ends the generation, its monitor has just said."""
-        if generation.monitor.loss is None:
-            self.log.note("spared", generation, rank=worker.rank, how=how.splitlines()[0])
 
     # --- a generation ends
     # -------------------------------------------------------------------------------------------
@@ -281,7 +263,6 @@ class ElasticJob:
                 generation.monitor.lose(
                     Failure(worker.rank, worker.process.pid, worker.host.name, how)
                 )
-                self._note_spared(generation, worker, how)
             self.lost.append({"process": worker.number, "rank": worker.rank, "how": how})
         where = f" on {worker.host.name}" if len(self.workforce.hosts) > 1 else ""
         say_line(f"minidist: {worker} (process {worker.process.pid}{where}) {how}")
@@ -386,30 +367,17 @@ class ElasticJob:
         elif generation.asked is not None:
             if now - generation.asked > AGREE_LIMIT:
                 generation.asked = None  # it makes a long step, or the last one
-        elif ("stepped" in record or "spared" in record) and not self.told:
+        elif "stepped" in record and not self.told:
             living = self._living(generation)
             if self.elastic.size_of(len(living) + len(self.workforce.of(WAITING))) > len(living):
                 generation.asked = now
-                for worker in living if self.elastic.apart else living[:1]:
-                    worker.send(
-                        "stop" if self.elastic.apart else "regroup",
-                        number=generation.number,
-                        step=0,
-                    )
+                for worker in living[:1]:
+                    worker.send("regroup", number=generation.number)
 
     def _living(self, generation: Generation) -> list[Worker]:
-        """The ranks that work. A stopped one without which the others go on is killed, so that
-        another may start."""
+        """Return the ranks that work, in rank order."""
         members = self.workforce.of(MEMBER)
-        spared = generation.monitor.spared
-        for worker in members if spared else ():
-            if worker.rank in spared and worker.stopped:
-                worker.kill()
-        return [
-            worker
-            for worker in generation.members
-            if worker in members and worker.rank not in spared
-        ]
+        return [worker for worker in generation.members if worker in members]
 
     # --- the end
     # -----------------------------------------------------------------------------------------------------

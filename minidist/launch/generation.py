@@ -4,13 +4,10 @@ all of them.
 {"event": "forming", "seconds": 12.1, "time": …, "generation": 2, "processes": [0, 1, 3], "pids":
 […]}
                                         with --hosts also "hosts", of each rank
-{"event": "formed", …, "step": 41}      all ranks have the state after 41 steps; with local steps
-                                        (chapter 21) also "met": meetings held, "made": [41, 40,
-                                        null]: steps of each rank, null: new
+{"event": "formed", …, "step": 41}      all ranks have the state after 41 steps
 {"event": "stepped", …, "step": 42}     the first step of this generation that counts
 {"event": "at", …, "step": 45}          so many steps are made; a few times a second
 {"event": "trained", …, "step": 90}     all of them
-{"event": "spared", …, "rank": 2, "how": "was killed by SIGKILL"}       a rank is lost, and no other stops for it
 {"event": "broken", …, "rank": 2, "how": "was killed by SIGKILL"}; or "left": all ranks stopped to
 be joined by more
 {"event": "reached", …, "step": 43}     the most steps that a rank had made when it left
@@ -48,15 +45,12 @@ class Elastic:
                 spares    processes that wait, started, beside those that work
                 wait      seconds to wait for a replacement that is starting, before going on with
                           fewer ranks
-                apart     ranks make steps of their own, and some may be lost without ending a
-                          generation
     """
 
     sizes: tuple[int, ...]
     restarts: int = 0
     spares: int = 0
     wait: float = 0.0
-    apart: bool = False
 
     def size_of(self, count: int) -> int:
         """The most ranks that so many processes can be; 0 if they are too few."""

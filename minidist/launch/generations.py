@@ -223,7 +223,6 @@ class Generations:
 
         Asked by the launcher, rank 0 names the step `boundary`, which no rank can end before rank 0
         has begun it: the step that is about to begin, say. Rank 0 begins it when all others know of
-        it. Ranks that make steps of their own are told by the launcher, and leave when they hear
         it.
 
         Raises: TimeoutError on rank 0 if a rank does not say that it knows. Those that know stop

@@ -103,22 +103,11 @@ def _lanes(
     """A lane a rank: its process's colour while it took part, grey while it only lived."""
     _quiet(axes)
     forming = [event for event in told if event["event"] == "forming"]
-    by_number: dict[int, tuple[float, float]] = {}
-    for begin, end, _, number in works:  # several of a generation that went on without a rank
-        by_number[number] = (by_number.get(number, (begin, end))[0], end)
-    spared = [event for event in told if event["event"] == "spared"]
+    by_number = {number: (begin, end) for begin, end, _, number in works}
     colours: dict[int, str] = {}
     for number, (event, following) in enumerate(zip(forming, [*forming[1:], None], strict=True), 1):
         begin, end = by_number.get(number, (event["time"], event["time"]))
         for rank, pid in enumerate(event["pids"]):
-            stop = min(
-                (
-                    one["time"]
-                    for one in spared
-                    if one["rank"] == rank and begin <= one["time"] < end
-                ),
-                default=end,
-            )
             colours.setdefault(pid, RANKS[len(colours) % len(RANKS)])
             until: float = (
                 end if following is None or pid not in following["pids"] else following["time"]
@@ -130,7 +119,7 @@ def _lanes(
                 linewidth=0,
             )
             axes.broken_barh(
-                [(begin - start, stop - begin)],
+                [(begin - start, end - begin)],
                 (rank - 0.32, 0.64),
                 color=colours[pid],
                 linewidth=0,

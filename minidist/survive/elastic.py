@@ -11,9 +11,6 @@ need not end: it closes the world, and gets a rank in the next generation from t
 (peer_copies.py), make a Trainer for the new plan, and fill its state. If they hold none whole,
 because a rank was lost together with its partner, they take the newest checkpoint.
 
-Ranks that meet seldom (local steps, kept_replica.py) or never (asynchronous servers,
-kept_shards.py) do not go back to a common step: each goes on from what it has.
-
 What holds: the update of each step is made once, on the state before it; a step that was broken off
 is made again from the beginning. The batch of a step follows from seed and step, so the losses are
 those of a training that changes its plan between the same steps on purpose (Trainer.change_plan);
@@ -25,8 +22,6 @@ Source:  Thorpe et al. 2023, "Bamboo"; Jang et al. 2023, "Oobleck" (2309.08125).
 
 import gc
 import os
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -44,18 +39,10 @@ from minidist.launch.generations import Generations
 from minidist.nn import GPTConfig
 from minidist.observe.records import gather_records, share_records
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
-from minidist.parallel.step.late_loss import LateLoss
-from minidist.parallel.step.step import Batch
-from minidist.survive.kept_replica import KeptReplica
-from minidist.survive.kept_shards import KeptShards
 from minidist.survive.manifest import unpacked
 from minidist.survive.peer_copies import PeerCopies
 
 WAIT_LIMIT = 120.0  # seconds of one wait inside a generation
-
-
-AGREED = ("met", "made", "versions")
-"""What a generation agrees on beside its step, where ranks do not make each step together."""
 
 
 class Regrouping(Exception):
@@ -78,14 +65,12 @@ class Survivor:
         self,
         job: Generations,
         *,
-        copies: PeerCopies | KeptReplica | KeptShards | None = None,
+        copies: PeerCopies | None = None,
         newest: Callable[[], Sequence[Path]] = lambda: (),
     ) -> None:
         self.job = job
         self._newest = newest
         self._copies = copies or PeerCopies()
-        # of steps that are made, the losses that this process has not read
-        self._late = deque[LateLoss]()
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.generations: list[int] = []
@@ -108,30 +93,22 @@ class Survivor:
         self._copies.begin(trainer, self.job.number)
         self._fresh = True
         if trainer.world.rank == 0:
-            self.job.tell(
-                "formed",
-                **{"step": trainer.steps_done, **(self._copies.formed if restored else {})},
-            )
+            self.job.tell("formed", step=trainer.steps_done)
 
     def after_step(
         self,
         trainer: Trainer,
-        loss: float | LateLoss,
+        loss: float,
         seconds: float,
         then: Callable[[], None] = lambda: None,
-        *,
-        behind: int = 0,
     ) -> None:
         """After a step: note it and keep the state, then do what is due.
 
-        Args:   behind: so many losses may stay unread, on their way.
         Raises: Regrouping if all ranks stop here.
         """
-        start = time.perf_counter()
-        self._late.append(loss if isinstance(loss, LateLoss) else LateLoss(loss))
-        self.read(behind)
         self.job.steps = trainer.steps_done
-        self.seconds.append(seconds + time.perf_counter() - start)
+        self.losses.append(loss)
+        self.seconds.append(seconds)
         self.generations.append(self.job.number)
         self._copies.keep(trainer)
         if self._fresh and trainer.world.rank == 0:
@@ -139,36 +116,8 @@ class Survivor:
         self._fresh = False
         then()
         if self.job.stops(trainer.steps_done, self._copies.boundary(trainer.steps_done)):
-            self.read()
             self._copies.leave(trainer)
             raise Regrouping
-
-    def serve(self, trainer: Trainer, batch: Batch) -> bool:
-        """On an asynchronous server: serve until all workers have finished or paused. Elsewhere
-        nothing, and False."""
-        strategy: Any = trainer.strategy
-        if not (strategy.asynchronous and strategy.serves):
-            return False
-        start = time.perf_counter()
-        trainer.step(batch)
-        self.seconds = [time.perf_counter() - start]
-        return True
-
-    def finish(self, trainer: Trainer) -> None:
-        """After the last step, read all losses. Raises: Regrouping if asynchronous workers are not
-        at their last step."""
-        self.read()
-        strategy: Any = trainer.strategy
-        if strategy.asynchronous:
-            strategy.finish()
-            if strategy.paused:
-                raise Regrouping
-
-    def read(self, behind: int = 0) -> None:
-        """Wait for losses that are on their way, but for the last so many."""
-        while len(self._late) > behind:
-            self.losses.append(self._late[0].wait())
-            self._late.popleft()
 
     def release(self) -> None:
         """After a generation: note what was sent in it; let its trainer's threads, files and arrays
@@ -187,23 +136,10 @@ class Survivor:
                     "messages": ledger.messages("step"),
                 }
             )
-            with suppress(MinidistError):
-                while self._late and self._late[0].done():
-                    self.read(len(self._late) - 1)
-            self._copies.release(trainer)
             with suppress(MinidistError, OSError):
                 trainer.close()
             del trainer
-        self._late.clear()
-        self._even(len(self.losses))
         gc.collect()
-
-    def _even(self, count: int) -> None:
-        """The notes are of `count` steps: a step whose loss came after it was broken off was made
-        in this generation."""
-        more = max(0, count - len(self.seconds))
-        self.seconds = [*self.seconds, *more * [0.0]][:count]
-        self.generations = [*self.generations, *more * [self.job.number]][:count]
 
     def _load(self, trainer: Trainer) -> None:
         """Go on from the newest checkpoint that is whole. Without any a job begins, or begins anew
@@ -266,9 +202,7 @@ class Survivor:
 
         Args: known: how many steps each rank knows.
         """
-        missing = [*self._copies.missing]
         world = trainer.world
-        done = trainer.steps_done - len(missing)
         source = known.index(max(known))
         mine = len(self.losses)
         notes = np.array([self.losses, self.seconds, self.generations])
@@ -276,12 +210,10 @@ class Survivor:
             with world.ledger.control():
                 told = world.broadcast(notes if world.rank == source else None, root=source)
             notes = np.concatenate([notes, told[:, mine:]], axis=1)
-        notes = notes[:, :done]
-        self.losses = notes[0].tolist() + missing
-        self.seconds = notes[1].tolist() + len(missing) * [0.0]
-        self.generations = [int(number) for number in notes[2]] + len(missing) * [
-            self.job.number - 1
-        ]
+        notes = notes[:, : trainer.steps_done]
+        self.losses = notes[0].tolist()
+        self.seconds = notes[1].tolist()
+        self.generations = [int(number) for number in notes[2]]
 
     def records(self, world: Group) -> list[dict[str, Any]]:
         """On rank 0 the generations as metrics.json has them, on others nothing. Every rank calls
@@ -347,8 +279,7 @@ def describe(
     Args:    past: `Survivor.past` of those processes that live; what others sent is lost with them.
     Returns: of each generation, `processes` and, where there are several, `hosts` by rank; `lost`:
     since the one
-             before; `began`, `ended`: seconds of the job; `met`, `made`, `versions`: as
-             kept_replica.py and kept_shards.py have them; `seconds`: from the end of the one before
+             before; `began`, `ended`: seconds of the job; `seconds`: from the end of the one before
              to a step that counts; `ranks`: from `past`.
     """
     told: list[dict[str, Any]] = []
@@ -362,7 +293,7 @@ def describe(
                     for key in ("generation", "size", "processes", "joined", "lost")
                 },
                 "step": record.get("step"),
-                **{key: record[key] for key in (*AGREED, "hosts") if key in record},
+                **{key: record[key] for key in ("hosts",) if key in record},
                 "began": record.get("forming"),
                 "ended": _end(record),
                 "seconds": None if stepped is None or ended is None else round(stepped - ended, 4),

@@ -22,8 +22,7 @@ Source:  Zheng, Chen 2023, "Gemini: fast failure recovery in distributed trainin
          checkpoints".
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -100,11 +99,7 @@ class PeerCopies:
     whose partner it is.
 
     Args:       every: steps from one version to the next.
-    Attributes: missing, formed: as KeptReplica's; of steps that all ranks make together nothing.
     """
-
-    missing: Sequence[float] = ()
-    formed: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, every: int = 1) -> None:
         self.every = every
@@ -228,9 +223,6 @@ class PeerCopies:
         """All ranks stop after the same step: no rank leaves while another still takes its
         copies."""
         trainer.world.barrier()
-
-    def release(self, trainer: Trainer) -> None:
-        """The generation is over: nothing, as the copies are made after each step."""
 
     def _keep(self, trainer: Trainer) -> None:
         step = trainer.steps_done

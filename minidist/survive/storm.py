@@ -143,11 +143,7 @@ class Storm:
             for event in self.told()
             if event.get("time", 0.0) > self.faults[-1]["time"]
         ]
-        noticed = min(
-            (since.index(event) for event in ("broken", "spared") if event in since),
-            default=len(since),
-        )
-        return "stepped" in since[noticed:]
+        return "broken" in since and "stepped" in since[since.index("broken") :]
 
     def end(self) -> None:
         """Whatever still runs of the job ends."""

@@ -24,10 +24,9 @@ def outcomes(told: Sequence[Event], faults: Sequence[Event], size: int) -> list[
     """The faults in order, each with what came of it.
 
     Args:    told: events of the job; faults: of the storm; size: ranks that the job wants.
-    Returns: each fault with `noticed`: whether the job broke off a generation, and not if the
-    others went on
-             ("spared"); `seconds` and `full_seconds`: see above, None if it was not noticed, or the
-             job had nothing left to do; again: steps made again; recovered.
+    Returns: each fault with `noticed`: whether the job broke off a generation; `seconds` and
+             `full_seconds`: see above, None if it was not noticed, or the job had nothing left to
+             do; again: steps made again; recovered.
     """
     timed = sorted((event for event in told if "time" in event), key=lambda event: event["time"])
     ends = [*(fault["time"] for fault in faults), float("inf")][1:]
@@ -40,21 +39,12 @@ def _outcome(timed: Sequence[Event], fault: Event, end: float, size: int) -> Eve
     kind = fault["kind"]
     when = fault["time"]
     end = float("inf") if kind in BREAKING else end
-    first = next(
-        (
-            event
-            for event in timed
-            if event["event"] in ("broken", "spared") and when <= event["time"] < end
-        ),
-        None,
+    noticed = (
+        event["time"]
+        for event in timed
+        if event["event"] == "broken" and when <= event["time"] < end
     )
-    broken = (
-        when
-        if kind == "launcher"
-        else first["time"]
-        if first and first["event"] == "broken"
-        else None
-    )
+    broken = when if kind == "launcher" else next(noticed, None)
     finished = next((event["time"] for event in timed if event["event"] == "trained"), None)
     done = any(event["event"] == "done" for event in timed)
     # nothing was to be made after it
@@ -166,7 +156,7 @@ def spans(
     step, on the clock.
 
     Numbers count from 1 over all launchers of the job. A launcher that was killed ended its
-    generation. Where the others go on without a rank, the work of one generation is several spans.
+    generation.
     """
     ends = [
         {"event": "broken", "time": fault["time"]}
@@ -187,10 +177,6 @@ def spans(
                 number = number + 1
             case "formed":
                 begun = event["time"]
-            case "spared" if begun is not None:  # the others go on
-                found.append((begun, event["time"], ranks, number))
-                begun = event["time"]
-                ranks = ranks - 1
             case "broken" | "left" | "trained" if begun is not None:
                 found.append((begun, event["time"], ranks, number))
                 begun = None

@@ -166,6 +166,16 @@ def test_a_storm_over_hosts_is_refused(capsys):
     assert "kills processes of this host alone" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "options", [["--local-steps=10"], ["--strategy=parameter-server", "--asynchronous"]]
+)
+def test_a_storm_of_a_job_that_is_not_elastic_is_refused(options, capsys):
+    assert main(["storm", "-n", "2", "--", *options]) == 2
+    error = capsys.readouterr().err
+    assert options[-1].partition("=")[0] in error and "elastic" in error
+    assert error.count("\n") == 1
+
+
 @pytest.mark.soak
 def test_sigterm_ends_the_training_with_the_storm(tmp_path):
     with nothing_left() as environment:

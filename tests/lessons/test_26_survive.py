@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from filling import assert_named, graded, right
 
-import minidist as md
 from minidist import lessons
 from minidist.comm.chunks import bounds
 from minidist.grading import load_module
@@ -44,19 +43,6 @@ def test_the_unfilled_exercise_names_its_first_hole(tmp_path: Path) -> None:
         "fill hole 1" in result.results[-1].line()
         and "exercise_26.py line" in result.results[-1].line()
     )
-
-
-def test_a_meeting_counts_if_one_rank_has_its_sum() -> None:
-    """The lesson's loss in a meeting: both ranks that are left have the state of the one that has
-    held it."""
-    lesson = load_module(lessons.find("26").part("lesson.py"), "26")
-    (first, second, lost) = md.run(lesson.lost_in_a_meeting, size=3)
-    weight = momentum = 0.0
-    for _ in range(3):  # 0.2: the mean of 0.1, 0.2 and 0.3
-        momentum = 0.9 * momentum + 0.2
-        weight -= 0.7 * (0.2 + 0.9 * momentum)
-    assert first[:2] == (2, 3) and second[:2] == (3, 3) and lost is None
-    assert first[2] == second[2] == pytest.approx(weight, rel=1e-14)
 
 
 @pytest.mark.sampled

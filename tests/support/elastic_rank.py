@@ -1,17 +1,15 @@
 """A process of an elastic job that the tests start: `python elastic_rank.py FOLDER SETTINGS`, the
 settings as JSON.
 
-zero     the ZeRO stage; plan: further axes, as {"tp": 2}; options: further ones of the plan, as
-         {"local_steps": 4}
+zero     the ZeRO stage; plan: further axes, as {"tp": 2}
 steps    of the training
 pause    seconds that each step takes at least
 wait     the step at which rank 0 of generation 2 waits until the launcher has more ranks
 agree    {process: seconds}: it takes so long to say that it knows the step to stop after
 agree_limit  seconds that rank 0 waits for that
 deaths   {process: [step, how]}, once: it is killed "before" the step, "within" it, "copying" its
-         state after it, in the "meeting" after it, "joining" a generation, or "serving" after so
-         many updates; or stopped: "stop"; or its connection to a rank is "cut"; or to the monitor:
-         "deaf"; or what has started it is killed: "host"
+         state after it, or "joining" a generation; or stopped: "stop"; or its connection to a rank
+         is "cut"; or to the monitor: "deaf"; or what has started it is killed: "host"
 """
 
 import json
@@ -32,8 +30,6 @@ from minidist.launch.template import fork_on_demand
 from minidist.nn import GPTConfig
 from minidist.survive import peer_copies
 from minidist.survive.elastic import Survivor, describe, go_on
-from minidist.survive.kept_replica import KeptReplica
-from minidist.survive.kept_shards import KeptShards
 
 CONFIG = GPTConfig(vocabulary=11, context=8, layers=2, width=16, heads=4, dtype="float64")
 ROWS = 12
@@ -50,13 +46,12 @@ def make_trainer(world, settings):
     inner = settings.get("plan", {})
     size = world.size // int(np.prod([1, *inner.values()]))
     return md.Trainer(
-        md.Plan(dp=size, zero=settings.get("zero", 0), **inner, **settings.get("options", {})),
+        md.Plan(dp=size, zero=settings.get("zero", 0), **inner),
         CONFIG,
         world,
         lr=1e-2,
         seed=3,
-        optimizer=settings.get("optimizer", "adamw"),
-        clip=settings.get("clip", 1.0),
+        clip=1.0,
     )
 
 
@@ -99,13 +94,7 @@ def train(world, job, survivor, settings, folder):
     death, when = settings.get("deaths", {}).pop(str(job.process), (-1, ""))  # once
     trainer = make_trainer(world, settings)
     survivor.begin(trainer)
-    if when == "serving":
-        update = trainer.strategy.service._update
-        trainer.strategy.service._update = lambda *args: (
-            die() if trainer.strategy.service.version >= death else update(*args)
-        )
-    serves = survivor.serve(trainer, batch_of(0))
-    while trainer.steps_done < settings["steps"] and not serves:
+    while trainer.steps_done < settings["steps"]:
         step = trainer.steps_done
         if step == settings.get("wait") and (job.number, world.rank) == (2, 0):
             wait_for_more(job)
@@ -122,23 +111,14 @@ def train(world, job, survivor, settings, folder):
             )
         if step == death and when == "within":
             Group.all_gather = Group._start = lambda *_, **__: die()
-        if step == death and when == "meeting":
-            trainer.strategy._send = lambda *_: die()
         if step == death and when == "copying":
             peer_copies.pack = lambda *_: die()
         start = time.perf_counter()
         time.sleep(settings.get("pause", 0.0))
-        loss = trainer.start_step(batch_of(step))
-        survivor.after_step(
-            trainer, loss, time.perf_counter() - start, behind=int("options" in settings)
-        )
-    survivor.finish(trainer)
+        loss = trainer.step(batch_of(step))
+        survivor.after_step(trainer, loss, time.perf_counter() - start)
     digest = trainer.weights_sha256()
-    weights = trainer.state_dict()
-    if serves:
-        (folder / f"record-{world.rank}.json").write_text(json.dumps(trainer.strategy.record))
     if world.rank == 0:
-        np.savez(folder / "weights.npz", **weights)
         (folder / "result.json").write_text(
             json.dumps(
                 {"losses": survivor.losses, "sha256": digest, "elastic": describe(job.records())}
@@ -182,15 +162,7 @@ def main(folder, settings):
     job = Generations.from_environment(libraries)
     agree_late(job, settings.get("agree", {}).get(str(job.process), 0.0))
     generations.AGREE_LIMIT = settings.get("agree_limit", generations.AGREE_LIMIT)
-    options = settings.get("options", {})
-    survivor = Survivor(
-        job,
-        copies=KeptShards(settings.get("every", 50))
-        if options.get("asynchronous")
-        else KeptReplica(options["local_steps"])
-        if "local_steps" in options
-        else None,
-    )
+    survivor = Survivor(job)
     if settings.get("deaths", {}).get(str(job.process), [0, ""])[1] == "joining":
         survivor.begin = lambda trainer: die()
     return go_on(

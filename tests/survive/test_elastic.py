@@ -11,13 +11,10 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-from elastic_rank import CONFIG, batch_of, replay
+from elastic_rank import replay
 from jobs import finish, start
 from leftovers import nothing_left
-from local_steps import new_model
-from seldom import replay as replay_seldom
 
 from minidist.errors import LaunchError
 from minidist.launch.elastic_hosts import OtherHosts
@@ -25,9 +22,6 @@ from minidist.launch.elastic_job import spawn_elastic
 from minidist.launch.generation import Elastic
 from minidist.launch.hosts import HostRanks
 from minidist.launch.template import FORK_LIMIT, Template
-from minidist.parallel.data.bounded_staleness import Update
-from minidist.parallel.data.replay_updates import replay as replay_updates
-from minidist.parallel.hybrid.hybrid import OPTIMIZERS
 
 RANK = str(Path(__file__).parents[1] / "support" / "elastic_rank.py")
 
@@ -156,55 +150,11 @@ def test_a_job_shrinks_and_grows_again(tmp_path, late_fork):
     ]
 
 
-def seldom(folder, elastic, **settings):
-    """An elastic job of local steps is the replay of its record: the common weights, and all losses
-    that came whole."""
-    result, _ = run_job(folder, elastic, **settings)
-    records = [one for one in result["elastic"] if one["step"] is not None]
-    options = {**settings["options"]}
-    one = replay_seldom(
-        records, settings["steps"], batch_of, CONFIG, every=options.pop("local_steps"), **options
-    )
-    with np.load(folder / "weights.npz") as file:
-        weights = np.concatenate(
-            [file[name].ravel() for name, _ in new_model(CONFIG).named_parameters()]
-        )
-    np.testing.assert_allclose(weights, one.common, rtol=0, atol=1e-10)
-    broken = [
-        step for record in records[1:] for step in range(record["step"] - 2, record["step"] + 1)
-    ]
-    ours = {step: loss for step, loss in enumerate(result["losses"], start=1) if step not in broken}
-    assert len(result["losses"]) == settings["steps"]
-    np.testing.assert_allclose(list(ours.values()), [one.losses[step] for step in ours], rtol=1e-9)
-    return records
-
-
-@pytest.mark.soak  # others join above and below; test_kept_replica.py has the weights
-def test_ranks_that_meet_seldom_go_on_from_weights_of_their_own(tmp_path, late_fork):
-    """One is killed in a meeting, the others go on at once; its replacement comes late, and joins
-    after a meeting."""
-    settings = {
-        "steps": 24,
-        "wait": 14,
-        "options": {"local_steps": 4},
-        "deaths": {"1": (7, "meeting")},
-    }
-    records = seldom(tmp_path, Elastic((2, 3), restarts=1), **settings)
-    assert [record["size"] for record in records] == [3, 2, 3]
-    # on a busy machine one may not be there yet
-    assert records[1]["step"] == max(records[1]["made"]) in (7, 8)
-    assert records[2]["step"] % 4 == 0 and sorted(map(str, records[2]["made"])) == [
-        *2 * [str(records[2]["step"])],
-        "None",
-    ]
-
-
 @pytest.mark.soak
-@pytest.mark.parametrize("options", [{}, {"local_steps": 4}])
 @pytest.mark.parametrize(
     ("seconds", "limit", "ended"), [(12.0, None, "left"), (3.0, 1.5, "broken")]
 )
-def test_a_rank_that_agrees_late(seconds, limit, ended, options, tmp_path, late_fork):
+def test_a_rank_that_agrees_late(seconds, limit, ended, tmp_path, late_fork):
     """Rank 0 does not go on past the step that others stop after: it waits, or the generation
     breaks."""
     settings = {
@@ -213,7 +163,6 @@ def test_a_rank_that_agrees_late(seconds, limit, ended, options, tmp_path, late_
         "deaths": {"1": (7, "before")},
         "agree": {"2": seconds},
         **({"agree_limit": limit} if limit else {}),
-        **({"options": options} if options else {}),
     }
     result, events = run_job(tmp_path, Elastic((2, 3), restarts=1), **settings)
     assert [one["size"] for one in result["elastic"]] == [3, 2, 3]
@@ -243,156 +192,6 @@ def test_a_template_that_hangs_delays_no_rank(tmp_path, monkeypatch):
     assert [one["size"] for one in result["elastic"]] == [3, 2, 3]
     formed = [event["time"] - stopped[0] for event in events if event["event"] == "forming"]
     assert formed[1] < FORK_LIMIT / 2 and formed[2] > FORK_LIMIT
-
-
-SELDOM = {
-    "before a step": {"deaths": {"0": (6, "before")}},
-    "in a meeting": {"deaths": {"2": (11, "meeting")}},
-    "one after another": {"deaths": {"1": (5, "before"), "2": (7, "meeting"), "4": (13, "before")}},
-    "stopped": {"deaths": {"1": (6, "stop")}},
-    "a connection cut": {"transport": "tcp", "deaths": {"1": (6, "cut")}},
-    "the replacement, too": {"deaths": {"1": (6, "before"), "4": (0, "joining")}},
-    "two at once": {"deaths": {"0": (7, "meeting"), "2": (7, "meeting")}},
-}
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("spares", [0, 1])
-@pytest.mark.parametrize("options", [{}, {"fragments": 2, "delay": 1, "mix": 0.25}])
-@pytest.mark.parametrize("case", SELDOM)
-def test_any_death_between_meetings(case, options, spares, tmp_path):
-    """Ranks die in any way: what goes on is the replay of the changes, and no step is made
-    again."""
-    settings = {
-        "steps": 24,
-        "pause": 0.05,
-        **SELDOM[case],
-        "options": {"local_steps": 4, **options},
-    }
-    records = seldom(tmp_path, Elastic((1, 2, 3, 4), restarts=4, spares=spares), **settings)
-    assert len(records) > 1
-
-
-SERVERS = {"strategy": "parameter-server", "asynchronous": True}
-
-
-def central(folder, elastic, **settings):
-    """An elastic job of asynchronous servers: its records, after all workers have made all
-    steps."""
-    settings = {
-        "clip": None,
-        "pause": 0.05,
-        "steps": 30,
-        **settings,
-        "options": {**SERVERS, **settings["options"]},
-    }
-    result, events = run_job(folder, elastic, **settings)
-    assert len(result["losses"]) == settings["steps"]
-    return result["elastic"], events
-
-
-def replayed(folder, records, optimizer="adamw"):
-    """The weights by name that the server's record gives, of a job whose size and server stayed."""
-    size = records[0]["size"]
-    found = [
-        Update(*update[:2], tuple(update[2]), update[3])
-        for update in json.loads((folder / f"record-{size - 1}.json").read_text())
-    ]
-    model = new_model(CONFIG)
-    replay_updates(
-        model,
-        [found],
-        batch_of,
-        lambda pieces: OPTIMIZERS[optimizer](pieces, 1e-2),
-        workers=size - 1,
-    )
-    return found, {name: p.data for name, p in model.named_parameters()}
-
-
-def test_a_lost_worker_stops_no_rank(tmp_path):
-    """Its replacement joins the others, which pause between two steps. The record goes on: its
-    replay is the run."""
-    records, events = central(
-        tmp_path,
-        Elastic((2, 4), restarts=1, apart=True),
-        options={},
-        steps=16,
-        pause=0.03,
-        deaths={"1": (6, "before")},
-    )
-    assert [record["size"] for record in records] == [4, 4] and records[1]["made"][1] is None
-    assert [event["event"] for event in events if event["event"] not in ("at", "reached")] == [
-        "forming",
-        "formed",
-        "stepped",
-        "spared",
-        "left",
-        "forming",
-        "formed",
-        "stepped",
-        "done",
-        "end",
-    ]
-    found, weights = replayed(tmp_path, records)
-    with np.load(tmp_path / "weights.npz") as file:
-        for name, array in weights.items():
-            np.testing.assert_allclose(file[name], array, rtol=0, atol=1e-10)
-    assert len(found) == 2 * 16 + 6 + 16 - records[1]["step"]
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("spares", [0, 1])
-@pytest.mark.parametrize("options", [{}, {"local_steps": 3}, {"servers": 2}, {"staleness": None}])
-@pytest.mark.parametrize(
-    "deaths",
-    [
-        {"3": (40, "serving")},
-        {"3": (25, "serving"), "4": (60, "serving")},
-        {"0": (5, "before")},
-        {"0": (5, "before"), "1": (5, "before"), "2": (6, "stop")},
-        {"1": (4, "before"), "3": (13, "serving")},
-        {"2": (9, "before"), "4": (0, "joining")},
-    ],
-    ids=str,
-)
-def test_any_death_beside_asynchronous_servers(deaths, options, spares, tmp_path):
-    """Workers and servers die: the job makes all steps, and what a server has is never older than
-    its last copy."""
-    deaths = {
-        number: (update // (3 if "local_steps" in options else 1), when)
-        if when == "serving"
-        else (update, when)
-        for number, (update, when) in deaths.items()
-    }
-    records, _ = central(
-        tmp_path,
-        Elastic((3, 4), restarts=4, spares=spares, wait=20.0, apart=True),
-        every=10,
-        options=options,
-        deaths=deaths,
-    )
-    lost = {number: update for number, (update, when) in deaths.items() if when == "serving"}
-    versions = [record["versions"][-1] for record in records[1:] if "versions" in record]
-    if lost and "servers" not in options:
-        assert versions[0] >= lost["3"] - 10 - 3
-
-
-@pytest.mark.soak
-def test_a_job_of_one_server_goes_on_with_fewer_workers(tmp_path):
-    """Without a replacement a worker's place stays empty; when the server is lost, too, a worker
-    takes its part."""
-    records, events = central(
-        tmp_path,
-        Elastic((2, 3, 4), apart=True),
-        every=5,
-        options={"staleness": None},
-        deaths={"0": (5, "before"), "3": (50, "serving")},
-    )
-    assert [(record["size"], record["processes"]) for record in records] == [
-        (4, [0, 1, 2, 3]),
-        (2, [1, 2]),
-    ]
-    assert [event["rank"] for event in events if event["event"] == "spared"] == [0]
 
 
 CASES = {

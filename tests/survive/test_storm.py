@@ -173,40 +173,6 @@ def test_a_new_launcher_counts_from_its_start_and_nobody_takes_part_before():
     assert figures["happened"][0]["seconds"] == pytest.approx(3.0)
 
 
-def test_ranks_that_go_on_without_one_are_counted_and_no_fault_is_noticed():
-    """An asynchronous worker is killed at second 4, its replacement joins at 6; then the server is
-    killed."""
-    log = told(
-        (1.0, 1, "forming", {"processes": [0, 1, 2], "pids": [7, 8, 9]}),
-        (2.0, 1, "formed", {"step": 0}),
-        (3.0, 1, "stepped", {"step": 1}),
-        (4.1, 1, "spared", {"rank": 1}),
-        (6.0, 1, "left", {"step": 0}),
-        (6.0, 1, "reached", {"step": 5}),
-        (6.0, 2, "forming", {"processes": [0, 3, 2], "pids": [7, 10, 9]}),
-        (7.0, 2, "formed", {"step": 5}),
-        (7.5, 2, "stepped", {"step": 6}),
-        (8.2, 2, "broken", {"rank": 2}),
-        (8.3, 3, "forming", {"processes": [0, 3, 4]}),
-        (8.5, 3, "formed", {"step": 6}),
-        (9.0, 3, "stepped", {"step": 7}),
-        (10.0, 3, "trained", {"step": 9}),
-        (10.1, 3, "done", {}),
-    )
-    figures = summary(log, [{"kind": "kill", "time": 1004.0}, {"kind": "kill", "time": 1008.0}], 3)
-    worker, server = figures["happened"]
-    assert (worker["noticed"], worker["recovered"], server["noticed"], server["recovered"]) == (
-        False,
-        True,
-        True,
-        True,
-    )
-    assert server["seconds"] == pytest.approx(1.0) and figures["steps_again"] == 0
-    assert spans(log)[:2] == [(1002.0, 1004.1, 3, 1), (1004.1, 1006.0, 2, 1)]
-    worked = 2.1 * 3 + 1.9 * 2 + 1.2 * 3 + 1.5 * 3
-    assert figures["participation"] == pytest.approx(worked / (8.0 * 3))
-
-
 def test_a_damaged_checkpoint_that_is_taken_is_no_recovery():
     log = told(
         (1.0, 1, "forming", {"processes": [0], "pids": [7]}),

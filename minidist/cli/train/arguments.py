@@ -162,8 +162,7 @@ def _elastic(add: Add) -> None:
         type=positive,
         metavar="K",
         help="every K steps, keep a copy of the state in memory, and of what no other rank has "
-        "one in a partner's (default: 1); asynchronous servers: every K updates, in a "
-        "worker's memory (default: 50)",
+        "one in a partner's (default: 1)",
     )
 
 

@@ -38,14 +38,10 @@ from minidist.observe.records import share_records
 from minidist.observe.timeline import Timeline
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.survive.elastic import Regrouping, Survivor, go_on, rehearse
-from minidist.survive.kept_replica import KeptReplica
-from minidist.survive.kept_shards import UPDATES, KeptShards
 from minidist.survive.manifest import checkpoints
 from minidist.survive.peer_copies import PeerCopies
 
 RECORD = "elastic.jsonl"
-STATELESS = ("fp16", "bf16")
-"""Values of --outer-compress that keep nothing from one meeting to the next."""
 MOST_SPANS = 10000
 SPANS_EACH = 2500
 """Spans of a process that trace.json keeps: of the whole job, and of one generation (its first and
@@ -62,7 +58,11 @@ class Lives(Survivor):
     """
 
     def __init__(self, job: Generations, settings: Settings) -> None:
-        super().__init__(job, copies=_copies(settings.args), newest=lambda: _newest(settings))
+        super().__init__(
+            job,
+            copies=PeerCopies(settings.args.peer_copies or 1),
+            newest=lambda: _newest(settings),
+        )
         self.saves = Saves()
         self.timeline = Timeline(0)
         self.resumed_from = None if settings.resume is None else 0
@@ -112,17 +112,6 @@ class Lives(Survivor):
         metrics["resumed_from"] = self.resumed_from
 
 
-def _copies(args: Namespace) -> PeerCopies | KeptReplica | KeptShards:
-    """How a process of this job keeps its state."""
-    if args.asynchronous:
-        return KeptShards(args.peer_copies or UPDATES)
-    return (
-        PeerCopies(args.peer_copies or 1)
-        if args.local_steps is None
-        else KeptReplica(args.local_steps)
-    )
-
-
 def _newest(settings: Settings) -> list[Path]:
     """Checkpoints of the run, the newest first; after them those that --resume names, of another
     folder."""
@@ -165,23 +154,20 @@ def check_elastic(args: Namespace) -> None:
             "--elastic: with --node-limit the choice of experts would change as nodes come and "
             "go; say on how many nodes the experts count, with --expert-nodes 2"
         )
-    if args.local_steps is not None and args.peer_copies is not None and not args.asynchronous:
+    if args.asynchronous:
         fail(
-            f"--peer-copies {args.peer_copies}: ranks with --local-steps go on from weights of "
-            "their own and keep no copies; leave it out"
+            "--elastic with --asynchronous is not offered: leave out --elastic; the servers go on "
+            "without a lost worker"
         )
-    if (
-        args.outer_compress.partition(":")[0] not in ("none", *STATELESS)
-        or "feedback" in args.outer_compress
-    ):
+    if args.local_steps is not None:
         fail(
-            f"--elastic: with --outer-compress {args.outer_compress} a lost rank takes what it "
-            f"has not sent yet with it; choose {', '.join(STATELESS)} or none"
+            "--elastic with --local-steps is not offered: save with --save-every N, and continue "
+            "with --resume RUN on any number of ranks"
         )
-    if args.graph or args.strategy not in ("ddp", *["parameter-server"] * args.asynchronous):
+    if args.graph or args.strategy != "ddp":
         fail(
-            "--elastic: ranks come and go between steps of ddp or of --strategy "
-            "parameter-server --asynchronous; leave out --graph and other strategies"
+            "--elastic: ranks come and go between steps of ddp; leave out --graph and other "
+            "strategies"
         )
     if args.transport not in (None, "auto", "tcp", "shm"):
         fail(
@@ -223,7 +209,6 @@ def start_elastic(settings: Settings, size: int, train: Train) -> int:
         restarts=args.max_restarts or 0,
         spares=args.spares or 0,
         wait=args.elastic_wait or 0.0,
-        apart=args.asynchronous,
     )
     args.elastic = f"{least}:{size}"  # so a checkpoint says how many ranks the job wants
     words = as_arguments(args)
@@ -308,8 +293,6 @@ def elastic_steps(
     Survivor.after_step does."""
     args = settings.args
     ledger = trainer.world.ledger
-    # losses on their way; a saver needs them all
-    behind = int(args.local_steps is not None and saver is None)
 
     def save() -> None:
         if args.verify and trainer.steps_done == min(STEPS, args.steps):
@@ -320,29 +303,18 @@ def elastic_steps(
             )
 
     try:
-        served = lives.serve(trainer, settings.training_batch(0))
-        for step in range(args.steps if served else trainer.steps_done, args.steps):
-            told = len(lives.losses)
+        for step in range(trainer.steps_done, args.steps):
             start = time.perf_counter()
             with report.input():
                 batch = settings.training_batch(step)
-            loss = trainer.start_step(batch)
-            if not behind:
-                loss.wait()
-            lives.after_step(trainer, loss, time.perf_counter() - start, then=save, behind=behind)
+            loss = trainer.step(batch)
+            lives.after_step(trainer, loss, time.perf_counter() - start, then=save)
             sent = sum(
                 sum(verbs.values())
                 for axis, verbs in ledger.sent_bytes("step").items()
                 if axis != "control"
             )
-            for number in range(told, len(lives.losses)):
-                report.step(
-                    number + 1,
-                    lives.losses[number],
-                    args.batch * args.context / lives.seconds[number],
-                    sent,
-                )
-        lives.finish(trainer)
+            report.step(step + 1, loss, args.batch * args.context / lives.seconds[-1], sent)
         if saver is not None:
             saver.settle()
         if trainer.world.rank == 0:

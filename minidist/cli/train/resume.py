@@ -6,6 +6,8 @@ computed may be given anew: ranks, transport, device, the plan and its options. 
 its options anew: those that are not given with it are the defaults again. So do -n, --plan and
 --elastic with the options of an elastic job. A run without local steps may go on with
 --local-steps, and then with another --lr: each rank begins with the weights and the state of all.
+A run with local steps is not elastic: one that was saved as an elastic job continues without
+--elastic.
 
 More --steps move the end of the learning rate's schedule, and nothing else of it
 (LearningRate.extended); the jump of the rate that this may make is told before the first step.
@@ -290,6 +292,10 @@ def resumed(args: argparse.Namespace, *, begins: bool = True) -> Resumption | No
     if "plan" in given:
         stays = {name: value for name, value in stays.items() if name not in OF_THE_PLAN}
     if given & {"plan", "ranks", "elastic"}:
+        stays = {name: value for name, value in stays.items() if name not in OF_AN_ELASTIC_JOB}
+    if stays.get("local_steps", args.local_steps) is not None:
+        if stays.get("elastic") is not None and detect().launcher == "alone":
+            say_line("minidist train: the run was an elastic job and continues without --elastic")
         stays = {name: value for name, value in stays.items() if name not in OF_AN_ELASTIC_JOB}
     vars(args).update(stays)
     if args.steps != options["steps"]:

@@ -131,12 +131,8 @@ class AsyncLocalSteps(ParameterServer):
             _outer_gradients(gradients, self.pulled, own, part.targets.size / targets_in(batch))
             self.pushes += 1
             self._push_and_pull([self.pushes - 1.0, float("nan"), 1.0], digests_of(batch))
-            self.note_pulled()
+            _write(self.pulled, [vector for shard in self.shards for vector in shard.weights])
         return mean
-
-    def note_pulled(self) -> None:
-        """The weights are those that were just pulled: a round begins."""
-        _write(self.pulled, [vector for shard in self.shards for vector in shard.weights])
 
 
 def _outer_gradients(

@@ -39,7 +39,6 @@ Source:  Stich 2019, "Local SGD Converges Fast and Communicates Little"; Douilla
          "DiLoCo: Distributed Low-Communication Training of Language Models" (2311.08105).
 """
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -119,10 +118,6 @@ def plain_diloco(
 # without meetings.
 
 
-RECENT = 4
-"""Steps whose loss a rank remembers: more than any rank is ahead of one whose loss it waits for."""
-
-
 class GatheredLoss(LateLoss):
     """The loss of a step, whose shares the ranks of a group send each other.
 
@@ -154,10 +149,6 @@ class LocalSteps(Strategy):
     far.
                 own, common: this rank's weights and those of all; fragments: their parts; outer:
                 the outer optimizer.
-                met, merged: how many outer steps were taken, and mixed into this rank's weights, of
-                all fragments.
-                rows: of the last batch; recent: (step, loss share, share of the rows) of this
-                rank's last steps.
     Raises:  ConfigError for a period that cannot work; MismatchError if replicas do not start
              equal.
     """
@@ -209,8 +200,6 @@ class LocalSteps(Strategy):
             [stretch.run for fragment in self.fragments for stretch in fragment.stretches]
         )
         self.scalars = group.split(0, axis=group.axis)  # losses do not queue behind outer gradients
-        self.met = self.merged = self.rows = 0
-        self.recent = deque[tuple[int, float, float]](maxlen=RECENT)
         self.diverged = self
 
     # --------------------------------------------------------------------------------------- a step
@@ -249,8 +238,6 @@ class LocalSteps(Strategy):
         mean = inner_step(self, part, optimizer, lr=lr, clip=clip, accumulate=accumulate)
         share = part.targets.size / targets_in(batch)
         self.steps += 1
-        self.rows = sum(rows)
-        self.recent.append((self.steps, mean * share, share))
         with self.group.ledger.control():
             record = share_record(mean * share, batch)
             pending = self.scalars.start_all_gather(record, algorithm="ring")
@@ -296,7 +283,6 @@ class LocalSteps(Strategy):
             with self.recorder.span("outer step"):
                 self.outer.step()  # of the one fragment that has a gradient
             fragment.grad = None
-            self.met += 1
 
     def _merge(self, fragment: Fragment, mix: float = 0.0) -> None:
         """own = mix · own + (1 - mix) · common."""
@@ -306,7 +292,6 @@ class LocalSteps(Strategy):
             fragment.own += (1 - mix) * fragment.data
         else:
             fragment.own[...] = fragment.data
-        self.merged += 1
 
     # --------------------------------------------------------------------------- the common weights
 
@@ -364,16 +349,11 @@ class LocalSteps(Strategy):
         """How often each fragment has set out in the steps after step `first` up to step `last`."""
         return [last // self.every - first // self.every]
 
-    def due(self, step: int) -> tuple[int, int]:
-        """(how many outer gradients set out, how many outer steps are mixed in) in steps 1 to
-        `step`, on each rank."""
-        return sum(self.sends(0, step)), sum(self.sends(0, max(0, step - self.delay)))
-
     # ----------------------------------------------------------------------- state, for checkpoints
 
     def begin_at(self, steps: int) -> None:
         """The weights and the state are those after so many steps, as a checkpoint has them."""
-        self.steps, (self.met, self.merged) = steps, self.due(steps)
+        self.steps = steps
 
     @property
     def rank(self) -> int:

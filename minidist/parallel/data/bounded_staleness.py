@@ -20,7 +20,7 @@ Server".
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,10 +38,7 @@ from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.step import zero_unused
 
 FINISHED = -1.0
-PAUSE = -2.0
-"""Steps that a worker names when it pushes nothing: it has made all of them; it leaves, and goes on
-with other ranks.
-"""
+"""Step that a worker names when it pushes nothing: it has made all of them."""
 
 REFUSED = -3
 """In place of its version, in a server's answer: two workers' batches differ. Of each follow its
@@ -61,16 +58,6 @@ class Update(NamedTuple):
     step: int
     versions: tuple[int, ...]
     lr: float
-
-
-class ShardState(NamedTuple):
-    """A server's keys and its optimizer's state at one of its versions; copies, in the order of its
-    pieces."""
-
-    version: int
-    weights: list[Array]
-    state: list[Array]
-    counts: list[int]  # updates of each piece
 
 
 class Clocks:
@@ -145,11 +132,6 @@ class Service:
     Args:       shard: its keys; pieces: what its optimizer is made of; staleness: of Clocks.
     Attributes: record  its updates, in their order
                 lost    workers that are lost, by number, and how
-                paused  workers that leave before their last step, because the ranks of the job
-                        change
-                base    updates made before those of the record
-                copies  after how many updates the state goes to the worker that made the last;
-                        None: never. Each worker gets it with its first push, too
     """
 
     def __init__(
@@ -170,11 +152,6 @@ class Service:
         self.record: list[Update] = []
         self.lost: dict[int, PeerLostError] = {}
         self.over = False
-        self.paused: set[int] = set()
-        self.base = 0
-        self.copies = cast(int | None, None)
-        self._copied = 0
-        self._holders: set[int] = set()  # workers that were sent a copy
         self.servers = group.size - workers
         self.refusal: list[float] = []  # the answer to every worker, if there is one
         # of a step: the first worker to push it, and the digests of its batch
@@ -185,16 +162,10 @@ class Service:
     @property
     def version(self) -> int:
         """How many updates the weights have had."""
-        return self.base + len(self.record)
-
-    def begin_at(self, version: int, record: list[Update] | None) -> None:
-        """The weights have had so many updates: those of `record`, if this process has it, and
-        others before it."""
-        self.record = record or []
-        self.base = version - len(self.record)
+        return len(self.record)
 
     def serve(self, optimizer: Optimizer) -> None:
-        """Return when every worker has finished, has paused, or is lost.
+        """Return when every worker has finished or is lost.
 
         Raises:  what ended the service: a lost server, an optimizer's error; PeerLostError if every
                  worker is lost.
@@ -251,11 +222,6 @@ class Service:
         versions = rest[: self.servers]
         digests = rest[self.servers :]
         comes_again = bool(step >= 0)
-        copy = list[Array]()
-        if step == PAUSE:
-            self.paused.add(worker)
-            self.clocks.leave(worker)
-            return False
         if comes_again:
             for vector in room:
                 self.group.recv(worker, out=vector)
@@ -270,22 +236,13 @@ class Service:
             self.clocks.leave(worker)
             self.clocks.wait_end(worker)
         with self.clocks.lock:
-            header = [
-                self.version,
-                *([] if comes_again else [*self.lost, *([PAUSE] if self.paused else [])]),
-            ]
+            header = [self.version, *([] if comes_again else self.lost)]
             for vector, weights in zip(room, self.shard.weights, strict=True):
                 vector[...] = weights  # others may update while this is on its way
-            if comes_again and self.copies is not None:
-                copy = self._due_copy(worker, optimizer)
-                header.append(len(copy))
         with self.group.ledger.control():
             self.group.send(np.array(header, np.float64), worker)
         for vector in room:
             self.group.send(vector, worker)
-        with self.group.ledger.during("peer copies"):
-            for array in copy:
-                self.group.send(array, worker)
         return comes_again
 
     def _compare(self, worker: int, step: int, digests: list[float]) -> None:
@@ -305,20 +262,6 @@ class Service:
             self.refusal = [REFUSED, *both[0], *both[1]]
             raise_refusal(self.refusal)
 
-    def _due_copy(self, worker: int, optimizer: Optimizer) -> list[Array]:
-        """If it is time: how often each piece was updated, then copies of the optimizer's state.
-        Under the lock.
-
-        Each worker's first push brings it one, too: the last copy may be on its way when this
-        server is lost, and the worker that had the one before it may be lost already.
-        """
-        assert self.copies is not None
-        if worker in self._holders and self.version < self._copied + self.copies:
-            return []
-        self._copied = self.version
-        self._holders.add(worker)
-        return [np.array([slot.steps for slot in optimizer.slots]), *copies_of(state_of(optimizer))]
-
     def _update(self, update: Update, scale: float, optimizer: Optimizer) -> None:
         """One update by one worker's gradient, which lies in its room. Under the lock."""
         own = update.versions[self.group.rank - self.workers]
@@ -335,11 +278,6 @@ def raise_refusal(answer: Sequence[float]) -> None:
     if answer and answer[0] == REFUSED:
         told = np.array(answer[1:]).reshape(2, -1)
         check_digests(told[:, 1:], [int(rank) for rank in told[:, 0]])
-
-
-def state_of(optimizer: Optimizer) -> list[Array]:
-    """The optimizer's arrays, tensor by tensor."""
-    return [array for slot in optimizer.slots for array in slot.state.values()]
 
 
 def key_shards(model: Module, servers: int) -> list[list[Parameter]]:

@@ -42,8 +42,6 @@ keeps a record of its updates; replay_updates.py makes them in one process. Work
 not be on the same kind of device (GPU workers, CPU servers); and synchronous servers may keep
 masters, sums and state in a wider dtype than what travels: w bytes a number sent and d in the
 master's dtype, a server holds (w + 4d)Ψ/S with Adam.
-In an elastic job workers may pause and go on later, and servers send copies of their state
-(survive/kept_shards.py).
 
 notes:   N1 DP, N3 §2
 Source:  Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server".
@@ -64,11 +62,8 @@ from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, sum_of_squares
 from minidist.parallel.data.bounded_staleness import (
     FINISHED,
-    PAUSE,
     Service,
-    ShardState,
     Update,
-    copies_of,
     key_shards,
     own_scale,
     raise_refusal,
@@ -223,8 +218,6 @@ class ParameterServer(Strategy):
         self.pushes = 0
         self._finished = False
         self._gone: set[int] = set()
-        self.copies = dict[int, ShardState]()
-        self._paused = False
         self._options: dict[str, Any] = {}  # the optimizer's at the first step
         if asynchronous and not self.serves:
             group.expendable()
@@ -240,10 +233,6 @@ class ParameterServer(Strategy):
     def record(self) -> list[Update]:
         """A server's updates."""
         return [] if self.service is None else self.service.record
-
-    @property
-    def paused(self) -> bool:
-        return self._paused if self.service is None else bool(self.service.paused)
 
     def forward(self, part: Part, *, divisor: int) -> Tensor | None:
         """The sum of the part's losses over `divisor`; None without a row."""
@@ -395,16 +384,6 @@ class ParameterServer(Strategy):
             self._push_and_pull([FINISHED, float("nan"), 1.0])
         return self.gone
 
-    def pause(self) -> None:
-        """Between two steps, of an asynchronous worker: leave, because the ranks of the job
-        change."""
-        self._paused = True
-        with self._naming_servers(), self.group.ledger.control():
-            for server in range(self.servers):
-                self.group.send(
-                    np.array([PAUSE, float("nan"), 1.0, *self.versions]), self.workers + server
-                )
-
     def readers(self, everyone: Group) -> tuple[Group, int]:
         """The workers divide the rows: the ranks that are left, but for the last, the servers."""
         return everyone, everyone.size - self.servers
@@ -472,20 +451,6 @@ class ParameterServer(Strategy):
         self.pull()
         if header[0] == FINISHED:
             self._gone = {worker for _, *lost in answers for worker in lost}
-            self._paused = PAUSE in self._gone
-            return
-        for server, (version, *arrays) in enumerate(answers):
-            if any(arrays):
-                self._take_copy(server, version, *arrays)
-
-    def _take_copy(self, server: int, version: int, arrays: int) -> None:
-        """A server's state, behind the weights of that version: so many arrays, the first the
-        numbers of updates."""
-        with self._naming_servers(), self.group.ledger.during("peer copies"):
-            counts, *state = [self.group.recv(self.workers + server) for _ in range(arrays)]
-        self.copies[server] = ShardState(
-            version, copies_of(self.shards[server].weights), state, counts.tolist()
-        )
 
     @contextmanager
     def _naming_servers(self) -> Iterator[None]:

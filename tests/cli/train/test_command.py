@@ -788,7 +788,7 @@ if os.environ.get("RANK") == "1":
 """Of a sitecustomize.py. Rank 1 kills itself, because a signal from outside may come late."""
 
 
-# tests/comm/test_expendable.py kills a rank under the launcher, test_elastic.py a worker
+# tests/comm/test_expendable.py kills a rank under the launcher
 @pytest.mark.soak
 def test_a_worker_that_is_killed_is_missed_by_nobody(
     book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

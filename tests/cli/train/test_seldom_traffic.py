@@ -11,6 +11,7 @@ from safetensors.numpy import load_file
 
 from minidist.cli import main
 from minidist.cli.train import saving
+from minidist.cli.train.resume import options_of
 from minidist.parallel.step.replicas import weights_digest
 
 TINY = [
@@ -155,6 +156,26 @@ def test_stopped_and_resumed_it_has_the_same_bits(
     assert len(json.loads((run / "metrics.json").read_text())["losses"]) == 12
 
 
+def test_a_run_that_was_saved_as_an_elastic_job_continues_without_elastic(
+    book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Checkpoints of elastic jobs with local steps exist; on another number of ranks, too."""
+    run = tmp_path / "run"
+    was = {"elastic": "2:3", "max_restarts": 9, "spares": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "options_of", lambda args: options_of(args) | was)
+        train(book, run, "-n", "3", "--local-steps", "4", "--save-every", "4")
+    manifest = json.loads((run / "step-000008" / "manifest.json").read_text())
+    assert manifest["about"]["options"]["elastic"] == "2:3"
+    for ranks, steps in ((), 12), (("-n", "2"), 16):
+        capfd.readouterr()
+        assert main(["train", "--resume", str(run), *ranks, "--steps", str(steps), "--quiet"]) == 0
+        assert ("continues without --elastic" in capfd.readouterr().err) == (not ranks)
+        metrics = json.loads((run / "metrics.json").read_text())
+        assert "elastic" not in metrics and len(metrics["losses"]) == steps
+        assert len(metrics["ranks"]) == (2 if ranks else 3)
+
+
 def test_a_run_of_ddp_goes_on_with_local_steps(
     book: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,8 +225,8 @@ def test_a_run_of_ddp_goes_on_with_local_steps(
             "equal no run of one process; leave out --local-steps or --verify",
         ),
         (
-            ["-n", "2", "--local-steps", "4", "--elastic", "1:2", "--peer-copies", "2"],
-            "keep no copies; leave it out",
+            ["-n", "2", "--local-steps", "4", "--elastic", "1:2"],
+            "--elastic with --local-steps is not offered: save with --save-every N",
         ),
         (
             ["-n", "7", "--local-steps", "4"],

@@ -488,7 +488,7 @@ def test_local_steps_begin_with_what_ddp_has(ddp: tuple[str, Path]) -> None:
                 np.array_equal(ours.state[kind].ravel(), its.state[kind].ravel())
                 for kind in its.state
             )
-        assert (strategy.steps, trainer.steps_done, strategy.met) == (BEFORE, BEFORE, 1)
+        assert strategy.steps == trainer.steps_done == BEFORE
 
     md.run(rank, size=3)
 
@@ -527,7 +527,6 @@ def test_another_number_of_ranks_goes_on(size: int, tmp_path: Path) -> None:
             strategy.own.copy(),
             strategy.common.copy(),
             strategy.steps,
-            strategy.met,
             *(array.copy() for slot in trainer.optimizer.slots for array in slot.state.values()),
             *(array.copy() for slot in strategy.outer.slots for array in slot.state.values()),
         ]
