@@ -17,9 +17,6 @@ here (workers.py). Then this launcher forms the next one:
     fewer ranks                         of a size that the plan allows
     it gives up                         if fewer than `least` are left and none is starting
 
-The processes may be on several hosts (elastic_hosts.py). A host that is lost is lost with all its
-processes.
-
 A replacement is started by another thread: the ranks that are left go on meanwhile, also when a
 fork takes long. A process that does not leave in time is killed, so no generation has ranks of two.
 What the state of the training is, the launcher does not know: the ranks hold it
@@ -36,7 +33,6 @@ from typing import Any
 from minidist.comm import wire
 from minidist.comm.health.failure import Failure, say_line
 from minidist.comm.health.process_state import PATIENCE
-from minidist.launch.elastic_hosts import OtherHosts
 from minidist.launch.generation import (
     Elastic,
     EventLog,
@@ -65,17 +61,15 @@ def spawn_elastic(
     limits: Limits | None = None,
     forks: bool = False,
     template: Template | None = None,
-    others: OtherHosts | None = None,
 ) -> int:
     """Run copies of `command` as ranks of an elastic job, and wait for them.
 
     Args:    record: a file that gets a line of JSON for each event of a generation. patience,
              limits: as spawn(), but that all processes share the cores. forks: the command calls
              template.fork_on_demand() when it has loaded everything. template: one that this
-             process has forked (template.fork_template). others: the hosts of the job, where there
-             are more than this one; they share the folder that this process is in.
+             process has forked (template.fork_template).
     Returns: 0, or as spawn() if the job could not go on.
-    Raises:  LaunchError if the command cannot be started, or a host cannot be reached.
+    Raises:  LaunchError if the command cannot be started.
     """
     return ElasticJob(
         command,
@@ -85,7 +79,6 @@ def spawn_elastic(
         limits or Limits(),
         forks=forks,
         template=template,
-        others=others,
     ).run()
 
 
@@ -102,14 +95,13 @@ class ElasticJob:
         *,
         forks: bool,
         template: Template | None = None,
-        others: OtherHosts | None = None,
     ) -> None:
         self.elastic = elastic
         self.patience = patience
         self.log = EventLog(record)
         self.limits = limits
         self.forks = forks
-        self.workforce = Workforce(command, wire.new_token(), limits, others, template)
+        self.workforce = Workforce(command, wire.new_token(), limits, template)
         self.generation: Generation | None = None
         self.lost: list[dict[str, Any]] = []  # since the last generation was formed
         self.restarts = elastic.restarts
@@ -232,7 +224,9 @@ class ElasticJob:
             generation.broken = time.monotonic()
             self.log.note("left", generation, step=generation.boundary)
         elif generation.monitor.loss is None:  # its rank is alive: a connection broke
-            generation.monitor.lose(Failure(worker.rank, worker.process.pid, worker.host.name, why))
+            generation.monitor.lose(
+                Failure(worker.rank, worker.process.pid, worker.starter.name, why)
+            )
 
     # --- a generation ends
     # -------------------------------------------------------------------------------------------
@@ -261,11 +255,10 @@ class ElasticJob:
         if generation is not None and worker in generation.members:
             if generation.broken is None:
                 generation.monitor.lose(
-                    Failure(worker.rank, worker.process.pid, worker.host.name, how)
+                    Failure(worker.rank, worker.process.pid, worker.starter.name, how)
                 )
             self.lost.append({"process": worker.number, "rank": worker.rank, "how": how})
-        where = f" on {worker.host.name}" if len(self.workforce.hosts) > 1 else ""
-        say_line(f"minidist: {worker} (process {worker.process.pid}{where}) {how}")
+        say_line(f"minidist: {worker} (process {worker.process.pid}) {how}")
         wanted = self.elastic.sizes[-1] + self.elastic.spares
         if (
             self.restarts
@@ -320,7 +313,7 @@ class ElasticJob:
         last = self.generation
         members = placed(size, ready, self.generation)
         token = wire.new_token()
-        monitor = start_monitor(members, token, self.workforce.place, self.patience)
+        monitor = start_monitor(members, token, self.patience)
         number = 1 if last is None else last.number + 1
         record = {
             "generation": number,
@@ -329,11 +322,6 @@ class ElasticJob:
             "pids": [worker.process.pid for worker in members],
             "joined": [worker.number for worker in members if not worker.tells],
             "lost": self.lost,
-            **(
-                {"hosts": [worker.host.name for worker in members]}
-                if len(self.workforce.hosts) > 1
-                else {}
-            ),
         }
         self.log.records.append(record)
         for rank, worker in enumerate(members):
@@ -341,7 +329,6 @@ class ElasticJob:
             worker.rank = rank
             worker.tells = True
         tell_ranks(
-            self.workforce.hosts,
             members,
             number=number,
             token=token.decode(),

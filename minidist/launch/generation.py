@@ -3,7 +3,6 @@ all of them.
 
 {"event": "forming", "seconds": 12.1, "time": …, "generation": 2, "processes": [0, 1, 3], "pids":
 […]}
-                                        with --hosts also "hosts", of each rank
 {"event": "formed", …, "step": 41}      all ranks have the state after 41 steps
 {"event": "stepped", …, "step": 42}     the first step of this generation that counts
 {"event": "at", …, "step": 45}          so many steps are made; a few times a second
@@ -27,9 +26,7 @@ from minidist.comm.health.failure import say_line
 from minidist.comm.health.monitor import Monitor
 from minidist.comm.health.seats import Seat
 from minidist.files import add_line
-from minidist.launch.elastic_hosts import RemoteHost
-from minidist.launch.starter import Starter
-from minidist.launch.workers import Worker
+from minidist.launch.workers import HERE, Worker
 
 # seconds that a process gets to leave a broken generation: it may compute in one long call
 LEAVE_LIMIT = 60.0
@@ -116,8 +113,8 @@ def placed(size: int, ready: list[Worker], before: Generation | None) -> list[Wo
     return [worker if worker in known else new.pop(0) for worker in last]
 
 
-def start_monitor(members: Sequence[Worker], token: bytes, place: str, patience: float) -> Monitor:
-    """The monitor of these ranks, which listens at `place`."""
+def start_monitor(members: Sequence[Worker], token: bytes, patience: float) -> Monitor:
+    """Return the monitor of these ranks, which listens on this host."""
 
     def how(seat: Seat) -> str | None:
         """How a rank ended that is just ending; None if it still runs."""
@@ -125,34 +122,16 @@ def start_monitor(members: Sequence[Worker], token: bytes, place: str, patience:
         code = worker.ended()
         return None if code is None else worker.how_it_ended(code)
 
-    monitor = Monitor(len(members), token, listen(place, 0), how=how, patience=patience)
+    monitor = Monitor(len(members), token, listen(HERE, 0), how=how, patience=patience)
     monitor.start()
     return monitor
 
 
 def tell_ranks(
-    hosts: Sequence["Starter | RemoteHost"],
-    members: Sequence[Worker],
-    *,
-    number: int,
-    token: str,
-    port: int,
-    begun: bool,
+    members: Sequence[Worker], *, number: int, token: str, port: int, begun: bool
 ) -> None:
-    """Each host which ranks of this generation it has, and each process its rank."""
-    ranks_of = {
-        host.node: [
-            (rank, worker.number) for rank, worker in enumerate(members) if worker.host is host
-        ]
-        for host in hosts
-    }
-    for host in hosts:
-        if isinstance(host, RemoteHost):
-            host.tell(
-                "generation", number=number, port=port, token=token, ranks=ranks_of[host.node]
-            )
+    """Tell each process its rank in this generation."""
     for rank, worker in enumerate(members):
-        there = ranks_of[worker.host.node]
         worker.send(
             "generation",
             number=number,
@@ -160,9 +139,6 @@ def tell_ranks(
             world_size=len(members),
             token=token,
             port=port,
-            local_rank=there.index((rank, worker.number)),
-            local_size=len(there),
-            node=worker.host.node,
             begun=begun,
         )
 
@@ -188,10 +164,8 @@ class EventLog:
         generation.record[event] = self.clock()
         if event == "formed":
             generation.record |= content
-        shown = ("processes", "pids", "hosts") if event == "forming" else ()
-        told: dict[str, Any] = {
-            key: generation.record[key] for key in shown if key in generation.record
-        }
+        shown = ("processes", "pids") if event == "forming" else ()
+        told: dict[str, Any] = {key: generation.record[key] for key in shown}
         self.write(
             {
                 "event": event,

@@ -143,8 +143,7 @@ def find_monitor(launch: Launch, limit: float, patience: float = PATIENCE) -> Jo
     """
     place = place_from_environment()
     if place is not None:  # other nodes may be earlier than the launcher of node 0
-        begun = launch.node_rank == 0 or "MINIDIST_ELASTIC" in os.environ
-        return _connect(launch, place, limit, begun=begun)
+        return _connect(launch, place, limit, begun=launch.node_rank == 0)
     by_file = launch.other_mpi and not launch.master_port
     joined = (_by_mpi if launch.by_mpirun else _by_file if by_file else _by_address)(
         launch, limit, patience

@@ -18,14 +18,10 @@ from minidist.launch.template import Orphan, Template, start_template
 class Starter:
     """Processes of this host.
 
-    Args:       address: of the job's launcher. name: of this host; node: its number; capacity:
-                ranks it is for. who(number): the name in front of the lines that a process writes
-                to stderr. template: one that this process has forked.
-    Attributes: lost: always "": a process can be started here (see RemoteHost). ending: no more may
-    be started.
+    Args:       address: of the job's launcher. who(number): the name in front of the lines that a
+                process writes to stderr. template: one that this process has forked.
+    Attributes: name: of this host. ending: no more may be started.
     """
-
-    lost = ""
 
     def __init__(
         self,
@@ -35,18 +31,13 @@ class Starter:
         address: tuple[str, int],
         who: Callable[[int], str],
         *,
-        name: str = "",
-        node: int = 0,
-        capacity: int = 0,
         template: Template | None = None,
     ) -> None:
         self.command = list(command)
         self.token = token
         self.limits = limits
         self.address = address
-        self.name = name or os.uname().nodename
-        self.node = node
-        self.capacity = capacity
+        self.name = os.uname().nodename
         self._who = who
         self._template = template
         self.ending = False

@@ -34,12 +34,12 @@ from minidist.comm import wire
 from minidist.comm.health.acceptor import Acceptor, end_connection, listen, set_up, shortage
 from minidist.comm.health.process_state import REAP_LIMIT
 from minidist.errors import CommError, HandshakeError, LaunchError
-from minidist.launch.elastic_hosts import HOST_LIMIT, OtherHosts, RemoteHost
 from minidist.launch.limits import Limits
 from minidist.launch.spawning import start_thread
 from minidist.launch.starter import Starter
 from minidist.launch.template import FORK_LIMIT, Template
 
+HERE = "127.0.0.1"  # where the launcher listens for its processes, and for ranks
 KILLED_LIMIT = 10.0  # seconds that all killed processes together get to end
 
 STARTING = "starting"
@@ -54,16 +54,16 @@ class Worker:
     """A process. `number` counts from 0 and is never used again; `rank` is that of its last
     generation.
 
-    Args:       host: where it was started.
+    Args:       starter: what has started it.
     Attributes: state    STARTING, WAITING (for a generation), MEMBER (of the present one) or DONE
                 tells    it was a member once, and may hold copies of the state
                 saves    at SIGTERM it saves its work and ends; told: it was sent one
     """
 
-    def __init__(self, number: int, process: Any, host: "Starter | RemoteHost") -> None:
+    def __init__(self, number: int, process: Any, starter: Starter) -> None:
         self.number = number
         self.process = process
-        self.host = host
+        self.starter = starter
         self.since = time.monotonic()
         self.sock: socket.socket | None = None
         self.state = STARTING
@@ -94,7 +94,7 @@ class Worker:
     @property
     def stopped(self) -> bool:
         """Whether it is stopped (SIGSTOP)."""
-        return self.host.stopped(self.process)
+        return self.starter.stopped(self.process)
 
     def kill_frozen(self, patience: float) -> None:
         """Kill it if it was stopped each time that it was looked at for `patience` seconds."""
@@ -110,7 +110,7 @@ class Worker:
         """Its exit code in words."""
         if self.frozen:
             return "was frozen (stopped) at its start, and is killed"
-        return self.host.how_it_ended(self.process, code)
+        return self.starter.how_it_ended(self.process, code)
 
     def tell(self) -> None:
         """Send SIGTERM, once."""
@@ -128,10 +128,8 @@ class Worker:
 class Workforce:
     """All processes that were started and have not ended, by number; what they say is in `events`.
 
-    Args:       others: further hosts, by ssh; None: all processes are on this one. template: of
-                this host, if there is one already.
-    Attributes: coming: how many more are being started. hosts: where, by node; one that is lost
-    stays in the list.
+    Args:       template: of this host, if there is one already.
+    Attributes: coming: how many more are being started.
     """
 
     def __init__(
@@ -139,23 +137,14 @@ class Workforce:
         command: Sequence[str],
         token: bytes,
         limits: Limits,
-        others: OtherHosts | None = None,
         template: Template | None = None,
     ) -> None:
-        self.command = list(command)
-        self.token = token
         self.started = 0
-        self.limits = limits
         # replaced as a whole: another thread may be walking through it
         self.workers: dict[int, Worker] = {}
         self.coming = 0
         self.events: queue.SimpleQueue[Event | LaunchError | None] = queue.SimpleQueue()
-        self.others = others
-        alone = others is None or others.addresses == ["127.0.0.1"]
-        # where this host listens for processes, and for ranks
-        self.place = "127.0.0.1" if alone else ""
-        self._listener = listen(self.place, 0)
-        self.port: int = self._listener.getsockname()[1]
+        self._listener = listen(HERE, 0)
         self._acceptor = Acceptor(
             self._listener,
             token,
@@ -166,71 +155,27 @@ class Workforce:
             fail=self._cannot_accept,
         )
         self._closed = False
-        node = 0 if others is None else others.here
-        self.starter = (
-            None
-            if node is None
-            else Starter(
-                command,
-                token,
-                limits,
-                ("127.0.0.1", self.port),
-                self._name,
-                node=node,
-                capacity=0 if others is None else others.hosts[node].ranks,
-                template=template,
-            )
+        self.starter = Starter(
+            command, token, limits, self._listener.getsockname(), self._name, template=template
         )
-        self.hosts: list[Starter | RemoteHost] = [] if self.starter is None else [self.starter]
         self._starting = threading.Lock()
         self._counting = threading.Lock()
         self._starters: list[threading.Thread] = []
         start_thread(self._accept)
 
     def prepare(self, *, forks: bool, told: Callable[[], bool]) -> None:
-        """Before the first start: reach the other hosts, and load a template on each.
+        """Before the first start: load the template.
 
         Args:   forks: the command calls template.fork_on_demand(). told(): whether to wait no
                 longer.
-        Raises: LaunchError, one line that names the host, if one cannot be reached.
         """
-        if self.others is not None:
-            with self._starting:  # none is looked for before all are in the list
-                for other in self.others.start(
-                    self.command,
-                    self.token,
-                    self.port,
-                    self.limits,
-                    forks=forks,
-                    news=lambda: self.events.put(None),
-                ):
-                    self.hosts = sorted([*self.hosts, other], key=lambda host: host.node)
-        if forks and self.starter is not None:
+        if forks:
             self.starter.start_template(told)
-        deadline = time.monotonic() + HOST_LIMIT
-        for host in self.hosts:
-            if isinstance(host, RemoteHost):
-                host.wait_until_there(deadline, told)
 
     def _name(self, number: int) -> str:
         """The name of a process in front of what it says."""
         worker = self.workers.get(number)
         return f"process {number}" if worker is None else str(worker)
-
-    def _next_host(self) -> "Starter | RemoteHost":
-        """The first host that has room, else the one that is least crowded. Raises: LaunchError if
-        all are lost."""
-        counts = {
-            host.node: host.capacity - sum(worker.host is host for worker in self.workers.values())
-            for host in self.hosts
-            if not host.lost
-        }
-        if not counts:
-            raise LaunchError("all hosts of the job are lost")
-        node = next(
-            (node for node, free in counts.items() if free > 0), max(counts, key=counts.__getitem__)
-        )
-        return next(host for host in self.hosts if host.node == node)
 
     def start(self) -> None:
         """Start another process. Raises: LaunchError if the command cannot be started."""
@@ -276,15 +221,14 @@ class Workforce:
         with self._starting:  # one that is forked may come before start() returns
             if self._closed:
                 return
-            host = self._next_host()
-            process = host.start(number)
+            process = self.starter.start(number)
             if process is None:
                 return
-            worker = Worker(number, process, host)
+            worker = Worker(number, process, self.starter)
             with self._counting:
                 self.workers = {**self.workers, number: worker}
                 self.coming = self.coming - 1
-        host.pass_on_lines(number, process)  # type: ignore[arg-type]
+        self.starter.pass_on_lines(number, process)
 
     def of(self, *states: str) -> list[Worker]:
         """Those in one of these states, by number."""
@@ -311,7 +255,7 @@ class Workforce:
             if (code := worker.process.poll()) is not None
         ]
         for worker, _ in gone:
-            if worker.sock is not None:  # its host may be lost, so it says no goodbye
+            if worker.sock is not None:  # its children may hold it open
                 end_connection(worker.sock)
         ended = {worker.number for worker, _ in gone}
         with self._counting:
@@ -327,8 +271,7 @@ class Workforce:
         A process that has not connected yet gets SIGTERM at once.
         """
         self._closed = True
-        if self.starter is not None:
-            self.starter.ending = True
+        self.starter.ending = True
         self._acceptor.close()
         for worker in self.workers.values():
             if worker.sock is not None:
@@ -355,8 +298,7 @@ class Workforce:
         for worker in self.workers.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
-        for host in self.hosts:
-            host.close()
+        self.starter.close()
         self._listener.close()
 
     def _accept(self) -> None:
@@ -364,21 +306,7 @@ class Workforce:
             self._acceptor.accept()
 
     def _enter(self, sock: socket.socket, hello: dict[str, Any]) -> None:
-        """A process has come: hear it, in a thread of its own. Or one of the other hosts."""
-        if "host_workers" in hello:
-            with self._starting:
-                found = [
-                    host
-                    for host in self.hosts
-                    if isinstance(host, RemoteHost) and host.node == hello["host_workers"]
-                ]
-            if not found:
-                raise HandshakeError(
-                    f"{wire.address_of(sock)} was refused: the job has no host "
-                    f"{hello['host_workers']!r}"
-                )
-            found[0].attach(sock)
-            return
+        """A process has connected: hear it, in a thread of its own."""
         with self._starting:
             worker = self.workers.get(hello.get("process", -1))
         if worker is None or worker.sock is not None:

@@ -277,10 +277,9 @@ def describe(
     """The generations as metrics.json has them.
 
     Args:    past: `Survivor.past` of those processes that live; what others sent is lost with them.
-    Returns: of each generation, `processes` and, where there are several, `hosts` by rank; `lost`:
-    since the one
-             before; `began`, `ended`: seconds of the job; `seconds`: from the end of the one before
-             to a step that counts; `ranks`: from `past`.
+    Returns: of each generation, `processes` by rank; `lost`: since the one before; `began`,
+             `ended`: seconds of the job; `seconds`: from the end of the one before to a step that
+             counts; `ranks`: from `past`.
     """
     told: list[dict[str, Any]] = []
     for number, record in enumerate(records):
@@ -293,7 +292,6 @@ def describe(
                     for key in ("generation", "size", "processes", "joined", "lost")
                 },
                 "step": record.get("step"),
-                **{key: record[key] for key in ("hosts",) if key in record},
                 "began": record.get("forming"),
                 "ended": _end(record),
                 "seconds": None if stepped is None or ended is None else round(stepped - ended, 4),

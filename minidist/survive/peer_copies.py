@@ -6,16 +6,14 @@
 
 If rank 2 is lost, shard 2 is still on rank 3, and the job goes on without a disk. Only what no
 other rank has is sent: under DDP nothing, because each rank has everything; under ZeRO the chunks;
-under tensor parallelism without data parallelism the shards. Where ranks are on several nodes the
-partner is always on another one, so a whole node may be lost (`partners`). Where a node has more
-ranks than all others together, a rank of another node has several wards.
+under tensor parallelism without data parallelism the shards. The partner of rank r is rank r + 1.
 
 Why two steps. When a rank is lost, some ranks may have finished step k and others not. But no rank
 finishes step k before all ranks have begun it, and a rank begins step k only after its copies of
 step k - 1 have arrived. So of the newest two steps the older one is whole, unless a rank and its
 partner are lost at once.
 
-Cost of a step: the state of a rank copied once, and once more sent, and received from each ward, as
+Cost of a step: the state of a rank copied once, and once more sent, and received from the ward, as
 far as no other rank has it; memory: twice its state, and twice what is received.
 
 Source:  Zheng, Chen 2023, "Gemini: fast failure recovery in distributed training with in-memory
@@ -95,7 +93,7 @@ def piece_of(place: Place) -> str:
 
 
 class PeerCopies:
-    """The snapshots that a process holds: of its own rank's last two versions, and of its wards',
+    """The snapshots that a process holds: of its own rank's last two versions, and of its ward's,
     whose partner it is.
 
     Args:       every: steps from one version to the next.
@@ -188,16 +186,15 @@ class PeerCopies:
             Layout(record, [owners[piece_of(place)] == 1 and place.size > 0 for place in record])
             for record in told
         ]
-        self._partners = partners(world.nodes)
-        self._wards = [rank for rank in range(world.size) if self._partners[rank] == world.rank]
+        self._partner = (world.rank + 1) % world.size
+        self._ward = (world.rank - 1) % world.size
         self._sends = world.size > 1 and any(layout.lone_bytes for layout in layouts)
         self._layout = layouts[world.rank]
-        self._wards_layouts = [layouts[ward] for ward in self._wards]
+        self._ward_layout = layouts[self._ward]
         self._layouts[generation] = [(layout.pieces, layout.lone) for layout in layouts]
         self._blocks = [np.empty(self._layout.nbytes, np.uint8) for _ in range(2)]
-        self._wards_blocks = [
-            [np.empty(layout.lone_bytes * self._sends, np.uint8) for layout in self._wards_layouts]
-            for _ in range(2)
+        self._ward_blocks = [
+            np.empty(self._ward_layout.lone_bytes * self._sends, np.uint8) for _ in range(2)
         ]
         self._generation = generation
         self._kept = 0
@@ -244,52 +241,12 @@ class PeerCopies:
             held |= self._swap(trainer.world, turn, small)
 
     def _swap(self, world: Group, turn: int, small: dict[str, Any]) -> dict[int, Snapshot]:
-        """Send to the partner what no other rank has, and take the wards', in rounds: a rank takes
-        one ward's in each."""
-        partner = self._partners[world.rank]
-        taken = dict[int, Snapshot]()
-        mine = [rank for rank in range(world.size) if self._partners[rank] == partner].index(
-            world.rank
-        )
+        """Send to the partner what no other rank has, and receive the ward's."""
         packed = np.frombuffer(pack(small), np.uint8)
         block = self._blocks[turn][: self._layout.lone_bytes]
+        room = self._ward_blocks[turn]
         with world.ledger.during("peer copies"):
-            for number in range(max(mine + 1, len(self._wards))):
-                target = partner if number == mine else None
-                if number >= len(self._wards):
-                    if target is not None:
-                        world.send(packed, target)
-                        world.send(block, target)
-                    continue
-                ward = self._wards[number]
-                room = self._wards_blocks[turn][number]
-                layout = self._wards_layouts[number]
-                if target is None:
-                    theirs = world.recv(ward)
-                    world.recv(ward, out=room)
-                else:
-                    theirs = world.exchange(packed, target, ward)
-                    world.exchange(block, target, ward, out=room)
-                taken[ward] = Snapshot(*layout.arrays(room, lone=True), unpack(theirs.tobytes()))
-        return taken
-
-
-def partners(nodes: Sequence[int]) -> list[int]:
-    """The rank that holds the copies of each rank; on another node, wherever there is one.
-
-    Args:    nodes: of each rank.
-    Returns: the rank at the least distance that leads to another node from every rank, so that each
-    has one ward; where
-             there is no such distance, the nearest rank after it, on another node, of those that
-             have the fewest wards. On one node, the next rank.
-    """
-    size = len(nodes)
-    chosen = list[int]()
-    for distance in range(1, size):
-        if all(nodes[rank] != nodes[(rank + distance) % size] for rank in range(size)):
-            return [(rank + distance) % size for rank in range(size)]
-    for rank in range(size):
-        others = [(rank + distance) % size for distance in range(1, size)]
-        elsewhere = [other for other in others if nodes[other] != nodes[rank]]
-        chosen.append(min(elsewhere, key=chosen.count) if elsewhere else (rank + 1) % size)
-    return chosen
+            theirs = world.exchange(packed, self._partner, self._ward)
+            world.exchange(block, self._partner, self._ward, out=room)
+        places, arrays = self._ward_layout.arrays(room, lone=True)
+        return {self._ward: Snapshot(places, arrays, unpack(theirs.tobytes()))}

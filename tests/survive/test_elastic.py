@@ -3,7 +3,6 @@ changes of plan."""
 
 import json
 import os
-import platform
 import re
 import signal
 import subprocess
@@ -16,11 +15,8 @@ from elastic_rank import replay
 from jobs import finish, start
 from leftovers import nothing_left
 
-from minidist.errors import LaunchError
-from minidist.launch.elastic_hosts import OtherHosts
 from minidist.launch.elastic_job import spawn_elastic
 from minidist.launch.generation import Elastic
-from minidist.launch.hosts import HostRanks
 from minidist.launch.template import FORK_LIMIT, Template
 
 RANK = str(Path(__file__).parents[1] / "support" / "elastic_rank.py")
@@ -270,140 +266,6 @@ def test_a_launcher_that_is_told_to_stop_or_killed(number, tmp_path):
     assert "Traceback" not in done.stderr
     if number == signal.SIGTERM:
         assert "was told to stop by SIGTERM; its 4 processes ended" in done.stderr
-
-
-def two_hosts(folder, here, there):
-    """This machine as two hosts of a job, with so many ranks on each: a shell in the place of
-    ssh."""
-    ssh = folder / "ssh"
-    ssh.write_text('#!/bin/sh\nshift; exec sh -c "$*"\n')
-    ssh.chmod(0o755)
-    return OtherHosts([HostRanks(platform.node(), here), HostRanks("127.0.0.2", there)], str(ssh))
-
-
-def test_a_rank_on_another_host_is_killed_and_replaced(tmp_path, capfd):
-    """The spare is here, so the next generation is on other hosts; under ZeRO the partner's copies
-    are across, too."""
-    settings = {"zero": 1, "steps": 6, "deaths": {"1": (3, "within")}}
-    with nothing_left():
-        status = spawn_elastic(
-            [sys.executable, RANK, str(tmp_path), json.dumps(settings)],
-            Elastic((2,), spares=1),
-            record=tmp_path / "elastic.jsonl",
-            forks=True,
-            others=two_hosts(tmp_path, 1, 1),
-        )
-    error = capfd.readouterr().err
-    assert status == 0, error
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert [one["hosts"] for one in result["elastic"]] == [
-        [platform.node(), "127.0.0.2"],
-        2 * [platform.node()],
-    ]
-    assert replay(tmp_path, settings, [(2, 0)]) == (result["losses"], result["sha256"])
-    assert "on 127.0.0.2) was killed by SIGKILL" in error
-
-
-def take_orphans(limit=10):
-    """Wait for the processes that became this one's, because the lost host is this machine; their
-    numbers."""
-    found = []
-    deadline = time.monotonic() + limit
-    while time.monotonic() < deadline:
-        try:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:  # none is left
-            break
-        found += [pid] if pid else []
-        time.sleep(0.01)
-    return found
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("restarts", [0, 2])
-def test_a_lost_host_is_lost_with_all_its_ranks(restarts, tmp_path, capfd):
-    """Two of three ranks. Their copies are on this host's, which goes on alone, or with two others
-    in their place."""
-    settings = {"zero": 1, "steps": 8, "deaths": {"1": (3, "host")}}
-    elastic = Elastic((1, 2, 3), restarts=restarts, wait=30.0 * bool(restarts))
-    with nothing_left():
-        status = spawn_elastic(
-            [sys.executable, RANK, str(tmp_path), json.dumps(settings)],
-            elastic,
-            forks=True,
-            others=two_hosts(tmp_path, 1, 2),
-        )
-        assert len(take_orphans()) == 3  # of the lost host: its template, and two processes
-    error = capfd.readouterr().err
-    assert status == 0, error
-    assert "minidist: host 127.0.0.2 is lost (" in error and "is lost with host 127.0.0.2" in error
-    result = json.loads((tmp_path / "result.json").read_text())
-    last = result["elastic"][-1]
-    assert last["hosts"] == (1 + restarts) * [platform.node()] and last["processes"][0] == 0
-    changes = [(3, 0)] if restarts else [(one["size"], one["step"]) for one in result["elastic"]]
-    assert replay(tmp_path, settings, changes) == (result["losses"], result["sha256"])
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_no_process_stays_on_another_host(number, tmp_path):
-    """When the launcher is told to stop or killed, the other host's processes end, and what started
-    them."""
-    two_hosts(tmp_path, 1, 1)
-    script = (
-        "import sys, platform; from pathlib import Path; from minidist.launch.elastic_hosts "
-        "import OtherHosts; from minidist.launch.elastic_job import spawn_elastic; from "
-        "minidist.launch.generation import Elastic; from minidist.launch.hosts import "
-        "HostRanks; folder = Path(sys.argv[1]); sys.exit(spawn_elastic(sys.argv[2:], "
-        "Elastic((3,)), record=folder / 'log', forks=True, "
-        "others=OtherHosts([HostRanks(platform.node(), 1), HostRanks('127.0.0.2', 2)], "
-        "str(folder / 'ssh'))))"
-    )
-    with nothing_left() as environment:
-        job = start(
-            [
-                sys.executable,
-                "-c",
-                script,
-                str(tmp_path),
-                sys.executable,
-                RANK,
-                str(tmp_path),
-                json.dumps({"steps": 10**6}),
-            ],
-            environment,
-        )
-        log = tmp_path / "log"
-        deadline = time.monotonic() + 60
-        while not (log.exists() and "stepped" in log.read_text()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        job.send_signal(number)
-        done = finish(job)
-    assert done.returncode == (128 + number if number == signal.SIGTERM else -number), done
-    assert "Traceback" not in done.stderr, done
-
-
-@pytest.mark.parametrize(
-    ("ssh", "said"),
-    [
-        ("echo no route >&2; exit 255", "host 127.0.0.2: ssh ended with 255 (no route); try `"),
-        (
-            "exit 127",
-            "host 127.0.0.2: ssh ended with 127 (it said nothing); is minidist installed there, "
-            "at ",
-        ),
-        (
-            'echo \'minidist host: {"hello": "b", "version": "0.0"}\'; read line',
-            "host 127.0.0.2: it has minidist 0.0, this host ",
-        ),
-    ],
-)
-def test_a_host_that_cannot_take_part_is_named_in_one_line(ssh, said, tmp_path):
-    others = two_hosts(tmp_path, 1, 1)
-    (tmp_path / "ssh").write_text(f"#!/bin/sh\n{ssh}\n")
-    with nothing_left(), pytest.raises(LaunchError) as error:
-        spawn_elastic([sys.executable, "-c", "pass"], Elastic((2,)), others=others)
-    assert str(error.value).startswith(said) and "\n" not in str(error.value)
 
 
 def test_a_process_that_is_stopped_at_its_start_is_killed(capfd):

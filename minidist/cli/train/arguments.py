@@ -26,7 +26,6 @@ from minidist.console import (
     seed_number,
     whole_number,
 )
-from minidist.launch.hosts import SSH
 from minidist.launch.transports import PROCESSES, THREADS
 from minidist.nn.config import BALANCES
 from minidist.observe.energy import ASSUMED_WATTS
@@ -131,13 +130,9 @@ def _elastic(add: Add) -> None:
         help="with -n: ranks may die; the others go on with at least so many, and others join "
         "(default: the first loss ends the job)",
     )
-    add(
-        "--hosts",
-        metavar="LIST",
-        help="a:3,b:4: the hosts of an elastic job and the ranks of each, started from here by "
-        "ssh; all see the folder that this command runs in (default: this host)",
-    )
-    add("--ssh", metavar="COMMAND", help=f"how --hosts reaches a host (default: {SSH})")
+    # known only so that check_one_host can name what to use in their place
+    for option in ("--hosts", "--ssh"):
+        add(option, help=argparse.SUPPRESS)
     add(
         "--max-restarts",
         type=whole_number(0, 10**9),

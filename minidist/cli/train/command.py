@@ -22,10 +22,10 @@ from minidist.cli.train.axis_traffic import stage_layers
 from minidist.cli.train.elastic import (
     Lives,
     check_elastic,
+    check_one_host,
     check_starts,
     elastic_process,
     elastic_steps,
-    others_of,
     start_elastic,
 )
 from minidist.cli.train.metrics import Metrics, result_metrics, run_metrics
@@ -81,13 +81,12 @@ def run(args: argparse.Namespace) -> int:
     """
     if is_elastic_process():
         return elastic_process(check(args, begins=False), train)
+    check_one_host(args)
     launch = find_launch()
     settings = check(args)
     check_elastic(args)
     if settings.resume is not None:
         settings.resume.choose_ranks(args, launch)
-    if (others := others_of(args)) is not None:
-        args.ranks = args.ranks or sum(host.ranks for host in others.hosts)
     as_threads = args.transport in THREADS
     require_own_ranks(args, launch, as_threads=as_threads)
     starts_ranks = launch.launcher == "alone" and (
@@ -100,11 +99,7 @@ def run(args: argparse.Namespace) -> int:
     plan = settings.plan(size)
     plan.require(size, settings.config)
     plan.require_model(settings.config)
-    here = (
-        (size if starts_ranks else launch.local_size)
-        if others is None
-        else max(min(size, *(host.ranks for host in others.hosts)), -(-size // len(others.hosts)))
-    )
+    here = size if starts_ranks else launch.local_size
     settings.require_memory(plan, here, processes=0 if as_threads else here)
     if starts_ranks and args.transport == "mpi":
         fail(f"--transport mpi: its ranks are mpirun's to start: mpirun -n {size} minidist train")

@@ -26,11 +26,9 @@ from minidist.comm.wire import pack, unpack
 from minidist.console import Parser, fail, shown
 from minidist.errors import PlanError, ShardError
 from minidist.launch import Launch
-from minidist.launch.elastic_hosts import OtherHosts
 from minidist.launch.elastic_job import spawn_elastic
 from minidist.launch.generation import Elastic
 from minidist.launch.generations import Generations, warm_up
-from minidist.launch.hosts import SSH, hosts_of
 from minidist.launch.membership import current
 from minidist.launch.own_python import module_command
 from minidist.launch.template import fork_on_demand, fork_template
@@ -132,21 +130,26 @@ def bounds(text: str) -> tuple[int, int]:
     return int(least), int(most)
 
 
+def check_one_host(args: Namespace) -> None:
+    """Raise ConfigError for the hidden options --hosts and --ssh, which are those of launch."""
+    if args.hosts is None and args.ssh is None:
+        return
+    option = "--ssh" if args.hosts is None else "--hosts"
+    saves = ", with --save-every N and --resume RUN in place of --elastic" if args.elastic else ""
+    fail(
+        f"{option}: minidist train starts its ranks on this host only; use minidist launch "
+        f"--hosts {args.hosts or 'a:3,b:4'} -m minidist train …{saves}"
+    )
+
+
 def check_elastic(args: Namespace) -> None:
     """Raise ConfigError for options that need --elastic, or do not go with it."""
-    if args.ssh is not None and args.hosts is None:
-        fail("--ssh is for --hosts")
     if args.elastic is None:
         for option in ("max_restarts", "spares", "elastic_wait", "peer_copies"):
             if getattr(args, option) is not None:
                 fail(
                     f"--{option.replace('_', '-')}: is for an elastic job; add --elastic LEAST:MOST"
                 )
-        if args.hosts is not None:
-            fail(
-                "--hosts: is for an elastic job; add --elastic LEAST:MOST, or start the ranks "
-                f"with minidist launch --hosts {args.hosts} -m minidist train"
-            )
         return
     bounds(args.elastic)
     if args.node_limit is not None and args.expert_nodes is None:
@@ -182,8 +185,7 @@ def check_starts(args: Namespace, launch: Launch, *, starts_ranks: bool) -> None
         fail(
             f"--elastic {args.elastic}: {launch.launcher} started this rank, and only the "
             "launcher of an elastic job can put another in its place; use minidist train -n N "
-            f"--elastic {args.elastic}, on several hosts minidist train --hosts a:3,b:4 "
-            f"--elastic {args.elastic}, or --save-every without --elastic"
+            f"--elastic {args.elastic} on one host, or --save-every without --elastic"
         )
     if args.elastic and not starts_ranks:
         fail(
@@ -213,7 +215,7 @@ def start_elastic(settings: Settings, size: int, train: Train) -> int:
     args.elastic = f"{least}:{size}"  # so a checkpoint says how many ranks the job wants
     words = as_arguments(args)
     template = None
-    if may_fork() and args.device == "cpu" and not (args.cores or args.memory_limit or args.hosts):
+    if may_fork() and args.device == "cpu" and not (args.cores or args.memory_limit):
         try:
             template = fork_template()
         except OSError:
@@ -231,7 +233,6 @@ def start_elastic(settings: Settings, size: int, train: Train) -> int:
                 patience=args.patience,
                 forks=args.device == "cpu",
                 limits=limits_of(args, settings.out),
-                others=others_of(args),
             )
     finally:
         if template is not None:
@@ -243,16 +244,6 @@ def _of_a_process(words: list[str]) -> Settings:
     parser = Parser(prog="minidist train")
     add_arguments(parser)
     return check(parser.parse_args(words), begins=False)
-
-
-def others_of(args: Namespace) -> OtherHosts | None:
-    """The hosts of --hosts, or None without it. Raises: LaunchError, one line, if a word names no
-    host."""
-    return (
-        None
-        if args.hosts is None
-        else OtherHosts(hosts_of(args.hosts), SSH if args.ssh is None else args.ssh)
-    )
 
 
 def _fits(settings: Settings, size: int) -> bool:

@@ -124,8 +124,6 @@ MAY_CHANGE = (
     "watts",
     "digest_every",
     "expert_placement",
-    "hosts",
-    "ssh",
 )
 
 

@@ -57,7 +57,7 @@ mixture_of."""
 AUTO = "auto"
 """The value of --save-every and --bucket-bytes that has it computed."""
 
-OF_THE_LAUNCHER = ("ranks", "hosts", "ssh", "cores", "memory_limit", "command", "given")
+OF_THE_LAUNCHER = ("ranks", "cores", "memory_limit", "command", "given")
 """Options that the ranks which a launcher of ours starts do not get."""
 
 OF_A_RANK = ("data", "expert_placement", "offload_dir", "threads")

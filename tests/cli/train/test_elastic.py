@@ -96,6 +96,31 @@ def test_what_is_refused(options, said, capsys, tmp_path):
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--hosts=a:3,b:4"], "--hosts: minidist train starts its ranks on this host only"),
+        (["--hosts=a:3,b:4", "--ssh=ssh -p 2"], "--hosts: minidist train starts its ranks on"),
+        (["--ssh=ssh -p 2"], "--ssh: minidist train starts its ranks on this host only"),
+        (
+            ["--hosts=a:3,b:4", "--elastic=4:7"],
+            "…, with --save-every N and --resume RUN in place of --elastic",
+        ),
+    ],
+)
+def test_several_hosts_are_those_of_launch(options, said, capsys, tmp_path):
+    assert main(["train", *TINY, *options, f"--out={tmp_path / 'run'}"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "use minidist launch --hosts a:3,b:4 -m minidist train" in error
+    assert error.count("\n") == 1
+
+
+def test_hosts_are_no_option_of_the_help():
+    parser = Parser()
+    add_arguments(parser)
+    assert "--hosts" not in parser.format_help() and "--ssh" not in parser.format_help()
+
+
 def test_ranks_of_another_launcher_are_not_ours_to_replace(capsys, tmp_path, monkeypatch):
     for name, value in torchrun(0, size=1).items():
         monkeypatch.setenv(name, value)
