@@ -41,6 +41,7 @@ from minidist.parallel.compress.outer import OUTERS, Outer
 from minidist.parallel.data.bounded_staleness import Update, key_shards
 from minidist.parallel.data.parameter_server import ParameterServer
 from minidist.parallel.data.server_keys import Shard
+from minidist.parallel.data.server_messages import Push
 from minidist.parallel.step.flat import Piece, trainable
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
@@ -129,8 +130,8 @@ class AsyncLocalSteps(ParameterServer):
             own = [vector for shard in self.shards for vector in shard.weights]
             gradients = [vector for shard in self.shards for vector in shard.gradients]
             _outer_gradients(gradients, self.pulled, own, part.targets.size / targets_in(batch))
+            self._ask(Push(self.pushes, tuple(self.versions), None, 1.0, digests_of(batch)))
             self.pushes += 1
-            self._push_and_pull([self.pushes - 1.0, float("nan"), 1.0], digests_of(batch))
             _write(self.pulled, [vector for shard in self.shards for vector in shard.weights])
         return mean
 

@@ -22,27 +22,24 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-import numpy as np
-
 from minidist.autograd.tensor import Parameter
 from minidist.comm.group import Group
-from minidist.data.rank_batch import check_digests
 from minidist.device import account
 from minidist.device.backend import Array
 from minidist.errors import CommError, PeerLostError, TimeoutError
 from minidist.nn import Module
 from minidist.optim import Optimizer, clip_scale, global_norm
 from minidist.parallel.data.server_keys import Shard, assign
+from minidist.parallel.data.server_messages import (
+    Push,
+    Refusal,
+    Weights,
+    receive_request,
+    send_message,
+)
 from minidist.parallel.step.flat import Piece, trainable
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.step import zero_unused
-
-FINISHED = -1.0
-"""Step that a worker names when it pushes nothing: it has made all of them."""
-
-REFUSED = -3
-"""In place of its version, in a server's answer: two workers' batches differ. Of each follow its
-rank and digests."""
 
 
 class Update(NamedTuple):
@@ -51,13 +48,13 @@ class Update(NamedTuple):
     Attributes: worker    whose gradient it was, of its step `step`
                 versions  for each server, how many updates it had made when the worker read the
                           weights of that step
-                lr        the learning rate; NaN: the optimizer's own
+                lr        the learning rate; None: the optimizer's own
     """
 
     worker: int
     step: int
     versions: tuple[int, ...]
-    lr: float
+    lr: float | None
 
 
 class Clocks:
@@ -153,9 +150,9 @@ class Service:
         self.lost: dict[int, PeerLostError] = {}
         self.over = False
         self.servers = group.size - workers
-        self.refusal: list[float] = []  # the answer to every worker, if there is one
+        self.refusal: Refusal | None = None  # the answer to every worker, if there is one
         # of a step: the first worker to push it, and the digests of its batch
-        self._batches: dict[int, tuple[int, list[float]]] = {}
+        self._batches: dict[int, tuple[int, tuple[float, ...]]] = {}
         self.rooms = [shard.gradients, *(shard.rooms("communication") for _ in range(workers - 1))]
         self.clocks = Clocks(workers, staleness, group.transport.limit)
 
@@ -210,57 +207,57 @@ class Service:
                 self.clocks.fail(error)
         except BaseException as error:  # serve() raises it
             self.clocks.fail(error)
-            if self.refusal:
-                with suppress(CommError), self.group.ledger.control():
-                    self.group.send(np.array(self.refusal, np.float64), worker)
+            if self.refusal is not None:
+                with suppress(CommError):
+                    send_message(self.group, worker, self.refusal)
 
     def _serve_step(self, worker: int, optimizer: Optimizer) -> bool:
-        """Take a push, update, give the weights back; whether the worker will come again."""
+        """Take a worker's request and send it the weights; return whether it will ask again."""
+        request = receive_request(self.group, worker, self.servers)
         room = self.rooms[worker]
-        with self.group.ledger.control():
-            step, lr, scale, *rest = self.group.recv(worker).tolist()
-        versions = rest[: self.servers]
-        digests = rest[self.servers :]
-        comes_again = bool(step >= 0)
-        if comes_again:
-            for vector in room:
-                self.group.recv(worker, out=vector)
-            with self.clocks.lock:
-                self._compare(worker, int(step), digests)
-                self._update(
-                    Update(worker, int(step), tuple(map(int, versions)), lr), scale, optimizer
-                )
+        if isinstance(request, Push):
+            self._take_push(worker, request, optimizer)
             self.clocks.tick(worker)
             self.clocks.wait_turn(worker)
         else:
             self.clocks.leave(worker)
             self.clocks.wait_end(worker)
         with self.clocks.lock:
-            header = [self.version, *([] if comes_again else self.lost)]
+            lost = () if isinstance(request, Push) else tuple(self.lost)
+            answer = Weights(self.version, lost)
+            # others may update while this is on its way
             for vector, weights in zip(room, self.shard.weights, strict=True):
-                vector[...] = weights  # others may update while this is on its way
-        with self.group.ledger.control():
-            self.group.send(np.array(header, np.float64), worker)
+                vector[...] = weights
+        send_message(self.group, worker, answer)
         for vector in room:
             self.group.send(vector, worker)
-        return comes_again
+        return isinstance(request, Push)
 
-    def _compare(self, worker: int, step: int, digests: list[float]) -> None:
+    def _take_push(self, worker: int, push: Push, optimizer: Optimizer) -> None:
+        """Receive a worker's gradient, and update by it."""
+        for vector in self.rooms[worker]:
+            self.group.recv(worker, out=vector)
+        with self.clocks.lock:
+            self._compare(worker, push)
+            self._update(Update(worker, push.step, push.versions, push.lr), push.scale, optimizer)
+
+    def _compare(self, worker: int, push: Push) -> None:
         """Compare the batch of a step with that of the first worker that made it. Under the lock.
 
         Raises:  MismatchError if they differ.
         """
-        raise_refusal(self.refusal)
-        if not digests:
+        if self.refusal is not None:
+            self.refusal.fail()
+        if not push.digests:
             return
-        slowest = min((self.clocks.done[other] for other in self.clocks.running), default=step)
+        slowest = min((self.clocks.done[other] for other in self.clocks.running), default=push.step)
         self._batches = {made: told for made, told in self._batches.items() if made >= slowest}
-        first, those = self._batches.setdefault(step, (worker, digests))
-        if those != digests:
+        first, theirs = self._batches.setdefault(push.step, (worker, push.digests))
+        if theirs != push.digests:
             ranks = self.group.world_ranks
-            both = sorted([[ranks[first], *those], [ranks[worker], *digests]])
-            self.refusal = [REFUSED, *both[0], *both[1]]
-            raise_refusal(self.refusal)
+            one, other = sorted([(ranks[first], theirs), (ranks[worker], push.digests)])
+            self.refusal = Refusal((one[0], other[0]), (one[1], other[1]))
+            self.refusal.fail()
 
     def _update(self, update: Update, scale: float, optimizer: Optimizer) -> None:
         """One update by one worker's gradient, which lies in its room. Under the lock."""
@@ -269,15 +266,8 @@ class Service:
         with self.recorder.span(
             "update", worker=update.worker, clock=update.step, stale=self.version - own
         ):
-            optimizer.step(None if np.isnan(update.lr) else update.lr, scale)
+            optimizer.step(update.lr, scale)
         self.record.append(update)
-
-
-def raise_refusal(answer: Sequence[float]) -> None:
-    """Raise MismatchError, the same on server and workers, if a server's answer is REFUSED."""
-    if answer and answer[0] == REFUSED:
-        told = np.array(answer[1:]).reshape(2, -1)
-        check_digests(told[:, 1:], [int(rank) for rank in told[:, 0]])
 
 
 def key_shards(model: Module, servers: int) -> list[list[Parameter]]:

@@ -31,8 +31,8 @@ Cost, a step, of keys of one dtype:
                         servers have to carry
     at the end          asynchronous workers get the last weights once more: N × 4Ψ
     control             synchronous: the loss and, with clip, the squares of the gradient's norm;
-                        asynchronous: which step, which weights, which rate: 3 + S numbers a push, 1
-                        a pull (the last names lost workers)
+                        asynchronous: 5 + S numbers per push, 2 per pull
+                        (data/server_messages.py)
 
 Synchronous: the servers wait for all workers, and the step is that of one process on the whole
 batch. Asynchronous: each gradient is an update by itself, of the mean loss of the worker's own
@@ -47,7 +47,7 @@ notes:   N1 DP, N3 §2
 Source:  Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server".
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -61,14 +61,20 @@ from minidist.errors import ConfigError, PeerLostError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, sum_of_squares
 from minidist.parallel.data.bounded_staleness import (
-    FINISHED,
     Service,
     Update,
     key_shards,
     own_scale,
-    raise_refusal,
 )
 from minidist.parallel.data.server_keys import Shard
+from minidist.parallel.data.server_messages import (
+    LastPull,
+    Push,
+    Refusal,
+    Weights,
+    receive_answer,
+    send_message,
+)
 from minidist.parallel.step.flat import Piece, forget, sum_in_order
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
@@ -334,9 +340,8 @@ class ParameterServer(Strategy):
             self._check_unchanged(optimizer)
             loss = self.gradients(batch, accumulate)
             scale = own_scale([key for shard in self.shards for key in shard.keys], clip)
+            self._ask(Push(self.pushes, tuple(self.versions), lr, scale, digests_of(batch)))
             self.pushes += 1
-            header = [self.pushes - 1.0, float("nan") if lr is None else lr, scale]
-            self._push_and_pull(header, digests_of(batch))
             return loss
         share = 0.0
         if self.serves:
@@ -381,7 +386,8 @@ class ParameterServer(Strategy):
         """
         if self.asynchronous and not self.serves and not self._finished:
             self._finished = True
-            self._push_and_pull([FINISHED, float("nan"), 1.0])
+            answers = self._ask(LastPull())
+            self._gone = {worker for answer in answers for worker in answer.lost}
         return self.gone
 
     def readers(self, everyone: Group) -> tuple[Group, int]:
@@ -429,28 +435,30 @@ class ParameterServer(Strategy):
                     )
         return state
 
-    def _push_and_pull(self, header: list[float], digests: Sequence[float] = ()) -> None:
-        """Say which step this is, from which weights; push, unless it is the end; pull, and note
-        which.
+    def _ask(self, request: Push | LastPull) -> list[Weights]:
+        """Send a request to all servers, with this worker's gradient behind a push; pull, and note
+        the versions of the weights.
 
-        Args:    digests: of the step's batch, which a server compares with those of other workers.
-        Raises:  MismatchError if a server finds two that differ.
+        Returns: the servers' answers.
+        Raises:  MismatchError if a server finds two batches that differ.
         """
-        ledger = self.group.ledger
-        ranks = [self.workers + server for server in range(self.servers)]
-        with self._naming_servers(), ledger.control():
+        ranks = range(self.workers, self.group.size)
+        with self._naming_servers():
             for rank in ranks:
-                self.group.send(np.array([*header, *self.versions, *digests]), rank)
-        if header[0] != FINISHED:
+                send_message(self.group, rank, request)
+        if isinstance(request, Push):
             self.push()
-        with self._naming_servers(), ledger.control():
-            answers = [self.group.recv(rank).astype(int).tolist() for rank in ranks]
-        for answer in answers:
-            raise_refusal(answer)
-        self.versions = [version for version, *_ in answers]
+        with self._naming_servers():
+            told = [receive_answer(self.group, rank) for rank in ranks]
+        answers = list[Weights]()
+        for answer in told:
+            if isinstance(answer, Refusal):
+                answer.fail()
+            else:
+                answers.append(answer)
+        self.versions = [answer.version for answer in answers]
         self.pull()
-        if header[0] == FINISHED:
-            self._gone = {worker for _, *lost in answers for worker in lost}
+        return answers
 
     @contextmanager
     def _naming_servers(self) -> Iterator[None]:

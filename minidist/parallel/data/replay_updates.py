@@ -14,8 +14,6 @@ last bit (data/bounded_staleness.py).
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-
 from minidist.device.backend import Array
 from minidist.errors import CommError
 from minidist.nn import Module
@@ -69,7 +67,7 @@ def replay(
         by_server, scale = gradients[update[:3]]
         _restore(shards[server].weights, kept[server][-1])
         shards[server].point(pieces[server], by_server[server])
-        optimizers[server].step(None if np.isnan(update.lr) else update.lr, scale)
+        optimizers[server].step(update.lr, scale)
         kept[server].append(copies_of(shards[server].weights))
     for shard, versions in zip(shards, kept, strict=True):
         _restore(shard.weights, versions[-1])

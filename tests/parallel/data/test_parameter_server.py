@@ -544,8 +544,10 @@ def test_bytes_and_messages_are_the_formula(workers: int, servers: int, asynchro
                 len(ranks) - 1 + (servers - 1 if number >= workers else 0)
             )
         else:
-            assert control == 8 * (steps + 1) * (
-                workers if number >= workers else servers * (3 + servers)
+            assert control == 8 * (
+                workers * 2 * (steps + 1)
+                if number >= workers
+                else servers * (steps * (5 + servers) + 1)
             )
 
 
