@@ -1,5 +1,5 @@
-"""What each collective verb does before its algorithm runs: check the arguments, find a place for
-the result.
+"""What each collective verb does before its algorithm runs: decide where the call works, check the
+arguments, find a place for the result.
 
 A function here returns a Call that is ready to run, in the caller's thread now or in the group's
 worker later. Errors in this rank's own arguments are raised here, at once; the messages tell where
@@ -53,7 +53,7 @@ class Prepared(NamedTuple):
             result    where the result goes
             name      of the algorithm
             function  the algorithm
-            reduction what it does to the ranks' arrays, or None
+            reduction what the algorithm does to the ranks' arrays, or None
     """
 
     place: CallDevice
@@ -65,7 +65,7 @@ class Prepared(NamedTuple):
 
 
 def from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm: str) -> Call:
-    """broadcast and scatter."""
+    """Return the call of a broadcast or scatter."""
     root = group.rank_in("root", root)
     place = _place_of_all(group, algorithm, x)
     result = OutputArray(verb, out, place.where, place.side)
@@ -116,7 +116,7 @@ def from_root(group: Members, verb: str, x: Any, root: int, out: Any, algorithm:
 def reduced(
     group: Members, verb: str, x: Any, op: str, out: Any, algorithm: str, root: int | None = None
 ) -> Call:
-    """reduce and all_reduce; without a root every rank gets the result."""
+    """Return the call of a reduce or all_reduce; without a root every rank gets the result."""
     has_result = root is None or root == group.rank
     ready = _prepare(group, verb, x, out if has_result else None, algorithm, op)
     array = ready.array if ready.result.out is None else apart(ready.array, ready.result.out)
@@ -138,7 +138,7 @@ def reduced(
 
 
 def reduce_scatter(group: Members, x: Any, op: str, out: Any, algorithm: str) -> Call:
-    """Chunk `rank` of what all_reduce would give."""
+    """Return the call of a reduce_scatter: its result is chunk `rank` of all_reduce's."""
     ready = _prepare(group, "reduce_scatter", x, out, algorithm, op)
     array = ready.array
     flat = _flat(array)
@@ -162,7 +162,7 @@ def reduce_scatter(group: Members, x: Any, op: str, out: Any, algorithm: str) ->
 def gathered(
     group: Members, verb: str, x: Any, out: Any, algorithm: str, root: int | None = None
 ) -> Call:
-    """gather and all_gather; without a root every rank gets the result."""
+    """Return the call of a gather or all_gather; without a root every rank gets the result."""
     has_result = root is None or root == group.rank
     ready = _prepare(group, verb, x, out if has_result else None, algorithm)
     result = ready.result
@@ -192,7 +192,7 @@ def gathered(
 
 
 def all_to_all(group: Members, x: Sequence[Any], out: Sequence[Any] | None, algorithm: str) -> Call:
-    """What each rank has for this rank."""
+    """Return the call of an all_to_all."""
     check_lists("all_to_all", x, out, group.size)
     place = _place(group, algorithm, *x)
     name, function = _choose(group, "all_to_all", algorithm, place.where)
@@ -220,7 +220,7 @@ def all_to_all(group: Members, x: Sequence[Any], out: Sequence[Any] | None, algo
 
 
 def barrier(group: Members, algorithm: str) -> Call:
-    """Every rank has come."""
+    """Return the call of a barrier."""
     return Call(group, "barrier", *_choose(group, "barrier", algorithm, "cpu"))
 
 
@@ -240,12 +240,12 @@ def _prepare(
 
 
 def _flat(array: np.ndarray) -> np.ndarray:
-    """A contiguous array as one of one dim: itself, where it is one."""
+    """Return a contiguous array as one of one dim: itself, where it is one."""
     return array if array.ndim == 1 else array.reshape(-1)
 
 
 def _nothing(returned: Any, device: str | None) -> None:
-    """Call.deliver where this rank gets no result."""
+    """Deliver no result: Call.deliver where this rank gets none."""
 
 
 def _choose(
@@ -276,7 +276,7 @@ def _choose(
 
 
 def _reduction(verb: str, op: Any, array: np.ndarray, group: Members) -> Reduction:
-    """The reduction of a call; its errors name the verb."""
+    """Return the reduction of a call; its errors name the verb."""
     if not isinstance(op, str):
         raise ConfigError(f"{verb}: op={op!r} must be a name: {', '.join(UFUNCS)}")
     try:

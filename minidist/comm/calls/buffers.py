@@ -205,20 +205,21 @@ class OutputArray:
         Raises: ShapeError, DtypeError if `out` does not have this shape and dtype.
         """
         out = self.target
+        array: np.ndarray
         if out is not None and out.shape != shape:
             raise ShapeError(f"{self.verb}: out= has shape {out.shape}, the result has {shape}")
         if out is not None and out.dtype != dtype:
             raise DtypeError(f"{self.verb}: out= has dtype {out.dtype}, the result has {dtype}")
         if out is not None and backend.device_of(out) == self.device and out.flags.c_contiguous:
-            self._array = out
-            return out
-        xp = backend.module_for(self.device)
-        if self.side is None or self.device == "cpu":
-            array = xp.empty(shape, dtype)
+            array = out
         else:
-            array = self.side.allocate(lambda: xp.empty(shape, dtype))
-        if out is not None:
-            account.current().hold(array, "communication")
+            xp = backend.module_for(self.device)
+            if self.side is None or self.device == "cpu":
+                array = xp.empty(shape, dtype)
+            else:
+                array = self.side.allocate(lambda: xp.empty(shape, dtype))
+            if out is not None:
+                account.current().hold(array, "communication")
         self._array = array
         return array
 
