@@ -43,11 +43,11 @@ CHAPTERS = {
 """The module of each chapter, inside parallel/."""
 
 LARGER = {
-    "hybrid.hybrid": (87, 20_380),
+    "hybrid.hybrid": (89, 20_600),
     "memory.offload_disk": (8, 1430),
     "compress.compress": (14, 2560),
 }
-"""20 % above what is measured: a chapter that composes all others (73 files, 16,981 lines), the
+"""20 % above what is measured: a chapter that composes all others (74 files, 17,170 lines), the
 disk half of chapter 20, and the registry of chapter 21, which imports every scheme (12 files, 2,130
 lines)."""
 

@@ -106,7 +106,7 @@ class GradientShards:
         """Wait for the run in flight, add its sum to the shard, and free its buffer."""
         if self._in_flight is None:
             return
-        (index, pending, apart) = self._in_flight
+        index, pending, apart = self._in_flight
         self._in_flight = None
         with self.recorder.span(f"wait for {self.what} {index}"):
             pending.wait()
@@ -119,5 +119,5 @@ class GradientShards:
         self._empty[index] = False
         for parameter in flat.parameters:
             parameter.bind_gradient(None)
-        if self._last:
+        if self._last and self.sharing.copies > 1:
             self._start_sum(index)

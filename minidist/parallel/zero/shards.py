@@ -300,6 +300,8 @@ class ZeroAxis(DataAxis):
     def sum_stored(self) -> None:
         """Sum the shards whose gradients have left the device over the copies, one after
         another."""
+        if self.sharing.copies == 1:
+            return
         for index, flat in enumerate(self.flats):
             if self.sharing.divides(flat) and self.store.gradient_room(flat) is None:
                 with self.store.gradients([flat]) as (shard,):
