@@ -38,8 +38,8 @@ SAME = "same"
 
 
 def make_model(plan: "Plan", config: GPTConfig, mesh: "Mesh") -> tuple[Precision, GPT]:
-    """The plan's precision, and the model in it, not yet drawn. The ranks of a stage of `mesh`
-    share fp8's scales."""
+    """Return the plan's precision, and the model in it, not yet drawn. The ranks of a stage of
+    `mesh` share fp8's scales."""
     if plan.precision == "fp32":
         return Precision(), GPT(config)
     from minidist.parallel.precision.mixed_precision import MixedPrecision
@@ -64,7 +64,7 @@ def make_strategy(
     recorder: Recorder,
     loss: Loss,
 ) -> Strategy:
-    """Draw the model, and take the strategy of a plan that has the data axis alone; `group`: its
+    """Draw the model, and return the strategy of a plan that has only the data axis; `group`: its
     ranks."""
     options: dict[str, Any] = {"loss": loss, "recorder": recorder}
     if plan.server_device != SAME and group.rank >= plan.workers:
@@ -253,7 +253,7 @@ def make_data_axis(
     store: ShardStore,
     **options: Any,
 ) -> DataAxis:
-    """DDP or ZeRO, to train the replicas of a model or of a part of it.
+    """Return DDP or ZeRO, to train the replicas of a model or of a part of it.
 
     Args:    model: drawn; with ZeRO-3 not yet, and each rank draws only its chunks. group: the
              ranks that share it. store: where ZeRO's chunks lie; options: further ones of the

@@ -87,8 +87,8 @@ class StagedZero3(Zero3):
         self.order: StageOrder = StageOrder(self.root, self.units, units, order)
 
     def _fetch_ahead(self, unit: Unit) -> int:
-        """As Zero3's; with room left, read the next segment's first units from disk, and one
-        more than fits."""
+        """Begin to gather the units of the segment that come after `unit`; with room left, read
+        the next segment's first units from disk, and one more than fits."""
         room = super()._fetch_ahead(unit)
         if room < 0:
             return room
@@ -106,7 +106,8 @@ class StagedZero3(Zero3):
         super().finish_step()
 
     def traffic(self, passes: int, fetches: Sequence[int] = ()) -> list[Collective]:
-        """Gathers and reduce-scatters; `fetches`: how often each segment's units are gathered."""
+        """Return gathers and reduce-scatters; `fetches`: how often each segment's units are
+        gathered."""
         calls = [
             ("all_gather", flat, times)
             for segment, times in enumerate(fetches)

@@ -319,7 +319,7 @@ class Zero3(ZeroAxis):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """As Strategy's; the root is freed at its end."""
+        """Evaluate inside; the root is freed at its end."""
         yield
         self.root.free()
 
@@ -334,7 +334,7 @@ class Zero3(ZeroAxis):
         clip: float | None,
         squares: Squares | None = None,
     ) -> None:
-        """As DataAxis.update, on this rank's pieces."""
+        """Free the root; then update this rank's pieces. Args: as DataAxis.update."""
         self.root.free()
         super().update(optimizer, lr=lr, clip=clip, squares=squares)
 
@@ -352,7 +352,7 @@ class Zero3(ZeroAxis):
                     self.store.keep(flat, chunk, "frozen weights")
 
     def traffic(self, passes: int) -> list[Collective]:
-        """The gathers and the reduce-scatter of each unit in each pass; the root is gathered
+        """Return the gathers and the reduce-scatter of each unit in each pass; the root is gathered
         once."""
         gathers = (2 if self.free_after_forward else 1) * passes
         calls = [("all_gather", flat, gathers) for unit in self.units for flat in unit.flats]
@@ -361,7 +361,7 @@ class Zero3(ZeroAxis):
         return self.collectives(calls)
 
     def collectives(self, calls: Iterable[tuple[str, Flat, int]]) -> list[Collective]:
-        """The (verb, run, how often) of a step, and the sums over the copies."""
+        """Return the collectives of (verb, run, times), and the sums over the copies."""
         return [
             Collective(verb, flat.nbytes, flat.group)
             for verb, flat, times in calls
