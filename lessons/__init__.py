@@ -5,8 +5,9 @@ figures.py has the look of its pictures; namespaces.py makes two hosts of one ma
 zero_lab.py and zero_figures.py are of lessons 14 to 16; late_group.py is of the checks of lessons
 07 and 15, which ask for overlap.
 
-A lesson is found by its folder alone: adding one means adding a folder. Its title and its row in
-the table of `minidist lesson` are read from the first lines of its README.md:
+A lesson is found by its folder alone: adding one means adding a folder. Title, notes and modules of
+every table of lessons are read from the first lines of its README.md; table.py writes the tables of
+the documents.
 
     # 03 · Ring all-reduce (环形全归约)
 
@@ -67,7 +68,12 @@ class Lesson:
     folder: Path
     title: str
     notes: str
-    module: str
+    modules: tuple[str, ...]  # the module of the chapter first, as paths from the repository's root
+
+    @property
+    def module(self) -> str:
+        """Return the modules as one line."""
+        return ", ".join(self.modules)
 
     def part(self, name: str) -> Path:
         """The path of one of the five parts, e.g. `part("exercise.py")`."""
@@ -111,9 +117,10 @@ def find(number: str) -> Lesson:
 
 @cache
 def _read(folder: Path) -> Lesson:
-    """Title and table row from the head of a lesson's README.md."""
+    """Return what the head of a lesson's README.md says."""
     lines = (folder / "README.md").read_text(encoding="utf-8").splitlines()
     title = lines[0].lstrip("# ").split("·", 1)[-1].strip()
     rows = [line for line in lines[:12] if line.startswith("|")]
-    notes, module = (cell.strip().replace("`", "") for cell in rows[2].strip("|").split("|")[:2])
-    return Lesson(folder.name[:2], folder, title, notes, module)
+    notes, named = (cell.strip() for cell in rows[2].strip("|").split("|")[:2])
+    modules = tuple(re.findall("`(.+?)`", named))
+    return Lesson(folder.name[:2], folder, title, notes, modules)

@@ -60,7 +60,7 @@ def label(file: Path) -> str:
 def modules_of(number: str) -> set[Path]:
     """The modules in the head of a lesson's story."""
     found = set[Path]()
-    for module in lessons.find(number).module.split(", "):
+    for module in lessons.find(number).modules:
         path = ROOT / module
         found |= {*path.rglob("*.py")} if path.is_dir() else {path} if path.is_file() else set()
     return found

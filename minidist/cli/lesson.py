@@ -3,7 +3,6 @@ exercise."""
 
 import argparse
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -115,7 +114,7 @@ def _list(file: str | None) -> int:
             str(lesson.minutes),
             " ".join(lesson.after),
             graded.get(lesson.number, ""),
-            re.sub("[,;] ", "\n", lesson.module),
+            "\n".join(lesson.modules),
         ]
         for lesson in there
     ]

@@ -1,0 +1,68 @@
+"""The tables of lessons say what the heads of the stories say, and the heads say what is so."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from minidist import lessons
+from minidist.lessons import Lesson
+from minidist.lessons.table import ROOT, TABLES, renewed
+
+LESSONS = lessons.every_lesson()
+each_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.number)
+each_document = pytest.mark.parametrize("document", TABLES, ids=lambda path: path.parent.name)
+
+
+def head(lesson: Lesson) -> list[str]:
+    """Return the cells notes, module, run and grade of a story's head."""
+    lines = lesson.part("README.md").read_text(encoding="utf-8").splitlines()
+    assert lines[2:4] == ["| notes | module | run | grade |", "| --- | --- | --- | --- |"]
+    return [cell.strip() for cell in lines[4].strip("|").split("|")]
+
+
+@each_document
+def test_a_table_is_made_from_the_heads(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    assert renewed(text, TABLES[document](LESSONS)) == text, (
+        f"{document.relative_to(ROOT)} is older than the head of a lesson's README.md: "
+        "run `python -m minidist.lessons.table`"
+    )
+
+
+@each_document
+@pytest.mark.parametrize(
+    ("now", "stale"),
+    [
+        ("data/ddp.py", "data/ddp_old.py"),
+        ("no rank in the middle", "nobody in the middle"),
+        ("| [26](", "| [27]("),
+    ],
+)
+def test_a_stale_cell_is_found_and_put_right(document: Path, now: str, stale: str) -> None:
+    text = document.read_text(encoding="utf-8")
+    table = TABLES[document](LESSONS)
+    planted = text.replace(now, stale, 1)
+    assert planted != text
+    assert renewed(planted, table) != planted
+    assert renewed(planted, table) == text
+
+
+@each_lesson
+def test_a_head_names_modules_that_exist_and_its_own_commands(lesson: Lesson) -> None:
+    _, modules, run, grade = head(lesson)
+    assert modules == ", ".join(f"`{module}`" for module in lesson.modules)
+    assert [module for module in lesson.modules if not (ROOT / module).exists()] == []
+    script = f"python lessons/{lesson.folder.name}/lesson.py"
+    assert re.fullmatch(rf"`(mpirun -n \d )?{re.escape(script)}`", run)
+    assert grade == f"`minidist check {lesson.number}`"
+
+
+@each_lesson
+def test_a_module_that_names_its_chapter_names_this_one(lesson: Lesson) -> None:
+    for module in lesson.modules:
+        if module.endswith(".py"):
+            text = (ROOT / module).read_text(encoding="utf-8")
+            told = re.match(r"Chapter (\d\d)", ast.get_docstring(ast.parse(text)) or "")
+            assert told is None or told[1] == lesson.number, module
