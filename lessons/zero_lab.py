@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.group import Group
+from minidist.comm.records import gather_records
 from minidist.device import account
 from minidist.grading import Result
 from minidist.nn import GPT, GPTConfig
-from minidist.observe.records import gather_records
 from minidist.observe.samples import SampledAccount
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam, Optimizer

@@ -17,6 +17,7 @@ import numpy as np
 from minidist.autograd.ops.attention import KEEP_UP_TO, QUERY_BLOCK
 from minidist.autograd.tensor import no_grad
 from minidist.comm.group import Group
+from minidist.comm.records import gather_records
 from minidist.console import size_text
 from minidist.data import text
 from minidist.device import account
@@ -24,7 +25,6 @@ from minidist.errors import GradientError
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.nn import GPT, GPTConfig
-from minidist.observe.records import gather_records
 from minidist.optim import Adam
 from minidist.parallel.step.single import Single, plain_single
 from minidist.parallel.zero.memory_formula import MIXED, SINGLE, STATE, state_bytes

@@ -18,9 +18,9 @@ from typing import Any  # noqa: E402
 import psutil  # noqa: E402
 
 import minidist as md  # noqa: E402
+from minidist.comm.records import gather_records  # noqa: E402
 from minidist.files import scratch  # noqa: E402
 from minidist.grading import load_module  # noqa: E402
-from minidist.observe.records import gather_records  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 STAGES = {

@@ -21,12 +21,12 @@ from typing import Any
 
 import minidist as md
 from minidist.comm.group import Group
+from minidist.comm.records import gather_records
 from minidist.errors import LaunchError
 from minidist.launch import LAUNCHERS, detect
 from minidist.launch.own_python import code_command, module_command
 from minidist.lessons.page import Page
 from minidist.lessons.running import Break, arguments, run_lesson
-from minidist.observe.records import gather_records
 
 
 def who_am_i(group: Group, nodes: int) -> dict[str, Any]:

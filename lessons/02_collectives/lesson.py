@@ -15,12 +15,12 @@ import numpy as np
 from minidist.comm.collectives.select import ALGORITHMS
 from minidist.comm.cost.volume import FORMULAS, Case, chunk_bytes
 from minidist.comm.group import Group
+from minidist.comm.records import gather_records
 from minidist.comm.transports.throttled import delayed
 from minidist.grading import load_module, sent_since, totals
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import arguments, run_lesson
 from minidist.observe.events import GroupCall
-from minidist.observe.records import gather_records
 from minidist.simulate.cluster import Cluster
 from minidist.simulate.device import Device
 from minidist.simulate.message_times import message_times

@@ -17,12 +17,12 @@ import minidist as md
 from minidist.comm.collectives import ring as ring_family
 from minidist.comm.collectives.naive import plain_all_reduce
 from minidist.comm.group import Group
+from minidist.comm.records import gather_records
 from minidist.console import size_text
 from minidist.errors import DeadlockError, MismatchError
 from minidist.grading import load_module, sent_since, totals
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import Break, arguments, run_lesson
-from minidist.observe.records import gather_records
 
 ELEMENTS = 840 * 256  # of float32: 840 is divisible by every P from 1 to 8
 FLOAT32 = 4

@@ -13,11 +13,11 @@ import numpy as np
 from matplotlib.patches import FancyArrowPatch
 
 from minidist.comm.group import Group
+from minidist.comm.records import gather_records
 from minidist.console import size_text
 from minidist.grading import load_module
 from minidist.lessons import figures as look
 from minidist.lessons.running import draw_figure
-from minidist.observe.records import gather_records
 
 HERE = Path(__file__).resolve().parent
 RANKS = 8

@@ -16,11 +16,11 @@ import numpy as np
 from minidist.comm.cost.link_model import LinkCost, LinkWork, Sample, fit
 from minidist.comm.cost.volume import box
 from minidist.comm.group import Group
+from minidist.comm.records import gather_records
 from minidist.console import size_text
 from minidist.grading import load_module
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import arguments, run_lesson
-from minidist.observe.records import gather_records
 from minidist.simulate.messages import Operands, record
 
 HERE = Path(__file__).resolve().parent

@@ -12,10 +12,10 @@ import numpy as np
 
 from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.comm.group import Group
+from minidist.comm.records import gather_records
 from minidist.device import account
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.events import Busy
-from minidist.observe.records import gather_records
 from minidist.optim import Adam
 from minidist.parallel.data.data_parallel import DataParallel, ReplicaDevice, call_replica
 from minidist.parallel.data.ddp import DDP

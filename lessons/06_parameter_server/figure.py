@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.group import Group
+from minidist.comm.records import gather_records
 from minidist.grading import load_module
 from minidist.lessons import figures as look
 from minidist.lessons.running import draw_figure
-from minidist.observe.records import gather_records
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "06")

@@ -14,6 +14,7 @@ import numpy as np
 import minidist as md
 from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.comm.group import Group
+from minidist.comm.records import gather_records
 from minidist.console import plural, size_text
 from minidist.device import account
 from minidist.device.backend import random_bits
@@ -22,7 +23,6 @@ from minidist.grading import load_module
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.nn import GPTConfig
-from minidist.observe.records import gather_records
 from minidist.optim import SGD, Adam
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.data.parameter_server import ParameterServer, plain_server, plain_worker

@@ -8,12 +8,12 @@ import numpy as np
 import minidist as md
 from minidist.autograd.tensor import no_grad
 from minidist.comm.group import Group
+from minidist.comm.records import gather_records
 from minidist.comm.transports.throttled import delayed
 from minidist.device import account
 from minidist.grading import sent_since, totals
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.overlap import measure
-from minidist.observe.records import gather_records
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam
 from minidist.parallel.data.ddp import DDP

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.group import Group
+from minidist.comm.records import gather_records
 from minidist.console import size_text
 from minidist.grading import load_module, sent_since, totals
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import arguments, run_lesson
-from minidist.observe.records import gather_records
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam
 from minidist.parallel.data.ddp import DDP, plain_ddp

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.group import Group
+from minidist.comm.records import gather_records
 from minidist.console import size_text
 from minidist.grading import load_module
 from minidist.lessons import figures as look
 from minidist.lessons.running import draw_figure
 from minidist.nn.weight_shard import WeightShard
-from minidist.observe.records import gather_records
 from minidist.optim import Adam
 from minidist.parallel.tensor.tensor_parallel import TensorParallel, elements_sent
 

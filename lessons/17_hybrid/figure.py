@@ -9,12 +9,12 @@ from typing import Any
 
 import minidist as md
 from minidist.comm.group import Group
+from minidist.comm.records import gather_records
 from minidist.comm.transports.throttled import delayed
 from minidist.console import size_text
 from minidist.grading import load_module
 from minidist.lessons import figures as look
 from minidist.lessons.running import draw_figure
-from minidist.observe.records import gather_records
 from minidist.observe.timeline import Timeline
 
 HERE = Path(__file__).resolve().parent

@@ -14,6 +14,7 @@ import numpy as np
 import minidist as md
 from minidist.autograd.tensor import Parameter
 from minidist.comm.group import Group
+from minidist.comm.records import gather_records
 from minidist.console import size_text
 from minidist.device import account
 from minidist.errors import DiskError, MemoryLimitError
@@ -21,7 +22,6 @@ from minidist.grading import load_module
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.nn import GPT
-from minidist.observe.records import gather_records
 from minidist.optim import AdamW
 from minidist.parallel.hybrid.hybrid import Plan
 from minidist.parallel.memory.offload import OnHost, plain_offload

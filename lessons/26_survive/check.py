@@ -14,7 +14,7 @@ from minidist.errors import CheckpointError
 from minidist.files import scratch
 from minidist.grading import Result
 from minidist.launch import run
-from minidist.survive.checkpoint import plain_load, plain_save
+from minidist.parallel.state.checkpoint import plain_load, plain_save
 from minidist.survive.interval import best_interval, goodput
 
 SIZE = 13

@@ -14,7 +14,7 @@ import minidist as md
 from minidist.comm.group import Group
 from minidist.device.backend import random_bits
 from minidist.nn import GPTConfig
-from minidist.survive.manifest import checkpoints, step_folder
+from minidist.parallel.state.manifest import checkpoints, step_folder
 
 CONFIG = GPTConfig(
     vocabulary=11, context=8, layers=2, width=16, heads=2, dtype="float64", dropout=0.1

@@ -22,9 +22,9 @@ from minidist.files import scratch
 from minidist.grading import load_module
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import Break, arguments, run_lesson
-from minidist.survive.checkpoint import plain_load, plain_save
+from minidist.parallel.state.checkpoint import plain_load, plain_save
+from minidist.parallel.state.manifest import checkpoints, read_manifest, step_folder
 from minidist.survive.interval import best_interval, goodput
-from minidist.survive.manifest import checkpoints, read_manifest, step_folder
 
 lab = load_module(Path(__file__).resolve().with_name("experiments.py"), "26")
 PLANS: tuple[dict[str, Any], ...] = (
@@ -175,7 +175,7 @@ def loaded(group: Group, source: str, plan: dict[str, Any]) -> tuple[bool, dict[
 
 def whole_state(folder: Path) -> dict[str, bytes]:
     """Every tensor of a checkpoint, put together: {key: bytes}."""
-    from minidist.parallel.hybrid.state_map import runs_of
+    from minidist.parallel.state.state_map import runs_of
 
     tensors: dict[str, np.ndarray] = {}
     for shard in read_manifest(folder)["shards"]:

@@ -187,7 +187,7 @@ def our_answers(world: Any, model: Model, folder: str) -> Callable[..., Any]:
         if what == "memory":
             return memory_over(saves, trainer, place, batch)
         if what == "arrays":
-            from minidist.survive.manifest import read_manifest
+            from minidist.parallel.state.manifest import read_manifest
 
             trainer.save(place)
             shard = read_manifest(place)["shards"][world.rank]

@@ -23,8 +23,7 @@ from minidist.errors import CheckpointError, ConfigError
 from minidist.files import check_writable
 from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.plan import ZERO_STAGES, Plan
-from minidist.progress import progress
-from minidist.survive.manifest import (
+from minidist.parallel.state.manifest import (
     MANIFEST,
     checkpoints,
     read_manifest,
@@ -32,6 +31,7 @@ from minidist.survive.manifest import (
     step_folder,
     step_of,
 )
+from minidist.progress import progress
 from minidist.survive.reshard import reshard
 from minidist.survive.whole import read_whole, verify
 from minidist.terminal import Console

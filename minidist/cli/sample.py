@@ -20,8 +20,14 @@ from minidist.errors import CheckpointError, ConfigError
 from minidist.files import check_writable, open_regular
 from minidist.launch.membership import limit_blas_threads
 from minidist.nn import GPT
+from minidist.parallel.state.manifest import (
+    MANIFEST,
+    checkpoints,
+    read_manifest,
+    require_told,
+    step_of,
+)
 from minidist.reading import read_json, visible
-from minidist.survive.manifest import MANIFEST, checkpoints, read_manifest, require_told, step_of
 from minidist.survive.whole import config_of, read_whole
 
 TEMPERATURE = 0.6

@@ -33,8 +33,8 @@ import numpy as np
 
 from minidist.comm.group import Group
 from minidist.comm.ledger import Event, Ledger
+from minidist.comm.records import gather_records
 from minidist.device.account import MemoryAccount
-from minidist.observe.records import gather_records
 from minidist.observe.trace_marks import arrows, counters
 
 ROWS = ("compute", "communication", "messages", "moves", "waits", "receives")

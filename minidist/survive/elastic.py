@@ -32,14 +32,14 @@ import numpy as np
 from minidist.comm.group import Group
 from minidist.comm.health.failure import say_line
 from minidist.comm.ledger import Ledger
+from minidist.comm.records import gather_records, share_records
 from minidist.comm.transports.progress.mailbox import loopback
 from minidist.device import account
 from minidist.errors import CheckpointError, MinidistError
 from minidist.launch.generations import Generations
 from minidist.nn import GPTConfig
-from minidist.observe.records import gather_records, share_records
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
-from minidist.survive.manifest import unpacked
+from minidist.parallel.state.manifest import unpacked
 from minidist.survive.peer_copies import PeerCopies
 
 WAIT_LIMIT = 120.0  # seconds of one wait inside a generation

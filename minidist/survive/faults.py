@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from minidist.files import open_regular
-from minidist.survive.manifest import checkpoints
+from minidist.parallel.state.manifest import checkpoints
 
 FAULTS = ("kill", "stop", "cut", "torn", "flip", "full", "slow", "launcher")
 WITHOUT_DISK = ("kill", "stop", "cut")  # that no checkpoint is needed for

@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 
 from minidist.comm.group import Group
+from minidist.comm.records import share_records
 from minidist.comm.wire import pack, unpack
 from minidist.device.backend import dtype_name, to_host
-from minidist.observe.records import share_records
 from minidist.parallel.hybrid.hybrid import Trainer
-from minidist.parallel.hybrid.state_exchange import Snapshot, restore
-from minidist.parallel.hybrid.state_map import (
+from minidist.parallel.state.state_exchange import Snapshot, restore
+from minidist.parallel.state.state_map import (
     Place,
     runs_of,
     small_state,

@@ -11,7 +11,7 @@ from minidist.errors import CheckpointError, PlanError
 from minidist.launch import run
 from minidist.nn import GPTConfig
 from minidist.parallel.hybrid.hybrid import OPTIMIZERS, Plan, Trainer
-from minidist.survive.manifest import read_manifest, require_told
+from minidist.parallel.state.manifest import read_manifest, require_told
 from minidist.survive.whole import config_of, sizes_of
 
 LIMIT = 86400.0  # seconds that it may take

@@ -11,10 +11,10 @@ import numpy as np
 from minidist.device.backend import dtype
 from minidist.errors import CheckpointError, ConfigError
 from minidist.nn import GPTConfig
-from minidist.parallel.hybrid.state_map import WEIGHT, Place
-from minidist.survive.checkpoint import read_state, require_file
-from minidist.survive.manifest import ITEMSIZE, read_manifest, require_told
-from minidist.survive.shard_file import BLOCK, ShardReader
+from minidist.parallel.state.checkpoint import read_state, require_file
+from minidist.parallel.state.manifest import ITEMSIZE, read_manifest, require_told
+from minidist.parallel.state.shard_file import BLOCK, ShardReader
+from minidist.parallel.state.state_map import WEIGHT, Place
 
 AT_ONCE = 64 * BLOCK  # bytes that `verify` reads at a time
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.numpy import load, load_file
 
 from minidist.cli import main
-from minidist.survive.manifest import checkpoints, read_manifest
+from minidist.parallel.state.manifest import checkpoints, read_manifest
 from minidist.survive.whole import read_whole
 
 

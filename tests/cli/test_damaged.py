@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minidist.cli import main
-from minidist.survive.manifest import MANIFEST, _with_digest
+from minidist.parallel.state.manifest import MANIFEST, _with_digest
 
 TRAIN = [
     "--transport",

@@ -12,9 +12,9 @@ from training import SMALL_BUCKETS, global_batch, tiny
 
 import minidist as md
 from minidist.comm.ledger import Ledger
+from minidist.comm.records import gather_records, hand_out_record
 from minidist.device import account
 from minidist.observe import timeline as timeline_module
-from minidist.observe.records import gather_records, hand_out_record
 from minidist.observe.timeline import ROWS, Span, Timeline, clock_offset, write_perfetto
 from minidist.observe.why import typical_step
 from minidist.parallel.hybrid.hybrid import Plan, Trainer

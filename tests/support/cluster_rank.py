@@ -24,8 +24,8 @@ from collective_checker import Drawn, cost_case
 import minidist as md
 from minidist.comm.cost.volume import FORMULAS
 from minidist.comm.group import Group
+from minidist.comm.records import gather_records
 from minidist.errors import PeerLostError
-from minidist.observe.records import gather_records
 
 
 def say(**content: object) -> None:

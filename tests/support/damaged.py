@@ -21,7 +21,7 @@ import msgpack
 
 from minidist.cli import main
 from minidist.comm.flight.slots import HEADER_BYTES, MAGIC, SLOT_BYTES, SLOTS
-from minidist.survive.manifest import MANIFEST, _with_digest
+from minidist.parallel.state.manifest import MANIFEST, _with_digest
 
 ESCAPE = "\x1b[31m[red]\x07</script><script>window.broken=1</script>\n\u202e\ud800"
 DEEP = "@deep@"

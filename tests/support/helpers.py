@@ -50,7 +50,7 @@ def lateness() -> Iterator[list[float]]:
 def becomes_unhurried(transport: Any) -> bool:
     """Wait until the rank of `transport` waits without a limit in effect; False if it does not come
     to that."""
-    from minidist.observe.records import A_DAY  # noqa: PLC0415 - the ranks of an mpirun do without it
+    from minidist.comm.records import A_DAY  # noqa: PLC0415 - the ranks of an mpirun do without it
 
     deadline = time.monotonic() + LIMIT
     while transport.limit < A_DAY and time.monotonic() < deadline:

@@ -19,8 +19,8 @@ from leftovers import nothing_left
 
 import minidist as md
 from minidist.errors import CheckpointError
+from minidist.parallel.state.manifest import checkpoints, step_folder
 from minidist.survive.faults import cut_connection, damage, disk_module, kill_all, set_disk
-from minidist.survive.manifest import checkpoints, step_folder
 from minidist.survive.storm import LOG, NOTES, PLANTED, Storm, events
 from minidist.survive.storm_report import calm_rate, outcomes, spans, summary
 

@@ -16,8 +16,8 @@ from typing import TypeVar
 from minidist.cli.train.saving import Stopped
 from minidist.comm.group import Group
 from minidist.comm.health.failure import say_line, words
+from minidist.comm.records import share_records, unhurried
 from minidist.errors import CommError, MinidistError
-from minidist.observe.records import share_records, unhurried
 from minidist.survive.elastic import Regrouping
 
 Result = TypeVar("Result")

@@ -41,6 +41,7 @@ from minidist.cli.train.telemetry import Telemetry
 from minidist.cli.train.verify import verify
 from minidist.cli.train.watching import report_of
 from minidist.comm.group import Group
+from minidist.comm.records import hand_out_record, unhurried
 from minidist.console import fail, plural, write_json
 from minidist.device import account
 from minidist.errors import ConfigError
@@ -56,7 +57,6 @@ from minidist.launch.which_mpi import find_launch
 from minidist.nn import GPT
 from minidist.nn.attention_pattern import shown_pattern
 from minidist.observe.foresight import foresight
-from minidist.observe.records import hand_out_record, unhurried
 from minidist.observe.step_record import record_step
 from minidist.observe.timeline import Timeline
 from minidist.observe.why import typical_step, why

@@ -22,6 +22,7 @@ from minidist.cli.train.steps import Course
 from minidist.cli.train.verify import STEPS, Weights
 from minidist.comm.group import Group
 from minidist.comm.health.failure import say_line
+from minidist.comm.records import share_records
 from minidist.comm.wire import pack, unpack
 from minidist.console import Parser, fail, shown
 from minidist.errors import PlanError, ShardError
@@ -32,11 +33,10 @@ from minidist.launch.generations import Generations, warm_up
 from minidist.launch.membership import current
 from minidist.launch.own_python import module_command
 from minidist.launch.template import fork_on_demand, fork_template
-from minidist.observe.records import share_records
 from minidist.observe.timeline import Timeline
 from minidist.parallel.hybrid.hybrid import Trainer
+from minidist.parallel.state.manifest import checkpoints
 from minidist.survive.elastic import Regrouping, Survivor, go_on, rehearse
-from minidist.survive.manifest import checkpoints
 from minidist.survive.peer_copies import PeerCopies
 
 RECORD = "elastic.jsonl"

@@ -17,11 +17,11 @@ from minidist.cli.train.steps import Course
 from minidist.cli.train.verify import Weights
 from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.comm.group import Group
+from minidist.comm.records import gather_records
 from minidist.device import cores
 from minidist.launch import detect
 from minidist.launch.limits import limit_here
 from minidist.observe.machine import machine
-from minidist.observe.records import gather_records
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.hybrid.hybrid_costs import data_collectives, moved_in_a_step
 from minidist.parallel.step.replicas import weights_digest

@@ -37,7 +37,7 @@ from minidist.nn import GPTConfig
 from minidist.observe.step_log import STEP_LOG, read_step_log
 from minidist.parallel.hybrid.hybrid import AXES, Plan, Trainer
 from minidist.parallel.hybrid.option_checks import OF_LOCAL_STEPS
-from minidist.survive.manifest import (
+from minidist.parallel.state.manifest import (
     checkpoints,
     read_manifest,
     require_run,

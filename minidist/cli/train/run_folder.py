@@ -28,7 +28,7 @@ from minidist.launch.limits import RUN_FOLDER
 from minidist.observe.plots import draw_loss
 from minidist.observe.timeline import Timeline, write_perfetto
 from minidist.observe.why_report import draw_why
-from minidist.survive.shard_file import DTYPES, header_bytes
+from minidist.parallel.state.shard_file import DTYPES, header_bytes
 
 MANIFEST = "metrics.json"
 WEIGHTS = "model.safetensors"

@@ -29,9 +29,9 @@ from minidist.errors import CheckpointError
 from minidist.launch import Launch
 from minidist.launch.membership import current
 from minidist.parallel.hybrid.hybrid import Trainer
+from minidist.parallel.state.manifest import checkpoints, packed, remove, step_folder, step_of
+from minidist.parallel.state.save_async import PendingSave
 from minidist.parallel.step.step import Batch
-from minidist.survive.manifest import checkpoints, packed, remove, step_folder, step_of
-from minidist.survive.save_async import PendingSave
 
 LONG = 2.0  # seconds after which a save is told of while it lasts
 

@@ -20,13 +20,13 @@ from minidist.cli.train.resume import (
 )
 from minidist.comm.cost.bucket_size import best_bucket_bytes
 from minidist.comm.group import Group
+from minidist.comm.records import check_alike, hand_out_record
 from minidist.console import fail, plural, require_memory
 from minidist.data import text
 from minidist.device.backend import dtype, module_for
 from minidist.errors import ConfigError, MismatchError
 from minidist.files import check_writable
 from minidist.nn import GPTConfig, MixtureConfig
-from minidist.observe.records import check_alike, hand_out_record
 from minidist.observe.room import training_bytes
 from minidist.parallel.data.accumulation import passes_until
 from minidist.parallel.hybrid.hybrid import OPTIMIZERS, Plan
@@ -34,9 +34,9 @@ from minidist.parallel.memory.activations import chosen, ways_of
 from minidist.parallel.memory.disk import writable
 from minidist.parallel.pipeline.schedules import UPDATING
 from minidist.parallel.precision.mixed_precision import check_dtype
+from minidist.parallel.state.manifest import checkpoints
 from minidist.parallel.step.step import Batch
 from minidist.reading import Rank, read_json, require
-from minidist.survive.manifest import checkpoints
 
 MIXTURE_OPTIONS = {
     "top_k": "top_k",

@@ -9,13 +9,13 @@ from typing import Any
 from minidist.cli.train.progress import ProgressReport
 from minidist.cli.train.settings import Settings
 from minidist.comm.health.failure import say_line
+from minidist.comm.records import gather_records
 from minidist.device.account import CATEGORIES
 from minidist.launch.transports import THREADS
 from minidist.observe.energy import Meter, energy_of_run
 from minidist.observe.energy_counters import POWERCAP
 from minidist.observe.other_load import OtherLoad, advice
 from minidist.observe.rank_records import RankRecords
-from minidist.observe.records import gather_records
 from minidist.observe.step_log import STEP_LOG, StepLog, StepState
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.step.step import Batch

@@ -20,9 +20,9 @@ from rich.table import Column, Table
 from minidist.cli.train.attempts import by_itself
 from minidist.cli.train.settings import Settings
 from minidist.comm.group import Group
+from minidist.comm.records import hand_out_record, unhurried
 from minidist.console import plural
 from minidist.device import account
-from minidist.observe.records import hand_out_record, unhurried
 from minidist.optim import sum_of_squares
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.memory.activations import ways_of

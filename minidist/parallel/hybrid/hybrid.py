@@ -26,6 +26,7 @@ import numpy as np
 
 from minidist.autograd.tensor import Tensor, no_grad
 from minidist.comm.group import Group
+from minidist.comm.records import check_alike, named, share_records
 from minidist.data.rank_batch import BatchMeeting, check_batch, with_digests
 from minidist.device.account import MemoryAccount
 from minidist.device.account import current as current_account
@@ -33,13 +34,11 @@ from minidist.device.allocator import tune_allocator
 from minidist.device.backend import Array
 from minidist.errors import ConfigError, ShapeError
 from minidist.nn import DropoutKey, GPTConfig
-from minidist.observe.records import check_alike, named, share_records
 from minidist.optim import LR_SCHEDULES, SGD, Adam, AdamW, LearningRate, Optimizer, RMSProp
 from minidist.parallel.experts.expert_load import ExpertLoad
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.option_checks import check_clip
 from minidist.parallel.hybrid.plan import AXES, Plan
-from minidist.parallel.hybrid.state_exchange import restore, take_snapshot
 from minidist.parallel.hybrid.strategies import (
     make_budget,
     make_hybrid,
@@ -50,15 +49,16 @@ from minidist.parallel.hybrid.strategies import (
 )
 from minidist.parallel.memory.activations import checkpoint_blocks
 from minidist.parallel.memory.offload_costs import require_disk, require_memory, require_room
+from minidist.parallel.state import checkpoint
+from minidist.parallel.state.manifest import require_told
+from minidist.parallel.state.save_async import AsyncSaver, PendingSave
+from minidist.parallel.state.state_exchange import restore, take_snapshot
 from minidist.parallel.step.flat import untrained
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import weights_digest
 from minidist.parallel.step.step import Batch, Part, micro_parts, part_of
 from minidist.parallel.step.strategy import Strategy
-from minidist.survive import checkpoint
-from minidist.survive.manifest import require_told
-from minidist.survive.save_async import AsyncSaver, PendingSave
 
 __all__ = ["AXES", "OPTIMIZERS", "LR_SCHEDULES", "Mesh", "Plan", "Trainer"]
 
@@ -362,7 +362,7 @@ class Trainer:
         return self.strategy.state_dict()
 
     def save(self, folder: str | Path, **about: Any) -> None:
-        """Write a checkpoint (survive/checkpoint.py), which a Trainer of any plan can load. Every
+        """Write a checkpoint (parallel/state/checkpoint.py), which a Trainer of any plan can load. Every
         rank calls it.
 
         Args:    folder: the checkpoint; one of this name is replaced at the end.
@@ -377,7 +377,7 @@ class Trainer:
         )
 
     def start_save(self, folder: str | Path, **about: Any) -> PendingSave:
-        """As save, but written behind the next steps (survive/save_async.py): this returns when the
+        """As save, but written behind the next steps (parallel/state/save_async.py): this returns when the
         state is copied.
 
         It waits for a save that is under way. One that fails is told on rank 0, and training goes

@@ -9,10 +9,10 @@ import numpy as np
 from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
 from minidist.comm.group import Group
+from minidist.comm.records import unhurried
 from minidist.device import account
 from minidist.device.backend import beside, module_for, random_bits, to_host
 from minidist.nn import GPT, GPTConfig
-from minidist.observe.records import unhurried
 from minidist.parallel.pipeline.stages import balanced_layers
 
 

@@ -17,7 +17,7 @@ from minidist.cli.train import settings as train_settings
 from minidist.cli.train.command import add_arguments
 from minidist.cli.train.run_folder import run_folder
 from minidist.console import Parser
-from minidist.survive.manifest import checkpoints, read_manifest, step_of, unpacked
+from minidist.parallel.state.manifest import checkpoints, read_manifest, step_of, unpacked
 
 TINY = ["--layers", "2", "--width", "16", "--heads", "2", "--context", "16", "--batch", "8"]
 SAME = ("losses", "weights_sha256", "validation_loss")

@@ -10,7 +10,7 @@ import pytest
 
 from minidist.cli import main
 from minidist.cli.train import saving
-from minidist.survive.manifest import checkpoints, read_manifest
+from minidist.parallel.state.manifest import checkpoints, read_manifest
 
 TINY = [
     "train",

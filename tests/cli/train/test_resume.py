@@ -18,7 +18,7 @@ from minidist.cli import main
 from minidist.cli.train import command as command_module
 from minidist.cli.train import saving, settings
 from minidist.console import Parser
-from minidist.survive.manifest import checkpoints, step_of
+from minidist.parallel.state.manifest import checkpoints, step_of
 
 TINY = [
     "train",

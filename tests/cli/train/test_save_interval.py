@@ -16,8 +16,8 @@ from minidist.cli.train import save_interval
 from minidist.cli.train.save_interval import FIRST, SaveInterval, duration, summary
 from minidist.cli.train.saving import Saves
 from minidist.comm.transports.threads import run_threads
+from minidist.parallel.state.manifest import checkpoints, read_manifest, step_of
 from minidist.survive.interval import goodput
-from minidist.survive.manifest import checkpoints, read_manifest, step_of
 
 TINY = ["train", "--batch", "4", "--context", "8", "--layers", "1", "--width", "8", "--heads", "2"]
 # an interruption every 1,000 s: √(2 · 0.5 · 1000) = 31.6 s

@@ -17,8 +17,8 @@ from jobs import free_port, slurm, torchrun
 
 from minidist.cli import main
 from minidist.cli.train.saving import Saver
-from minidist.survive import checkpoint
-from minidist.survive.manifest import checkpoints, read_manifest, step_of, unpacked
+from minidist.parallel.state import checkpoint
+from minidist.parallel.state.manifest import checkpoints, read_manifest, step_of, unpacked
 
 MINIDIST = [sys.executable, "-m", "minidist"]
 TINY = [

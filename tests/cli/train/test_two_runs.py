@@ -17,7 +17,7 @@ from minidist.cli import main
 from minidist.cli.train.run_folder import claim, run_folder
 from minidist.errors import ConfigError
 from minidist.launch.limits import RUN_FOLDER
-from minidist.survive.manifest import checkpoints
+from minidist.parallel.state.manifest import checkpoints
 
 MINIDIST = [sys.executable, "-m", "minidist"]
 TINY = [

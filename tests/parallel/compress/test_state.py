@@ -10,7 +10,7 @@ from checkpoints import make, steps
 
 import minidist as md
 from minidist.parallel.hybrid.hybrid import Plan
-from minidist.parallel.hybrid.state_map import state_arrays, state_places
+from minidist.parallel.state.state_map import state_arrays, state_places
 
 CHANGES = {"layers": 2, "width": 12, "heads": 4, "tied": True}  # parts and chunks come out uneven
 SCHEME = "4bit:block=16"

@@ -9,9 +9,9 @@ from training import global_batch, tiny
 
 import minidist as md
 from minidist.errors import CheckpointError, PlanError
-from minidist.parallel.hybrid import state_exchange
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
-from minidist.parallel.hybrid.state_map import state_places
+from minidist.parallel.state import state_exchange
+from minidist.parallel.state.state_map import state_places
 
 SIZES: dict[str, Any] = {"layers": 3, "heads": 4, "tied": True, "dropout": 0.2}
 PLANS: list[dict[str, Any]] = [

@@ -5,7 +5,7 @@ another plan.
     restore(snapshots, strategy, optimizer, group)  what an elastic job does with the ranks that are
                                                     left
 
-Each rank tells which numbers it has (hybrid/state_map.py) and which it wants. Then numbers go from
+Each rank tells which numbers it has (state/state_map.py) and which it wants. Then numbers go from
 holder to wanter, in P - 1 rounds: in round k a rank sends to the k-th rank after it, and hears from
 the k-th before it.
 
@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidist.comm.group import Group
+from minidist.comm.records import share_records
 from minidist.device.backend import device_of, to_device, to_host
 from minidist.errors import CheckpointError
-from minidist.observe.records import share_records
 from minidist.optim import Optimizer
-from minidist.parallel.hybrid.state_map import (
+from minidist.parallel.state.state_map import (
     Place,
     merged_state,
     overlap,

@@ -18,10 +18,10 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import minidist as md
-from minidist.parallel.hybrid.state_map import stripes_of
-from minidist.survive import shard_file
-from minidist.survive.manifest import read_manifest
-from minidist.survive.shard_file import ShardLayout, ShardReader, ShardWriter
+from minidist.parallel.state import shard_file
+from minidist.parallel.state.manifest import read_manifest
+from minidist.parallel.state.shard_file import ShardLayout, ShardReader, ShardWriter
+from minidist.parallel.state.state_map import stripes_of
 
 CHANGES = {"width": 24, "heads": 3}
 

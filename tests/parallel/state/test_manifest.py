@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from minidist.errors import CheckpointError
-from minidist.survive.manifest import MANIFEST, packed, read_manifest, unpacked, write_manifest
+from minidist.parallel.state.manifest import (
+    MANIFEST,
+    packed,
+    read_manifest,
+    unpacked,
+    write_manifest,
+)
 
 
 @pytest.mark.parametrize(

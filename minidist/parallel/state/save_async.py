@@ -47,9 +47,9 @@ from minidist.device.backend import device_of
 from minidist.device.device_copies import copy, host_bytes, mark
 from minidist.errors import CheckpointError, CommError
 from minidist.optim import Optimizer
-from minidist.parallel.hybrid.state_map import small_state, state_arrays, state_places
+from minidist.parallel.state.checkpoint import chosen, layout_of, share_out, write_checkpoint
+from minidist.parallel.state.state_map import small_state, state_arrays, state_places
 from minidist.parallel.step.strategy import Strategy
-from minidist.survive.checkpoint import chosen, layout_of, share_out, write_checkpoint
 
 # seconds between looks, while the training waits for a save, whether the job still stands
 _LOOK = 0.1

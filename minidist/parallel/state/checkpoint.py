@@ -35,14 +35,22 @@ import numpy as np
 
 from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
+from minidist.comm.records import gather_records, hand_out_record, share_records, unhurried
 from minidist.device.backend import device_of, dtype_name, to_device, to_host
 from minidist.errors import CheckpointError
 from minidist.files import scratch
-from minidist.observe.records import gather_records, hand_out_record, share_records, unhurried
 from minidist.optim import Optimizer
 from minidist.parallel.compress.outer import OF_OUTER
-from minidist.parallel.hybrid.scheme_state import is_schemes
-from minidist.parallel.hybrid.state_map import (
+from minidist.parallel.state.manifest import (
+    publish,
+    read_manifest,
+    require_told,
+    shard_name,
+    write_manifest,
+)
+from minidist.parallel.state.scheme_state import is_schemes
+from minidist.parallel.state.shard_file import ShardLayout, ShardReader, ShardWriter, require_size
+from minidist.parallel.state.state_map import (
     Place,
     merged_state,
     of_all,
@@ -60,14 +68,6 @@ from minidist.parallel.hybrid.state_map import (
 )
 from minidist.parallel.step.strategy import Strategy
 from minidist.reading import visible
-from minidist.survive.manifest import (
-    publish,
-    read_manifest,
-    require_told,
-    shard_name,
-    write_manifest,
-)
-from minidist.survive.shard_file import ShardLayout, ShardReader, ShardWriter, require_size
 
 
 def plain_save(group: Group, chunk: np.ndarray, size: int, folder: Path) -> None:
@@ -102,7 +102,7 @@ def plain_load(group: Group, folder: Path) -> np.ndarray:
 
 
 # The real one below saves any strategy: its numbers lie in many tensors and anywhere in them
-# (hybrid/state_map.py), and of ranks that have the same numbers one writes. Checksums are of
+# (state/state_map.py), and of ranks that have the same numbers one writes. Checksums are of
 # blocks, so that a rank reads and checks only what it needs. Each file is on the disk before the
 # manifest is written. If one rank cannot write, every rank is told.
 

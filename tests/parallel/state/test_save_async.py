@@ -19,9 +19,9 @@ from training import global_batch, tiny
 from minidist.bench.step.ranks import Model, random_batch
 from minidist.errors import CheckpointError, CommError, PeerLostError
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
-from minidist.survive import checkpoint
-from minidist.survive.manifest import MANIFEST, checkpoints, step_folder
-from minidist.survive.save_async import AsyncSaver, plain_start_save
+from minidist.parallel.state import checkpoint
+from minidist.parallel.state.manifest import MANIFEST, checkpoints, step_folder
+from minidist.parallel.state.save_async import AsyncSaver, plain_start_save
 
 ON_DISK = checkpoint.write_shard
 # seconds of a slow disk: many times what a wait lasts before the deadlock detector is told

@@ -21,12 +21,12 @@ from minidist.nn import GPTConfig, Linear, Module
 from minidist.optim import AdamW
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.memory.offload_disk import OnDisk
+from minidist.parallel.state import checkpoint
 from minidist.parallel.step.replicas import weights_digest
 from minidist.parallel.step.single import Single
 from minidist.parallel.zero.zero1 import Zero1
 from minidist.parallel.zero.zero2 import Zero2
 from minidist.parallel.zero.zero3 import Zero3
-from minidist.survive import checkpoint
 
 # parts and shards come out uneven
 HARD = {"layers": 2, "width": 12, "heads": 3, "tied": True, "dropout": 0.2}

@@ -29,7 +29,7 @@ from minidist.errors import CheckpointError
 from minidist.nn.weight_shard import WeightShard
 from minidist.nn.weights import positions_of
 from minidist.optim import Optimizer
-from minidist.parallel.hybrid.scheme_state import (
+from minidist.parallel.state.scheme_state import (
     StateEntry,
     described,
     own_entries,

@@ -13,9 +13,9 @@ from training import tiny
 import minidist as md
 from minidist.nn import GPT
 from minidist.optim import SGD, AdamW
-from minidist.parallel.hybrid import state_map
 from minidist.parallel.hybrid.hybrid import Trainer
-from minidist.parallel.hybrid.state_map import (
+from minidist.parallel.state import state_map
+from minidist.parallel.state.state_map import (
     overlap,
     runs_of,
     small_state,

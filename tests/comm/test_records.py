@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import minidist as md
+from minidist.comm.records import check_alike, described, named
 from minidist.errors import MismatchError
 from minidist.nn import MixtureConfig
-from minidist.observe.records import check_alike, described, named
 
 
 class Rule:

@@ -20,7 +20,7 @@ from torn_saves import CHANGES, PLAN, torn_save, watched
 
 import minidist as md
 from minidist.errors import CheckpointError, MinidistError
-from minidist.survive.manifest import checkpoints
+from minidist.parallel.state.manifest import checkpoints
 
 SUPPORT = Path(torn_saves.__file__)
 
