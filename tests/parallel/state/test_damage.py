@@ -17,10 +17,10 @@ from checkpoints import resumed, saved
 import minidist as md
 from minidist.device.backend import dtype
 from minidist.errors import CheckpointError
+from minidist.parallel.state import manifest, shard_file
 from minidist.parallel.state.checkpoint import read_state
 from minidist.parallel.state.manifest import MANIFEST, read_manifest
 from minidist.parallel.state.state_map import Place
-from minidist.survive import manifest, shard_file
 
 PLAN: dict[str, Any] = {"dp": 2, "zero": 2, "precision": "fp16"}
 CHANGES: dict[str, Any] = {"layers": 1, "dtype": "float32"}
