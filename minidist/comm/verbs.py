@@ -46,6 +46,10 @@ class CallDevice(NamedTuple):
     side: SideStream | None
 
 
+# of most calls; made once, because a NamedTuple takes half a microsecond
+ON_HOST = CallDevice("cpu", "cpu", None)
+
+
 class Prepared(NamedTuple):
     """What a verb needs of a call in which this rank brings one array.
 
@@ -289,7 +293,9 @@ def _place(group: Members, algorithm: str, *arrays: Any, op: str | None = None) 
     """Return where a call works: on the GPU if this rank's arrays are there and can be dealt with
     there."""
     device = device_of(*arrays)
-    if device != "cuda" or algorithm not in ("auto", "native"):
+    if device == "cpu":
+        return ON_HOST
+    if device is None or algorithm not in ("auto", "native"):
         return CallDevice(device, "cpu", None)
     if group.size == 1:
         return CallDevice(device, "cuda", None)
