@@ -1,9 +1,9 @@
 """The lessons: NN_name/ holds README.md, lesson.py, figure.py, exercise.py and check.py.
 
-What they share: running.py starts a lesson or records its figure, page.py prints its tables,
-figures.py has the look of its pictures; namespaces.py makes two hosts of one machine for lesson 04;
-zero_lab.py and zero_figures.py are of lessons 14 to 16; late_group.py is of the checks of lessons
-07 and 15, which ask for overlap.
+What they share: running.py starts a lesson or records its figure, lab.py has its models, batches
+and differences, page.py prints its tables, figures.py has the look of its pictures; namespaces.py
+makes two hosts of one machine for lesson 04; zero_lab.py and zero_figures.py are of lessons 14 to
+16; late_group.py is of the checks of lessons 07 and 15, which ask for overlap.
 
 A lesson is found by its folder alone: adding one means adding a folder. Title, notes and modules of
 every table of lessons are read from the first lines of its README.md; table.py writes the tables of

@@ -14,12 +14,12 @@ from minidist.comm.group import Group
 from minidist.comm.records import gather_records
 from minidist.device import account
 from minidist.grading import Result
+from minidist.lessons import lab
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.samples import SampledAccount
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam, Optimizer
 from minidist.parallel.data.ddp import DDP
-from minidist.parallel.step.single import Single
 from minidist.parallel.step.step import Batch
 from minidist.parallel.zero.zero1 import Zero1
 from minidist.parallel.zero.zero2 import Zero2
@@ -36,19 +36,9 @@ STEPS = 5  # of the runs that are compared
 STAGES: dict[int, Any] = {0: DDP, 1: Zero1, 2: Zero2}
 
 
-def new_model(config: GPTConfig, seed: int = 0) -> GPT:
-    """The same seed gives the same weights on every rank."""
-    model = GPT(config)
-    model.initialize(seed)
-    return model
-
-
 def global_batch(config: GPTConfig, step: int, sequences: int = 7) -> Batch:
-    """(inputs, targets) in which each token follows from the one before; 7 sequences divide by no
-    small group."""
-    first = np.random.default_rng(step).integers(0, config.vocabulary, (sequences, 1))
-    ids = (first + 5 * np.arange(config.context + 1)) % config.vocabulary
-    return ids[:, :-1].copy(), ids[:, 1:].copy()
+    """Return inputs and targets; 7 sequences divide by no small group."""
+    return lab.counting_batch(config, step, sequences)
 
 
 def batches(config: GPTConfig) -> list[Batch]:
@@ -126,38 +116,19 @@ def state_vector(state: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def alone() -> np.ndarray:
-    """The weights of one process after STEPS steps."""
-    model = new_model(SMALL)
-    single = Single(model)
-    optimizer = new_adam(list(model.parameters()))
-    for step in range(STEPS):
-        single.step(global_batch(SMALL, step), optimizer)
+    """Return the weights of one process after STEPS steps."""
+    model = lab.new_model(SMALL)
+    lab.alone(model, new_adam, batches(SMALL))
     return state_vector(model.state_dict())
 
 
 def trained(group: Group, stage: int, **options: Any) -> np.ndarray:
     """The weights of a stage after STEPS steps."""
-    strategy = make(stage, new_model(SMALL), group, bucket_bytes=SMALL_BUCKET, **options)
+    strategy = make(stage, lab.new_model(SMALL), group, bucket_bytes=SMALL_BUCKET, **options)
     optimizer = new_adam(strategy.parameters)
     for step in range(STEPS):
         strategy.step(global_batch(SMALL, step), optimizer)
     return state_vector(strategy.state_dict())
-
-
-def off(weights: np.ndarray, target: np.ndarray) -> float:
-    """The largest difference over the largest weight."""
-    return float(np.abs(weights - target).max() / np.abs(target).max())
-
-
-def apart(group: Group, mine: np.ndarray) -> float:
-    """The largest difference between any rank's array and rank 0's, over rank 0's largest number;
-    on every rank."""
-    with group.ledger.control():
-        first = group.broadcast(mine)
-        return float(
-            group.all_reduce(np.abs(mine - first).max(keepdims=True), op="max")[0]
-            / np.abs(first).max()
-        )
 
 
 # ----------------------------------------------------------------------------------------- measured
@@ -187,7 +158,7 @@ def traffic(
     group: Group, stage: int, *, accumulate: int = 1, config: GPTConfig = MEASURED, **options: Any
 ) -> dict[str, int]:
     """What `sent` says of one step of a stage."""
-    strategy = make(stage, new_model(config), group, **options)
+    strategy = make(stage, lab.new_model(config), group, **options)
     optimizer = new_adam(strategy.parameters)
 
     def step() -> None:
@@ -206,7 +177,7 @@ def memory(
     The least, because another thread may let go of an array a moment late.
     """
     with account.use(account.MemoryAccount()) as seen:
-        strategy = make(stage, new_model(config), group, **options)
+        strategy = make(stage, lab.new_model(config), group, **options)
         optimizer = new_adam(strategy.parameters)
         snapshots = []
         for step in range(4):
@@ -236,7 +207,7 @@ def recorded(
     timeline.follow(group.ledger)
     memory = SampledAccount()
     with account.use(memory):
-        strategy = make(stage, new_model(config), group, recorder=timeline, **options)
+        strategy = make(stage, lab.new_model(config), group, recorder=timeline, **options)
         optimizer = new_adam(strategy.parameters)
         for step in range(steps):
             with timeline.span("step", step=step):
@@ -271,5 +242,5 @@ def recorded(
 
 def parameter_bytes(config: GPTConfig) -> tuple[int, int]:
     """How many parameters the model has, and their bytes."""
-    parameters = list(new_model(config).parameters())
+    parameters = list(lab.new_model(config).parameters())
     return sum(p.size for p in parameters), sum(p.data.nbytes for p in parameters)

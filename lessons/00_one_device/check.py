@@ -13,6 +13,7 @@ from minidist.autograd.tensor import no_grad
 from minidist.console import size_text
 from minidist.device import account
 from minidist.grading import Result, expect
+from minidist.lessons.lab import new_model, random_batch
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD, Adam
 from minidist.parallel.step.single import plain_single
@@ -58,25 +59,14 @@ def _name(config: GPTConfig) -> str:
     return f"{config.layers} layers of width {config.width}"
 
 
-def _model(config: GPTConfig) -> GPT:
-    model = GPT(config)
-    model.initialize(seed=0)
-    return model
-
-
-def _batch(config: GPTConfig, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    ids = np.random.default_rng(seed).integers(0, config.vocabulary, (BATCH, config.context + 1))
-    return ids[:, :-1].copy(), ids[:, 1:].copy()
-
-
 def _loop(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
     """The loss and the weights after some batches of different sizes, beside the plain
     version's."""
-    inputs, targets = _batch(config)
+    inputs, targets = random_batch(config, 0, BATCH)
     batches = [(inputs, targets), (inputs[:2], targets[:2]), (inputs[1:], targets[1:])]
 
     def trained(loop: Callable[..., Any]) -> tuple[Any, np.ndarray]:
-        model = _model(config)
+        model = new_model(config)
         loss = loop(model, SGD(list(model.parameters()), 0.5), batches)
         return loss, np.concatenate([np.ravel(parameter.data) for parameter in model.parameters()])
 
@@ -154,9 +144,9 @@ def _parameters(exercise: ModuleType, config: GPTConfig) -> Result:
 def _float32(exercise: ModuleType, config: GPTConfig) -> Iterator[Result]:
     """Bytes by category beside the account after one step."""
     with account.use(account.MemoryAccount()) as memory:
-        model = _model(config)
+        model = new_model(config)
         optimizer = Adam(list(model.parameters()), 1e-3)
-        inputs, targets = _batch(config)
+        inputs, targets = random_batch(config, 0, BATCH)
         model.loss(inputs, targets, targets.size).backward()
         optimizer.step()
         held = memory.now
@@ -214,8 +204,8 @@ def _mixed(exercise: ModuleType) -> Iterator[Result]:
 def _kept(config: GPTConfig) -> int:
     """Activation bytes alive at the end of a forward."""
     with account.use(account.MemoryAccount()) as memory:
-        model = _model(config)
-        inputs, targets = _batch(config)
+        model = new_model(config)
+        inputs, targets = random_batch(config, 0, BATCH)
         loss = model.loss(inputs, targets, targets.size)
         kept = memory.now["activations"]
         del loss
@@ -248,8 +238,8 @@ def _measure(evaluate: Callable[[Any, Any], Any], config: GPTConfig) -> tuple[An
     """(what evaluate returns, activation bytes at the peak, and afterwards, the batches themselves
     not counted)."""
     with account.use(account.MemoryAccount()) as memory:
-        model = _model(config)
-        batches = [_batch(config, seed) for seed in range(4)]
+        model = new_model(config)
+        batches = [random_batch(config, seed, BATCH) for seed in range(4)]
         result = evaluate(model, batches)
         # a tape may have told them to the account
         inputs = sum(array.nbytes for batch in batches for array in batch)

@@ -22,6 +22,7 @@ from minidist.console import size_text
 from minidist.data import text
 from minidist.device import account
 from minidist.errors import GradientError
+from minidist.lessons.lab import new_model
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.nn import GPT, GPTConfig
@@ -113,8 +114,7 @@ def one_step(page: Page, ids: np.ndarray) -> tuple[dict[str, dict[str, int]], in
     parameters."""
     with account.use(account.MemoryAccount()) as memory:
         stations: list[tuple[str, dict[str, int]]] = []
-        model = GPT(CONFIG)
-        model.initialize(seed=0)
+        model = new_model(CONFIG)
         optimizer = Adam(list(model.parameters()), 1e-3)
         stations.append(("model, optimizer", memory.now))
         inputs, targets = text.batch(ids, 0, batch=BATCH, context=CONFIG.context, seed=0)
@@ -264,8 +264,7 @@ def activations(page: Page) -> None:
 def alive_after_forward(config: GPTConfig, batch: int) -> int:
     """Activation bytes at the end of one forward of a new model."""
     with account.use(account.MemoryAccount()) as memory:
-        model = GPT(config)
-        model.initialize(seed=0)
+        model = new_model(config)
         ids = np.arange(batch * config.context).reshape(batch, config.context) % config.vocabulary
         loss = model.loss(ids, ids, divisor=ids.size)
         alive = memory.now["activations"]
@@ -309,8 +308,7 @@ def record_step(group: Group) -> list[dict[str, Any]]:
         def note(label: str) -> None:
             record.append({"phase": phase, "label": label, "step": number, "now": memory.now})
 
-        model = GPT(CONFIG)
-        model.initialize(seed=0)
+        model = new_model(CONFIG)
         optimizer = Adam(list(model.parameters()), 1e-3)
         for module in model.modules():
             module.register_forward_hook(lambda module, *rest: note(type(module).__name__))
@@ -340,8 +338,7 @@ def record_step(group: Group) -> list[dict[str, Any]]:
 
 def _fresh() -> tuple[account.MemoryAccount, GPT, np.ndarray, np.ndarray]:
     """A model in the account that is current, and a batch."""
-    model = GPT(CONFIG)
-    model.initialize(seed=0)
+    model = new_model(CONFIG)
     inputs, targets = text.batch(
         text.load("python").train, 0, batch=BATCH, context=CONFIG.context, seed=0
     )
@@ -411,10 +408,5 @@ BREAKS = {
 }
 
 
-def main() -> None:
-    """Parse the command line, then run here, or on every rank that was launched."""
-    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=1)
-
-
 if __name__ == "__main__":
-    main()
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=1)

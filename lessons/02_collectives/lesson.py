@@ -363,10 +363,5 @@ def record_family(group: Group) -> list[dict[str, Any]]:
 BREAKS = load_module(Path(__file__).resolve().parent / "broken.py", "02").BREAKS
 
 
-def main() -> None:
-    """Parse the command line, then run on the ranks that were launched, or on eight threads."""
-    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=8)
-
-
 if __name__ == "__main__":
-    main()
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=8)

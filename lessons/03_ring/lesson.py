@@ -6,8 +6,6 @@ python lessons/03_ring/lesson.py                       # alone: eight ranks as t
 python lessons/03_ring/lesson.py --break send-first    # see README.md, section 5
 """
 
-import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from minidist.comm.records import gather_records
 from minidist.console import size_text
 from minidist.errors import DeadlockError, MismatchError
 from minidist.grading import load_module, sent_since, totals
+from minidist.lessons.lab import median_seconds
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import Break, arguments, run_lesson
 
@@ -258,8 +257,8 @@ def seconds(group: Group, page: Page) -> None:
     rows = []
     for nbytes in (16 * 1024, 1024 * 1024, 4 * 1024 * 1024):
         x = np.ones(nbytes // FLOAT32, np.float32)
-        plain = median_seconds(group, lambda x=x: plain_all_reduce(group, x))
-        ring = median_seconds(group, lambda x=x: ring_all_reduce(group, x))
+        plain = median_seconds(group, lambda x=x: plain_all_reduce(group, x), 5)
+        ring = median_seconds(group, lambda x=x: ring_all_reduce(group, x), 5)
         rows.append(
             [
                 size_text(nbytes),
@@ -308,17 +307,6 @@ def rounding(group: Group, page: Page) -> None:
         note="both add in float32; the ring rounds what it passes on, once a hop; direct once, "
         "in the end",
     )
-
-
-def median_seconds(group: Group, work: Any) -> float:
-    """Median of five calls of `work`, each begun together."""
-    times = []
-    for _ in range(5):
-        group.barrier()
-        begin = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
 
 
 # ----------------------------------------------------------------------------------------- Break it
@@ -400,11 +388,5 @@ BREAKS = {
 }
 
 
-def main() -> None:
-    """Parse the command line, then run on the ranks that were launched, or on eight threads."""
-    options = arguments(__doc__, BREAKS).parse_args()
-    run_lesson(options, tour, BREAKS, alone=8)
-
-
 if __name__ == "__main__":
-    main()
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=8)

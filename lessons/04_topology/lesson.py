@@ -19,6 +19,7 @@ from minidist.comm.group import Group
 from minidist.comm.records import gather_records
 from minidist.console import size_text
 from minidist.grading import load_module
+from minidist.lessons.lab import median_seconds
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import arguments, run_lesson
 from minidist.simulate.messages import Operands, record
@@ -347,11 +348,11 @@ def one_sided(group: Group, page: Page) -> None:
         x = np.full(nbytes // 8, 7.0)
         inbox = np.zeros_like(x)
         window = MPI.Win.Create(inbox, comm=MPI.COMM_WORLD)
-        put = _median(
-            group, lambda x=x, window=window: _put(window, x) if group.rank == 0 else None
+        put = median_seconds(
+            group, lambda x=x, window=window: _put(window, x) if group.rank == 0 else None, 7
         )
         window.Free()
-        message = _median(
+        message = median_seconds(
             group,
             lambda x=x, inbox=inbox: (
                 group.send(x, dst=1)
@@ -360,6 +361,7 @@ def one_sided(group: Group, page: Page) -> None:
                 if group.rank == 1
                 else None
             ),
+            7,
         )
         rows.append([size_text(nbytes), f"{1e6 * put:.0f} µs", f"{1e6 * message:.0f} µs"])
         if group.rank == 1 and not (inbox == 7).all():
@@ -379,25 +381,10 @@ def _put(window: Any, x: np.ndarray) -> None:
     window.Unlock(1)
 
 
-def _median(group: Group, work: Any) -> float:
-    times = []
-    for _ in range(7):
-        group.barrier()
-        begin = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
-
-
 # ----------------------------------------------------------------------------------------- Break it
 
 BREAKS = load_module(HERE / "broken.py", "04").BREAKS
 
 
-def main() -> None:
-    """Parse the command line, then run on the ranks that were launched, or on eight threads."""
-    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=8)
-
-
 if __name__ == "__main__":
-    main()
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=8)

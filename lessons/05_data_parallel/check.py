@@ -3,16 +3,17 @@ library's ledger."""
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from minidist.grading import Result, expect
+from minidist.lessons.lab import alone, difference, new_model, random_batch, weights
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD
 from minidist.parallel.data.data_parallel import DataParallel, plain_data_parallel
-from minidist.parallel.step.single import Single
 
 CONFIG = GPTConfig(vocabulary=11, context=4, layers=1, width=8, heads=2, dtype="float64")
 STEPS = 3
@@ -47,7 +48,7 @@ class Device:
     def __call__(self, inputs: Any) -> Any:
         """Forward."""
         self.stale += (
-            [] if np.array_equal(_weights(self.model), _weights(self.first)) else [len(self.rows)]
+            [] if np.array_equal(weights(self.model), weights(self.first)) else [len(self.rows)]
         )
         self.rows.append(len(inputs))
         return self.model(inputs)
@@ -61,41 +62,22 @@ class Device:
         self.model.zero_grad()
 
 
-def _batch(step: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    ids = np.random.default_rng(step).integers(0, CONFIG.vocabulary, (rows, CONFIG.context + 1))
-    return ids[:, :-1].copy(), ids[:, 1:].copy()
-
-
-def _model(seed: int = 0) -> GPT:
-    model = GPT(CONFIG)
-    model.initialize(seed)
-    return model
-
-
-def _weights(model: GPT) -> np.ndarray:
-    return np.concatenate([np.asarray(parameter.data).ravel() for parameter in model.parameters()])
-
-
 def _serial(rows: int, scale: float = 1.0) -> np.ndarray:
-    """One process; `scale` on every gradient."""
-    model = _model()
-    single = Single(model)
-    optimizer = SGD(list(model.parameters()), RATE * scale)
-    for step in range(STEPS):
-        single.step(_batch(step, rows), optimizer)
-    return _weights(model)
+    """Return the weights of one process; `scale` on every gradient."""
+    batches = [random_batch(CONFIG, step, rows) for step in range(STEPS)]
+    return alone(new_model(CONFIG), partial(SGD, lr=RATE), batches, scale)
 
 
 def _steps(exercise: ModuleType, replicas: int, rows: int) -> Iterator[Result]:
     """Weights after some steps; replicas begin with other weights, so that a missing copy shows."""
-    models = [_model(seed) for seed in range(replicas)]
+    models = [new_model(CONFIG, seed) for seed in range(replicas)]
     devices = [Device(model, models[0]) for model in models]
     optimizer = SGD(list(models[0].parameters()), RATE)
     task = f"{replicas} devices, {rows} rows, {STEPS} steps"
     target = [len(part) for part in np.array_split(np.arange(rows), replicas)]
     try:
         exercise.plain_data_parallel(
-            devices, optimizer, [_batch(step, rows) for step in range(STEPS)]
+            devices, optimizer, [random_batch(CONFIG, step, rows) for step in range(STEPS)]
         )
     except Exception:
         mine = [device.rows[0] for device in devices if device.rows]
@@ -133,8 +115,8 @@ def _steps(exercise: ModuleType, replicas: int, rows: int) -> Iterator[Result]:
         "a replica's weights are a copy of device 0's present ones, made in every step: section 2, "
         "DP 2 (hole 2)",
     )
-    found = _weights(models[0])
-    error = _apart(found, _serial(rows))
+    found = weights(models[0])
+    error = difference(found, _serial(rows))
     right = error < 1e-10
     mistake, advice = ("", "") if right else _name(found, replicas, rows)
     yield Result(
@@ -154,20 +136,20 @@ def _copied(devices: list[Device]) -> bool:
 
 def _name(mine: np.ndarray, replicas: int, rows: int) -> tuple[str, str]:
     """Which known mistake leads to these weights."""
-    if _apart(mine, _serial(rows, 1 / replicas)) < 1e-9:
+    if difference(mine, _serial(rows, 1 / replicas)) < 1e-9:
         return "averaged", (
             "the loss is the mean of the whole batch already, so its gradients are summed: "
             "section 4 (hole 4)"
         )
     first = np.array_split(np.arange(rows), replicas)[0]
-    model = _model()
+    model = new_model(CONFIG)
     optimizer = SGD(list(model.parameters()), RATE)
     for step in range(STEPS):
-        inputs, targets = _batch(step, rows)
+        inputs, targets = random_batch(CONFIG, step, rows)
         model.loss(inputs[first], targets[first], targets.size).backward()
         optimizer.step()
         optimizer.zero_grad()
-    if _apart(mine, _weights(model)) < 1e-9:
+    if difference(mine, weights(model)) < 1e-9:
         return (
             "the others' gradients are missing",
             "own.grad is device 0's part alone: section 2, DP 5 (hole 4)",
@@ -178,19 +160,11 @@ def _name(mine: np.ndarray, replicas: int, rows: int) -> tuple[str, str]:
     )
 
 
-def _apart(mine: np.ndarray, target: np.ndarray) -> float:
-    return (
-        float(np.abs(mine - target).max() / np.abs(target).max())
-        if mine.shape == target.shape
-        else float("inf")
-    )
-
-
 def _traffic(exercise: ModuleType, replicas: int, rows: int) -> Result:
     """The formula beside the ledger of one step."""
-    model = _model()
+    model = new_model(CONFIG)
     strategy = DataParallel(model, replicas)
-    inputs, targets = _batch(0, rows)
+    inputs, targets = random_batch(CONFIG, 0, rows)
     strategy.step((inputs, targets), SGD(strategy.parameters, RATE))
     sent = [sum(device.group.ledger.sent_bytes()["dp"].values()) for device in strategy.devices]
     nbytes = sum(p.data.nbytes for p in model.parameters())

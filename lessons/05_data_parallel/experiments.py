@@ -14,6 +14,7 @@ from minidist.comm.cost.volume import FORMULAS, Case
 from minidist.comm.group import Group
 from minidist.comm.records import gather_records
 from minidist.device import account
+from minidist.lessons.lab import new_model, rule_batch
 from minidist.nn import GPT, GPTConfig
 from minidist.observe.events import Busy
 from minidist.optim import Adam
@@ -39,30 +40,6 @@ LINK = 1e9  # of the clock: bytes a second of a device's link, in and out togeth
 PARTS = ("dp passes", "dp link", "ddp passes", "ddp link")  # of a step on the clock
 
 
-def new_model(config: GPTConfig, seed: int = 0) -> GPT:
-    """A model drawn by its seed."""
-    model = GPT(config)
-    model.initialize(seed=seed)
-    return model
-
-
-def batch(config: GPTConfig, step: int, sequences: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets, (sequences, context) each, by step alone: after symbol i comes 5 i + 3,
-    round the end."""
-    ids = np.random.default_rng(step).integers(0, config.vocabulary, (sequences, config.context))
-    return ids, (5 * ids + 3) % config.vocabulary
-
-
-def weights(model: GPT) -> np.ndarray:
-    """All parameters end to end."""
-    return np.concatenate([np.asarray(parameter.data).ravel() for parameter in model.parameters()])
-
-
-def apart(mine: np.ndarray, target: np.ndarray) -> float:
-    """The largest difference over the largest number."""
-    return float(np.abs(mine - target).max() / np.abs(target).max())
-
-
 def train(
     replicas: int,
     *,
@@ -78,7 +55,7 @@ def train(
     model = new_model(config)
     trainer = (strategy or DataParallel)(model, replicas) if replicas else Single(model)
     rule = optimizer(list(model.parameters()), lr)
-    return model, [trainer.step(batch(config, step, sequences), rule) for step in range(steps)]
+    return model, [trainer.step(rule_batch(config, step, sequences), rule) for step in range(steps)]
 
 
 # --------------------------------------------------------------------------------- watching devices
@@ -110,7 +87,7 @@ def traffic(replicas: int, sequences: int, config: GPTConfig = SMALL) -> dict[st
     """What device 0 sends and receives in one step, by verb, and its parts by formula."""
     model = new_model(config)
     strategy = DataParallel(model, replicas)
-    data = batch(config, 0, sequences)
+    data = rule_batch(config, 0, sequences)
     strategy.step(data, Adam(strategy.parameters, 1e-3))
     sent = [device.group.ledger.sent_bytes().get("dp", {}) for device in strategy.devices]
     nbytes = sum(p.data.nbytes for p in model.parameters())
@@ -136,7 +113,7 @@ def smi_of_dp(replicas: int, *, steps: int = 2, sequences: int = 16) -> list[dic
         strategy = Watched(model, replicas)
         optimizer = Adam(strategy.parameters, 1e-3)
         for step in range(steps):
-            strategy.step(batch(TALL, step, sequences), optimizer)
+            strategy.step(rule_batch(TALL, step, sequences), optimizer)
         return [
             {"pid": os.getpid(), "peak": device.account.peak["total"], "busy": busy / steps}
             for device, busy in zip(strategy.devices, strategy.busy, strict=True)
@@ -152,7 +129,7 @@ def smi_of_ddp(group: Group, *, steps: int = 2, sequences: int = 16) -> list[dic
         optimizer = Adam(strategy.parameters, 1e-3)
         before = clock()
         for step in range(steps):
-            strategy.step(batch(TALL, step, sequences), optimizer)
+            strategy.step(rule_batch(TALL, step, sequences), optimizer)
         busy = (clock() - before) / steps
         return gather_records(
             group, {"pid": os.getpid(), "peak": memory.peak["total"], "busy": busy}
@@ -183,12 +160,12 @@ def turns(config: GPTConfig, replicas: int, *, sequences: int, steps: int) -> di
 
     strategy = Watched(model, replicas, forward=forward)
     optimizer = Adam(strategy.parameters, 1e-3)
-    strategy.step(batch(config, 0, sequences), optimizer)  # the first step warms up
+    strategy.step(rule_batch(config, 0, sequences), optimizer)  # the first step warms up
     stamps.clear()
     strategy.busy = [0.0] * replicas
     begin = time.perf_counter()
     for step in range(steps):
-        strategy.step(batch(config, step, sequences), optimizer)
+        strategy.step(rule_batch(config, step, sequences), optimizer)
     seconds = time.perf_counter() - begin
     return {
         "stamps": [
@@ -273,7 +250,7 @@ def wall_of(strategy: Any, config: GPTConfig, *, sequences: int, steps: int = 3)
     taken = []
     for step in range(steps + 1):
         begin = time.perf_counter()
-        strategy.step(batch(config, step, sequences), optimizer)
+        strategy.step(rule_batch(config, step, sequences), optimizer)
         taken.append(time.perf_counter() - begin)
     return float(np.median(taken[1:]))
 

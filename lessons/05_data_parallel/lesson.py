@@ -19,6 +19,7 @@ from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.grading import load_module
 from minidist.launch import run
+from minidist.lessons.lab import difference, new_model, rule_batch, weights
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.observe.timeline import Timeline
@@ -62,7 +63,7 @@ def equal_weights(page: Page) -> None:
     rows = []
     for replicas in (1, 2, 3, 5, 8):
         model, ours = lab.train(replicas)
-        error = lab.apart(lab.weights(model), lab.weights(serial))
+        error = difference(weights(model), weights(serial))
         rows.append(
             [
                 replicas,
@@ -72,13 +73,13 @@ def equal_weights(page: Page) -> None:
                 "ok" if error < 1e-10 else "off",
             ]
         )
-    models = [lab.new_model(lab.SMALL) for _ in range(3)]
+    models = [new_model(lab.SMALL) for _ in range(3)]
     loss = plain_data_parallel(
         models,
         Adam(list(models[0].parameters()), 1e-2),
-        [lab.batch(lab.SMALL, step, 6) for step in range(5)],
+        [rule_batch(lab.SMALL, step, 6) for step in range(5)],
     )
-    error = lab.apart(lab.weights(models[0]), lab.weights(serial))
+    error = difference(weights(models[0]), weights(serial))
     rows.append(
         [
             "3, the plain loop",
@@ -99,12 +100,12 @@ def equal_weights(page: Page) -> None:
 def five_steps(page: Page) -> None:
     """Milliseconds of each step on each device."""
     timelines = [Timeline(rank) for rank in range(4)]
-    strategy = DataParallel(lab.new_model(lab.TALL), 4, recorders=timelines)
+    strategy = DataParallel(new_model(lab.TALL), 4, recorders=timelines)
     optimizer = Adam(strategy.parameters, 1e-3)
     for step in range(3):
         for timeline in timelines:
             timeline.spans.clear()
-        strategy.step(lab.batch(lab.TALL, step, 16), optimizer)
+        strategy.step(rule_batch(lab.TALL, step, 16), optimizer)
     names = {
         "split the batch": "DP 1",
         "copy the model": "DP 2",
@@ -168,7 +169,7 @@ def device_0(page: Page) -> None:
 def readers(size: int, page: Page) -> None:
     """Rows that each place reads from the data, and what then still has to travel."""
     sequences = 4 * size
-    row = lab.batch(lab.TALL, 0, 1)[0].nbytes
+    row = rule_batch(lab.TALL, 0, 1)[0].nbytes
     found = lab.traffic(size, sequences, lab.TALL)
     # the rest: outputs' gradients
     sent = found["sent"].get("scatter", 0) - found["received"].get("gather", 0)
@@ -313,9 +314,9 @@ def beside_ddp(group: Group, page: Page) -> None:
             "that passes device 0, DDP's the ring's share. DDP hides most of that behind "
             "backward, DP nothing",
         )
-        dp = lab.wall_of(DataParallel(lab.new_model(lab.BLAS), group.size), lab.BLAS, sequences=8)
+        dp = lab.wall_of(DataParallel(new_model(lab.BLAS), group.size), lab.BLAS, sequences=8)
     group.barrier()
-    ddp = lab.wall_of(DDP(lab.new_model(lab.BLAS), group), lab.BLAS, sequences=8)
+    ddp = lab.wall_of(DDP(new_model(lab.BLAS), group), lab.BLAS, sequences=8)
     if group.rank == 0:
         page.say(
             f"Here, {group.size} of each, on {os.cpu_count()} processors as busy as they are: a "
@@ -379,24 +380,22 @@ def _compare(strategy: Any, name: str, optimizer: Any, lr: float, *, steps: int 
     )
     print(f"{'right:':22s} loss " + " ".join(f"{loss:.4f}" for loss in losses))
     print(f"{name + ':':22s} loss " + " ".join(f"{loss:.4f}" for loss in others))
-    print(
-        f"weights apart by {lab.apart(lab.weights(wrong), lab.weights(right)):.1e} of the largest"
-    )
+    print(f"weights apart by {difference(weights(wrong), weights(right)):.1e} of the largest")
 
 
 def update_the_replicas() -> None:
     """N1:23 as it stands: each replica updates itself by its own gradient; how far apart are they
     then?"""
-    models = [lab.new_model(lab.SMALL) for _ in range(4)]
+    models = [new_model(lab.SMALL) for _ in range(4)]
     optimizers = [SGD(list(model.parameters()), 0.5) for model in models]
     for step in range(5):
-        inputs, targets = lab.batch(lab.SMALL, step, 8)
+        inputs, targets = rule_batch(lab.SMALL, step, 8)
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             mine = slice(2 * rank, 2 * rank + 2)
             model.loss(inputs[mine], targets[mine]).backward()
             optimizer.step()
             optimizer.zero_grad()
-        furthest = max(lab.apart(lab.weights(model), lab.weights(models[0])) for model in models)
+        furthest = max(difference(weights(model), weights(models[0])) for model in models)
         print(f"step {step}: the replicas are apart by {furthest:.3f} of the largest weight")
 
 
@@ -430,10 +429,5 @@ BREAKS = {
 }
 
 
-def main() -> None:
-    """Parse the command line, then run on the ranks that were launched, or on four threads."""
-    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)
-
-
 if __name__ == "__main__":
-    main()
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)

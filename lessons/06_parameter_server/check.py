@@ -12,7 +12,8 @@ from minidist.console import size_text
 from minidist.errors import CommError
 from minidist.grading import Result, expect, totals
 from minidist.launch import run
-from minidist.nn import GPT, GPTConfig
+from minidist.lessons.lab import difference, new_model, random_batch, weights
+from minidist.nn import GPTConfig
 from minidist.optim import SGD
 from minidist.parallel.data.parameter_server import ParameterServer, plain_server, plain_worker
 from minidist.parallel.data.server_keys import assign
@@ -45,26 +46,9 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
         yield _traffic(exercise, workers, servers)
 
 
-def _batch(step: int) -> tuple[np.ndarray, np.ndarray]:
-    ids = np.random.default_rng(step).integers(
-        0, CONFIG.vocabulary, (SEQUENCES, CONFIG.context + 1)
-    )
-    return ids[:, :-1].copy(), ids[:, 1:].copy()
-
-
-def _model() -> GPT:
-    model = GPT(CONFIG)
-    model.initialize(0)
-    return model
-
-
-def _weights(model: GPT) -> np.ndarray:
-    return np.concatenate([np.asarray(parameter.data).ravel() for parameter in model.parameters()])
-
-
 def _keys(exercise: ModuleType, servers: int) -> Result:
     """No server has more than the library's fullest."""
-    sizes = [parameter.size for parameter in _model().parameters()]
+    sizes = [parameter.size for parameter in new_model(CONFIG).parameters()]
     target = max(sum(sizes[key] for key in share) for share in assign(sizes, servers))
     owner = exercise.divide(sizes, servers)
     loads = [
@@ -88,24 +72,26 @@ def _keys(exercise: ModuleType, servers: int) -> Result:
 
 def _job(group: Group, exercise: ModuleType, workers: int) -> np.ndarray:
     """A rank's weights after the steps of the student's functions."""
-    model = _model()
+    model = new_model(CONFIG)
     if group.rank == workers:
         exercise.plain_server(model, SGD(list(model.parameters()), RATE), group, workers, STEPS)
     else:
-        exercise.plain_worker(model, group, workers, [_batch(step) for step in range(STEPS)])
-    return _weights(model)
+        exercise.plain_worker(
+            model, group, workers, [random_batch(CONFIG, step, SEQUENCES) for step in range(STEPS)]
+        )
+    return weights(model)
 
 
 def _serial(scale: float = 1.0, rows: slice = slice(None)) -> np.ndarray:
     """One process; `scale` on every gradient, of those `rows` alone."""
-    model = _model()
+    model = new_model(CONFIG)
     optimizer = SGD(list(model.parameters()), RATE * scale)
     single = Single(
         model, loss=lambda part, divisor: model.loss(part.inputs[rows], part.targets[rows], divisor)
     )
     for step in range(STEPS):
-        single.step(_batch(step), optimizer)
-    return _weights(model)
+        single.step(random_batch(CONFIG, step, SEQUENCES), optimizer)
+    return weights(model)
 
 
 def _steps(exercise: ModuleType, workers: int) -> Result:
@@ -123,14 +109,16 @@ def _steps(exercise: ModuleType, workers: int) -> Result:
             "each key is pushed once to its server, and pulled once from there: section 1 "
             f"(holes 2 to 5); {str(error).splitlines()[0]}",
         )
-    off = _apart(ranks[0], _serial())
+    off = difference(ranks[0], _serial())
     if off < 1e-10:
         return Result(
             task, True, "those of one process, to 1e-10", "those of one process, to 1e-10"
         )
-    first = slice(0, len(part_of(_batch(0), size=workers, rank=0).inputs))
+    first = slice(0, len(part_of(random_batch(CONFIG, 0, SEQUENCES), size=workers, rank=0).inputs))
     last = slice(
-        SEQUENCES - len(part_of(_batch(0), size=workers, rank=workers - 1).inputs), SEQUENCES
+        SEQUENCES
+        - len(part_of(random_batch(CONFIG, 0, SEQUENCES), size=workers, rank=workers - 1).inputs),
+        SEQUENCES,
     )
     known = {
         "averaged": (
@@ -147,12 +135,12 @@ def _steps(exercise: ModuleType, workers: int) -> Result:
             "every worker pushes: section 2 (hole 4)",
         ),
         "nothing was pulled": (
-            _weights(_model()),
+            weights(new_model(CONFIG)),
             "parameter.data[...] = what the server sends: section 1 (hole 3)",
         ),
     }
     for mistake, (wrong, advice) in known.items():
-        if _apart(ranks[0], wrong) < 1e-9:
+        if difference(ranks[0], wrong) < 1e-9:
             return Result(
                 task, False, "the weights of one process", f"off by {off:.1e}", mistake, advice
             )
@@ -164,10 +152,6 @@ def _steps(exercise: ModuleType, workers: int) -> Result:
         "wrong weights",
         "push, sum, step, pull: sections 1 and 2 (holes 2 to 5)",
     )
-
-
-def _apart(mine: np.ndarray, target: np.ndarray) -> float:
-    return float(np.abs(mine - target).max() / np.abs(target).max())
 
 
 # -------------------------------------------------------------------------------- bound and traffic
@@ -204,12 +188,12 @@ def _traffic(exercise: ModuleType, workers: int, servers: int) -> Result:
     """The formulas beside the ledger of one step."""
 
     def step(world: Group) -> int:
-        server = ParameterServer(_model(), world, servers=servers)
+        server = ParameterServer(new_model(CONFIG), world, servers=servers)
         before = totals(world.ledger)[1]
-        server.step(_batch(0), SGD(server.parameters, RATE))
+        server.step(random_batch(CONFIG, 0, SEQUENCES), SGD(server.parameters, RATE))
         return totals(world.ledger)[1] - before
 
-    nbytes = sum(p.data.nbytes for p in _model().parameters())
+    nbytes = sum(p.data.nbytes for p in new_model(CONFIG).parameters())
     target = sum(run(step, size=workers + servers)) / servers, 4 * (workers - 1) / workers * nbytes
     mine = exercise.link_bytes(nbytes, workers, servers)
     known = {

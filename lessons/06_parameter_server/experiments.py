@@ -4,60 +4,39 @@ slow or lost."""
 import os
 import signal
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 import minidist as md
-from minidist.autograd.tensor import no_grad
 from minidist.comm.group import Group
-from minidist.nn import GPT, GPTConfig
+from minidist.lessons.lab import alone, held_out_loss, new_model, rule_batch, weights
+from minidist.nn import GPTConfig
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam
 from minidist.parallel.data.bounded_staleness import Update
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.data.parameter_server import ParameterServer
 from minidist.parallel.data.replay_updates import replay
-from minidist.parallel.step.single import Single
 
 CONFIG = GPTConfig(vocabulary=31, context=8, layers=1, width=16, heads=2, dtype="float64")
 SEQUENCES = 12
 RATE = 1e-2
 
 
-def new_model(seed: int = 0) -> GPT:
-    """A model drawn by its seed."""
-    model = GPT(CONFIG)
-    model.initialize(seed=seed)
-    return model
-
-
 def batch(step: int, sequences: int = SEQUENCES) -> tuple[np.ndarray, np.ndarray]:
-    """A global batch, by step alone: after symbol i comes 5 i + 3, round the end."""
-    ids = np.random.default_rng(step).integers(0, CONFIG.vocabulary, (sequences, CONFIG.context))
-    return ids, (5 * ids + 3) % CONFIG.vocabulary
+    """Return the global batch of a step."""
+    return rule_batch(CONFIG, step, sequences)
 
 
-def weights(model: GPT) -> np.ndarray:
-    """All parameters end to end."""
-    return np.concatenate([np.asarray(parameter.data).ravel() for parameter in model.parameters()])
-
-
-def held_out_loss(model: GPT) -> float:
-    """Mean loss on sequences that are not trained on."""
-    inputs, targets = batch(10_000, 64)
-    with no_grad():
-        return float(model.loss(inputs, targets, targets.size).item())
+HELD_OUT = batch(10_000, 64)
+"""A batch that is not trained on."""
 
 
 def serial(steps: int, optimizer: Any = Adam) -> np.ndarray:
-    """The weights of one process."""
-    model = new_model()
-    single = Single(model)
-    rule = optimizer(list(model.parameters()), RATE)
-    for step in range(steps):
-        single.step(batch(step), rule)
-    return weights(model)
+    """Return the weights of one process."""
+    return alone(new_model(CONFIG), partial(optimizer, lr=RATE), map(batch, range(steps)))
 
 
 def train(
@@ -78,7 +57,7 @@ def train(
              options: of ParameterServer.
     """
     timeline = Timeline(group.rank)
-    model = new_model()
+    model = new_model(CONFIG)
     server = strategy(model, group, recorder=timeline, **options)
     rule = optimizer(server.parameters, lr)
     group.barrier()
@@ -100,7 +79,7 @@ def train(
         "weights": None if serves else weights(model),
         "losses": losses,
         "ends": ends,
-        "held_out": None if serves else held_out_loss(model),
+        "held_out": None if serves else held_out_loss(model, HELD_OUT),
         "serves": serves,
         "spans": [
             [
@@ -144,7 +123,7 @@ def replayed(ranks: list[dict[str, Any]], workers: int) -> np.ndarray:
         [Update(worker, step, tuple(versions), lr) for worker, step, versions, lr in rank["record"]]
         for rank in ranks[workers:]
     ]
-    model = new_model()
+    model = new_model(CONFIG)
     replay(model, records, batch, lambda pieces: Adam(pieces, RATE), workers=workers)
     return weights(model)
 
@@ -183,9 +162,9 @@ def on_a_clock(
 
 def loss_after(updates: list[Update], workers: int) -> float:
     """The held-out loss of the weights that one process makes of these updates."""
-    model = new_model()
+    model = new_model(CONFIG)
     replay(model, [updates], batch, lambda pieces: Adam(pieces, RATE), workers=workers)
-    return held_out_loss(model)
+    return held_out_loss(model, HELD_OUT)
 
 
 def traffic(workers: int, servers: int = 1) -> dict[str, int]:
@@ -193,7 +172,7 @@ def traffic(workers: int, servers: int = 1) -> dict[str, int]:
     many ranks, a rank."""
 
     def step(world: Group) -> tuple[int, int, int]:
-        model = new_model()
+        model = new_model(CONFIG)
         server = ParameterServer(model, world, servers=servers)
         before = sum(world.ledger.sent_bytes().get("world", {}).values())
         server.step(batch(0), Adam(server.parameters, RATE))
@@ -205,7 +184,7 @@ def traffic(workers: int, servers: int = 1) -> dict[str, int]:
         )
 
     def ring(world: Group) -> int:
-        model = new_model()
+        model = new_model(CONFIG)
         ddp = DDP(model, world)
         ddp.step(batch(0), Adam(ddp.parameters, RATE))
         return sum(world.ledger.sent_bytes().get("world", {}).values())
@@ -217,7 +196,7 @@ def traffic(workers: int, servers: int = 1) -> dict[str, int]:
         "received": max(own for _, own, serves in ranks if serves) * workers,
         "pushed": sum(nbytes for nbytes, _, serves in ranks if not serves),
         "given": sum(nbytes for nbytes, _, serves in ranks if serves),
-        "model": sum(p.data.nbytes for p in new_model().parameters()),
+        "model": sum(p.data.nbytes for p in new_model(CONFIG).parameters()),
         "ring": max(md.run(ring, size=workers)),
     }
 

@@ -20,6 +20,7 @@ from minidist.device import account
 from minidist.device.backend import random_bits
 from minidist.errors import PeerLostError
 from minidist.grading import load_module
+from minidist.lessons.lab import difference, new_model, weights
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.nn import GPTConfig
@@ -61,12 +62,12 @@ def equal_weights(group: Group, page: Page) -> None:
     """Plain loop and library, one server and two, beside one process."""
     workers = group.size - 1
     target = lab.serial(STEPS)
-    model = lab.new_model()
+    model = new_model(lab.CONFIG)
     if group.rank < workers:
         plain_worker(model, group, workers, map(lab.batch, range(STEPS)))
     else:
         plain_server(model, Adam(list(model.parameters()), lab.RATE), group, workers, STEPS)
-    rows = [["plain loop", f"{workers} + 1", *_beside(lab.weights(model), target)]]
+    rows = [["plain loop", f"{workers} + 1", *_beside(weights(model), target)]]
     for servers in range(1, min(3, group.size)):
         mine = lab.train(group, steps=STEPS, servers=servers)["weights"]
         if group.rank == 0:
@@ -81,7 +82,7 @@ def equal_weights(group: Group, page: Page) -> None:
 
 
 def _beside(mine: np.ndarray, target: np.ndarray) -> tuple[str, str]:
-    error = float(np.abs(mine - target).max() / np.abs(target).max())
+    error = difference(mine, target)
     return f"{error:.1e}", "ok" if error < 1e-10 else "off"
 
 
@@ -359,7 +360,7 @@ def lose_a_server() -> None:
     """The server's process is killed: no other rank has its keys."""
 
     def job(world: Group) -> None:
-        model = lab.new_model()
+        model = new_model(lab.CONFIG)
         server = ParameterServer(model, world, servers=2)
         optimizer = Adam(server.parameters, lab.RATE)
         for step in range(8):
@@ -383,10 +384,5 @@ BREAKS = {
 }
 
 
-def main() -> None:
-    """Parse the command line, then run on the ranks that were launched, or on four threads."""
-    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)
-
-
 if __name__ == "__main__":
-    main()
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)

@@ -12,6 +12,7 @@ from minidist.comm.transports.throttled import delayed
 from minidist.console import plural, size_text
 from minidist.errors import MismatchError
 from minidist.grading import load_module
+from minidist.lessons.lab import gradients, held_out_loss, new_model, spread, weights
 from minidist.lessons.running import Break
 from minidist.optim import SGD, Adam
 from minidist.parallel.data.ddp import DDP
@@ -40,7 +41,7 @@ def average_twice() -> None:
     """The gradient P times too small: SGD shows it, Adam hides it."""
 
     def train(group: Group, optimizer_class: Any, lr: float, factor: float) -> float:
-        model = lab.new_model(lab.SMALL)
+        model = new_model(lab.SMALL)
         ddp = DDP(model, group)
         optimizer = optimizer_class(list(model.parameters()), lr)
         for step in range(40):
@@ -48,7 +49,7 @@ def average_twice() -> None:
             ddp.backward(ddp.forward(ddp.part_of(batch), divisor=batch[1].size))
             optimizer.step(scale=factor)
             optimizer.zero_grad()
-        return lab.held_out_loss(model)
+        return held_out_loss(model, lab.HELD_OUT)
 
     for name, optimizer_class, lr in (("SGD", SGD, 0.5), ("Adam", Adam, 0.01)):
         right, wrong = (
@@ -66,14 +67,12 @@ def local_tokens() -> None:
         inputs, targets = lab.global_batch(lab.SMALL, 0, sequences=first + group.size - 1)
         start = 0 if group.rank == 0 else first + group.rank - 1
         mine = slice(start, start + (first if group.rank == 0 else 1))
-        alone = lab.new_model(lab.SMALL)
-        model = lab.new_model(lab.SMALL)
+        alone = new_model(lab.SMALL)
+        model = new_model(lab.SMALL)
         alone.loss(inputs, targets, divisor=targets.size).backward()
         model.loss(inputs[mine], targets[mine], divisor=targets[mine].size).backward()
-        total = group.all_reduce(lab.gradients(model), op="mean")
-        return float(
-            np.linalg.norm(total - lab.gradients(alone)) / np.linalg.norm(lab.gradients(alone))
-        )
+        total = group.all_reduce(gradients(model), op="mean")
+        return float(np.linalg.norm(total - gradients(alone)) / np.linalg.norm(gradients(alone)))
 
     for first in (1, 2, 4, 8):
         off = md.run(error, first, size=4)[0]
@@ -85,7 +84,7 @@ def local_tokens() -> None:
 
 def different_seeds() -> None:
     """Replicas that do not start equal."""
-    md.run(lambda group: DDP(lab.new_model(lab.SMALL, seed=group.rank), group), size=4)
+    md.run(lambda group: DDP(new_model(lab.SMALL, seed=group.rank), group), size=4)
 
 
 def one_bucket() -> None:
@@ -93,7 +92,7 @@ def one_bucket() -> None:
     on every machine."""
 
     def sizes_of(group: Group, bucket_bytes: int) -> list[int]:
-        ddp = DDP(lab.new_model(lab.TIMED), group, bucket_bytes=bucket_bytes)
+        ddp = DDP(new_model(lab.TIMED), group, bucket_bytes=bucket_bytes)
         return [bucket.data.nbytes for bucket in ddp.buckets]
 
     for name, bucket_bytes in (
@@ -111,7 +110,7 @@ def step_early() -> None:
     """The update does not wait for the sums: each replica goes its own way, at first by little."""
 
     def job(group: Group, waits: bool) -> list[float]:
-        model = lab.new_model(lab.SMALL)
+        model = new_model(lab.SMALL)
         parameters = list(model.parameters())
         distances = []
         optimizer = Adam(parameters, 1e-2)
@@ -130,7 +129,7 @@ def step_early() -> None:
                 if waits:
                     optimizer.step()
                 optimizer.zero_grad()
-                distances.append(lab.apart(group, lab.weights(model)))
+                distances.append(spread(group, weights(model)))
         return distances
 
     for name, waits in (("waits for the sums", True), ("steps at once", False)):

@@ -3,6 +3,7 @@ answer key."""
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,9 @@ from minidist.console import size_text
 from minidist.errors import CommError
 from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
+from minidist.lessons.lab import alone, new_model, random_batch, weights
 from minidist.lessons.late_group import LateGroup
-from minidist.nn import GPT, GPTConfig
+from minidist.nn import GPTConfig
 from minidist.optim import SGD
 from minidist.parallel.data.ddp import plain_ddp
 from minidist.parallel.step.step import part_of
@@ -109,29 +111,16 @@ def _whole_batch(step: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-def _global(step: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """A global batch of which the first rank has one sequence more than the others."""
-    ids = np.random.default_rng(step).integers(0, CONFIG.vocabulary, (size + 1, CONFIG.context + 1))
-    return ids[:, :-1], ids[:, 1:]
-
-
 def _run_plain(group: Group, exercise: ModuleType) -> np.ndarray:
     """The weights after the student's plain loop."""
-    model = _model()
+    model = new_model(CONFIG)
     exercise.plain_ddp(
         model,
         SGD(list(model.parameters()), lr=0.1),
         group,
-        [_global(step, group.size) for step in range(BATCHES)],
+        [random_batch(CONFIG, step, group.size + 1) for step in range(BATCHES)],
     )
-    return _flat(parameter.data for parameter in model.parameters())
-
-
-def _model() -> Any:
-    """A replica: the same seed gives the same weights on every rank."""
-    model = GPT(CONFIG)
-    model.initialize(seed=0)
-    return model
+    return weights(model)
 
 
 def _watched(exercise: ModuleType, group: Group, model: Any) -> Any:
@@ -179,7 +168,7 @@ def _watched(exercise: ModuleType, group: Group, model: Any) -> Any:
 
 def _one_backward(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """One backward with the student's Synchronizer: gradients, starts, traffic."""
-    model = _model()
+    model = new_model(CONFIG)
     batch = _batch(0, group.rank, group.size)
     synchronizer = _watched(exercise, group, model)
     before = totals(group.ledger)
@@ -201,7 +190,7 @@ def _one_backward(group: Group, exercise: ModuleType) -> dict[str, Any]:
 
 def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """The student's whole training loop."""
-    model = _model()
+    model = new_model(CONFIG)
     synchronizer = _watched(exercise, group, model)
     epochs = [
         [_batch(epoch * BATCHES + step, group.rank, group.size) for step in range(BATCHES)]
@@ -209,7 +198,7 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     ]
     exercise.train(model, SGD(list(model.parameters()), lr=0.1), synchronizer, epochs)
     return {
-        "weights": _flat(parameter.data for parameter in model.parameters()),
+        "weights": weights(model),
         "finished": synchronizer.finished,
         "started": synchronizer.started,
         "buckets": len(synchronizer.buckets),
@@ -266,10 +255,10 @@ def _plain(size: int, ranks: list[np.ndarray]) -> Result:
 def _plain_serial(size: int, *, local: bool = False, scale: float = 1.0) -> np.ndarray:
     """One process on the global batches; with `local` each part's loss is divided by its own
     tokens."""
-    model = _model()
+    model = new_model(CONFIG)
     optimizer = SGD(list(model.parameters()), lr=0.1)
     for step in range(BATCHES):
-        batch = _global(step, size)
+        batch = random_batch(CONFIG, step, size + 1)
         for rank in range(size):
             part = part_of(batch, size=size, rank=rank)
             model.loss(
@@ -277,12 +266,12 @@ def _plain_serial(size: int, *, local: bool = False, scale: float = 1.0) -> np.n
             ).backward()
         optimizer.step(None, scale)
         optimizer.zero_grad()
-    return _flat(parameter.data for parameter in model.parameters())
+    return weights(model)
 
 
 def _serial_gradients(size: int) -> np.ndarray:
     """One process on the global batch."""
-    model = _model()
+    model = new_model(CONFIG)
     inputs, targets = _whole_batch(0, size)
     model.loss(inputs, targets, divisor=targets.size).backward()
     return _flat(parameter.grad for parameter in model.parameters())
@@ -290,14 +279,8 @@ def _serial_gradients(size: int) -> np.ndarray:
 
 def _serial_weights(size: int) -> np.ndarray:
     """The weights after training in one process on the global batches."""
-    model = _model()
-    optimizer = SGD(list(model.parameters()), lr=0.1)
-    for step in range(EPOCHS * BATCHES):
-        inputs, targets = _whole_batch(step, size)
-        model.loss(inputs, targets, divisor=targets.size).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return _flat(parameter.data for parameter in model.parameters())
+    batches = [_whole_batch(step, size) for step in range(EPOCHS * BATCHES)]
+    return alone(new_model(CONFIG), partial(SGD, lr=0.1), batches)
 
 
 def _order(buckets: list[list[int]]) -> Result:

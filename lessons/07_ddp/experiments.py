@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 
 import minidist as md
-from minidist.autograd.tensor import no_grad
 from minidist.comm.group import Group
 from minidist.comm.records import gather_records
 from minidist.comm.transports.throttled import delayed
 from minidist.device import account
 from minidist.grading import sent_since, totals
-from minidist.nn import GPT, GPTConfig
+from minidist.lessons.lab import held_out_loss, new_model, spread, weights
+from minidist.nn import GPTConfig
 from minidist.observe.overlap import measure
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam
@@ -35,13 +35,6 @@ HELD = {
 }
 
 
-def new_model(config: GPTConfig, seed: int = 0) -> GPT:
-    """A replica: the same seed gives the same weights on every rank."""
-    model = GPT(config)
-    model.initialize(seed=seed)
-    return model
-
-
 def global_batch(
     config: GPTConfig, step: int, sequences: int = SEQUENCES
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -59,25 +52,8 @@ def global_batch(
     return ids[:, :-1].copy(), ids[:, 1:].copy()
 
 
-def weights(model: GPT) -> np.ndarray:
-    """All parameters end to end."""
-    return np.concatenate([np.asarray(parameter.data).ravel() for parameter in model.parameters()])
-
-
-def gradients(model: GPT) -> np.ndarray:
-    """All gradients end to end."""
-    return np.concatenate([np.array(parameter.grad).ravel() for parameter in model.parameters()])
-
-
-def apart(group: Group, mine: np.ndarray) -> float:
-    """The largest difference between any rank's array and rank 0's, over rank 0's largest number;
-    on every rank."""
-    with group.ledger.control():
-        first = group.broadcast(mine)
-        return float(
-            group.all_reduce(np.abs(mine - first).max(keepdims=True), op="max")[0]
-            / np.abs(first).max()
-        )
+HELD_OUT = global_batch(SMALL, 10_000, sequences=32)
+"""A batch that is not trained on."""
 
 
 def peaks(
@@ -258,21 +234,14 @@ def drift(
             optimizer.step()
             optimizer.zero_grad()
         if (step + 1) % watch == 0:
-            run["apart"].append(apart(group, weights(model)))
+            run["apart"].append(spread(group, weights(model)))
         if (step + 1) % batches == 0:
             own = [parameter.data.copy() for parameter in parameters]
-            run["own"].append(held_out_loss(model))
+            run["own"].append(held_out_loss(model, HELD_OUT))
             for parameter in parameters:
                 group.all_reduce(parameter.data, op="mean", out=parameter.data)
-            run["mean"].append(held_out_loss(model))
+            run["mean"].append(held_out_loss(model, HELD_OUT))
             if synchronise == "never":
                 for parameter, array in zip(parameters, own, strict=True):
                     parameter.data[...] = array
     return run
-
-
-def held_out_loss(model: GPT) -> float:
-    """Mean loss on sequences that are not trained on."""
-    inputs, targets = global_batch(SMALL, 10_000, sequences=32)
-    with no_grad():
-        return float(model.loss(inputs, targets, divisor=targets.size).item())

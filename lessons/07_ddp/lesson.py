@@ -6,6 +6,7 @@ python lessons/07_ddp/lesson.py                        # alone: four ranks as th
 python lessons/07_ddp/lesson.py --break per-epoch      # see README.md, section 8
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from minidist.comm.group import Group
 from minidist.comm.records import gather_records
 from minidist.console import size_text
 from minidist.grading import load_module, sent_since, totals
+from minidist.lessons.lab import alone, difference, gradients, new_model, spread, weights
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import arguments, run_lesson
 from minidist.observe.timeline import Timeline
 from minidist.optim import Adam
 from minidist.parallel.data.ddp import DDP, plain_ddp
-from minidist.parallel.step.single import Single
 
 STEPS = 5  # of the runs that are compared
 SCALED = (8, 64)
@@ -83,37 +84,32 @@ def scaling(page: Page) -> None:
 def equal_weights(group: Group, page: Page) -> None:
     """The same steps three ways: weights, messages and bytes of rank 0."""
     batches = [lab.global_batch(lab.SMALL, step) for step in range(STEPS)]
-    alone = lab.new_model(lab.SMALL)
-    single = Single(alone)
-    optimizer = Adam(list(alone.parameters()), 1e-2)
-    for batch in batches:
-        single.step(batch, optimizer)
+    target = alone(new_model(lab.SMALL), partial(Adam, lr=1e-2), batches)
 
-    plain = lab.new_model(lab.SMALL)
+    plain = new_model(lab.SMALL)
     before = totals(group.ledger)
     plain_ddp(plain, Adam(list(plain.parameters()), 1e-2), group, batches)
     plain_sent = sent_since(group.ledger, before)
     before = totals(group.ledger)
 
-    model = lab.new_model(lab.SMALL)
+    model = new_model(lab.SMALL)
     ddp = DDP(model, group, bucket_bytes=lab.BUCKET)
     optimizer = Adam(list(model.parameters()), 1e-2)
     for batch in batches:
         ddp.step(batch, optimizer)
     ddp_sent = sent_since(group.ledger, before)
 
-    target = lab.weights(alone)
     rows = [["one process", "0", "0", 0, "0 B"]]
     for name, replica, (messages, nbytes) in (
         ("plain loop", plain, plain_sent),
         ("DDP", model, ddp_sent),
     ):
-        error = np.abs(lab.weights(replica) - target).max() / np.abs(target).max()
+        error = difference(weights(replica), target)
         rows.append(
             [
                 name,
                 f"{error:.1e}",
-                f"{lab.apart(group, lab.weights(replica)):.0e}",
+                f"{spread(group, weights(replica)):.0e}",
                 messages // STEPS,
                 size_text(nbytes / STEPS),
             ]
@@ -204,7 +200,7 @@ def buckets(timelines: list[Timeline], page: Page) -> None:
 
 def traffic(group: Group, page: Page) -> None:
     """Bytes and messages of one step, summed over the ranks, beside the formulas."""
-    model = lab.new_model(lab.TIMED)
+    model = new_model(lab.TIMED)
     ddp = DDP(model, group, bucket_bytes=lab.BUCKET)
     optimizer = Adam(list(model.parameters()), 1e-3)
     before = totals(group.ledger)
@@ -249,18 +245,18 @@ def uneven_parts(group: Group, page: Page) -> None:
     shares = [group.size + 1, *([1] * (group.size - 1))]  # rank 0 has half of all sequences
     start = sum(shares[: group.rank])
     mine = slice(start, start + shares[group.rank])
-    alone = lab.new_model(lab.SMALL)
+    alone = new_model(lab.SMALL)
     alone.loss(inputs, targets, divisor=targets.size).backward()
-    target = lab.gradients(alone)
+    target = gradients(alone)
     rows = []
     for name, divided_by, divisor, then, factor in (
         ("sum of shares", "all ranks' tokens", targets.size, "summed", 1.0),
         ("mean of means", "own tokens", targets[mine].size, "averaged", 1 / group.size),
         ("averaged twice", "all ranks' tokens", targets.size, "averaged", 1 / group.size),
     ):
-        model = lab.new_model(lab.SMALL)
+        model = new_model(lab.SMALL)
         model.loss(inputs[mine], targets[mine], divisor=divisor).backward()
-        total = group.all_reduce(lab.gradients(model)) * factor
+        total = group.all_reduce(gradients(model)) * factor
         error = float(np.linalg.norm(total - target) / np.linalg.norm(target))
         rows.append(
             [
@@ -389,10 +385,5 @@ def what_a_rank_holds(group: Group, page: Page) -> None:
 BREAKS = broken.BREAKS
 
 
-def main() -> None:
-    """Parse the command line, then run on the ranks that were launched, or on four threads."""
-    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)
-
-
 if __name__ == "__main__":
-    main()
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)

@@ -11,7 +11,8 @@ import numpy as np
 from minidist.comm.group import Group
 from minidist.grading import Result
 from minidist.launch import run
-from minidist.nn import GPT, GPTConfig
+from minidist.lessons.lab import new_model, random_batch, weights
+from minidist.nn import GPTConfig
 from minidist.optim import SGD
 from minidist.parallel.data.accumulation import elements_sent, plain_accumulation
 from minidist.parallel.step.step import micro_parts, part_of
@@ -47,20 +48,6 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 # -------------------------------------------------------------------------------- what the ranks do
 
 
-def _model() -> Any:
-    model = GPT(CONFIG)
-    model.initialize(seed=0)
-    return model
-
-
-def _batch(step: int) -> tuple[np.ndarray, np.ndarray]:
-    """The global batch of one step."""
-    ids = np.random.default_rng(step).integers(
-        0, CONFIG.vocabulary, (SEQUENCES, CONFIG.context + 1)
-    )
-    return ids[:, :-1], ids[:, 1:]
-
-
 class CountedGroup:
     """A group that counts its all-reduces."""
 
@@ -89,14 +76,18 @@ class CountedSGD(SGD):
 
 def _train(group: Group, exercise: ModuleType, passes: int) -> dict[str, Any]:
     """The student's steps: weights, how often ranks reduced and stepped."""
-    model = _model()
+    model = new_model(CONFIG)
     counted = CountedGroup(group)
     optimizer = CountedSGD(list(model.parameters()), lr=0.1)
     exercise.plain_accumulation(
-        model, optimizer, counted, [_batch(step) for step in range(STEPS)], passes
+        model,
+        optimizer,
+        counted,
+        [random_batch(CONFIG, step, SEQUENCES) for step in range(STEPS)],
+        passes,
     )
     return {
-        "weights": _flat(model),
+        "weights": weights(model),
         "reduced": counted.calls,
         "steps": optimizer.steps,
         "parameters": len(list(model.parameters())),
@@ -107,21 +98,17 @@ def _ranks(size: int) -> str:
     return f"{size} rank{'s' * (size > 1)}"
 
 
-def _flat(model: Any) -> np.ndarray:
-    return np.concatenate([np.array(parameter.data).ravel() for parameter in model.parameters()])
-
-
 # ---------------------------------------------------------------------------- beside the answer key
 
 
 def _serial(size: int, passes: int, mistake: str = "") -> np.ndarray:
     """The weights after the same steps in one process; with a `mistake`, as that mistake makes
     them."""
-    model = _model()
+    model = new_model(CONFIG)
     optimizer = SGD(list(model.parameters()), lr=0.1)
     for step in range(STEPS):
         for rank in range(size):
-            mine = part_of(_batch(step), size=size, rank=rank)
+            mine = part_of(random_batch(CONFIG, step, SEQUENCES), size=size, rank=rank)
             tokens = SEQUENCES * CONFIG.context
             for micro in micro_parts(mine, passes):
                 tokens = {
@@ -136,7 +123,7 @@ def _serial(size: int, passes: int, mistake: str = "") -> np.ndarray:
         else:  # what was summed over the ranks is on each of them, and is summed again
             for parameter in model.parameters():
                 parameter.grad *= size
-    return _flat(model)
+    return weights(model)
 
 
 def _cut(exercise: ModuleType, rows: int, passes: int) -> Result:

@@ -10,6 +10,7 @@ import minidist as md
 from minidist.comm.group import Group
 from minidist.device import account
 from minidist.grading import load_module, sent_since, totals
+from minidist.lessons.lab import gradients, new_model
 from minidist.nn import GPTConfig
 from minidist.optim import Adam
 from minidist.parallel.data.accumulation import elements_sent
@@ -26,7 +27,7 @@ def gradient(batch: Any, passes: int, divisor: str) -> np.ndarray:
     """One process's gradient of a batch in some passes; what the loss is divided by: "all", "own"
     tokens or "twice"."""
     inputs, targets = batch
-    model = lab.new_model(lab.SMALL)
+    model = new_model(lab.SMALL)
     for rows in np.array_split(np.arange(len(inputs)), passes):
         tokens = {
             "all": targets.size,
@@ -34,13 +35,13 @@ def gradient(batch: Any, passes: int, divisor: str) -> np.ndarray:
             "twice": passes * targets.size,
         }[divisor]
         model.loss(inputs[rows], targets[rows], divisor=tokens).backward()
-    return lab.gradients(model)
+    return gradients(model)
 
 
 def peaks(config: GPTConfig, rows: int, passes: int) -> dict[str, int]:
     """The peaks of one process's step."""
     with account.use(account.MemoryAccount()) as seen:
-        model = lab.new_model(config)
+        model = new_model(config)
         single = Single(model)
         single.step(
             lab.global_batch(config, 0, rows), Adam(single.parameters, 1e-3), accumulate=passes
@@ -66,7 +67,7 @@ def moments(passes: int) -> list[dict[str, int]]:
     """Bytes alive by category at every module and every gradient of one step, the second."""
     found: list[dict[str, int]] = []
     with account.use(account.MemoryAccount()) as seen:
-        model = lab.new_model(CONFIG)
+        model = new_model(CONFIG)
         optimizer = Adam(list(model.parameters()), 1e-3)
 
         def note(*_: Any) -> None:

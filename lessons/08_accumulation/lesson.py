@@ -7,6 +7,7 @@ python lessons/08_accumulation/lesson.py --break forget-to-zero   # see README.m
 """
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,15 @@ from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.errors import GradientError
 from minidist.grading import load_module, sent_since, totals
+from minidist.lessons.lab import (
+    alone,
+    difference,
+    gradients,
+    held_out_loss,
+    new_model,
+    spread,
+    weights,
+)
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.optim import SGD, Adam
@@ -56,15 +66,10 @@ def same_weights(group: Group, page: Page) -> None:
     batches = [
         lab.global_batch(lab.SMALL, step, sequences=3 * group.size + 1) for step in range(STEPS)
     ]
-    alone = lab.new_model(lab.SMALL)
-    single = Single(alone)
-    optimizer = Adam(list(alone.parameters()), 1e-2)
-    for batch in batches:
-        single.step(batch, optimizer)
-    target = lab.weights(alone)
+    target = alone(new_model(lab.SMALL), partial(Adam, lr=1e-2), batches)
     rows = []
     for name, passes in (("plain loop", 2), ("DDP", 1), ("DDP", 2), ("DDP", 4)):
-        model = lab.new_model(lab.SMALL)
+        model = new_model(lab.SMALL)
         before = totals(group.ledger)
         optimizer = Adam(list(model.parameters()), 1e-2)
         if name == "DDP":
@@ -74,13 +79,13 @@ def same_weights(group: Group, page: Page) -> None:
         else:
             plain_accumulation(model, optimizer, group, batches, passes)
         messages, nbytes = sent_since(group.ledger, before)
-        error = np.abs(lab.weights(model) - target).max() / np.abs(target).max()
+        error = difference(weights(model), target)
         rows.append(
             [
                 name,
                 passes,
                 f"{error:.1e}",
-                f"{lab.apart(group, lab.weights(model)):.0e}",
+                f"{spread(group, weights(model)):.0e}",
                 messages // STEPS,
                 size_text(nbytes / STEPS),
             ]
@@ -223,12 +228,12 @@ def large_batches(page: Page) -> None:
     for batch in (4, 16, 64):
         losses = []
         for lr in (0.02, 0.02 * (batch / 4) ** 0.5):
-            model = lab.new_model(replace(lab.SMALL, layers=1, width=16))
+            model = new_model(replace(lab.SMALL, layers=1, width=16))
             single = Single(model)
             optimizer = Adam(single.parameters, lr)
             for step in range(512 // batch):
                 single.step(lab.global_batch(lab.SMALL, step, batch), optimizer)
-            losses.append(lab.held_out_loss(model))
+            losses.append(held_out_loss(model, lab.HELD_OUT))
         rows.append([batch, 512 // batch, *(f"{loss:.3f}" for loss in losses)])
     page.table(
         "What 512 sequences teach: held-out loss",
@@ -247,7 +252,7 @@ def average_twice() -> None:
     for name, optimizer_class, lr in (("SGD", SGD, 0.5), ("Adam", Adam, 0.01)):
         losses = []
         for factor in (1.0, 0.25):
-            model = lab.new_model(lab.SMALL)
+            model = new_model(lab.SMALL)
             optimizer = optimizer_class(list(model.parameters()), lr)
             for step in range(25):
                 inputs, targets = lab.global_batch(lab.SMALL, step)
@@ -257,7 +262,7 @@ def average_twice() -> None:
                     ).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            losses.append(lab.held_out_loss(model))
+            losses.append(held_out_loss(model, lab.HELD_OUT))
         print(
             f"{name:4s}: loss after 25 steps {losses[0]:.4f}; divided by the 4 passes as well "
             f"{losses[1]:.4f}"
@@ -266,18 +271,16 @@ def average_twice() -> None:
 
 def forget_to_zero() -> None:
     """Gradients of old batches stay: in one process they only add up; DDP refuses to sum sums."""
-    model = lab.new_model(lab.SMALL)
+    model = new_model(lab.SMALL)
     optimizer = SGD(list(model.parameters()), 0.1)
     for step in range(5):
         inputs, targets = lab.global_batch(lab.SMALL, step)
         model.loss(inputs, targets, divisor=targets.size).backward()
-        print(
-            f"step {step + 1}: the gradient has length {np.linalg.norm(lab.gradients(model)):.3f}"
-        )
+        print(f"step {step + 1}: the gradient has length {np.linalg.norm(gradients(model)):.3f}")
         optimizer.step()
 
     def job(group: Group) -> None:
-        ddp = DDP(lab.new_model(lab.SMALL), group)
+        ddp = DDP(new_model(lab.SMALL), group)
         for step in range(2):
             batch = lab.global_batch(lab.SMALL, step)
             ddp.backward(ddp.forward(ddp.part_of(batch), divisor=batch[1].size))
@@ -291,8 +294,8 @@ def reduce_every_pass() -> None:
 
     def job(group: Group, passes: int, way: str) -> tuple[float, float]:
         batch = lab.global_batch(lab.SMALL, 0)
-        alone = lab.new_model(lab.SMALL)
-        model = lab.new_model(lab.SMALL)
+        alone = new_model(lab.SMALL)
+        model = new_model(lab.SMALL)
         alone.loss(*batch, divisor=batch[1].size).backward()
         before = totals(group.ledger)
         total = 0
@@ -303,10 +306,10 @@ def reduce_every_pass() -> None:
                 for p in model.parameters():
                     group.all_reduce(p.grad, out=p.grad, algorithm="ring")
             if way == "each pass's own":
-                total = total + lab.gradients(model)
+                total = total + gradients(model)
                 model.zero_grad()
-        found = lab.gradients(model) if way != "each pass's own" else total
-        target = lab.gradients(alone)
+        found = gradients(model) if way != "each pass's own" else total
+        target = gradients(alone)
         return sent_since(group.ledger, before)[1], float(
             np.linalg.norm(found - target) / np.linalg.norm(target)
         )
@@ -324,11 +327,11 @@ def step_before_last() -> None:
     """The optimizer steps after each pass: other weights in one process; on ranks that reduce last,
     replicas part."""
     batch = lab.global_batch(lab.SMALL, 0)
-    target = lab.new_model(lab.SMALL)
+    target = new_model(lab.SMALL)
     Single(target).step(batch, SGD(list(target.parameters()), 0.5), accumulate=4)
 
     def job(group: Group) -> tuple[float, float]:
-        model = lab.new_model(lab.SMALL)
+        model = new_model(lab.SMALL)
         optimizer = SGD(list(model.parameters()), 0.5)
         for number, micro in enumerate(
             micro_parts(part_of(batch, size=group.size, rank=group.rank), 4), start=1
@@ -339,11 +342,7 @@ def step_before_last() -> None:
                     group.all_reduce(p.grad, out=p.grad, algorithm="ring")
             optimizer.step()
             optimizer.zero_grad()
-        error = (
-            np.abs(lab.weights(model) - lab.weights(target)).max()
-            / np.abs(lab.weights(target)).max()
-        )
-        return float(error), lab.apart(group, lab.weights(model))
+        return difference(weights(model), weights(target)), spread(group, weights(model))
 
     for size in (1, 2):
         error, apart = md.run(job, size=size)[0]
@@ -388,10 +387,5 @@ BREAKS = {
 }
 
 
-def main() -> None:
-    """Parse the command line, then run on the ranks that were launched, or on four threads."""
-    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)
-
-
 if __name__ == "__main__":
-    main()
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)

@@ -12,7 +12,8 @@ from minidist.autograd.tensor import Parameter
 from minidist.comm.group import Group
 from minidist.grading import Result, expect
 from minidist.launch import run
-from minidist.nn import GPT, GPTConfig
+from minidist.lessons.lab import new_model
+from minidist.nn import GPTConfig
 from minidist.optim import SGD, clip_scale
 from minidist.parallel.precision.mixed_precision import LossScale, plain_mixed_precision
 
@@ -50,8 +51,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 def _trained(loop: Any, scale: float) -> tuple[np.ndarray, np.ndarray]:
     """(the masters, the weights) after STEPS steps of SGD."""
-    model = GPT(CONFIG)
-    model.initialize(seed=3)
+    model = new_model(CONFIG, 3)
     masters = [Parameter(p.data.astype("float32"), name=p.name) for p in model.parameters()]
     batches = []
     for step in range(STEPS):

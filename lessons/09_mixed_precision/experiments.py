@@ -9,6 +9,7 @@ import numpy as np
 from minidist.comm.group import Group
 from minidist.data import text
 from minidist.device import backend
+from minidist.lessons.lab import new_model
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import AdamW
 from minidist.parallel.precision.mixed_precision import LossScale, MixedPrecision
@@ -40,10 +41,8 @@ def batch_of(step: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def model_in(dtype: str) -> GPT:
-    """The model in one dtype, equal weights but for rounding."""
-    model = GPT(replace(CONFIG, dtype=dtype))
-    model.initialize(seed=0)
-    return model
+    """Return the model in one dtype; its weights are equal in all dtypes but for rounding."""
+    return new_model(replace(CONFIG, dtype=dtype))
 
 
 def gradients_of(dtype: str, scale: float, tokens: int) -> np.ndarray:

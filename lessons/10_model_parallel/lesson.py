@@ -17,6 +17,7 @@ from minidist.comm.group import Group
 from minidist.console import plural, size_text
 from minidist.errors import DeadlockError
 from minidist.grading import load_module
+from minidist.lessons.lab import new_model
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.nn import GPT, GPTConfig
@@ -53,8 +54,7 @@ def same(group: Group, page: Page) -> None:
     """The plain loop's gradients after a batch, the framework's weights after some, beside one
     process."""
     config = lab.config_for(group.size)
-    alone = GPT(config)
-    alone.initialize(0)
+    alone = new_model(config)
     plain = plain_gradients(group, alone)
     single = Single(alone)
     strategy = ModelParallel(GPT(config), group, seed=0)
@@ -350,10 +350,5 @@ BREAKS = {
 }
 
 
-def main() -> None:
-    """Parse the command line, then run on the ranks that were launched, or on four threads."""
-    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)
-
-
 if __name__ == "__main__":
-    main()
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)

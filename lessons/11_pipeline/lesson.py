@@ -19,6 +19,7 @@ from minidist.console import size_text
 from minidist.device import account
 from minidist.errors import DeadlockError, ScheduleError
 from minidist.grading import load_module
+from minidist.lessons.lab import new_model
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.nn import GPT
@@ -81,8 +82,7 @@ def same_weights(group: Group, page: Page) -> None:
     """The plain loop's gradients, then each schedule's weights after some steps, beside one
     process."""
     config = lab.config_for(group.size)
-    alone = GPT(config)
-    alone.initialize(0)
+    alone = new_model(config)
     gradients = plain_gradients(group, alone)
     single = Single(alone)
     optimizer = AdamW(single.parameters, 1e-2)
@@ -464,10 +464,5 @@ BREAKS = {
 }
 
 
-def main() -> None:
-    """Parse the command line, then run on the ranks that were launched, or on four threads."""
-    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)
-
-
 if __name__ == "__main__":
-    main()
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)

@@ -10,6 +10,7 @@ from minidist.autograd import ops
 from minidist.autograd.tensor import tensor
 from minidist.comm.group import Group
 from minidist.console import size_text
+from minidist.lessons.lab import random_batch
 from minidist.lessons.running import Break
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import Adam
@@ -17,12 +18,6 @@ from minidist.parallel.tensor.tensor_layers import TensorRegion, split_gpt
 from minidist.parallel.tensor.tensor_parallel import TensorParallel, tensor_parallel
 
 CONFIG = GPTConfig(vocabulary=23, context=8, layers=3, width=16, heads=4, dtype="float64")
-
-
-def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets of a step."""
-    ids = np.random.default_rng(step).integers(0, CONFIG.vocabulary, (4, CONFIG.context + 1))
-    return ids[:, :-1], ids[:, 1:]
 
 
 class OneWay(TensorRegion):
@@ -46,7 +41,7 @@ def gradients(
     losses = []
     first: dict[str, np.ndarray] = {}
     for _ in range(30):
-        losses.append(strategy.step(batch(0), optimizer))
+        losses.append(strategy.step(random_batch(CONFIG, 0, 4), optimizer))
         first = first or {name: np.array(p.grad) for name, p in model.named_parameters()}
     return losses, first
 
@@ -149,7 +144,7 @@ def local_softmax() -> None:
     def job(group: Group) -> tuple[float, float]:
         model = tensor_parallel(GPT(CONFIG), group)
         model.initialize(0)
-        inputs, targets = batch(0)
+        inputs, targets = random_batch(CONFIG, 0, 4)
         logits = model(inputs)
         first = model.output.first  # type: ignore[attr-defined]
         mine = (targets >= first) & (targets < first + logits.shape[-1])

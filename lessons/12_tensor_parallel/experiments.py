@@ -9,6 +9,7 @@ import numpy as np
 
 from minidist.comm.group import Group
 from minidist.device import account
+from minidist.lessons.lab import random_batch
 from minidist.nn import GPT, GPTConfig
 from minidist.parallel.tensor.tensor_parallel import tensor_parallel
 
@@ -24,19 +25,9 @@ def cut_model(group: Group, config: GPTConfig = CONFIG, *, seed: int = 0) -> GPT
     return model
 
 
-def whole_model(config: GPTConfig = CONFIG, *, seed: int = 0) -> GPT:
-    """The model in one piece."""
-    model = GPT(config)
-    model.initialize(seed)
-    return model
-
-
 def batch_of(config: GPTConfig, step: int, sequences: int = BATCH) -> tuple[np.ndarray, np.ndarray]:
-    """The global batch of a step."""
-    ids = np.random.default_rng(step).integers(
-        0, config.vocabulary, (sequences, config.context + 1)
-    )
-    return ids[:, :-1], ids[:, 1:]
+    """Return inputs and targets of a step, the same on every rank."""
+    return random_batch(config, step, sequences)
 
 
 def alive(make: Callable[[], GPT], config: GPTConfig) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from minidist.comm.records import gather_records
 from minidist.console import size_text
 from minidist.grading import load_module
 from minidist.lessons import figures as look
+from minidist.lessons.lab import new_model
 from minidist.lessons.running import draw_figure
 from minidist.nn.weight_shard import WeightShard
 from minidist.optim import Adam
@@ -79,7 +80,7 @@ def memory(group: Group) -> dict[int, list[int]]:
         part = group.split(0 if group.rank < size else None)
         if part is None:
             continue
-        make = lab.whole_model if size == 1 else lambda c, part=part: lab.cut_model(part, c)
+        make = new_model if size == 1 else lambda c, part=part: lab.cut_model(part, c)
         weights, activations = lab.block_bytes(CONFIG, make)
         result[size] = [weights, activations - outside, outside]
     return result

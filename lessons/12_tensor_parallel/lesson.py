@@ -20,6 +20,7 @@ from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.device import account
 from minidist.grading import load_module, sent_since, totals
+from minidist.lessons.lab import new_model, state_difference
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import arguments, run_lesson
 from minidist.nn.shares import head_shares
@@ -160,18 +161,12 @@ CASES = {
 }
 
 
-def off(ours: dict[str, np.ndarray], target: dict[str, np.ndarray]) -> float:
-    """The largest difference over the largest weight."""
-    gap = max(np.abs(ours[name] - target[name]).max() for name in target)
-    return float(gap / max(np.abs(array).max() for array in target.values()))
-
-
 def equal(group: Group, page: Page) -> None:
     """Several models, trained by one process and by all."""
     rows = []
     for name, changes in CASES.items():
         config = replace(CONFIG, **changes)  # type: ignore[arg-type]
-        single = Single(lab.whole_model(config))
+        single = Single(new_model(config))
         cut = TensorParallel(lab.cut_model(group, config), group)
         optimizers = [Adam(s.parameters, 1e-2) for s in (single, cut)]
         for step in range(STEPS):
@@ -179,7 +174,7 @@ def equal(group: Group, page: Page) -> None:
                 strategy.step(lab.batch_of(config, step), optimizer, clip=0.5)  # type: ignore[attr-defined]
                 for strategy, optimizer in zip((single, cut), optimizers, strict=True)
             ]
-        difference = off(cut.state_dict(), single.state_dict())
+        difference = state_difference(cut.state_dict(), single.state_dict())
         rows.append(
             [
                 name,
@@ -271,7 +266,7 @@ def beside_data_parallel(group: Group, page: Page) -> None:
     for sequences in (group.size, 2 * group.size, 4 * group.size):
         batch = lab.batch_of(config, 0, sequences)
         cut, _ = measure_step(group, TensorParallel(lab.cut_model(group, config), group), batch)
-        replicas, _ = measure_step(group, DDP(lab.whole_model(config), group), batch)
+        replicas, _ = measure_step(group, DDP(new_model(config), group), batch)
         tokens = sequences * config.context
         formula = ITEM * elements_sent(config, ranks=group.size, tokens=tokens)
         rows.append(
@@ -350,7 +345,7 @@ def memory(group: Group, page: Page) -> None:
     regions."""
     config = replace(CONFIG, heads=8, width=64)
     p = group.size
-    one = lab.block_bytes(config, lab.whole_model)
+    one = lab.block_bytes(config, new_model)
     ours = lab.block_bytes(config, lambda c: lab.cut_model(group, c))
     with group.ledger.control():
         everyone = group.all_gather(np.array([ours]))
@@ -387,10 +382,5 @@ def memory(group: Group, page: Page) -> None:
 BREAKS = broken.BREAKS
 
 
-def main() -> None:
-    """Parse the command line, then run here, or on every rank that was launched."""
-    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS)
-
-
 if __name__ == "__main__":
-    main()
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS)

@@ -9,7 +9,8 @@ import numpy as np
 from minidist.autograd.ops.online_attention import OnlineSoftmax
 from minidist.comm.group import Group
 from minidist.device import account
-from minidist.device.backend import random_bits, random_uniform
+from minidist.device.backend import random_uniform
+from minidist.lessons.lab import hashed_batch
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import AdamW
 from minidist.parallel.context import (
@@ -56,14 +57,8 @@ def config_for(ranks: int, context: int) -> GPTConfig:
 def global_batch(
     config: GPTConfig, step: int, sequences: int = SEQUENCES
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(inputs, targets), each (sequences, context): the same on every rank."""
-    bits = random_bits(f"lesson 13, batch {step}", 0, range(sequences * (config.context + 1)))
-    ids = (
-        (bits % np.uint64(config.vocabulary))
-        .astype(np.int64)
-        .reshape(sequences, config.context + 1)
-    )
-    return ids[:, :-1], ids[:, 1:]
+    """Return inputs and targets of a step, the same on every rank."""
+    return hashed_batch(f"lesson 13, batch {step}", config, sequences)
 
 
 def strategy_for(group: Group, config: GPTConfig, name: str) -> Any:

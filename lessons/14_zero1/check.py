@@ -3,6 +3,7 @@ answer key."""
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,7 @@ from minidist.errors import CommError
 from minidist.grading import Result, expect, sent_since, totals
 from minidist.launch import run
 from minidist.lessons import zero_lab as lab
+from minidist.lessons.lab import alone, difference, new_model, weights
 from minidist.nn import GPTConfig
 from minidist.optim import Adam
 from minidist.parallel.step.flat import Flat
@@ -66,7 +68,7 @@ def grade(exercise: ModuleType) -> Iterator[Result]:
 
 def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """The student's ZeRO-1 for some steps."""
-    model = lab.new_model(CONFIG)
+    model = new_model(CONFIG)
     given: list[tuple[int, bool]] = []
 
     def new_optimizer(pieces: Any) -> Any:
@@ -91,21 +93,14 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
         "given": given[-1],
         "sent": sent,
         "overlapped": watched.overlapped,
-        "weights": np.concatenate([p.data.ravel() for p in model.parameters()]),
+        "weights": weights(model),
     }
 
 
 def _alone(scale: float = 1.0) -> np.ndarray:
-    """The weights of one process on the global batches, with gradients times `scale`, in the flat
-    vector's order."""
-    model = lab.new_model(CONFIG)
-    optimizer = Adam(list(model.parameters()), 0.01)
-    for step in range(STEPS):
-        inputs, targets = lab.global_batch(CONFIG, step)
-        model.loss(inputs, targets, divisor=targets.size).backward()
-        optimizer.step(None, scale)
-        optimizer.zero_grad()
-    return np.concatenate([parameter.data.ravel() for parameter in model.parameters()])
+    """Return the weights of one process on the global batches, with gradients times `scale`."""
+    batches = [lab.global_batch(CONFIG, step) for step in range(STEPS)]
+    return alone(new_model(CONFIG), partial(Adam, lr=0.01), batches, scale)
 
 
 # ---------------------------------------------------------------------------- beside the answer key
@@ -157,7 +152,7 @@ def _divided(size: int, ranks: list[dict[str, Any]]) -> Result:
 def _replicas(size: int, ranks: list[dict[str, Any]]) -> Result:
     """After a step all have the same weights."""
     first = ranks[0]["weights"]
-    apart = max(lab.off(rank["weights"], first) for rank in ranks)
+    apart = max(difference(rank["weights"], first) for rank in ranks)
     return Result(
         f"{size} ranks, replicas after {STEPS} steps",
         apart < 1e-12,
@@ -173,14 +168,14 @@ def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
     """And they are those of one process."""
     task = f"{size} ranks, weights"
     mine = ranks[0]["weights"]
-    error = lab.off(mine, _alone())
+    error = difference(mine, _alone())
     if error < 1e-10:
         return Result(
             task, True, "those of one process, to 1e-10", "those of one process, to 1e-10"
         )
     mistake = "wrong gradients"
     advice = "mine holds the sum over the ranks, no more: section 1, step 2 (hole 3)"
-    if lab.off(mine, _alone(1 / size)) < 1e-9:
+    if difference(mine, _alone(1 / size)) < 1e-9:
         mistake = "averaged twice"
         advice = (
             f"the gradients are {size} times too small, which Adam nearly hides; the loss is "

@@ -14,6 +14,7 @@ import minidist as md
 from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.lessons import zero_lab as lab
+from minidist.lessons.lab import difference, new_model, spread
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.optim import SGD, Adam
@@ -44,13 +45,13 @@ def equal_weights(group: Group, page: Page) -> None:
     """The same steps three ways: weights beside one process, and whether the ranks agree."""
     target = lab.alone()
     rows = [["one process", "0", "0"]]
-    model = lab.new_model(lab.SMALL)
+    model = new_model(lab.SMALL)
     plain_zero1(model, lab.new_adam, group, lab.batches(lab.SMALL))
     for name, weights in (
         ("plain loop", lab.state_vector(model.state_dict())),
         ("ZeRO-1", lab.trained(group, 1)),
     ):
-        rows.append([name, f"{lab.off(weights, target):.1e}", f"{lab.apart(group, weights):.0e}"])
+        rows.append([name, f"{difference(weights, target):.1e}", f"{spread(group, weights):.0e}"])
     page.table(
         f"After {lab.STEPS} steps of Adam on {group.size} ranks, float64, 7 sequences a step",
         ["", "off one process by", "replicas apart by"],
@@ -127,7 +128,7 @@ def savings(page: Page) -> None:
 def all_reduce_version(group: Group) -> None:
     """N0:335 read literally: every rank gets every sum, updates its part, then all parts are
     shared."""
-    model = lab.new_model(lab.MEASURED)
+    model = new_model(lab.MEASURED)
     flat = Flat(list(model.parameters()), group)
     weights = flat.join()
     mine = np.zeros(flat.chunk_size, flat.dtype)
@@ -178,14 +179,14 @@ def no_all_gather() -> None:
     """Step 4 left out: each rank goes on with its own chunk new and the others' old."""
 
     def drift(group: Group) -> list[float]:
-        model = lab.new_model(lab.SMALL)
+        model = new_model(lab.SMALL)
         strategy = Zero1(model, group, bucket_bytes=lab.SMALL_BUCKET)
         strategy.arrivals.start = lambda: None  # type: ignore[method-assign]
         optimizer = lab.new_adam(strategy.parameters)
         far = []
         for step in range(lab.STEPS):
             strategy.step(lab.global_batch(lab.SMALL, step), optimizer)
-            far.append(lab.apart(group, lab.state_vector(model.state_dict())))
+            far.append(spread(group, lab.state_vector(model.state_dict())))
         return far
 
     for step, far in enumerate(md.run(drift, size=4)[0], start=1):
@@ -199,7 +200,7 @@ def average_twice() -> None:
     """Gradients divided by P once more, after a loss that was divided by all ranks' tokens."""
 
     def train(group: Group, optimizer_class: Any, lr: float, factor: float) -> float:
-        strategy = Zero1(lab.new_model(lab.SMALL), group)
+        strategy = Zero1(new_model(lab.SMALL), group)
         optimizer = optimizer_class(strategy.parameters, lr)
         loss = 0.0
         update = optimizer.step
@@ -222,7 +223,7 @@ def read_too_early() -> None:
         from minidist.comm.transports.throttled import delayed
 
         with delayed(group, alpha=0.01, beta=0) as slow:
-            strategy = Zero1(lab.new_model(lab.SMALL), slow, bucket_bytes=lab.SMALL_BUCKET)
+            strategy = Zero1(new_model(lab.SMALL), slow, bucket_bytes=lab.SMALL_BUCKET)
             optimizer = lab.new_adam(strategy.parameters)
             loss = 0.0
             for step in range(3):
@@ -237,7 +238,7 @@ def read_too_early() -> None:
     print(f"loss of step 3: {loss:.4f}; when forward does not wait {early:.4f}")
     print(
         "weights after 3 steps over links with a latency of 10 ms: off by "
-        f"{lab.off(wrong, right):.1%} of the largest when forward does not wait"
+        f"{difference(wrong, right):.1%} of the largest when forward does not wait"
     )
 
 
@@ -248,10 +249,5 @@ BREAKS = {
 }
 
 
-def main() -> None:
-    """Parse the command line, then run on the ranks that were launched, or on four threads."""
-    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)
-
-
 if __name__ == "__main__":
-    main()
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)

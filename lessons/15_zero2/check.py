@@ -16,6 +16,7 @@ from minidist.errors import CommError
 from minidist.grading import Result, expect, sent_since, totals
 from minidist.launch import run
 from minidist.lessons import zero_lab as lab
+from minidist.lessons.lab import difference, new_model, weights
 from minidist.lessons.late_group import LateGroup
 from minidist.nn import GPTConfig
 from minidist.optim import SGD
@@ -107,7 +108,7 @@ def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
     bytes."""
 
     def job(group: Group) -> dict[str, Any]:
-        model = lab.new_model(CONFIG)
+        model = new_model(CONFIG)
         kept = [0]
 
         class Optimizer(SGD):
@@ -119,9 +120,13 @@ def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
         batches = [lab.global_batch(CONFIG, step) for step in range(STEPS)]
         watched = lab.WatchedGroup(group)
         exercise.plain_zero2(model, lambda pieces: Optimizer(pieces, RATE), watched, batches)
-        weights = np.concatenate([p.data.ravel() for p in model.parameters()])
         sent = sent_since(group.ledger, before)[1]
-        return {"kept": kept[0], "weights": weights, "overlapped": watched.overlapped, "sent": sent}
+        return {
+            "kept": kept[0],
+            "weights": weights(model),
+            "overlapped": watched.overlapped,
+            "sent": sent,
+        }
 
     task = f"plain_zero2 on {size} ranks, {STEPS} steps"
     try:
@@ -145,7 +150,7 @@ def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
     )
     overlapped = any(rank["overlapped"] for rank in ranks)
     yield lab.gathered(f"{task}: what is gathered", overlapped, "section 1 (hole 2)")
-    apart = max(lab.off(rank["weights"], ranks[0]["weights"]) for rank in ranks)
+    apart = max(difference(rank["weights"], ranks[0]["weights"]) for rank in ranks)
     yield Result(
         f"{task}: replicas",
         apart < 1e-12,
@@ -154,8 +159,8 @@ def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
         "the all-gather is missing",
         "each rank knows its own new chunks alone until they are shared: section 1 (hole 2)",
     )
-    error = lab.off(ranks[0]["weights"], _alone())
-    averaged = lab.off(ranks[0]["weights"], _alone(1 / size)) < 1e-10
+    error = difference(ranks[0]["weights"], _alone())
+    averaged = difference(ranks[0]["weights"], _alone(1 / size)) < 1e-10
     yield Result(
         f"{task}: weights",
         error < 1e-10,
@@ -176,13 +181,13 @@ def _plain(exercise: ModuleType, size: int) -> Iterator[Result]:
 
 def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """The student's gradients under a loop that is right."""
-    model = lab.new_model(CONFIG)
+    model = new_model(CONFIG)
     runs = [Run(parameters, group) for parameters in cut(model.parameters(), BUCKET)]
-    weights = [each.flat.join() for each in runs]
+    vectors = [each.flat.join() for each in runs]
     optimizer = SGD(
         [
             piece
-            for each, w in zip(runs, weights, strict=True)
+            for each, w in zip(runs, vectors, strict=True)
             for piece in each.flat.pieces(w[each.flat.chunk], each.shard)
         ],
         RATE,
@@ -218,7 +223,7 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
             mine.finish()
             seen["unwaited"] = max(seen["unwaited"], len(late.flying))
         optimizer.step()
-        for each, vector in zip(runs, weights, strict=True):
+        for each, vector in zip(runs, vectors, strict=True):
             with group.ledger.control():
                 group.all_gather(vector[each.flat.chunk].copy(), out=vector)
     group.barrier()  # no message is on its way any more
@@ -230,7 +235,7 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
         "runs": len(runs),
         "n": sum(each.flat.nbytes for each in runs),
         "sent": sent_since(group.ledger, before),
-        "weights": np.concatenate([parameter.data.ravel() for parameter in model.parameters()]),
+        "weights": weights(model),
     }
 
 
@@ -247,7 +252,7 @@ def _copies(late: LateGroup, runs: list[Run]) -> int:
 def _alone(scale: float = 1.0, *, last_pass: int = 0) -> np.ndarray:
     """One process; with gradients times `scale`, or of the last pass of each of `last_pass` ranks
     alone."""
-    model = lab.new_model(CONFIG)
+    model = new_model(CONFIG)
     optimizer = SGD(list(model.parameters()), RATE)
     for step in range(STEPS):
         inputs, targets = lab.global_batch(CONFIG, step)
@@ -262,7 +267,7 @@ def _alone(scale: float = 1.0, *, last_pass: int = 0) -> np.ndarray:
             model.loss(x, y, divisor=targets.size).backward()
         optimizer.step(None, scale)
         optimizer.zero_grad()
-    return np.concatenate([parameter.data.ravel() for parameter in model.parameters()])
+    return weights(model)
 
 
 # ---------------------------------------------------------------------------- beside the answer key
@@ -324,7 +329,7 @@ def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
     """After training: those of one process."""
     task = f"{size} ranks, {PASSES} passes a step, weights"
     target = _alone()
-    error = max(lab.off(rank["weights"], target) for rank in ranks)
+    error = max(difference(rank["weights"], target) for rank in ranks)
     if error < 1e-10:
         return Result(
             task, True, "those of one process, to 1e-10", "those of one process, to 1e-10"
@@ -332,13 +337,13 @@ def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
     mistake = "wrong sums"
     advice = "a shard is the sum over ranks and passes: section 4 (hole 5)"
     mine = ranks[0]["weights"]
-    if lab.off(mine, _alone(1 / size)) < 1e-10:
+    if difference(mine, _alone(1 / size)) < 1e-10:
         mistake = "averaged twice"
         advice = (
             f"{size} times too small; the loss is divided by all ranks' tokens "
             "already, so sums are sums: lesson 07, section 4 (hole 5)"
         )
-    elif lab.off(mine, _alone(last_pass=size)) < 1e-10:
+    elif difference(mine, _alone(last_pass=size)) < 1e-10:
         mistake = "replaced instead of added"
         advice = (
             "the first pass's sum is lost when the second's takes its "

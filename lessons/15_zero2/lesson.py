@@ -14,6 +14,7 @@ from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.device import account
 from minidist.lessons import zero_lab as lab
+from minidist.lessons.lab import difference, new_model, spread
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.parallel.zero.gradient_shards import GradientShards
@@ -42,13 +43,13 @@ def equal_weights(group: Group, page: Page) -> None:
     """The same steps three ways."""
     target = lab.alone()
     rows = [["one process", "0", "0"]]
-    model = lab.new_model(lab.SMALL)
+    model = new_model(lab.SMALL)
     plain_zero2(model, lab.new_adam, group, lab.batches(lab.SMALL))
     for name, weights in (
         ("plain loop", lab.state_vector(model.state_dict())),
         ("ZeRO-2", lab.trained(group, 2)),
     ):
-        rows.append([name, f"{lab.off(weights, target):.1e}", f"{lab.apart(group, weights):.0e}"])
+        rows.append([name, f"{difference(weights, target):.1e}", f"{spread(group, weights):.0e}"])
     page.table(
         f"After {lab.STEPS} steps of Adam on {group.size} ranks, float64, 7 sequences a step",
         ["", "off one process by", "replicas apart by"],
@@ -157,7 +158,7 @@ def peaks(group: Group, keep: bool) -> tuple[int, int]:
     """The gradients' bytes between steps and at the peak, of ZeRO-2 as it is or with its buffers
     kept."""
     with account.use(account.MemoryAccount()) as seen:
-        strategy = Zero2(lab.new_model(lab.MEASURED), group, bucket_bytes=lab.BUCKET)
+        strategy = Zero2(new_model(lab.MEASURED), group, bucket_bytes=lab.BUCKET)
         kept: list[Any] = []
         if keep:
             settle = strategy.gradients.settle
@@ -189,7 +190,7 @@ def update_too_early() -> None:
         from minidist.comm.transports.throttled import delayed
 
         with delayed(group, alpha=0.01, beta=0) as slow:
-            strategy = Zero2(lab.new_model(lab.SMALL), slow, bucket_bytes=lab.SMALL_BUCKET)
+            strategy = Zero2(new_model(lab.SMALL), slow, bucket_bytes=lab.SMALL_BUCKET)
             gradients = strategy.gradients
             optimizer = lab.new_adam(strategy.parameters)
             finish = gradients.finish
@@ -207,7 +208,7 @@ def update_too_early() -> None:
     right, wrong = (md.run(train, wait, size=2)[0] for wait in (True, False))
     print(
         "10 steps with the last bucket's sums a step late: weights off by "
-        f"{lab.off(wrong, right):.1%}"
+        f"{difference(wrong, right):.1%}"
     )
     print("no error, no NaN, equal replicas: nothing tells")
 
@@ -218,7 +219,7 @@ def average_twice() -> None:
     def train(group: Group, factor: float, clip: float | None) -> float:
         from minidist.optim import SGD
 
-        strategy = Zero2(lab.new_model(lab.SMALL), group)
+        strategy = Zero2(new_model(lab.SMALL), group)
         add = GradientShards.finish
         optimizer = SGD(strategy.parameters, 0.5)
         loss = 0.0
@@ -242,7 +243,7 @@ def replace_instead_of_add() -> None:
     """Accumulation: the shard takes the last pass's sum and forgets the others'."""
 
     def train(group: Group, forget: bool) -> np.ndarray:
-        strategy = Zero2(lab.new_model(lab.SMALL), group, bucket_bytes=lab.SMALL_BUCKET)
+        strategy = Zero2(new_model(lab.SMALL), group, bucket_bytes=lab.SMALL_BUCKET)
         if forget:
             begin = strategy.gradients.begin
 
@@ -259,7 +260,7 @@ def replace_instead_of_add() -> None:
     right, wrong = (md.run(train, forget, size=2)[0] for forget in (False, True))
     print(
         "two passes a step, the second in place of the first: weights off by "
-        f"{lab.off(wrong, right):.1%}"
+        f"{difference(wrong, right):.1%}"
     )
 
 
@@ -274,10 +275,5 @@ BREAKS = {
 }
 
 
-def main() -> None:
-    """Parse the command line, then run on the ranks that were launched, or on four threads."""
-    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)
-
-
 if __name__ == "__main__":
-    main()
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)

@@ -3,6 +3,7 @@ answer key."""
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,7 @@ from minidist.errors import CommError
 from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
 from minidist.lessons import zero_lab as lab
+from minidist.lessons.lab import alone, difference, new_model
 from minidist.nn import GPTConfig
 from minidist.optim import SGD
 from minidist.parallel.zero.zero3 import PlainUnit, plain_zero3
@@ -58,7 +60,7 @@ def _whole(module: Any) -> bool:
 
 def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
     """The student's loop and units, watched: what is whole, and when."""
-    model = lab.new_model(CONFIG)
+    model = new_model(CONFIG)
     units = [(name, module) for name, module in model.children() if list(module.parameters())]
     missing: list[str] = []
     most = [0]
@@ -114,21 +116,9 @@ def _train(group: Group, exercise: ModuleType) -> dict[str, Any]:
 
 
 def _alone(scale: float = 1.0) -> np.ndarray:
-    """One process, with gradients times `scale`; unit by unit."""
-    model = lab.new_model(CONFIG)
-    optimizer = SGD(list(model.parameters()), RATE)
-    for step in range(STEPS):
-        inputs, targets = lab.global_batch(CONFIG, step)
-        model.loss(inputs, targets, divisor=targets.size).backward()
-        optimizer.step(None, scale)
-        optimizer.zero_grad()
-    return np.concatenate(
-        [
-            parameter.data.ravel()
-            for _, module in model.children()
-            for parameter in module.parameters()
-        ]
-    )
+    """Return the weights of one process on the global batches, with gradients times `scale`."""
+    batches = [lab.global_batch(CONFIG, step) for step in range(STEPS)]
+    return alone(new_model(CONFIG), partial(SGD, lr=RATE), batches, scale)
 
 
 # ---------------------------------------------------------------------------- beside the answer key
@@ -200,14 +190,14 @@ def _weights(size: int, ranks: list[dict[str, Any]]) -> Result:
     """After training: those of one process."""
     task = f"{size} ranks, weights after {STEPS} steps"
     mine = ranks[0]["weights"]
-    error = lab.off(mine, _alone())
+    error = difference(mine, _alone())
     if error < 1e-10:
         return Result(
             task, True, "those of one process, to 1e-10", "those of one process, to 1e-10"
         )
     mistake = "wrong gradients"
     advice = "self.mine is the sum over the ranks: section 1, backward 3 (hole 5)"
-    if lab.off(mine, _alone(1 / size)) < 1e-10:
+    if difference(mine, _alone(1 / size)) < 1e-10:
         mistake = "averaged twice"
         advice = (
             f"{size} times too small; the loss is divided by all ranks' tokens "

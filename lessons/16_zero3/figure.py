@@ -13,6 +13,7 @@ from minidist.comm.transports.throttled import delayed
 from minidist.grading import load_module
 from minidist.lessons import figures as look
 from minidist.lessons import zero_lab as lab
+from minidist.lessons.lab import new_model
 from minidist.lessons.running import draw_figure
 from minidist.observe.overlap import measure
 from minidist.observe.samples import stairs
@@ -31,7 +32,7 @@ def record(group: Group) -> dict[str, Any]:
         with delayed(group, alpha=lesson.ALPHA, beta=1 / lesson.BANDWIDTH) as slow:
             ranks = lab.recorded(slow, 3, config=lesson.TIMED, steps=20, ahead=ahead)
         steps += [[ahead, rank] for rank in ranks[:1]]
-    model = lab.new_model(lesson.TIMED)
+    model = new_model(lesson.TIMED)
     return {
         "steps": steps,
         "bytes": sum(p.data.nbytes for p in model.parameters()),

@@ -17,6 +17,7 @@ from minidist.console import size_text
 from minidist.device import account
 from minidist.errors import GradientError
 from minidist.lessons import zero_lab as lab
+from minidist.lessons.lab import difference, new_model, spread
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.nn import GPTConfig
@@ -53,14 +54,14 @@ def equal_weights(group: Group, page: Page) -> None:
     """The same steps three ways."""
     target = lab.alone()
     rows = [["one process", "0", "0"]]
-    model = lab.new_model(lab.SMALL)
+    model = new_model(lab.SMALL)
     units = [module for _, module in model.children() if list(module.parameters())]
     plain_zero3(model, units, lab.new_adam, group, lab.batches(lab.SMALL))
     for name, weights in (
         ("plain loop", lab.state_vector(model.state_dict())),
         ("ZeRO-3", lab.trained(group, 3)),
     ):
-        rows.append([name, f"{lab.off(weights, target):.1e}", f"{lab.apart(group, weights):.0e}"])
+        rows.append([name, f"{difference(weights, target):.1e}", f"{spread(group, weights):.0e}"])
     page.table(
         f"After {lab.STEPS} steps of Adam on {group.size} ranks, float64, 7 sequences a step",
         ["", "off one process by", "gathered apart by"],
@@ -73,7 +74,7 @@ def equal_weights(group: Group, page: Page) -> None:
 
 def unit_bytes() -> int:
     """Of the largest unit: a block."""
-    return sum(p.data.nbytes for p in lab.new_model(lab.MEASURED).blocks[0].parameters())
+    return sum(p.data.nbytes for p in new_model(lab.MEASURED).blocks[0].parameters())
 
 
 def memory_table(group: Group, page: Page) -> None:
@@ -128,7 +129,7 @@ def memory_table(group: Group, page: Page) -> None:
 
 def with_final_gather(group: Group) -> None:
     """N0:375's step 8: after the update all cards synchronise the weights."""
-    strategy = Zero3(lab.new_model(lab.MEASURED), group)
+    strategy = Zero3(new_model(lab.MEASURED), group)
     strategy.step(lab.global_batch(lab.MEASURED, 0), lab.new_adam(strategy.parameters))
     for unit in strategy.units:
         unit.fetch()
@@ -175,7 +176,7 @@ def overlapped(group: Group, ahead: int, *, steps: int = 4) -> tuple[float, floa
     timeline = Timeline(group.rank)
     with delayed(group, alpha=ALPHA, beta=1 / BANDWIDTH) as slow:
         timeline.follow(slow.ledger)
-        strategy = Zero3(lab.new_model(TIMED), slow, ahead=ahead, recorder=timeline)
+        strategy = Zero3(new_model(TIMED), slow, ahead=ahead, recorder=timeline)
         optimizer = lab.new_adam(strategy.parameters)
         for step in range(steps):
             with timeline.span("step", step=step):
@@ -260,7 +261,7 @@ def forget_to_free() -> None:
 
     def peak(group: Group, forgotten: int) -> int:
         with account.use(account.MemoryAccount()) as seen:
-            strategy = Zero3(lab.new_model(lab.MEASURED), group)
+            strategy = Zero3(new_model(lab.MEASURED), group)
             for unit in strategy.units[1 : 1 + forgotten]:
                 unit.free = lambda: None  # type: ignore[method-assign]
             optimizer = lab.new_adam(strategy.parameters)
@@ -288,7 +289,7 @@ def tied_in_a_unit() -> None:
     from dataclasses import replace
 
     def train(group: Group) -> None:
-        strategy = Zero3(lab.new_model(replace(lab.SMALL, tied=True)), group)
+        strategy = Zero3(new_model(replace(lab.SMALL, tied=True)), group)
         strategy.step(lab.global_batch(lab.SMALL, 0), lab.new_adam(strategy.parameters))
 
     md.run(train, size=2)
@@ -298,7 +299,7 @@ def no_second_gather() -> None:
     """Backward with what a freed weight reads as."""
 
     def train(group: Group) -> float:
-        strategy = Zero3(lab.new_model(lab.SMALL), group)
+        strategy = Zero3(new_model(lab.SMALL), group)
         strategy._enter_backward = lambda unit: None  # type: ignore[method-assign]
         strategy.step(lab.global_batch(lab.SMALL, 0), lab.new_adam(strategy.parameters))
         return float(
@@ -318,7 +319,7 @@ def average_twice() -> None:
     from minidist.optim import SGD
 
     def train(group: Group, factor: float) -> float:
-        strategy = Zero3(lab.new_model(lab.SMALL), group)
+        strategy = Zero3(new_model(lab.SMALL), group)
         optimizer = SGD(strategy.parameters, 0.5)
         loss = 0.0
         update = optimizer.step
@@ -345,7 +346,7 @@ def stale_weights() -> None:
     """Units kept from one step to the next: they miss the update of every chunk but the own."""
 
     def train(group: Group, stale: bool) -> float:
-        strategy = Zero3(lab.new_model(lab.SMALL), group)
+        strategy = Zero3(new_model(lab.SMALL), group)
         loss = 0.0
         optimizer = lab.new_adam(strategy.parameters)
         for unit in strategy.units if stale else ():
@@ -367,10 +368,5 @@ BREAKS = {
 }
 
 
-def main() -> None:
-    """Parse the command line, then run on the ranks that were launched, or on four threads."""
-    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)
-
-
 if __name__ == "__main__":
-    main()
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)

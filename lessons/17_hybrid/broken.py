@@ -11,6 +11,7 @@ from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.errors import MismatchError
 from minidist.grading import load_module
+from minidist.lessons.lab import state_difference
 from minidist.lessons.running import Break
 from minidist.optim import sum_of_squares
 from minidist.parallel.step.step import part_of
@@ -63,7 +64,7 @@ def compare(plan: md.Plan, spoil: Any, wrong: str, **options: Any) -> None:
         f"{wrong} {losses[0]:.4f}, {losses[-1]:.4f}"
     )
     print(
-        f"weights of the two off by {lab.off(weights, target):.1%} of the largest"
+        f"weights of the two off by {state_difference(weights, target):.1%} of the largest"
         if isinstance(weights, dict)
         else f"check_replicas: {weights}"
     )

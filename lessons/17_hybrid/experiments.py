@@ -12,6 +12,7 @@ import numpy as np
 import minidist as md
 from minidist.comm.group import Group
 from minidist.device import account
+from minidist.lessons.lab import counting_batch
 from minidist.nn import GPT, GPTConfig, MixtureConfig
 from minidist.optim import sum_of_squares
 from minidist.parallel.hybrid.hybrid_costs import elements_sent
@@ -33,10 +34,8 @@ AXES = ("dp", "pp", "ep", "cp", "tp")
 def global_batch(
     step: int, config: GPTConfig = CONFIG, sequences: int = SEQUENCES
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(inputs, targets) in which each token follows from the one before."""
-    first = np.random.default_rng(step).integers(0, config.vocabulary, (sequences, 1))
-    ids = (first + 5 * np.arange(config.context + 1)) % config.vocabulary
-    return ids[:, :-1].copy(), ids[:, 1:].copy()
+    """Return inputs and targets of a step, the same on every rank."""
+    return counting_batch(config, step, sequences)
 
 
 # -------------------------------------------------------------------------------------------- plans
@@ -196,12 +195,6 @@ def add(world: Group, number: float, op: str = "sum") -> int:
     """A number's sum (or largest) over the ranks, counted under control."""
     with world.ledger.control():
         return int(world.all_reduce(np.array([float(number)]), op=op)[0])
-
-
-def off(ours: dict[str, np.ndarray], target: dict[str, np.ndarray]) -> float:
-    """The largest difference over the largest weight."""
-    gap = max(float(np.abs(ours[name] - target[name]).max()) for name in target)
-    return gap / max(float(np.abs(array).max()) for array in target.values())
 
 
 def formula(

@@ -16,6 +16,7 @@ import minidist as md
 from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.grading import load_module
+from minidist.lessons.lab import state_difference
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import arguments, run_lesson
 from minidist.parallel.hybrid.hybrid import plain_hybrid
@@ -238,7 +239,7 @@ def equal(group: Group, page: Page) -> list[tuple[md.Plan, dict[str, Any]]]:
         result = lab.train(group, plan)
         results.append((plan, result))
         if alone is not None:
-            apart = lab.off(result["weights"], alone["weights"])
+            apart = state_difference(result["weights"], alone["weights"])
             rows.append(
                 [
                     lab.name_of(plan),
@@ -303,7 +304,7 @@ def experts(group: Group, page: Page) -> None:
         sent = result["sent"]
         target = lab.formula(plan, config, rows=result["rows"], steps=lab.STEPS)
         if alone is not None:
-            apart = lab.off(result["weights"], alone["weights"])
+            apart = state_difference(result["weights"], alone["weights"])
             good = apart < 1e-10 and sent == target
             rows.append(
                 [
@@ -459,10 +460,5 @@ def notes_example(page: Page) -> None:
 BREAKS = broken.BREAKS
 
 
-def main() -> None:
-    """Parse the command line, then run on the ranks that were launched, or on eight threads."""
-    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=8)
-
-
 if __name__ == "__main__":
-    main()
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=8)

@@ -16,6 +16,7 @@ import minidist as md
 from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.grading import load_module
+from minidist.lessons.lab import state_difference
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.nn import GPT, DropoutKey, mixture
@@ -89,12 +90,6 @@ def alone(config: Any) -> dict[str, np.ndarray]:
     return single.state_dict()
 
 
-def off(weights: dict[str, np.ndarray], target: dict[str, np.ndarray]) -> float:
-    """The largest difference over the largest weight."""
-    largest = max(np.abs(array).max() for array in target.values())
-    return float(max(np.abs(weights[name] - target[name]).max() for name in target) / largest)
-
-
 def equal(group: Group, page: Page) -> None:
     """The plain loop's rows, then weights after some steps of each kind of routing."""
     rows = [["plain loop", "one forward", f"{plain_loop(group):.0e}"]]
@@ -107,7 +102,11 @@ def equal(group: Group, page: Page) -> None:
         config = lab.moe_config(**changes)
         run = lab.train(group, config, STEPS)
         rows.append(
-            [name, f"{STEPS} steps", f"{off(run.strategy.state_dict(), alone(config)):.0e}"]
+            [
+                name,
+                f"{STEPS} steps",
+                f"{state_difference(run.strategy.state_dict(), alone(config)):.0e}",
+            ]
         )
     page.table(
         f"Off one process by, in float64: {lab.EXPERTS} experts on {group.size} ranks",
@@ -345,7 +344,7 @@ def counts_forgotten() -> None:
         SplitExperts._exchange_counts = right  # type: ignore[method-assign]
     print(
         f"all rows arrive and nothing hangs, but many meet another expert: after {STEPS} steps "
-        f"the weights are off by {off(wrong, target):.0%} of the largest"
+        f"the weights are off by {state_difference(wrong, target):.0%} of the largest"
     )
 
 
@@ -366,7 +365,7 @@ def local_noise() -> None:
         one, *others = (md.run(train, local, size=size)[0] for size in (1, 2, 4))
         print(
             f"noise by {'local' if local else 'global'} token: 2 ranks off one by "
-            f"{off(others[0], one):.0e}, 4 ranks by {off(others[1], one):.0e}"
+            f"{state_difference(others[0], one):.0e}, 4 ranks by {state_difference(others[1], one):.0e}"
         )
 
 
@@ -381,10 +380,5 @@ BREAKS = {
 }
 
 
-def main() -> None:
-    """Parse the command line, then run on the ranks that were launched, or on four threads."""
-    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)
-
-
 if __name__ == "__main__":
-    main()
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)

@@ -9,6 +9,7 @@ import numpy as np
 
 from minidist.comm.group import Group
 from minidist.device import account
+from minidist.lessons.lab import new_model, random_batch
 from minidist.nn import GPT, GPTConfig
 from minidist.parallel.memory.activations import checkpoint_blocks
 
@@ -18,15 +19,13 @@ WAYS = ("none", "scores", "all")
 
 
 def batch_of(config: GPTConfig, batch: int = BATCH) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets."""
-    ids = np.random.default_rng(0).integers(0, config.vocabulary, (batch, config.context + 1))
-    return ids[:, :-1].copy(), ids[:, 1:].copy()
+    """Return inputs and targets."""
+    return random_batch(config, 0, batch)
 
 
 def model_of(config: GPTConfig, which: str) -> GPT:
-    """A model with its blocks as `which` says."""
-    model = GPT(config)
-    model.initialize(seed=0)
+    """Return a model whose blocks keep what `which` says."""
+    model = new_model(config)
     checkpoint_blocks(model, which)
     return model
 

@@ -15,6 +15,7 @@ from minidist.comm.chunks import bounds
 from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.grading import load_module
+from minidist.lessons.lab import gradients
 from minidist.lessons.page import Page, verdict
 from minidist.nn import GPT, DropoutKey
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
@@ -133,7 +134,7 @@ def gradient(keeper: Any, seed: int = 0) -> np.ndarray:
     model.loss(
         *lab.batch_of(SMALL), key=DropoutKey.of_sequences(seed, 0, 0, lab.BATCH, SMALL.context)
     ).backward()
-    return np.concatenate([np.asarray(p.grad).reshape(-1) for p in model.parameters()])
+    return gradients(model)
 
 
 def errors(keeper: InputKeeper) -> list[float]:

@@ -234,10 +234,5 @@ def traffic(group: Group, page: Page) -> None:
 BREAKS = broken.BREAKS
 
 
-def main() -> None:
-    """Parse the command line, then run here, or on every rank that was launched."""
-    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=2)
-
-
 if __name__ == "__main__":
-    main()
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=2)

@@ -11,7 +11,7 @@ from minidist.autograd import ops
 from minidist.autograd.tensor import Tensor
 from minidist.comm.group import Group
 from minidist.device import account
-from minidist.device.backend import random_bits
+from minidist.lessons.lab import hashed_batch
 from minidist.nn import GPTConfig, Linear, Module
 from minidist.observe.overlap import Overlap, measure, moves
 from minidist.observe.timeline import Timeline
@@ -42,10 +42,8 @@ MEMORY = ("parameters", "gradients", "optimizer", "activations", "workspace")
 def batch_of(
     step: int, config: GPTConfig = CONFIG, sequences: int = SEQUENCES
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(inputs, targets) of a step, from the counter hash."""
-    bits = random_bits(f"lesson 20, step {step}", 0, range(sequences * (config.context + 1)))
-    ids = (bits % np.uint64(config.vocabulary)).astype(np.int64).reshape(sequences, -1)
-    return ids[:, :-1], ids[:, 1:]
+    """Return inputs and targets of a step, the same on every rank."""
+    return hashed_batch(f"lesson 20, step {step}", config, sequences)
 
 
 def train(

@@ -19,6 +19,7 @@ from minidist.console import size_text
 from minidist.device import account
 from minidist.errors import DiskError, MemoryLimitError
 from minidist.grading import load_module
+from minidist.lessons.lab import new_model, weights
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.nn import GPT
@@ -400,14 +401,13 @@ def update_before_arrival() -> None:
     zeros."""
 
     def work(world: Group, home: type[OnHost]) -> np.ndarray:
-        model = GPT(lab.CONFIG)
-        model.initialize(seed=1)
+        model = new_model(lab.CONFIG, 1)
         strategy = Zero2(model, world, store=home(down=Pace(latency=0.1)))
         optimizer = AdamW(strategy.parameters, 1e-3)
         for step in range(2):
             strategy.step(lab.batch_of(step), optimizer)
         strategy.store.close()
-        return np.concatenate([p.data.reshape(-1) for p in model.parameters()])
+        return weights(model)
 
     right, hasty = (_alone(lambda world, home=home: work(world, home)) for home in (OnHost, Hasty))
     print(
@@ -459,10 +459,5 @@ BREAKS = {
 }
 
 
-def main() -> None:
-    """Parse the command line, then run here, or on every rank that was launched."""
-    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=1)
-
-
 if __name__ == "__main__":
-    main()
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=1)

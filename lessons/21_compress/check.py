@@ -15,6 +15,7 @@ from minidist import holes
 from minidist.comm.group import Group
 from minidist.grading import Result, answer_key, run_module
 from minidist.launch import run
+from minidist.lessons.lab import new_model, random_batch, weights
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD, Optimizer
 from minidist.parallel.compress.compress import plain_compressed_ddp
@@ -151,18 +152,12 @@ class Watched:
 
 def _train(group: Group, train: Train) -> dict[str, Any]:
     """A rank's weights, and what it sent."""
-    model = GPT(CONFIG)
+    model = new_model(CONFIG)
     watched = Watched(group)
-    model.initialize(seed=0)
-    batches = []
-    for step in range(STEPS):
-        ids = np.random.default_rng(step).integers(
-            0, CONFIG.vocabulary, (SEQUENCES, CONFIG.context + 1)
-        )
-        batches.append((ids[:, :-1], ids[:, 1:]))
+    batches = [random_batch(CONFIG, step, SEQUENCES) for step in range(STEPS)]
     train(model, SGD(list(model.parameters()), lr=0.5), watched, batches)
     return {
-        "weights": np.concatenate([np.array(p.data).ravel() for p in model.parameters()]),
+        "weights": weights(model),
         "gathered": watched.gathered,
         "summed": watched.summed,
         "parameters": len(list(model.parameters())),

@@ -9,6 +9,7 @@ import numpy as np
 
 from minidist.comm.group import Group
 from minidist.data import text
+from minidist.lessons.lab import new_model
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import AdamW
 from minidist.parallel.compress.compress import scheme_of
@@ -90,8 +91,7 @@ def numbers(config: GPTConfig = CONFIG) -> int:
 
 def new_weights() -> tuple[GPT, list[Any]]:
     """A fresh model and its parameters, the same on every rank."""
-    model = GPT(CONFIG)
-    model.initialize(0)
+    model = new_model(CONFIG)
     return model, list(model.parameters())
 
 

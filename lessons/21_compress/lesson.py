@@ -12,9 +12,10 @@ import numpy as np
 
 from minidist.comm.group import Group
 from minidist.grading import load_module
+from minidist.lessons.lab import difference, new_model, random_batch, weights
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import arguments, run_lesson
-from minidist.nn import GPT, GPTConfig
+from minidist.nn import GPTConfig
 from minidist.optim import SGD
 from minidist.parallel.compress.compress import plain_compressed_ddp, scheme_of
 from minidist.parallel.compress.local_steps import plain_diloco
@@ -63,21 +64,10 @@ def tour(group: Group, page: Page) -> None:
 def weights_after(group: Group, train: Any) -> np.ndarray:
     """The weights of a small model that `train(model, optimizer, batches)` has trained for H
     steps."""
-    model = GPT(SMALL)
-    model.initialize(0)
-    batches = []
-    for step in range(H):
-        ids = np.random.default_rng(step).integers(
-            0, SMALL.vocabulary, (2 * group.size + 1, SMALL.context + 1)
-        )
-        batches.append((ids[:, :-1], ids[:, 1:]))
+    model = new_model(SMALL)
+    batches = [random_batch(SMALL, step, 2 * group.size + 1) for step in range(H)]
     train(model, SGD(list(model.parameters()), RATE), batches)
-    return np.concatenate([np.ravel(p.data) for p in model.parameters()])
-
-
-def gap(a: np.ndarray, b: np.ndarray) -> float:
-    """The largest difference of the largest weight."""
-    return float(np.abs(a - b).max() / np.abs(b).max())
+    return weights(model)
 
 
 def plain_loop(group: Group, page: Page) -> None:
@@ -91,7 +81,7 @@ def plain_loop(group: Group, page: Page) -> None:
                 given[0], given[1], group, given[2], part
             ),
         )
-        off = gap(found, ddp)
+        off = difference(found, ddp)
         rows.append(
             [
                 f"{density:g}",
@@ -209,7 +199,7 @@ def seldom(group: Group, page: Page) -> None:
         with group.ledger.control():
             sent = int(group.all_gather(np.array([mine])).sum())
         formula = H // every * 2 * (group.size - 1) * found.nbytes
-        off = gap(found, ddp)
+        off = difference(found, ddp)
         rows.append(
             [
                 name,
@@ -266,10 +256,5 @@ def restart(page: Page) -> None:
 BREAKS = broken.BREAKS
 
 
-def main() -> None:
-    """Parse the command line, then run here, or on every rank that was launched."""
-    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS)
-
-
 if __name__ == "__main__":
-    main()
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS)

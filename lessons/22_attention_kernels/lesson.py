@@ -421,10 +421,5 @@ BREAKS = {
 }
 
 
-def main() -> None:
-    """Parse the command line, then run here, or on every rank that was launched."""
-    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=2)
-
-
 if __name__ == "__main__":
-    main()
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=2)

@@ -363,10 +363,5 @@ BREAKS = {
 }
 
 
-def main() -> None:
-    """Parse the command line, then run; alone, two ranks as threads."""
-    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=2)
-
-
 if __name__ == "__main__":
-    main()
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=2)

@@ -12,7 +12,7 @@ import numpy as np
 
 import minidist as md
 from minidist.comm.group import Group
-from minidist.device.backend import random_bits
+from minidist.lessons.lab import hashed_batch
 from minidist.nn import GPTConfig
 from minidist.parallel.state.manifest import checkpoints, step_folder
 
@@ -24,13 +24,8 @@ EVERY = 4
 
 
 def global_batch(step: int, sequences: int = 7) -> tuple[np.ndarray, np.ndarray]:
-    """(inputs, targets), by step alone: a run that goes on sees what the first would have seen."""
-    count = sequences * (CONFIG.context + 1)
-    ids = (random_bits(f"batch {step}", 0, range(count)) % np.uint64(CONFIG.vocabulary)).astype(
-        np.int64
-    )
-    ids = ids.reshape(sequences, -1)
-    return ids[:, :-1], ids[:, 1:]
+    """Return inputs and targets of a step: a run that continues sees what the first would see."""
+    return hashed_batch(f"batch {step}", CONFIG, sequences)
 
 
 def train(

@@ -333,10 +333,5 @@ BREAKS = {
 }
 
 
-def main() -> None:
-    """Parse the command line, then run on the ranks that were launched, or on four threads."""
-    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)
-
-
 if __name__ == "__main__":
-    main()
+    run_lesson(arguments(__doc__, BREAKS).parse_args(), tour, BREAKS, alone=4)

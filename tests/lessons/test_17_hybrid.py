@@ -12,6 +12,7 @@ from filling import assert_named, graded, right
 import minidist as md
 from minidist import lessons
 from minidist.grading import load_module
+from minidist.lessons.lab import state_difference
 
 RIGHT = right("17")
 WRONG = {
@@ -95,7 +96,7 @@ def test_the_same_with_experts_divided(lab: Any) -> None:
     (alone,) = md.run(lambda world: lab.train(world, md.Plan(), steps=1, config=lab.MIXED), size=1)
     *_, plan = lab.expert_plans(8)
     result = md.run(lambda world: lab.train(world, plan, steps=1, config=lab.MIXED), size=8)[0]
-    assert result["rows"] and lab.off(result["weights"], alone["weights"]) < 1e-10
+    assert result["rows"] and state_difference(result["weights"], alone["weights"]) < 1e-10
     assert result["sent"] == lab.formula(plan, lab.MIXED, rows=result["rows"])
 
 
