@@ -91,7 +91,7 @@ def diagnosis(folder: Path, *options: str) -> dict:
     return found
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=27)
 @pytest.mark.parametrize(
     "fault",
     ["killed", "exception", "wrong shape", "none"]

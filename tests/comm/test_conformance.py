@@ -35,7 +35,7 @@ def test_one_demand(check, transport):
     run(check, size=3, transport=transport)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "transport",
     [

@@ -55,7 +55,7 @@ def check_those_that_are_left(group):
     assert group.split(0).all_reduce(np.ones(3)).tolist() == [2.0, 2.0, 2.0]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("transport", "how", "says"),
     [

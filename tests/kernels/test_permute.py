@@ -190,7 +190,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @needs_compiler
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistakes(mistake, tmp_path, monkeypatch):

@@ -89,7 +89,7 @@ def check_forked(folder, transport, size, victim, *, nodes=(), everybody=False, 
     assert not everybody or survivors.keys() == {str(rank) for rank in range(size)} - {str(victim)}
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(
     ("transport", "phase", "victim"), [case for case in FORKED if reaches(*case, 3)]
 )

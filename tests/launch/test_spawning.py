@@ -93,7 +93,7 @@ def test_a_child_that_a_rank_forks_ends_without_a_word(by):
     assert "minidist:" not in done.stderr
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(
     ("mode", "status", "how"),
     [
@@ -183,7 +183,7 @@ def test_a_rank_that_neither_waits_nor_ends_is_ended():
     assert "rank 1 was still busy 0.5 s after rank 2" in done.stderr
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("mode", "status", "how"),
     [

@@ -70,7 +70,7 @@ def lab() -> Any:
     return load_module(lessons.find("17").part("experiments.py"), "17")
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("shape", "options"),
     [

@@ -173,7 +173,7 @@ def test_the_commands_name_files_and_options_that_exist(number: str) -> None:
         assert words[0] != "minidist" or " ".join(words[:2]) in known, command
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=12)
 @pytest.mark.parametrize(
     "number,name",
     [

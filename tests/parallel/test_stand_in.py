@@ -70,7 +70,7 @@ COMPOSED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("changes", "plan"),
     COMPOSED,

@@ -24,7 +24,7 @@ def slowly(world, checks):
             slow.barrier()
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", "shm"])
 def test_the_promises_of_a_transport(transport):
     """All but that of limits: those are the transport's below."""

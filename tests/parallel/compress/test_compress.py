@@ -114,7 +114,7 @@ def test_the_plain_version_leaves_equal_replicas() -> None:
 # ------------------------------------------------------------------------------------- under a plan
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("options", [{}, {"zero": 1}, {"zero": 2, "accumulate": 2}], ids=str)
 def test_a_plan_compresses(options: dict[str, Any]) -> None:
     """The loss falls as without, at a part of the bytes; all ranks have the same bits, also in a

@@ -53,7 +53,7 @@ VERBS = ["all_reduce", "reduce_scatter"]
 N = sum(math.prod(shape) for shape in SHAPES)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("text", FEEDBACK)
 def test_nothing_is_lost(text: str, verb: str) -> None:
@@ -130,7 +130,7 @@ def test_one_rank_has_its_sum(text: str) -> None:
     )
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=14)
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("text", [*FEEDBACK, *OTHERS])
 def test_fewer_numbers_than_ranks(text: str, verb: str) -> None:

@@ -64,7 +64,7 @@ def changed(
     return first, second, counted
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -57,7 +57,7 @@ def trained(
     return md.run(job, size=4 if shard else 3)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize("zero", [0, 1, 2])
 @pytest.mark.parametrize("text", TEXTS)
 def test_ranks_stay_equal_and_learn(text: str, zero: int) -> None:
@@ -89,7 +89,7 @@ def test_one_bit_adam_learns_and_names_its_optimizer() -> None:
         trained("1-bit", 1, zero=1)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("text", [*TEXTS, "1-bit:warmup=3"])
 def test_between_copies(text: str) -> None:
     """Two copies of two ranks (ZeRO-1): shards, which are parts of parameters, are summed over the

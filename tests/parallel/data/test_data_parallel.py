@@ -79,7 +79,7 @@ def train(
 # --------------------------------------------------------------------------- parallel equals serial
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     "replicas", [1, *(pytest.param(count, marks=pytest.mark.soak) for count in (2, 3, 4)), 5]
 )

@@ -20,7 +20,7 @@ from minidist.parallel.pipeline.pipeline import Pipeline
 # --------------------------------------------------------------------------- parallel equals serial
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     "plan",
     [
@@ -109,7 +109,7 @@ def test_eight_ranks_everywhere(transport: str) -> None:
     assert difference(ranks[7]["weights"], serial["weights"]) < BOUND
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("precision", "plan"),
     [
@@ -235,7 +235,7 @@ def test_planted_bugs_in_shared_key_heads(bug: str, monkeypatch: pytest.MonkeyPa
 # ------------------------------------------------------------------------------------- cost, memory
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("plan", "tied"),
     [

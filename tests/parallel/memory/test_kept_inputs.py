@@ -91,7 +91,7 @@ def check(plan: dict[str, Any], kept: str, *, steps: int = 2) -> None:
         )
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("kept", KEPT)
 def test_with_tensor_parallelism_and_a_pipeline(kept: str) -> None:
     check({"pp": 2, "tp": 2, "microbatches": 2}, kept)

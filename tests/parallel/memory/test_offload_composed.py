@@ -132,7 +132,7 @@ def check_case(
     return ranks
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(
     ("changes", "plan"),
     [
@@ -368,7 +368,7 @@ def test_what_cannot_be_is_one_line(options: dict[str, Any], says: str) -> None:
 # --------------------------------------------------------------------------- the tests see the bugs
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("bug", "case"),
     [

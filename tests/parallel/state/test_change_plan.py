@@ -52,7 +52,7 @@ def trained(
     return losses, digests
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=68)
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -161,7 +161,7 @@ def name_of(value: Any) -> str:
     )
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=14)
 @pytest.mark.parametrize(
     ("plan", "changes", "options"),
     [
