@@ -359,7 +359,7 @@ def unused_segments():
 
 def maps_of(folder):
     with contextlib.suppress(OSError):
-        return (folder / "maps").read_text()
+        return (folder / "maps").read_text(errors="replace")
     return ""
 
 

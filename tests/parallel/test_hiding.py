@@ -82,7 +82,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, dict[str, Any]], li
             second = len(mine)
             strategy.step(global_batch(step, 2, CONFIG), optimizer)
         nbytes = {
-            line[1]: line[1].call._nbytes
+            line[1]: line[1].call.nbytes
             for line in mine[second:]
             if line and line[0] == "waited" and line[1].call.axis == "world"
         }

@@ -30,10 +30,11 @@ LARGER = {
     "hybrid.mesh": (25, 5440),
     "memory.offload_disk": (8, 1430),
     "compress.compress": (14, 2560),
+    "state.checkpoint": (9, 2460),
 }
 """20 % above what is measured: the chapter that composes all others (74, 71 and 21 files), the
-disk half of chapter 20, and the registry of chapter 21, which imports every scheme (12 files, 2,130
-lines)."""
+disk half of chapter 20, the registry of chapter 21, which imports every scheme (12 files, 2,130
+lines), and checkpoints of any strategy (7 files, 2,045 lines)."""
 
 TODAY: dict[str, tuple[int, int]] = {}
 """Those that are above the bound as yet, and by how much: numbers here may only fall, and rows only
