@@ -14,7 +14,7 @@ from minidist.console import size_text
 from minidist.errors import CommError
 from minidist.grading import Result, sent_since, totals
 from minidist.launch import run
-from minidist.lessons.lab import alone, new_model, random_batch, weights
+from minidist.lessons.lab import alone, difference, new_model, random_batch, weights
 from minidist.lessons.late_group import LateGroup
 from minidist.nn import GPTConfig
 from minidist.optim import SGD
@@ -219,7 +219,7 @@ def _plain(size: int, ranks: list[np.ndarray]) -> Result:
     """The weights after the plain loop, beside one process's and beside what mistakes lead to."""
     task = f"plain_ddp on {size} ranks, weights after {BATCHES} steps"
     target = _plain_serial(size)
-    error = max(float(np.abs(mine - target).max() / np.abs(target).max()) for mine in ranks)
+    error = max(difference(mine, target) for mine in ranks)
     if error < 1e-10:
         return Result(
             task, True, "those of one process, to 1e-10", "those of one process, to 1e-10"
@@ -440,7 +440,7 @@ def _training(ranks: list[dict[str, Any]]) -> Result:
     drift = max(
         float(np.abs(figures["weights"] - ranks[0]["weights"]).max() / scale) for figures in ranks
     )
-    error = max(float(np.abs(figures["weights"] - target).max() / scale) for figures in ranks)
+    error = max(difference(figures["weights"], target) for figures in ranks)
     task = f"{size} ranks, {EPOCHS} epochs of {BATCHES} batches"
     finished = ranks[0]["finished"]
     if finished != steps:

@@ -245,9 +245,9 @@ def uneven_parts(group: Group, page: Page) -> None:
     shares = [group.size + 1, *([1] * (group.size - 1))]  # rank 0 has half of all sequences
     start = sum(shares[: group.rank])
     mine = slice(start, start + shares[group.rank])
-    alone = new_model(lab.SMALL)
-    alone.loss(inputs, targets, divisor=targets.size).backward()
-    target = gradients(alone)
+    serial = new_model(lab.SMALL)
+    serial.loss(inputs, targets, divisor=targets.size).backward()
+    target = gradients(serial)
     rows = []
     for name, divided_by, divisor, then, factor in (
         ("sum of shares", "all ranks' tokens", targets.size, "summed", 1.0),
@@ -359,7 +359,7 @@ def processes(group: Group, page: Page) -> None:
 def what_a_rank_holds(group: Group, page: Page) -> None:
     """The memory account of one process beside that of a DDP rank: state, activations, the
     whole."""
-    alone = lab.peaks(None)
+    single = lab.peaks(None)
     ddp = lab.peaks(group)
     sequences = max(1, group.size // 2)
     few = [
@@ -369,7 +369,7 @@ def what_a_rank_holds(group: Group, page: Page) -> None:
     rows = [
         [
             name,
-            *(size_text(sum(held[category] for category in categories)) for held in (alone, ddp)),
+            *(size_text(sum(held[category] for category in categories)) for held in (single, ddp)),
         ]
         for name, categories in lab.HELD.items()
     ]

@@ -11,7 +11,7 @@ import numpy as np
 from minidist.comm.group import Group
 from minidist.grading import Result
 from minidist.launch import run
-from minidist.lessons.lab import new_model, random_batch, weights
+from minidist.lessons.lab import difference, new_model, random_batch, weights
 from minidist.nn import GPTConfig
 from minidist.optim import SGD
 from minidist.parallel.data.accumulation import elements_sent, plain_accumulation
@@ -104,19 +104,19 @@ def _ranks(size: int) -> str:
 def _serial(size: int, passes: int, mistake: str = "") -> np.ndarray:
     """The weights after the same steps in one process; with a `mistake`, as that mistake makes
     them."""
-    model = new_model(CONFIG)
+    model: Any = new_model(CONFIG)
     optimizer = SGD(list(model.parameters()), lr=0.1)
     for step in range(STEPS):
         for rank in range(size):
             mine = part_of(random_batch(CONFIG, step, SEQUENCES), size=size, rank=rank)
             tokens = SEQUENCES * CONFIG.context
             for micro in micro_parts(mine, passes):
-                tokens = {
+                divisor = {
                     "mean of means": micro.targets.size,
                     "this rank's tokens": mine.targets.size,
-                    "averaged twice": SEQUENCES * CONFIG.context * passes,
+                    "averaged twice": tokens * passes,
                 }.get(mistake, tokens)
-                model.loss(micro.inputs, micro.targets, divisor=tokens).backward()
+                model.loss(micro.inputs, micro.targets, divisor=divisor).backward()
         optimizer.step()
         if mistake != "forgot to zero":
             optimizer.zero_grad()
@@ -187,7 +187,7 @@ def _weights(size: int, passes: int, ranks: list[dict[str, Any]]) -> Result:
     task = f"{_ranks(size)}, weights after {STEPS} steps of {passes} passes"
     target = _serial(size, passes)
     scale = np.abs(target).max()
-    error = max(float(np.abs(figures["weights"] - target).max() / scale) for figures in ranks)
+    error = max(difference(figures["weights"], target) for figures in ranks)
     if error < 1e-10:
         return Result(
             task,

@@ -9,6 +9,7 @@ python lessons/08_accumulation/lesson.py --break forget-to-zero   # see README.m
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -294,11 +295,11 @@ def reduce_every_pass() -> None:
 
     def job(group: Group, passes: int, way: str) -> tuple[float, float]:
         batch = lab.global_batch(lab.SMALL, 0)
-        alone = new_model(lab.SMALL)
+        serial = new_model(lab.SMALL)
         model = new_model(lab.SMALL)
-        alone.loss(*batch, divisor=batch[1].size).backward()
+        serial.loss(*batch, divisor=batch[1].size).backward()
         before = totals(group.ledger)
-        total = 0
+        total: Any = 0
         micros = micro_parts(part_of(batch, size=group.size, rank=group.rank), passes)
         for number, micro in enumerate(micros, start=1):
             model.loss(micro.inputs, micro.targets, batch[1].size).backward()
@@ -309,7 +310,7 @@ def reduce_every_pass() -> None:
                 total = total + gradients(model)
                 model.zero_grad()
         found = gradients(model) if way != "each pass's own" else total
-        target = gradients(alone)
+        target = gradients(serial)
         return sent_since(group.ledger, before)[1], float(
             np.linalg.norm(found - target) / np.linalg.norm(target)
         )

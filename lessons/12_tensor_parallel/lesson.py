@@ -20,7 +20,7 @@ from minidist.comm.group import Group
 from minidist.console import size_text
 from minidist.device import account
 from minidist.grading import load_module, sent_since, totals
-from minidist.lessons.lab import new_model, state_difference
+from minidist.lessons.lab import difference, new_model, state_difference
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import arguments, run_lesson
 from minidist.nn.shares import head_shares
@@ -82,7 +82,7 @@ def by_hand(group: Group, page: Page) -> None:
         "d down, own rows": (ddown, active[:, own].T @ dy),
     }
     rows = [
-        [name, str(ours.shape), f"{np.abs(ours - target).max() / np.abs(target).max():.0e}"]
+        [name, str(ours.shape), f"{difference(ours, target):.0e}"]
         for name, (ours, target) in whole.items()
     ]
     sent = all_ranks(group, nbytes)
@@ -174,14 +174,14 @@ def equal(group: Group, page: Page) -> None:
                 strategy.step(lab.batch_of(config, step), optimizer, clip=0.5)  # type: ignore[attr-defined]
                 for strategy, optimizer in zip((single, cut), optimizers, strict=True)
             ]
-        difference = state_difference(cut.state_dict(), single.state_dict())
+        gap = state_difference(cut.state_dict(), single.state_dict())
         rows.append(
             [
                 name,
                 f"{losses[0]:.9f}",
                 f"{losses[1]:.9f}",
-                f"{difference:.0e}",
-                "ok" if difference < 1e-10 else f"off {difference:.0e}",
+                f"{gap:.0e}",
+                "ok" if gap < 1e-10 else f"off {gap:.0e}",
             ]
         )
     page.table(

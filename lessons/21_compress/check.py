@@ -15,7 +15,7 @@ from minidist import holes
 from minidist.comm.group import Group
 from minidist.grading import Result, answer_key, run_module
 from minidist.launch import run
-from minidist.lessons.lab import new_model, random_batch, weights
+from minidist.lessons.lab import difference, new_model, random_batch, weights
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import SGD, Optimizer
 from minidist.parallel.compress.compress import plain_compressed_ddp
@@ -257,7 +257,7 @@ def _weights(
     ranks = _ranks(training(exercise))
     target = _ranks(training(sys.modules[__name__]))[0]["weights"]
     scale = np.abs(target).max()
-    error = max(float(np.abs(rank["weights"] - target).max() / scale) for rank in ranks)
+    error = max(difference(rank["weights"], target) for rank in ranks)
     task = f"{task}: weights of 3 ranks after {STEPS} steps"
     wanted = "those of the plain version, to 1e-10"
     if error < 1e-10:
