@@ -15,7 +15,9 @@ from minidist.comm.group import Group
 from minidist.device.backend import random_bits
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import Optimizer
-from minidist.parallel.step.step import Batch
+
+Batch = tuple[np.ndarray, np.ndarray]
+"""Inputs and targets, (sequences, context) each."""
 
 # ------------------------------------------------------------------------------ models and batches
 
