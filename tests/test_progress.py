@@ -148,7 +148,7 @@ def test_no_other_module_draws_progress() -> None:
     assert found == {"minidist/progress.py", "minidist/cli/watch.py"}
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("command", "cluster", "says"),
     [("simulate", "h100:1x2", "simulating 2 ranks"), ("plan", "h100:1x1", "ranking the plans")],

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("transport", ["threads", "tcp", "shm", "mpi"])
 def test_the_program_prints_the_sum_on_every_rank(transport, tmp_path):
     program = re.search(r"```python\n(.*?)```", TEXT, re.DOTALL)[1].replace(

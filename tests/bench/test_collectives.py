@@ -13,7 +13,7 @@ from minidist.cli import main
 from minidist.errors import LaunchError
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("title", "contenders"),
     [

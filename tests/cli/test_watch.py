@@ -90,7 +90,7 @@ def plain(text: str) -> list[str]:
     return re.split("[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-ln-z]", "", text))
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("columns", [40, 80, 200])
 def test_no_colour_at_any_width(columns: int, tmp_path: Path) -> None:
     WatchedRun(tmp_path, alive=False, steps=50).finish()

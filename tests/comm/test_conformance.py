@@ -90,13 +90,13 @@ def test_every_verb_by_every_algorithm(transport, size):
         ), case
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=4)
 @on_every_transport
 def test_abort_ends_every_wait(transport):
     assert all(run(conformance.aborted, size=2, transport=transport))
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=4)
 @on_every_transport
 def test_one_failing_rank_ends_all_with_its_name(transport, tmp_path):
     with pytest.raises(LookupError, match="rank 2.*boom on purpose"):

@@ -182,7 +182,7 @@ def check_one_kill(
     return slowest
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("transport", "how", "verb", "delay", "flight"),
     [

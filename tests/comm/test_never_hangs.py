@@ -57,7 +57,7 @@ def ways():
     ]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=14)
 @pytest.mark.parametrize(("transport", "way"), ways())
 def test_ranks_that_wait_in_vain_learn_why(transport, way):
     if way == "a ring of sends" and transport == "threads":

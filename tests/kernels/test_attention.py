@@ -248,7 +248,7 @@ def test_blocks_that_see_each_other(device, version, causal):
     )
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @needs_compiler
 @pytest.mark.parametrize("version", VERSIONS[1:])
 def test_tiles_that_nobody_sees_are_not_read(version):

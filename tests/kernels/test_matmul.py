@@ -102,7 +102,7 @@ def test_empty():
     )
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=5)
 @needs_compiler
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("sizes", [(128, 128, 32), (128, 96, 32)])

@@ -72,7 +72,7 @@ class Base(BaseException):
     pass
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(
     ("error", "kind", "says"),
     [
@@ -101,7 +101,7 @@ def test_the_first_failure_keeps_its_type_and_names_its_rank(error, kind, says):
     assert "raise error" in str(caught.value.__cause__)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=8)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     ("end", "how"),

@@ -70,7 +70,7 @@ def test_launcher_monitor_and_node_agent_start_without_numpy():
     assert (done.stdout, done.stderr) == ("\n", "")
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(
     ("code", "variables", "says"),
     [
@@ -199,7 +199,7 @@ def test_a_busy_rank_does_not_hold_up_the_end_under_mpirun():
     assert "ValueError: boom" in done.stderr
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=16)
 @pytest.mark.parametrize("transport", ["mpi", pytest.param("shm", marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     ("mode", "how"),
@@ -647,7 +647,7 @@ def test_init_in_a_process_that_could_not_join(monkeypatch):
         md.init()
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "data", [["missing"] * 3, ["python", "python", "missing"]], ids=["everywhere", "on one rank"]
 )

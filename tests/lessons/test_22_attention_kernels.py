@@ -79,7 +79,7 @@ def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> N
     assert_named("22", mistake, WRONG[mistake], tmp_path)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @needs_compiler
 @pytest.mark.parametrize(
     ("hole", "filling", "line"),

@@ -38,7 +38,7 @@ def test_the_right_filling_passes(tmp_path: Path) -> None:
     assert result.passed, result.results[-1].line()
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_wrong_filling_fails_under_its_name(mistake: str, tmp_path: Path) -> None:
     assert_named("23", mistake, WRONG[mistake], tmp_path)

@@ -188,7 +188,7 @@ def test_break_it(number: str, name: str, capsys: pytest.CaptureFixture[str]) ->
     assert chosen.says in capsys.readouterr().out
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("number,name", [pair for pair in BREAKS if pair not in THREADS_ONLY])
 def test_break_it_in_processes(number: str, name: str) -> None:
     output = run([sys.executable, str(lessons.find(number).part("lesson.py")), "--break", name])

@@ -33,7 +33,7 @@ def free(call: GroupCall, group: tuple[int, ...]) -> tuple[float, dict[Any, floa
     return 0.0, {}
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("message", [0.0, 0.25])
 def test_the_bubble_is_the_checkers(name: str, message: float) -> None:

@@ -27,7 +27,7 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_equals_one_process_on_the_cpu(
     plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -81,7 +81,7 @@ def test_a_rank_alone_sends_and_holds_what_it_does_among_others(
         close(found, alone(plan, config, 8, rank))
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("plan", "options"),
     [

@@ -105,7 +105,7 @@ def test_nothing_ahead_is_seen():
     np.testing.assert_array_equal(ops.causal_attention(q, k, v).data[:, :, :65], before[:, :, :65])
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @needs_compiler
 @pytest.mark.parametrize("packed", [False, True])
 def test_by_a_kernel(packed, monkeypatch):

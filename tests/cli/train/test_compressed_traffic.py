@@ -43,7 +43,7 @@ def trained(
     ), capsys.readouterr().out
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("options", "known"),
     [

@@ -149,7 +149,7 @@ def test_a_limit_met_in_the_first_step_leaves_nothing(
     assert sorted(os.listdir(tmp_path)) == ["one.json", "runs"]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_of_a_run_that_is_ended(
     signal_number: int, book: Path, tmp_path: Path

@@ -332,7 +332,7 @@ def test_a_finished_run_can_be_reported_again(run: Path, capfd: pytest.CaptureFi
     assert again["step_seconds"] > 0
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(("file", "at"), [("shard-00000.safetensors", -9), ("manifest.json", 400)])
 def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(
     file: str, at: int, run: Path, capfd: pytest.CaptureFixture[str]

@@ -146,7 +146,7 @@ def test_counters_that_cannot_be_read_are_one_line(
     )
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("options", "says"), [([], 1), (["--threads", "2"], 0), (["--quiet"], 0), (THREADS, 0)]
 )

@@ -47,7 +47,7 @@ def one_is_killed(world, folder, when):
         raise
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @on_processes
 @pytest.mark.parametrize("when", ["before", "inside"])
 def test_a_killed_rank_is_named_everywhere_at_once(transport, when, tmp_path):
@@ -76,7 +76,7 @@ def open_files(world):
     return before, during, files()
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @on_processes
 def test_no_file_stays_open_and_memory_has_no_name(transport):
     gc.collect()  # what only garbage holds is not this test's
@@ -178,7 +178,7 @@ def random_traffic(world, rounds, seed):
             handle.wait()
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @on_processes
 def test_random_traffic(transport):
     run(random_traffic, 10, 3, size=4, transport=transport)

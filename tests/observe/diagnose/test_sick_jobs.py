@@ -16,7 +16,7 @@ SAMPLE = [
 ]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("fault", SAMPLE, ids=lambda fault: fault.kind)
 def test_a_fault_is_named(fault, tmp_path):
     run = sick_job(tmp_path, fault)

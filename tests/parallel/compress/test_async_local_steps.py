@@ -54,7 +54,7 @@ def run(size: int, *, steps: int = 6, every: int = 2, **options: Any) -> list[di
     return md.run(rank, size=size)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     ("size", "every", "staleness"), [(2, 3, 2), (3, 2, 0), (4, 2, 1), (4, 1, None)]
 )

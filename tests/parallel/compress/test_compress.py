@@ -152,7 +152,7 @@ def measured(world: Any, plan: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(
     "plan",
     [

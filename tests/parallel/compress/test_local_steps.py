@@ -50,7 +50,7 @@ def test_a_meeting_after_each_step_is_ddp(size: int) -> None:
     np.testing.assert_allclose(local["losses"], ddp["losses"], rtol=1e-12)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("size", [3, 1, 2, 5])
 def test_diloco_equals_its_formula(size: int) -> None:
     ranks = run(size, steps=6, local_steps=3)
@@ -126,7 +126,7 @@ def test_the_plain_version_has_the_same_numbers() -> None:
     assert all(np.array_equal(found[0], other) for other in found)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("transport", ["threads-unbuffered", "tcp", "shm"])
 def test_same_bits_on_every_transport(transport: str) -> None:
     options = {"steps": 4, "local_steps": 2, "outer_compress": "bf16"}
@@ -516,7 +516,7 @@ def test_a_meeting_after_each_step_goes_on_as_ddp(ddp: tuple[str, Path]) -> None
         assert len(set(ranks)) == 1
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_another_number_of_ranks_goes_on(size: int, tmp_path: Path) -> None:
     """Rank r with the state of rank r mod 3, between two meetings; and what all have in common."""

@@ -164,7 +164,7 @@ def test_how_often_each_is_sent(case: dict[str, Any]) -> None:
     md.run(rank, size=1)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 def test_bytes_are_the_formula(size: int) -> None:
     """Of 5 and 4 fragments of three: 1,856 weights do not divide; the sum over the ranks is exact

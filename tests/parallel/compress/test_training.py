@@ -67,7 +67,7 @@ def test_ranks_stay_equal_and_learn(text: str, zero: int) -> None:
     assert min(ranks[0]["losses"][-5:]) < 0.97 * ranks[0]["losses"][0]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("text", [*TEXTS, "1-bit:warmup=3"])
 def test_low_precision(text: str, precision: str) -> None:
@@ -99,7 +99,7 @@ def test_between_copies(text: str) -> None:
     assert np.isfinite(ranks[0]["losses"]).all()
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     "text", ["top-k:density=0.1", "threshold:value=0.01", "powersgd:rank=2", "random-k:density=0.1"]
 )

@@ -141,7 +141,7 @@ def check_attention(
     assert sum(messages for *_, messages in ranks) == 3 * sum(count > 0 for count in each.values())
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_equals_one_process_under_any_pattern(pattern: str) -> None:
     """Blocks of the zigzag that hold several blocks of the pattern, parts of one, and, in 7 tokens,
@@ -315,7 +315,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     "plan",
     [PLANS[0], PLANS[3], *(pytest.param(plan, marks=pytest.mark.soak) for plan in PLANS[1:3])],

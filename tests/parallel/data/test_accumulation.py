@@ -243,7 +243,7 @@ def test_units_that_stay_until_backward_cost_less(accumulate: int) -> None:
     assert sum(sent for _, sent in results) == 8 * expected
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("strategy", [Single, DDP])
 def test_activations_are_those_of_one_microbatch(strategy: Any) -> None:
     """Measured by the account: 8 rows in A passes have the peak of 8/A rows in one, and gradients
@@ -282,7 +282,7 @@ def test_activations_are_those_of_one_microbatch(strategy: Any) -> None:
             assert accumulated["gradients"] == whole["gradients"]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("size", "plan"),
     [(3, {}), (2, {"zero": 3}), (1, {"zero": 3, "offload": "all", "checkpoint_blocks": "all"})],

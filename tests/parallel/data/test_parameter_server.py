@@ -167,7 +167,7 @@ def test_equals_one_process_after_twenty_steps(workers: int, servers: int) -> No
     check_equal(workers, servers, steps=20, sequences=9)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     "transport", ["threads-unbuffered", "tcp", pytest.param("mpi", marks=pytest.mark.soak)]
 )
@@ -226,7 +226,7 @@ def test_float32_stays_close() -> None:
     assert difference(ranks[0]["weights"], serial[0]["weights"]) < 1e-5
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     "bug", ["averages twice", "pushes twice", "forgets a worker", "pulls from one server"]
 )
@@ -325,7 +325,7 @@ def check_replay(
     return ranks, records
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("workers", "servers", "transport", "optimizer"),
     [
@@ -399,7 +399,7 @@ def ahead(record: list[Update], workers: int, steps: int) -> int:
     return most
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("staleness", [0, 2, None])
 def test_a_straggler_holds_the_others_up_no_more_than_it_must(
     staleness: int | None, monkeypatch: pytest.MonkeyPatch
@@ -458,7 +458,7 @@ def test_clocks() -> None:
 # ----------------------------------------------------------------------------------------- the lost
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize("transport", ["tcp", "threads"])
 def test_a_lost_worker_slows_nobody(transport: str) -> None:
     """Although the bound would have the others wait for it."""

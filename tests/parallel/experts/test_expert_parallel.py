@@ -343,7 +343,7 @@ def unspoilt(
     return alone
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With SGD: Adam forgives a wrong scale."""

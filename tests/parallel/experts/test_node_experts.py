@@ -72,7 +72,7 @@ def sent(ranks: list[dict[str, Any]], axis: str) -> int:
     return sum(rank["sent"].get(axis, {}).get("all_to_all", 0) for rank in ranks)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(
     ("nodes", "moe", "of_serial", "options"),
     [
@@ -203,7 +203,7 @@ PLANS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     "plan", PLANS, ids=lambda plan: ",".join(f"{key}={value}" for key, value in plan.items())
 )

@@ -52,7 +52,7 @@ def check_all(
     return ranks
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(
     ("plan", "mixture"),
     [
@@ -229,7 +229,7 @@ def plant(bug: str, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(Stages, "mixtures", lambda self, stage: [])
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(
     ("bug", "plan", "mixture"),
     [

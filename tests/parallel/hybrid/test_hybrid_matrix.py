@@ -243,7 +243,7 @@ def consecutive(attend: Any) -> Any:
     return attend_by_ring
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(
     ("bug", "plan"),
     [

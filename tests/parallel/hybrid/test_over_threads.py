@@ -23,7 +23,7 @@ def work(world: Any) -> list[Any]:
     return [[mesh["dp"].rank, mesh["tp"].rank], losses, digest]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     "transport", ["threads-unbuffered", "auto", pytest.param("tcp", marks=pytest.mark.soak)]
 )

@@ -96,7 +96,7 @@ def check(options: dict[str, Any], sequences: int) -> list[dict[str, Any]]:
     return ranks
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(
     ("options", "sequences"),
     [
@@ -135,7 +135,7 @@ def test_bytes_are_the_formula() -> None:
     assert sent["pp"] == STEPS * 2 * 7 * config.context * config.width * 8
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "options",
     [

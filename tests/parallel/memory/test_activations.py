@@ -118,7 +118,7 @@ def test_the_peak_is_one_block() -> None:
     assert peak(6, "all") < 0.5 * peak(6, "none")
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     "changes",
     [

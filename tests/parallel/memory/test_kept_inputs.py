@@ -165,7 +165,7 @@ def peaks(kept: str, layers: int, tp: int = 1) -> dict[str, int]:
     return {"device": rank["memory"]["activations"]["peak"], "host": rank["kept"]["host_bytes"]}
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     ("kept", "tp", "device", "host"),
     [

@@ -81,7 +81,7 @@ def job(
 # ------------------------------------------------------------------------------------ the same bits
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=10)
 @pytest.mark.parametrize("plan", HOMES, ids=str)
 @pytest.mark.parametrize("size", [1, 3])
 def test_same_bits_as_without(plan: dict[str, Any], size: int) -> None:
@@ -302,7 +302,7 @@ def test_a_limit_too_small_for_a_unit_is_told_before_training(tmp_path: Path) ->
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize(
     "plan",
     [{}, {"zero": 2, "accumulate": 2, "checkpoint_blocks": "all"}, {"zero": 3, "offload": "all"}],

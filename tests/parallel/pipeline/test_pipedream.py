@@ -77,7 +77,7 @@ def test_equals_the_replay(size: int, microbatches: int) -> None:
     np.testing.assert_allclose(ranks[-1]["losses"], again["losses"], rtol=1e-12)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=4)
 @pytest.mark.parametrize(
     "transport",
     [

@@ -81,7 +81,7 @@ def test_the_first_stage_may_be_frozen_between_two_steps(name: str) -> None:
     assert difference(md.run(job, 2, size=2)[0], alone) < BOUND
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize(
     ("name", "size"),
     [
@@ -221,7 +221,7 @@ def test_uneven_splits(serial: dict[str, Any], layers: list[int]) -> None:
 # -------------------------------------------------------------------- the parity test sees the bugs
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=6)
 @pytest.mark.parametrize(
     "bug",
     [

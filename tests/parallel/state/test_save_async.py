@@ -96,7 +96,7 @@ def test_the_plain_version_holds_the_state_of_its_start(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["state.npy"]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=5)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_later_updates_do_not_touch_the_copy(
     plan: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -283,7 +283,7 @@ def test_another_error_in_the_thread_ends_the_job(
     assert not checkpoints(tmp_path)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     "slow", [0, 1], ids=["the survivor's disk hangs", "the dead rank's disk hangs"]
 )

@@ -259,7 +259,7 @@ def target_counted_everywhere(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=7)
 @pytest.mark.parametrize(
     "bug",
     [

@@ -56,7 +56,7 @@ def test_units_that_stay_over_mpi(keep: bool) -> None:
     )
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(every=3)
 @pytest.mark.parametrize("stage", [3, 1, 2])
 def test_float32_after_twenty_steps(stage: int) -> None:
     check_equal(stage, 3, {"dtype": "float32"}, steps=20, bound=FLOAT32)
