@@ -52,6 +52,7 @@ if not _kept:
 
 # `from helpers import ...`; ranks under mpirun find it too
 sys.path.insert(0, str(Path(__file__).parent / "support"))
+from sampling import left_out, sampled_tests  # noqa: E402
 
 settings.register_profile(
     "ci",
@@ -102,39 +103,12 @@ SOAK_SECONDS = 1800  # a hundred plans of up to 16 ranks, 20 steps each, take a 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give soak to the cases that the mark `sampled` of their test leaves out, and SOAK_SECONDS to
     each soak test."""
-    tests: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("sampled") and not item.get_closest_marker("soak"):
-            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
-    for cases in tests.values():
+    for cases in sampled_tests(items):
         for case in left_out(cases):
             case.add_marker(pytest.mark.soak)
     for item in items:
         if item.get_closest_marker("soak") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SOAK_SECONDS))
-
-
-def left_out(cases: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the cases of one test that the default run does not need.
-
-    It needs every `every`-th, if the mark says so. Else it takes, one after the other, the first
-    case with the most values that no case before it has, until each value of each parameter occurs.
-    """
-    (mark,) = cases[0].iter_markers("sampled")
-    if every := mark.kwargs.get("every"):
-        return [case for number, case in enumerate(cases) if number % every]
-    values = {case: values_of(case) for case in cases}
-    unseen = set().union(*values.values())
-    while unseen:
-        needed = max(values, key=lambda case: len(values[case] & unseen))
-        unseen -= values.pop(needed)
-    return list(values)
-
-
-def values_of(case: pytest.Item) -> set[tuple[str, str]]:
-    """Return (parameter, value as text) of one case."""
-    assert isinstance(case, pytest.Function)
-    return {(name, repr(value)) for name, value in case.callspec.params.items()}
 
 
 @pytest.hookimpl(tryfirst=True)
