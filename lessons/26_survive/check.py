@@ -63,7 +63,7 @@ def _shards(folder: Path) -> Result:
     task = f"{WRITERS} ranks write {SIZE} numbers"
     target = "5, 4 and 4 numbers, in order"
     found = [
-        np.load(folder / f"{rank}.npy") if (folder / f"{rank}.npy").exists() else None
+        np.fromfile(folder / f"{rank}.bin") if (folder / f"{rank}.bin").exists() else None
         for rank in range(WRITERS)
     ]
     right = np.array_split(NUMBERS, WRITERS)
@@ -115,7 +115,7 @@ def _digests(group: Group, folder: str) -> list[str]:
     import hashlib
 
     return [
-        hashlib.sha256((Path(folder) / f"{rank}.npy").read_bytes()).hexdigest()
+        hashlib.sha256((Path(folder) / f"{rank}.bin").read_bytes()).hexdigest()
         for rank in range(WRITERS)
     ]
 
@@ -160,9 +160,9 @@ def _read(exercise: ModuleType, folder: Path, size: int) -> Result:
 
 def _damaged(exercise: ModuleType, folder: Path) -> Result:
     """A shard with another byte is refused."""
-    data = bytearray((folder / "1.npy").read_bytes())
+    data = bytearray((folder / "1.bin").read_bytes())
     data[-1] ^= 1
-    (folder / "1.npy").write_bytes(data)
+    (folder / "1.bin").write_bytes(data)
 
     def load(group: Group) -> str:
         try:
@@ -174,8 +174,8 @@ def _damaged(exercise: ModuleType, folder: Path) -> Result:
     found = run(load, size=1, limit=LIMIT)[0]
     return Result(
         "one bit of shard 1 turned over",
-        found == "1.npy: is damaged",
-        "1.npy: is damaged",
+        found == "1.bin: is damaged",
+        "1.bin: is damaged",
         found,
         "damage is not seen",
         "the digest of what was written: section 4 (hole 2)",

@@ -275,7 +275,7 @@ def manifest_first() -> None:
             (Path(folder) / "manifest.json").write_text(
                 json.dumps({"size": 6, "sha256": [digest, digest]})
             )
-            np.save(Path(folder) / "0.npy", np.arange(3.0))  # and here the machine stops
+            np.arange(3.0).tofile(Path(folder) / "0.bin")  # and here the machine stops
 
     with tempfile.TemporaryDirectory() as folder:
         md.run(job, folder, size=2)

@@ -34,6 +34,7 @@ def signature(**changes):
         ml_dtypes.float8_e5m2,
         ml_dtypes.int4,
         [("key", "<i4"), ("x", "<f8", (2,))],
+        [("a", "<i4", (2, 3)), ("b", [("c", "<f8"), (("title", "d"), "<i2")])],
     ],
 )
 def test_every_dtype_has_a_name_that_leads_back(dtype):

@@ -13,14 +13,14 @@ from minidist.survive.interval import best_interval, goodput
 
 RIGHT = right("26")
 WRONG = {
-    "numbers are lost": {1: "np.save(file, chunk[:-1])"},
+    "numbers are lost": {1: "chunk[:-1].tofile(file)"},
     "not every shard's digest": {2: "digest[None]"},
     "a torn manifest can be seen": {
         3: '(folder / "draft").rename(folder / "draft2")\n'
         '(folder / "manifest.json").write_text((folder / "draft2").read_text())'
     },
     "no manifest": {3: "None"},
-    "other ranks' numbers": {5: "np.load(file)"},
+    "other ranks' numbers": {5: "np.fromfile(file)"},
     "not the best interval": {6: "(save * between) ** 0.5"},
 }
 

@@ -72,8 +72,8 @@ from minidist.reading import visible
 
 def plain_save(group: Group, chunk: np.ndarray, size: int, folder: Path) -> None:
     """Write a vector of `size` numbers, of which each rank has its chunk; the manifest last."""
-    file = folder / f"{group.rank}.npy"
-    np.save(file, chunk)
+    file = folder / f"{group.rank}.bin"
+    chunk.tofile(file)
     digest = np.frombuffer(hashlib.sha256(file.read_bytes()).digest(), np.uint8)
     digests = group.all_gather(digest[None])  # now all shards are written
     if group.rank == 0:
@@ -94,10 +94,10 @@ def plain_load(group: Group, folder: Path) -> np.ndarray:
     for rank, digest in enumerate(manifest["sha256"]):
         first, last = max(start, old[rank]), min(stop, old[rank + 1])
         if first < last:  # this shard has some of my numbers
-            file = folder / f"{rank}.npy"
+            file = folder / f"{rank}.bin"
             if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
                 raise CheckpointError(f"{file}: is damaged")
-            parts.append(np.load(file)[first - old[rank] : last - old[rank]])
+            parts.append(np.fromfile(file)[first - old[rank] : last - old[rank]])
     return np.concatenate(parts)
 
 
