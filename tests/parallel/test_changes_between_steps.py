@@ -214,6 +214,7 @@ def check(plan: dict[str, Any], case: str) -> None:
         assert difference(ours[1], weights) < 1e-10
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", EVERY_PLAN)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_every_plan(plan: dict[str, Any], case: str) -> None:
@@ -224,6 +225,7 @@ def test_replicas_learn_a_new_rate_of_dropout() -> None:
     check(PLANS["replicas in one process"], "dropout's rate, a mode")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("plan", [{}, {"dp": 2, "zero": 2}, {"pp": 2}], ids=["one", "ZeRO-2", "pp"])
 def test_every_change(plan: dict[str, Any], case: str) -> None:

@@ -61,6 +61,7 @@ def train(world: Any, plan: dict[str, Any], rule: Rule, folder: Any, experts: bo
     return weights, asked
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_a_rule_of_weight_decay_is_given_whole_parameters(

@@ -118,6 +118,7 @@ def test_what_does_not_fit(words: list[str], says: str, capsys: pytest.CaptureFi
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.sampled(every=2)
 @pytest.mark.parametrize(
     ("words", "says"),
     [

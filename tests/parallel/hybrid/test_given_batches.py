@@ -121,6 +121,7 @@ def other_dtype(batch: Any) -> Any:
     return tuple(ids.astype(np.int32) for ids in batch)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "first"), [*((name, 2) for name in PLANS), ("dp", 0), ("asynchronous", 0)]
 )
@@ -258,6 +259,7 @@ def train_by_rows(
     return weights, losses
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
