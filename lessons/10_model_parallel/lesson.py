@@ -23,7 +23,7 @@ from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import AdamW
 from minidist.parallel.pipeline.model_parallel import ModelParallel, plain_model_parallel
-from minidist.parallel.pipeline.stages import Stages, balanced_layers
+from minidist.parallel.pipeline.stages import StagePass, Stages, balanced_layers
 from minidist.parallel.step.single import Single
 from minidist.parallel.zero.memory_formula import MIXED
 
@@ -272,10 +272,11 @@ def train(group: Group, steps: int, broken: str) -> dict[str, Any]:
     if broken == "gradient":
         backward = strategy.backward
 
-        def silent(x: Any, y: Any) -> None:
+        def silent(work: StagePass, number: int) -> None:
+            x, _ = work.kept[group.rank, number]
             if x is not None:
                 x.register_hook(lambda dx: dx * 0.0)
-            backward(x, y)
+            backward(work, number)
 
         strategy.backward = silent
     if broken == "table":

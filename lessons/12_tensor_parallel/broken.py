@@ -14,6 +14,10 @@ from minidist.lessons.lab import random_batch
 from minidist.lessons.running import Break
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import Adam
+from minidist.parallel.hybrid.mesh import Mesh
+from minidist.parallel.hybrid.parallelize import compose
+from minidist.parallel.hybrid.plan import Plan
+from minidist.parallel.step.model_axis import ModelAxis
 from minidist.parallel.tensor.tensor_layers import TensorRegion, split_gpt
 from minidist.parallel.tensor.tensor_parallel import TensorParallel, tensor_parallel
 
@@ -33,10 +37,17 @@ def gradients(
 ) -> tuple[list[float], dict[str, np.ndarray]]:
     """Losses of thirty steps on one batch, without clipping, and rank 0's gradients of the
     first."""
+
+    class Cut(TensorParallel):
+        """By regions of the class that was given."""
+
+        def __init__(self, model: GPT, group: Group) -> None:
+            ModelAxis.__init__(self, model, group)
+            split_gpt(model, region(group))
+
+    mesh = Mesh(group, tp=group.size)
     model = GPT(CONFIG)
-    split_gpt(model, region(group))
-    model.initialize(0)
-    strategy = TensorParallel(model, group)
+    strategy = compose(model, mesh, Plan(tp=group.size), [Cut(model, mesh["tp"])], seed=0)
     optimizer = Adam(strategy.parameters, 3e-3)
     losses = []
     first: dict[str, np.ndarray] = {}

@@ -4,6 +4,7 @@ it takes."""
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,12 @@ from minidist.comm.group import Group
 from minidist.device import account
 from minidist.lessons.lab import random_batch
 from minidist.nn import GPT, GPTConfig
-from minidist.parallel.tensor.tensor_parallel import tensor_parallel
+from minidist.parallel.hybrid.mesh import Mesh
+from minidist.parallel.hybrid.parallelize import compose
+from minidist.parallel.hybrid.plan import Plan
+from minidist.parallel.memory.activations import checkpoint_blocks
+from minidist.parallel.step.strategy import Strategy
+from minidist.parallel.tensor.tensor_parallel import TensorParallel, tensor_parallel
 
 CONFIG = GPTConfig(vocabulary=103, context=16, layers=2, width=48, heads=6, dtype="float64")
 BATCH = 4
@@ -23,6 +29,23 @@ def cut_model(group: Group, config: GPTConfig = CONFIG, *, seed: int = 0) -> GPT
     model = tensor_parallel(GPT(config), group)
     model.initialize(seed)
     return model
+
+
+def cut_strategy(
+    group: Group,
+    config: GPTConfig = CONFIG,
+    *,
+    checkpoint: str = "none",
+    axis: Any = TensorParallel,
+) -> Strategy:
+    """What a Trainer under the plan tp=P has: this rank's part of a model, trained.
+
+    Args:    checkpoint: the blocks to compute again; axis: the class that cuts the model.
+    """
+    mesh = Mesh(group, tp=group.size)
+    model = GPT(config)
+    checkpoint_blocks(model, checkpoint)
+    return compose(model, mesh, Plan(tp=group.size), [axis(model, mesh["tp"])], seed=0)
 
 
 def batch_of(config: GPTConfig, step: int, sequences: int = BATCH) -> tuple[np.ndarray, np.ndarray]:

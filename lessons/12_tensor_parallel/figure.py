@@ -18,7 +18,7 @@ from minidist.lessons.lab import new_model
 from minidist.lessons.running import draw_figure
 from minidist.nn.weight_shard import WeightShard
 from minidist.optim import Adam
-from minidist.parallel.tensor.tensor_parallel import TensorParallel, elements_sent
+from minidist.parallel.tensor.tensor_parallel import elements_sent
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "12")
@@ -56,13 +56,13 @@ def record(group: Group) -> dict[str, Any]:
             group.all_reduce(own, out=owner)
             held[name] = owner - 1
     graph = block_calls(group)
-    strategy = TensorParallel(model, group)
+    strategy = lab.cut_strategy(group)
     optimizer = Adam(strategy.parameters, 1e-3)
     sent = []
     end = group.ledger.subscribe(
         lambda event: (
             sent.append(event.details["nbytes"])
-            if event.kind == "call" and event.details["axis"] == group.axis
+            if event.kind == "call" and event.details["axis"] == "tp"
             else None
         )
     )

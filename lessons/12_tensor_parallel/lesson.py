@@ -27,10 +27,9 @@ from minidist.nn.shares import head_shares
 from minidist.nn.weight_shard import WeightShard
 from minidist.optim import Adam
 from minidist.parallel.data.ddp import DDP
-from minidist.parallel.memory.activations import checkpoint_blocks
 from minidist.parallel.step.single import Single
 from minidist.parallel.tensor.tensor_layers import SplitOutput
-from minidist.parallel.tensor.tensor_parallel import TensorParallel, elements_sent, plain_tensor_mlp
+from minidist.parallel.tensor.tensor_parallel import elements_sent, plain_tensor_mlp
 
 HERE = Path(__file__).resolve()
 lab, broken = (load_module(HERE.with_name(name), "12") for name in ("experiments.py", "broken.py"))
@@ -167,11 +166,11 @@ def equal(group: Group, page: Page) -> None:
     for name, changes in CASES.items():
         config = replace(CONFIG, **changes)  # type: ignore[arg-type]
         single = Single(new_model(config))
-        cut = TensorParallel(lab.cut_model(group, config), group)
+        cut = lab.cut_strategy(group, config)
         optimizers = [Adam(s.parameters, 1e-2) for s in (single, cut)]
         for step in range(STEPS):
             losses = [
-                strategy.step(lab.batch_of(config, step), optimizer, clip=0.5)  # type: ignore[attr-defined]
+                strategy.step(lab.batch_of(config, step), optimizer, clip=0.5)
                 for strategy, optimizer in zip((single, cut), optimizers, strict=True)
             ]
         gap = state_difference(cut.state_dict(), single.state_dict())
@@ -202,7 +201,7 @@ def measure_step(group: Group, strategy: Any, batch: Any) -> tuple[int, list[int
         lambda event: (
             calls.append(event.details["nbytes"])
             if event.kind == "call"
-            and event.details["axis"] == group.axis
+            and event.details["axis"] == "tp"
             and event.details["verb"] == "all_reduce"
             else None
         )
@@ -223,9 +222,8 @@ def traffic(group: Group, page: Page) -> None:
     h = CONFIG.width
     layers = CONFIG.layers
     for which, each in (("none", 4), ("all", 6)):
-        model = lab.cut_model(group)
-        checkpoint_blocks(model, which)
-        nbytes, calls = measure_step(group, TensorParallel(model, group), lab.batch_of(CONFIG, 0))
+        strategy = lab.cut_strategy(group, checkpoint=which)
+        nbytes, calls = measure_step(group, strategy, lab.batch_of(CONFIG, 0))
         formula = ITEM * elements_sent(
             CONFIG, ranks=p, tokens=tokens, recomputed=layers if which == "all" else 0
         )
@@ -265,7 +263,7 @@ def beside_data_parallel(group: Group, page: Page) -> None:
     rows = []
     for sequences in (group.size, 2 * group.size, 4 * group.size):
         batch = lab.batch_of(config, 0, sequences)
-        cut, _ = measure_step(group, TensorParallel(lab.cut_model(group, config), group), batch)
+        cut, _ = measure_step(group, lab.cut_strategy(group, config), batch)
         replicas, _ = measure_step(group, DDP(new_model(config), group), batch)
         tokens = sequences * config.context
         formula = ITEM * elements_sent(config, ranks=group.size, tokens=tokens)

@@ -2,6 +2,7 @@
 walked by hand."""
 
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,17 @@ from minidist.parallel.context import (
     sparse_ring_attention,
     ulysses,
 )
+from minidist.parallel.context.context_parallel import ContextParallel
+from minidist.parallel.context.sequence_parallel import SequenceParallel
+from minidist.parallel.hybrid.hybrid_step import Hybrid
+from minidist.parallel.hybrid.mesh import Mesh
+from minidist.parallel.hybrid.parallelize import compose, no_dropout
+from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.memory.activations import forget_scores
+from minidist.parallel.step.recorder import Silent
 from minidist.parallel.step.single import Single
+from minidist.parallel.step.step import Part
+from minidist.parallel.zero.shards import ShardStore
 
 NAMES = ("sequence", "ring", "all-to-all")
 TITLES = {
@@ -28,14 +38,11 @@ TITLES = {
     "ring": "ring attention",
     "all-to-all": "all-to-all attention",
 }
-CUTS: dict[str, Any] = {
-    "sequence": (sequence_parallel.sequence_parallel, sequence_parallel.SequenceParallel),
-    "ring": (ring_attention.context_parallel, ring_attention.ContextParallel),
-    "all-to-all": (ulysses.ulysses, ulysses.ContextParallel),
-    "pieces": (
-        sparse_ring_attention.sparse_context_parallel,
-        sparse_ring_attention.ContextParallel,
-    ),
+CUTS: dict[str, tuple[str, Any]] = {
+    "sequence": ("tp", SequenceParallel),
+    "ring": ("cp", ContextParallel),
+    "all-to-all": ("cp", partial(ContextParallel, attention="all-to-all")),
+    "pieces": ("cp", ContextParallel),  # of a model with an attention pattern
 }
 SEQUENCES = 2
 
@@ -61,16 +68,32 @@ def global_batch(
     return hashed_batch(f"lesson 13, batch {step}", config, sequences)
 
 
-def strategy_for(group: Group, config: GPTConfig, name: str) -> Any:
-    """A model cut so and its strategy; "one process" is not cut."""
+def strategy_for(group: Group, config: GPTConfig, name: str, change: Any = None) -> Any:
+    """What a Trainer with this plan has: a model cut so, trained; "one process" is not cut.
+
+    Args:    change: is given the cut model before its weights are drawn.
+    """
     model = GPT(config)
     if name == "one process":
         model.initialize(0)
         return Single(model)
-    cut, strategy = CUTS[name]
-    cut(model, group)
-    model.initialize(0)
-    return strategy(model, group)
+    axis, divides = CUTS[name]
+    mesh = Mesh(group, **{axis: group.size})
+    axes = [divides(model, mesh[axis])]
+    if change is not None:
+        change(model, group)
+    plan = Plan(cp=mesh.shape["cp"], tp=mesh.shape["tp"])
+    return compose(model, mesh, plan, axes, seed=0)
+
+
+def sent(group: Group, phase: str, verb: str | None = None) -> int:
+    """Bytes that this rank sent in a phase along the axes of its mesh, by a verb or by all."""
+    return sum(
+        nbytes
+        for axis, verbs in group.ledger.sent_bytes(phase).items()
+        for each, nbytes in verbs.items()
+        if axis != "control" and each == (verb or each)
+    )
 
 
 def train(group: Group, config: GPTConfig, name: str, steps: int, phase: str = "lesson 13") -> Any:
@@ -87,11 +110,29 @@ def peaks(
     group: Group, config: GPTConfig, name: str, *, limit: int | None = None
 ) -> dict[str, int]:
     """Peak bytes of this rank in forward and backward of one sequence."""
+    inputs, targets = global_batch(config, 0, sequences=1)
     with account.use(account.MemoryAccount(limit=limit)) as memory:
-        strategy = strategy_for(group, config, name)
-        forget_scores(strategy.model)
+        model = GPT(config)
+        axes = []
+        mesh = Mesh(group, dp=group.size)
+        if name != "one process":
+            axis, divides = CUTS[name]
+            mesh = Mesh(group, **{axis: group.size})
+            axes = [divides(model, mesh[axis])]
+        model.initialize(0)
+        forget_scores(model)
         memory.reset_peak()
-        strategy.model.loss(*global_batch(config, 0, sequences=1)).backward()
+        step = Hybrid(
+            model,
+            mesh,
+            Plan(),
+            axes,
+            Single(model),  # no replicas, whose buckets of gradients would count too
+            key=no_dropout,
+            recorder=Silent(),
+            store=ShardStore(),
+        )
+        step.run(Part(inputs, targets, 0), divisor=targets.size, last=True)
         return memory.peak
 
 

@@ -21,7 +21,6 @@ from minidist.errors import MemoryLimitError
 from minidist.grading import load_module
 from minidist.lessons.page import Page
 from minidist.lessons.running import Break, arguments, run_lesson
-from minidist.nn import GPT
 from minidist.parallel.context import ring_attention, token_shard
 from minidist.parallel.context.ring_attention import plain_ring_attention, zigzag
 from minidist.parallel.context.sequence_parallel import plain_sequence_mlp
@@ -211,7 +210,7 @@ def traffic(group: Group, page: Page) -> None:
     rows = []
     for name in lab.NAMES:
         strategy = lab.train(group, config, name, 1, phase=f"lesson 13, {name}")
-        sent = sum(group.ledger.sent_bytes(f"lesson 13, {name}").get(group.axis, {}).values())
+        sent = lab.sent(group, f"lesson 13, {name}")
         with group.ledger.control():
             sent = int(group.all_reduce(np.array([sent]))[0])
         parameters = sum(array.size for array in strategy.state_dict().values())
@@ -345,11 +344,7 @@ def sent_beside(group: Group, config: Any) -> list[str]:
     lab.train(group, config, name, 1, phase=phase)
     verb = "exchange" if name == "ring" else "send"
     with group.ledger.control():
-        sent = int(
-            group.all_reduce(
-                np.array([group.ledger.sent_bytes(phase).get(group.axis, {}).get(verb, 0)])
-            )[0]
-        )
+        sent = int(group.all_reduce(np.array([lab.sent(group, phase, verb)]))[0])
     target = 8 * lab.formula(group, config, name, 0)
     return [f"{sent:,}", f"{target:,}", "ok" if sent == target else "off"]
 
@@ -363,11 +358,7 @@ def off_by(what: str, change: Any) -> None:
 
     def job(group: Group) -> float:
         target = lab.train(group, config, "one process", STEPS).state_dict()
-        model = GPT(config)
-        ring_attention.context_parallel(model, group)
-        change(model, group)
-        model.initialize(0)
-        strategy = ring_attention.ContextParallel(model, group)
+        strategy = lab.strategy_for(group, config, "ring", change)
         optimizer = lab.AdamW(strategy.parameters, 1e-2)
         for step in range(STEPS):
             strategy.step(lab.global_batch(config, step), optimizer, clip=0.5)

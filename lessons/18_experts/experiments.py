@@ -11,7 +11,12 @@ from minidist.device.backend import random_bits
 from minidist.nn import GPT, DropoutKey, GPTConfig, MixtureConfig, mixture
 from minidist.nn.moe import mixtures
 from minidist.optim import AdamW
-from minidist.parallel.experts.expert_parallel import ExpertParallel, expert_parallel
+from minidist.parallel.experts.expert_load import ExpertLoad
+from minidist.parallel.experts.expert_parallel import ExpertParallel
+from minidist.parallel.hybrid.hybrid_step import Hybrid
+from minidist.parallel.hybrid.mesh import Mesh
+from minidist.parallel.hybrid.parallelize import compose
+from minidist.parallel.hybrid.plan import Plan
 
 EXPERTS = 8
 SEQUENCES = 8
@@ -56,11 +61,25 @@ class Run:
     """A trained mixture and what was seen on the way: loads (steps, layers, 2, experts), losses
     without balance."""
 
-    strategy: ExpertParallel
+    strategy: Hybrid
+    load: ExpertLoad
     loads: np.ndarray
     losses: list[float]
     sent: dict[str, dict[str, int]]
     rows: int
+
+
+def divided(
+    group: Group, config: MixtureConfig, *, once_a_node: bool = True, **options: Any
+) -> tuple[Hybrid, ExpertLoad, Group]:
+    """What a Trainer under the plan ep=P has: a mixture whose experts are divided, trained; how
+    they are loaded; and their ranks."""
+    model = mixture(GPT(CONFIG), config)
+    mesh = Mesh(group, ep=group.size)
+    experts = mesh["ep"]
+    axis = ExpertParallel(model, experts, sharers=mesh.experts, once_a_node=once_a_node)
+    strategy = compose(model, mesh, Plan(ep=group.size), [axis], seed=SEED, **options)
+    return strategy, ExpertLoad(model, mesh.copies), experts
 
 
 def train(
@@ -77,19 +96,16 @@ def train(
     Args:    key: key(step, part) may say what noise depends on.
              lopsided: whether all tokens begin by liking the same two experts.
     """
-    model = expert_parallel(mixture(GPT(CONFIG), config), group)
-    model.initialize(SEED)
-    if lopsided:
-        tip(model)
     state = {"step": 0}
 
-    def loss(part: Any, divisor: int) -> Any:
-        of_part = key or (
-            lambda step, part: DropoutKey.of_sequences(SEED, step, part.first, *part.inputs.shape)
-        )
-        return model.loss(part.inputs, part.targets, divisor, key=of_part(state["step"], part))
+    def of_part(part: Any) -> DropoutKey:
+        if key is not None:
+            return key(state["step"], part)
+        return DropoutKey.of_sequences(SEED, state["step"], part.first, *part.inputs.shape)
 
-    strategy = ExpertParallel(model, group, loss=loss)
+    strategy, load, own = divided(group, config, key=of_part)
+    if lopsided:
+        tip(strategy.model)
     optimizer = AdamW(strategy.parameters, lr)
     loads = []
     losses = []
@@ -98,14 +114,15 @@ def train(
     for step in range(steps):
         state["step"] = step
         losses.append(strategy.step(global_batch(step), optimizer))
-        loads.append(strategy.loads.copy())
-        rows += int(strategy.routed.sum() - strategy.routed[:, group.rank].sum())
+        load.settle()
+        loads.append(load.step.copy())
+        rows += int(load.routed.sum() - load.routed[:, own.rank].sum())
     after = sent_by_verb(group)
     sent = {
         axis: {verb: count - before.get(axis, {}).get(verb, 0) for verb, count in verbs.items()}
         for axis, verbs in after.items()
     }
-    return Run(strategy, np.stack(loads), losses, sent, rows)
+    return Run(strategy, load, np.stack(loads), losses, sent, rows)
 
 
 @dataclass
@@ -153,23 +170,21 @@ def train_on_nodes(
     """Train on two texts, on ranks of which the second half count as another node."""
     nodes = group.nodes
     group.nodes = tuple(2 * rank // group.size for rank in range(group.size))
-    experts = group.split(0, axis="ep")  # so that the ledger counts their traffic by itself
-    here = group.nodes
+    strategy, load, experts = divided(group, config, once_a_node=once_a_node)
+    here = experts.nodes
     group.nodes = nodes
-    model = expert_parallel(mixture(GPT(CONFIG), config), experts, once_a_node=once_a_node)
-    model.initialize(SEED)
-    strategy = ExpertParallel(model, experts, everyone=group)
     optimizer = AdamW(strategy.parameters, 0.005)
     losses = []
     away = 0
     before = _far(group, here)
     for step in range(steps):
         losses.append(strategy.step(two_texts(step), optimizer))
+        load.settle()
         others = [rank for rank in range(group.size) if here[rank] != here[group.rank]]
-        away += int(strategy.load.copies.sum() if once_a_node else strategy.routed[:, others].sum())
+        away += int(load.copies.sum() if once_a_node else load.routed[:, others].sum())
     far, away = summed(group, [_far(group, here) - before, away]).tolist()
     each = 4 * CONFIG.width + (2 * config.top_k if once_a_node else 0)
-    found = strategy.load.placed(group.split(group.rank))
+    found = load.placed(group.split(group.rank))
     return OnNodes(
         losses,
         far / steps,

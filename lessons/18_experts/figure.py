@@ -25,14 +25,14 @@ def record(group: Group) -> dict[str, Any]:
     """The first step's routing with a capacity, loads of three long runs, and what the first
     sent."""
     first = lab.train(group, lab.moe_config(capacity=1.0), 1)
-    routing = first.strategy.layers[0].routing
+    routing = first.load.layers[0].routing
     with group.ledger.control():
         chosen = group.all_gather(routing.chosen.reshape(-1, 2))
         kept = group.all_gather(routing.kept.reshape(-1, 2))
         each = group.all_gather(np.array([routing.chosen.shape[0] * routing.chosen.shape[1]]))
     sent = [
         first.sent[axis].get(verb, 0)
-        for axis, verb in ((group.axis, "all_to_all"), (group.axis, "all_reduce"))
+        for axis, verb in (("ep", "all_to_all"), ("dp,ep", "all_reduce"))
     ]
     far = int(lab.summed(group, [first.rows])[0])
     formula = [
@@ -45,7 +45,7 @@ def record(group: Group) -> dict[str, Any]:
     }
     owners = [
         rank
-        for rank, part in enumerate(first.strategy.layers[0].experts.own)
+        for rank, part in enumerate(first.load.layers[0].experts.own)
         for _ in range(part.stop - part.start)
     ]
     return {

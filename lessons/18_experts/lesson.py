@@ -121,11 +121,11 @@ def equal(group: Group, page: Page) -> None:
 def matrix(group: Group, page: Page) -> None:
     """Rows from each rank to each expert, of the first step."""
     run = lab.train(group, lab.moe_config(), 1)
-    layer = run.strategy.layers[0]
+    layer = run.load.layers[0]
     mine = np.bincount(layer.routing.chosen.reshape(-1), minlength=lab.EXPERTS)
     with group.ledger.control():
         counts = group.all_gather(mine).reshape(group.size, -1)
-        sent = group.all_gather(run.strategy.routed[0]).reshape(group.size, -1)
+        sent = group.all_gather(run.load.routed[0]).reshape(group.size, -1)
     owners = [
         rank for rank, part in enumerate(layer.experts.own) for _ in range(part.stop - part.start)
     ]
@@ -197,10 +197,10 @@ def traffic(group: Group, page: Page) -> None:
         (
             "routed tokens",
             "4 R h",
-            measured(group.axis, "all_to_all"),
+            measured("ep", "all_to_all"),
             4 * far * lab.CONFIG.width * ITEM,
         ),
-        ("dense gradients", "2(P-1) n", measured(group.axis, "all_reduce"), STEPS * dense * ITEM),
+        ("dense gradients", "2(P-1) n", measured("dp,ep", "all_reduce"), STEPS * dense * ITEM),
         (
             "counts",
             "(P-1) E L",
@@ -293,7 +293,7 @@ def no_capacity() -> None:
     def busiest(group: Group, capacity: float | None) -> tuple[int, int]:
         run = lab.train(group, lab.moe_config("none", capacity=capacity), 1, lopsided=True)
         taken = run.loads[0, 0, 1]
-        own = run.strategy.layers[0].experts.own
+        own = run.load.layers[0].experts.own
         return max(int(taken[part].sum()) for part in own), int(
             run.loads[0, 0, 0].sum() - taken.sum()
         )

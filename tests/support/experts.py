@@ -8,12 +8,17 @@ from training import global_batch, tiny
 
 from minidist.device import account
 from minidist.nn import GPT, DropoutKey, MixtureConfig, mixture
-from minidist.nn.moe import loads, rebalance
 from minidist.optim import AdamW
-from minidist.parallel.experts.expert_parallel import ExpertParallel, elements_sent, expert_parallel
+from minidist.parallel.experts.expert_load import ExpertLoad
+from minidist.parallel.experts.expert_parallel import elements_sent
+from minidist.parallel.hybrid.mesh import Mesh
+from minidist.parallel.hybrid.parallelize import parallelize
+from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.memory.activations import checkpoint_blocks
 from minidist.parallel.precision.mixed_precision import MixedPrecision
+from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.single import Single
+from minidist.parallel.step.strategy import Strategy
 
 MOE: dict[str, Any] = {"experts": 5, "top_k": 2, "noise": 0.05}
 
@@ -41,31 +46,29 @@ def train(
     Args:    copies: groups that each hold all experts.
     """
     config = tiny(**{**SIZES, **changes})
+    state = {"step": 0}
+
+    def key(part: Any) -> Any:
+        of_part = DropoutKey.of_sequences(seed, state["step"], part.first, *part.inputs.shape)
+        return of_part if spoil is None else spoil(of_part, part)
+
+    def loss(part: Any, divisor: int) -> Any:
+        return model.loss(part.inputs, part.targets, divisor, key=key(part))
+
     with account.use(account.MemoryAccount()) as memory:
-        group = world
-        same = None
         model = mixture(GPT(config), MixtureConfig(**{**MOE, **moe}))
-        if world.size > 1:
-            if copies > 1:  # data × experts, the experts' ranks neighbours
-                group = world.split(world.rank // (world.size // copies), axis="ep")
-                same = world.split(world.rank % (world.size // copies), axis="dp")
-            expert_parallel(model, group, copies=same)
-        model.initialize(seed)
+        arithmetic = Precision() if precision is None else MixedPrecision(precision)
         checkpoint_blocks(model, checkpoint)
-        state = {"step": 0}
-
-        def loss(part: Any, divisor: int) -> Any:
-            key = DropoutKey.of_sequences(seed, state["step"], part.first, *part.inputs.shape)
-            if spoil is not None:
-                key = spoil(key, part)
-            return model.loss(part.inputs, part.targets, divisor, key=key)
-
-        kind = {} if precision is None else {"precision": MixedPrecision(precision)}
-        strategy: Any = (
-            Single(model, loss=loss, **kind)
-            if world.size == 1
-            else ExpertParallel(model, group, everyone=world, loss=loss, **kind)
-        )
+        # data × experts, the experts' ranks neighbours
+        plan = Plan(dp=copies, ep=world.size // copies)
+        mesh = Mesh(world, **plan.axes)
+        strategy: Strategy
+        if world.size == 1:
+            model.initialize(seed)
+            strategy = Single(model, loss=loss, precision=arithmetic)
+        else:
+            strategy = parallelize(model, mesh, plan, seed=seed, key=key, precision=arithmetic)
+        load = ExpertLoad(model, mesh.copies)
         update = optimizer(strategy.parameters, 1e-2)
         losses = []
         counted = []
@@ -82,13 +85,12 @@ def train(
                         accumulate=accumulate,
                     )
                 )
-                if world.size == 1:
-                    counted.append(loads(model))
-                    rebalance(model, counted[-1])
-                else:
-                    counted.append(strategy.loads.copy())
-                    rows += int(strategy.routed.sum() - strategy.routed[:, group.rank].sum())
-                    away += int(strategy.load.copies.sum())
+                load.settle()
+                counted.append(load.step.copy())
+                if world.size > 1:
+                    own = mesh["ep"].rank
+                    rows += int(load.routed.sum() - load.routed[:, own].sum())
+                    away += int(load.copies.sum())
         sent = world.ledger.sent_bytes("step")
         formula = elements_sent(model, ranks=world.size, rows=0)
         return {
@@ -101,9 +103,7 @@ def train(
             "dense": formula,
             "config": config.as_dict(),
             "copies": away,
-            "placed": strategy.load.placed(world.split(world.rank))
-            if len(set(world.nodes)) > 1
-            else None,
+            "placed": load.placed(world.split(world.rank)) if len(set(world.nodes)) > 1 else None,
         }
 
 

@@ -10,9 +10,14 @@ import minidist as md
 from minidist.device import account
 from minidist.nn import GPT, DropoutKey, GPTConfig
 from minidist.optim import SGD, AdamW
+from minidist.parallel.hybrid.mesh import Mesh
+from minidist.parallel.hybrid.parallelize import compose, divide
+from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.memory.activations import checkpoint_blocks
 from minidist.parallel.precision.mixed_precision import MixedPrecision
+from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.single import Single
+from minidist.parallel.step.strategy import Strategy
 
 Rank = dict[str, Any]
 """What a rank holds after training."""
@@ -33,8 +38,7 @@ STEPS = 2  # the second shows what the first has left in weights and in the opti
 
 def train(
     world: Any,
-    cut: Any,
-    strategy_of: Any,
+    plan: dict[str, Any],
     changes: dict[str, Any],
     *,
     steps: int = STEPS,
@@ -46,40 +50,49 @@ def train(
     precision: str | None = None,
     optimizer: Any = AdamW,
     spoil: Any = None,
-    whole: bool | None = None,
+    axis: Any = None,
 ) -> dict[str, Any]:
     """What a rank holds after some steps: whole and own weights, losses, what was sent, memory.
 
-    Args:    cut: makes the model a part of itself; strategy_of: trains it; both not used if `whole`
-             (on one rank).
+    Args:    plan: the fields of a Plan that divides the model; not used on one rank.
              spoil: is given the cut model before its weights are drawn.
+             axis: the class that divides the model between the ranks of tp, even if there is one.
     """
     config = tiny(**{**SIZES, **changes})
-    whole = world.size == 1 if whole is None else whole
+    whole = world.size == 1
+    state = {"step": 0}
+
+    def key(part: Any) -> DropoutKey | None:
+        if not config.dropout:
+            return None
+        return DropoutKey.of_sequences(seed, state["step"], part.first, *part.inputs.shape)
+
+    def loss(part: Any, divisor: int) -> Any:
+        return model.loss(part.inputs, part.targets, divisor, key=key(part))
+
     with account.use(account.MemoryAccount()) as memory:
         model = GPT(config)
-        if not whole:
-            cut(model, world)
+        arithmetic = Precision() if precision is None else MixedPrecision(precision)
+        checkpoint_blocks(model, checkpoint)
+        divided = Plan(**({} if whole else plan))
+        mesh = Mesh(world, **divided.axes)
+        axes = divide(model, mesh, divided) if axis is None else [axis(model, mesh["tp"])]
         if spoil is not None:
             spoil(model)
-        model.initialize(seed)
-        checkpoint_blocks(model, checkpoint)
-        state = {"step": 0}
-
-        def loss(part: Any, divisor: int) -> Any:
-            key = (
-                DropoutKey.of_sequences(seed, state["step"], part.first, *part.inputs.shape)
-                if config.dropout
-                else None
+        strategy: Strategy
+        if not axes:
+            model.initialize(seed)
+            strategy = Single(model, loss=loss, precision=arithmetic)
+        else:
+            strategy = compose(
+                model,
+                mesh,
+                divided,
+                axes,
+                seed=seed,
+                key=key,
+                precision=arithmetic,
             )
-            return model.loss(part.inputs, part.targets, divisor, key=key)
-
-        kind = {} if precision is None else {"precision": MixedPrecision(precision)}
-        strategy = (
-            Single(model, loss=loss, **kind)
-            if whole
-            else strategy_of(model, world, loss=loss, **kind)
-        )
         update = optimizer(strategy.parameters, 1e-2)
         losses = []
         with world.ledger.during("step"):
@@ -108,30 +121,22 @@ def train(
 
 def tensor(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> Rank:
     """`train` under tensor parallelism."""
-    from minidist.parallel.tensor.tensor_parallel import TensorParallel, tensor_parallel
-
-    return train(world, tensor_parallel, TensorParallel, changes, **options)
+    return train(world, {"tp": world.size}, changes, **options)
 
 
 def sequence(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> Rank:
     """`train` under sequence parallelism."""
-    from minidist.parallel.context.sequence_parallel import SequenceParallel, sequence_parallel
-
-    return train(world, sequence_parallel, SequenceParallel, changes, **options)
+    return train(world, {"tp": world.size, "sequence_parallel": True}, changes, **options)
 
 
 def context(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> Rank:
     """`train` under context parallelism, by a ring."""
-    from minidist.parallel.context.ring_attention import ContextParallel, context_parallel
-
-    return train(world, context_parallel, ContextParallel, changes, **options)
+    return train(world, {"cp": world.size}, changes, **options)
 
 
 def swapped(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> Rank:
     """`train` under context parallelism, by all-to-all attention."""
-    from minidist.parallel.context.ulysses import ContextParallel, ulysses
-
-    return train(world, ulysses, ContextParallel, changes, **options)
+    return train(world, {"cp": world.size, "attention": "all-to-all"}, changes, **options)
 
 
 def run(

@@ -52,7 +52,7 @@ def formula(trainer: Trainer, data: dict[str, Any], batch: Batch) -> dict[str, A
         )
     with trainer.world.ledger.control():
         shared = dict.fromkeys(
-            (strategy.data_axis.group.axis, *([trainer.mesh.experts.axis] if plan.ep > 1 else []))
+            (trainer.mesh.copies.axis, *([trainer.mesh.experts.axis] if plan.ep > 1 else []))
         )
         own = np.array(
             [[data[kind].get(axis, 0) for axis in shared] for kind in ("axes", "plain")], np.int64

@@ -43,6 +43,7 @@ from minidist.parallel.data.parameter_server import ParameterServer
 from minidist.parallel.data.server_keys import Shard
 from minidist.parallel.data.server_messages import Push
 from minidist.parallel.step.flat import Piece, trainable
+from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.step import Batch, Loss, loss_of, part_of
@@ -99,7 +100,7 @@ class AsyncLocalSteps(ParameterServer):
                 for vector in shard.weights
             ]
 
-    def step(
+    def start_step(
         self,
         batch: Batch,
         optimizer: Optimizer,
@@ -107,7 +108,7 @@ class AsyncLocalSteps(ParameterServer):
         lr: float | None = None,
         clip: float | None = None,
         accumulate: int = 1,
-    ) -> float:
+    ) -> LateLoss:
         """A worker's step on its rows of the *global* batch; the last of a round pushes and pulls.
 
         Args:    as Strategy.step; clip: of the worker's own gradient.
@@ -117,7 +118,7 @@ class AsyncLocalSteps(ParameterServer):
         """
         if self.service is not None:
             self.service.serve(self.outer)
-            return float("nan")
+            return LateLoss(float("nan"))
         if self._finished:
             raise ConfigError(
                 f"worker {self.group.rank} of {self.workers} has finished and makes no more steps; "
@@ -133,7 +134,7 @@ class AsyncLocalSteps(ParameterServer):
             self._ask(Push(self.pushes, tuple(self.versions), None, 1.0, digests_of(batch)))
             self.pushes += 1
             _write(self.pulled, [vector for shard in self.shards for vector in shard.weights])
-        return mean
+        return LateLoss(mean)
 
 
 def _outer_gradients(

@@ -204,23 +204,6 @@ class LocalSteps(Strategy):
 
     # --------------------------------------------------------------------------------------- a step
 
-    def step(
-        self,
-        batch: Batch,
-        optimizer: Optimizer,
-        *,
-        lr: float | None = None,
-        clip: float | None = None,
-        accumulate: int = 1,
-    ) -> float:
-        """One step on the *global* batch: of each rank's weights, on its rows. Args, Returns: as
-        Strategy.step.
-
-        clip: bound of the norm of this rank's own gradient. The loss is the mean over all rows,
-        each by the weights of the rank that has it.
-        """
-        return self.start_step(batch, optimizer, lr=lr, clip=clip, accumulate=accumulate).wait()
-
     def start_step(
         self,
         batch: Batch,
@@ -230,7 +213,12 @@ class LocalSteps(Strategy):
         clip: float | None = None,
         accumulate: int = 1,
     ) -> LateLoss:
-        """As `step`; the loss is still on its way, and this rank goes on."""
+        """One step on the *global* batch: of each rank's weights, on its rows; the loss is still on
+        its way, and this rank goes on.
+
+        Args:    as Strategy.step; clip: bound of the norm of this rank's own gradient.
+        Returns: the mean over all rows, each by the weights of the rank that has it.
+        """
         part = part_of(batch, size=self.group.size, rank=self.group.rank)
         rows = rows_of_all(batch, self.group.size)
         if 0 in rows:

@@ -74,7 +74,6 @@ from minidist.device.backend import Array, array_module, narrow, widen
 from minidist.errors import ConfigError, ShapeError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig
 from minidist.nn.attention_pattern import shown_pattern
-from minidist.parallel.context.token_shard import ContextParallel as ContextParallel
 from minidist.parallel.context.token_shard import OwnTokens, TokenShardAttention, pick, shard_tokens
 from minidist.parallel.context.token_shard import own_blocks as own_blocks
 from minidist.parallel.context.token_shard import zigzag as zigzag
@@ -281,7 +280,8 @@ def context_parallel(model: GPT, group: Group) -> GPT:
     drawn.
 
     Weights stay whole. The model then takes whole sequences on every rank, works on its own tokens,
-    and returns the loss of all tokens; ContextParallel trains it.
+    and returns the loss of all tokens. A plan divides tokens by ContextParallel
+    (context_parallel.py) instead, whose ranks each return their share of the loss.
     """
     shard_tokens(model, group, attend_by_ring(model, group))
     return model

@@ -41,19 +41,21 @@ import numpy as np
 
 from minidist.autograd.ops import collectives
 from minidist.autograd.ops.collectives import shard_of
-from minidist.autograd.tensor import Tensor
+from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.nn import GPT, GPTConfig
 from minidist.nn.moe import Sequences
+from minidist.nn.weight_shard import WeightShard
 from minidist.parallel.context.token_shard import TOKENS, pick, shard_dropouts
-from minidist.parallel.tensor.split_model import SplitModel
+from minidist.parallel.step.model_axis import ModelAxis
 from minidist.parallel.tensor.tensor_layers import (
     SplitOutput,
     TensorRegion,
     shared_numbers,
     split_gpt,
 )
+from minidist.parallel.tensor.tensor_parallel import TensorParallel
 
 
 def plain_sequence_mlp(
@@ -134,11 +136,20 @@ def sequence_parallel(model: GPT, group: Group) -> GPT:
     return model
 
 
-class SequenceParallel(SplitModel):
-    """As TensorParallel, of a GPT cut by `sequence_parallel`; gradients of what is outside regions
-    are all-reduced."""
+class SequenceParallel(TensorParallel):
+    """As TensorParallel, and outside the regions the ranks divide the tokens."""
 
-    sums_undivided = True  # each rank has the gradients of its own tokens
+    def __init__(self, model: GPT, group: Group) -> None:
+        ModelAxis.__init__(self, model, group)
+        sequence_parallel(model, group)
+
+    def sums_over(self, parameter: Parameter) -> Group | None:
+        """As TensorParallel's; of a whole weight each rank has the gradient of its own tokens."""
+        return parameter.sharers if isinstance(parameter, WeightShard) else self.group
+
+    def own_tokens(self, length: int) -> slice:
+        """This rank's tokens of a sequence, outside the regions."""
+        return shard_of(length, group=self.group)
 
 
 # --------------------------------------------------------------------------------------------- cost

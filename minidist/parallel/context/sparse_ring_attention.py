@@ -58,7 +58,6 @@ from minidist.device.backend import Array, array_module, narrow, widen
 from minidist.errors import ConfigError, ShapeError
 from minidist.nn import GPT, CausalSelfAttention, GPTConfig
 from minidist.parallel.context.pieces import PieceExchange, tokens_sent
-from minidist.parallel.context.token_shard import ContextParallel as ContextParallel
 from minidist.parallel.context.token_shard import (
     OwnTokens,
     TokenShardAttention,

@@ -19,12 +19,26 @@ from minidist.device.backend import Array, array_module, device_of, index_range,
 from minidist.nn import GPT, Dropout, DropoutKey, Embedding
 from minidist.nn.attention import CausalSelfAttention
 from minidist.nn.gpt import Output
-from minidist.parallel.tensor.split_model import SplitModel
 
 TOKENS = 1  # the dim of (B, T, width) that is cut
 OwnTokens = Callable[[int], Any]
 """length of a sequence -> the places of this rank's tokens in it: a slice, or integers in ascending
 order."""
+
+
+def all_tokens(length: int) -> slice:
+    """The OwnTokens of a rank that has all tokens."""
+    return slice(0, length)
+
+
+def within(outer: OwnTokens, inner: OwnTokens) -> OwnTokens:
+    """The tokens that `inner` takes of those that `outer` takes."""
+
+    def own(length: int) -> Any:
+        places = index_range(length)[outer(length)]
+        return places[inner(len(places))]
+
+    return own
 
 
 def own_blocks(length: int, rank: int, size: int) -> list[tuple[int, slice]]:
@@ -172,13 +186,3 @@ def shard_tokens(model: GPT, group: Group, own: OwnTokens) -> None:
     model.output = TokenShardOutput(group, own)
     shard_dropouts(model, own)
     model.assign_names()
-
-
-class ContextParallel(SplitModel):
-    """As TensorParallel, of a GPT cut by `context_parallel` (ring_attention.py) or `ulysses`.
-
-    A rank's loss is that of its tokens over the number of all; after the last backward gradients
-    are all-reduced.
-    """
-
-    sums_undivided = True  # each rank has the gradients of its own tokens

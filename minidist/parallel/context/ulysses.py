@@ -48,7 +48,6 @@ from minidist.device.backend import Array
 from minidist.errors import PlanError
 from minidist.nn import GPT, GPTConfig
 from minidist.nn.shares import even_slices, head_shares
-from minidist.parallel.context.token_shard import ContextParallel as ContextParallel
 from minidist.parallel.context.token_shard import OwnTokens, TokenShardAttention, pick, shard_tokens
 
 

@@ -63,6 +63,7 @@ from minidist.nn import Module
 from minidist.optim import Optimizer, squares_of
 from minidist.parallel.data.buckets import cut, make_buckets
 from minidist.parallel.step.flat import join, settle_in_vector, trainable
+from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.step import Batch, Part, micro_parts, rows_of, zero_unused
@@ -293,7 +294,7 @@ class DataParallel(Strategy):
             self.loss(self.forward(self.model, part.inputs, part.first), part.targets, 1).item()
         )
 
-    def step(
+    def start_step(
         self,
         batch: Batch,
         optimizer: Optimizer,
@@ -301,7 +302,7 @@ class DataParallel(Strategy):
         lr: float | None = None,
         clip: float | None = None,
         accumulate: int = 1,
-    ) -> float:
+    ) -> LateLoss:
         """One step on the whole batch; returns its mean loss.
 
         Args:    as Strategy.step. The model is copied before the first pass, gradients are summed
@@ -334,7 +335,7 @@ class DataParallel(Strategy):
             self.precision.update(
                 optimizer, lambda: squares_of(p.grad for p in self.parameters), lr=lr, clip=clip
             )
-        return loss
+        return LateLoss(loss)
 
     def _replica(
         self, device: ReplicaDevice, micros: list[Part], divisor: int, memory: MemoryAccount

@@ -76,6 +76,7 @@ from minidist.parallel.data.server_messages import (
     send_message,
 )
 from minidist.parallel.step.flat import Piece, forget, sum_in_order
+from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import check_equal_replicas
@@ -309,7 +310,7 @@ class ParameterServer(Strategy):
 
     # ----------------------------------------------------------------------------------------- step
 
-    def step(
+    def start_step(
         self,
         batch: Batch,
         optimizer: Optimizer,
@@ -317,7 +318,7 @@ class ParameterServer(Strategy):
         lr: float | None = None,
         clip: float | None = None,
         accumulate: int = 1,
-    ) -> float:
+    ) -> LateLoss:
         """One step on the *global* batch.
 
         Args:    as Strategy.step. A worker's optimizer has nothing to do. clip: of the sum when
@@ -330,7 +331,7 @@ class ParameterServer(Strategy):
         """
         if self.service is not None:
             self.service.serve(optimizer)
-            return float("nan")
+            return LateLoss(float("nan"))
         if self._finished:
             raise ConfigError(
                 f"worker {self.group.rank} of {self.workers} has finished and makes no more steps; "
@@ -342,7 +343,7 @@ class ParameterServer(Strategy):
             scale = own_scale([key for shard in self.shards for key in shard.keys], clip)
             self._ask(Push(self.pushes, tuple(self.versions), lr, scale, digests_of(batch)))
             self.pushes += 1
-            return loss
+            return LateLoss(loss)
         share = 0.0
         if self.serves:
             self.collect()
@@ -361,7 +362,7 @@ class ParameterServer(Strategy):
             self.push()
             self.pull()
         with self.recorder.span("loss", "communication"), self._naming_servers():
-            return add_losses(self.group, share, batch)
+            return LateLoss(add_losses(self.group, share, batch))
 
     def _check_unchanged(self, optimizer: Optimizer) -> None:
         """Raise ConfigError for a change that does not reach the servers, which serve meanwhile."""

@@ -54,13 +54,11 @@ class ExpertLoad:
             layer.newest = NewestChoices(-(-SAMPLE // group.size), layer.config.top_k)
 
     def settle(self) -> None:
-        """After a step: sum its loads over the ranks, and move the biases by them. Does nothing
-        without mixtures.
+        """After a step of a model with mixtures: sum its loads over the ranks, and move the biases
+        by them.
 
         Cost:    one all-reduce of 2 E integers a layer, under `control`.
         """
-        if not self.layers:
-            return
         with self.group.ledger.control():
             self.step = self.group.all_reduce(loads(self.model), algorithm="ring")
         self.total = self.total + self.step

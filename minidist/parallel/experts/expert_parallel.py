@@ -45,7 +45,7 @@ Source:  Lepikhin et al. 2020, "GShard" (2006.16668); Fedus et al. 2021, "Switch
          (2101.03961).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,13 +56,9 @@ from minidist.errors import ConfigError, PlanError
 from minidist.nn import GPT
 from minidist.nn.moe import mixtures
 from minidist.nn.weight_shard import WeightShard
-from minidist.optim import Optimizer
-from minidist.parallel.experts.expert_load import ExpertLoad
 from minidist.parallel.experts.node_experts import NodeExperts, settle_nodes
 from minidist.parallel.experts.split_experts import SplitExperts
-from minidist.parallel.step.flat import sum_in_order
-from minidist.parallel.step.step import Batch, micro_parts, part_of
-from minidist.parallel.tensor.split_model import SplitModel
+from minidist.parallel.step.model_axis import ModelAxis
 
 
 def plain_experts(
@@ -86,17 +82,13 @@ def plain_experts(
 # loads of all ranks, and experts that lie in another order.
 
 
-def expert_parallel(
-    model: GPT, group: Group, *, copies: Group | None = None, once_a_node: bool = True
-) -> GPT:
+def expert_parallel(model: GPT, group: Group, *, once_a_node: bool = True) -> GPT:
     """Divide a mixture's experts between the ranks of `group`, in place; then
     `model.initialize(seed)` draws.
 
     A limit of nodes without their number (MixtureConfig.nodes) is of the nodes on which these ranks
     lie.
-    Args:    copies: the ranks of other groups that hold the same experts and sum their gradients,
-             or None.
-             once_a_node: whether a token travels to each node once (node_experts.py), if there are
+    Args:    once_a_node: whether a token travels to each node once (node_experts.py), if there are
              several.
     Raises:  PlanError if a rank would get no expert; ConfigError without a mixture, or if the
              weights are drawn.
@@ -126,58 +118,43 @@ def expert_parallel(
     for layer in layers:
         order = None if layer.config.placement is None else layer.config.order(layer.layer)
         layer.experts = (
-            SplitExperts(layer.experts, group, copies, order)
+            SplitExperts(layer.experts, group, order)
             if inside is None
-            else NodeExperts(layer.experts, group, copies, order, inside=inside)
+            else NodeExperts(layer.experts, group, order, inside=inside)
         )
     model.assign_names()
     return model
 
 
-class ExpertParallel(SplitModel):
-    """A mixture divided by `expert_parallel`, trained on the rank's own rows of a batch.
+class ExpertParallel(ModelAxis):
+    """The ranks that divide a mixture's experts, and the batch's rows as data parallelism does: it
+    divides the model, in place.
 
-        model = expert_parallel(mixture(GPT(config), MixtureConfig(experts=8)), group)
-        model.initialize(seed)
-        strategy = ExpertParallel(model, group)
-        loss = strategy.step(batch, AdamW(strategy.parameters, lr))
-
-    Args:    as SplitModel. If `everyone` is several groups, each has all experts, and ranks with
-             the same ones are the `copies` of expert_parallel.
-    Attributes: loads, routed: `step` and `routed` of ExpertLoad, over all layers.
+    Args:    group: the ranks that have all experts together; sharers: the ranks that hold the same
+             experts, this one included: they sum those gradients; among: the ranks that have all
+             parts of an expert's weights, if tensor parallelism divides them too; nodes: of each
+             group with all experts, the nodes of its ranks (default: this group's); once_a_node: as
+             expert_parallel.
     """
 
-    sums_undivided = True  # each rank has the gradients of its own rows
-
-    def __init__(self, model: GPT, group: Group, **options: Any) -> None:
-        super().__init__(model, group, **options)
-        self.load = ExpertLoad(model, self.everyone)
-        self.layers = self.load.layers
-        self.loads = self.load.step
-        self.routed = self.load.routed
-
-    def step(
+    def __init__(
         self,
-        batch: Batch,
-        optimizer: Optimizer,
+        model: GPT,
+        group: Group,
         *,
-        lr: float | None = None,
-        clip: float | None = None,
-        accumulate: int = 1,
-    ) -> float:
-        """As SplitModel.step, with balance losses. A rank without rows takes part: its experts get
-        tokens of others."""
-        optimizer.zero_grad()
-        total = 0.0
-        for part in micro_parts(
-            part_of(batch, size=self.everyone.size, rank=self.everyone.rank), accumulate
-        ):
-            total += self.add_gradients(part, batch[1].size)
-        self.update(optimizer, lr=lr, clip=clip)
-        self.load.settle()
-        self.loads = self.load.step
-        self.routed = self.load.routed
-        return sum_in_order(self.everyone, total)
+        sharers: Group,
+        among: Group | None = None,
+        nodes: Sequence[Sequence[int]] | None = None,
+        once_a_node: bool = True,
+    ) -> None:
+        super().__init__(model, group)
+        if nodes is not None:
+            settle_nodes(model, nodes)
+        expert_parallel(model, group, once_a_node=once_a_node)
+        shards: list[Any] = [p for layer in mixtures(model) for p in layer.experts.parameters()]
+        for parameter in shards:  # their replicas are fewer than those of the other weights
+            parameter.shared_by = sharers
+            parameter.among = among or parameter.among
 
 
 def elements_sent(model: GPT, *, ranks: int, rows: int) -> int:

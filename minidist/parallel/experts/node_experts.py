@@ -105,12 +105,11 @@ class NodeExperts(SplitExperts):
         self,
         experts: Experts,
         group: Group,
-        copies: Group | None = None,
         order: np.ndarray | None = None,
         *,
         inside: Group,
     ) -> None:
-        super().__init__(experts, group, copies, order)
+        super().__init__(experts, group, order)
         ranks = ranks_by_node(group.nodes)
         self.among = inside
         self.ranks = next(own for own in ranks if group.rank in own)

@@ -33,7 +33,6 @@ class SplitExperts(Experts):
         self,
         experts: Experts,
         group: Group,
-        copies: Group | None = None,
         order: np.ndarray | None = None,
     ) -> None:
         self.group = group
@@ -53,9 +52,7 @@ class SplitExperts(Experts):
                 for own in self.own
                 for part in inner
             ]
-            return WeightShard(
-                weight, places, group.rank * len(inner) + rank, sharers=copies, among=group
-            )
+            return WeightShard(weight, places, group.rank * len(inner) + rank, among=group)
 
         self.gate = None if experts.gate is None else mine(experts.gate)
         self.up = mine(experts.up)

@@ -24,7 +24,7 @@ from zlib import crc32
 
 import numpy as np
 
-from minidist.autograd.tensor import Tensor, no_grad
+from minidist.autograd.tensor import no_grad
 from minidist.comm.group import Group
 from minidist.comm.records import check_alike, named, share_records
 from minidist.data.rank_batch import BatchMeeting, check_batch, with_digests
@@ -36,19 +36,13 @@ from minidist.errors import ConfigError, ShapeError
 from minidist.nn import DropoutKey, GPTConfig
 from minidist.optim import LR_SCHEDULES, SGD, Adam, AdamW, LearningRate, Optimizer, RMSProp
 from minidist.parallel.experts.expert_load import ExpertLoad
+from minidist.parallel.hybrid.makers import make_budget, make_keeper, make_model, make_store
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.hybrid.option_checks import check_clip
+from minidist.parallel.hybrid.parallelize import parallelize
 from minidist.parallel.hybrid.plan import AXES, Plan
-from minidist.parallel.hybrid.strategies import (
-    make_budget,
-    make_hybrid,
-    make_keeper,
-    make_model,
-    make_store,
-    make_strategy,
-)
 from minidist.parallel.memory.activations import checkpoint_blocks
-from minidist.parallel.memory.offload_costs import require_disk, require_memory, require_room
+from minidist.parallel.memory.offload_costs import require_memory, require_room
 from minidist.parallel.state import checkpoint
 from minidist.parallel.state.manifest import require_told
 from minidist.parallel.state.save_async import AsyncSaver, PendingSave
@@ -57,7 +51,7 @@ from minidist.parallel.step.flat import untrained
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.recorder import Recorder, Silent
 from minidist.parallel.step.replicas import weights_digest
-from minidist.parallel.step.step import Batch, Part, micro_parts, part_of
+from minidist.parallel.step.step import Batch, micro_parts, part_of
 from minidist.parallel.step.strategy import Strategy
 
 __all__ = ["AXES", "OPTIMIZERS", "LR_SCHEDULES", "Mesh", "Plan", "Trainer"]
@@ -213,13 +207,23 @@ class Trainer:
         self.account.limit = plan.device_memory
         self.account.instead = plan.savings
         try:
-            if plan.offload == "all" and not plan.composed:
-                require_disk(plan, self.model, self.store, f"rank {self.world.rank}")
-            self.strategy: Strategy = self._make_strategy(self._device)
+            self.strategy: Strategy = parallelize(
+                self.model,
+                self.mesh,
+                plan,
+                seed=self.seed,
+                key=lambda part: self._key(part.inputs, part.first),
+                device=self._device,
+                precision=self.precision,
+                recorder=self.recorder,
+                store=self.store,
+            )
             self._meeting = BatchMeeting(self.world, self.strategy)
             # with nodes, if the ranks' count
             self.config = replace(self.config, mixture=self.model.config.mixture)
             self.loads = ExpertLoad(self.model, self.mesh.copies)
+            noise = self.config.mixture is not None and self.config.mixture.noise
+            self._draws = bool(self.config.dropout or noise or "8bit" in plan.ways)
             self.budget = make_budget(
                 plan, self.model, self.mesh, self.keeper, getattr(self.strategy, "pipeline", None)
             )
@@ -234,49 +238,15 @@ class Trainer:
             self.account.limit = None
             raise
 
-    def _make_strategy(self, device: str) -> Strategy:
-        """Draw the weights, or with ZeRO-3 this rank's shards alone, and take the plan's
-        strategy."""
-        if self.plan.composed:
-            return make_hybrid(
-                self.model,
-                self.mesh,
-                self.plan,
-                seed=self.seed,
-                device=device,
-                key=lambda part: self._key(part.inputs, part.first),
-                precision=self.precision,
-                recorder=self.recorder,
-                store=self.store,
-            )
-        return make_strategy(
-            self.model,
-            self.mesh["dp"],
-            self.plan,
-            seed=self.seed,
-            device=device,
-            store=self.store,
-            loss=self._loss,
-            key=self._key,
-            precision=self.precision,
-            recorder=self.recorder,
-        )
-
     def require_room(self, sequences: int) -> None:
         """Check that a step fits (dp, without experts). Args: sequences: of the batch. Raises:
         MemoryLimitError."""
         require_room(self.plan, self.model, self.account, sequences)
 
-    def _loss(self, part: Part, divisor: int) -> Tensor:
-        """The model's loss of a part; dropout is keyed by step and global token, so that it does
-        not see the split."""
-        return self.model.loss(
-            part.inputs, part.targets, divisor, key=self._key(part.inputs, part.first)
-        )
-
     def _key(self, inputs: Array, first: int) -> DropoutKey | None:
-        noise = self.config.mixture is not None and self.config.mixture.noise
-        if not self.config.dropout and not noise and "8bit" not in self.plan.ways:
+        """Dropout is keyed by step and global token, so that it does not see the split; None if
+        nothing is drawn."""
+        if not self._draws:
             return None
         return DropoutKey.of_sequences(self.seed, self.steps_done, first, *inputs.shape)
 
@@ -548,7 +518,8 @@ class Trainer:
                 clip=self.clip,
                 accumulate=self.plan.accumulate,
             )
-            self.loads.settle()
+            if self.loads.layers:
+                self.loads.settle()
         if self.budget is not None:
             self.budget.step_done()
         self.steps_done += 1

@@ -9,9 +9,9 @@ from minidist.nn.shares import even_slices, head_shares
 from minidist.parallel.context import ring_attention, sparse_ring_attention, ulysses
 from minidist.parallel.context import sequence_parallel as sequence
 from minidist.parallel.context.pieces import tokens_sent
-from minidist.parallel.hybrid.hybrid_cut import gathers
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.memory.offload_costs import moved_to_disk, moved_to_host, numbers_moved
+from minidist.parallel.pipeline.instructions import BackwardWeights, Forward, Schedule
 from minidist.parallel.step.strategy import Collective
 from minidist.parallel.tensor import tensor_parallel as tensor
 from minidist.parallel.tensor.tensor_layers import shared_numbers
@@ -170,3 +170,17 @@ def _own_lengths(config: GPTConfig, plan: Plan) -> list[int]:
             len(ring_attention.zigzag(config.context, rank, plan.cp)) for rank in range(plan.cp)
         ]
     return [part.stop - part.start for part in even_slices(config.context, plan.cp)]
+
+
+def gathers(schedule: Schedule, rank: int, stage: int, *, keep: bool) -> int:
+    """How often ZeRO-3 gathers a unit of a stage in one pass: for each forward and each backward,
+    or with `keep` as often as none of its microbatches is on its way when one begins.
+    """
+    times = on_its_way = 0
+    for instruction in schedule.computes(rank):
+        if instruction.stage != stage or isinstance(instruction, BackwardWeights):
+            continue
+        forward = isinstance(instruction, Forward)
+        times += not keep or (forward and not on_its_way)
+        on_its_way += 1 if forward else -1
+    return times

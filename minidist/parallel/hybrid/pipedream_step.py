@@ -19,22 +19,11 @@ from typing import Any
 
 from minidist.data.rank_batch import add_losses, rows_of_all, targets_in
 from minidist.optim import Optimizer
-from minidist.parallel.hybrid.hybrid_cut import DataPipeline
 from minidist.parallel.hybrid.hybrid_step import Hybrid
-from minidist.parallel.pipeline.pipedream import StashingPass, check_pipedream, refuse_clipping
+from minidist.parallel.pipeline.pipedream import PipeDream, StashingPass, refuse_clipping
+from minidist.parallel.step.late_loss import LateLoss
+from minidist.parallel.step.model_axis import add_up
 from minidist.parallel.step.step import Batch, micro_parts, rows_of
-from minidist.parallel.tensor.split_model import add_up
-
-
-class StashingPipeline(DataPipeline):
-    """This rank's stage of a GPT that is updated after each microbatch. Args, Raises: as
-    DataPipeline, PipeDream."""
-
-    own_updates = True
-
-    def __init__(self, model: Any, group: Any, schedule: Any, **options: Any) -> None:
-        check_pipedream(model.config, schedule)
-        super().__init__(model, group, schedule, **options)
 
 
 class HybridPipeDream(Hybrid):
@@ -43,10 +32,9 @@ class HybridPipeDream(Hybrid):
     Attributes: updates: of the last step, as PipeDream's.
     """
 
-    pipelines = StashingPipeline
     updates: tuple[tuple[int, int], ...] = ()
 
-    def step(
+    def start_step(
         self,
         batch: Batch,
         optimizer: Optimizer,
@@ -54,14 +42,14 @@ class HybridPipeDream(Hybrid):
         lr: float | None = None,
         clip: float | None = None,
         accumulate: int = 1,
-    ) -> float:
+    ) -> LateLoss:
         """One update for each microbatch of a *global* batch, by its own mean loss; returns the
         mean of all losses.
 
         Raises:  PlanError for `clip` or `accumulate`.
         """
         refuse_clipping(clip, accumulate)
-        assert self.pipeline is not None
+        assert isinstance(self.pipeline, PipeDream)
 
         def update() -> None:
             self.data_axis.finish_step()
@@ -74,7 +62,7 @@ class HybridPipeDream(Hybrid):
         work = StashingPass(self.pipeline, parts, sizes, update)
         self.pipeline.executor.run(work)
         self.updates = tuple(work.updates)
-        return add_losses(self.shares, work.total / targets_in(batch), batch)
+        return LateLoss(add_losses(self.shares, work.total / targets_in(batch), batch))
 
     def _microbatches(self, batch: Batch) -> tuple[list[Any], list[int]]:
         """This rank's rows of each microbatch, and how many targets all ranks have of it."""

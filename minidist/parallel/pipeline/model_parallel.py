@@ -31,11 +31,13 @@ notes:   N0 Model Parallelism; N1 §2.2 says "model parallel" and means tensor p
 from collections.abc import Callable
 from typing import Any
 
-from minidist.autograd.tensor import Tensor, tensor
+from minidist.autograd.tensor import Tensor, no_grad, tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array
-from minidist.parallel.pipeline.stages import ArrivedActivation, StageModel
-from minidist.parallel.step.step import Part
+from minidist.nn import GPT
+from minidist.parallel.pipeline.instructions import Schedule
+from minidist.parallel.pipeline.stages import StageModel, StagePass
+from minidist.parallel.step.step import Part, micro_parts
 
 
 def plain_model_parallel(
@@ -58,10 +60,10 @@ def plain_model_parallel(
         group.send(x.grad, dst=group.rank - 1)
 
 
-# `ModelParallel` below makes each rank's layers out of a GPT and trains them. It adds a tied
-# output, whose token table lies at both ends (one all-reduce of its gradient), clipping by the norm
-# of all ranks' gradients, and a boundary that keeps the shape of what was sent instead of the
-# numbers.
+# `ModelParallel` below makes each rank's layers out of a GPT and trains them. What a stage computes
+# it shares with the pipeline (stages.py): a tied output, whose token table lies at both ends (one
+# all-reduce of its gradient), clipping by the norm of all ranks' gradients, and a boundary that
+# keeps the shape of what was sent instead of the numbers. A Trainer takes it for schedule="naive".
 
 
 class ModelParallel(StageModel):
@@ -69,45 +71,64 @@ class ModelParallel(StageModel):
 
     strategy = ModelParallel(GPT(config), group, seed=0)
     loss = strategy.step(batch, AdamW(strategy.parameters, lr))
+
+    Args:    as StageModel; schedule: the naive one: its microbatches go forward and back one after
+             another (default: one, all rows).
     """
 
-    def forward(self, part: Part, *, divisor: int) -> tuple[ArrivedActivation | None, Tensor]:
-        """Returns (what came from the previous rank, None on the first; this rank's output, on the
-        last the loss)."""
+    def __init__(
+        self,
+        model: GPT,
+        group: Group,
+        schedule: Schedule | None = None,
+        *,
+        seed: int | None,
+        **options: Any,
+    ) -> None:
+        self.microbatches = 1 if schedule is None else schedule.microbatches
+        if schedule is not None:
+            self.schedule = schedule
+        super().__init__(model, group, seed=seed, **options)
+
+    def run(self, part: Part, *, divisor: int, last: bool = True) -> float:
+        """As Strategy's; the last rank has all of the loss, but for balance losses of mixtures."""
+        work = StagePass(self, micro_parts(part, self.microbatches), divisor)
+        for number in range(len(work.parts)):
+            if not work.skips(number):
+                self.forward(work, number)
+                self.backward(work, number)
+        return work.total
+
+    def evaluate(self, part: Part, *, divisor: int) -> float:
+        """As StageModel.evaluate."""
+        work = StagePass(self, micro_parts(part, self.microbatches), divisor)
+        with self.model.evaluating(), no_grad():
+            for number in range(len(work.parts)):
+                if not work.skips(number):
+                    self.forward(work, number)
+        return work.total
+
+    def forward(self, work: StagePass, number: int) -> None:
+        """Take the previous rank's activation of a microbatch; send this rank's on."""
+        rank = self.group.rank
         x = None
         if not self.first:
             with self.recorder.span("wait for the activation"):
-                x = ArrivedActivation(self.group.recv(src=self.group.rank - 1))
-        with self.recorder.span("forward", rows=len(part.inputs)):
-            y = self.stages.forward(
-                self.group.rank,
-                part.inputs if x is None else x,
-                targets=part.targets,
-                divisor=divisor,
-                key=self.key(part),
-            )
-        if not self.last:
-            self.group.send(y.data, dst=self.group.rank + 1)
-        return x, y
+                x = self.group.recv(src=rank - 1)
+        with self.recorder.span("forward", rows=len(work.parts[number].inputs)):
+            y = work.forward(rank, number, x)
+        if y is not None:
+            self.group.send(y, dst=rank + 1)
 
-    def backward(self, x: ArrivedActivation | None, y: Tensor) -> None:
-        """Add this rank's gradients; send that of its input to the previous rank. Args: what
-        forward returned."""
+    def backward(self, work: StagePass, number: int) -> None:
+        """Add this rank's gradients of a microbatch; send that of its input to the previous
+        rank."""
+        rank = self.group.rank
         dy = None
         if not self.last:
             with self.recorder.span("wait for the gradient"):
-                dy = self.group.recv(src=self.group.rank + 1)
+                dy = self.group.recv(src=rank + 1)
         with self.recorder.span("backward"):
-            self.precision.backward(y, dy)
-        if x is not None:
-            self.group.send(x.grad, dst=self.group.rank - 1)
-
-    def run(self, part: Part, *, divisor: int) -> float:
-        """Forward and backward of some rows; returns the last rank's loss, 0 on others and without
-        rows."""
-        if not len(part.inputs):
-            return 0.0
-        x, y = self.forward(part, divisor=divisor)
-        share = float(y.item()) if self.last else 0.0
-        self.backward(x, y)
-        return share
+            dx = work.backward(rank, number, dy, whole=True)
+        if dx is not None:
+            self.group.send(dx, dst=rank - 1)

@@ -24,6 +24,7 @@ Source:  Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from minidist.comm.group import Group
 from minidist.device import account
@@ -32,10 +33,11 @@ from minidist.errors import PlanError
 from minidist.nn import GPT, GPTConfig
 from minidist.optim import Optimizer
 from minidist.parallel.pipeline.instructions import BackwardInput, Schedule
-from minidist.parallel.pipeline.pipeline import Pipeline, PipelinePass
+from minidist.parallel.pipeline.pipeline import Pipeline
+from minidist.parallel.pipeline.stages import StagePass
 from minidist.parallel.step.flat import sum_in_order
-from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.step import Batch, Key, Part, micro_parts, zero_unused
+from minidist.parallel.step.late_loss import LateLoss
+from minidist.parallel.step.step import Batch, Part, micro_parts
 
 
 def check_pipedream(config: GPTConfig, schedule: Schedule) -> None:
@@ -80,32 +82,12 @@ class PipeDream(Pipeline):
 
     own_updates = True
 
-    def __init__(
-        self,
-        model: GPT,
-        group: Group,
-        schedule: Schedule,
-        *,
-        seed: int,
-        layers: Sequence[int] | None = None,
-        device: str = "cpu",
-        key: Key | None = None,
-        recorder: Recorder | None = None,
-    ) -> None:
+    def __init__(self, model: GPT, group: Group, schedule: Schedule, **options: Any) -> None:
         check_pipedream(model.config, schedule)
-        super().__init__(
-            model,
-            group,
-            schedule,
-            seed=seed,
-            layers=layers,
-            device=device,
-            key=key,
-            recorder=recorder,
-        )
+        super().__init__(model, group, schedule, **options)
         self.updates: list[tuple[int, int]] = []
 
-    def step(
+    def start_step(
         self,
         batch: Batch,
         optimizer: Optimizer,
@@ -113,7 +95,7 @@ class PipeDream(Pipeline):
         lr: float | None = None,
         clip: float | None = None,
         accumulate: int = 1,
-    ) -> float:
+    ) -> LateLoss:
         """One update for each microbatch of a *global* batch, by its own mean loss; returns the
         mean of all losses.
 
@@ -122,19 +104,19 @@ class PipeDream(Pipeline):
         refuse_clipping(clip, accumulate)
 
         def update() -> None:
-            zero_unused(self.weights)
-            self.precision.update(optimizer, lambda: 0.0, lr=lr, clip=None)
-            optimizer.zero_grad()
+            self.data.finish_step()
+            self.data.update(optimizer, lr=lr, clip=None, squares=lambda: 0.0)
+            self.data.begin_step()
 
-        optimizer.zero_grad()
+        self.data.begin_step()
         parts = micro_parts(Part(*batch, first=0), self.schedule.microbatches)
         work = StashingPass(self, parts, [part.targets.size for part in parts], update)
         self.executor.run(work)
         self.updates = work.updates
-        return sum_in_order(self.group, work.total / batch[1].size)
+        return LateLoss(sum_in_order(self.group, work.total / batch[1].size))
 
 
-class StashingPass(PipelinePass):
+class StashingPass(StagePass):
     """A run in which each backward ends in an update; old weights are kept for the microbatches
     that have used them.
 
@@ -178,8 +160,8 @@ class StashingPass(PipelinePass):
         used = self._used.pop(microbatch)
         newest = [weight.data for weight in self.weights]
         if dy is None:
-            start, loss = self._kept[stage, microbatch]
-            self._kept[stage, microbatch] = start, loss * (1.0 / self.sizes[microbatch])
+            start, loss = self.kept[stage, microbatch]
+            self.kept[stage, microbatch] = start, loss * (1.0 / self.sizes[microbatch])
         self._put(self._stash.get(used, newest))
         dx = super().backward(stage, microbatch, dy, whole=whole)
         self._put(newest)

@@ -45,20 +45,15 @@ Source:  Huang et al. 2019; Narayanan et al. 2021; Qi et al. 2023.
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from minidist.autograd.backward import WeightGradient
-from minidist.autograd.tensor import Tensor, is_grad_enabled, no_grad, tensor
+from minidist.autograd.tensor import Tensor, no_grad, tensor
 from minidist.comm.group import Group
-from minidist.device import account, backend
 from minidist.device.backend import Array
 from minidist.errors import ScheduleError
 from minidist.nn import GPT
-from minidist.nn.balance import of_stage
 from minidist.parallel.pipeline.executor import Executor
-from minidist.parallel.pipeline.instructions import Instruction, RecvActivation, Schedule
-from minidist.parallel.pipeline.stages import ArrivedActivation, StageModel, hollow
-from minidist.parallel.step.precision import Precision
-from minidist.parallel.step.recorder import Recorder
-from minidist.parallel.step.step import Batch, Key, Part, micro_parts
+from minidist.parallel.pipeline.instructions import BackwardWeights, Forward, Schedule
+from minidist.parallel.pipeline.stages import StageModel, StagePass
+from minidist.parallel.step.step import Batch, Part, micro_parts
 
 
 def plain_gpipe(
@@ -99,22 +94,10 @@ class Pipeline(StageModel):
              not fit its stages.
     """
 
-    # whether a microbatch without rows runs too: some strategies of chapter 17 need it
-    always = False
     own_updates = False  # whether each backward ends in an update (pipedream.py)
 
     def __init__(
-        self,
-        model: GPT,
-        group: Group,
-        schedule: Schedule,
-        *,
-        seed: int | None,
-        layers: Sequence[int] | None = None,
-        device: str = "cpu",
-        key: Key | None = None,
-        precision: Precision | None = None,
-        recorder: Recorder | None = None,
+        self, model: GPT, group: Group, schedule: Schedule, *, seed: int | None, **options: Any
     ) -> None:
         if schedule.updates and not self.own_updates:
             raise ScheduleError(
@@ -122,112 +105,36 @@ class Pipeline(StageModel):
                 f"step; take PipeDream, or choose 1f1b"
             )
         self.schedule = schedule
-        self.executor = Executor(schedule, group, recorder=recorder)
-        super().__init__(
-            model,
-            group,
-            seed=seed,
-            stages=schedule.stages,
-            layers=layers,
-            device=device,
-            key=key,
-            precision=precision,
-            recorder=recorder,
-        )
+        self.executor = Executor(schedule, group, recorder=options.get("recorder"))
+        super().__init__(model, group, seed=seed, stages=schedule.stages, **options)
 
     def own_stages(self, rank: int) -> Sequence[int]:
         """As the schedule places them."""
         return self.schedule.stages_of(rank)
 
-    def run(self, part: Part, *, divisor: int) -> float:
+    def order(self) -> list[tuple[int, bool]]:
+        """As StageModel.order, of the schedule."""
+        return [
+            (each.stage // self.group.size, isinstance(each, Forward))
+            for each in self.schedule.computes(self.group.rank)
+            if not isinstance(each, BackwardWeights)
+        ]
+
+    def run(self, part: Part, *, divisor: int, last: bool = True) -> float:
         """Run the schedule once on rows of the global batch; adds gradients, returns this rank's
         share of the loss.
 
         With mixtures each rank has a share, of its balance losses; else the rank of the last stage
         has all.
         """
-        work = PipelinePass(self, micro_parts(part, self.schedule.microbatches), divisor)
+        work = StagePass(self, micro_parts(part, self.schedule.microbatches), divisor)
         self.executor.run(work)
         return work.total
 
     def evaluate(self, part: Part, *, divisor: int) -> float:
         """This rank's share of the loss, as `run`, but without gradients and dropout, for half the
         messages."""
-        work = PipelinePass(self, micro_parts(part, self.schedule.microbatches), divisor)
+        work = StagePass(self, micro_parts(part, self.schedule.microbatches), divisor)
         with self.model.evaluating(), no_grad():
             self.executor.run(work, backwards=False)
         return work.total
-
-    def go_back(
-        self, stage: int, y: Tensor, dy: Array | None, *, whole: bool
-    ) -> list[WeightGradient]:
-        """Backward of a stage's output y (dy None: the loss); unless `whole`, returns deferred
-        gradients of weights."""
-        if not y.requires_grad:  # all weights of the first stage are frozen
-            return []
-        return self.precision.backward(y, dy, defer_weights=not whole)
-
-    def go_back_weights(self, stage: int, deferred: list[WeightGradient]) -> None:
-        """Compute the gradients that `go_back` of a stage deferred."""
-        self.precision.backward_weights(deferred)
-
-
-class PipelinePass:
-    """What one run of the schedule computes on this rank, as StageWork asks (executor.py); total:
-    its loss so far."""
-
-    def __init__(self, pipeline: Pipeline, parts: list[Part], divisor: int) -> None:
-        self.pipeline = pipeline
-        self.stages = pipeline.stages
-        self.parts = parts
-        self.divisor = divisor
-        self.total = 0.0
-        # from forward to backward: x, y
-        self._kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
-        self._deferred: dict[tuple[int, int], list[WeightGradient]] = {}
-
-    def skips(self, microbatch: int) -> bool:
-        return not self.pipeline.always and not len(self.parts[microbatch].inputs)
-
-    def room(self, receive: Instruction) -> Array:
-        """A new array for a message; an activation counts as such, because it is kept for
-        backward."""
-        shape = self.stages.between(*self.parts[receive.microbatch].inputs.shape)
-        category = "activations" if isinstance(receive, RecvActivation) else "communication"
-        device = backend.device_of(next(self.stages.model.parameters()).data)
-        return account.current().hold(
-            backend.empty(shape, backend.dtype(self.pipeline.config.dtype), device), category
-        )
-
-    def forward(self, stage: int, microbatch: int, x: Array | None) -> Array | None:
-        """A stage's forward; only the shape of its output is kept."""
-        part = self.parts[microbatch]
-        start = None if x is None else ArrivedActivation(x)
-        y = self.stages.forward(
-            stage,
-            part.inputs if start is None else start,
-            targets=part.targets,
-            divisor=self.divisor,
-            key=self.pipeline.key(part),
-        )
-        last = stage == self.stages.last
-        self.total += of_stage(self.stages.mixtures(stage), self.divisor) + (
-            float(y.item()) if last else 0.0
-        )
-        if is_grad_enabled():
-            self._kept[stage, microbatch] = start, y if last else hollow(y)
-        return None if last else y.data
-
-    def backward(
-        self, stage: int, microbatch: int, dy: Array | None, *, whole: bool
-    ) -> Array | None:
-        start, y = self._kept.pop((stage, microbatch))
-        for layer in self.stages.mixtures(stage):
-            layer.balance_scale = self.pipeline.precision.scale / self.divisor
-        deferred = self.pipeline.go_back(stage, y, dy, whole=whole)
-        if not whole:
-            self._deferred[stage, microbatch] = deferred
-        return None if start is None else start.grad
-
-    def backward_weights(self, stage: int, microbatch: int) -> None:
-        self.pipeline.go_back_weights(stage, self._deferred.pop((stage, microbatch)))

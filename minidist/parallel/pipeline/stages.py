@@ -11,26 +11,35 @@ parallel and the pipeline share.
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
+from minidist.autograd.backward import WeightGradient
 from minidist.autograd.recompute import hollow_array
-from minidist.autograd.tensor import Tensor
+from minidist.autograd.tensor import Parameter, Tensor, is_grad_enabled
 from minidist.comm.group import Group
-from minidist.device import account
+from minidist.device import account, backend
 from minidist.device.backend import Array, beside, index_range
 from minidist.errors import ShardError
-from minidist.nn import GPT, Mixture
+from minidist.nn import GPT, Mixture, Module
+from minidist.nn.balance import of_stage
 from minidist.nn.layers import DropoutKey
+from minidist.nn.weight_shard import assemble
 from minidist.optim import Optimizer, sum_of_squares
-from minidist.parallel.step.flat import sum_in_order, trainable
+from minidist.parallel.pipeline.instructions import Instruction, RecvActivation, Schedule
+from minidist.parallel.step.flat import sum_in_order
+from minidist.parallel.step.late_loss import LateLoss
+from minidist.parallel.step.model_axis import ModelAxis
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.step.step import Batch, Key, Part, micro_parts, zero_unused
+from minidist.parallel.step.replicas import check_equal_replicas
+from minidist.parallel.step.single import Single
+from minidist.parallel.step.step import Batch, Key, Part
+from minidist.parallel.step.strategy import DataAxis, Strategy
 
 
 class Stages:
@@ -167,20 +176,26 @@ def balanced_layers(
     return best[count][2]
 
 
-class StageModel(ABC):
+class StageModel(ModelAxis, Strategy):
     """The stages of a GPT that this rank of a group has: rank r of p has stages r, r + p, … (or as
     `own_stages` says).
+
+    Its gradients and its update are those of a data axis: of one process, unless it `serves`
+    another.
 
     Args:    as Stages. seed: of the weights; None: the caller draws them. stages: in all (default:
              one a rank).
              layers: of each stage (default: as even as possible); key: for dropout; precision: of
-             weights and update.
+             weights and update; cuts: makes Stages of the model; tp: the ranks that divide the
+             layers.
+             alone: False: another data axis is served later.
     Attributes: model: what is left of it; parameters: what the optimizer is made of, those of this
     rank's stages.
                 first, last: whether this rank has an end of the model.
+                ends: the ranks of both ends, where both have a tied token table; or None.
     """
 
-    cuts: type[Stages] = Stages  # chapter 17 has stages of a shard of the tokens
+    schedule: Schedule  # in which order its stages compute
 
     def __init__(
         self,
@@ -194,27 +209,66 @@ class StageModel(ABC):
         key: Key | None = None,
         precision: Precision | None = None,
         recorder: Recorder | None = None,
+        cuts: Callable[..., Stages] = Stages,
+        tp: Group | None = None,
+        alone: bool = True,
     ) -> None:
         self.config = model.config
-        self.group = group
         self.precision = precision or Precision()
         self.recorder = recorder or Silent()
         self.key: Key = key or (lambda part: None)
+        self.tp = tp
+        self.cuts = cuts
         self.layers = list(
             layers or balanced_layers([1.0] * self.config.layers, stages or group.size)
         )
+        self.group = group
         self.stages = self.cut(model, group.rank)
-        self.model = self.stages.model
+        ModelAxis.__init__(self, self.stages.model, group)
         if seed is not None:
             self.model.initialize(seed, device=device)
-        self.weights = trainable(self.model.parameters())
-        self.parameters = self.precision.masters(self.weights)
         self.first, self.last = 0 in self.stages.layers, self.stages.last in self.stages.layers
-        self.ends = None  # the two ends, if both have a tied token table
+        self.ends = None
         if self.config.tied and self.stages.last not in self.own_stages(0):
             self.ends = group.split(0 if self.first or self.last else None, axis=group.axis)
+        if alone:
+            self.serve(Single(self.model, precision=self.precision))
 
-    def cut(self, model: GPT, rank: int) -> Any:
+    def serve(self, data: DataAxis, *, always: bool = False) -> None:
+        """From here on gradients and the update are those of `data`, made of this rank's model.
+
+        Args:    always: microbatches without a row are computed, too: other ranks wait for them.
+        """
+        self.data = data
+        self.always = always or data.reduces_each_pass
+        self.weights = [owner for owner, _ in data.updated()]
+        self.parameters = data.parameters
+        data.set_segments([self.modules_of(stage) for stage in self.stages.layers], self.order())
+
+    def order(self) -> list[tuple[int, bool]]:
+        """Return what this rank computes in a pass: (segment, whether forward)."""
+        return [(0, True), (0, False)]
+
+    def modules_of(self, stage: int) -> list[Module]:
+        """The modules that a stage calls, in order; a tied table at either end comes first."""
+        model = self.stages.model
+        last = stage == self.stages.last
+        first = [model.tokens] if stage == 0 or (last and self.config.tied) else []
+        first += [model.positions] if stage == 0 else []
+        blocks = [model.blocks[layer] for layer in self.stages.layers[stage]]
+        return [
+            module
+            for module in (*first, *blocks, *([model.norm, model.head] if last else []))
+            if module is not None
+        ]
+
+    def weights_of(self, stage: int) -> list[Parameter]:
+        """The parameters of a stage that learn."""
+        return [
+            p for module in self.modules_of(stage) for p in module.parameters() if p.requires_grad
+        ]
+
+    def cut(self, model: GPT, rank: int) -> Stages:
         """Cut `model`, in place, to the stages of a rank."""
         return self.cuts(model, self.layers, self.own_stages(rank))
 
@@ -222,37 +276,97 @@ class StageModel(ABC):
         """The numbers of the stages of a rank, in order."""
         return range(rank, len(self.layers), self.group.size)
 
-    @abstractmethod
-    def run(self, part: Part, *, divisor: int) -> float:
-        """Forward and backward of some rows: adds gradients; returns this rank's share of the loss
-        over `divisor`."""
+    # ----------------------------------------------------------------------------------- its gradients
 
-    def step(
+    def has_table(self, parameter: Parameter) -> bool:
+        """Return whether it is a tied token table that other stages have, too."""
+        ends = self.config.tied and (self.first or self.last)
+        return ends and parameter is self.model.tokens.weight
+
+    def sums_over(self, parameter: Parameter) -> Group | None:
+        """Both ends, of a tied token table: one has the embedding's gradient, one the output's."""
+        return self.ends if self.has_table(parameter) else None
+
+    def counts(self, parameter: Parameter) -> bool:
+        """A tied token table counts once, at the first end."""
+        return self.sums_over(parameter) is None or self.group.rank == 0
+
+    def check_shared(self, *, when: str) -> None:
+        """Compare a tied token table at both ends. Raises: MismatchError."""
+        if self.ends is not None:
+            check_equal_replicas([self.model.tokens.weight], self.ends, when=when)
+
+    def go_back(
+        self, stage: int, y: Tensor, dy: Array | None, *, whole: bool = True
+    ) -> list[WeightGradient]:
+        """Backward of a stage's output y (dy None: the loss); unless `whole`, returns deferred
+        gradients of weights."""
+        share = y if y.requires_grad else None  # None: all weights of the first stage are frozen
+        return self.data.backward(
+            share, dy, segment=stage // self.group.size, last=False, defer=not whole
+        )
+
+    def go_back_weights(self, stage: int, deferred: list[WeightGradient]) -> None:
+        """Compute the gradients that `go_back` of a stage deferred."""
+        self.data.backward_weights(deferred, segment=stage // self.group.size)
+
+    # --------------------------------------------------------------------- a step of this axis alone
+
+    def begin_step(self) -> None:
+        """As Strategy's."""
+        self.data.begin_step()
+
+    def part_of(self, batch: Batch) -> Part:
+        """The whole batch."""
+        return Part(*batch, first=0)
+
+    @abstractmethod
+    def run(self, part: Part, *, divisor: int, last: bool = True) -> float:
+        """As Strategy's: this rank's share of the loss of some rows."""
+
+    def evaluate(self, part: Part, *, divisor: int) -> float:
+        """As `run`, without gradients and dropout, for half the messages."""
+        raise NotImplementedError
+
+    def finish_step(self) -> None:
+        """As Strategy's: the gradients of a tied token table, over both ends."""
+        self.data.finish_step()
+        self.sum_ends()
+
+    def sum_ends(self) -> None:
+        """Sum the two gradients of a tied token table, the embedding's and the output's: an
+        all-reduce of both ends."""
+        if self.ends is not None:
+            table = self.model.tokens.weight
+            with self.recorder.span("wait for the other end's table"):
+                self.ends.all_reduce(table.grad, op="sum", out=table.grad, algorithm="ring")
+
+    def conclude(
         self,
+        share: LateLoss,
         batch: Batch,
         optimizer: Optimizer,
         *,
-        lr: float | None = None,
-        clip: float | None = None,
-        accumulate: int = 1,
-    ) -> float:
-        """One step on the *global* batch, the same on every rank; returns its mean loss, the same
-        on every rank.
+        lr: float | None,
+        clip: float | None,
+    ) -> LateLoss:
+        """As Strategy's. Cost: an all-gather of a float64 a rank, under `control`; with `clip` a
+        second."""
+        with self.recorder.span("optimizer"):
+            self.data.update(optimizer, lr=lr, clip=clip, squares=self._squares)
+        return LateLoss(sum_in_order(self.group, share.wait()))
 
-        Args:    as Single.step; clip bounds the norm of all stages together; accumulate: how many
-                 runs take the rows.
-        """
-        optimizer.zero_grad()
-        share = 0.0
-        for part in micro_parts(Part(*batch, first=0), accumulate):
-            share += self.run(part, divisor=batch[1].size)
-        self.update(optimizer, lr=lr, clip=clip)
-        return sum_in_order(self.group, share)
+    def _squares(self) -> float:
+        return sum_in_order(
+            self.group, sum_of_squares(p.grad for p in self.weights if self.counts(p))
+        )
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all weights (masters, in mixed precision), whole, on every rank. Cost: one
         all-gather."""
-        mine = self.own_state()
+        mine = self.data.state_dict()
+        if self.tp is not None:
+            mine = assemble(self.model, mine, self.tp)
         with self.group.ledger.control():
             joined = self.group.all_gather(
                 np.concatenate([mine[name].reshape(-1) for name in mine]), algorithm="ring"
@@ -265,29 +379,62 @@ class StageModel(ABC):
                 start += weight.size
         return {name: whole[name] for name, _ in GPT(self.config).named_parameters()}
 
-    def own_state(self) -> dict[str, np.ndarray]:
-        """Copies of the weights of this rank's stages."""
-        return self.precision.state_dict(self.model)
 
-    def update(self, optimizer: Optimizer, *, lr: float | None, clip: float | None) -> None:
-        """The optimizer's step on this rank's weights, after all backwards. Cost: sum_ends, and a
-        float64 with clip."""
-        zero_unused(self.weights)
-        self.sum_ends()
-        with self.recorder.span("optimizer"):
-            self.precision.update(optimizer, self._squares, lr=lr, clip=clip)
+class StagePass:
+    """What one pass of some microbatches computes on this rank; total: its loss so far."""
 
-    def sum_ends(self) -> None:
-        """Sum the two gradients of a tied token table, the embedding's and the output's: an
-        all-reduce of both ends."""
-        if self.ends is not None:
-            table = self.model.tokens.weight
-            with self.recorder.span("wait for the other end's table"):
-                self.ends.all_reduce(table.grad, op="sum", out=table.grad, algorithm="ring")
+    def __init__(self, pipeline: StageModel, parts: list[Part], divisor: int) -> None:
+        self.pipeline = pipeline
+        self.stages = pipeline.stages
+        self.parts = parts
+        self.divisor = divisor
+        self.total = 0.0
+        # from forward to backward: x, y
+        self.kept: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        self._deferred: dict[tuple[int, int], list[WeightGradient]] = {}
 
-    def _squares(self) -> float:
-        """The sum of squares of the whole gradient; a tied table counts once, on rank 0."""
-        twice = self.model.tokens.weight if self.ends is not None and self.group.rank else None
-        return sum_in_order(
-            self.group, sum_of_squares(p.grad for p in self.weights if p is not twice)
+    def skips(self, microbatch: int) -> bool:
+        return not self.pipeline.always and not len(self.parts[microbatch].inputs)
+
+    def room(self, receive: Instruction) -> Array:
+        """A new array for a message; an activation counts as such, because it is kept for
+        backward."""
+        shape = self.stages.between(*self.parts[receive.microbatch].inputs.shape)
+        category = "activations" if isinstance(receive, RecvActivation) else "communication"
+        device = backend.device_of(next(self.stages.model.parameters()).data)
+        return account.current().hold(
+            backend.empty(shape, backend.dtype(self.pipeline.config.dtype), device), category
         )
+
+    def forward(self, stage: int, microbatch: int, x: Array | None) -> Array | None:
+        """A stage's forward; only the shape of its output is kept."""
+        part = self.parts[microbatch]
+        start = None if x is None else ArrivedActivation(x)
+        y = self.stages.forward(
+            stage,
+            part.inputs if start is None else start,
+            targets=part.targets,
+            divisor=self.divisor,
+            key=self.pipeline.key(part),
+        )
+        last = stage == self.stages.last
+        self.total += of_stage(self.stages.mixtures(stage), self.divisor) + (
+            float(y.item()) if last else 0.0
+        )
+        if is_grad_enabled():
+            self.kept[stage, microbatch] = start, y if last else hollow(y)
+        return None if last else y.data
+
+    def backward(
+        self, stage: int, microbatch: int, dy: Array | None, *, whole: bool
+    ) -> Array | None:
+        start, y = self.kept.pop((stage, microbatch))
+        for layer in self.stages.mixtures(stage):
+            layer.balance_scale = self.pipeline.precision.scale / self.divisor
+        deferred = self.pipeline.go_back(stage, y, dy, whole=whole)
+        if not whole:
+            self._deferred[stage, microbatch] = deferred
+        return None if start is None else start.grad
+
+    def backward_weights(self, stage: int, microbatch: int) -> None:
+        self.pipeline.go_back_weights(stage, self._deferred.pop((stage, microbatch)))

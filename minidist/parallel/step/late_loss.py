@@ -23,11 +23,14 @@ class LateLoss:
         # on the host; the event behind its copy
         self._shares: list[tuple[Any, Any]] = [(loss, None) for loss in known]
 
-    def add(self, loss: Tensor) -> None:
-        """Another pass's loss, one number."""
-        self._shares.append(
-            (loss.item(), None) if device_of(loss.data) == "cpu" else _copied(loss.data)
-        )
+    def add(self, loss: Tensor | float | None) -> None:
+        """Add another pass's loss, one number; None: a pass without a row."""
+        if not isinstance(loss, Tensor):
+            self._shares.append((loss or 0.0, None))
+        elif device_of(loss.data) == "cpu":
+            self._shares.append((loss.item(), None))
+        else:
+            self._shares.append(_copied(loss.data))
 
     def done(self) -> bool:
         """Whether wait() would return at once."""

@@ -23,14 +23,17 @@ notes:   N0 无并行训练, N2 显存占用分析, N4 §4
 
 from collections.abc import Iterable
 
+from minidist.autograd.backward import WeightGradient
+from minidist.autograd.tensor import Parameter, Tensor
+from minidist.device.backend import Array
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, squares_of
 from minidist.parallel.step.flat import trainable
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
 from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.step.step import Batch, Loss, Part, loss_of, micro_parts, zero_unused
-from minidist.parallel.step.strategy import Strategy
+from minidist.parallel.step.step import Batch, Loss, Part, loss_of, zero_unused
+from minidist.parallel.step.strategy import DataAxis
 
 
 def plain_single(model: GPT, optimizer: Optimizer, batches: Iterable[Batch]) -> float:
@@ -48,14 +51,18 @@ def plain_single(model: GPT, optimizer: Optimizer, batches: Iterable[Batch]) -> 
 # host need not wait for on a GPU.
 
 
-class Single(Strategy):
-    """The training step of one process.
+class Single(DataAxis):
+    """The training step of one process. Its step is DataAxis's (step/strategy.py), without a sum.
+
+    In chapter 17 it is the data axis of a replica that has no other.
 
     Args:    loss: of a batch (default: `model.loss`); precision: of weights and update (default:
              one dtype for all).
              recorder: is told what runs when.
     Attributes: parameters: what the optimizer is made of.
     """
+
+    divides_state = False
 
     def __init__(
         self,
@@ -68,47 +75,56 @@ class Single(Strategy):
         self.model = model
         self.loss = loss or loss_of(model)
         self.precision = precision or Precision()
+        self.recorder = recorder or Silent()
         self.weights = trainable(model.parameters())
         self.parameters = self.precision.masters(self.weights)
-        self.recorder = recorder or Silent()
         self._late: list[LateLoss] = []  # of steps that the device may still be at
 
-    def step(
-        self,
-        batch: Batch,
-        optimizer: Optimizer,
-        *,
-        lr: float | None = None,
-        clip: float | None = None,
-        accumulate: int = 1,
-    ) -> float:
-        """One step on `batch`; returns its mean loss. Args: as Strategy.step."""
-        return self.start_step(batch, optimizer, lr=lr, clip=clip, accumulate=accumulate).wait()
+    def part_of(self, batch: Batch) -> Part:
+        """The whole batch."""
+        return Part(*batch, first=0)
 
-    def start_step(
+    def backward(
         self,
+        share: Tensor | None,
+        dy: Array | None = None,
+        *,
+        segment: int = 0,
+        last: bool = True,
+        defer: bool = False,
+    ) -> list[WeightGradient]:
+        """Add the gradients of a pass. Args, Returns: as DataAxis.backward."""
+        if share is None:
+            return []
+        with self.recorder.span("backward"):
+            return self.precision.backward(share, dy, defer_weights=defer)
+
+    def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
+        """Compute the gradients that a backward has put off."""
+        self.precision.backward_weights(deferred)
+
+    def finish_step(self) -> None:
+        """Weights that no pass has reached have a gradient of zero."""
+        zero_unused(self.weights)
+
+    def conclude(
+        self,
+        share: LateLoss,
         batch: Batch,
         optimizer: Optimizer,
         *,
-        lr: float | None = None,
-        clip: float | None = None,
-        accumulate: int = 1,
+        lr: float | None,
+        clip: float | None,
     ) -> LateLoss:
-        """As `step`; on a GPU the loss is still on its way, and the host goes on."""
-        optimizer.zero_grad()
-        total = LateLoss()
-        self._late = [late for late in self._late if not late.done()] + [total]
-        for part in micro_parts(Part(*batch, first=0), accumulate):
-            if not len(part.inputs):
-                continue
-            with self.recorder.span("forward", rows=len(part.inputs)):
-                loss = self.loss(part, batch[1].size)
-            with self.recorder.span("backward"):
-                self.precision.backward(loss)
-            total.add(loss)
-        with self.recorder.span("optimizer"):
-            zero_unused(self.weights)
-            self.precision.update(
-                optimizer, lambda: squares_of(p.grad for p in self.weights), lr=lr, clip=clip
-            )
-        return total
+        """As Strategy's; on a GPU the loss is still on its way, and the host goes on."""
+        self.update(optimizer, lr=lr, clip=clip)
+        self._late = [late for late in self._late if not late.done()] + [share]
+        return share
+
+    def updated(self) -> list[tuple[Parameter, Parameter]]:
+        """All parameters that learn."""
+        return [(parameter, parameter) for parameter in self.weights]
+
+    def squares(self) -> float | Array:
+        """The sum of the squares of the gradient."""
+        return squares_of(p.grad for p in self.weights)

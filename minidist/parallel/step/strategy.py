@@ -1,16 +1,17 @@
 """One protocol: what a Trainer asks of any strategy, and what chapter 17 asks of the strategy of a
 data axis.
 
-The step of all data axes (DDP, ZeRO) is the same, and stands here; a chapter says what its parts
-do:
+The step of all strategies whose ranks work together is one loop (`start_step`); a chapter says what
+its parts do:
 
-    begin_step                       the gradients of the previous step go
-    begin_pass, forward, backward    for each microbatch of the rank's rows; the `last` backward
-                                     sums over the ranks
-    finish_step                      sums the gradients, where no backward was the last one
-    update                           the optimizer's step
+    begin_step         forget the gradients of the previous step
+    run                forward and backward of some rows: for each pass of the rank's rows
+    finish_step        sum what is still to be summed over ranks
+    conclude           the loss of the whole batch, and the optimizer's step
 
-Chapter 17 calls these parts itself, because its passes go through other axes too.
+A data axis (DDP, ZeRO, one process) runs a pass in three parts: begin_pass, forward, backward; the
+`last` backward sums over the ranks. Chapter 17 calls these parts itself, because its passes go
+through other axes too.
 """
 
 from abc import ABC, abstractmethod
@@ -73,7 +74,6 @@ class Strategy(ABC):
         """The strategy itself, or its data axis if it is composed."""
         return self
 
-    @abstractmethod
     def step(
         self,
         batch: Batch,
@@ -91,6 +91,7 @@ class Strategy(ABC):
                  clip: bound of the norm of the whole gradient; accumulate: in how many passes a
                  rank takes its rows.
         """
+        return self.start_step(batch, optimizer, lr=lr, clip=clip, accumulate=accumulate).wait()
 
     def start_step(
         self,
@@ -102,7 +103,51 @@ class Strategy(ABC):
         accumulate: int = 1,
     ) -> LateLoss:
         """As `step`; on a GPU the loss may still be on its way."""
-        return LateLoss(self.step(batch, optimizer, lr=lr, clip=clip, accumulate=accumulate))
+        self.begin_step()
+        share = LateLoss()
+        for number, part in enumerate(micro_parts(self.part_of(batch), accumulate), start=1):
+            share.add(self.run(part, divisor=targets_in(batch), last=number == accumulate))
+        self.finish_step()
+        return self.conclude(share, batch, optimizer, lr=lr, clip=clip)
+
+    # -------------------------------------------------------------------------- the parts of a step
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the previous step."""
+        raise NotImplementedError
+
+    def part_of(self, batch: Batch) -> Part:
+        """This rank's rows of a global batch; views, and perhaps none."""
+        raise NotImplementedError
+
+    def run(self, part: Part, *, divisor: int, last: bool) -> Tensor | float | None:
+        """Forward and backward of some rows: add their gradients.
+
+        Args:    divisor: the targets of all ranks' rows; last: no other pass of the step follows.
+        Returns: this rank's share of the mean loss: the sum of its losses over `divisor`; None: zero.
+        """
+        raise NotImplementedError
+
+    def finish_step(self) -> None:
+        """After the last pass: sum the gradients over the ranks, where no pass has done it."""
+        raise NotImplementedError
+
+    def conclude(
+        self,
+        share: LateLoss,
+        batch: Batch,
+        optimizer: Optimizer,
+        *,
+        lr: float | None,
+        clip: float | None,
+    ) -> LateLoss:
+        """Make the optimizer's step. Args: share: of this rank; the others as `step`.
+
+        Returns: the sum of all ranks' shares, the same bits on every rank.
+        """
+        raise NotImplementedError
+
+    # --------------------------------------------------------------------------------------- weights
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Copies of all weights, in mixed precision the masters, whole, on the host, by dotted
@@ -187,6 +232,9 @@ class DataAxis(Strategy):
     # what the span of the update carries: the notes' step
     update_notes: ClassVar[dict[str, str]] = {}
     flats: Sequence[Flat] = ()  # runs of parameters of which this rank updates chunks (ZeRO)
+    # this rank belongs to the first copy of the state (DDP: is it)
+    first_copy = True
+    _summed = True  # this step's gradients are summed over the ranks
 
     def __init__(
         self,
@@ -204,9 +252,7 @@ class DataAxis(Strategy):
         self.loss = loss or loss_of(model)
         self.precision = precision or Precision()
         self.recorder = recorder or Silent()
-        # this rank belongs to the first copy of the state (DDP: is it)
         self.first_copy = group.rank == 0
-        self._summed = True  # this step's gradients are summed over the ranks
 
     def part_of(self, batch: Batch) -> Part:
         """This rank's rows of a global batch; views, and perhaps none."""
@@ -219,7 +265,7 @@ class DataAxis(Strategy):
         whether forward)."""
 
     def begin_step(self) -> None:
-        """Forget the gradients of the previous step."""
+        """As Strategy's."""
         self._summed = False
         self.model.zero_grad()
         if self.scheme is not None:
@@ -260,11 +306,35 @@ class DataAxis(Strategy):
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
         """Compute what a backward of the segment has put off."""
 
+    def run(self, part: Part, *, divisor: int, last: bool) -> Tensor | None:
+        """As Strategy's."""
+        self.begin_pass()
+        with self.recorder.span("forward", rows=len(part.inputs)):
+            share = self.forward(part, divisor=divisor)
+        self.backward(share, last=last)
+        return share
+
     def finish_step(self) -> None:
         """All backwards of the step are over: sum the gradients, unless one of them was the
         last."""
         if not self._summed:
             self.backward(None)
+
+    def conclude(
+        self,
+        share: LateLoss,
+        batch: Batch,
+        optimizer: Optimizer,
+        *,
+        lr: float | None,
+        clip: float | None,
+    ) -> LateLoss:
+        """As Strategy's. Cost: one all-gather of a record a rank, under `control`."""
+        mine = share.wait()
+        with self.recorder.span("loss", "communication", share=mine):
+            loss = add_losses(self.group, mine, batch)
+        self.update(optimizer, lr=lr, clip=clip)
+        return LateLoss(loss)
 
     @abstractmethod
     def updated(self) -> list[tuple[Parameter, Any]]:
@@ -287,30 +357,6 @@ class DataAxis(Strategy):
         gradients too."""
         with self.recorder.span("optimizer", **self.update_notes):
             self.precision.update(optimizer, squares or self.squares, lr=lr, clip=clip)
-
-    def step(
-        self,
-        batch: Batch,
-        optimizer: Optimizer,
-        *,
-        lr: float | None = None,
-        clip: float | None = None,
-        accumulate: int = 1,
-    ) -> float:
-        """One step on the *global* batch. Args, Returns: as Strategy.step."""
-        self.begin_step()
-        total = 0.0
-        for number, part in enumerate(micro_parts(self.part_of(batch), accumulate), start=1):
-            self.begin_pass()
-            with self.recorder.span("forward", rows=len(part.inputs)):
-                share = self.forward(part, divisor=targets_in(batch))
-            self.backward(share, last=number == accumulate)
-            total += 0.0 if share is None else float(share.item())
-        self.finish_step()
-        with self.recorder.span("loss", "communication", share=total):
-            loss = add_losses(self.group, total, batch)
-        self.update(optimizer, lr=lr, clip=clip)
-        return loss
 
     def loss_share(self, part: Part) -> float:
         """As Strategy's."""

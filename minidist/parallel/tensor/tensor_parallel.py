@@ -55,10 +55,13 @@ Source:  Shoeybi et al. 2019, "Megatron-LM" (1909.08053; N0:256 cites 2104.04473
 
 import numpy as np
 
+from minidist.autograd.tensor import Parameter
 from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.nn import GPT, GPTConfig
-from minidist.parallel.tensor.split_model import SplitModel
+from minidist.nn.weight_shard import WeightShard
+from minidist.parallel.step.model_axis import ModelAxis
+from minidist.parallel.step.replicas import check_equal_replicas
 from minidist.parallel.tensor.tensor_layers import TensorRegion, shared_numbers, split_gpt
 
 
@@ -91,14 +94,38 @@ def tensor_parallel(model: GPT, group: Group) -> GPT:
     return model
 
 
-class TensorParallel(SplitModel):
-    """A GPT cut by `tensor_parallel`, trained on batches that every rank of the group sees whole.
+class TensorParallel(ModelAxis):
+    """The ranks that divide a GPT's layers, and see the same batch: it cuts the model, in place.
 
-    model = tensor_parallel(GPT(config), group)
-    model.initialize(seed)
-    strategy = TensorParallel(model, group)
-    loss = strategy.step(batch, AdamW(strategy.parameters, lr))
+    strategy = parallelize(GPT(config), Mesh(group, tp=group.size), Plan(tp=group.size), seed=0)
+    loss = strategy.step(batch, AdamW(strategy.parameters, lr))  # as a Trainer with this plan does
     """
+
+    def __init__(self, model: GPT, group: Group) -> None:
+        super().__init__(model, group)
+        tensor_parallel(model, group)
+
+    def sums_over(self, parameter: Parameter) -> Group | None:
+        """The ranks that hold the same key head."""
+        return parameter.sharers if isinstance(parameter, WeightShard) else None
+
+    def counts(self, parameter: Parameter) -> bool:
+        """As ModelAxis.counts."""
+        if isinstance(parameter, WeightShard):
+            return parameter.first_sharer()
+        return self.group.rank == 0
+
+    def held_alike(self, parameter: Parameter) -> bool:
+        """Return whether several ranks hold this weight: whole, or as the same shard."""
+        return not isinstance(parameter, WeightShard) or parameter.sharers is not None
+
+    def check_shared(self, *, when: str) -> None:
+        """As ModelAxis.check_shared."""
+        alike = [p for p in self.model.parameters() if self.held_alike(p)]
+        shared = [p for p in alike if isinstance(p, WeightShard)]
+        check_equal_replicas((p for p in alike if p not in set(shared)), self.group, when=when)
+        if shared and shared[0].sharers is not None:
+            check_equal_replicas(shared, shared[0].sharers, when=when)
 
 
 # --------------------------------------------------------------------------------------------- cost

@@ -20,6 +20,7 @@ from split import (
     check_twenty_steps,
     context,
     run,
+    sequence,
 )
 from training import difference, global_batch, tiny
 
@@ -43,8 +44,9 @@ from minidist.parallel.context.ring_attention import (
     visible,
     zigzag,
 )
+from minidist.parallel.data.ddp import DDP
+from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.memory.activations import forget_scores
-from minidist.parallel.tensor import split_model
 
 # ---------------------------------------------------------------------------------------- attention
 
@@ -450,7 +452,7 @@ def test_the_loss_is_the_mean_of_all_tokens() -> None:
 
 
 def gradients_not_added(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(split_model, "add_up", lambda parts, **options: None)
+    patch.setattr(DDP, "_start_reduce", lambda self, index: None)
 
 
 def positions_of_the_first_tokens(patch: pytest.MonkeyPatch) -> None:
@@ -490,14 +492,14 @@ def no_mask(patch: pytest.MonkeyPatch) -> None:
 
 def share_of_the_loss_by_own_tokens(patch: pytest.MonkeyPatch) -> None:
     """A mean of means."""
-    original = token_shard.TokenShardOutput.loss
-    patch.setattr(
-        token_shard.TokenShardOutput,
-        "loss",
-        lambda self, logits, targets, *, divisor: original(
-            self, logits, targets, divisor=logits.shape[1] * len(targets) * self.group.size
-        ),
-    )
+    original = Hybrid._loss
+
+    def mean_of_means(self: Hybrid, part: Any, divisor: int) -> Any:
+        rows, length = part.inputs.shape
+        own = len(np.arange(length)[self.tokens(length)])
+        return original(self, part, rows * own * self.mesh["cp"].size)
+
+    patch.setattr(Hybrid, "_loss", mean_of_means)
 
 
 BUGS = [
@@ -524,19 +526,22 @@ def test_planted_bugs_break_parity(bug: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("layer", [token_shard.TokenShardPositions, token_shard.TokenShardDropout])
-def test_other_tokens_break_parity(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "layer"),
+    [(context, token_shard.TokenShardPositions), (sequence, token_shard.TokenShardDropout)],
+)
+def test_other_tokens_break_parity(kind: Any, layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Learned positions and dropout, each of the first tokens instead of the own."""
     changes = {"dropout": 0.2}
-    serial = run(context, 1, changes)[0]
+    serial = run(kind, 1, changes)[0]
     forward = layer.forward
 
     def of_the_first(self: Any, *args: Any, **options: Any) -> Any:
-        own, self.own = self.own, lambda length: slice(0, len(own(length)))
+        own, self.own = self.own, lambda length: slice(0, len(np.arange(length)[own(length)]))
         try:
             return forward(self, *args, **options)
         finally:
             self.own = own
 
     monkeypatch.setattr(layer, "forward", of_the_first)
-    assert not difference(run(context, 2, changes)[0]["weights"], serial["weights"]) < 1e-7
+    assert not difference(run(kind, 2, changes)[0]["weights"], serial["weights"]) < 1e-7

@@ -33,8 +33,8 @@ from minidist.parallel.context.sequence_parallel import (
     outside_numbers,
     sequence_parallel,
 )
+from minidist.parallel.hybrid import hybrid_step
 from minidist.parallel.memory.activations import checkpoint_blocks
-from minidist.parallel.tensor import split_model
 
 
 @pytest.mark.sampled
@@ -45,7 +45,7 @@ def test_equals_one_process(size: int) -> None:
 
 
 def test_a_group_of_one_rank() -> None:
-    alone = run(sequence, 1, {}, whole=False)[0]
+    alone = run(sequence, 1, {}, axis=chapter.SequenceParallel)[0]
     serial = run(sequence, 1, {})[0]
     assert (
         difference(alone["weights"], serial["weights"]) < BOUND
@@ -105,7 +105,7 @@ def test_the_same_bytes_as_tensor_parallelism() -> None:
     config = GPTConfig(**ours[0]["config"])
     outside = STEPS * 8 * 2 * 3 * outside_numbers(config)  # steps × bytes × 2(P-1)
     assert sent_along_the_axis(ours) == sent_along_the_axis(plain) + outside
-    verbs = ours[0]["sent"]["world"]
+    verbs = ours[0]["sent"]["tp"]
     assert verbs.keys() == {"all_gather", "reduce_scatter", "all_reduce"}
     assert verbs["all_gather"] == verbs["reduce_scatter"]
 
@@ -159,7 +159,7 @@ def test_generating_text() -> None:
 
 
 def norms_not_added(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(split_model, "add_up", lambda parts, **options: None)
+    patch.setattr(hybrid_step, "add_up", lambda parts: None)
 
 
 def positions_of_the_first_tokens(patch: pytest.MonkeyPatch) -> None:

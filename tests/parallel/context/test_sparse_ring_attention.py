@@ -28,7 +28,6 @@ from minidist.parallel.context import pieces
 from minidist.parallel.context.pieces import PieceExchange, needed, tokens_sent
 from minidist.parallel.context.ring_attention import context_parallel, zigzag
 from minidist.parallel.context.sparse_ring_attention import (
-    ContextParallel,
     elements_sent,
     plain_window_attention,
     sparse_context_parallel,
@@ -283,7 +282,7 @@ def test_what_a_rank_sends_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def context(world: Any, changes: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """`train` under context parallelism by pieces."""
-    return train(world, sparse_context_parallel, ContextParallel, changes, **options)
+    return train(world, {"cp": world.size}, changes, **options)
 
 
 @pytest.mark.sampled

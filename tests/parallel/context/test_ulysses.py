@@ -78,7 +78,7 @@ def test_a_rank_sends_its_share() -> None:
     ranks = run(swapped, size, {"context": context, "layers": 1}, sequences=sequences, steps=1)
     for rank in ranks:
         numbers = 8 * (size - 1) * sequences * context * width // size**2
-        assert rank["sent"]["world"]["all_to_all"] == 8 * numbers
+        assert rank["sent"]["cp"]["all_to_all"] == 8 * numbers
 
 
 def test_scores_and_activations_are_divided() -> None:

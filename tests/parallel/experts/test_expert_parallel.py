@@ -19,9 +19,11 @@ from minidist.nn import GPT, MixtureConfig, mixture
 from minidist.nn.weight_shard import WeightShard
 from minidist.optim import SGD, AdamW
 from minidist.parallel.context import sequence_parallel
+from minidist.parallel.data.ddp import DDP
 from minidist.parallel.experts import expert_load, split_experts
 from minidist.parallel.experts.expert_parallel import expert_parallel
-from minidist.parallel.tensor import split_model, tensor_parallel
+from minidist.parallel.hybrid.hybrid_step import Hybrid
+from minidist.parallel.tensor import tensor_parallel
 
 BOUND = 1e-10
 ITEM = 8
@@ -69,12 +71,11 @@ def check_traffic(
         return sum(rank["sent"].get(axis, {}).get(verb, 0) for rank in ranks)
 
     rows = sum(rank["rows"] for rank in ranks)
-    assert total("world", "all_to_all") == ITEM * (6 if again else 4) * rows * config["width"]
-    assert total("world", "all_reduce") == ITEM * steps * ranks[0]["dense"]
-    assert {verb for rank in ranks for verb in rank["sent"]["world"]} <= {
-        "all_to_all",
-        "all_reduce",
-    }
+    assert total("ep", "all_to_all") == ITEM * (6 if again else 4) * rows * config["width"]
+    assert total("dp,ep", "all_reduce") == ITEM * steps * ranks[0]["dense"]
+    assert {
+        axis for rank in ranks for axis, verbs in rank["sent"].items() if sum(verbs.values())
+    } <= {"ep", "dp,ep", "control"}
     assert (
         total("control", "all_to_all")
         == ITEM * steps * passes * (2 if again else 1) * layers * (size - 1) * experts
@@ -153,7 +154,7 @@ def test_data_times_experts(size: int, copies: int, kind: str) -> None:
     moved = sum(rank["sent"].get("ep", {}).get("all_to_all", 0) for rank in ranks)
     assert moved == ITEM * 4 * sum(rank["rows"] for rank in ranks) * 16
     assert (
-        sum(rank["sent"]["world"]["all_reduce"] for rank in ranks)
+        sum(rank["sent"]["dp,ep"]["all_reduce"] for rank in ranks)
         == ITEM * split.STEPS * ranks[0]["dense"]
     )
 
@@ -303,24 +304,29 @@ def local_loads(patch: pytest.MonkeyPatch) -> None:
 def experts_averaged(patch: pytest.MonkeyPatch) -> None:
     """Experts' gradients divided by the number of ranks."""
 
-    def wrong(weights: Any) -> None:
-        for weight in weights:
+    finish = Hybrid.finish_step
+
+    def wrong(self: Hybrid) -> None:
+        finish(self)
+        for weight in self.model.parameters():
             if isinstance(weight, WeightShard):
                 weight.grad /= 3
 
-    patch.setattr(split_model, "zero_unused", wrong)
+    patch.setattr(Hybrid, "finish_step", wrong)
 
 
 def dense_not_summed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(split_model, "add_up", lambda parts, **options: None)
+    start = DDP._start_reduce
+
+    def experts_only(self: DDP, index: int) -> None:
+        if self.buckets[index].parameters[0].shared_by is not None:
+            start(self, index)
+
+    patch.setattr(DDP, "_start_reduce", experts_only)
 
 
 def norm_of_own_experts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        split_model,
-        "squares_once",
-        lambda weights, group: sum(float((p.grad**2).sum()) for p in weights),
-    )
+    patch.setattr(Hybrid, "squares", lambda self: self.data_axis.squares())
 
 
 BUGS: dict[Any, dict[str, Any]] = {

@@ -36,7 +36,7 @@ def on_nodes(nodes: tuple[int, ...], moe: dict[str, Any], **options: Any) -> lis
             axis: sum(
                 axes.get(axis, 0) for to, axes in sent.items() if nodes[to] != nodes[world.rank]
             )
-            for axis in ("world", "world.inside", "control")
+            for axis in ("ep", "ep.inside", "control")
         }
         return {**found, "far": far}
 
@@ -106,9 +106,9 @@ def test_equals_one_process(
     top_k = {**MOE, **moe}["top_k"]
     times = 3 if options.get("checkpoint") else 2
     copies, rows = (sum(rank[kind] for rank in ranks) for kind in ("copies", "rows"))
-    assert sent(ranks, "world") == ITEM * times * (2 * WIDTH + top_k) * copies
-    assert sent(ranks, "world.inside") == ITEM * times * 2 * WIDTH * rows
-    assert not any(rank["far"]["world.inside"] for rank in ranks)
+    assert sent(ranks, "ep") == ITEM * times * (2 * WIDTH + top_k) * copies
+    assert sent(ranks, "ep.inside") == ITEM * times * 2 * WIDTH * rows
+    assert not any(rank["far"]["ep.inside"] for rank in ranks)
     own = [len(part) for part in np.array_split(np.arange(MOE["experts"]), len(nodes))]
     counts = sum((nodes.count(node) - 1) * held for node, held in zip(nodes, own, strict=True))
     forwards = 2 * options.get("accumulate", 1) * ranks[0]["config"]["layers"]
@@ -330,8 +330,8 @@ def placement_of_rows_alone(patch: pytest.MonkeyPatch) -> None:
     """Rows go by the placement, weights of experts lie by number."""
     right = split_experts.SplitExperts.__init__
 
-    def wrong(self: Any, experts: Any, group: Any, copies: Any = None, order: Any = None) -> None:
-        right(self, experts, group, copies, None)
+    def wrong(self: Any, experts: Any, group: Any, order: Any = None) -> None:
+        right(self, experts, group, None)
         self.place_of = np.argsort(order)
 
     patch.setattr(split_experts.SplitExperts, "__init__", wrong)

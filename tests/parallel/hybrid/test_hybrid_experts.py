@@ -13,9 +13,9 @@ from training import difference, tiny
 import minidist as md
 from minidist.errors import MismatchError, PlanError
 from minidist.nn import MixtureConfig, moe
+from minidist.parallel.context import context_parallel
 from minidist.parallel.experts import expert_load
-from minidist.parallel.hybrid import hybrid_cut, hybrid_step
-from minidist.parallel.hybrid.hybrid import Plan
+from minidist.parallel.hybrid.hybrid import Mesh, Plan
 from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.pipeline.stages import Stages
 
@@ -197,7 +197,7 @@ def test_experts_are_divided_by_ep_and_their_state_by_dp() -> None:
 
 def plant(bug: str, patch: pytest.MonkeyPatch) -> None:
     if bug == "experts summed over ep too":
-        patch.setattr(hybrid_step.Mesh, "experts", property(lambda mesh: mesh.copies))
+        patch.setattr(Mesh, "experts", property(lambda mesh: mesh.copies))
     elif bug == "norm of one rank's experts":
         squares = Hybrid.squares
 
@@ -223,8 +223,8 @@ def plant(bug: str, patch: pytest.MonkeyPatch) -> None:
             lambda self, x: x if x.shape[-1] == 4 else self.region.enter(x),
         )
     elif bug == "balance of own tokens":
-        patch.setattr(hybrid_cut.TokenShardSequences, "joined", lambda self, chosen: chosen)
-        patch.setattr(hybrid_cut.TokenShardSequences, "parted", lambda self, kept: kept)
+        patch.setattr(context_parallel.TokenShardSequences, "joined", lambda self, chosen: chosen)
+        patch.setattr(context_parallel.TokenShardSequences, "parted", lambda self, kept: kept)
     else:
         patch.setattr(Stages, "mixtures", lambda self, stage: [])
 

@@ -16,10 +16,10 @@ from minidist.autograd.ops.collectives import shard_of
 from minidist.errors import MinidistError, PlanError
 from minidist.nn import Embedding
 from minidist.nn.config import divisors
-from minidist.parallel.context import ring_attention, token_shard
-from minidist.parallel.hybrid import hybrid_cut, hybrid_step
+from minidist.parallel.context import context_parallel, ring_attention, token_shard
+from minidist.parallel.hybrid import hybrid_step
 from minidist.parallel.hybrid.hybrid import Mesh, Plan
-from minidist.parallel.hybrid.hybrid_cut import DataPipeline
+from minidist.parallel.pipeline.stages import StageModel
 from minidist.parallel.zero.gradient_shards import GradientShards
 from minidist.parallel.zero.staged_zero3 import StagedZero3
 from minidist.parallel.zero.zero2 import Zero2
@@ -267,7 +267,7 @@ def consecutive(attend: Any) -> Any:
 def test_planted_bugs(bug: str, plan: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     planted: dict[str, tuple[Any, str, Any]] = {
         "tokens not in zigzag": (
-            hybrid_cut,
+            context_parallel,
             "attend_by_ring",
             consecutive(ring_attention.attend_by_ring),
         ),
@@ -284,9 +284,9 @@ def test_planted_bugs(bug: str, plan: dict[str, Any], monkeypatch: pytest.Monkey
         ),
         "norms not summed over tp": (hybrid_step, "add_up", lambda parts: None),
         "second halves not reduced": (
-            DataPipeline,
+            StageModel,
             "go_back_weights",
-            lambda self, stage, put_off: self.precision.backward_weights(put_off),
+            lambda self, stage, deferred: self.precision.backward_weights(deferred),
         ),
         "a stage's gradients not reduced": (
             Zero2,

@@ -14,8 +14,9 @@ from minidist.nn.weight_shard import WeightShard
 from minidist.parallel.hybrid import hybrid_step
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
 from minidist.parallel.hybrid.hybrid_costs import elements_sent
-from minidist.parallel.hybrid.hybrid_step import Hybrid
 from minidist.parallel.pipeline.pipeline import Pipeline
+from minidist.parallel.pipeline.stages import StageModel
+from minidist.parallel.tensor.tensor_parallel import TensorParallel
 
 # --------------------------------------------------------------------------- parallel equals serial
 
@@ -191,19 +192,16 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
         add_squares = hybrid_step.add_squares
         monkeypatch.setattr(hybrid_step, "add_squares", lambda *given: 2 * add_squares(*given))
     elif bug == "norms counted on every tensor rank":
-        counts = hybrid_step.counts_at
-        monkeypatch.setattr(hybrid_step, "counts_at", lambda parameter, rank: counts(parameter, 0))
+        counts = TensorParallel.counts
+        monkeypatch.setattr(
+            TensorParallel,
+            "counts",
+            lambda self, parameter: (
+                not isinstance(parameter, WeightShard) or counts(self, parameter)
+            ),
+        )
     elif bug == "table counted twice":
-        squares = Hybrid.squares
-
-        def twice(self: Hybrid) -> float:
-            table, self._twice = self._twice, lambda: []  # type: ignore[method-assign]
-            try:
-                return squares(self)
-            finally:
-                self._twice = table  # type: ignore[method-assign]
-
-        monkeypatch.setattr(Hybrid, "squares", twice)
+        monkeypatch.setattr(StageModel, "counts", lambda self, parameter: True)
     elif bug == "own dropout rows":
         key = Trainer._key
         monkeypatch.setattr(Trainer, "_key", lambda self, inputs, first: key(self, inputs, 0))
@@ -218,7 +216,11 @@ def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("bug", ["lie apart", "counted by each", "not added up"])
 def test_planted_bugs_in_shared_key_heads(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "lie apart":
-        monkeypatch.setattr(Hybrid, "_alike", Hybrid._whole)  # equal but for the last bits
+        monkeypatch.setattr(  # equal but for the last bits
+            TensorParallel,
+            "held_alike",
+            lambda self, parameter: not isinstance(parameter, WeightShard),
+        )
     elif bug == "counted by each":
         monkeypatch.setattr(WeightShard, "first_sharer", lambda self: True)
     else:

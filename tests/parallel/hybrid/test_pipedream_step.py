@@ -52,7 +52,7 @@ def train(
         "updates": updates,
         "digest": trainer.weights_sha256(),
         "names": sorted(strategy.model.state_dict()),
-        "stage": strategy.pp.rank,
+        "stage": strategy.mesh["pp"].rank,
         "formula": metrics.gradient_formula(trainer, global_batch(0, sequences, config))["axes"],
         "sent": world.ledger.sent_bytes("step"),
         "own": sum(p.data.nbytes for p in strategy.model.parameters()),

@@ -269,7 +269,7 @@ def test_planted_bugs_break_parity(
         )
     else:
         monkeypatch.setattr(
-            pipeline_module.PipelinePass, "backward_weights", lambda self, stage, microbatch: None
+            stages_module.StagePass, "backward_weights", lambda self, stage, microbatch: None
         )
     assert not differ(md.run(train_stages, name, CHANGES, size=3)[0], serial) < 1e-6
 

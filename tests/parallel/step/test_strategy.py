@@ -51,11 +51,11 @@ def test_a_strategy_has_the_signatures_of_its_protocol(protocol: Any, strategy: 
         )
 
 
-def test_only_strategies_names_a_strategy() -> None:
+def test_only_parallelize_names_a_strategy() -> None:
     """One module of chapter 17 chooses a strategy by the plan; the others ask it through the
     protocol."""
     strategies = {cls.__module__ for cls in (*AXES, DataParallel, ParameterServer)}
-    chooser = "minidist.parallel.hybrid.strategies"
+    chooser = "minidist.parallel.hybrid.parallelize"
     composing = [module for module in modules() if module.startswith("minidist.parallel.hybrid.")]
     assert len(composing) > 8
     assert strategies <= {found.imported for found in imports(chooser)}

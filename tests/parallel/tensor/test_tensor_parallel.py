@@ -30,9 +30,13 @@ from minidist.device import account
 from minidist.errors import ConfigError, MismatchError, PlanError, ShapeError
 from minidist.nn import GPT, GPTConfig
 from minidist.nn.shares import even_slices
-from minidist.nn.weight_shard import WeightShard
+from minidist.nn.weight_shard import WeightShard, assemble, cut
 from minidist.optim import SGD
-from minidist.parallel.tensor import split_model, tensor_layers
+from minidist.parallel.hybrid import hybrid_step
+from minidist.parallel.hybrid.mesh import Mesh
+from minidist.parallel.hybrid.parallelize import parallelize
+from minidist.parallel.hybrid.plan import Plan
+from minidist.parallel.tensor import tensor_layers
 from minidist.parallel.tensor.tensor_parallel import TensorParallel, elements_sent, tensor_parallel
 
 
@@ -54,7 +58,7 @@ def test_equals_one_process(serial: dict[str, Any], size: int) -> None:
 
 def test_a_group_of_one_rank(serial: dict[str, Any]) -> None:
     """Nothing to cut, nothing sent, the same weights."""
-    alone = run(tensor, 1, {}, whole=False)[0]
+    alone = run(tensor, 1, {}, axis=TensorParallel)[0]
     assert difference(alone["weights"], serial["weights"]) < BOUND
     assert not any(nbytes for verbs in alone["sent"].values() for nbytes in verbs.values())
 
@@ -136,7 +140,7 @@ def test_traffic_is_the_formula(size: int, checkpoint: str) -> None:
     tokens = 3 * 6
     each = 4 if checkpoint == "none" else 6
     numbers = tokens * config.width * (each * config.layers + 1 + 1) + 3 * tokens
-    axis = "world"
+    axis = "tp"
     assert (
         sum(rank["sent"][axis]["all_reduce"] for rank in ranks) == 8 * 2 * 2 * (size - 1) * numbers
     )
@@ -225,15 +229,11 @@ def bias_before_the_sum(patch: pytest.MonkeyPatch) -> None:
 
 
 def shared_heads_not_added(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(split_model, "add_up", lambda parts, **options: None)
+    patch.setattr(hybrid_step, "add_up", lambda parts: None)
 
 
 def norm_counts_twice(patch: pytest.MonkeyPatch) -> None:
-    def squares(parameters: Any, group: Any) -> float:
-        own = split_model.sum_of_squares(p.grad for p in parameters)
-        return float(group.all_reduce(np.array([own]))[0])
-
-    patch.setattr(split_model, "squares_once", squares)
+    patch.setattr(TensorParallel, "counts", lambda self, parameter: True)
 
 
 def contiguous_columns(patch: pytest.MonkeyPatch) -> None:
@@ -330,14 +330,13 @@ def test_weights_in_the_serial_layout_are_cut_again(changes: dict[str, Any]) -> 
     def job(world: Any) -> None:
         model = tensor_parallel(GPT(whole.config), world)
         model.initialize(0)
-        strategy = TensorParallel(model, world)
-        strategy.load_state_dict(whole.state_dict())
-        for name, array in strategy.state_dict().items():
+        model.load_state_dict(cut(model, whole.state_dict()))
+        for name, array in assemble(model, model.state_dict(), world).items():
             np.testing.assert_array_equal(array, whole.state_dict()[name], err_msg=name)
         with pytest.raises(
             ShapeError, match=r"tokens.weight is \(\d, 16\), the whole weight \(13, 16\); load what"
         ):
-            strategy.load_state_dict(model.state_dict())
+            cut(model, model.state_dict())
 
     md.run(job, size=3)
 
@@ -433,9 +432,8 @@ def test_a_model_is_cut_before_it_is_drawn() -> None:
 
 def test_replicas_must_start_equal() -> None:
     def job(world: Any) -> None:
-        model = tensor_parallel(GPT(tiny(**SIZES)), world)
-        model.initialize(world.rank)
-        TensorParallel(model, world)
+        plan = Plan(tp=world.size)
+        parallelize(GPT(tiny(**SIZES)), Mesh(world, **plan.axes), plan, seed=world.rank)
 
     with pytest.raises(MismatchError, match=r"weights of ranks \[1\] differ"):
         md.run(job, size=2)
