@@ -57,7 +57,7 @@ from minidist.comm.group import Group
 from minidist.device.backend import Array
 from minidist.errors import ConfigError
 from minidist.nn import GPT, Module
-from minidist.optim import Optimizer, squares_of
+from minidist.optim import Optimizer
 from minidist.parallel.data.buckets import BUCKET_BYTES, BucketOrder, make_buckets
 from minidist.parallel.step.flat import trainable
 from minidist.parallel.step.precision import Precision
@@ -234,11 +234,6 @@ class DDP(DataAxis):
     def updated(self) -> list[tuple[Parameter, Parameter]]:
         """All parameters that learn, each whole."""
         return [(parameter, parameter) for parameter in self.weights]
-
-    def squares(self) -> float | Array:
-        """The sum of the squares of the whole gradient: every rank holds all of it, so it costs no
-        message."""
-        return squares_of(p.grad for p in self.weights)
 
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
         """As Strategy's, of weights and, in mixed precision, masters."""

@@ -27,7 +27,7 @@ from minidist.autograd.backward import WeightGradient
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.device.backend import Array
 from minidist.nn import GPT, Module
-from minidist.optim import Optimizer, squares_of
+from minidist.optim import Optimizer
 from minidist.parallel.step.flat import trainable
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
@@ -124,7 +124,3 @@ class Single(DataAxis):
     def updated(self) -> list[tuple[Parameter, Parameter]]:
         """All parameters that learn."""
         return [(parameter, parameter) for parameter in self.weights]
-
-    def squares(self) -> float | Array:
-        """The sum of the squares of the gradient."""
-        return squares_of(p.grad for p in self.weights)

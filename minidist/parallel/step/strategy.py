@@ -27,7 +27,7 @@ from minidist.comm.group import Group
 from minidist.data.rank_batch import add_losses, targets_in
 from minidist.device.backend import Array
 from minidist.nn import Module
-from minidist.optim import Optimizer
+from minidist.optim import Optimizer, squares_of
 from minidist.parallel.step.flat import Flat, Squares, untrained
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
@@ -341,9 +341,12 @@ class DataAxis(Strategy):
         """The parameters that learn, each with what this rank updates of it: itself, or with ZeRO a
         piece."""
 
-    @abstractmethod
     def squares(self) -> float | Array:
-        """The sum of the squares of the whole gradient, the same number on every rank."""
+        """Return the sum of the squares of the whole gradient, the same number on every rank.
+
+        Cost:    none where every rank has the whole gradient, as here.
+        """
+        return squares_of(piece.grad for _, piece in self.updated())
 
     def update(
         self,
