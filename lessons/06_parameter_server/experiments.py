@@ -54,7 +54,7 @@ def train(
 
     Args:    slow: seconds that a rank sleeps before each of its steps; dies: in which step a rank
              ends.
-             options: of ParameterServer.
+             options: of the strategy.
     """
     timeline = Timeline(group.rank)
     model = new_model(CONFIG)

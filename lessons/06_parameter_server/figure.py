@@ -14,6 +14,7 @@ from minidist.comm.records import gather_records
 from minidist.grading import load_module
 from minidist.lessons import figures as look
 from minidist.lessons.running import draw_figure
+from minidist.parallel.data.async_parameter_server import AsyncParameterServer
 
 HERE = Path(__file__).resolve().parent
 lab = load_module(HERE / "experiments.py", "06")
@@ -24,8 +25,8 @@ STEPS = 40
 NAP = 0.02
 MODES: dict[str, dict[str, Any]] = {
     "synchronous": {},
-    "asynchronous, staleness 2": {"asynchronous": True, "staleness": 2},
-    "asynchronous, any staleness": {"asynchronous": True, "staleness": None},
+    "asynchronous, staleness 2": {"strategy": AsyncParameterServer, "staleness": 2},
+    "asynchronous, any staleness": {"strategy": AsyncParameterServer, "staleness": None},
 }
 COLORS = {
     "asleep": look.GRID,

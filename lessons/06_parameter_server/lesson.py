@@ -25,6 +25,7 @@ from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import Break, arguments, run_lesson
 from minidist.nn import GPTConfig
 from minidist.optim import SGD, Adam
+from minidist.parallel.data.async_parameter_server import AsyncParameterServer
 from minidist.parallel.data.ddp import DDP
 from minidist.parallel.data.parameter_server import ParameterServer, plain_server, plain_worker
 from minidist.parallel.hybrid.hybrid import Plan, Trainer
@@ -144,8 +145,8 @@ def stragglers(group: Group, page: Page) -> None:
     for name, options in (
         ("all-reduce (DDP)", None),
         ("synchronous", {}),
-        ("asynchronous, staleness 2", {"asynchronous": True, "staleness": 2}),
-        ("asynchronous, any staleness", {"asynchronous": True, "staleness": None}),
+        ("asynchronous, staleness 2", {"strategy": AsyncParameterServer, "staleness": 2}),
+        ("asynchronous, any staleness", {"strategy": AsyncParameterServer, "staleness": None}),
     ):
         job = {"strategy": DDP} if options is None else {"servers": 1, **options}
         mine = lab.train(group, steps=STEPS, slow=slow, **job)
@@ -179,7 +180,14 @@ def stale(group: Group, page: Page) -> None:
     for bound in (0, 2, None):
         ranks = gather_records(
             group,
-            lab.train(group, steps=STEPS, slow=slow, servers=1, asynchronous=True, staleness=bound),
+            lab.train(
+                group,
+                steps=STEPS,
+                slow=slow,
+                servers=1,
+                strategy=AsyncParameterServer,
+                staleness=bound,
+            ),
         )
         if ranks is None:
             continue
@@ -210,7 +218,7 @@ def stale(group: Group, page: Page) -> None:
 
 def lost(page: Page) -> None:
     """Three workers of an asynchronous job; the second ends in step 3."""
-    ranks = lab.job(3, steps=STEPS, dies={1: 3}, asynchronous=True, staleness=1)
+    ranks = lab.job(3, steps=STEPS, dies={1: 3}, strategy=AsyncParameterServer, staleness=1)
     done = [sum(update[0] == worker for update in ranks[3]["record"]) for worker in range(3)]
     rows = [
         [f"worker {worker}", done[worker], "lost" if ranks[worker] is None else "finished"]
@@ -339,7 +347,7 @@ def no_bound() -> None:
             "s; the slow worker's "
             f"updates are late by {late}; held-out loss {lab.loss_after(updates, 3):.3f}"
         )
-        ranks = lab.job(3, steps=12, slow={2: NAP}, asynchronous=True, staleness=bound)
+        ranks = lab.job(3, steps=12, slow={2: NAP}, strategy=AsyncParameterServer, staleness=bound)
         late = [stale for worker, stale in lab.staleness(ranks[3]) if worker == 2]
         print(
             f"  here, where worker 2 naps {1e3 * NAP:.0f} ms: after "
@@ -349,7 +357,9 @@ def no_bound() -> None:
 
 def lose_a_worker() -> None:
     """A worker's process is killed in step 3 of an asynchronous job."""
-    ranks = lab.job(3, steps=8, transport="auto", dies={1: 3}, asynchronous=True, staleness=1)
+    ranks = lab.job(
+        3, steps=8, transport="auto", dies={1: 3}, strategy=AsyncParameterServer, staleness=1
+    )
     print(ranks[3]["lost"][1])
     for worker in (0, 2):
         losses = ranks[worker]["losses"]

@@ -8,8 +8,8 @@ from typing import Any, cast
 from rich.table import Column, Table
 
 from minidist.console import exactly
-from minidist.parallel.data.bounded_staleness import key_shards
 from minidist.parallel.data.data_parallel import DataParallel
+from minidist.parallel.data.server_keys import keys_by_server
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.hybrid.plan import Plan
 from minidist.parallel.step.step import Batch, Part, micro_parts, part_of
@@ -56,7 +56,9 @@ def _by_role(trainer: Trainer) -> Counts:
     plan = trainer.plan
     steps = trainer.steps_here
     workers = trainer.plan.workers
-    keys = [sum(p.data.nbytes for p in share) for share in key_shards(trainer.model, plan.servers)]
+    keys = [
+        sum(p.data.nbytes for p in share) for share in keys_by_server(trainer.model, plan.servers)
+    ]
     # with local steps the way of a round is pushed, as a gradient
     rounds = steps // (plan.local_steps or 1)
     pulls = rounds + plan.asynchronous

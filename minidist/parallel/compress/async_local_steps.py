@@ -33,29 +33,28 @@ from minidist.comm.group import Group
 from minidist.data.rank_batch import digests_of, targets_in
 from minidist.device import account
 from minidist.device.backend import Array
-from minidist.errors import ConfigError
 from minidist.nn import Module
 from minidist.optim import Optimizer
 from minidist.parallel.compress.local_steps import inner_step
 from minidist.parallel.compress.outer import OUTERS, Outer
-from minidist.parallel.data.bounded_staleness import Update, key_shards
-from minidist.parallel.data.parameter_server import ParameterServer
-from minidist.parallel.data.server_keys import Shard
+from minidist.parallel.data.async_parameter_server import AsyncParameterServer
+from minidist.parallel.data.bounded_staleness import Update
+from minidist.parallel.data.server_keys import Shard, keys_by_server
 from minidist.parallel.data.server_messages import Push
 from minidist.parallel.step.flat import Piece, trainable
 from minidist.parallel.step.late_loss import LateLoss
-from minidist.parallel.step.precision import Precision
-from minidist.parallel.step.recorder import Recorder, Silent
-from minidist.parallel.step.step import Batch, Loss, loss_of, part_of
+from minidist.parallel.step.recorder import Recorder
+from minidist.parallel.step.single import Single
+from minidist.parallel.step.step import Batch, Loss, part_of
 
 
-class AsyncLocalSteps(ParameterServer):
+class AsyncLocalSteps(AsyncParameterServer):
     """A worker that trains alone for some steps between two pushes, or a server of outer steps.
 
     Args:    every: H, the steps of a round; outer: the servers' optimizer; staleness: how many
              rounds a worker may be ahead of the slowest (None: any number). The others: as
-             ParameterServer.
-    Attributes: as ParameterServer's; parameters: on a worker its weights, for its own optimizer; on
+             AsyncParameterServer.
+    Attributes: as AsyncParameterServer's; parameters: on a worker its weights, for its own optimizer; on
     a server nothing
              that an optimizer could change, as the outer one is its own.
     """
@@ -78,7 +77,6 @@ class AsyncLocalSteps(ParameterServer):
             model,
             group,
             servers=servers,
-            asynchronous=True,
             staleness=staleness,
             loss=loss,
             recorder=recorder,
@@ -119,11 +117,7 @@ class AsyncLocalSteps(ParameterServer):
         if self.service is not None:
             self.service.serve(self.outer)
             return LateLoss(float("nan"))
-        if self._finished:
-            raise ConfigError(
-                f"worker {self.group.rank} of {self.workers} has finished and makes no more steps; "
-                f"evaluate and take the weights of an asynchronous run after its last step"
-            )
+        self._require_unfinished()
         part = part_of(batch, size=self.workers, rank=self.group.rank)
         mean = inner_step(self, part, optimizer, lr=lr, clip=clip, accumulate=accumulate)
         self.made += 1
@@ -145,17 +139,6 @@ def _outer_gradients(
         gradient[...] = before
         gradient -= now
         gradient *= share
-
-
-class _Replica:
-    """What inner_step asks of a strategy."""
-
-    def __init__(self, model: Module, weights: list[Any], loss: Loss) -> None:
-        self.model = model
-        self.weights = weights
-        self.loss = loss
-        self.precision = Precision()
-        self.recorder = Silent()
 
 
 def replay_rounds(
@@ -180,13 +163,12 @@ def replay_rounds(
     Cost:    `every` steps for each update; keeps each version of the weights, and each worker's
              optimizer.
     """
-    shard = Shard(key_shards(model, 1)[0])
+    shard = Shard(keys_by_server(model, 1)[0])
     pieces = shard.pieces()
-    weights = trainable(model.parameters())
+    replica = Single(model, loss=loss)
     server = outer.make(pieces)
     versions = [[vector.copy() for vector in shard.weights]]
-    inner = [make_optimizer(weights) for _ in range(workers)]
-    replica = _Replica(model, weights, loss or loss_of(model))
+    inner = [make_optimizer(replica.weights) for _ in range(workers)]
     for update in records:
         started = versions[update.versions[0]]
         _write(shard.weights, started)

@@ -27,9 +27,8 @@ from minidist.comm.group import Group
 from minidist.device import account
 from minidist.device.backend import Array
 from minidist.errors import CommError, PeerLostError, TimeoutError
-from minidist.nn import Module
 from minidist.optim import Optimizer, clip_scale, global_norm
-from minidist.parallel.data.server_keys import Shard, assign
+from minidist.parallel.data.server_keys import Shard
 from minidist.parallel.data.server_messages import (
     Push,
     Refusal,
@@ -37,7 +36,7 @@ from minidist.parallel.data.server_messages import (
     receive_request,
     send_message,
 )
-from minidist.parallel.step.flat import Piece, trainable
+from minidist.parallel.step.flat import Piece
 from minidist.parallel.step.recorder import Recorder
 from minidist.parallel.step.step import zero_unused
 
@@ -153,7 +152,10 @@ class Service:
         self.refusal: Refusal | None = None  # the answer to every worker, if there is one
         # of a step: the first worker to push it, and the digests of its batch
         self._batches: dict[int, tuple[int, tuple[float, ...]]] = {}
-        self.rooms = [shard.gradients, *(shard.rooms("communication") for _ in range(workers - 1))]
+        self.buffers = [
+            shard.gradients,
+            *(shard.new_buffers("communication") for _ in range(workers - 1)),
+        ]
         self.clocks = Clocks(workers, staleness, group.transport.limit)
 
     @property
@@ -214,7 +216,7 @@ class Service:
     def _serve_step(self, worker: int, optimizer: Optimizer) -> bool:
         """Take a worker's request and send it the weights; return whether it will ask again."""
         request = receive_request(self.group, worker, self.servers)
-        room = self.rooms[worker]
+        buffers = self.buffers[worker]
         if isinstance(request, Push):
             self._take_push(worker, request, optimizer)
             self.clocks.tick(worker)
@@ -226,16 +228,16 @@ class Service:
             lost = () if isinstance(request, Push) else tuple(self.lost)
             answer = Weights(self.version, lost)
             # others may update while this is on its way
-            for vector, weights in zip(room, self.shard.weights, strict=True):
+            for vector, weights in zip(buffers, self.shard.weights, strict=True):
                 vector[...] = weights
         send_message(self.group, worker, answer)
-        for vector in room:
+        for vector in buffers:
             self.group.send(vector, worker)
         return isinstance(request, Push)
 
     def _take_push(self, worker: int, push: Push, optimizer: Optimizer) -> None:
         """Receive a worker's gradient, and update by it."""
-        for vector in self.rooms[worker]:
+        for vector in self.buffers[worker]:
             self.group.recv(worker, out=vector)
         with self.clocks.lock:
             self._compare(worker, push)
@@ -260,23 +262,14 @@ class Service:
             self.refusal.fail()
 
     def _update(self, update: Update, scale: float, optimizer: Optimizer) -> None:
-        """One update by one worker's gradient, which lies in its room. Under the lock."""
+        """One update by one worker's gradient, which lies in its buffers. Under the lock."""
         own = update.versions[self.group.rank - self.workers]
-        self.shard.point(self.pieces, self.rooms[update.worker])
+        self.shard.point(self.pieces, self.buffers[update.worker])
         with self.recorder.span(
             "update", worker=update.worker, clock=update.step, stale=self.version - own
         ):
             optimizer.step(update.lr, scale)
         self.record.append(update)
-
-
-def key_shards(model: Module, servers: int) -> list[list[Parameter]]:
-    """The keys of each server: the parameters that learn, by size."""
-    learning = trainable(model.parameters())
-    return [
-        [learning[key] for key in share]
-        for share in assign([p.data.nbytes for p in learning], servers)
-    ]
 
 
 def own_scale(keys: Sequence[Parameter], clip: float | None) -> float:

@@ -20,8 +20,8 @@ workers, S servers:
     parameters   4Ψ                             about 4Ψ/S    its keys
     gradients    4Ψ   own part's                4Ψ/S          their sum
     optimizer    -                              8Ψ/S
-    in flight    -                              4Ψ/S; asynchronous, (N-1) × 4Ψ/S: a room a worker,
-                 one the gradients'
+    in flight    -                              4Ψ/S: a receive buffer. Asynchronous: (N-1) × 4Ψ/S,
+                                                one for each worker; the first is the gradients'
 
 Cost, a step, of keys of one dtype:
 
@@ -34,11 +34,9 @@ Cost, a step, of keys of one dtype:
                         asynchronous: 5 + S numbers per push, 2 per pull
                         (data/server_messages.py)
 
-Synchronous: the servers wait for all workers, and the step is that of one process on the whole
-batch. Asynchronous: each gradient is an update by itself, of the mean loss of the worker's own
-part, as soon as it comes, made from weights that others may have updated meanwhile. A worker may be
-`staleness` steps ahead of the slowest, then it has to wait (data/bounded_staleness.py). Each server
-keeps a record of its updates; replay_updates.py makes them in one process. Workers and servers need
+Synchronous, below: the servers wait for all workers, and the step is that of one process on the
+whole batch. Asynchronous (data/async_parameter_server.py): each gradient is an update by itself, as
+soon as it arrives. Workers and servers need
 not be on the same kind of device (GPU workers, CPU servers); and synchronous servers may keep
 masters, sums and state in a wider dtype than what travels: w bytes a number sent and d in the
 master's dtype, a server holds (w + 4d)Ψ/S with Adam.
@@ -47,34 +45,19 @@ notes:   N1 DP, N3 §2
 Source:  Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server".
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
 
 import numpy as np
 
-from minidist.autograd.tensor import Tensor
+from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
-from minidist.data.rank_batch import add_losses, digests_of, targets_in
+from minidist.data.rank_batch import add_losses, targets_in
 from minidist.device.backend import array_module, dtype, to_host
 from minidist.errors import ConfigError, PeerLostError
 from minidist.nn import GPT, Module
 from minidist.optim import Optimizer, sum_of_squares
-from minidist.parallel.data.bounded_staleness import (
-    Service,
-    Update,
-    key_shards,
-    own_scale,
-)
-from minidist.parallel.data.server_keys import Shard
-from minidist.parallel.data.server_messages import (
-    LastPull,
-    Push,
-    Refusal,
-    Weights,
-    receive_answer,
-    send_message,
-)
+from minidist.parallel.data.server_keys import Shard, keys_by_server
 from minidist.parallel.step.flat import Piece, forget, sum_in_order
 from minidist.parallel.step.late_loss import LateLoss
 from minidist.parallel.step.precision import Precision
@@ -118,31 +101,36 @@ def plain_server(model: GPT, optimizer: Optimizer, group: Group, workers: int, s
 
 # `ParameterServer` below adds several servers, which divide the parameters (keys) between them,
 # because the link of one server carries the gradients of all workers; messages of many keys; and
-# steps in which no worker waits for the slowest (asynchronous updates, with a bound on how far one
-# may be ahead).
+# masters in a wider dtype than what travels.
 
 
 class ParameterServer(Strategy):
     """A worker or a server, by rank. All ranks of the group make one with equal arguments, and call
     `step` in a loop.
 
-    Args:    model: equal on all ranks; a server keeps its keys alone.
+    It has a step of its own, because a server has no forward and no backward. The order of its
+    messages, for N workers and S servers:
+
+        worker   gradients    none: backward writes into the vectors that push sends
+        worker   push         a vector to each server, for each dtype
+        server   collect      the first worker's into the sum, each other's into a buffer, added
+        server   clip         an all-gather of one float64 among the servers
+        server   give_back    a vector to each worker, for each dtype
+        worker   pull         into the vectors of which the parameters are views
+        all      loss         an all-gather of one float64, three where batches are compared
+
+    Args:    model: equal on all ranks; a server keeps only its keys.
              servers: how many ranks are servers: the last.
-             asynchronous: update by each gradient as it comes; staleness: how many steps a worker
-             may then be ahead of the slowest (None: any number).
              loss: of a part of the batch (default: `model.loss`); recorder: is told what runs when.
-             server_dtype: of synchronous servers' masters, sums and update, if wider than the
-             workers' (default: as these); what travels has the workers'. A server's model may be on
-             another device than a worker's.
+             server_dtype: of the servers' masters, sums and update, if wider than the workers'
+             (default: as these); what travels has the workers'. A server's model may be on another
+             device than a worker's.
     Attributes: parameters: what the optimizer is made of: a server's keys; on a worker, pieces
-    without elements.
-             serves, workers; record: a server's updates; lost: workers that a server has lost, and
-             how.
+    without elements: its optimizer changes nothing.
+             serves, workers.
     Raises:  ConfigError for a number of servers that cannot work; MismatchError if ranks do not
              start equal.
     """
-
-    workers_update: ClassVar[bool] = False  # whether workers too change their weights
 
     def __init__(
         self,
@@ -150,16 +138,12 @@ class ParameterServer(Strategy):
         group: Group,
         *,
         servers: int = 1,
-        asynchronous: bool = False,
-        staleness: int | None = 2,
         loss: Loss | None = None,
         recorder: Recorder | None = None,
         server_dtype: str | None = None,
     ) -> None:
         self.model = model
         self.group = group
-        self.asynchronous = asynchronous
-        self.staleness = staleness
         self.workers = group.size - servers
         self.servers = servers
         self.precision = Precision()
@@ -168,89 +152,71 @@ class ParameterServer(Strategy):
                 f"{servers} parameter servers in a job of {group.size} ranks leave no worker; "
                 "start more ranks, or take fewer servers"
             )
-        if staleness is not None and staleness < 0:
-            raise ConfigError(
-                f"staleness {staleness}: a worker is 0 or more steps ahead of the slowest, or None"
-            )
-        if asynchronous and server_dtype is not None:
-            raise ConfigError(
-                f"server_dtype={server_dtype}: asynchronous servers keep the workers' own dtype; "
-                "leave it out, or take synchronous ones"
-            )
         self.masters_apart = server_dtype is not None
         self.serves = group.rank >= self.workers
         self.loss = loss or loss_of(model)
         self.recorder = recorder or Silent()
-        self.precision = Precision()
         check_equal_replicas(model.parameters(), group, when="before the first step")
         self.peers = group.split(int(self.serves), axis=group.axis)  # the workers, or the servers
-        shards = key_shards(model, servers)
-        self._server_of = {id(key): server for server, keys in enumerate(shards) for key in keys}
+        keys_of = keys_by_server(model, servers)
+        self._server_of = {id(key): server for server, keys in enumerate(keys_of) for key in keys}
         if self.serves:
-            own = shards[group.rank - self.workers]
-            others = [key for keys in shards for key in keys if keys is not own]
-            forget(others, array_module(own[0].data))
-            for key in others:
-                key.keep_by("another server")
-            self.shards = [Shard(own, dtype=None if server_dtype is None else dtype(server_dtype))]
-            self.parameters = self.shards[0].pieces()
+            self._keep_own_keys(keys_of, server_dtype)
         else:
-            self.shards = [Shard(keys) for keys in shards]
-            nothing = [
-                (key, key.data.reshape(-1)[:0].astype(server_dtype or key.dtype))
-                for keys in shards
-                for key in keys
-            ]
-            self.parameters = [Piece(key, empty, empty, range(0)) for key, empty in nothing]
-        if self.masters_apart or (asynchronous and not self.workers_update):
-            for key in (key for keys in shards for key in keys):
-                key.keep_by("the servers")
-        self._rooms = (
-            self.shards[0].rooms("communication") if self.serves and not asynchronous else []
-        )
-        self.service = (
-            None
-            if not (self.serves and asynchronous)
-            else Service(
-                group,
-                self.workers,
-                self.shards[0],
-                self.parameters,
-                staleness=staleness,
-                recorder=self.recorder,
-            )
-        )
-        self.lost: dict[int, PeerLostError] = {} if self.service is None else self.service.lost
-        self.versions = [0] * servers
-        self.pushes = 0
-        self._finished = False
-        self._gone: set[int] = set()
-        self._options: dict[str, Any] = {}  # the optimizer's at the first step
-        if asynchronous and not self.serves:
-            group.expendable()
+            self._keep_all_keys(keys_of, server_dtype)
+        if self.masters_apart:
+            self._weights_are_the_servers()
+        self._begin()
+
+    def _keep_own_keys(
+        self, keys_of: Sequence[Sequence[Parameter]], server_dtype: str | None
+    ) -> None:
+        """Move a server's keys into vectors, and forget the other servers'."""
+        own = keys_of[self.group.rank - self.workers]
+        others = [key for keys in keys_of for key in keys if keys is not own]
+        forget(others, array_module(own[0].data))
+        for key in others:
+            key.keep_by("another server")
+        wide = None if server_dtype is None else dtype(server_dtype)
+        self.shards = [Shard(own, dtype=wide)]
+        self.parameters = self.shards[0].pieces()
+
+    def _keep_all_keys(
+        self, keys_of: Sequence[Sequence[Parameter]], server_dtype: str | None
+    ) -> None:
+        """Move a worker's keys into vectors, by server."""
+        self.shards = [Shard(keys) for keys in keys_of]
+        # a worker's optimizer has the names, and no elements
+        empty_masters = [
+            (key, key.data.reshape(-1)[:0].astype(server_dtype or key.dtype))
+            for keys in keys_of
+            for key in keys
+        ]
+        self.parameters = [Piece(key, empty, empty, range(0)) for key, empty in empty_masters]
+
+    def _weights_are_the_servers(self) -> None:
+        """From here on nobody but the servers may write to the weights."""
+        for key in (key for shard in self.shards for key in shard.keys):
+            key.keep_by("the servers")
+
+    def _begin(self) -> None:
+        """Allocate what a server receives into, and wait until all ranks are ready."""
+        self._buffers = self.shards[0].new_buffers("communication") if self.serves else []
+        self._meet()
+
+    def _meet(self) -> None:
         with self._naming_servers():  # one may be lost when others have left it
-            group.barrier()
-
-    @property
-    def gone(self) -> set[int]:
-        """Ranks of the group that were lost; workers know it when they have finished."""
-        return set(self.lost) if self.serves else self._gone
-
-    @property
-    def record(self) -> list[Update]:
-        """A server's updates."""
-        return [] if self.service is None else self.service.record
+            self.group.barrier()
 
     def forward(self, part: Part, *, divisor: int) -> Tensor | None:
         """The sum of the part's losses over `divisor`; None without a row."""
         return self.loss(part, divisor) if len(part.inputs) else None
 
     def gradients(self, batch: Batch, accumulate: int) -> float:
-        """Forward and backward of this worker's part; its loss, or when synchronous its share of
-        the global one."""
+        """Run forward and backward of this worker's part; return its share of the loss."""
         part = part_of(batch, size=self.workers, rank=self.group.rank)
+        divisor = self._divisor(part, batch)
         total = 0.0
-        divisor = part.targets.size if self.asynchronous else targets_in(batch)
         self.model.zero_grad()
         for micro in micro_parts(part, accumulate):
             with self.recorder.span("forward", rows=len(micro.inputs)):
@@ -261,10 +227,14 @@ class ParameterServer(Strategy):
                     share.backward()
         return total
 
+    def _divisor(self, part: Part, batch: Batch) -> int:
+        """Return what the loss is divided by: the targets of all workers."""
+        return targets_in(batch)
+
     # -------------------------------------------------------------------------------- push and pull
 
     def push(self) -> None:
-        """This worker's gradients, to the servers of their keys. Cost: a message a server and
+        """Send this worker's gradients to the servers of their keys. Cost: a message a server and
         dtype."""
         for shard in self.shards:
             zero_unused(shard.keys)
@@ -277,7 +247,7 @@ class ParameterServer(Strategy):
                 pending.wait()
 
     def pull(self) -> None:
-        """New weights from the servers, in place. Cost: a message from each server for each
+        """Receive new weights from the servers, in place. Cost: a message from each server for each
         dtype."""
         with self.recorder.span("pull", "communication"), self._naming_servers():
             for server, shard in enumerate(self.shards):
@@ -285,19 +255,20 @@ class ParameterServer(Strategy):
                     self.group.recv(self.workers + server, out=vector)
 
     def collect(self) -> None:
-        """On a server: the sum of all workers' gradients, in the workers' order. Cost: N shards
-        come."""
+        """Sum all workers' gradients, in the workers' order; on a server. Cost: N shards come."""
         with self.recorder.span("collect", "communication"):
-            for total, room in zip(self.shards[0].gradients, self._rooms, strict=True):
-                self.group.recv(0, out=total if total.dtype == room.dtype else room)
-                if total.dtype != room.dtype:
-                    total[...] = room
+            for total, buffer in zip(self.shards[0].gradients, self._buffers, strict=True):
+                if total.dtype == buffer.dtype:
+                    self.group.recv(0, out=total)
+                else:  # wider masters
+                    self.group.recv(0, out=buffer)
+                    total[...] = buffer
                 for worker in range(1, self.workers):
-                    self.group.recv(worker, out=room)
-                    total += room
+                    self.group.recv(worker, out=buffer)
+                    total += buffer
 
     def give_back(self) -> None:
-        """On a server: its weights, to every worker. Cost: N messages for each dtype of the
+        """Send the weights to every worker; on a server. Cost: N messages for each dtype of the
         shard."""
         with self.recorder.span("give back", "communication"):
             self.shards[0].round()
@@ -319,43 +290,16 @@ class ParameterServer(Strategy):
         clip: float | None = None,
         accumulate: int = 1,
     ) -> LateLoss:
-        """One step on the *global* batch.
+        """One step on the *global* batch. Args, Returns: as Strategy.step; only a server's
+        optimizer changes anything.
 
-        Args:    as Strategy.step. A worker's optimizer has nothing to do. clip: of the sum when
-                 synchronous, else of each worker's own gradient.
-        Returns: synchronous: the batch's mean loss, the same on every rank. Asynchronous: the mean
-        loss of the worker's
-                 own part; a server's first call serves until all workers have finished, its later
-                 ones do nothing.
         Raises:  PeerLostError naming the server that was lost.
         """
-        if self.service is not None:
-            self.service.serve(optimizer)
-            return LateLoss(float("nan"))
-        if self._finished:
-            raise ConfigError(
-                f"worker {self.group.rank} of {self.workers} has finished and makes no more steps; "
-                f"evaluate and take the weights of an asynchronous run after its last step"
-            )
-        if self.asynchronous:
-            self._check_unchanged(optimizer)
-            loss = self.gradients(batch, accumulate)
-            scale = own_scale([key for shard in self.shards for key in shard.keys], clip)
-            self._ask(Push(self.pushes, tuple(self.versions), lr, scale, digests_of(batch)))
-            self.pushes += 1
-            return LateLoss(loss)
         share = 0.0
         if self.serves:
             self.collect()
             with self.recorder.span("optimizer"):
-                self.precision.update(
-                    optimizer,
-                    lambda: sum_in_order(
-                        self.peers, sum_of_squares(piece.grad for piece in self.parameters)
-                    ),
-                    lr=lr,
-                    clip=clip,
-                )
+                self.precision.update(optimizer, self._squares, lr=lr, clip=clip)
             self.give_back()
         else:
             share = self.gradients(batch, accumulate)
@@ -364,32 +308,10 @@ class ParameterServer(Strategy):
         with self.recorder.span("loss", "communication"), self._naming_servers():
             return LateLoss(add_losses(self.group, share, batch))
 
-    def _check_unchanged(self, optimizer: Optimizer) -> None:
-        """Raise ConfigError for a change that does not reach the servers, which serve meanwhile."""
-        options = optimizer.options_now()
-        del options["lr"]  # travels with each gradient
-        self._options = self._options or options
-        changed = [name for name in options if options[name] != self._options[name]]
-        frozen = [key.name for shard in self.shards for key in shard.keys if not key.requires_grad]
-        if changed or frozen:
-            what = f"the optimizer's {changed[0]}" if changed else f"requires_grad of {frozen[0]!r}"
-            raise ConfigError(
-                f"asynchronous servers: {what} was changed, which the servers do not "
-                f"learn while they serve; set it before the first step, or take "
-                f"synchronous servers"
-            )
-
-    def finish(self) -> set[int]:
-        """After the last step, any number of times: an asynchronous worker waits for the others and
-        the last weights.
-
-        Returns: ranks of the group that were lost.
-        """
-        if self.asynchronous and not self.serves and not self._finished:
-            self._finished = True
-            answers = self._ask(LastPull())
-            self._gone = {worker for answer in answers for worker in answer.lost}
-        return self.gone
+    def _squares(self) -> float:
+        """Return the sum of the squares of the whole gradient; on a server."""
+        own = sum_of_squares(piece.grad for piece in self.parameters)
+        return sum_in_order(self.peers, own)
 
     def readers(self, everyone: Group) -> tuple[Group, int]:
         """The workers divide the rows: the ranks that are left, but for the last, the servers."""
@@ -436,34 +358,9 @@ class ParameterServer(Strategy):
                     )
         return state
 
-    def _ask(self, request: Push | LastPull) -> list[Weights]:
-        """Send a request to all servers, with this worker's gradient behind a push; pull, and note
-        the versions of the weights.
-
-        Returns: the servers' answers.
-        Raises:  MismatchError if a server finds two batches that differ.
-        """
-        ranks = range(self.workers, self.group.size)
-        with self._naming_servers():
-            for rank in ranks:
-                send_message(self.group, rank, request)
-        if isinstance(request, Push):
-            self.push()
-        with self._naming_servers():
-            told = [receive_answer(self.group, rank) for rank in ranks]
-        answers = list[Weights]()
-        for answer in told:
-            if isinstance(answer, Refusal):
-                answer.fail()
-            else:
-                answers.append(answer)
-        self.versions = [answer.version for answer in answers]
-        self.pull()
-        return answers
-
     @contextmanager
     def _naming_servers(self) -> Iterator[None]:
-        """A lost rank that is a server is called one."""
+        """Name a lost server as such in the error."""
         try:
             yield
         except PeerLostError as error:

@@ -18,8 +18,8 @@ from minidist.device.backend import Array
 from minidist.errors import CommError
 from minidist.nn import Module
 from minidist.optim import Optimizer
-from minidist.parallel.data.bounded_staleness import Update, copies_of, key_shards, own_scale
-from minidist.parallel.data.server_keys import Shard
+from minidist.parallel.data.bounded_staleness import Update, copies_of, own_scale
+from minidist.parallel.data.server_keys import Shard, keys_by_server
 from minidist.parallel.step.flat import Piece
 from minidist.parallel.step.step import Batch, Loss, loss_of, part_of
 
@@ -43,7 +43,7 @@ def replay(
     Cost:    a forward and a backward for each worker's step; keeps every version of the weights.
     """
     loss = loss or loss_of(model)
-    shards = [Shard(keys) for keys in key_shards(model, len(records))]
+    shards = [Shard(keys) for keys in keys_by_server(model, len(records))]
     pieces = [shard.pieces() for shard in shards]
     optimizers = [make_optimizer(of_server) for of_server in pieces]
     # of each server, every version of its weights

@@ -17,8 +17,16 @@ from minidist.autograd.tensor import Parameter
 from minidist.device import account
 from minidist.device.backend import Array
 from minidist.errors import ConfigError
+from minidist.nn import Module
 from minidist.nn.weights import unround
-from minidist.parallel.step.flat import Piece, empty_like, join, settle_in_vector, views
+from minidist.parallel.step.flat import (
+    Piece,
+    empty_like,
+    join,
+    settle_in_vector,
+    trainable,
+    views,
+)
 
 
 def assign(sizes: Sequence[int], servers: int) -> list[list[int]]:
@@ -42,6 +50,15 @@ def assign(sizes: Sequence[int], servers: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
+def keys_by_server(model: Module, servers: int) -> list[list[Parameter]]:
+    """Return the keys of each server: the parameters that learn, by size."""
+    learning = trainable(model.parameters())
+    return [
+        [learning[key] for key in share]
+        for share in assign([p.data.nbytes for p in learning], servers)
+    ]
+
+
 class Shard:
     """The keys of one server, moved into one vector for each dtype; their gradients are views of
     vectors, too.
@@ -62,6 +79,7 @@ class Shard:
             [key for key in keys if key.dtype == dtype]
             for dtype in dict.fromkeys(key.dtype for key in keys)
         ]
+        # the parameters become views: pull and the update change p.data
         self.weights = [join(run) for run in self.runs]
         settle_in_vector(self.keys)
         self.nbytes = sum(vector.nbytes for vector in self.weights)
@@ -71,9 +89,9 @@ class Shard:
         ]
         self.wide = any(a is not b for a, b in zip(self.masters, self.weights, strict=True))
         self.gradients = [empty_like(vector, vector.size, "gradients") for vector in self.masters]
-        for key, grad in self._by_key(self.gradients):
-            if not self.wide:  # else no backward is to write there
-                key.bind_gradient(grad)
+        if not self.wide:  # with wider masters, no backward writes there
+            for key, grad in self._by_key(self.gradients):
+                key.bind_gradient(grad)  # backward writes into the vector that push sends
 
     def pieces(self) -> list[Piece]:
         """The pieces of an optimizer, with this shard's gradients."""
@@ -95,8 +113,8 @@ class Shard:
         for piece, (_, grad) in zip(pieces, self._by_key(gradients), strict=True):
             piece.grad = grad.reshape(piece.data.shape)
 
-    def rooms(self, category: str) -> list[Array]:
-        """New vectors as long as the weights, told to the memory account."""
+    def new_buffers(self, category: str) -> list[Array]:
+        """Return new vectors as long as the weights, counted in the memory account."""
         return [empty_like(vector, vector.size, category) for vector in self.weights]
 
     def _by_key(self, vectors: Sequence[Array]) -> Iterator[tuple[Parameter, Array]]:

@@ -311,17 +311,17 @@ def replicate(
     if plan.local_steps is not None:
         return make_local_steps(model, group, plan, **options)
     if plan.strategy == "parameter-server":
+        if plan.asynchronous:
+            from minidist.parallel.data.async_parameter_server import AsyncParameterServer
+
+            return AsyncParameterServer(
+                model, group, servers=plan.servers, staleness=plan.staleness, **options
+            )
         from minidist.parallel.data.parameter_server import ParameterServer
 
-        return ParameterServer(
-            model,
-            group,
-            servers=plan.servers,
-            asynchronous=plan.asynchronous,
-            staleness=plan.staleness,
-            server_dtype=plan.masters_of_servers,
-            **options,
-        )
+        # bf16 too: server_dtype makes its float32 masters
+        wide = plan.masters_of_servers
+        return ParameterServer(model, group, servers=plan.servers, server_dtype=wide, **options)
     if plan.offload == "all":
         require_disk(plan, model, store, f"rank {group.rank}")
     return make_data_axis(

@@ -776,14 +776,14 @@ def test_one_place_that_everything_passes(
 MORTAL = """
 if os.environ.get("RANK") == "1":
     import signal
-    from minidist.parallel.data.parameter_server import ParameterServer
+    from minidist.parallel.data.async_parameter_server import AsyncParameterServer
 
-    def step(self, *args, at=ParameterServer.step, **options):
+    def step(self, *args, at=AsyncParameterServer.start_step, **options):
         if self.pushes == 10:
             os.kill(os.getpid(), signal.SIGKILL)
         return at(self, *args, **options)
 
-    ParameterServer.step = step
+    AsyncParameterServer.start_step = step
 """
 """Of a sitecustomize.py. Rank 1 kills itself, because a signal from outside may come late."""
 

@@ -21,6 +21,7 @@ from minidist.nn import GPT
 from minidist.observe.timeline import Timeline
 from minidist.optim import SGD, Adam, AdamW, RMSProp
 from minidist.parallel.data import server_keys
+from minidist.parallel.data.async_parameter_server import AsyncParameterServer
 from minidist.parallel.data.bounded_staleness import Clocks, Service, Update
 from minidist.parallel.data.parameter_server import ParameterServer
 from minidist.parallel.data.replay_updates import replay
@@ -74,9 +75,8 @@ def train(
     )
     memory = account.current()
     model = new_model(changes, tuple(frozen))
-    strategy: Any = (
-        ParameterServer(model, world, servers=servers, **options) if servers else Single(model)
-    )
+    kind = AsyncParameterServer if options.pop("asynchronous", False) else ParameterServer
+    strategy: Any = kind(model, world, servers=servers, **options) if servers else Single(model)
     optimizer = OPTIMIZERS[name](
         [p for p in strategy.parameters if getattr(p, "requires_grad", True)], 1e-2
     )
@@ -481,7 +481,8 @@ def test_a_lost_worker_slows_nobody(transport: str) -> None:
 def test_a_lost_server_is_named(transport: str, asynchronous: bool, tmp_path: Any) -> None:
     def job(world: Any) -> None:
         try:
-            strategy = ParameterServer(new_model({}), world, servers=2, asynchronous=asynchronous)
+            kind = AsyncParameterServer if asynchronous else ParameterServer
+            strategy = kind(new_model({}), world, servers=2)
             optimizer = Adam(strategy.parameters, 1e-2)
             if world.rank == 3:
                 if asynchronous:
@@ -614,9 +615,7 @@ def test_the_timeline_tells_how_stale_each_update_was() -> None:
     def job(world: Any) -> list[tuple[int, int]]:
         model = new_model({})
         timeline = Timeline(world.rank)
-        strategy = ParameterServer(
-            model, world, asynchronous=True, staleness=None, recorder=timeline
-        )
+        strategy = AsyncParameterServer(model, world, staleness=None, recorder=timeline)
         optimizer = SGD(strategy.parameters, 1e-2)
         for step in range(4):
             assert world.rank != 1 or step != 1 or ahead.wait(20)
@@ -643,7 +642,7 @@ def test_mistakes_are_refused() -> None:
         ):
             ParameterServer(new_model({}), world, servers=2)
         with pytest.raises(ConfigError, match="staleness -1"):
-            ParameterServer(new_model({}), world, staleness=-1)
+            AsyncParameterServer(new_model({}), world, staleness=-1)
         model = GPT(tiny())
         model.initialize(world.rank)
         with pytest.raises(MismatchError, match=r"ranks \[1\] differ"):
