@@ -11,7 +11,7 @@ import minidist as md
 from minidist.comm.group import Group
 from minidist.errors import CommError
 from minidist.grading import Result, expect, variant
-from minidist.parallel.hybrid.hybrid import plain_hybrid
+from minidist.parallel.hybrid.hybrid_step import plain_hybrid
 
 SHAPES = ({"dp": 2, "pp": 2, "tp": 2}, {"dp": 3, "pp": 1, "tp": 2}, {"dp": 2, "pp": 3, "tp": 2})
 LIMIT = 60.0

@@ -19,7 +19,7 @@ from minidist.grading import load_module
 from minidist.lessons.lab import state_difference
 from minidist.lessons.page import Page, verdict
 from minidist.lessons.running import arguments, run_lesson
-from minidist.parallel.hybrid.hybrid import plain_hybrid
+from minidist.parallel.hybrid.hybrid_step import plain_hybrid
 from minidist.parallel.zero.memory_formula import MIXED, state_bytes
 
 HERE = Path(__file__).resolve()

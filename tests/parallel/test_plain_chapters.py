@@ -21,7 +21,7 @@ from minidist.parallel.data.data_parallel import plain_data_parallel
 from minidist.parallel.data.ddp import plain_ddp
 from minidist.parallel.data.parameter_server import plain_server, plain_worker
 from minidist.parallel.experts.expert_parallel import plain_experts
-from minidist.parallel.hybrid.hybrid import plain_hybrid
+from minidist.parallel.hybrid.hybrid_step import plain_hybrid
 from minidist.parallel.hybrid.mesh import Mesh
 from minidist.parallel.memory.activations import plain_recompute
 from minidist.parallel.memory.offload import plain_offload

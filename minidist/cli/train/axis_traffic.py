@@ -57,7 +57,7 @@ def formula(trainer: Trainer, data: dict[str, Any], batch: Batch) -> dict[str, A
         own = np.array(
             [[data[kind].get(axis, 0) for axis in shared] for kind in ("axes", "plain")], np.int64
         )
-        each = strategy.cut.all_gather(own).reshape(-1, *own.shape).sum(axis=0)
+        each = strategy.replica_group.all_gather(own).reshape(-1, *own.shape).sum(axis=0)
         numbers = trainer.world.all_gather(
             np.array(
                 [

@@ -57,46 +57,6 @@ from minidist.parallel.step.strategy import Strategy
 __all__ = ["AXES", "OPTIMIZERS", "LR_SCHEDULES", "Mesh", "Plan", "Trainer"]
 
 
-def plain_hybrid(
-    dp: Group,
-    pp: Group,
-    tp: Group,
-    inputs: Array,
-    targets: Array,
-    up: Array,
-    down: Array,
-    lr: float,
-) -> None:
-    """One step of SGD on dp × pp × tp ranks, in place: an MLP a stage, of which a rank has columns
-    and rows.
-
-    The numbers are those of N0:452.
-    """
-    # 0 rows: by the dp coordinate alone
-    mine = np.array_split(np.arange(len(inputs)), dp.size)[dp.rank]
-    # 1.1 the first half's activations
-    x = inputs[mine] if pp.rank == 0 else pp.recv(src=pp.rank - 1)
-    inner = np.maximum(x @ up, 0)  # up: own columns of the own stage
-    y = tp.all_reduce(inner @ down, algorithm="ring")  # down: own rows; g of chapter 12
-    if pp.rank < pp.size - 1:
-        pp.send(y, dst=pp.rank + 1)  # 1.2 the next stage goes on
-        dy = pp.recv(src=pp.rank + 1)  # 1.3 its gradient comes back
-    else:
-        dy = 2 * (y - targets[mine]) / targets.size  # divided by the whole batch
-    dinner = (dy @ down.T) * (inner > 0)
-    dx = tp.all_reduce(dinner @ up.T, algorithm="ring")  # f of chapter 12
-    if pp.rank > 0:
-        pp.send(dx, dst=pp.rank - 1)
-    for weights, gradient in ((up, x.T @ dinner), (down, inner.T @ dy)):  # 2.1 local gradients
-        # 2.2 their sum, 2.3 the same update
-        weights -= lr * dp.all_reduce(gradient, algorithm="ring")
-
-
-# The real one (hybrid_step.py) builds a GPT in the same order, from whatever parts the plan names:
-# any axes, a schedule on pp, DDP or a stage of ZeRO on dp, experts and context beside them. What it
-# adds is what the parts must agree on: which weights lie whole on which ranks, whose gradients are
-# summed where, and one norm of the model for clipping.
-
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": AdamW,
     "adam": Adam,
@@ -497,6 +457,7 @@ class Trainer:
         experts' routing. Args, Raises: as step. Returns: a LateLoss; its wait() returns the loss.
         """
         self.world.tell_step(self.steps_done)
+        # what chapters 19 and 20 move to host or disk; without a keeper the store, again
         moves = (self.keeper or self.store).traffic
         batch = self._meeting.take(
             batch,

@@ -5,12 +5,9 @@ The idea. Each axis cuts something else, so the cuts nest like boxes, and each s
 does alone. Eight ranks, dp=2, pp=2, tp=2:
 
                           tp=0   tp=1
-    dp=0   pp=0 stage 0    r0     r1      tp   0-1, 2-3, 4-5, 6-7   inside every layer: all-reduces
-           (chapter 12)
+    dp=0   pp=0 stage 0    r0     r1      tp   0-1, 2-3, 4-5, 6-7   in every layer: all-reduces
            pp=1 stage 1    r2     r3      pp   0-2, 1-3, 4-6, 5-7   between layers: activations
-                                                                    (chapter 11)
-    dp=1   pp=0 stage 0    r4     r5      dp   0-4, 1-5, 2-6, 3-7   once a step: gradients (chapters
-           7, 14-16)
+    dp=1   pp=0 stage 0    r4     r5      dp   0-4, 1-5, 2-6, 3-7   once a step: gradients
            pp=1 stage 1    r6     r7
 
 With cp (chapter 13) several ranks stand in the place of each; they have the same weights and rows,
@@ -44,7 +41,7 @@ sends that part to the next stage. What must be equal on several ranks, to the b
 
 Cost, a step: each axis what its chapter says, of what the rank holds (hybrid_costs.py). Without a
 pipeline the data axis overlaps backward as in its own chapter. With one it sends after the last
-microbatch, or with ZeRO-2 and 3 after each of them (token_stages.py).
+microbatch, or with ZeRO-2 and 3 after each of them (zero/staged_zero3.py).
 
 The notes' groups A and B (N0:442-470) are dp=2, pp=2: ranks 0-1 and 2-3 pass activations on, 0-2
 and 1-3 add gradients up. (Their all-reduce takes a mean; here the loss was divided by all tokens
@@ -92,6 +89,47 @@ from minidist.parallel.tensor.tensor_parallel import TensorParallel
 from minidist.parallel.zero.shards import ShardStore
 
 
+def plain_hybrid(
+    dp: Group,
+    pp: Group,
+    tp: Group,
+    inputs: Array,
+    targets: Array,
+    up: Array,
+    down: Array,
+    lr: float,
+) -> None:
+    """One step of SGD on dp × pp × tp ranks, in place: an MLP a stage, of which a rank has columns
+    and rows.
+
+    The numbers are those of N0:452.
+    """
+    # 0 rows: by the dp coordinate alone
+    mine = np.array_split(np.arange(len(inputs)), dp.size)[dp.rank]
+    # 1.1 the first half's activations
+    x = inputs[mine] if pp.rank == 0 else pp.recv(src=pp.rank - 1)
+    inner = np.maximum(x @ up, 0)  # up: own columns of the own stage
+    y = tp.all_reduce(inner @ down, algorithm="ring")  # down: own rows; g of chapter 12
+    if pp.rank < pp.size - 1:
+        pp.send(y, dst=pp.rank + 1)  # 1.2 the next stage goes on
+        dy = pp.recv(src=pp.rank + 1)  # 1.3 its gradient comes back
+    else:
+        dy = 2 * (y - targets[mine]) / targets.size  # divided by the whole batch
+    dinner = (dy @ down.T) * (inner > 0)
+    dx = tp.all_reduce(dinner @ up.T, algorithm="ring")  # f of chapter 12
+    if pp.rank > 0:
+        pp.send(dx, dst=pp.rank - 1)
+    for weights, gradient in ((up, x.T @ dinner), (down, inner.T @ dy)):  # 2.1 local gradients
+        # 2.2 their sum, 2.3 the same update
+        weights -= lr * dp.all_reduce(gradient, algorithm="ring")
+
+
+# The real one builds a GPT in the same order, from whatever parts the plan names:
+# any axes, a schedule on pp, DDP or a stage of ZeRO on dp, experts and context beside them. What it
+# adds is what the parts must agree on: which weights lie whole on which ranks, whose gradients are
+# summed where, and one norm of the model for clipping.
+
+
 class Hybrid(Strategy):
     """This rank's part of a GPT that a mesh with more axes than dp trains (parallelize.py makes it).
 
@@ -127,12 +165,13 @@ class Hybrid(Strategy):
         self.recorder = recorder
         self.store = store
         self.tokens = tokens_of(axes)[0]
-        self.rows = mesh.rows
-        self.cut = mesh["pp", "tp"]
-        self.shares = mesh["dp", "pp", "ep", "cp"]
+        # the first use of a group splits the world (mesh.py): all ranks name them in this order
+        self.row_group = mesh.rows
+        self.replica_group = mesh["pp", "tp"]
+        self.loss_group = mesh["dp", "pp", "ep", "cp"]  # not tp: its ranks have the same loss
         self.everyone = mesh["dp", "pp", "ep", "cp", "tp"]
-        # the ranks whose counts make the norm: a whole gradient is the same along dp and cp
-        self.holders = self.everyone if data_axis.divides_state else mesh["pp", "ep", "tp"]
+        # a whole gradient is the same along dp and cp; with ZeRO they have pieces of it
+        self.norm_group = self.everyone if data_axis.divides_state else mesh["pp", "ep", "tp"]
         # others wait for a rank without rows
         self.always = data_axis.computes_without_rows or plan.ep > 1
         if pipeline is not None:
@@ -165,7 +204,7 @@ class Hybrid(Strategy):
     def part_of(self, batch: Batch) -> Part:
         """The rows of a global batch that this rank works on, with the other ranks of its tp, cp
         and pp."""
-        return part_of(batch, size=self.rows.size, rank=self.rows.rank)
+        return part_of(batch, size=self.row_group.size, rank=self.row_group.rank)
 
     def start_step(
         self,
@@ -197,6 +236,7 @@ class Hybrid(Strategy):
     def finish_step(self) -> None:
         """Sum the gradients over the data axis, then those that other ranks add to."""
         self.data_axis.finish_step()
+        # store: with an offload ZeRO's pieces come to the device for it
         with self.recorder.span("add up", "communication"), self.store.gradients(self.outside):
             add_up(self.summands)
 
@@ -209,12 +249,13 @@ class Hybrid(Strategy):
         lr: float | None,
         clip: float | None,
     ) -> LateLoss:
-        """As Strategy's; the loss comes last, for its ranks to hear of batches that differ along tp.
+        """As Strategy's; the loss comes after the update: ranks of tp compare their batches with
+        the norm, and the others learn the result with the loss.
 
         Cost:    as DataAxis.conclude, and add_squares with `clip`.
         """
         self.data_axis.update(optimizer, lr=lr, clip=clip, squares=self.squares)
-        return LateLoss(add_losses(self.shares, share.wait(), batch, everyone=self.everyone))
+        return LateLoss(add_losses(self.loss_group, share.wait(), batch, everyone=self.everyone))
 
     def _loss(self, part: Part, divisor: int) -> Tensor:
         """The sum of the losses of this rank's tokens of some rows, over `divisor`."""
@@ -233,7 +274,7 @@ class Hybrid(Strategy):
         """The sum of the squares of the whole gradient; each number counts once. Cost: as
         add_squares."""
         counted = [piece for owner, piece in self.data_axis.updated() if self._counts(owner)]
-        return add_squares(self.holders, self.store.squares(counted), self._batch)
+        return add_squares(self.norm_group, self.store.squares(counted), self._batch)
 
     def _counts(self, owner: Parameter) -> bool:
         """Return whether this rank counts the gradient, or its piece of it, in the norm."""
@@ -250,7 +291,7 @@ class Hybrid(Strategy):
 
     def readers(self, everyone: Group) -> tuple[Group, int]:
         """The ranks of dp and ep divide the rows."""
-        return self.rows, self.rows.size
+        return self.row_group, self.row_group.size
 
     def loss_share(self, part: Part) -> float:
         """This rank's share of the sum of the losses of its rows, without gradients."""
@@ -265,7 +306,7 @@ class Hybrid(Strategy):
         counts = (self.pipeline is None or self.pipeline.last) and (
             self.mesh.coordinates["cp"] == 0
         )
-        return super().sum_shares(loss, tokens * counts, self.shares)
+        return super().sum_shares(loss, tokens * counts, self.loss_group)
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """As Strategy's, on every rank. Cost: gathers over the data axis (ZeRO), tp and pp."""

@@ -81,14 +81,14 @@ def parallelize(
 def divide(model: GPT, mesh: "Mesh", plan: "Plan") -> list[ModelAxis]:
     """Divide a GPT's matrices, experts and tokens between the ranks of a mesh, in place."""
     axes: list[ModelAxis] = []
-    if plan.tp > 1 and plan.sequence_parallel:
-        from minidist.parallel.context.sequence_parallel import SequenceParallel
-
-        axes.append(SequenceParallel(model, mesh["tp"]))
-    elif plan.tp > 1:
+    if plan.tp > 1 and not plan.sequence_parallel:
         from minidist.parallel.tensor.tensor_parallel import TensorParallel
 
         axes.append(TensorParallel(model, mesh["tp"]))
+    elif plan.tp > 1:
+        from minidist.parallel.context.sequence_parallel import SequenceParallel
+
+        axes.append(SequenceParallel(model, mesh["tp"]))
     if plan.ep > 1:
         axes.append(divide_experts(model, mesh))
     if plan.cp > 1:
@@ -138,8 +138,8 @@ def compose(
     common: dict[str, Any] = {"device": device, "precision": precision, "recorder": recorder}
     pipeline = None
     if plan.pp > 1:
-        drawn = None if plan.zero == 3 else seed
-        pipeline = make_pipeline(model, mesh, plan, axes, seed=drawn, key=key, **common)
+        stage_seed = None if plan.zero == 3 else seed  # ZeRO-3 draws only its chunks
+        pipeline = make_pipeline(model, mesh, plan, axes, seed=stage_seed, key=key, **common)
         axes = [pipeline, *axes]
     elif plan.zero < 3:
         model.initialize(seed, device=device)
@@ -227,10 +227,11 @@ def make_data_axis(
     scheme = make_scheme(plan.compress)
     if scheme is not None:
         options["scheme"] = scheme
-    # on one rank: gradients by buckets
+    # the optimizer on the host of a rank that shares its weights with no other: ZeRO-2, whose
+    # gradients leave the device bucket by bucket
     stage = plan.zero or (2 if plan.offload == "optimizer" else 0)
     if not stage and scheme is None and group.size == 1:
-        del options["algorithm"]
+        del options["algorithm"]  # one copy: there is no sum over a data axis
         return Single(model, **options)
     if stage:
         options["shard"] = plan.shard

@@ -62,12 +62,12 @@ class HybridPipeDream(Hybrid):
         work = StashingPass(self.pipeline, parts, sizes, update)
         self.pipeline.executor.run(work)
         self.updates = tuple(work.updates)
-        return LateLoss(add_losses(self.shares, work.total / targets_in(batch), batch))
+        return LateLoss(add_losses(self.loss_group, work.total / targets_in(batch), batch))
 
     def _microbatches(self, batch: Batch) -> tuple[list[Any], list[int]]:
         """This rank's rows of each microbatch, and how many targets all ranks have of it."""
         pieces = self.plan.pieces
-        of_all = rows_of_all(batch, self.rows.size)
+        of_all = rows_of_all(batch, self.row_group.size)
         tokens = batch[1].shape[1]
         sizes = [
             tokens * sum(rows_of(rows, size=pieces, rank=number)[0] for rows in of_all)

@@ -125,7 +125,7 @@ class Pipeline(StageModel):
         share of the loss.
 
         With mixtures each rank has a share, of its balance losses; else the rank of the last stage
-        has all.
+        has all. `last` is not used: finish_step sums.
         """
         work = StagePass(self, micro_parts(part, self.schedule.microbatches), divisor)
         self.executor.run(work)

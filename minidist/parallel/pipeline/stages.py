@@ -71,7 +71,7 @@ class Stages:
         edges = [0, *accumulate(layers)]
         self.last = len(layers) - 1
         self.layers = {stage: range(edges[stage], edges[stage + 1]) for stage in own}
-        cut: Any = model
+        cut: Any = model  # the same object, cut in place
         self.model: Any = cut
         cut.blocks = {layer: model.blocks[layer] for stage in own for layer in self.layers[stage]}
         if 0 not in own:
@@ -237,6 +237,7 @@ class StageModel(ModelAxis, Strategy):
     def serve(self, data: DataAxis, *, always: bool = False) -> None:
         """From here on gradients and the update are those of `data`, made of this rank's model.
 
+        In chapter 17 Hybrid calls it, when the data axis is made of what the stages left.
         Args:    always: microbatches without a row are computed, too: other ranks wait for them.
         """
         self.data = data
@@ -302,6 +303,8 @@ class StageModel(ModelAxis, Strategy):
         """Backward of a stage's output y (dy None: the loss); unless `whole`, returns deferred
         gradients of weights."""
         share = y if y.requires_grad else None  # None: all weights of the first stage are frozen
+        # segment: this rank's how-many-th stage; last=False: another microbatch may follow, and
+        # finish_step starts the sums
         return self.data.backward(
             share, dy, segment=stage // self.group.size, last=False, defer=not whole
         )
@@ -310,7 +313,8 @@ class StageModel(ModelAxis, Strategy):
         """Compute the gradients that `go_back` of a stage deferred."""
         self.data.backward_weights(deferred, segment=stage // self.group.size)
 
-    # --------------------------------------------------------------------- a step of this axis alone
+    # --------------------------------------------- a step of chapters 10 and 11; in chapter 17 Hybrid
+    # makes the step, and add_up sums the ends
 
     def begin_step(self) -> None:
         """As Strategy's."""

@@ -1,13 +1,16 @@
 """One protocol: what a Trainer asks of any strategy, and what chapter 17 asks of the strategy of a
 data axis.
 
-The step of all strategies whose ranks work together is one loop (`start_step`); a chapter says what
-its parts do:
+The step is one loop (`start_step`) for one process, DDP, ZeRO, pipelines and all that is composed
+of them; a chapter says what its parts do:
 
     begin_step         forget the gradients of the previous step
     run                forward and backward of some rows: for each pass of the rank's rows
     finish_step        sum what is still to be summed over ranks
     conclude           the loss of the whole batch, and the optimizer's step
+
+Where a step has other parts, a strategy has its own `start_step`: servers, replicas in one process,
+local steps, and PipeDream.
 
 A data axis (DDP, ZeRO, one process) runs a pass in three parts: begin_pass, forward, backward; the
 `last` backward sums over the ranks. Chapter 17 calls these parts itself, because its passes go
@@ -104,11 +107,11 @@ class Strategy(ABC):
     ) -> LateLoss:
         """As `step`; on a GPU the loss may still be on its way."""
         self.begin_step()
-        share = LateLoss()
+        loss = LateLoss()  # this rank's share of it
         for number, part in enumerate(micro_parts(self.part_of(batch), accumulate), start=1):
-            share.add(self.run(part, divisor=targets_in(batch), last=number == accumulate))
+            loss.add(self.run(part, divisor=targets_in(batch), last=number == accumulate))
         self.finish_step()
-        return self.conclude(share, batch, optimizer, lr=lr, clip=clip)
+        return self.conclude(loss, batch, optimizer, lr=lr, clip=clip)
 
     # -------------------------------------------------------------------------- the parts of a step
 
@@ -232,7 +235,7 @@ class DataAxis(Strategy):
     # what the span of the update carries: the notes' step
     update_notes: ClassVar[dict[str, str]] = {}
     flats: Sequence[Flat] = ()  # runs of parameters of which this rank updates chunks (ZeRO)
-    # this rank belongs to the first copy of the state (DDP: is it)
+    # this rank belongs to the first copy of the state (with DDP: rank 0)
     first_copy = True
     _summed = True  # this step's gradients are summed over the ranks
 
@@ -317,7 +320,7 @@ class DataAxis(Strategy):
     def finish_step(self) -> None:
         """All backwards of the step are over: sum the gradients, unless one of them was the
         last."""
-        if not self._summed:
+        if not self._summed:  # nothing to compute: this only starts the sums (all, in a pipeline)
             self.backward(None)
 
     def conclude(

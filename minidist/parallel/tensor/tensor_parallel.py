@@ -42,7 +42,18 @@ Cost, a step, all ranks together, in numbers (ring; B sequences of T tokens, L b
     experts      2(P-1) × L B T E        gradients of the gates' probabilities, of E experts
                                          (chapter 18); each shared expert is a region too: 2
                                          all-reduces
-    control      with clipping one float64 a rank: each weight counts once in the norm
+    control      with clipping one float64 a rank, three where batches are compared: each weight
+                 counts once in the norm
+
+The messages of a step, in order; each is a `TensorRegion.enter` (f) or `leave` (g):
+
+    forward    SplitEmbedding        leave   B T h
+               RowLinear, 2 a block  leave   B T h each
+               SplitOutput.loss              maxima B T; sums and the targets' logits 2 B T
+    backward   head, or tied table   enter   B T h
+               MLP, qkv of a block   enter   B T h each
+    clipping   Hybrid.squares                an all-gather over tp
+    loss       none: all ranks have it
 
 N2:158 calls this volume small. It exceeds data parallel's 2(P-1) × 12 L h² as soon as B T > 3h.
 
@@ -106,17 +117,18 @@ class TensorParallel(ModelAxis):
         tensor_parallel(model, group)
 
     def sums_over(self, parameter: Parameter) -> Group | None:
-        """The ranks that hold the same key head."""
+        """Return the ranks that hold the same key head (asked by Hybrid._summands)."""
         return parameter.sharers if isinstance(parameter, WeightShard) else None
 
     def counts(self, parameter: Parameter) -> bool:
-        """As ModelAxis.counts."""
+        """As ModelAxis.counts (asked by Hybrid._counts)."""
         if isinstance(parameter, WeightShard):
             return parameter.first_sharer()
         return self.group.rank == 0
 
     def held_alike(self, parameter: Parameter) -> bool:
-        """Return whether several ranks hold this weight: whole, or as the same shard."""
+        """Return whether several ranks hold this weight, whole or as the same shard (asked by
+        lay_out)."""
         return not isinstance(parameter, WeightShard) or parameter.sharers is not None
 
     def check_shared(self, *, when: str) -> None:
