@@ -127,7 +127,7 @@ class Zero1(ShardedReplica):
             with self.recorder.span("wait for gradients", notes="ZeRO-1 2"):
                 self._take_sums(wait=True)
                 self.sharing.settle()
-                self.store.settle()
+                self.store.wait_for_gradients()
             self._summed = True
         return deferred
 
@@ -158,7 +158,7 @@ class Zero1(ShardedReplica):
             pending.wait()
             flat = self.flats[index]
             gradients = self.buckets[index].data
-            if self.store.gradient_room(flat) is None:
+            if self.store.device_sums(flat) is None:
                 self.store.add(flat, gradients[flat.chunk], first=True)
             elif flat.group is self.sharing.shard:
                 self.sharing.start_sum(index, gradients[flat.chunk], f"bucket {index}")
