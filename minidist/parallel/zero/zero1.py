@@ -16,8 +16,8 @@ ranks:
     parameters   4Ψ      4Ψ        the whole model
     gradients    4Ψ      4Ψ        own part's; of the own chunk the sum over all ranks
     optimizer    8Ψ      8Ψ/P      of the own chunk
-    together     16Ψ     8Ψ + 8Ψ/P: at most 2 times less; 4 times with K = 12 in mixed precision, 4Ψ
-                         + 12Ψ/P
+    together     16Ψ     8Ψ + 8Ψ/P: at most 2 times less
+                         (mixed precision, K = 12: 4Ψ + 12Ψ/P, at most 4 times less)
 
 Chunks are `numpy.array_split`s of each bucket: their edges fall inside parameters, and shards are
 even to an element a bucket. Where P does not divide a bucket, the all-gather works on copies: up to
