@@ -233,10 +233,10 @@ class OnDisk(OffDevice):
     def _read_with_next(
         self, record: Record, ahead: Loan | None, following: Record | None
     ) -> tuple[Loan, Loan | None]:
-        """Return a record that has been read, and the following one, of which the read has begun.
+        """Return the loan of a record, read, and that of the following record, whose read begins.
 
-        Args:    ahead: the record's loan, if its read has begun; following: None at the end; if no
-                 buffer is free for it, its read does not begin, and None is returned for it.
+        Args:    ahead: the record's loan, if its read has begun; following: None at the end. Where
+                 no buffer is free for it, its read does not begin, and its loan is None.
         """
         loan = ahead or self.disk.start_read(record, record.needed)
         coming: Loan | None = None
