@@ -1,7 +1,7 @@
 """Exercise 20: say what lies where and what moves; then read ahead, and update as gradients arrive.
 
 Copy this file (`minidist lesson 20 --copy DIR`), replace each `hole(...)` by your own code, and
-grade it: `minidist check 20 DIR/exercise_20.py`. The check trains small models from both homes and
+grade it: `minidist check 20 DIR/exercise_20.py`. The check trains small models with both stores and
 holds your numbers against what their accounts counted, and runs your loops on moves that tell when
 they were begun and waited for.
 """

@@ -1,4 +1,4 @@
-"""What lesson 20 and its figure run: a model trained from three homes, watched; a disk that takes
+"""What lesson 20 and its figure run: a model trained with three stores, watched; a disk that takes
 its time."""
 
 import time
@@ -111,21 +111,21 @@ class Moments:
     def look(self, phase: str) -> None:
         """One sample."""
         if self.on:
-            home = self.trainer.store
+            store = self.trainer.store
             self.seen.append(
                 {
                     "phase": phase,
                     "device": self.trainer.account.now,
-                    "host": home.host.now,
-                    "disk": disk_by_category(home),
+                    "host": store.host.now,
+                    "disk": disk_by_category(store),
                 }
             )
 
 
-def disk_by_category(home: ShardStore) -> dict[str, int]:
+def disk_by_category(store: ShardStore) -> dict[str, int]:
     """Bytes on disk by what they are."""
     held = dict.fromkeys(MEMORY, 0)
-    for record in home.disk.records if isinstance(home, OnDisk) else ():
+    for record in store.disk.records if isinstance(store, OnDisk) else ():
         for key, region in record.regions.items():
             held[key if key in held else {"weights": "parameters"}.get(key, "optimizer")] += (
                 region.nbytes
@@ -173,21 +173,21 @@ class Stack(Module):
 
 
 def over_a_slow_disk(
-    group: Group, home_class: type[OnDisk] = OnDisk, *, buffers: int = 4
+    group: Group, store_class: type[OnDisk] = OnDisk, *, buffers: int = 4
 ) -> dict[str, Any]:
     """Two steps; of the second its seconds, its spans, and how much of its moves lay under
     computation."""
     timeline = Timeline(0)
     pace = Pace(latency=ACCESS)
     with account.use(account.MemoryAccount()):
-        home = home_class(buffers=buffers, recorder=timeline, read=pace, write=pace)
-        strategy = Zero3(Stack(), group, store=home, seed=3, recorder=timeline)
+        store = store_class(buffers=buffers, recorder=timeline, pace_read=pace, pace_write=pace)
+        strategy = Zero3(Stack(), group, store=store, seed=3, recorder=timeline)
         optimizer = AdamW(strategy.parameters, 1e-2)
         for step in range(2):
             with timeline.span("step", step=step):
                 strategy.step((np.eye(16), np.zeros(16)), optimizer, clip=1.0)
         digest = weights_digest(strategy.state_dict())
-        home.close()
+        store.close()
     begin = next(
         span.start
         for span in timeline.spans

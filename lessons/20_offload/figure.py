@@ -1,4 +1,4 @@
-"""The figure of lesson 20: where each byte lies during a step, from three homes, and what a slow
+"""The figure of lesson 20: where each byte lies during a step, with three stores, and what a slow
 disk does meanwhile.
 
 python lessons/20_offload/figure.py [--out DIR]      # figure.png
@@ -22,7 +22,7 @@ LANES = {"compute": "unit at work", "reads": "disk to host", "writes": "host to 
 
 
 def record(group: Group) -> dict[str, Any]:
-    """The accounts' samples of a step from each home, and the spans of a step over a slow disk."""
+    """The accounts' samples of a step with each store, and the spans of a step over a slow disk."""
     return {
         "homes": {
             name: lab.train(group, plan, watch=True)["moments"] for name, plan in lab.PLANS.items()

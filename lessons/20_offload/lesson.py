@@ -65,7 +65,7 @@ def tour(group: Group, page: Page) -> None:
 
 
 def same_weights(alone: Group, page: Page) -> None:
-    """Weights and losses of three homes; weights of the plain loop."""
+    """Weights and losses with three stores; weights of the plain loop."""
     runs = {name: lab.train(alone, plan) for name, plan in lab.PLANS.items()}
     first = runs["one device"]
     rows = [
@@ -225,12 +225,12 @@ class NoPrefetch(OnDisk):
 def hidden(alone: Group, page: Page) -> None:
     """A step with reading ahead, without, and with one buffer."""
     rows = []
-    for name, home, buffers in (
+    for name, store, buffers in (
         ("four buffers", OnDisk, 4),
         ("four, nothing read ahead", NoPrefetch, 4),
         ("one buffer", OnDisk, 1),
     ):
-        run = lab.over_a_slow_disk(alone, home, buffers=buffers)
+        run = lab.over_a_slow_disk(alone, store, buffers=buffers)
         rows.append(
             [
                 name,
@@ -286,14 +286,14 @@ def all_ranks(group: Group, page: Page) -> None:
 
 
 def other_axes(page: Page) -> None:
-    """Plans of four ranks, these as threads: what the fullest one holds and moves, from three
-    homes."""
+    """Plans of four ranks, these as threads: what the fullest one holds and moves, with three
+    stores."""
     rows = []
     for name, axes in lab.AXES.items():
         size = Plan(zero=3, **axes).size
         first = ""
-        for home in ("none", "optimizer", "all"):
-            plan = {**axes, "zero": 3, "offload": home, "checkpoint_blocks": "all"}
+        for offload in ("none", "optimizer", "all"):
+            plan = {**axes, "zero": 3, "offload": offload, "checkpoint_blocks": "all"}
             ranks = md.run(
                 lambda world, plan=plan: lab.train(world, plan, steps=2, config=lab.SHORT),
                 size=size,
@@ -309,11 +309,13 @@ def other_axes(page: Page) -> None:
             rows.append(
                 [
                     name,
-                    home,
+                    offload,
                     size_text(peak),
                     size_text(host) if host else "",
-                    size_text(max(rank["disk"] for rank in ranks)) if home == "all" else "",
-                    size_text(max(sum(ways.values()) for ways in moved)) if home != "none" else "",
+                    size_text(max(rank["disk"] for rank in ranks)) if offload == "all" else "",
+                    size_text(max(sum(ways.values()) for ways in moved))
+                    if offload != "none"
+                    else "",
                     "ok" if right else "off",
                 ]
             )
@@ -371,8 +373,8 @@ def _alone(work: Any) -> Any:
 
 def no_prefetch() -> None:
     """Each unit waits for its own read."""
-    for name, home in (("read ahead", OnDisk), ("read when needed", NoPrefetch)):
-        run = _alone(lambda world, home=home: lab.over_a_slow_disk(world, home))
+    for name, store in (("read ahead", OnDisk), ("read when needed", NoPrefetch)):
+        run = _alone(lambda world, store=store: lab.over_a_slow_disk(world, store))
         print(
             f"{name:17s} forward and backward {1e3 * run['passes']:.0f} ms, "
             f"{100 * run['share']:.0f} % hidden"
@@ -392,7 +394,7 @@ def one_buffer() -> None:
 class Hasty(OnHost):
     """OnHost that does not wait for gradients."""
 
-    def settle(self) -> None:
+    def wait_for_gradients(self) -> None:
         """Nothing."""
 
 
@@ -400,16 +402,18 @@ def update_before_arrival() -> None:
     """Over a bus of 100 ms: the update takes what lies there, the sums of the step before; at first
     zeros."""
 
-    def work(world: Group, home: type[OnHost]) -> np.ndarray:
+    def work(world: Group, store: type[OnHost]) -> np.ndarray:
         model = new_model(lab.CONFIG, 1)
-        strategy = Zero2(model, world, store=home(down=Pace(latency=0.1)))
+        strategy = Zero2(model, world, store=store(pace_down=Pace(latency=0.1)))
         optimizer = AdamW(strategy.parameters, 1e-3)
         for step in range(2):
             strategy.step(lab.batch_of(step), optimizer)
         strategy.store.close()
         return weights(model)
 
-    right, hasty = (_alone(lambda world, home=home: work(world, home)) for home in (OnHost, Hasty))
+    right, hasty = (
+        _alone(lambda world, store=store: work(world, store)) for store in (OnHost, Hasty)
+    )
     print(
         f"after two steps the largest difference is {np.abs(right - hasty).max():.1e}, and no "
         "error came: Adam took the last step's gradients, and zeros in the first"

@@ -18,10 +18,9 @@ smaller budget is an error. Without a pipeline the last block's way counts only 
 and its backward, because its inside is there afterwards anyway.
 
 The first MEASURED steps run with all blocks computed again, in turn with and without kept scores,
-and each block is
-watched: the bytes that its second forward adds to the account, the seconds of its forward and of
-its backward. Then all ranks take the largest of what they saw (one all-reduce), solve the same
-knapsack, and go on with its blocks.
+and each block is watched: the bytes that its second forward adds to the account, the seconds of its
+forward and of its backward. Then all ranks take the largest of what they saw (one all-reduce),
+solve the same knapsack, and continue with its blocks.
 
 The weights do not depend on the choice, but for float32's rounding where scores are chosen: they
 come from another formula. Another run may measure other times and choose other blocks. After a

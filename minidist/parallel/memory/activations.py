@@ -4,10 +4,9 @@ The idea. What grows with batch and context is not the weights but what every op
 backward. Most of it can be made again from little. Keep a block's input alone, forget the rest, and
 run the block's forward once more just before its backward:
 
-    forward     block 1 | block 2 | block 3 |
-    backward                                  block 3, backward 3 | block 2, backward 2 | block 1,
-                                              backward 1
-    held        x1        x1 x2     x1 x2 x3  x1 x2 x3 + inside 3   x1 x2 + inside 2      x1 + inside 1
+    forward   block 1 | block 2 | block 3  |
+    backward                               | 3, backward 3       | 2, backward 2    | 1, backward 1
+    held      x1        x1 x2     x1 x2 x3   x1 x2 x3 + inside 3   x1 x2 + inside 2   x1 + inside 1
 
 Three ways, from which `--checkpoint-blocks` and `checkpoint_blocks` choose:
 

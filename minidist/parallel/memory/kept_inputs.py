@@ -13,10 +13,9 @@ the device. Three ways, in this order:
     "offload"   it goes to the host while the next block computes, and comes back while the block
                 behind it does
 
-                 forward                                     backward
-    keep         x1 -> codes -> own part -> host             host -> own part -> all-gather -> x1 ->
-                                                             block 1 again
-    compute           block 2  …                             block 2 again, backward 2
+               forward                           backward
+    keep       x1 -> codes -> own part -> host   host -> own part -> all-gather -> x1
+    compute         block 2  …                   block 2 again, backward 2        block 1 again
 
 What a rank holds at the end of forward instead of L x, N numbers an input (x = 4 N in float32,
 width a multiple of GROUP), and what moves in a step; the ways go together (8bit and shard: the

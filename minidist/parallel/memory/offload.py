@@ -6,27 +6,27 @@ is touched once a step, the weights of a layer twice. So each byte lies where it
 and moves while the device computes with others. What a device must hold shrinks to what is at work,
 and what moves is known to the byte:
 
-    OnHost  (ZeRO-Offload)      device   weights | forward, backward            | wait |
-                                         | gradients of a bucket go down -->
-                                host                                            | Adam | weights go up -->
+    OnHost  (ZeRO-Offload)     device   | forward, backward       | wait |
+                                            | gradients go down -->
+                               host                               | Adam | weights go up -->
 
-    OnDisk  (ZeRO-Infinity)     disk     read 1 | read 2   | read 3   | …         write gradients 3
-                                | …
-                                host     a few buffers: what comes, what is worked on, what goes
-                                device            unit 1   | unit 2   | unit 3
+    OnDisk  (ZeRO-Infinity)    disk     read 1 | read 2 | read 3 | …    write gradients 3 | …
+                               host     a few buffers: what arrives, is worked on, leaves
+                               device            unit 1 | unit 2 | unit 3
 
 A store (zero/shards.py) says where a rank's chunks lie; ZeRO (chapters 14 to 16) says which chunks
 are a rank's. So both compose with any number of ranks, and on one rank a chunk is the whole run.
 What each rank holds, Ψ parameters in bytes, P ranks, with Adam in float32 (and in mixed precision,
 with masters in float32):
 
-                  one device     OnHost, ZeRO-2                        OnDisk, ZeRO-3
-    device        16Ψ (16Ψ)      4Ψ (2Ψ), and three buckets: one       two units, the root's;
-                                 gradients of three units:
-                                 fills, one is reduced, one goes down  one fills, one is reduced, one goes down
-    host                         16Ψ/P (14Ψ/P): master, m, v,          `buffers` records
-                                 gradients
-    disk                                                               16Ψ/P (16Ψ/P), on whole pages
+                  one device     OnHost, ZeRO-2        OnDisk, ZeRO-3
+    device        16Ψ (16Ψ)      4Ψ (2Ψ)               two units and the root
+                                 and three buckets     and gradients of three units
+    host                         16Ψ/P (14Ψ/P)         `buffers` records
+    disk                                               16Ψ/P (16Ψ/P), on whole pages
+
+Of the three buckets (units) one fills, one is reduced, one goes down. The host has master, m, v and
+gradients.
 
 ZeRO-1 keeps its gradients on the device, so OnHost saves 8Ψ (12Ψ) there; with ZeRO-3 the device
 holds 4Ψ/P (2Ψ/P).
@@ -35,8 +35,7 @@ Traffic, a step and rank, A backward passes, w bytes a weight and a gradient, ea
 optimizer's bytes a parameter, the master's among them in mixed precision:
 
     OnHost   device to host    A w Ψ/P      gradients (ZeRO-1: once, whatever A)
-             host to device    w Ψ/P        new weights: 2Ψ + 2Ψ for A = 1 in fp16, as the paper has
-                                            it
+             host to device    w Ψ/P        new weights; A = 1 in fp16: 2Ψ + 2Ψ, as in the paper
     OnDisk   disk to host      2A w         weights, before forward and backward (the root's once)
                                + (A-1) w    gradients so far
                                + w + K'     for the update: gradients, masters and states (K' = K,
@@ -63,6 +62,7 @@ Source:  Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Train
          al. 2021, "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning".
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -104,27 +104,33 @@ def plain_offload(
     return float(loss.item())
 
 
-# `OnHost` below moves a rank's chunks only (chapter 15 says which), bucket by bucket and at the
-# same time as the device
-# computes: a bucket goes down while the next one fills. `OnDisk` moves everything, the weights too,
-# and reads ahead.
+# `OnHost` below moves only a rank's chunks (chapter 15 says which), bucket by bucket and while the
+# device computes: a bucket goes down while the next one fills. `OnDisk` moves everything, the
+# weights too, and reads ahead.
 
 
-class OffDevice(ShardStore):
+class OffDevice(ShardStore, ABC):
     """What both stores share: the lanes between device and host, and pieces whose arrays are
     brought for the update.
 
-    Args:    recorder: is told what moves when; down, up: how slow a bus to imagine, device to host
-             and back.
+    Args:    recorder: is told what moves when; pace_down, pace_up: how slow a bus to imagine,
+             device to host and back.
+    Attributes: down, up: the lanes.
     """
 
     def __init__(
-        self, *, recorder: Recorder | None = None, down: Pace | None = None, up: Pace | None = None
+        self,
+        *,
+        recorder: Recorder | None = None,
+        pace_down: Pace | None = None,
+        pace_up: Pace | None = None,
     ) -> None:
         super().__init__()
         self.recorder = recorder or Silent()
-        self.down = TransferLane("device", "host", self.traffic, recorder=self.recorder, pace=down)
-        self.up = TransferLane("host", "device", self.traffic, recorder=self.recorder, pace=up)
+        self.down = TransferLane(
+            "device", "host", self.traffic, recorder=self.recorder, pace=pace_down
+        )
+        self.up = TransferLane("host", "device", self.traffic, recorder=self.recorder, pace=pace_up)
         self._going: Move | None = None  # the gradients that are on their way down
 
     def stored_pieces(self, flat: Flat, weights: Array, gradients: Array) -> list["StoredPiece"]:
@@ -137,11 +143,11 @@ class OffDevice(ShardStore):
             for parameter, place, part in flat.chunk_spans()
         ]
 
-    def gradient_room(self, flat: Flat) -> Array | None:
-        """None: sums are to pass through add."""
+    def device_sums(self, flat: Flat) -> Array | None:
+        """Return None: sums leave the device, through add."""
         return None
 
-    def go_down(self, name: str, nbytes: int, work: Callable[[], None]) -> Move:
+    def start_down(self, name: str, nbytes: int, work: Callable[[], None]) -> Move:
         """Begin to take a run's gradients down, once those before are: at most one buffer waits for
         the bus."""
         if self._going is not None:
@@ -149,13 +155,13 @@ class OffDevice(ShardStore):
         self._going = self.down.start(f"gradients {name} down", nbytes, work)
         return self._going
 
-    def before_use(self) -> None:
+    def before_buffer(self) -> None:
         """Wait for what is on its way down, under a limit: else how much is held would depend on
         how fast it goes."""
         if self._going is not None and account.current().limit is not None:
             self._going.wait()
 
-    def settle(self) -> None:
+    def wait_for_gradients(self) -> None:
         """Return when the last gradients have left the device."""
         if self._going is not None:
             self._going.wait()
@@ -177,6 +183,17 @@ class OffDevice(ShardStore):
     def close(self) -> None:
         self.down.close()
         self.up.close()
+
+    # what the optimizer asks (StateStore in optim/optimizer.py): Optimizer._slot, Optimizer.walk
+
+    @abstractmethod
+    def make_state(self, weights: Any, names: tuple[str, ...]) -> dict[str, Array]:
+        """Return new state arrays of a piece, zero, by name; walk brings them."""
+
+    @abstractmethod
+    def walk(self, slots: Sequence[Slot], *, changes: bool = True) -> Iterator[Slot]:
+        """Yield each slot, its arrays in memory until the next is requested; `changes`: what is
+        written is kept."""
 
 
 class StoredPiece(Piece):
@@ -202,10 +219,10 @@ class StoredPiece(Piece):
         self.place = place
 
 
-def take_down(bus: list[Array], sums: np.ndarray, ready: Any, *, first: bool) -> None:
-    """Add the chunk on the bus to sums, or replace them; its buffer on the device is free when this
-    returns."""
-    chunk = bus.pop()
+def take_down(holder: list[Array], sums: np.ndarray, ready: Any, *, first: bool) -> None:
+    """Add the chunk in `holder` to sums, or copy it there if `first`. `holder` is a list, so that
+    pop ends the last reference: the chunk's buffer on the device is free when this returns."""
+    chunk = holder.pop()
     if first:
         copy(chunk, sums, ready)
     else:
@@ -231,11 +248,11 @@ class OnHost(OffDevice):
     update on the host."""
 
     def keep_gradients(self, flat: Flat, shard: Array | None = None) -> None:
-        """Room on the host; `shard` only says where a sum will be when it goes down."""
+        """Make room on the host; `shard` only says where a sum will be when it goes down."""
         self._runs[flat].gradients = self._host_zeros(flat, flat.dtype, "gradients")
 
     def pieces(self, flat: Flat, precision: Precision) -> list[Piece]:
-        """Over a float32 (float64) copy on the host."""
+        """Return pieces over a float32 (float64) copy on the host."""
         run = self._runs[flat]
         low = flat.dtype in LOW_PRECISION
         master = self._host_zeros(
@@ -251,15 +268,16 @@ class OnHost(OffDevice):
         """Begin to take a sum down; returns at once, or when the one before is down."""
         run = self._runs[flat]
         work = partial(take_down, [chunk], run.gradients, mark(chunk), first=first)
-        self.go_down(run.name, chunk.nbytes, work)
+        self.start_down(run.name, chunk.nbytes, work)
 
     def make_state(self, weights: Any, names: tuple[str, ...]) -> dict[str, Array]:
-        """Zeros."""
+        """Return zeros on the host."""
         zeros = array_module(weights.data).zeros_like
         return {name: self.host.hold(zeros(weights.data), "optimizer") for name in names}
 
     def walk(self, slots: Sequence[Slot], *, changes: bool = True) -> Iterator[Slot]:
-        """Run by run: while one is updated, the new weights of the one before go up."""
+        """Yield slots run by run: while a run is updated, the new weights of the run before go
+        up."""
         moves: list[Move] = []
         with account.use(self.host):
             for flat, some in by_run(slots):

@@ -59,8 +59,8 @@ class OnDisk(OffDevice):
     """ZeRO-Infinity: weights, gradients, master weights and optimizer state in one record a run on
     disk. For ZeRO-3.
 
-    Args:    folder, buffers, device: as Disk's; read, write: how slow a disk to imagine; down, up:
-             as OffDevice's.
+    Args:    folder, buffers, device: as Disk's; pace_read, pace_write: how slow a disk to imagine;
+             pace_down, pace_up: as OffDevice's.
     Attributes: files: of each run what lies on disk.
     Raises:  DiskError for a folder that is missing, cannot be written or is full.
     """
@@ -72,12 +72,12 @@ class OnDisk(OffDevice):
         buffers: int = 4,
         device: str = "cpu",
         recorder: Recorder | None = None,
-        read: Pace | None = None,
-        write: Pace | None = None,
-        down: Pace | None = None,
-        up: Pace | None = None,
+        pace_read: Pace | None = None,
+        pace_write: Pace | None = None,
+        pace_down: Pace | None = None,
+        pace_up: Pace | None = None,
     ) -> None:
-        super().__init__(recorder=recorder, down=down, up=up)
+        super().__init__(recorder=recorder, pace_down=pace_down, pace_up=pace_up)
         self.disk = Disk(
             folder,
             self.traffic,
@@ -85,17 +85,17 @@ class OnDisk(OffDevice):
             device=device,
             recorder=self.recorder,
             memory=self.host,
-            paces=(read, write),
+            paces=(pace_read, pace_write),
         )
         self.files: dict[Flat, RunOnDisk] = {}
 
-    def begin(self, who: str) -> None:
+    def take_name(self, who: str) -> None:
         self.disk.who = who
 
     def require(self, nbytes: int, who: str) -> None:
         """Raise DiskError unless the folder has room for this rank; where ranks share it, reserving
         files tells."""
-        self.begin(who)
+        self.take_name(who)
         self.disk.require(nbytes)
 
     def keep(self, flat: Flat, weights: Array, name: str) -> None:
@@ -107,7 +107,7 @@ class OnDisk(OffDevice):
         self.files[flat].record.write("weights", weights)
 
     def keep_gradients(self, flat: Flat, shard: Array | None = None) -> None:
-        """A region beside the weights."""
+        """Add a region for gradients behind the weights."""
         self.files[flat].record.add("gradients", flat.dtype, flat.chunk_size)
 
     def pieces(self, flat: Flat, precision: Precision) -> list[Piece]:
@@ -122,7 +122,7 @@ class OnDisk(OffDevice):
             record.write("master", master)
         shape = (flat.chunk_size,)
         run.pieces = self.stored_pieces(
-            flat, nothing(record.regions[record.master].dtype, shape), nothing(flat.dtype, shape)
+            flat, absent(record.regions[record.master].dtype, shape), absent(flat.dtype, shape)
         )
         return list(run.pieces)
 
@@ -152,21 +152,21 @@ class OnDisk(OffDevice):
         run = self.files[flat]
         record = run.record
         ready = mark(chunk)
-        bus = [chunk]
+        holder = [chunk]
         loan = self.disk.lend(record) if first else self.disk.start_read(record, ["gradients"])
         sums = loan.arrays["gradients"]
 
         def work() -> None:
             loan.wait()
-            take_down(bus, sums, ready, first=first)
+            take_down(holder, sums, ready, first=first)
             run.note_squares(flat, sums)
 
-        down = self.go_down(record.name, chunk.nbytes, work)
+        down = self.start_down(record.name, chunk.nbytes, work)
         self.disk.start_write(loan, ["gradients"], after=down)
 
     @contextmanager
     def gradients(self, flats: Sequence[Flat]) -> Iterator[list[Array]]:
-        """Read from disk, and written back."""
+        """Read the sums from disk, and write them back."""
         runs = [self.files[flat] for flat in flats]
         with account.use(self.host):
             every = [
@@ -176,15 +176,15 @@ class OnDisk(OffDevice):
                 run.show(sums)
             yield every
             for flat, run, sums in zip(flats, runs, every, strict=True):
-                run.show(nothing(flat.dtype, sums.shape))
+                run.show(absent(flat.dtype, sums.shape))
                 run.note_squares(flat, sums)
                 loan = self.disk.lend(run.record)
                 loan.arrays["gradients"][...] = sums
                 self.disk.start_write(loan, ["gradients"])
 
     def squares(self, pieces: Iterable[Piece]) -> float:
-        """From the sums that were taken as gradients passed: the same bits as from the
-        gradients."""
+        """Return the sum of the squares that were noted as gradients passed: the same bits as from
+        the gradients."""
         some = set(pieces)
         return add_exactly(
             block
@@ -203,32 +203,26 @@ class OnDisk(OffDevice):
         for name in names:
             if name not in record.regions:
                 record.add(name, weights.data.dtype, weights.flat.chunk_size)
-        return {name: nothing(weights.data.dtype, weights.data.shape) for name in names}
+        return {name: absent(weights.data.dtype, weights.data.shape) for name in names}
 
     def walk(self, slots: Sequence[Slot], *, changes: bool = True) -> Iterator[Slot]:
-        """Run by run: while one is updated, the next is read and the one before written."""
+        """Yield slots run by run: while a run is updated, the next is read and the previous is
+        written."""
         if changes:
+            # weights that were read ahead are about to change
             self._give_back_weights()
-        runs = [(self.files[flat].record, run) for flat, run in by_run(slots)]
+        updates = [(self.files[flat].record, some) for flat, some in by_run(slots)]
         ahead: Loan | None = None
         with account.use(self.host):
-            for number, (record, run) in enumerate(runs, start=1):
-                loan = ahead or self.disk.start_read(record, record.needed)
-                following = (
-                    runs[number][0] if number < len(runs) and self.disk.has_spare() else None
-                )
-                ahead = self.disk.start_read(following, following.needed) if following else None
-                with self.recorder.span(f"wait for {record.name}"):
-                    loan.wait()
-                empty = [(slot.weights.data, slot.weights.grad, slot.state) for slot in run]
-                for slot in run:
+            for number, (record, some) in enumerate(updates, start=1):
+                following = updates[number][0] if number < len(updates) else None
+                loan, ahead = self._read_with_next(record, ahead, following)
+                outside = [(slot.weights.data, slot.weights.grad, slot.state) for slot in some]
+                for slot in some:
                     move_in(slot, loan.arrays, record.master)
-                yield from run
-                for slot, (data, grad, state) in zip(run, empty, strict=True):
-                    piece: Any = slot.weights
-                    piece.data = data
-                    piece.grad = grad
-                    slot.state = state
+                yield from some
+                for slot, arrays in zip(some, outside, strict=True):
+                    move_out(slot, *arrays)
                 if not changes:
                     loan.end()
                     continue
@@ -236,16 +230,31 @@ class OnDisk(OffDevice):
                     loan.arrays["weights"][...] = loan.arrays["master"]
                 self.disk.start_write(loan, [key for key in record.regions if key != "gradients"])
 
+    def _read_with_next(
+        self, record: Record, ahead: Loan | None, following: Record | None
+    ) -> tuple[Loan, Loan | None]:
+        """Return the loan of a record, read, and that of the following record, whose read begins.
+
+        Args:    ahead: the record's loan, if its read has begun; following: None at the end. Where
+                 no buffer is free for it, its read does not begin, and its loan is None.
+        """
+        loan = ahead or self.disk.start_read(record, record.needed)
+        coming: Loan | None = None
+        if following is not None and self.disk.has_spare():
+            coming = self.disk.start_read(following, following.needed)
+        with self.recorder.span(f"wait for {record.name}"):
+            loan.wait()
+        return loan, coming
+
     def _give_back_weights(self) -> None:
-        """Give back the buffers of weights that were read ahead in vain: these are about to
-        change."""
+        """Give back the buffers of weights that were read ahead."""
         for run in self.files.values():
             if run.coming is not None:
                 run.coming.end()
                 run.coming = None
 
     def master(self, flat: Flat) -> Array:
-        """Read from disk: a copy."""
+        """Return a copy, read from disk."""
         record = self.files[flat].record
         return self._read_now(record, record.master)
 
@@ -256,7 +265,7 @@ class OnDisk(OffDevice):
         return values
 
     def disk_bytes(self) -> int:
-        """On whole pages."""
+        """Return the bytes on disk, on whole pages."""
         return sum(record.nbytes for record in self.disk.records)
 
     def close(self) -> None:
@@ -264,16 +273,25 @@ class OnDisk(OffDevice):
         self.disk.close()
 
 
-def nothing(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """NaN that take one element: what is not there reads so, and cannot pass unnoticed."""
+def absent(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """Return an array of NaN that takes one element. What is not there reads so, and cannot pass
+    unnoticed."""
     return np.broadcast_to(dtype.type(np.nan), shape)
 
 
 def move_in(slot: Slot, arrays: Mapping[str, Array], master: str) -> None:
-    """The slot's arrays become views of a chunk's: of its state by name, of `master` and of
+    """Let the slot's arrays be views of a chunk's: of its state by name, of `master` and of
     "gradients"."""
     piece: Any = slot.weights
     shape = piece.data.shape
     slot.state = {key: arrays[key][piece.place].reshape(shape) for key in slot.state}
     piece.data = arrays[master][piece.place].reshape(shape)
     piece.grad = arrays["gradients"][piece.place].reshape(shape)
+
+
+def move_out(slot: Slot, data: Array, grad: Array | None, state: dict[str, Array]) -> None:
+    """Give the slot back the arrays that it had outside the update."""
+    piece: Any = slot.weights
+    piece.data = data
+    piece.grad = grad
+    slot.state = state

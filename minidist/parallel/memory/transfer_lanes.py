@@ -1,10 +1,9 @@
 """Moves between memories: device, host, disk. Each lane is a thread, so what moves hides behind
 what computes.
 
-    lane = TransferLane("to disk", "host", "disk", traffic, recorder=timeline)
-    move = lane.start("write blocks.0", nbytes, lambda: ...)       # begun, in the order of the
-                                                                   starts
-    move.wait()                                                    # its result, or its error
+    lane = TransferLane("host", "disk", traffic, recorder=timeline)
+    move = lane.start("write blocks.0", nbytes, lambda: ...)    # begins behind earlier moves
+    move.wait()                                                 # its result, or its error
 
 A lane is to memories what a link is to ranks: it carries one thing at a time, and a `Pace` makes it
 as slow as a bus or a disk that one does not have. On one machine a copy costs the processor the

@@ -6,11 +6,11 @@ running it, the executor (executor.py) runs it, and the same list is drawn. Thre
 microbatches, time to the right, `F2` a forward, `B2` a backward:
 
     GPipe     F0 F1 F2 F3 .. .. .. .. .. .. B3 B3 B2 B2 B1 B1 B0 B0          first all forwards,
-              then all backwards .. F0 F1 F2 F3 .. .. .. B3 B3 B2 B2 B1 B1 B0 B0 .. ..
+              .. F0 F1 F2 F3 .. .. .. B3 B3 B2 B2 B1 B1 B0 B0 .. ..          then all backwards
               .. .. F0 F1 F2 F3 B3 B3 B2 B2 B1 B1 B0 B0 .. .. .. ..
 
-    1F1B      F0 F1 F2 .. .. .. .. B0 B0 F3 B1 B1 .. B2 B2 .. B3 B3          each backward as early
-              as possible .. F0 F1 .. .. B0 B0 F2 B1 B1 F3 B2 B2 .. B3 B3 .. ..
+    1F1B      F0 F1 F2 .. .. .. .. B0 B0 F3 B1 B1 .. B2 B2 .. B3 B3          each backward
+              .. F0 F1 .. .. B0 B0 F2 B1 B1 F3 B2 B2 .. B3 B3 .. ..          as early as possible
               .. .. F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3 .. .. .. ..
 
 Both take the same time. But what a forward keeps for its backward is held for all microbatches at
@@ -19,7 +19,7 @@ share of idle time. For p ranks, m microbatches, equal stages, backward twice as
 
     schedule       bubble              microbatches held     a rank's list
     naive          (p-1)/p             1                     F0 B0 F1 B1 …: one rank works at a time
-                                       (chapter 10)
+                                                             (chapter 10)
     GPipe          (p-1)/(m+p-1)       m                     all F, then all B, the last first
     1F1B           (p-1)/(m+p-1)       min(m, p-stage)       p-1-stage F ahead, then F B F B …, then
                                                              the remaining B

@@ -8,10 +8,9 @@ weights, which the optimizer updates and whose rounding the model computes with;
 loss scale: the loss is multiplied by S before backward, so all gradients are S times larger, and
 divided by S again in float32, when the optimizer reads them.
 
-    float32    master weights, m, v  ------------------------------------------------- update <----
-                                     / S ----+
-    float16    weights = round(master)   forward -> loss × S -> backward -> gradients (S times
-                                         larger) -----+
+    float32    master weights, m, v <----------- update <------------------ / S <-----+
+                    |                                                                 |
+    float16    weights = round(master) -> forward -> loss × S -> backward -> S × gradients
 
 What a value can be (backend.py; a float32 has 24 significant bits and the range of bfloat16):
 

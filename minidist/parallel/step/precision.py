@@ -1,9 +1,8 @@
 """The dtype of a strategy's weights, and what it changes in backward and in the update.
 
 A strategy leaves these to its Precision, so its step reads the same in every precision. Precision
-itself is the plain
-one: weights, gradients and arithmetic share one dtype, and weights are their own masters.
-parallel/precision/mixed_precision.py has the other.
+itself is the plain one: weights, gradients and arithmetic share one dtype, and weights are their
+own masters. parallel/precision/mixed_precision.py has the other.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,26 +31,26 @@ class Precision:
 
     @property
     def scale(self) -> float:
-        """What backward multiplies the loss by: 1, but for float16's."""
+        """Return what backward multiplies the loss by: 1, but for float16's."""
         return 1.0
 
     def masters(self, parameters: Iterable[Parameter]) -> list[Any]:
-        """The optimizer's tensors, for whole parameters: here the parameters themselves."""
+        """Return the optimizer's tensors, for whole parameters: here the parameters themselves."""
         return list(parameters)
 
     def master(self, weights: Array, spans: Iterable[Span]) -> Array:
-        """The optimizer's array for a contiguous array of weights, of which `spans` tells the
-        parts: here itself."""
+        """Return the optimizer's array for a contiguous array of weights, of which `spans` tells
+        the parts: here itself."""
         return weights
 
     def state_dict(self, model: Module) -> dict[str, np.ndarray]:
-        """Copies of a model's weights on the host, by dotted path, where this rank has all of
-        them."""
+        """Return copies of a model's weights on the host, by dotted path, where this rank has all
+        of them."""
         return model.state_dict()
 
     def state(self) -> dict[str, Any]:
-        """What changes from step to step beside the masters, as JSON: how many steps were
-        skipped."""
+        """Return what else than the masters changes from step to step, as JSON: how many steps
+        were skipped."""
         return {"skipped": self.skipped}
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -64,7 +64,7 @@ class GradientShards:
             if sum(earlier < index for earlier in self._buffers) > 1:
                 # one flies and one still fills (a bias may come after the weight behind it)
                 self.settle()
-            self.store.before_use()
+            self.store.before_buffer()
             self._buffers[index] = empty_like(flat.parameters[0].data, flat.size, "gradients")
         return next(view for other, view in flat.views(self._buffers[index]) if other is parameter)
 
@@ -76,7 +76,7 @@ class GradientShards:
         flat = self.flats[index]
         zero_unused(flat.parameters)
         buffer = self._buffers[index]
-        room = self.store.gradient_room(flat) if self._empty[index] else None
+        room = self.store.device_sums(flat) if self._empty[index] else None
         self.recorder.announce(flat.group.axis, f"reduce_scatter {self.what} {index}")
         pending = self.sharing.start_scatter(
             index, flat, buffer, buffer[flat.chunk] if room is None else room
@@ -88,7 +88,7 @@ class GradientShards:
         """Backward is over: return when the shards have their sums, wherever they lie."""
         self.settle()
         self.sharing.settle()
-        self.store.settle()
+        self.store.wait_for_gradients()
 
     def sum_copies(self) -> None:
         """All backwards of a step are over, and none was the `last`: sum the shards over the
@@ -98,7 +98,7 @@ class GradientShards:
         self.sharing.settle()
 
     def _start_sum(self, index: int) -> None:
-        shard = self.store.gradient_room(self.flats[index])
+        shard = self.store.device_sums(self.flats[index])
         if shard is not None and self.flats[index].group is self.sharing.shard:
             self.sharing.start_sum(index, shard, f"{self.what} {index}")
 

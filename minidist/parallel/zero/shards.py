@@ -7,15 +7,14 @@ between nodes:
 
     8 ranks, shard=4       node 0           node 1
     share a copy        0   1   2   3    4   5   6   7     gather weights, reduce-scatter gradients
-    same shard          0 ─────────────── 4                 all-reduce that shard's gradients; 1-5,
-                                                            2-6, 3-7 too
+    same shard          0 ─────────────── 4                 all-reduce that shard's gradients;
+                                                            1-5, 2-6, 3-7 too
 
 With S ranks a copy and R = P/S copies a rank holds 1/S where it would hold 1/P, and sends in a
 step, for n bytes that are gathered or scattered in c collectives:
 
     inside, axis "dp.shard"         (S-1)/S × cn
-    between, axis "dp.replicas"     2(R-1)/R × n/S, once a step, whatever the number of backward
-                                    passes
+    between, axis "dp.replicas"     2(R-1)/R × n/S, once a step, whatever the number of passes
 
 A shard store says where a rank's chunk of a run (step/flat.py) lies between two uses: weights, sums
 of gradients, the optimizer's state. ShardStore: on the device. With chapter 20's stores copies are
@@ -92,7 +91,7 @@ class HybridSharding:
         self._pending: list[Pending] = []
 
     def divides(self, flat: Flat) -> bool:
-        """Whether a flat has several copies."""
+        """Return whether a flat has several copies."""
         return self.copies > 1 and flat.group is self.shard
 
     def run(self, flat: Flat, chunk: slice | None = None) -> GradientRun:
@@ -152,8 +151,8 @@ class ShardStore:
         self.host = MemoryAccount(whose="host memory")
         self._runs: dict[Flat, StoredRun] = {}
 
-    def begin(self, who: str) -> None:
-        """A strategy takes this store; `who` is its rank, for errors."""
+    def take_name(self, who: str) -> None:
+        """Take the rank's name, for errors."""
 
     def keep(self, flat: Flat, weights: Array, name: str) -> None:
         """Keep this rank's chunk of a run's weights, (chunk_size,) on the device. Args: name: of
@@ -183,15 +182,16 @@ class ShardStore:
         return flat.pieces(run.master, run.gradients)
 
     def prefetch(self, flat: Flat) -> None:
-        """The chunk's weights will be needed soon."""
+        """Prefetch the chunk's weights, where they are elsewhere."""
 
     def weights(self, flat: Flat, place: Array) -> Array:
         """Return the chunk's weights, on the device: in `place` (chunk_size,), or where they are
         anyway."""
         return self._runs[flat].weights
 
-    def gradient_room(self, flat: Flat) -> Array | None:
-        """Return where a sum of gradients may be written instead of a call of add, or None."""
+    def device_sums(self, flat: Flat) -> Array | None:
+        """Return where on the device the sums of a run's gradients lie; None: they leave it,
+        through add."""
         return self._runs[flat].gradients
 
     def add(self, flat: Flat, chunk: Array, *, first: bool) -> None:
@@ -203,11 +203,12 @@ class ShardStore:
         else:
             sums += chunk
 
-    def before_use(self) -> None:
-        """Memory on the device is about to be taken."""
+    def before_buffer(self) -> None:
+        """Wait where a new gradient buffer would exceed the device's limit
+        (GradientShards._lend)."""
 
-    def settle(self) -> None:
-        """A backward is over: return when the gradients are where they belong."""
+    def wait_for_gradients(self) -> None:
+        """Return when the gradients of a backward, which is over, are where they belong."""
 
     @contextmanager
     def gradients(self, flats: Sequence[Flat]) -> Iterator[list[Array]]:
@@ -248,7 +249,7 @@ class ShardStore:
         return run.weights if run.master is None else run.master
 
     def disk_bytes(self) -> int:
-        """Bytes on disk."""
+        """Return the bytes on disk."""
         return 0
 
     def close(self) -> None:
@@ -295,7 +296,7 @@ class ZeroAxis(DataAxis):
         self.scheme: Scheme = self.sharing.scheme
         self.first_copy = group.rank < self.sharing.shard.size
         self.store = store or ShardStore()
-        self.store.begin(f"rank {group.world_rank}")
+        self.store.take_name(f"rank {group.world_rank}")
 
     def sum_stored(self) -> None:
         """Sum the shards whose gradients have left the device over the copies, one after
@@ -303,7 +304,7 @@ class ZeroAxis(DataAxis):
         if self.sharing.copies == 1:
             return
         for index, flat in enumerate(self.flats):
-            if self.sharing.divides(flat) and self.store.gradient_room(flat) is None:
+            if self.sharing.divides(flat) and self.store.device_sums(flat) is None:
                 with self.store.gradients([flat]) as (shard,):
                     self.sharing.start_sum(index, shard, f"stored run {index}")
                     self.sharing.settle()

@@ -4,8 +4,8 @@ microbatch at a time.
 A stage is a segment of ZeRO-3's units. The schedule says in which order segments run, so the units
 of the next one can be read from disk while this one computes; they are gathered in their turn.
 
-    schedule of a rank    F0 | F0 | B0 | F0 | B0 …      gather the stage's units for each, reduce after
-                                                        each B
+    schedule of a rank    F0 | F0 | B0 | F0 | B0 …    gather the stage's units for each of them,
+                                                      reduce after each B
     end of the step       the root (a tied table) is reduced once, then shards are summed over copies
 
 In a pipeline the data axis runs the backwards, and sums their gradients. With DDP and ZeRO-1 they

@@ -16,8 +16,8 @@ ranks:
     parameters   4Ψ      4Ψ        the whole model
     gradients    4Ψ      4Ψ        own part's; of the own chunk the sum over all ranks
     optimizer    8Ψ      8Ψ/P      of the own chunk
-    together     16Ψ     8Ψ + 8Ψ/P: at most 2 times less; 4 times with K = 12 in mixed precision, 4Ψ
-                         + 12Ψ/P
+    together     16Ψ     8Ψ + 8Ψ/P: at most 2 times less
+                         (mixed precision, K = 12: 4Ψ + 12Ψ/P, at most 4 times less)
 
 Chunks are `numpy.array_split`s of each bucket: their edges fall inside parameters, and shards are
 even to an element a bucket. Where P does not divide a bucket, the all-gather works on copies: up to
@@ -127,7 +127,7 @@ class Zero1(ShardedReplica):
             with self.recorder.span("wait for gradients", notes="ZeRO-1 2"):
                 self._take_sums(wait=True)
                 self.sharing.settle()
-                self.store.settle()
+                self.store.wait_for_gradients()
             self._summed = True
         return deferred
 
@@ -158,7 +158,7 @@ class Zero1(ShardedReplica):
             pending.wait()
             flat = self.flats[index]
             gradients = self.buckets[index].data
-            if self.store.gradient_room(flat) is None:
+            if self.store.device_sums(flat) is None:
                 self.store.add(flat, gradients[flat.chunk], first=True)
             elif flat.group is self.sharing.shard:
                 self.sharing.start_sum(index, gradients[flat.chunk], f"bucket {index}")

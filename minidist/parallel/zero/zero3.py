@@ -25,8 +25,7 @@ units of communication memory.
 
 Cost, a step and rank, with A backward passes, R of the Ψ parameters in the root:
 
-    bytes        (P-1)/P × 4 × (3A(Ψ-R) + (1+A)R)   gather, gather, reduce: half more than DDP for A
-                 = 1
+    bytes        (P-1)/P × 4 × (3A(Ψ-R) + (1+A)R)   gather twice, reduce; A = 1: half more than DDP
                  (P-1)/P × 4 × (2A(Ψ-R) + (1+A)R)   where units stay to backward
                                                     (`free_after_forward=False`)
     messages     P-1 for each of these collectives, on a ring

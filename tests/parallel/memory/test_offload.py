@@ -517,7 +517,7 @@ def stream(world: Any, *, buffers: int, access: float = 0.0) -> dict[str, Any]:
     and what hidden."""
     timeline = Timeline(0)
     pace = Pace(latency=access)
-    home = Counting(buffers=buffers, recorder=timeline, read=pace, write=pace)
+    home = Counting(buffers=buffers, recorder=timeline, pace_read=pace, pace_write=pace)
     strategy = Zero3(Stack(12e-3 if access else 0.0), world, store=home, seed=3, recorder=timeline)
     optimizer = AdamW(strategy.parameters, 1e-2)
     batch = (np.eye(16), np.zeros(16))
@@ -579,7 +579,7 @@ def test_gradients_go_down_while_backward_runs() -> None:
         timeline = Timeline(0)
         model = GPT(config)
         model.initialize(3)
-        home = OnHost(recorder=timeline, down=Pace(latency=1e-3))
+        home = OnHost(recorder=timeline, pace_down=Pace(latency=1e-3))
         strategy = Zero2(model, world, store=home, bucket_bytes=20_000, recorder=timeline)
         strategy.step(global_batch(0, 16, config), AdamW(strategy.parameters, 1e-2))
         home.close()
