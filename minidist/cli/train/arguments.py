@@ -1,6 +1,7 @@
 """The command line of `minidist train`: every option, in groups."""
 
 import argparse
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -30,21 +31,9 @@ from minidist.launch.transports import PROCESSES, THREADS
 from minidist.nn.config import BALANCES
 from minidist.observe.energy import ASSUMED_WATTS
 from minidist.observe.rank_records import DIGEST_EVERY
-from minidist.parallel.compress.compress import SCHEMES
 from minidist.parallel.hybrid.hybrid import OPTIMIZERS
-from minidist.parallel.hybrid.option_checks import OUTER_OPTIMIZERS, OUTER_SCHEMES
-from minidist.parallel.hybrid.plan import (
-    ATTENTIONS,
-    OFFLOADS,
-    ORDER,
-    PLACEMENTS,
-    PRECISIONS,
-    SERVER_DEVICES,
-    SERVER_DTYPES,
-    STRATEGIES,
-    ZERO_STAGES,
-)
-from minidist.parallel.pipeline.schedules import ORDERS
+from minidist.parallel.hybrid.plan import Plan
+from minidist.parallel.hybrid.plan_options import options_of
 
 Add = Callable[..., Any]
 
@@ -71,6 +60,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     }
     for title, options in groups.items():
         options(parser.add_argument_group(title).add_argument)
+
+
+KINDS: dict[str, Callable[[str], Any] | None] = {
+    "": None,
+    "count": positive,
+    "number": whole_number(0, 10**9),
+    "any": whole_number(-(10**9), 10**9),
+    "ranks": rank_count,
+    "bytes": number_of_bytes,
+    "rate": positive_number,
+    "fraction": fraction,
+}
+"""How the command line reads the value of an option of a Plan (PlanOption.kind)."""
+
+OF_PLAN = options_of(Plan)
+
+
+def of_plan(add: Add, *names: str, otherwise: str | None = None, **changes: Any) -> None:
+    """Add options that are named like fields of Plan, with the help that stands there.
+
+    Args:    otherwise: the meaning of the default, in place of the field's; changes: further
+             arguments of `add`.
+    """
+    for name in names:
+        each, about = OF_PLAN[name]
+        flag = f"--{name.replace('_', '-')}"
+        text = re.sub(r"{(\w+)}", lambda found: f"--{found[1].replace('_', '-')}", about.help)
+        if each.default is False:
+            add(flag, action="store_true", help=text)
+            continue
+        meaning = otherwise or about.otherwise or str(each.default)
+        meaning = re.sub(r"{(\w+)}", lambda found: f"--{found[1].replace('_', '-')}", meaning)
+        given: dict[str, Any] = {"default": each.default, "help": f"{text} (default: {meaning})"}
+        if about.choices:
+            given["choices"] = about.choices
+            given["type"] = type(about.choices[0])
+        if KINDS[about.kind] is not None:
+            given["type"] = KINDS[about.kind]
+        if about.metavar is not None:
+            given["metavar"] = about.metavar
+        add(flag, **{**given, **changes})
 
 
 def _job(add: Add) -> None:
@@ -169,211 +199,28 @@ def division(add: Add) -> None:
         help="how the job is cut: ranks along the axes dp (data), pp (pipeline), ep (experts), "
         "cp (context) and tp (tensor) (default: dp=all)",
     )
-    add(
-        "--order",
-        default=ORDER,
-        metavar="AXIS,…",
-        help="which axis lies inside nodes: the last (default: %(default)s)",
-    )
-    add(
-        "--placement",
-        choices=PLACEMENTS,
-        default="node",
-        help="which ranks are neighbours: those of one node, however the launcher dealt them, "
-        "or those with neighbouring numbers (default: node)",
-    )
-    add(
-        "--zero",
-        type=int,
-        choices=ZERO_STAGES,
-        help="divide among ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too "
-        "(default: 0; with --offload all 3)",
-    )
-    add(
-        "--shard",
-        type=rank_count,
-        metavar="N",
-        help="with --zero: hybrid sharding, each group of N neighbours has a copy of the state "
-        "of its own (default: all ranks share one copy)",
-    )
-    add(
-        "--keep-gathered",
-        action="store_true",
-        help="with --zero 3: keep weights from forward to backward: a third less traffic, more "
-        "memory",
-    )
-    add(
-        "--schedule",
-        choices=list(ORDERS),
-        default="1f1b",
-        help="order of forward and backward passes, with pp=2 or more; zb-v, dualpipe-v: each "
-        "rank has two stages, the first rank both ends of the model; pipedream: each "
-        "microbatch makes an update of its own (needs --clip 0) (default: 1f1b)",
-    )
-    add(
-        "--stages-per-rank",
-        type=positive,
-        metavar="V",
-        help="with --schedule interleaved: stages of a rank (default: 2)",
-    )
-    add(
-        "--microbatches",
-        type=positive,
-        metavar="M",
-        help="with pp=2 or more: microbatches of a pass through the pipeline (default: 4 a stage)",
-    )
-    add(
-        "--stage-layers",
-        default="even",
-        metavar="even|measured|N,N,…",
-        help="with pp=2 or more: layers of each stage; measured: the fastest slowest stage, by "
-        "the measured times of a block, the embedding and the output (default: even)",
-    )
-    add(
-        "--attention",
-        choices=ATTENTIONS,
-        default="ring",
-        help="with cp=2 or more: pass keys and values around, or exchange heads for tokens "
-        "(default: ring)",
-    )
-    add(
-        "--sequence-parallel",
-        action="store_true",
-        help="with tp=2 or more: divide tokens outside the tensor-parallel regions",
-    )
-
-    add(
-        "--compress",
-        default="none",
-        metavar="NAME[:OPTION=VALUE,…]",
-        help=f"send fewer bytes of gradients, with --zero 0 to 2: {', '.join(SCHEMES)}; with "
-        "options, as 8bit:block=64,rounding=stochastic (default: none)",
-    )
+    of_plan(add, "order", "placement")
+    of_plan(add, "zero", default=None, otherwise="0; with --offload all 3")
+    of_plan(add, "shard", "keep_gathered", "schedule", "stages_per_rank", "microbatches")
+    of_plan(add, "stage_layers", "attention", "sequence_parallel", "compress")
 
 
 def _strategy(add: Add) -> None:
-    add(
-        "--strategy",
-        choices=STRATEGIES,
-        default="ddp",
-        help="ddp: all ranks are equal; data-parallel: one process, a thread a replica; "
-        "parameter-server: the last ranks keep the weights (default: ddp)",
-    )
-    add(
-        "--replicas",
-        type=rank_count,
-        metavar="R",
-        help="of data-parallel: number of devices (default: 2)",
-    )
-    add(
-        "--devices",
-        default="",
-        metavar="N,N,…",
-        help="of data-parallel with --device cuda: the GPU of each replica, as 0,1,2,3 "
-        "(default: all on one)",
-    )
-    add(
-        "--servers",
-        type=rank_count,
-        default=1,
-        metavar="S",
-        help="of parameter-server: number of servers (default: 1)",
-    )
-    add(
-        "--server-device",
-        choices=SERVER_DEVICES,
-        default="same",
-        help="of parameter-server: where servers keep and update the weights, as cpu beside "
-        "--device cuda (default: same)",
-    )
-    add(
-        "--server-dtype",
-        choices=SERVER_DTYPES,
-        default="same",
-        help="of synchronous servers: their masters, sums and update; what travels has the "
-        "workers' (default: same; with --precision bf16 float32)",
-    )
-    add(
-        "--asynchronous",
-        action="store_true",
-        help="of parameter-server: update with each worker's gradient as it arrives",
-    )
-    add(
-        "--staleness",
-        type=whole_number(-(10**9), 10**9),
-        metavar="K",
-        help="most steps that an asynchronous worker may be ahead; below 0: no limit (default: 2)",
-    )
+    of_plan(add, "strategy")
+    of_plan(add, "replicas", default=None)
+    of_plan(add, "devices", "servers", "server_device", "server_dtype", "asynchronous")
+    of_plan(add, "staleness", default=None)
 
 
 def seldom(add: Add) -> None:
     """Local steps, and what the ranks do when they meet."""
-    add(
-        "--local-steps",
-        type=positive,
-        metavar="H",
-        help="each rank trains alone for H steps, then all meet once (default: every gradient "
-        "is summed); with --asynchronous each worker meets the servers by itself",
-    )
-    add(
-        "--outer",
-        choices=OUTER_OPTIMIZERS,
-        default="nesterov",
-        help="what the ranks make of the way that each has come: sgd (the mean: local SGD) or "
-        "nesterov (DiLoCo) (default: nesterov)",
-    )
-    add(
-        "--outer-lr",
-        type=positive_number,
-        metavar="RATE",
-        help="of --outer (default: sgd 1, nesterov 0.7)",
-    )
-    add(
-        "--outer-momentum",
-        type=fraction,
-        metavar="M",
-        help="of --outer (default: sgd 0, nesterov 0.9)",
-    )
-    add(
-        "--fragments",
-        type=positive,
-        default=1,
-        metavar="F",
-        help="the weights travel in F parts, one after the other over the H steps (default: 1)",
-    )
-    add(
-        "--delay",
-        type=whole_number(0, 10**9),
-        default=0,
-        metavar="D",
-        help="a part is on its way for D more steps, and no rank waits (default: 0)",
-    )
-    add(
-        "--mix",
-        type=fraction,
-        default=0.0,
-        metavar="A",
-        help="what then stays of a rank's own weights: A × own + (1 - A) × common (default: 0)",
-    )
-    add(
-        "--outer-compress",
-        default="none",
-        metavar="NAME",
-        help=f"how that way travels: {', '.join(OUTER_SCHEMES)}, with options as those of "
-        "--compress (default: none)",
-    )
+    of_plan(add, "local_steps", "outer", "outer_lr", "outer_momentum")
+    of_plan(add, "fragments", "delay", "mix", "outer_compress")
 
 
 def memory(add: Add) -> None:
     """What a plan does to need less device memory."""
-    add(
-        "--accumulate",
-        type=positive,
-        default=1,
-        metavar="A",
-        help="divide each rank's sequences into A passes, which needs less activation memory "
-        "(default: 1)",
-    )
+    of_plan(add, "accumulate")
     add(
         "--accumulate-tokens",
         type=positive,
@@ -381,52 +228,20 @@ def memory(add: Add) -> None:
         help="an update for at least N tokens: --batch is then what one pass takes, and as many "
         "passes follow each other as make N tokens",
     )
-    add(
-        "--checkpoint-blocks",
-        nargs="?",
-        const="all",
-        default="none",
-        metavar="WHICH",
-        help="keep only the inputs of blocks and recompute the rest in backward: all (default "
-        "with the option), numbers as in 0,2, or scores: those of attention",
-    )
-    add(
-        "--offload",
-        choices=OFFLOADS,
-        default="none",
-        help="keep off the device, with any axes: optimizer, its state and update on the host; "
-        "all, every lasting array on disk (default: none)",
-    )
+    of_plan(add, "checkpoint_blocks", nargs="?", const="all")
+    of_plan(add, "offload")
     add(
         "--offload-dir",
         metavar="DIR",
         help="folder of the files of --offload all, which are removed after the run (default: "
         "the system's temporary folder)",
     )
-    add(
-        "--device-memory",
-        type=number_of_bytes,
-        metavar="SIZE",
-        help="limit of a rank's device memory, as 64MiB; more is an error (default: no limit)",
-    )
+    of_plan(add, "device_memory")
 
 
 def activations(add: Add) -> None:
     """How checkpointed blocks keep their inputs, and which blocks these are."""
-    add(
-        "--keep-activations",
-        default="whole",
-        metavar="8bit|shard|offload",
-        help="with --checkpoint-blocks: keep the inputs of blocks in 8 bits, cut over the ranks "
-        "of tp, or on the host; several joined by commas (default: whole)",
-    )
-    add(
-        "--activation-memory",
-        type=number_of_bytes,
-        metavar="SIZE",
-        help="choose the blocks to recompute by measured time and bytes, so that a rank's "
-        "activations take at most SIZE, as 64MiB (default: as --checkpoint-blocks says)",
-    )
+    of_plan(add, "keep_activations", "activation_memory")
 
 
 def _data(add: Add) -> None:
@@ -491,14 +306,7 @@ def _model(add: Add) -> None:
         default="float32",
         help="of weights and activations (default: float32)",
     )
-    add(
-        "--precision",
-        choices=PRECISIONS,
-        default="fp32",
-        help="weights and gradients as --dtype says (fp32), or in bf16 or fp16 beside float32 "
-        "master weights; fp16 with a loss scale; fp8: bf16, and products of one byte "
-        "(default: fp32)",
-    )
+    of_plan(add, "precision")
 
 
 def pattern(add: Add) -> None:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from minidist.errors import PlanError
+from minidist.parallel.compress.compress import SCHEMES
 from minidist.parallel.data.buckets import BUCKET_BYTES
 from minidist.parallel.hybrid import plan_checks
-from minidist.parallel.hybrid.option_checks import check_change
+from minidist.parallel.hybrid.option_checks import OUTER_OPTIMIZERS, OUTER_SCHEMES, check_change
 from minidist.parallel.hybrid.plan_checks import (
     ATTENTIONS,
     AXES,
@@ -21,8 +22,9 @@ from minidist.parallel.hybrid.plan_checks import (
     STRATEGIES,
     ZERO_STAGES,
 )
+from minidist.parallel.hybrid.plan_options import described, option
 from minidist.parallel.memory.activations import ways_of
-from minidist.parallel.pipeline.schedules import UPDATING, V_SHAPED, stages_a_rank
+from minidist.parallel.pipeline.schedules import ORDERS, UPDATING, V_SHAPED, stages_a_rank
 
 __all__ = [
     "ATTENTIONS",
@@ -43,56 +45,7 @@ __all__ = [
 class Plan:
     """How a job is cut. `Plan(dp=4)`, or `Plan.parse("dp=4")`.
 
-    Attributes: dp, pp, ep, cp, tp   ranks along each axis
-                order         of the axes on the machines: the last is innermost, its ranks are
-                              neighbours on a node; axes that are not named come first
-                placement     one of PLACEMENTS: which ranks are neighbours
-                bucket_bytes  largest size of a gradient bucket, in bytes
-                algorithm     of the gradients' collectives: pinned, so that the same plan gives the
-                              same bits
-                zero          the ZeRO stage: 0 (DDP), 1, 2 or 3, of the ranks along dp, ep and cp
-                shard         ZeRO: how many neighbours share one copy of the state (None: all of
-                              those ranks)
-                keep_gathered ZeRO-3: units stay gathered from forward to backward (more memory,
-                less traffic)
-                accumulate    backward passes a step
-                precision     one of PRECISIONS
-                compress      how gradients travel along the data axis: "none", or a scheme with its
-                              options, as "top-k:density=0.01" (compress/compress.py)
-                checkpoint_blocks   which blocks' insides backward computes again: "none", "scores",
-                                    "all" or numbers
-                keep_activations    how their inputs are kept: "whole", or words of WAYS
-                                    (memory/kept_inputs.py)
-                activation_memory   choose those blocks by measured times, so that a rank's
-                                    activations take at most so
-                              many bytes (memory/activation_budget.py); None: as checkpoint_blocks says
-                offload       one of OFFLOADS
-                strategy      one of STRATEGIES
-                schedule      of the pipeline: one of ORDERS (schedules.py); microbatches: of each
-                              pass of a data rank's rows (None: four a stage); stages_per_rank: of
-                              interleaved, any number (None: two)
-                stage_layers  of each stage of the pipeline: "even"; numbers, as "1,2,1"; or
-                              "measured": so that by the time that a block, the embedding and the
-                              output take on rank 0 the slowest stage is as fast as can be. Another
-                              run may measure another split
-                attention     over ranks of cp: one of ATTENTIONS
-                sequence_parallel   with tp: what lies outside the tensor-parallel regions is
-                                    divided by tokens
-                replicas      of data-parallel: how many; devices: the numbers of their GPUs, as
-                              "0,1" ("": one device)
-                servers       of parameter-server: how many ranks of the data axis, the last
-                server_device of parameter-server: where servers are, one of SERVER_DEVICES
-                server_dtype  of synchronous servers' masters, sums and update: one of SERVER_DTYPES
-                asynchronous, staleness   of parameter-server: update by each gradient as it comes;
-                                          how many steps a
-                              worker may be ahead of the slowest (None: any number)
-                local_steps   each rank trains alone for so many steps, then all meet once (None:
-                              every gradient is summed); outer, outer_lr, outer_momentum: of the
-                              outer optimizer, one of OUTER_OPTIMIZERS (None: as published);
-                              fragments: how many parts the weights travel in; delay: steps that one
-                              is on its way; mix: how much of a rank's own weights then stays;
-                              outer_compress: how they travel (chapter 21)
-                device_memory the most bytes that a rank's device may hold (None: no limit)
+    Attributes: dp, pp, ep, cp, tp: ranks along the axes data, pipeline, experts, context, tensor
     Raises:     PlanError for a size below 1, an unknown word, and for options that do not go
                 together.
     """
@@ -102,43 +55,208 @@ class Plan:
     ep: int = 1
     cp: int = 1
     tp: int = 1
-    order: str = ORDER
-    placement: str = "node"
-    bucket_bytes: int = BUCKET_BYTES
-    algorithm: str = "ring"
-    zero: int = 0
-    shard: int | None = None
-    keep_gathered: bool = False
-    accumulate: int = 1
-    precision: str = "fp32"
-    compress: str = "none"
-    checkpoint_blocks: str = "none"
-    keep_activations: str = "whole"
-    activation_memory: int | None = None
-    offload: str = "none"
-    device_memory: int | None = None
-    strategy: str = "ddp"
-    schedule: str = "1f1b"
-    microbatches: int | None = None
-    stages_per_rank: int | None = None
-    stage_layers: str = "even"
-    attention: str = "ring"
-    sequence_parallel: bool = False
-    replicas: int = 1
-    devices: str = ""
-    servers: int = 1
-    server_device: str = "same"
-    server_dtype: str = "same"
-    asynchronous: bool = False
-    staleness: int | None = 2
-    local_steps: int | None = None
-    outer: str = "nesterov"
-    outer_lr: float | None = None
-    outer_momentum: float | None = None
-    fragments: int = 1
-    delay: int = 0
-    mix: float = 0.0
-    outer_compress: str = "none"
+    order: str = option(ORDER, "which axis lies inside nodes: the last", metavar="AXIS,…")
+    placement: str = option(
+        "node",
+        "which ranks are neighbours: those of one node, however the launcher dealt them, or those "
+        "with neighbouring numbers",
+        choices=PLACEMENTS,
+    )
+    bucket_bytes: int = option(BUCKET_BYTES, "largest size of a bucket of gradients, in bytes")
+    algorithm: str = option(
+        "ring",
+        "of the gradients' collectives; pinned, so that the same plan gives the same bits",
+    )
+    # ------------------------------------------------------------------------------ the data axis
+    zero: int = option(
+        0,
+        "divide among ranks: 1 the optimizer's state, 2 gradients too, 3 parameters too",
+        choices=ZERO_STAGES,
+    )
+    shard: int | None = option(
+        None,
+        "with {zero}: hybrid sharding, each group of N neighbours has a copy of the state of its "
+        "own",
+        metavar="N",
+        kind="ranks",
+        otherwise="all ranks share one copy",
+    )
+    keep_gathered: bool = option(
+        False,
+        "with {zero} 3: keep weights from forward to backward: a third less traffic, more memory",
+    )
+    # ---------------------------------------------------------------------- arithmetic and memory
+    accumulate: int = option(
+        1,
+        "divide each rank's sequences into A passes, which needs less activation memory",
+        metavar="A",
+        kind="count",
+    )
+    precision: str = option(
+        "fp32",
+        "weights and gradients as {dtype} says (fp32), or in bf16 or fp16 beside float32 master "
+        "weights; fp16 with a loss scale; fp8: bf16, and products of one byte",
+        choices=PRECISIONS,
+    )
+    compress: str = option(
+        "none",
+        f"send fewer bytes of gradients, with {{zero}} 0 to 2: {', '.join(SCHEMES)}; with options, "
+        "as 8bit:block=64,rounding=stochastic",
+        metavar="NAME[:OPTION=VALUE,…]",
+    )
+    checkpoint_blocks: str = option(
+        "none",
+        "keep only the inputs of blocks and recompute the rest in backward: all (default with the "
+        "option), numbers as in 0,2, or scores: those of attention",
+        metavar="WHICH",
+    )
+    keep_activations: str = option(
+        "whole",
+        "with {checkpoint_blocks}: keep the inputs of blocks in 8 bits, cut over the ranks of tp, "
+        "or on the host; several joined by commas",
+        metavar="8bit|shard|offload",
+    )
+    activation_memory: int | None = option(
+        None,
+        "choose the blocks to recompute by measured time and bytes, so that a rank's activations "
+        "take at most SIZE, as 64MiB",
+        metavar="SIZE",
+        kind="bytes",
+        otherwise="as {checkpoint_blocks} says",
+    )
+    offload: str = option(
+        "none",
+        "keep off the device, with any axes: optimizer, its state and update on the host; all, "
+        "every lasting array on disk",
+        choices=OFFLOADS,
+    )
+    device_memory: int | None = option(
+        None,
+        "limit of a rank's device memory, as 64MiB; more is an error",
+        metavar="SIZE",
+        kind="bytes",
+        otherwise="no limit",
+    )
+    strategy: str = option(
+        "ddp",
+        "ddp: all ranks are equal; data-parallel: one process, a thread a replica; "
+        "parameter-server: the last ranks keep the weights",
+        choices=STRATEGIES,
+    )
+    # --------------------------------------------------------------------------- the other axes
+    schedule: str = option(
+        "1f1b",
+        "order of forward and backward passes, with pp=2 or more; zb-v, dualpipe-v: each rank has "
+        "two stages, the first rank both ends of the model; pipedream: each microbatch makes an "
+        "update of its own (needs {clip} 0)",
+        choices=tuple(ORDERS),
+    )
+    microbatches: int | None = option(
+        None,
+        "with pp=2 or more: microbatches of a pass through the pipeline",
+        metavar="M",
+        kind="count",
+        otherwise="4 a stage",
+    )
+    stages_per_rank: int | None = option(
+        None,
+        "with {schedule} interleaved: stages of a rank",
+        metavar="V",
+        kind="count",
+        otherwise="2",
+    )
+    stage_layers: str = option(
+        "even",
+        "with pp=2 or more: layers of each stage; measured: the fastest slowest stage, by the "
+        "measured times of a block, the embedding and the output",
+        metavar="even|measured|N,N,…",
+    )
+    attention: str = option(
+        "ring",
+        "with cp=2 or more: pass keys and values around, or exchange heads for tokens",
+        choices=ATTENTIONS,
+    )
+    sequence_parallel: bool = option(
+        False, "with tp=2 or more: divide tokens outside the tensor-parallel regions"
+    )
+    # ------------------------------------------------------------------------- other strategies
+    replicas: int = option(
+        1, "of data-parallel: number of devices", metavar="R", kind="ranks", otherwise="2"
+    )
+    devices: str = option(
+        "",
+        "of data-parallel with {device} cuda: the GPU of each replica, as 0,1,2,3",
+        metavar="N,N,…",
+        otherwise="all on one",
+    )
+    servers: int = option(1, "of parameter-server: number of servers", metavar="S", kind="ranks")
+    server_device: str = option(
+        "same",
+        "of parameter-server: where servers keep and update the weights, as cpu beside {device} "
+        "cuda",
+        choices=SERVER_DEVICES,
+    )
+    server_dtype: str = option(
+        "same",
+        "of synchronous servers: their masters, sums and update; what travels has the workers'",
+        choices=SERVER_DTYPES,
+        otherwise="same; with {precision} bf16 float32",
+    )
+    asynchronous: bool = option(
+        False, "of parameter-server: update with each worker's gradient as it arrives"
+    )
+    staleness: int | None = option(
+        2,
+        "most steps that an asynchronous worker may be ahead; below 0: no limit",
+        metavar="K",
+        kind="any",
+    )
+    # ------------------------------------------------------------------------------ local steps
+    local_steps: int | None = option(
+        None,
+        "each rank trains alone for H steps, then all meet once; with {asynchronous} each worker "
+        "meets the servers by itself",
+        metavar="H",
+        kind="count",
+        otherwise="every gradient is summed",
+    )
+    outer: str = option(
+        "nesterov",
+        "outer optimizer applied to the summed weight changes of all ranks: sgd (their mean: local "
+        "SGD) or nesterov (DiLoCo)",
+        choices=OUTER_OPTIMIZERS,
+    )
+    outer_lr: float | None = option(
+        None, "of {outer}", metavar="RATE", kind="rate", otherwise="sgd 1, nesterov 0.7"
+    )
+    outer_momentum: float | None = option(
+        None, "of {outer}", metavar="M", kind="fraction", otherwise="sgd 0, nesterov 0.9"
+    )
+    fragments: int = option(
+        1,
+        "the weights travel in F parts, one after the other over the H steps",
+        metavar="F",
+        kind="count",
+    )
+    delay: int = option(
+        0,
+        "a part is on its way for D more steps, and no rank waits",
+        metavar="D",
+        kind="number",
+    )
+    mix: float = option(
+        0.0,
+        "what then stays of a rank's own weights: A × own + (1 - A) × common",
+        metavar="A",
+        kind="fraction",
+        otherwise="0",
+    )
+    outer_compress: str = option(
+        "none",
+        f"compression of those weight changes: {', '.join(OUTER_SCHEMES)}, with options as those "
+        "of {compress}",
+        metavar="NAME",
+    )
 
     def __post_init__(self) -> None:
         plan_checks.check(self)
@@ -252,3 +370,7 @@ class Plan:
     def as_dict(self) -> dict[str, int | str | None]:
         """Every field by name, for metrics.json. Returns: {field: its value}."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+# help(minidist.Plan) and the command line have the same words
+Plan.__doc__ = str(Plan.__doc__).replace("    Raises:", f"{described(Plan)}\n    Raises:")
