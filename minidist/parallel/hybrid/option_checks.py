@@ -114,11 +114,6 @@ def check_local_steps(plan: "Plan") -> None:
     plan."""
     given = [option for option, none in OF_LOCAL_STEPS.items() if getattr(plan, option) != none]
     if plan.local_steps is None:
-        if given:
-            raise PlanError(
-                f"plan {given[0]}={getattr(plan, given[0])}: is for ranks that meet seldom; add "
-                f"local_steps=25, or leave it out"
-            )
         return
     if not isinstance(plan.local_steps, int) or plan.local_steps < 1:
         raise PlanError(
@@ -220,11 +215,6 @@ def _check_company(plan: "Plan", given: list[str]) -> None:
 def check_pipeline(plan: "Plan") -> None:
     """Raise PlanError unless the options of the pipeline go together, and with the rest of the
     plan."""
-    if plan.pp == 1 and plan.stages_per_rank is not None:
-        raise PlanError(
-            f"plan stages_per_rank={plan.stages_per_rank} with pp=1: there is no pipeline; use "
-            "pp=2, or leave it out"
-        )
     try:
         stages_a_rank(plan.schedule, plan.stages_per_rank)
     except ScheduleError as error:
@@ -239,11 +229,6 @@ def check_pipeline(plan: "Plan") -> None:
             f"plan stage_layers={plan.stage_layers!r}: choose even, measured, or {plan.stages} "
             f"number{'s' * (plan.stages > 1)} of layers, of each stage, as "
             f"{','.join(['2'] * plan.stages)}; only the first and the last may have none"
-        )
-    if plan.pp == 1 and plan.stage_layers != "even":
-        raise PlanError(
-            f"plan stage_layers={plan.stage_layers} with pp=1: there is one stage; use pp=2, or "
-            "leave it out"
         )
     if plan.microbatches is None:
         return

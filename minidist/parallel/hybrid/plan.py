@@ -80,10 +80,12 @@ class Plan:
         metavar="N",
         kind="ranks",
         otherwise="all ranks share one copy",
+        needs="zero",
     )
     keep_gathered: bool = option(
         False,
         "with {zero} 3: keep weights from forward to backward: a third less traffic, more memory",
+        needs="zero=3",
     )
     # ---------------------------------------------------------------------- arithmetic and memory
     accumulate: int = option(
@@ -164,46 +166,61 @@ class Plan:
         metavar="V",
         kind="count",
         otherwise="2",
+        needs="pp",
     )
     stage_layers: str = option(
         "even",
         "with pp=2 or more: layers of each stage; measured: the fastest slowest stage, by the "
         "measured times of a block, the embedding and the output",
         metavar="even|measured|N,N,…",
+        needs="pp",
     )
     attention: str = option(
         "ring",
         "with cp=2 or more: pass keys and values around, or exchange heads for tokens",
         choices=ATTENTIONS,
+        needs="cp",
     )
     sequence_parallel: bool = option(
-        False, "with tp=2 or more: divide tokens outside the tensor-parallel regions"
+        False, "with tp=2 or more: divide tokens outside the tensor-parallel regions", needs="tp"
     )
     # ------------------------------------------------------------------------- other strategies
     replicas: int = option(
-        1, "of data-parallel: number of devices", metavar="R", kind="ranks", otherwise="2"
+        1,
+        "of data-parallel: number of devices",
+        metavar="R",
+        kind="ranks",
+        otherwise="2",
+        needs="replicas",
     )
     devices: str = option(
         "",
         "of data-parallel with {device} cuda: the GPU of each replica, as 0,1,2,3",
         metavar="N,N,…",
         otherwise="all on one",
+        needs="replicas",
     )
-    servers: int = option(1, "of parameter-server: number of servers", metavar="S", kind="ranks")
+    servers: int = option(
+        1, "of parameter-server: number of servers", metavar="S", kind="ranks", needs="servers"
+    )
     server_device: str = option(
         "same",
         "of parameter-server: where servers keep and update the weights, as cpu beside {device} "
         "cuda",
         choices=SERVER_DEVICES,
+        needs="servers",
     )
     server_dtype: str = option(
         "same",
         "of synchronous servers: their masters, sums and update; what travels has the workers'",
         choices=SERVER_DTYPES,
         otherwise="same; with {precision} bf16 float32",
+        needs="servers",
     )
     asynchronous: bool = option(
-        False, "of parameter-server: update with each worker's gradient as it arrives"
+        False,
+        "of parameter-server: update with each worker's gradient as it arrives",
+        needs="servers",
     )
     staleness: int | None = option(
         2,
@@ -225,24 +242,37 @@ class Plan:
         "outer optimizer applied to the summed weight changes of all ranks: sgd (their mean: local "
         "SGD) or nesterov (DiLoCo)",
         choices=OUTER_OPTIMIZERS,
+        needs="local steps",
     )
     outer_lr: float | None = option(
-        None, "of {outer}", metavar="RATE", kind="rate", otherwise="sgd 1, nesterov 0.7"
+        None,
+        "of {outer}",
+        metavar="RATE",
+        kind="rate",
+        otherwise="sgd 1, nesterov 0.7",
+        needs="local steps",
     )
     outer_momentum: float | None = option(
-        None, "of {outer}", metavar="M", kind="fraction", otherwise="sgd 0, nesterov 0.9"
+        None,
+        "of {outer}",
+        metavar="M",
+        kind="fraction",
+        otherwise="sgd 0, nesterov 0.9",
+        needs="local steps",
     )
     fragments: int = option(
         1,
         "the weights travel in F parts, one after the other over the H steps",
         metavar="F",
         kind="count",
+        needs="local steps",
     )
     delay: int = option(
         0,
         "a part is on its way for D more steps, and no rank waits",
         metavar="D",
         kind="number",
+        needs="local steps",
     )
     mix: float = option(
         0.0,
@@ -250,12 +280,14 @@ class Plan:
         metavar="A",
         kind="fraction",
         otherwise="0",
+        needs="local steps",
     )
     outer_compress: str = option(
         "none",
         f"compression of those weight changes: {', '.join(OUTER_SCHEMES)}, with options as those "
         "of {compress}",
         metavar="NAME",
+        needs="local steps",
     )
 
     def __post_init__(self) -> None:

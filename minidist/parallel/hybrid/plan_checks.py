@@ -1,9 +1,10 @@
 """Which options of a plan go together: each refusal is one line that names a plan that fits."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import Field, replace
+from functools import cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minidist.comm.collectives.select import ALGORITHMS
 from minidist.errors import PlanError
@@ -19,6 +20,7 @@ from minidist.parallel.hybrid.option_checks import (
     layer_numbers,
     updating_misfits,
 )
+from minidist.parallel.hybrid.plan_options import options_of
 from minidist.parallel.memory.activations import ALL, chosen
 from minidist.parallel.pipeline.schedules import ORDERS
 
@@ -127,6 +129,69 @@ def words(axes: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={axes[axis]}" for axis in AXES if axes.get(axis, 1) > 1) or "dp=1"
 
 
+class Need(NamedTuple):
+    """What an option of a plan needs: whether it is there, and what the error says if it is not."""
+
+    there: Callable[["Plan"], bool]
+    why: Callable[["Plan"], str]
+
+
+NEEDS = {
+    "zero": Need(
+        lambda plan: plan.zero > 0,
+        lambda plan: "zero=0: nothing is divided among ranks; choose zero=1, 2 or 3",
+    ),
+    "zero=3": Need(
+        lambda plan: plan.zero == 3,
+        lambda plan: f"zero={plan.zero}: only ZeRO-3 gathers units; choose zero=3",
+    ),
+    "pp": Need(
+        lambda plan: plan.pp > 1,
+        lambda plan: "pp=1: there is no pipeline; use pp=2, or leave it out",
+    ),
+    "cp": Need(
+        lambda plan: plan.cp > 1,
+        lambda plan: "cp=1: no sequence is cut; use cp=2, or leave it out",
+    ),
+    "tp": Need(
+        lambda plan: plan.tp > 1,
+        lambda plan: (
+            "tp=1: it divides what lies between tensor-parallel regions; use tp=2, or cp=2, which "
+            "divides attention too"
+        ),
+    ),
+    "servers": Need(
+        lambda plan: plan.strategy == "parameter-server",
+        lambda plan: (
+            f"strategy={plan.strategy}: there is no server; use strategy=parameter-server, or "
+            "leave it out"
+        ),
+    ),
+    "replicas": Need(
+        lambda plan: plan.strategy == "data-parallel",
+        lambda plan: (
+            f"strategy={plan.strategy}: each rank has one device; several are for strategy "
+            "data-parallel"
+        ),
+    ),
+    "local steps": Need(
+        lambda plan: plan.local_steps is not None,
+        lambda plan: (
+            "every gradient summed: it is for ranks that train alone between two sums; add "
+            "local_steps=25, or leave it out"
+        ),
+    ),
+}
+"""What options of a plan need (PlanOption.needs)."""
+
+
+@cache
+def _options_with_needs(plan: type["Plan"]) -> list[tuple[str, Field[Any], str]]:
+    return [
+        (name, each, about.needs) for name, (each, about) in options_of(plan).items() if about.needs
+    ]
+
+
 def check(plan: "Plan") -> None:
     """Raise PlanError unless the plan's fields go together, whatever the model."""
     for axis, size in plan.axes.items():
@@ -147,6 +212,11 @@ def check(plan: "Plan") -> None:
                 f"plan {option}={getattr(plan, option)!r}: choose one of {', '.join(choices)}"
             )
     axis_order(plan.order)
+    for name, each, needs in _options_with_needs(type(plan)):
+        value = getattr(plan, name)
+        if value != each.default and not NEEDS[needs].there(plan):
+            given = name if value is True else f"{name}={value}"
+            raise PlanError(f"plan {given} with {NEEDS[needs].why(plan)}")
     for part in (
         _check_zero,
         _check_algorithm,
@@ -154,7 +224,6 @@ def check(plan: "Plan") -> None:
         _check_strategy,
         check_compress,
         check_pipeline,
-        _check_sequence,
         check_kept_inputs,
         check_local_steps,
     ):
@@ -167,10 +236,6 @@ def _check_zero(plan: "Plan") -> None:
         raise PlanError(
             f"plan zero={plan.zero!r}: choose a stage of {', '.join(map(str, ZERO_STAGES))}"
         )
-    if plan.keep_gathered and plan.zero != 3:
-        raise PlanError(
-            f"plan keep_gathered with zero={plan.zero}: only ZeRO-3 gathers units; choose zero=3"
-        )
     if plan.shard is None:
         return
     fits = divisors(plan.copies)
@@ -180,11 +245,6 @@ def _check_zero(plan: "Plan") -> None:
             f"plan shard={plan.shard!r}: the {plan.copies} rank{'s' * (plan.copies > 1)} of "
             f"{axes} cannot be cut into copies of so many; choose one of "
             f"{', '.join(map(str, fits))}"
-        )
-    if not plan.zero:
-        raise PlanError(
-            f"plan shard={plan.shard} with zero=0: nothing is divided among ranks; choose "
-            "zero=1, 2 or 3"
         )
 
 
@@ -237,12 +297,6 @@ def _check_strategy(plan: "Plan") -> None:
             f"plan strategy={plan.strategy}: zero, precision, offload and device_memory are for "
             f"strategy ddp; leave them out (synchronous servers also take precision=bf16)"
         )
-    for option in ("server_device", "server_dtype"):
-        if plan.strategy != "parameter-server" and getattr(plan, option) != "same":
-            raise PlanError(
-                f"plan {option}={getattr(plan, option)} with strategy={plan.strategy}: there is "
-                "no server; use strategy=parameter-server, or leave it out"
-            )
     if plan.asynchronous and plan.server_dtype != "same":
         raise PlanError(
             f"plan server_dtype={plan.server_dtype} with asynchronous: a worker tells the "
@@ -253,27 +307,13 @@ def _check_strategy(plan: "Plan") -> None:
             f"plan {words({**plan.axes, 'dp': 1})} with strategy={plan.strategy}: it keeps whole "
             f"models; use strategy=ddp{_or(data_alone(plan))}"
         )
-    if plan.strategy != "data-parallel" and plan.replicas != 1:
-        raise PlanError(
-            f"plan replicas={plan.replicas}: devices of one process are for strategy data-parallel"
-        )
     numbers = plan.devices.split(",") if plan.devices else []
-    if numbers and plan.strategy != "data-parallel":
-        raise PlanError(
-            f"plan devices={plan.devices} with strategy={plan.strategy}: each rank has one "
-            "device; they are for strategy data-parallel"
-        )
     if numbers and (
         len(numbers) != plan.replicas or not all(n.isascii() and n.isdigit() for n in numbers)
     ):
         raise PlanError(
             f"plan devices={plan.devices} with replicas={plan.replicas}: name a GPU for each, as "
             f"{','.join(map(str, range(plan.replicas)))}"
-        )
-    if plan.strategy != "parameter-server" and (plan.servers != 1 or plan.asynchronous):
-        raise PlanError(
-            f"plan servers={plan.servers}, asynchronous={plan.asynchronous}: these are for "
-            "strategy parameter-server"
         )
     if plan.strategy == "data-parallel" and (plan.size > 1 or plan.replicas < 1):
         raise PlanError(
@@ -289,19 +329,6 @@ def _check_strategy(plan: "Plan") -> None:
     if plan.staleness is not None and plan.staleness < 0:
         raise PlanError(
             f"plan staleness={plan.staleness}: a worker is 0 or more steps ahead of the slowest"
-        )
-
-
-def _check_sequence(plan: "Plan") -> None:
-    if plan.attention != "ring" and plan.cp == 1:
-        raise PlanError(
-            f"plan attention={plan.attention} with cp=1: no sequence is cut; use cp=2, or leave "
-            "it out"
-        )
-    if plan.sequence_parallel and plan.tp == 1:
-        raise PlanError(
-            "plan sequence_parallel with tp=1: it divides what lies between tensor-parallel "
-            "regions; use tp=2, or cp=2, which divides attention too"
         )
 
 

@@ -18,6 +18,8 @@ class PlanOption(NamedTuple):
                 metavar: what stands for its value; kind: how the command line reads it (a key of
                 KINDS in cli/train/arguments.py; "": a word).
                 otherwise: the meaning of its default, where the default itself does not say it.
+                needs: what the plan must have beside it, a key of NEEDS in plan_checks.py; "":
+                nothing.
     """
 
     help: str
@@ -25,6 +27,7 @@ class PlanOption(NamedTuple):
     metavar: str | None = None
     kind: str = ""
     otherwise: str | None = None
+    needs: str = ""
 
 
 def option(default: Any, help: str, **about: Any) -> Any:

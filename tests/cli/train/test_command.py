@@ -955,7 +955,7 @@ def refusals() -> list[tuple[list[str], str]]:
         (["-n", "2", "--strategy", "parameter-server", "--zero", "1"], "are for strategy ddp"),
         (["-n", "4", "--strategy", "data-parallel"], "take replicas=4"),
         (["--replicas", "2"], "are for strategy data-parallel"),
-        (["--asynchronous"], "are for strategy parameter-server"),
+        (["--asynchronous"], "there is no server; use strategy=parameter-server"),
         (["--bucket-bytes", "0"], "a bucket holds at least one byte"),
         (
             ["-n", "2", "--strategy", "data-parallel", "--why"],

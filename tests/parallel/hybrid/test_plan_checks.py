@@ -53,7 +53,7 @@ from minidist.parallel.hybrid.plan import AXES, Plan
             "only the first and the last may have none",
         ),
         ({"pp": 2, "stage_layers": "evn"}, "choose even, measured"),
-        ({"dp": 2, "stage_layers": "measured"}, "there is one stage; use pp=2"),
+        ({"dp": 2, "stage_layers": "measured"}, "there is no pipeline; use pp=2"),
         ({"dp": 2, "attention": "all-to-all"}, "no sequence is cut; use cp=2"),
         ({"attention": "flash"}, "choose one of ring, all-to-all"),
         ({"cp": 2, "sequence_parallel": True}, "use tp=2, or cp=2"),
