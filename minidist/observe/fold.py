@@ -27,14 +27,14 @@ class Folded(NamedTuple):
 
     Attributes: clock_of: rank -> its clock. ranks: clock -> the first rank that it stands for.
                 stations: clock -> station of each slot. loads: of each station that shares links.
-                comers: of each station how many clocks come to it.
+                clocks_to_come: of each station how many clocks come to each of its jobs.
     """
 
     clock_of: list[int]
     ranks: list[int]
     stations: list[list[Station]]
     loads: dict[Station, JobLoads]
-    comers: dict[Station, int]
+    clocks_to_come: dict[Station, int]
 
 
 def unfolded(own: list[list[Station]], links: Collection[Any]) -> Folded:

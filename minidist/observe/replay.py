@@ -113,6 +113,15 @@ def plain_replay(
 
 # ---------------------------------------------------------------------------------- the real replay
 
+# plain            real
+# traces[rank]     Track.ops (tracks.py), made once a role
+# way              Station: a group, a pair with its direction, a lane of moves (stations.py)
+# count            numbers of jobs: each op has that of its job (tracks.py)
+# came             Station.late: when the last one came; Station.missing: how many have not come
+# ended            Station.ends
+# rank             clock: the ranks that share it do the same at the same time (fold.py)
+# play, start      _run; on links that jobs share: SharedLinks.complete (shared_links.py)
+
 
 class Replayed:
     """The times of all events, in seconds from the common begin.
@@ -139,7 +148,7 @@ class Replayed:
         self.stops = stops
         self._comings: dict[int, dict[tuple[int, int], int]] = {}
         self.seconds = max(
-            [stop[-1] for stop in stops] + [station.ends[-1] for station in folded.comers]
+            [stop[-1] for stop in stops] + [station.ends[-1] for station in folded.clocks_to_come]
         )
 
     def track(self, rank: int) -> Track:
@@ -200,8 +209,8 @@ def replay(
     links = busy_links(dict.fromkeys(station for mine in own for station in mine))
     alike = list(zip(role_of, seconds, strict=True))
     job = fold(own, links, alike) if folded and not core_share else unfolded(own, links)
-    for station, comers in job.comers.items():
-        station.open(comers)
+    for station, clocks_to_come in job.clocks_to_come.items():
+        station.open(clocks_to_come)
         station.sharing = Running(station, job.loads[station]) if station in job.loads else None
     played = [tracks[role_of[rank]] for rank in job.ranks]
     shared = on_shared_cores(job, played, seconds, core_share) if core_share else (job, played)
@@ -244,7 +253,7 @@ def _play(
             break
         station, number = found
         ended(station, number, station.ends[number])
-    if any(station.waiting for station in job.comers):
+    if any(station.waiting for station in job.clocks_to_come):
         raise DeadlockError(_deadlock(job, tracks, stops))
     return stops
 
@@ -266,11 +275,11 @@ def _run(
             now += seconds[place]
         else:
             station = stations[place]
-            if kind != WAIT:
+            if kind != WAIT:  # START, CALL: the clock comes to the job
                 if now > station.late[number]:
                     station.late[number] = now
-                station.left[number] -= 1
-                if not station.left[number]:
+                station.missing[number] -= 1
+                if not station.missing[number]:
                     if station.sharing is not None:
                         sharing.complete(station, number)
                     else:
@@ -281,7 +290,7 @@ def _run(
                         station.ends[number] = end = begin + station.alone[number]
                         if number in station.waiting:
                             ended(station, number, end)
-            if kind != START:
+            if kind != START:  # WAIT, CALL: the clock waits for the job's end
                 end = station.ends[number]
                 if end == UNKNOWN:
                     station.waiting.setdefault(number, []).append(clock)
@@ -297,7 +306,7 @@ def _deadlock(job: Folded, tracks: list[Track], stops: list["array[float]"]) -> 
     """Text: the ring of ranks that wait for each other."""
     at = {
         clock: (station, number)
-        for station in job.comers
+        for station in job.clocks_to_come
         for number, clocks in station.waiting.items()
         for clock in clocks
     }

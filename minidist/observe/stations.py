@@ -37,8 +37,8 @@ class Station:
     and the receiver.
                 comers: those that begin its jobs: of a message the sender, else the group. alone:
                 seconds of each job.
-                left: comers that have yet to come. late: when the last one came. begins, ends: of
-                each job, or UNKNOWN.
+                missing: how many clocks have not yet come to each job. late: when the last one
+                came. begins, ends: of each job, or UNKNOWN.
                 waiting: {number of a job: ranks that wait for its end}. sharing: see
                 shared_links.py.
     """
@@ -52,7 +52,7 @@ class Station:
         "group",
         "jobs",
         "late",
-        "left",
+        "missing",
         "sharing",
         "slot",
         "waiting",
@@ -68,11 +68,11 @@ class Station:
         self.comers = group[:1] if slot.kind == "send" else group
         self.sharing: Any = None
 
-    def open(self, comers: int) -> None:
+    def open(self, clocks_to_come: int) -> None:
         """Make the lists, for a replay in which so many clocks come to each job."""
         count = len(self.jobs)
         self.alone = [self.costs[job].seconds for job in self.jobs]
-        self.left = [comers] * count
+        self.missing = [clocks_to_come] * count
         self.late = [0.0] * count
         self.begins = [UNKNOWN] * count
         self.ends = [UNKNOWN] * count

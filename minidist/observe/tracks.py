@@ -66,7 +66,8 @@ def track_of(trace: Sequence[Event]) -> Track:
                 jobs.append([])
             begun[event.id] = slot, len(jobs[slot])
             jobs[slot].append(known.setdefault(job, job))
-            if _slot(job).kind == "recv":  # the rank does nothing for it but wait
+            # only the sender starts a message (Station.comers); the receiver only waits for it
+            if _slot(job).kind == "recv":
                 continue
             op = (START, *begun[event.id])
         elif isinstance(event, Await):

@@ -53,11 +53,11 @@ def stalls(found: "Simulation", rank: int, after: float) -> list[Stall]:
         events=[*trace.events[: ops[place]], Busy(FAILED, FAILED), *trace.events[ops[place] :]],
     )
     roles = [len(found.traces) if one == rank else role for one, role in enumerate(found.role_of)]
-    again = found.again([*found.traces, broken], roles)
+    replayed = found.replay_traces([*found.traces, broken], roles)
     stopped = [
-        _stall(again, one, found.begin)
+        _stall(replayed, one, found.begin)
         for one in range(len(roles))
-        if again.times(one)[-1] >= NEVER
+        if replayed.times(one)[-1] >= NEVER
     ]
     return sorted(stopped, key=lambda stall: (stall.seconds, stall.rank))
 

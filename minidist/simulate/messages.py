@@ -1,11 +1,12 @@
 """Chapter 24 · What each rank does in a collective: the algorithm's own code, run once a rank
 without data.
 
-    program = record("all_reduce", "ring", Arrays(nbytes=4096), size=4)
+    program = record("all_reduce", "ring", Operands(nbytes=4096), size=4)
     program.src, program.dst, program.nbytes        # every message
     program.kind, program.arg                       # every rank's operations, in its order
 
-A RecordingCall stands in for the Call that algorithms know. Its arrays have lengths but no memory
+A ProgramCall stands in for the Call that algorithms know. (CountingCall, counting_call.py, only
+counts, for the ledger.) Its arrays have lengths but no memory
 of their own, and its reductions add nothing. An algorithm's control flow does not depend on values,
 so each rank runs alone, to its end.
 
@@ -83,7 +84,7 @@ def record(
     while waiting:
         left = []
         for rank in waiting:
-            call = RecordingCall(rank, size, nodes or (0,) * size, mail)
+            call = ProgramCall(rank, size, nodes or (0,) * size, mail)
             try:
                 _run(verb, algorithm, operands, call)
             except _NotYetSent:
@@ -112,7 +113,7 @@ def record_turned(
     mail = _Mail(size, algorithm)
     ranks = dict[int, RankProgram]()
     for rank in sorted({0, 1, 2, 3, size // 2, size - 1} & set(range(size))):
-        call = RecordingCall(rank, size, nodes or (0,) * size, mail)
+        call = ProgramCall(rank, size, nodes or (0,) * size, mail)
         try:
             _run(verb, algorithm, operands, call)
         except _NotYetSent:
@@ -131,7 +132,7 @@ def _check(verb: str, algorithm: str) -> None:
         )
 
 
-def _run(verb: str, algorithm: str, operands: Operands, call: "RecordingCall") -> None:
+def _run(verb: str, algorithm: str, operands: Operands, call: "ProgramCall") -> None:
     ALGORITHMS[verb][algorithm](call, **_arguments(verb, operands, call))
 
 
@@ -157,7 +158,7 @@ class _Mail:
 class _Waiting(Handle):
     """The handle of a recorded transfer."""
 
-    def __init__(self, call: "RecordingCall", kind: int, number: int) -> None:
+    def __init__(self, call: "ProgramCall", kind: int, number: int) -> None:
         self._call = call
         self._kind = kind
         self._number = number
@@ -169,7 +170,7 @@ class _Waiting(Handle):
         return False
 
 
-class RecordingCall(Call):
+class ProgramCall(Call):
     """One rank's call, which notes operations in place of carrying them out.
 
     Attributes: kinds, args   the operations; the arg of a transfer is its number among this rank's
@@ -324,7 +325,7 @@ class RecordingCall(Call):
         return [theirs[number] for theirs in shown]
 
 
-def _arguments(verb: str, operands: Operands, call: RecordingCall) -> dict[str, Any]:
+def _arguments(verb: str, operands: Operands, call: ProgramCall) -> dict[str, Any]:
     """What comm/verbs.py hands to the algorithm, without memory."""
     if verb == "barrier":
         return {}

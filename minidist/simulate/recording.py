@@ -188,25 +188,25 @@ class _Tapes(threading.local):
     tape: Recording | None = None
 
 
-here = _Tapes()
-"""The recording of the rank that this thread simulates."""
+active = _Tapes()
+"""active.tape: the recording of the rank that this thread simulates."""
 
 
 @contextmanager
 def begun(tape: Recording) -> Iterator[Recording]:
     """Context manager: this thread's kernels go to `tape`."""
-    before = here.tape
-    here.tape = tape
+    before = active.tape
+    active.tape = tape
     try:
         yield tape
     finally:
-        here.tape = before
+        active.tape = before
 
 
 @contextmanager
 def pause() -> Iterator[None]:
     """Context manager: no kernel counts."""
-    tape = here.tape or Recording()
+    tape = active.tape or Recording()
     tape.paused += 1
     try:
         yield

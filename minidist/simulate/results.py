@@ -60,9 +60,8 @@ class Forecast(NamedTuple):
 class Simulation:
     """A step of a plan on a cluster.
 
-    Attributes: batch: sequences of the whole job. traces: one a role. replayed: both steps. again:
-    replays other traces
-                and roles in the same way.
+    Attributes: batch: sequences of the whole job. traces: one a role. replayed: both steps.
+                replay_traces: replays other traces and roles in the same way.
     """
 
     plan: Plan
@@ -73,7 +72,7 @@ class Simulation:
     role_of: Sequence[int]
     placement: RankPlaces
     replayed: Replayed
-    again: Callable[[Sequence[RankTrace], Sequence[int]], Replayed]
+    replay_traces: Callable[[Sequence[RankTrace], Sequence[int]], Replayed]
 
     # ----------------------------------------------------------------------------------------- time
 

@@ -13,7 +13,7 @@ ZeRO's chunks begin anywhere in a parameter, so with ZeRO no two ranks of the da
 same pieces. They are as long, to an element a bucket; ranks that differ in that alone share a role.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from minidist.nn import GPTConfig
 from minidist.nn.shares import even_slices, head_shares
@@ -31,18 +31,23 @@ def roles(
              role, too: half as many roles with tp, for a few sums of small tensors a step.
     """
     numbers: dict[Hashable, int] = {}
-    found = (_role(plan, config, rows, tokens or config.context, place) for place in _places(plan))
+    found = (
+        _role(plan, config, rows, tokens or config.context, place) for place in _coordinates(plan)
+    )
     return [
         numbers.setdefault((does, counts if norm else ()), len(numbers)) for does, counts in found
     ]
 
 
-def first_of(role_of: list[int]) -> list[int]:
-    """The first rank of each role."""
-    return [role_of.index(role) for role in range(max(role_of) + 1)]
+def first_of(role_of: Sequence[int]) -> list[int]:
+    """Return the first rank of each role."""
+    first: dict[int, int] = {}
+    for rank, role in enumerate(role_of):
+        first.setdefault(role, rank)
+    return [first[role] for role in range(len(first))]
 
 
-def _places(plan: Plan) -> list[dict[str, int]]:
+def _coordinates(plan: Plan) -> list[dict[str, int]]:
     """The coordinates of each rank."""
     steps = {}
     step = 1

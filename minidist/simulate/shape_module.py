@@ -87,7 +87,7 @@ class Shapes:
     ) -> None:
         """Tell the recording of this thread, if there is one; what the host does for a GPU is of
         the kind "host"."""
-        tape = recording.here.tape
+        tape = recording.active.tape
         if tape is not None and not tape.paused:
             tape.kernel(kind if tape.device == self.device else "host", dtype, flops, nbytes, size)
 

@@ -1,7 +1,7 @@
 """Chapter 24 · The group of a rank that runs alone: its calls are recorded, and answered with
 shapes.
 
-    world = SimGroup.world(sim)                 # sim: a SimRank, which knows the plan
+    world = SimGroup.world_of(sim)              # sim: a SimRank, which knows the plan
     tp = world.split(color, axis="tp")          # the ranks follow from the plan: no message is sent
     tp.all_reduce(x)                            # Start(GroupCall("tp", "all_reduce", …)), Await; a
                                                 row in the ledger
@@ -31,7 +31,7 @@ from minidist.device.backend import array_module, is_array, is_virtual
 from minidist.errors import ConfigError
 from minidist.observe.events import GroupCall
 from minidist.simulate import recording
-from minidist.simulate.recorded_call import DeclaredPlace, DeclaredRows, RecordedCall, SimTransport
+from minidist.simulate.counting_call import CountingCall, DeclaredPlace, DeclaredRows, SimTransport
 from minidist.simulate.sim_rank import SimRank
 
 _memory: dict[tuple[Any, ...], tuple[int, int, tuple[tuple[int, np.dtype], ...]]] = {}
@@ -83,7 +83,8 @@ class _Result:
 
 
 class SimGroup(Group):
-    """A group of a rank that runs alone. Attributes: name: of the group in events (roles.py)."""
+    """A group of a rank that runs alone. Attributes: name: of the group in events
+    (group_ranks.py)."""
 
     def __init__(
         self, sim: SimRank, name: str, world_ranks: Sequence[int], *, axis: str, id: int
@@ -160,7 +161,7 @@ class SimGroup(Group):
                     dims=array.ndim,
                 )
             )
-        # a send has left at once
+        # no rank waits for a send: only the receiver's wait is an event
         return SimPending(self.sim, None if way == "send" else number, result, kept)
 
     # ---------------------------------------------------------------------------------- collectives
@@ -301,7 +302,7 @@ class SimGroup(Group):
     ) -> SimPending:
         """Count the call, and tell the recording."""
         name = choose(verb, algorithm, n, self.size)
-        call = RecordedCall(self, verb, name, array.dtype, held=not self._by_library(array))
+        call = CountingCall(self, verb, name, array.dtype, held=not self._by_library(array))
         if "out" in arrays:
             arrays["op"] = reduction(op, array.dtype, self.size)
         with recording.pause():
@@ -336,7 +337,7 @@ class SimGroup(Group):
         """Whether a library moves the array, as NCCL does on GPUs."""
         return self.size > 1 and is_virtual(array) and array.device_name != "cpu"
 
-    def _work(self, verb: str, name: str, call: RecordedCall, arrays: dict[str, Any]) -> None:
+    def _work(self, verb: str, name: str, call: CountingCall, arrays: dict[str, Any]) -> None:
         """Run the algorithm; one that was run before is remembered, if all ranks bring the same."""
         function = ALGORITHMS[verb][name]
         x = arrays.get("x")

@@ -1,7 +1,7 @@
 """Chapter 24 · What a collective costs on a cluster: its messages, walked once over the links that
 they cross.
 
-    cost = call_cost(Call("dp", "all_reduce", "ring", 1 << 20), places, cluster)
+    cost = call_cost(GroupCall("dp", "all_reduce", "ring", 1 << 20), places, cluster)
     cost.seconds, cost.link_bytes           # bytes on each link, by its number
 
 The messages are those of the algorithm's own code (messages.py); there is no second formula. Rules

@@ -1,5 +1,9 @@
 """Chapter 24 · A collective call that only counts: what the algorithms see of a rank that runs
-alone."""
+alone.
+
+Its bytes and messages go into the ledger. How long a call takes is found elsewhere, from other runs
+of the algorithms: ProgramCall (messages.py) writes down each operation, and walk.py walks them.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -38,7 +42,7 @@ class NoLibrary:
 NO_LIBRARY = NoLibrary()
 
 
-class RecordedCall(Call):
+class CountingCall(Call):
     """A call whose messages are counted, and go nowhere.
 
     Args:    dtype: of the blocks that come; held: whether workspace counts in the account.
