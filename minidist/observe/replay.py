@@ -58,7 +58,7 @@ def plain_replay(
     busy_seconds: Callable[[int, Hashable], float],
     call_seconds: Callable[[GroupCall, tuple[int, ...]], float],
 ) -> list[float]:
-    """When each rank ends, in seconds, if links are never shared. No moves.
+    """Return when each rank ends, in seconds, if links are never shared. No moves.
 
     Args:    traces: one a rank. members: (axis, rank) -> ranks of its group.
     Raises:  DeadlockError if ranks wait for calls that never begin.
@@ -152,19 +152,19 @@ class Replayed:
         )
 
     def track(self, rank: int) -> Track:
-        """The track of a rank."""
+        """Return the track of a rank."""
         return self.tracks[self.role_of[rank]]
 
     def times(self, rank: int) -> "array[float]":
-        """When each op of the rank's track ended, with 0.0 before the first."""
+        """Return when each op of the rank's track ended, with 0.0 before the first."""
         return self.stops[self.clock_of[rank]]
 
     def stations_of(self, rank: int) -> list[Station]:
-        """The station of each slot of the rank, or of one that shares its clock."""
+        """Return the station of each slot of the rank, or of one that shares its clock."""
         return self.stations[self.clock_of[rank]]
 
     def comings(self, clock: int) -> dict[tuple[int, int], int]:
-        """(slot, number) -> the op with which a clock comes to this job."""
+        """Return (slot, number) -> the op with which a clock comes to this job."""
         if clock not in self._comings:
             self._comings[clock] = {
                 (slot, number): place
@@ -303,7 +303,7 @@ def _run(
 
 
 def _deadlock(job: Folded, tracks: list[Track], stops: list["array[float]"]) -> str:
-    """Text: the ring of ranks that wait for each other."""
+    """Return a text: the ring of ranks that wait for each other."""
     at = {
         clock: (station, number)
         for station in job.clocks_to_come
@@ -312,7 +312,7 @@ def _deadlock(job: Folded, tracks: list[Track], stops: list["array[float]"]) -> 
     }
 
     def came(clock: int, station: Station, number: int) -> bool:
-        """Whether a clock has come to a job."""
+        """Return True if a clock has come to a job."""
         slots = job.stations[clock]
         return any(
             kind in (START, CALL) and slots[place] is station and which == number

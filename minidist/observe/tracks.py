@@ -47,7 +47,8 @@ class Track(NamedTuple):
 
 
 def track_of(trace: Sequence[Event]) -> Track:
-    """The track of a trace. Raises: MismatchError for a wait whose call was not started before."""
+    """Return the track of a trace. Raises: MismatchError for a wait whose call was not started
+    before."""
     ops = list[tuple[int, int, int]]()
     at = list[int]()
     works = dict[Busy, int]()

@@ -64,7 +64,7 @@ class Operands(NamedTuple):
     dims: int = 1
 
     def block(self, rank: int) -> int:
-        """Bytes of a rank's block, or of the part for it."""
+        """Return bytes of a rank's block, or of the part for it."""
         return self.blocks[rank] if self.blocks else self.nbytes
 
 
@@ -201,7 +201,7 @@ class ProgramCall(Call):
         mail.shown[rank].clear()
 
     def note(self, kind: int, arg: int) -> None:
-        """One more operation."""
+        """Write down one more operation."""
         self.kinds.append(kind)
         self.args.append(arg)
 
@@ -228,7 +228,7 @@ class ProgramCall(Call):
         return _Waiting(self, ARRIVED, number)
 
     def swap_blocks(self, parts: Any, place: Any) -> None:
-        """Nothing comes at once here."""
+        """Do nothing: no block comes at once here."""
 
     def start_recv_block(self, src: int, place: Place) -> tuple[Handle, list[np.ndarray]]:
         number = self._received[src]
@@ -245,7 +245,8 @@ class ProgramCall(Call):
         return self.start_recv(src, array), [array]
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """What is noted; of a thousand ranks it would be millions of Python's numbers."""
+        """Return the operations as arrays: of a thousand ranks they would be millions of Python's
+        numbers."""
         return (
             np.array(self.kinds, np.int8),
             np.array(self.args, np.int32),
@@ -254,8 +255,8 @@ class ProgramCall(Call):
         )
 
     def waited(self, kind: int, number: int) -> None:
-        """A wait; a send meets its receiver if the rank does nothing else meanwhile, but for an
-        exchange's receive."""
+        """Write down a wait; a send meets its receiver if the rank does nothing else meanwhile, but
+        for an exchange's receive."""
         alone = kind == SENT and self.args[-1] == number
         exchange = kind == ARRIVED and self.kinds[-2:] == [POST, SEND] and self.args[-2] == number
         if self.kinds[-1] == SEND and (alone or exchange):
@@ -273,7 +274,7 @@ class ProgramCall(Call):
         step: int | None = None,
         chunk: int | None = None,
     ) -> None:
-        """As Call.exchange, at once: rings make thousands of them."""
+        """Write down what Call.exchange does, at once: rings make thousands of them."""
         sends = len(self.sends) // 3
         posts = len(self.posts) // 2
         self.posts += (src, reduce is not None)
@@ -291,15 +292,15 @@ class ProgramCall(Call):
         step: int | None = None,
         chunk: int | None = None,
     ) -> np.ndarray:
-        """As Call.exchange_blocks; the peer may look at what is sent before this rank knows what it
-        receives."""
+        """Write down what Call.exchange_blocks does; the peer may look at what is sent before this
+        rank knows what it receives."""
         self._mail.sent[self.rank][dst].append(outgoing)
         received, (array,) = self.start_recv_block(src, place)
         self.wait([received, self.start_send(dst, outgoing)])
         return array
 
     def agree(self) -> None:
-        """Nothing: a header without payload is in no cost."""
+        """Do nothing: a header without payload is in no cost."""
 
     def workspace(self, length: int, dtype: np.dtype) -> np.ndarray:
         return np.empty(length, dtype) if self._mail.read else hollow(length, dtype)
@@ -326,7 +327,7 @@ class ProgramCall(Call):
 
 
 def _arguments(verb: str, operands: Operands, call: ProgramCall) -> dict[str, Any]:
-    """What comm/verbs.py hands to the algorithm, without memory."""
+    """Return what comm/verbs.py hands to the algorithm, without memory."""
     if verb == "barrier":
         return {}
     root = {"root": 0} if verb in ("broadcast", "scatter", "reduce", "gather") else {}

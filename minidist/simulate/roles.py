@@ -24,7 +24,7 @@ from minidist.parallel.step.step import rows_of
 def roles(
     plan: Plan, config: GPTConfig, rows: int, tokens: int | None = None, *, norm: bool = True
 ) -> list[int]:
-    """The role of each rank, from 0 on; the first rank of a role is the one to run.
+    """Return the role of each rank, from 0 on; the first rank of a role is the one to run.
 
     Args:    rows: sequences of the global batch, each of `tokens`.
              norm: False: ranks that differ only in what they count in the gradient's norm share a
@@ -48,7 +48,7 @@ def first_of(role_of: Sequence[int]) -> list[int]:
 
 
 def _coordinates(plan: Plan) -> list[dict[str, int]]:
-    """The coordinates of each rank."""
+    """Return the coordinates of each rank."""
     steps = {}
     step = 1
     for axis in reversed(plan.axes):
@@ -63,7 +63,7 @@ def _coordinates(plan: Plan) -> list[dict[str, int]]:
 def _role(
     plan: Plan, config: GPTConfig, rows: int, tokens: int, at: dict[str, int]
 ) -> tuple[Hashable, Hashable]:
-    """What a rank does; what it counts in the norm."""
+    """Return what a rank does, and what it counts in the norm."""
     readers = at["dp"] * plan.ep + at["ep"]
     given: tuple[int, ...] = (rows_of(rows, size=plan.dp * plan.ep, rank=readers)[0],)
     if plan.strategy == "parameter-server":
@@ -107,7 +107,7 @@ def _tensor_part(plan: Plan, config: GPTConfig, tokens: int, rank: int) -> Hasha
 
 
 def _first_sharer(plan: Plan, config: GPTConfig, rank: int) -> bool:
-    """Whether no rank of tp before this one holds its key heads."""
+    """Return True if no rank of tp before this one holds its key heads."""
     keys = [share[1] for share in head_shares(config.heads, config.key_heads, plan.tp)]
     return keys.index(keys[rank]) == rank
 
