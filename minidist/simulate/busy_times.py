@@ -45,7 +45,7 @@ class BusyTimes:
         """Return the seconds that a rank's work takes while no other rank asks for the cores."""
         if work == FAILED:
             return NEVER
-        seconds_alone = self._seconds_alone[self._role_of[rank]][work]
+        seconds_alone: float = self._seconds_alone[self._role_of[rank]][work]
         return seconds_alone * self._stragglers.get(rank, 1.0)
 
     def core_share(self, rank: int, work: Any) -> float:
@@ -59,7 +59,7 @@ class BusyTimes:
         seconds_alone = self._seconds_alone[role][work]
         if not seconds_alone:
             return 0.0
-        slower = max(1.0, self._seconds_of_all[role][work] / seconds_alone)
+        slower: float = max(1.0, self._seconds_of_all[role][work] / seconds_alone)
         return slower / len(self._role_of)
 
 
