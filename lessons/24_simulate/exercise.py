@@ -18,7 +18,7 @@ from minidist.observe.events import Await, Busy, Start
 
 
 def plain_replay(traces, members, busy_seconds, call_seconds):
-    """When each rank ends, in seconds, if links are never shared. No moves.
+    """Return when each rank ends, in seconds, if links are never shared. No moves.
 
     Args:    traces: one a rank. members: (axis, rank) -> ranks of its group.
     Raises:  DeadlockError if ranks wait for calls that never begin.

@@ -51,7 +51,7 @@ name's."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `minidist simulate`."""
+    """Add the options of `minidist simulate`."""
     add = parser.add_argument_group("the cluster").add_argument
     add(
         "--cluster",
@@ -120,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options that name the model, or describe it."""
+    """Add the options that name the model, or describe it."""
     add = parser.add_argument_group("the model").add_argument
     add("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}; the options below change it")
     for name, what in (
@@ -141,7 +141,8 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tokens_number(text: str) -> float:
-    """The value of --tokens: beyond what positive_number takes. Raises: ArgumentTypeError."""
+    """Return the value of --tokens: beyond what positive_number takes. Raises:
+    ArgumentTypeError."""
     with suppress(ValueError):
         if 0 < (tokens := decimal(text)) < MOST_TOKENS:
             return tokens
@@ -149,7 +150,7 @@ def tokens_number(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns: 0, or DOES_NOT_FIT. Raises: ConfigError."""
+    """Simulate the plan, and print the report. Returns: 0, or DOES_NOT_FIT. Raises: ConfigError."""
     from minidist.cli.simulate_report import print_simulation
 
     for option in ("json", "trace", "figure"):
@@ -197,7 +198,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def config_of(args: argparse.Namespace) -> GPTConfig:
-    """The model that the options name or describe. Raises: ConfigError."""
+    """Return the model that the options name or describe. Raises: ConfigError."""
     given: dict[str, Any] = {
         "vocabulary" if name == "vocab" else "context" if name == "sequence" else name: size
         for name in SIZES
@@ -215,7 +216,7 @@ def config_of(args: argparse.Namespace) -> GPTConfig:
 
 
 def _factors(option: str, texts: list[str]) -> dict[str, float]:
-    """["3:2.0"] -> {"3": 2.0}. Raises: ConfigError."""
+    """Return {"3": 2.0} of ["3:2.0"]. Raises: ConfigError."""
     found = {}
     for text in texts:
         name, colon, factor = text.rpartition(":")

@@ -18,7 +18,7 @@ WIDENED = (
 
 
 def print_simulation(console: Console, found: Simulation, tokens: float | None = None) -> None:
-    """Time and its parts, what moves along each axis, the fullest rank's memory, energy and
+    """Print time and its parts, what moves along each axis, the fullest rank's memory, energy and
     price."""
     _print_summary(console, found)
     _rule(console, "where the time of a step goes, mean of all ranks")
@@ -41,7 +41,7 @@ def print_simulation(console: Console, found: Simulation, tokens: float | None =
 
 
 def _remedies(found: Simulation) -> str:
-    """What would need less memory, of that which the plan does not do yet."""
+    """Return what would need less memory, of that which the plan does not do yet."""
     plan = found.plan
     category = max(CATEGORIES, key=lambda name: found.peak(found.fullest).get(name, 0))
     if category in ("activations", "workspace"):
@@ -80,7 +80,7 @@ def _print_summary(console: Console, found: Simulation) -> None:
 
 
 def _time_table(found: Simulation) -> Table:
-    """A row for each part; the shares add up to 1."""
+    """Return a table with a row for each part; the shares add up to 1."""
     table = Table(
         "",
         "of",
@@ -106,7 +106,8 @@ def _time_table(found: Simulation) -> Table:
 
 
 def _axes_table(found: Simulation) -> Table:
-    """Bytes and messages of all ranks; seconds of a rank."""
+    """Return the table of axes; bytes and messages of all ranks as the real job's algorithm sends
+    them, seconds of a rank as the priced (on GPUs: native) calls take."""
     columns = ("bytes, all ranks", "messages", "seconds", "rank waits")
     table = Table("axis", *(Column(name, justify="right") for name in columns), header_style="bold")
     for axis, use in found.axes.items():
@@ -123,7 +124,7 @@ def _axes_table(found: Simulation) -> Table:
 
 
 def _memory_table(found: Simulation) -> Table:
-    """By category, beside the device's."""
+    """Return the table of memory by category, compared with the device's."""
     peak = found.peak(found.fullest)
     limit = found.memory_limit
     table = Table(
@@ -141,7 +142,7 @@ def _memory_table(found: Simulation) -> Table:
 
 
 def _print_price(console: Console, found: Simulation, tokens: float | None) -> None:
-    """Energy and price of a step, and of `tokens`."""
+    """Print energy and price of a step, and of `tokens`."""
 
     def told(joules: float | None, dollars: float | None) -> str:
         return ", ".join(

@@ -27,18 +27,18 @@ class Folded(NamedTuple):
 
     Attributes: clock_of: rank -> its clock. ranks: clock -> the first rank that it stands for.
                 stations: clock -> station of each slot. loads: of each station that shares links.
-                comers: of each station how many clocks come to it.
+                clocks_to_come: of each station how many clocks come to each of its jobs.
     """
 
     clock_of: list[int]
     ranks: list[int]
     stations: list[list[Station]]
     loads: dict[Station, JobLoads]
-    comers: dict[Station, int]
+    clocks_to_come: dict[Station, int]
 
 
 def unfolded(own: list[list[Station]], links: Collection[Any]) -> Folded:
-    """A clock for each rank. `links`: those on which calls can get in each other's way."""
+    """Return a job with a clock for each rank. `links`: those on which calls can get in each other's way."""
     stations = dict.fromkeys(station for mine in own for station in mine)
     loads = {station: _shares(station, links) for station in stations}
     return Folded(
@@ -51,7 +51,7 @@ def unfolded(own: list[list[Station]], links: Collection[Any]) -> Folded:
 
 
 def _shares(station: Station, links: Collection[Any]) -> JobLoads:
-    """What each job asks of these links; jobs that load links alike share one list."""
+    """Return what each job asks of these links; jobs that load links alike share one list."""
     made = {
         id(loads): [(link, share) for link, share in loads.items() if link in links]
         for loads in station.each_load()
@@ -69,7 +69,8 @@ class _Load(NamedTuple):
 
 
 def fold(own: list[list[Station]], links: Collection[Any], alike: Sequence[Hashable]) -> Folded:
-    """One clock for all ranks that nothing tells apart. `alike`: what a rank is by itself."""
+    """Return a job in which ranks that nothing tells apart share one clock. `alike`: what a rank is
+    by itself."""
     stations = list(dict.fromkeys(station for mine in own for station in mine))
     number = {station: place for place, station in enumerate(stations)}
     slots = [[number[station] for station in mine] for mine in own]
@@ -119,7 +120,7 @@ def fold(own: list[list[Station]], links: Collection[Any], alike: Sequence[Hasha
 
 
 def _loads(stations: list[Station], links: Collection[Any]) -> tuple[list[_Load], list[Job]]:
-    """All loads on the given links, and the jobs by number."""
+    """Return all loads on the given links, and the jobs by number."""
     jobs = dict[Job, int]()
     places = {link: place for place, link in enumerate(links)}
     return [
@@ -132,7 +133,7 @@ def _loads(stations: list[Station], links: Collection[Any]) -> tuple[list[_Load]
 
 
 def _itself(station: Station) -> Hashable:
-    """What a station is without its neighbours."""
+    """Return what a station is without its neighbours."""
     return (
         station.slot,
         id(station.jobs),
@@ -141,7 +142,7 @@ def _itself(station: Station) -> Hashable:
 
 
 def _numbered(colours: Sequence[Hashable]) -> list[int]:
-    """Equal colours as equal small numbers."""
+    """Return equal colours as equal small numbers."""
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(colour, len(numbers)) for colour in colours]
 
@@ -156,8 +157,8 @@ def _quotient(
     of_link: dict[int, list[_Load]],
     jobs: list[Job],
 ) -> Folded:
-    """One rank, station and link of each colour, with the sum of what all alike stations ask of the
-    link."""
+    """Return one rank, station and link of each colour, with the sum of what all alike stations ask
+    of the link."""
     first_rank = {colour: rank for rank, colour in reversed(list(enumerate(ranks)))}
     first_place = {colour: place for place, colour in reversed(list(enumerate(places)))}
     first_link = {colour: link for link, colour in reversed(list(enumerate(wires)))}

@@ -58,7 +58,7 @@ def plain_replay(
     busy_seconds: Callable[[int, Hashable], float],
     call_seconds: Callable[[GroupCall, tuple[int, ...]], float],
 ) -> list[float]:
-    """When each rank ends, in seconds, if links are never shared. No moves.
+    """Return when each rank ends, in seconds, if links are never shared. No moves.
 
     Args:    traces: one a rank. members: (axis, rank) -> ranks of its group.
     Raises:  DeadlockError if ranks wait for calls that never begin.
@@ -113,6 +113,15 @@ def plain_replay(
 
 # ---------------------------------------------------------------------------------- the real replay
 
+# plain            real
+# traces[rank]     Track.ops (tracks.py), made once a role
+# way              Station: a group, a pair with its direction, a lane of moves (stations.py)
+# count            numbers of jobs: each op has that of its job (tracks.py)
+# came             Station.late: when the last one came; Station.missing: how many have not come
+# ended            Station.ends
+# rank             clock: the ranks that share it do the same at the same time (fold.py)
+# play, start      _run; on links that jobs share: SharedLinks.complete (shared_links.py)
+
 
 class Replayed:
     """The times of all events, in seconds from the common begin.
@@ -139,23 +148,23 @@ class Replayed:
         self.stops = stops
         self._comings: dict[int, dict[tuple[int, int], int]] = {}
         self.seconds = max(
-            [stop[-1] for stop in stops] + [station.ends[-1] for station in folded.comers]
+            [stop[-1] for stop in stops] + [station.ends[-1] for station in folded.clocks_to_come]
         )
 
     def track(self, rank: int) -> Track:
-        """The track of a rank."""
+        """Return the track of a rank."""
         return self.tracks[self.role_of[rank]]
 
     def times(self, rank: int) -> "array[float]":
-        """When each op of the rank's track ended, with 0.0 before the first."""
+        """Return when each op of the rank's track ended, with 0.0 before the first."""
         return self.stops[self.clock_of[rank]]
 
     def stations_of(self, rank: int) -> list[Station]:
-        """The station of each slot of the rank, or of one that shares its clock."""
+        """Return the station of each slot of the rank, or of one that shares its clock."""
         return self.stations[self.clock_of[rank]]
 
     def comings(self, clock: int) -> dict[tuple[int, int], int]:
-        """(slot, number) -> the op with which a clock comes to this job."""
+        """Return (slot, number) -> the op with which a clock comes to this job."""
         if clock not in self._comings:
             self._comings[clock] = {
                 (slot, number): place
@@ -200,8 +209,8 @@ def replay(
     links = busy_links(dict.fromkeys(station for mine in own for station in mine))
     alike = list(zip(role_of, seconds, strict=True))
     job = fold(own, links, alike) if folded and not core_share else unfolded(own, links)
-    for station, comers in job.comers.items():
-        station.open(comers)
+    for station, clocks_to_come in job.clocks_to_come.items():
+        station.open(clocks_to_come)
         station.sharing = Running(station, job.loads[station]) if station in job.loads else None
     played = [tracks[role_of[rank]] for rank in job.ranks]
     shared = on_shared_cores(job, played, seconds, core_share) if core_share else (job, played)
@@ -244,7 +253,7 @@ def _play(
             break
         station, number = found
         ended(station, number, station.ends[number])
-    if any(station.waiting for station in job.comers):
+    if any(station.waiting for station in job.clocks_to_come):
         raise DeadlockError(_deadlock(job, tracks, stops))
     return stops
 
@@ -266,11 +275,11 @@ def _run(
             now += seconds[place]
         else:
             station = stations[place]
-            if kind != WAIT:
+            if kind != WAIT:  # START, CALL: the clock comes to the job
                 if now > station.late[number]:
                     station.late[number] = now
-                station.left[number] -= 1
-                if not station.left[number]:
+                station.missing[number] -= 1
+                if not station.missing[number]:
                     if station.sharing is not None:
                         sharing.complete(station, number)
                     else:
@@ -281,7 +290,7 @@ def _run(
                         station.ends[number] = end = begin + station.alone[number]
                         if number in station.waiting:
                             ended(station, number, end)
-            if kind != START:
+            if kind != START:  # WAIT, CALL: the clock waits for the job's end
                 end = station.ends[number]
                 if end == UNKNOWN:
                     station.waiting.setdefault(number, []).append(clock)
@@ -294,16 +303,16 @@ def _run(
 
 
 def _deadlock(job: Folded, tracks: list[Track], stops: list["array[float]"]) -> str:
-    """Text: the ring of ranks that wait for each other."""
+    """Return a text: the ring of ranks that wait for each other."""
     at = {
         clock: (station, number)
-        for station in job.comers
+        for station in job.clocks_to_come
         for number, clocks in station.waiting.items()
         for clock in clocks
     }
 
     def came(clock: int, station: Station, number: int) -> bool:
-        """Whether a clock has come to a job."""
+        """Return True if a clock has come to a job."""
         slots = job.stations[clock]
         return any(
             kind in (START, CALL) and slots[place] is station and which == number

@@ -42,7 +42,7 @@ class RankTime:
 def time_of(
     replayed: Replayed, rank: int, begin: float = 0.0, end: float | None = None
 ) -> RankTime:
-    """What a rank did between two moments (default: all the time)."""
+    """Return what a rank did between two moments (default: all the time)."""
     end = replayed.seconds if end is None else end
     found = RankTime()
     stations = replayed.stations_of(rank)
@@ -70,7 +70,8 @@ def time_of(
 
 
 def _moving(station: Station, number: int, start: float, stop: float) -> float:
-    """Seconds between start and stop in which a station runs the given job, or one before it."""
+    """Return seconds between start and stop in which a station runs the given job, or one before
+    it."""
     seconds = 0.0
     for at in range(number, -1, -1):
         begin = station.begins[at]
@@ -96,8 +97,8 @@ class PathPiece(NamedTuple):
 
 
 def critical_path(replayed: Replayed, begin: float = 0.0, *, calls: bool = True) -> list[PathPiece]:
-    """The pieces that determined the end, from `begin` on, each beginning when the one before it
-    stops.
+    """Return the pieces that determined the end, from `begin` on, each beginning when the one
+    before it stops.
 
     Args:    calls: the end is that of all ranks and calls; else that of the last rank, whatever is
              still on its way.
@@ -111,7 +112,7 @@ def critical_path(replayed: Replayed, begin: float = 0.0, *, calls: bool = True)
 
 
 def _backwards(replayed: Replayed, begin: float, calls: bool) -> Iterator[PathPiece]:
-    """The path, from its end."""
+    """Yield the pieces of the path, from its end."""
     clock = max(range(len(replayed.stops)), key=lambda clock: replayed.stops[clock][-1])
     place = len(replayed.stops[clock]) - 2
     # a call that no rank waited for ends last
@@ -167,7 +168,7 @@ def _through(
 
 
 def _coming(replayed: Replayed, clock: int, station: Station, number: int) -> int:
-    """The op with which a clock comes to a job."""
+    """Return the op with which a clock comes to a job."""
     track = replayed.track(replayed.ranks[clock])
     slot = next(
         place

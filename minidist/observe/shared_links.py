@@ -44,20 +44,20 @@ def busy_links(stations: Iterable[Station]) -> dict[Any, None]:
 class Running:
     """The job that a station runs on shared links; a station has one of these.
 
-    Attributes: loads: of each of its jobs. number: of the job that runs. left: seconds alone of
-    what is not yet done
-                at time `since`. slowness: how many times longer it takes now. turn: of its end in
-                the heap; others are old.
+    Attributes: loads: of each of its jobs. number: of the job that runs.
+                seconds_left: seconds that the job would still take alone, at time `since`.
+                slowness: how many times longer it takes now. turn: of its end in the heap; others
+                are old.
     """
 
-    __slots__ = ("left", "loads", "number", "since", "slowness", "station", "turn")
+    __slots__ = ("loads", "number", "seconds_left", "since", "slowness", "station", "turn")
 
     def __init__(self, station: Station, loads: JobLoads) -> None:
         self.station = station
         self.loads = loads
         self.number = -1
         self.turn = -1
-        self.left = 0.0
+        self.seconds_left = 0.0
         self.since = 0.0
         self.slowness = 0.0
 
@@ -105,7 +105,7 @@ class SharedLinks:
     def _begin(self, running: Running) -> None:
         station = running.station
         running.number += 1
-        running.left = station.alone[running.number]
+        running.seconds_left = station.alone[running.number]
         running.since = self._now
         running.slowness = 0.0
         station.begins[running.number] = self._now
@@ -128,7 +128,7 @@ class SharedLinks:
             if self._asked[link] > FULL:
                 self._changed.update(users)
             self._asked[link] = self._asked[link] - share if users else 0.0
-        if number + 1 < len(station.jobs) and not station.left[number + 1]:
+        if number + 1 < len(station.jobs) and not station.missing[number + 1]:
             self.complete(station, number + 1)
         return station, number
 
@@ -140,10 +140,10 @@ class SharedLinks:
             slowness = slowness if slowness > FULL else 1.0
             if slowness != running.slowness:
                 if running.slowness:
-                    running.left -= (self._now - running.since) / running.slowness
+                    running.seconds_left -= (self._now - running.since) / running.slowness
                 running.since = self._now
                 running.slowness = slowness
                 running.turn = next(self._turns)
-                end = self._now + max(0.0, running.left) * slowness
+                end = self._now + max(0.0, running.seconds_left) * slowness
                 heapq.heappush(self._heap, (end, running.turn, False, running))
         self._changed.clear()

@@ -37,8 +37,8 @@ class Station:
     and the receiver.
                 comers: those that begin its jobs: of a message the sender, else the group. alone:
                 seconds of each job.
-                left: comers that have yet to come. late: when the last one came. begins, ends: of
-                each job, or UNKNOWN.
+                missing: how many clocks have not yet come to each job. late: when the last one
+                came. begins, ends: of each job, or UNKNOWN.
                 waiting: {number of a job: ranks that wait for its end}. sharing: see
                 shared_links.py.
     """
@@ -52,7 +52,7 @@ class Station:
         "group",
         "jobs",
         "late",
-        "left",
+        "missing",
         "sharing",
         "slot",
         "waiting",
@@ -68,22 +68,22 @@ class Station:
         self.comers = group[:1] if slot.kind == "send" else group
         self.sharing: Any = None
 
-    def open(self, comers: int) -> None:
+    def open(self, clocks_to_come: int) -> None:
         """Make the lists, for a replay in which so many clocks come to each job."""
         count = len(self.jobs)
         self.alone = [self.costs[job].seconds for job in self.jobs]
-        self.left = [comers] * count
+        self.missing = [clocks_to_come] * count
         self.late = [0.0] * count
         self.begins = [UNKNOWN] * count
         self.ends = [UNKNOWN] * count
         self.waiting: dict[int, list[int]] = {}
 
     def each_load(self) -> list[Loads]:
-        """The loads of its jobs; jobs that share one object load links alike."""
+        """Return the loads of its jobs; jobs that share one object load links alike."""
         return list({id(cost.loads): cost.loads for cost in self.costs.values()}.values())
 
     def first_jobs(self) -> dict[int, Job]:
-        """Of each of these (by its id) the first job."""
+        """Return the first job of each of these loads, by the id of the loads."""
         return {id(cost.loads): job for job, cost in reversed(list(self.costs.items()))}
 
     def __str__(self) -> str:
@@ -108,7 +108,7 @@ class Pricing(NamedTuple):
     move_seconds: Callable[[int, Transfer], float]
 
     def cost(self, job: Job, group: tuple[int, ...], slot: Meeting) -> Cost:
-        """Of a job of the station of `group`."""
+        """Return the cost of a job of the station of `group`."""
         if isinstance(job, Transfer):
             return Cost(self.move_seconds(group[0], job), {})
         return Cost(*self.call_cost(job._replace(peer=1) if slot.kind == "send" else job, group))
@@ -117,8 +117,8 @@ class Pricing(NamedTuple):
 def make_stations(
     tracks: Sequence[Track], role_of: Sequence[int], pricing: Pricing
 ) -> list[list[Station]]:
-    """For each rank the station of each slot of its track. Stations that several ranks come to are
-    one object.
+    """Return for each rank the station of each slot of its track. Stations that several ranks come
+    to are one object.
 
     Raises:  MismatchError if members of a group call different things, or a message is received
              that is not sent.
@@ -129,7 +129,7 @@ def make_stations(
     agreed = set[Any]()
 
     def station(slot: Meeting, rank: int) -> Station:
-        """The station of a slot, seen from the first of its group."""
+        """Return the station of a slot, seen from the first of its group."""
         group = (rank,) if slot.kind == "move" else group_of(slot.axis, rank)
         if slot.kind == "recv":
             slot, group = Meeting("send", slot.axis, group.index(rank)), (group[slot.peer], rank)
@@ -170,7 +170,7 @@ def make_stations(
 
 
 def _groups(pricing: Pricing) -> Callable[[str, int], tuple[int, ...]]:
-    """The ranks of the group of a rank along an axis; asked for once a group."""
+    """Return the ranks of the group of a rank along an axis; asked for once a group."""
     known: dict[tuple[str, int], tuple[int, ...]] = {}
 
     def group_of(axis: str, rank: int) -> tuple[int, ...]:
@@ -183,7 +183,7 @@ def _groups(pricing: Pricing) -> Callable[[str, int], tuple[int, ...]]:
 
 
 def _check_agree(slot: Meeting, group: tuple[int, ...], lists: Sequence[tuple[Job, ...]]) -> None:
-    """All members call the same verbs by the same algorithms. Raises: MismatchError."""
+    """Check that all members call the same verbs by the same algorithms. Raises: MismatchError."""
     for rank, jobs in zip(group, lists, strict=False):
         for number, (first, other) in enumerate(zip_longest(lists[0], jobs)):
             told = [

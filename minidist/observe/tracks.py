@@ -47,7 +47,8 @@ class Track(NamedTuple):
 
 
 def track_of(trace: Sequence[Event]) -> Track:
-    """The track of a trace. Raises: MismatchError for a wait whose call was not started before."""
+    """Return the track of a trace. Raises: MismatchError for a wait whose call was not started
+    before."""
     ops = list[tuple[int, int, int]]()
     at = list[int]()
     works = dict[Busy, int]()
@@ -66,7 +67,8 @@ def track_of(trace: Sequence[Event]) -> Track:
                 jobs.append([])
             begun[event.id] = slot, len(jobs[slot])
             jobs[slot].append(known.setdefault(job, job))
-            if _slot(job).kind == "recv":  # the rank does nothing for it but wait
+            # only the sender starts a message (Station.comers); the receiver only waits for it
+            if _slot(job).kind == "recv":
                 continue
             op = (START, *begun[event.id])
         elif isinstance(event, Await):

@@ -22,7 +22,7 @@ class SimulatePackage(ModuleType):
     """A package that can be called as minidist.simulate.simulate.simulate."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """As `simulate` of simulate.py, whose docstring has the arguments."""
+        """Run `simulate` of simulate.py, whose docstring has the arguments."""
         from minidist.simulate.simulate import simulate
 
         return simulate(*args, **options)

@@ -10,7 +10,7 @@ from minidist.autograd.ops.block_sparse import SIDE
 
 
 def attention_flops(name: str, given: Mapping[str, Any]) -> float:
-    """FLOPs of an attention kernel: two products forward, three for dq, four for dk and dv.
+    """Return the FLOPs of an attention kernel: two products forward, three for dq, four for dk and dv.
 
     Of causal attention half the scores count; under a mask of blocks those of the blocks that it
     shows, of a query's own block half.
@@ -29,7 +29,8 @@ def attention_flops(name: str, given: Mapping[str, Any]) -> float:
 
 
 def _pairs_shown(mask: np.ndarray, queries: int, keys: int, causal: bool) -> float:
-    """Queries times keys in the blocks that a mask shows; of a query's own block half if causal."""
+    """Return queries times keys in the blocks that a mask shows; of a query's own block half if
+    causal."""
     sides = [
         np.diff(np.minimum(np.arange(count + 1) * SIDE, length))
         for count, length in zip(mask.shape, (queries, keys), strict=True)

@@ -111,7 +111,7 @@ class CostFit(NamedTuple):
     default: list[float]  # by the default constants
 
     def summary(self) -> dict[str, float]:
-        """Mean and worst absolute errors."""
+        """Return mean and worst absolute errors."""
         return {
             f"{name}_{kind}": float(reduce(np.abs(errors)))
             for name, errors in (
@@ -182,7 +182,7 @@ def fit(
 
 
 def _start(runs: Sequence[Run], names: Sequence[str]) -> np.ndarray:
-    """The constants' defaults."""
+    """Return the constants' defaults."""
     topology = runs[0].cluster.topology
     wires = {"inside": topology.inside, "between": topology.between or topology.inside}
     return np.array(
@@ -198,7 +198,7 @@ def _start(runs: Sequence[Run], names: Sequence[str]) -> np.ndarray:
 def _profile(
     cluster: str, of: Cluster, names: Sequence[str], values: Sequence[float]
 ) -> CostProfile:
-    """The profile of these constants."""
+    """Return the profile of these constants."""
     topology = of.topology
     titles = {"inside": topology.inside.name, "between": (topology.between or topology.inside).name}
     rates = {}
@@ -218,7 +218,7 @@ def _profile(
 def read_runs(
     path: str | Path, cluster: str, model: Callable[[str], GPTConfig] = model
 ) -> list[Run]:
-    """The runs of a CSV file with the columns COLUMNS; lines that begin with # are left out.
+    """Return the runs of a CSV file with the columns COLUMNS; lines that begin with # are left out.
 
     Args:    cluster: "h100", or "FILE:NAME"; each run says how many devices. model: gives the
              config of a name.

@@ -125,8 +125,8 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str, file: str | Path | None = None) -> "Cluster":
-        """The cluster that a text names: NAME:NODESxDEVICES, NAME:DEVICES, or FILE:NAME:…; a torus:
-        NAME:AxBxC.
+        """Return the cluster that a text names: NAME:NODESxDEVICES, NAME:DEVICES, or FILE:NAME:…; a
+        torus: NAME:AxBxC.
 
         Upper and lower case are alike in NAME.
         Raises: ConfigError with the nearest name that there is, or the nearest count that fits.
@@ -155,16 +155,17 @@ class Cluster:
 
     @property
     def size(self) -> int:
-        """Devices."""
+        """Return the number of devices."""
         return self.nodes * self.per_node
 
     @property
     def links(self) -> list[Link]:
-        """The links that routes have used so far."""
+        """Return the links that routes have used so far."""
         return self.topology.links
 
     def call_seconds(self, size: int) -> float:
-        """Of a call of so many ranks, beside its messages: between those of two and of all."""
+        """Return the seconds that a call of so many ranks takes beside its messages: between those
+        of two ranks and of all."""
         return (
             self.pair + (self.call - self.pair) * (size - 2) / (self.size - 2)
             if self.size > 2
@@ -172,20 +173,20 @@ class Cluster:
         )
 
     def node_of(self, place: int) -> int:
-        """The node that a place is in."""
+        """Return the node that a place is in."""
         return place // self.per_node
 
     def route(self, src: int, dst: int) -> tuple[int, ...]:
-        """Numbers of the links from place `src` to place `dst`."""
+        """Return numbers of the links from place `src` to place `dst`."""
         return self.topology.route(src, dst)
 
     def slowed(self, links: Mapping[str, float]) -> "Cluster":
-        """The same cluster, in which a byte takes longer on some links: {"node3.nic0-out": 4.0,
-        "leaf0.*": 2.0}."""
+        """Return the same cluster, in which a byte takes longer on some links: {"node3.nic0-out":
+        4.0, "leaf0.*": 2.0}."""
         return replace(self, topology=replace(self.topology, slow={**self.topology.slow, **links}))
 
     def rewired(self, wires: Mapping[str, Mapping[str, float]]) -> "Cluster":
-        """The same cluster with other numbers of a wire (a profile's): {"nvlink4": {"alpha":
+        """Return the same cluster with other numbers of a wire (a profile's): {"nvlink4": {"alpha":
         1e-6}}."""
 
         def changed(wire: Wire) -> Wire:
@@ -206,8 +207,8 @@ class Cluster:
         )
 
     def move_seconds(self, lane: str, nbytes: int) -> float:
-        """Seconds of a copy between device and host, or between host and the disk or CXL memory
-        that `lane` names."""
+        """Return seconds of a copy between device and host, or between host and the disk or CXL
+        memory that `lane` names."""
         tier = next(
             (tier for name, tier in self.tiers.items() if name != "host" and name in lane), None
         )
@@ -221,12 +222,12 @@ class Cluster:
 
 
 def names(file: str | Path | None = None) -> list[str]:
-    """The clusters that there are."""
+    """Return the clusters that there are."""
     return sorted(_tables(file)["cluster"])
 
 
 def _parts(text: str) -> tuple[str | None, str, str]:
-    """FILE, NAME and the shape of "FILE:NAME:16x8"."""
+    """Return FILE, NAME and the shape of "FILE:NAME:16x8"."""
     *path, name, shape = ["", *text.split(":")] if ":" in text else ["", text, ""]
     if not name or not shape:
         raise ConfigError(
@@ -236,7 +237,7 @@ def _parts(text: str) -> tuple[str | None, str, str]:
 
 
 def _tables(file: str | Path | None) -> dict[str, dict[str, Any]]:
-    """Wires, tiers and clusters of a user's file, before those of minidist's own."""
+    """Return wires, tiers and clusters of a user's file, before those of minidist's own."""
     tables: dict[str, dict[str, Any]] = {"wire": {}, "tier": {}, "cluster": {}}
     for path in [OWN_FILE, *([Path(file)] if file else [])]:
         try:
@@ -329,7 +330,7 @@ def _numbers(spec: str, shape: str) -> tuple[int, ...]:
 
 
 def _torus(entry: Mapping[str, Any], numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """The dims of a torus; () where the cluster is none."""
+    """Return the dims of a torus; () where the cluster is none."""
     dims = int(entry.get("torus_dims", 0))
     if not dims:
         return ()
@@ -346,7 +347,7 @@ def _torus(entry: Mapping[str, Any], numbers: tuple[int, ...]) -> tuple[int, ...
 
 
 def _nodes(spec: str, numbers: tuple[int, ...], usual: int) -> tuple[int, int]:
-    """Nodes and devices a node: as given, or as many full nodes as the devices need."""
+    """Return nodes and devices a node: as given, or as many full nodes as the devices need."""
     if len(numbers) == 2:
         return numbers[0], numbers[1]
     if len(numbers) > 2:

@@ -57,7 +57,7 @@ class Device:
     efficiency: Efficiency = DEFAULT
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s of matrix products. Raises: ConfigError if the device has no rate for the
+        """Return FLOP/s of matrix products. Raises: ConfigError if the device has no rate for the
         dtype."""
         name = _SHORT.get(dtype, dtype)
         if name not in self.peaks:

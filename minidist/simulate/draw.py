@@ -48,7 +48,8 @@ def draw_simulation(path: str | Path, found: Simulation) -> None:
 
 
 def shown_ranks(found: Simulation) -> list[int]:
-    """One rank of each stage, at most MOST_RANKS; without a pipeline the first of the clocks."""
+    """Return one rank of each stage, at most MOST_RANKS; without a pipeline the first of the
+    clocks."""
     stages = {
         found.placement.coordinates(rank)["pp"]: rank
         for rank in reversed(range(len(found.role_of)))
@@ -65,7 +66,7 @@ def shown_ranks(found: Simulation) -> list[int]:
 
 
 def _slowest(found: Simulation) -> list[int]:
-    """The rank on which the critical path is longest."""
+    """Return the rank on which the critical path is longest."""
     spent: dict[int, float] = {}
     for piece in found.path:
         spent[piece.rank] = spent.get(piece.rank, 0.0) + piece.stop - piece.start
@@ -73,7 +74,7 @@ def _slowest(found: Simulation) -> list[int]:
 
 
 def _draw_ranks(axes: Any, found: Simulation, ranks: Sequence[int]) -> None:
-    """A row a rank: its work by name, and in a strip below the calls of its groups."""
+    """Draw a row per rank: its work by name, and in a strip below the calls of its groups."""
     named: dict[str, str] = {}
     for row, timeline in enumerate(timelines(found, ranks)):
         bars: dict[str, list[tuple[float, float]]] = {}
@@ -100,7 +101,8 @@ def _draw_ranks(axes: Any, found: Simulation, ranks: Sequence[int]) -> None:
 
 
 def _joined(spans: Sequence[tuple[float, float]], gap: float) -> list[tuple[float, float]]:
-    """(start, length) of spans in order of start; those that are nearer than `gap` become one."""
+    """Return (start, length) of spans in order of start; spans that are nearer than `gap` become
+    one."""
     joined: list[tuple[float, float]] = []
     for start, stop in spans:
         if joined and start - joined[-1][1] < gap:
@@ -111,7 +113,7 @@ def _joined(spans: Sequence[tuple[float, float]], gap: float) -> list[tuple[floa
 
 
 def _draw_memory(axes: Any, found: Simulation) -> None:
-    """The fullest rank's memory over the step, by category, and the device's limit."""
+    """Draw the fullest rank's memory over the step, by category, and the device's limit."""
     changes = found.memory(found.fullest)
     times = [when for when, _ in changes] + [found.step_seconds]
     floor = np.zeros(len(times))
@@ -135,7 +137,7 @@ def _draw_memory(axes: Any, found: Simulation) -> None:
 
 
 def _draw_axes(axes: Any, found: Simulation) -> None:
-    """Seconds of a rank in which an axis moves bytes, and those in which the rank waits for
+    """Draw a rank's seconds in which an axis moves bytes, and those in which the rank waits for
     them."""
     uses = {axis: use for axis, use in found.axes.items() if use.seconds > 0 and use.nbytes}
     places = np.arange(len(uses))

@@ -34,7 +34,8 @@ class Stall(NamedTuple):
 
 
 def stalls(found: "Simulation", rank: int, after: float) -> list[Stall]:
-    """The ranks that stand still because `rank` fails, the first one first; it is one of them.
+    """Return the ranks that stand still because `rank` fails, the first one first; it is one of
+    them.
 
     Args:    after: seconds into the step, before its end.
     Raises:  ConfigError for a rank or a moment that is not there.
@@ -53,17 +54,17 @@ def stalls(found: "Simulation", rank: int, after: float) -> list[Stall]:
         events=[*trace.events[: ops[place]], Busy(FAILED, FAILED), *trace.events[ops[place] :]],
     )
     roles = [len(found.traces) if one == rank else role for one, role in enumerate(found.role_of)]
-    again = found.again([*found.traces, broken], roles)
+    replayed = found.replay_traces([*found.traces, broken], roles)
     stopped = [
-        _stall(again, one, found.begin)
+        _stall(replayed, one, found.begin)
         for one in range(len(roles))
-        if again.times(one)[-1] >= NEVER
+        if replayed.times(one)[-1] >= NEVER
     ]
     return sorted(stopped, key=lambda stall: (stall.seconds, stall.rank))
 
 
 def _stall(replayed: Replayed, rank: int, begin: float) -> Stall:
-    """From the last moment at which a rank went on."""
+    """Return the stall of a rank, from the last moment at which it continued."""
     times = replayed.times(rank)
     track = replayed.track(rank)
     place = bisect_right(times, NEVER / 2) - 1
@@ -80,7 +81,8 @@ def _stall(replayed: Replayed, rank: int, begin: float) -> Stall:
 
 
 def told(found: "Simulation", spread: Sequence[Stall]) -> str:
-    """One line: the first rank that waits, how many ranks wait in the end, and since when."""
+    """Return one line: the first rank that waits, how many ranks wait in the end, and since
+    when."""
     failed, *others = sorted(spread, key=lambda stall: not stall.waits_for.startswith("nothing"))
     if not others:
         return (

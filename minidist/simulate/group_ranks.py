@@ -18,7 +18,7 @@ from minidist.parallel.hybrid.plan import Plan
 
 @lru_cache(maxsize=1 << 16)
 def group_ranks(plan: Plan, config: GPTConfig, name: str, rank: int) -> tuple[int, ...]:
-    """The world ranks of the group `name` that `rank` is in, in group order.
+    """Return the world ranks of the group `name` that `rank` is in, in group order.
 
     Raises:  ConfigError for a name that no group of a plan has.
     """
@@ -46,7 +46,7 @@ def group_ranks(plan: Plan, config: GPTConfig, name: str, rank: int) -> tuple[in
 
 
 def _along(plan: Plan, axes: tuple[str, ...], rank: int) -> tuple[int, ...]:
-    """Ranks that differ from `rank` in the coordinates of `axes` alone; the last axis is
+    """Return ranks that differ from `rank` in the coordinates of `axes` alone; the last axis is
     innermost."""
     steps = {}
     step = 1

@@ -47,7 +47,7 @@ TRANSPORTS = ("shm", "tcp", "mpi", "threads")
 def here(
     ranks: int, transport: str = "shm", profile: Profile | None = None, cores: int | None = None
 ) -> Cluster:
-    """This machine for so many ranks.
+    """Return this machine for so many ranks.
 
     Args:    transport: the link class; profile, cores: of the machine (its own).
     Raises:  ConfigError if the machine was not calibrated, or not this link class.
@@ -93,8 +93,8 @@ def device_of(
     machine: Mapping[str, Any],
     slowdown: float = 1.0,
 ) -> Device:
-    """One rank's processor, where `ranks` compute at once, and train that much slower than they
-    compute."""
+    """Return one rank's processor, where `ranks` compute at once, and train that much slower than
+    they compute."""
     at_once = min(ranks, cores)
     fewer = [cost for cost in measured if cost.ranks <= at_once]
     cost = (
@@ -143,8 +143,8 @@ def _wire(name: str, cost: LinkCost | None) -> Wire:
 
 
 def without_overlap(trace: RankTrace) -> RankTrace:
-    """The trace with a wait behind the start of every collective; messages (send, recv) stay as
-    they are."""
+    """Return the trace with a wait behind the start of every collective; messages (send, recv) stay
+    as they are."""
     events: list[Event] = []
     places = []
     for event in trace.events:
@@ -156,7 +156,7 @@ def without_overlap(trace: RankTrace) -> RankTrace:
 
 
 def from_text(text: str) -> Cluster:
-    """The cluster of "here" (as many ranks as cores), "here:4" or "here:tcp:4". Raises:
+    """Return the cluster of "here" (as many ranks as cores), "here:4" or "here:tcp:4". Raises:
     ConfigError."""
     _, *words = text.split(":")
     transport = words.pop(0) if len(words) == 2 else TRANSPORTS[0]
@@ -175,5 +175,5 @@ def from_text(text: str) -> Cluster:
 
 
 def cores_here() -> int:
-    """Cores that this process may use."""
+    """Return cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

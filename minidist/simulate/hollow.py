@@ -12,8 +12,8 @@ BYTE = np.dtype(np.uint8)
 
 
 def hollow(length: int, dtype: np.dtype = BYTE) -> np.ndarray:
-    """An array whose elements all lie in one place: its slices know their lengths, and it takes no
-    memory."""
+    """Return an array whose elements all lie in one place: its slices know their lengths, and it
+    takes no memory."""
     return np.lib.stride_tricks.as_strided(np.zeros(1, dtype), (length,), (0,), writeable=True)
 
 
@@ -35,23 +35,23 @@ class HollowRows:
         self._whole = hollow(self._edges[-1])
 
     def place(self, rank: int, count: int = 1) -> Known:
-        """Of the blocks of `count` ranks from `rank` on."""
+        """Return the place of the blocks of `count` ranks from `rank` on."""
         return Known(self._whole[self._edges[rank] : self._edges[rank + count]])
 
     def merge(self, rank: int, blocks: list[np.ndarray]) -> np.ndarray:
-        """One stretch of the result."""
+        """Return one stretch of the result."""
         return self._whole[: sum(map(len, blocks))]
 
     def place_whole(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """All blocks."""
+        """Return the place of all blocks."""
         return self._whole
 
     def join(self, blocks: list[np.ndarray]) -> np.ndarray:
-        """All blocks."""
+        """Return all blocks."""
         return self._whole
 
     def complete(self, joined: np.ndarray) -> np.ndarray:
-        """All blocks."""
+        """Return all blocks."""
         return self._whole
 
 

@@ -110,7 +110,7 @@ class Library:
         self._loads: dict[str, Load] = {}
 
     def cost(self, verb: str, operands: "Operands") -> tuple[float, dict[int, int], int]:
-        """Seconds, bytes on each link, and bytes handed to the library by all ranks."""
+        """Return seconds, bytes on each link, and bytes handed to the library by all ranks."""
         if verb == "all_to_all":
             return self._all_to_all(operands)
         way = self.fastest(verb, operands)
@@ -125,7 +125,7 @@ class Library:
         )
 
     def fastest(self, verb: str, operands: "Operands") -> "LibraryWay":
-        """The way that the library takes, of any verb but all_to_all."""
+        """Return the way that the library takes, of any verb but all_to_all."""
         total = self._total(verb, operands)
         return min(
             (
@@ -139,12 +139,13 @@ class Library:
         )
 
     def load(self, verb: str, way: str) -> Load:
-        """What a way puts on links; where these members have no such way, the rings."""
+        """Return what a way puts on links; where these members have no such way, the load of the
+        rings."""
         loads = {name: load for name, load, _ in self._ways(verb)}
         return loads.get(way, loads["ring"])
 
     def _total(self, verb: str, operands: "Operands") -> int:
-        """Bytes of the whole array: of what goes round."""
+        """Return bytes of the whole array: of what goes round."""
         if verb == "barrier":
             return 0
         if verb in ("all_gather", "gather"):
@@ -152,7 +153,8 @@ class Library:
         return operands.nbytes
 
     def _ways(self, verb: str) -> list[tuple[str, Load, int]]:
-        """What may be done, what it puts on links, and how often."""
+        """Return the ways in which the call may be carried out: name, load on links, and how often
+        the array goes."""
         kind = "around" if verb in ROUNDS else "chain"
         if kind not in self._loads:
             around = kind == "around"
@@ -196,7 +198,8 @@ class Library:
     # --------------------------------------------------------------------------------- what is sent
 
     def _rings(self, around: bool) -> Load:
-        """All rings at once, once around; or along each but for its last hop, which is a chain."""
+        """Return the load of all rings at once, once around; or along each but for its last hop,
+        which is a chain."""
         channels = min(map(len, self.nodes)) if len(self.nodes) > 1 else self.size
         share = (self.size - 1) / self.size if around else 1.0  # of the array, on each hop
         per_byte = _PerByte(float)
@@ -212,8 +215,8 @@ class Library:
         return self._load(per_byte, share * alphas[0], share * alphas[1])
 
     def _on_mesh(self) -> Load | None:
-        """A node whose devices are linked pair by pair: every device sends each other its share,
-        over its own link."""
+        """Return the load in a node whose devices are linked pair by pair: every device sends each
+        other its share, over its own link."""
         if self.cluster.topology.kind != "mesh" or len(self.nodes) > 1:
             return None
         per_byte = _PerByte(
@@ -228,7 +231,8 @@ class Library:
         return self._load(per_byte, self.cluster.topology.inside.alpha, 0.0)
 
     def _in_switch(self) -> Load:
-        """Every device's array once to the switch, and the sum once from it."""
+        """Return the load where every device sends its array once to the switch, and gets the sum
+        once from it."""
         wire = self.cluster.topology.inside
         around = [*pairwise(self.members), (self.members[-1], self.members[0])]
         per_byte = dict.fromkeys(
@@ -238,7 +242,7 @@ class Library:
         return Load(per_byte, busiest / wire.in_switch, 0.0, 0.0)
 
     def _tree(self) -> Load:
-        """A chain inside each node, a double binary tree between them."""
+        """Return the load of a chain inside each node and a double binary tree between them."""
         per_byte = _PerByte(float)
         width = min(map(len, self.nodes))
         for number in range(width):
@@ -258,7 +262,8 @@ class Library:
         return self._load(per_byte, 2 * inside, 2 * (len(self.nodes) - 1).bit_length() * between)
 
     def _on_torus(self) -> Load | None:
-        """A box of the torus, filled: a share of the array goes along every dim, both ways."""
+        """Return the load where the members fill a box of the torus: a share of the array goes
+        along every dim, both ways."""
         box = self._box()
         if box is None:
             return None
@@ -278,8 +283,8 @@ class Library:
         return self._load(per_byte, topology.inside.alpha * sum(box[dim] - 1 for dim in dims), 0.0)
 
     def _box(self) -> tuple[int, ...] | None:
-        """The sides of the box that the members fill, whole rings of the torus each; None if they
-        fill none."""
+        """Return the sides of the box that the members fill, whole rings of the torus each; None if
+        they fill none."""
         torus = self.cluster.topology.torus
         if not torus:
             return None
@@ -292,7 +297,8 @@ class Library:
         return sides if whole and prod(sides) == self.size else None
 
     def _all_to_all(self, operands: "Operands") -> tuple[float, dict[int, int], int]:
-        """Every part goes its own way; each link carries all that cross it."""
+        """Return the cost where every part goes its own way; each link carries all that cross
+        it."""
         loads: Counter[int] = Counter()
         sent = 0
         for at, src in enumerate(self.members):
@@ -313,7 +319,7 @@ class Library:
         return simple.base + far * alpha + busiest, dict(loads), sent
 
     def _alphas(self, edges: Sequence[tuple[int, int]]) -> tuple[float, float]:
-        """α of all hops of a ring inside nodes, and between."""
+        """Return α of all hops of a ring inside nodes, and between."""
         inside = between = 0.0
         for src, dst in edges:
             alpha = self.cluster.topology.alpha(src, dst)
@@ -339,8 +345,8 @@ class Library:
 
 
 def zigzag(node: Sequence[int], start: int) -> list[int]:
-    """c, c+1, c-1, c+2, …: over all starts c, an even number of devices uses each pair once in each
-    direction."""
+    """Return c, c+1, c-1, c+2, …: over all starts c, an even number of devices uses each pair once
+    in each direction."""
     size = len(node)
     return [
         node[(start + (step + 1) // 2 * (1 if step % 2 else -1)) % size] for step in range(size)

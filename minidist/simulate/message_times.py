@@ -30,7 +30,8 @@ class MessageTime(NamedTuple):
 def message_times(
     verb: str, algorithm: str, operands: Operands, cluster: Cluster, members: Sequence[int]
 ) -> list[MessageTime]:
-    """Every message of one call by the ranks at places `members`, in the order in which they leave.
+    """Return every message of one call by the ranks at places `members`, in the order in which they
+    leave.
 
     By the rules of walk.py: a blocking send leaves when its receiver is ready. The last message
     arrives when the call ends by call_cost, less what `cluster.call_seconds` and the last

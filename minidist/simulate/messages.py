@@ -1,11 +1,12 @@
 """Chapter 24 · What each rank does in a collective: the algorithm's own code, run once a rank
 without data.
 
-    program = record("all_reduce", "ring", Arrays(nbytes=4096), size=4)
+    program = record("all_reduce", "ring", Operands(nbytes=4096), size=4)
     program.src, program.dst, program.nbytes        # every message
     program.kind, program.arg                       # every rank's operations, in its order
 
-A RecordingCall stands in for the Call that algorithms know. Its arrays have lengths but no memory
+A ProgramCall stands in for the Call that algorithms know. (CountingCall, counting_call.py, only
+counts, for the ledger.) Its arrays have lengths but no memory
 of their own, and its reductions add nothing. An algorithm's control flow does not depend on values,
 so each rank runs alone, to its end.
 
@@ -63,7 +64,7 @@ class Operands(NamedTuple):
     dims: int = 1
 
     def block(self, rank: int) -> int:
-        """Bytes of a rank's block, or of the part for it."""
+        """Return bytes of a rank's block, or of the part for it."""
         return self.blocks[rank] if self.blocks else self.nbytes
 
 
@@ -83,7 +84,7 @@ def record(
     while waiting:
         left = []
         for rank in waiting:
-            call = RecordingCall(rank, size, nodes or (0,) * size, mail)
+            call = ProgramCall(rank, size, nodes or (0,) * size, mail)
             try:
                 _run(verb, algorithm, operands, call)
             except _NotYetSent:
@@ -112,7 +113,7 @@ def record_turned(
     mail = _Mail(size, algorithm)
     ranks = dict[int, RankProgram]()
     for rank in sorted({0, 1, 2, 3, size // 2, size - 1} & set(range(size))):
-        call = RecordingCall(rank, size, nodes or (0,) * size, mail)
+        call = ProgramCall(rank, size, nodes or (0,) * size, mail)
         try:
             _run(verb, algorithm, operands, call)
         except _NotYetSent:
@@ -131,7 +132,7 @@ def _check(verb: str, algorithm: str) -> None:
         )
 
 
-def _run(verb: str, algorithm: str, operands: Operands, call: "RecordingCall") -> None:
+def _run(verb: str, algorithm: str, operands: Operands, call: "ProgramCall") -> None:
     ALGORITHMS[verb][algorithm](call, **_arguments(verb, operands, call))
 
 
@@ -157,7 +158,7 @@ class _Mail:
 class _Waiting(Handle):
     """The handle of a recorded transfer."""
 
-    def __init__(self, call: "RecordingCall", kind: int, number: int) -> None:
+    def __init__(self, call: "ProgramCall", kind: int, number: int) -> None:
         self._call = call
         self._kind = kind
         self._number = number
@@ -169,7 +170,7 @@ class _Waiting(Handle):
         return False
 
 
-class RecordingCall(Call):
+class ProgramCall(Call):
     """One rank's call, which notes operations in place of carrying them out.
 
     Attributes: kinds, args   the operations; the arg of a transfer is its number among this rank's
@@ -200,7 +201,7 @@ class RecordingCall(Call):
         mail.shown[rank].clear()
 
     def note(self, kind: int, arg: int) -> None:
-        """One more operation."""
+        """Write down one more operation."""
         self.kinds.append(kind)
         self.args.append(arg)
 
@@ -227,7 +228,7 @@ class RecordingCall(Call):
         return _Waiting(self, ARRIVED, number)
 
     def swap_blocks(self, parts: Any, place: Any) -> None:
-        """Nothing comes at once here."""
+        """Do nothing: no block comes at once here."""
 
     def start_recv_block(self, src: int, place: Place) -> tuple[Handle, list[np.ndarray]]:
         number = self._received[src]
@@ -244,7 +245,8 @@ class RecordingCall(Call):
         return self.start_recv(src, array), [array]
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """What is noted; of a thousand ranks it would be millions of Python's numbers."""
+        """Return the operations as arrays: of a thousand ranks they would be millions of Python's
+        numbers."""
         return (
             np.array(self.kinds, np.int8),
             np.array(self.args, np.int32),
@@ -253,8 +255,8 @@ class RecordingCall(Call):
         )
 
     def waited(self, kind: int, number: int) -> None:
-        """A wait; a send meets its receiver if the rank does nothing else meanwhile, but for an
-        exchange's receive."""
+        """Write down a wait; a send meets its receiver if the rank does nothing else meanwhile, but
+        for an exchange's receive."""
         alone = kind == SENT and self.args[-1] == number
         exchange = kind == ARRIVED and self.kinds[-2:] == [POST, SEND] and self.args[-2] == number
         if self.kinds[-1] == SEND and (alone or exchange):
@@ -272,7 +274,7 @@ class RecordingCall(Call):
         step: int | None = None,
         chunk: int | None = None,
     ) -> None:
-        """As Call.exchange, at once: rings make thousands of them."""
+        """Write down what Call.exchange does, at once: rings make thousands of them."""
         sends = len(self.sends) // 3
         posts = len(self.posts) // 2
         self.posts += (src, reduce is not None)
@@ -290,15 +292,15 @@ class RecordingCall(Call):
         step: int | None = None,
         chunk: int | None = None,
     ) -> np.ndarray:
-        """As Call.exchange_blocks; the peer may look at what is sent before this rank knows what it
-        receives."""
+        """Write down what Call.exchange_blocks does; the peer may look at what is sent before this
+        rank knows what it receives."""
         self._mail.sent[self.rank][dst].append(outgoing)
         received, (array,) = self.start_recv_block(src, place)
         self.wait([received, self.start_send(dst, outgoing)])
         return array
 
     def agree(self) -> None:
-        """Nothing: a header without payload is in no cost."""
+        """Do nothing: a header without payload is in no cost."""
 
     def workspace(self, length: int, dtype: np.dtype) -> np.ndarray:
         return np.empty(length, dtype) if self._mail.read else hollow(length, dtype)
@@ -324,8 +326,8 @@ class RecordingCall(Call):
         return [theirs[number] for theirs in shown]
 
 
-def _arguments(verb: str, operands: Operands, call: RecordingCall) -> dict[str, Any]:
-    """What comm/verbs.py hands to the algorithm, without memory."""
+def _arguments(verb: str, operands: Operands, call: ProgramCall) -> dict[str, Any]:
+    """Return what comm/verbs.py hands to the algorithm, without memory."""
     if verb == "barrier":
         return {}
     root = {"root": 0} if verb in ("broadcast", "scatter", "reduce", "gather") else {}

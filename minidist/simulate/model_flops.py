@@ -20,7 +20,7 @@ PRODUCT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8
 
 
 def weights_used(config: GPTConfig) -> float:
-    """Weights that a token is multiplied with: of the experts only those that it chose."""
+    """Return weights that a token is multiplied with: of the experts only those that it chose."""
     tables = config.vocabulary * (2 - config.tied) + config.context * (
         config.positions == "learned"
     )
@@ -35,7 +35,7 @@ def weights_used(config: GPTConfig) -> float:
 
 
 def flops_a_token(config: GPTConfig) -> float:
-    """Of forward and backward, for a token of a full sequence."""
+    """Return the FLOPs of forward and backward, for a token of a full sequence."""
     pattern = config.attention_pattern
     context = config.context
     keys = context if pattern is None else scores_computed(pattern, context) / context

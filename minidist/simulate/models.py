@@ -124,7 +124,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def model(name: str, **changes: Any) -> GPTConfig:
-    """The configuration of a model. Args: changes: other values, as context=4096.
+    """Return the configuration of a model. Args: changes: other values, as context=4096.
 
     Raises:  ConfigError for another name: a near one if there is any, and all.
     """

@@ -110,7 +110,7 @@ def run_rank(
 
 
 def _behind(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a ledger counted between two looks."""
+    """Return what a ledger counted between two looks."""
     counted = {tuple(row[key] for key in KEYS): row for row in before}
     rows = []
     for row in now:

@@ -55,15 +55,19 @@ class RankPlaces:
         self._groups: dict[tuple[tuple[str, ...], int], tuple[int, ...]] = {}
 
     def place_of(self, rank: int) -> int:
-        """Where a rank is."""
+        """Return the place of a rank."""
         return self.places[rank]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The rank's place on each axis."""
+        """Return the rank's place on each axis."""
         return {axis: rank // self._strides[axis] % self.shape[axis] for axis in AXES}
 
     def members(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The ranks of the group of `rank` along "tp", "dp,cp" or "world", in the group's order."""
+        """Return the ranks of the group of `rank` along "tp", "dp,cp" or "world", in the group's
+        order.
+
+        The replay uses group_ranks.py, which also knows subgroups.
+        """
         if axis == "world":
             return self._everyone
         named = tuple(name for name in AXES if name in axis.split(","))
@@ -97,7 +101,7 @@ class RankPlaces:
 
 
 def _strides(shape: Mapping[str, int], order: Iterable[str]) -> dict[str, int]:
-    """How far apart neighbours along each axis are, the last of `order` innermost."""
+    """Return how far apart neighbours along each axis are, the last of `order` innermost."""
     found = {}
     step = 1
     for axis in reversed(list(order)):

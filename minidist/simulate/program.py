@@ -39,12 +39,12 @@ class Program:
 
     @property
     def messages(self) -> int:
-        """Of all ranks; what a rank shows at a time counts as one."""
+        """Return the messages of all ranks; what a rank shows at a time counts as one."""
         return len(self.src) + int((self.kind == SHOW).sum())
 
     @property
     def sent_bytes(self) -> int:
-        """Of all ranks."""
+        """Return the bytes that all ranks send."""
         return int(self.nbytes.sum()) + int(self.arg[self.kind == SHOW].sum())
 
 
@@ -63,7 +63,7 @@ class RankProgram(NamedTuple):
     posts: np.ndarray  # (messages, 2)
 
     def tells_all(self, size: int) -> bool:
-        """Whether the rank has sends to all others under way before it waits for any."""
+        """Return True if the rank has sends to all others under way before it waits for any."""
         waits = np.flatnonzero(np.isin(self.kinds, (SENT, ARRIVED)))
         before = int((self.kinds[: waits[0]] == SEND).sum()) if len(waits) else 0
         return len(set(self.sends[:before, 0].tolist())) == size - 1
@@ -90,17 +90,18 @@ class TurnedProgram(NamedTuple):
 
     @property
     def messages(self) -> int:
-        """Of all ranks."""
+        """Return the messages of all ranks."""
         return self.size * len(self.ahead)
 
     @property
     def sent_bytes(self) -> int:
-        """Of all ranks."""
+        """Return the bytes that all ranks send."""
         return self.size * int(self.nbytes.sum())
 
 
 def turned_program(ranks: Mapping[int, RankProgram], size: int) -> TurnedProgram | None:
-    """One program for all ranks, if these few do the same with peers as far away; else None."""
+    """Return one program for all ranks, if these few do the same with peers as far away; else
+    None."""
     if len({_with_distances(rank, program, size) for rank, program in ranks.items()}) > 1:
         return None
     rank, one = next(iter(ranks.items()))
@@ -132,7 +133,7 @@ def turned_program(ranks: Mapping[int, RankProgram], size: int) -> TurnedProgram
 
 
 def _with_distances(rank: int, program: RankProgram, size: int) -> tuple[bytes, ...]:
-    """What a rank does, its peers counted from itself on."""
+    """Return what a rank does, its peers counted from itself on."""
     columns = (
         (program.sends[:, 0] - rank) % size,
         program.sends[:, 1:],

@@ -7,7 +7,6 @@ and writes.
                         a view with gaps
     host                bytes / (the device's part of the host's bandwidth · share): what offloading
                         computes there
-    launch              launch
     python              python
 
     size factor of (m, k) @ (k, n)      1 / (1 + half · (1/m + 1/k + 1/n)): a product whose three
@@ -69,17 +68,16 @@ class Rates:
 
     @classmethod
     def of(cls, device: Device, profile: "CostProfile | None" = None) -> "Rates":
-        """The rates of a device."""
+        """Return the rates of a device."""
         if profile is None:
             return cls(device, device.efficiency)
         return cls(device, profile.rates, profile.slowdown)
 
     def seconds(self, kernel: Priceable) -> float:
-        """Seconds of one kernel. Raises: ConfigError if the device has no rate for the dtype."""
+        """Return seconds of one kernel. Raises: ConfigError if the device has no rate for the
+        dtype."""
         device = self.device
         rates = self.efficiency
-        if kernel.kind == "launch":
-            return self.slowdown * rates.launch
         if kernel.kind == "python":
             return self.slowdown * rates.python
         faster = rates.cache_factor if kernel.nbytes <= rates.cache_bytes else 1.0
@@ -111,13 +109,12 @@ class Rates:
             busy += rates.loop * kernel.size[0] if kernel.size else 0.0
         else:
             raise ConfigError(
-                "a kernel is matmul, attention, memory, host, launch or python, not "
-                f"{kernel.kind!r}"
+                f"a kernel is matmul, attention, memory, host or python, not {kernel.kind!r}"
             )
         return self.slowdown * (rates.launch + busy)
 
     def segment(self, kernels: Iterable[tuple[Priceable, int]]) -> float:
-        """Seconds of kernels that follow each other: (kernel, how often)."""
+        """Return seconds of kernels that follow each other: (kernel, how often)."""
         return fsum(times * self.seconds(kernel) for kernel, times in kernels)
 
 
@@ -157,7 +154,7 @@ class CostProfile:
     fit: Mapping[str, Any] = field(default_factory=dict)
 
     def applied(self, cluster: Cluster) -> Cluster:
-        """The cluster with the wires of this profile."""
+        """Return the cluster with the wires of this profile."""
         return cluster.rewired(self.wires)
 
     def save(self, path: str | Path) -> None:
@@ -169,7 +166,7 @@ class CostProfile:
 
     @classmethod
     def load(cls, path: str | Path) -> "CostProfile":
-        """What save() wrote; rates that it does not name keep their defaults. Raises:
+        """Return what save() wrote; rates that it does not name keep their defaults. Raises:
         ConfigError."""
         try:
             value = read_json(path, most=MOST_BYTES)

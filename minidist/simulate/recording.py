@@ -56,12 +56,12 @@ class Recording:
     def kernel(
         self, kind: str, dtype: np.dtype, flops: float, nbytes: float, size: tuple[int, ...] = ()
     ) -> None:
-        """A kernel runs on this rank's device."""
+        """Record a kernel of this rank's device."""
         key = kind, dtype, flops, nbytes, size
         self._kernels[key] = self._kernels.get(key, 0) + 1
 
     def memory(self, category: str, nbytes: int) -> None:
-        """The device's account changes."""
+        """Record a change of the device's account."""
         self._change[category] += nbytes
         self._sum += nbytes
         if self._sum > self._highest:
@@ -99,17 +99,17 @@ class Recording:
     # ---------------------------------------------------------------------------------------- calls
 
     def start(self, call: GroupCall) -> int:
-        """A call begins. Returns its id."""
+        """Record the start of a call. Returns its id."""
         return self._begin(lambda number: Start(number, call))
 
     def moving(self, way: str, nbytes: int, work: Callable[[], Any]) -> "RecordedMove":
-        """A copy between memories begins, on a lane of its own
+        """Record the start of a copy between memories, on a lane of its own
         (parallel/memory/transfer_lanes.py)."""
         number = self._begin(lambda number: Transfer(number, way, nbytes))
         return RecordedMove(self, number, work())
 
     def wait(self, number: int) -> None:
-        """The rank waits for a call or a move."""
+        """Record that the rank waits for a call or a move."""
         self.flush()
         self.events.append(Await(number))
 
@@ -123,7 +123,7 @@ class Recording:
 
     @contextmanager
     def span(self, name: str, category: str = "compute", **details: Any) -> Iterator[None]:
-        """Segments inside carry the name, and the microbatch if the details tell one."""
+        """Name the segments inside, with the microbatch if the details tell one."""
         self.flush()
         inner = self._spans[-1][1]
         self._spans.append((name, details.get("microbatch", inner)))
@@ -134,11 +134,11 @@ class Recording:
             self._spans.pop()
 
     def announce(self, axis: str, name: str) -> None:
-        """The next collective along `axis` is called `name`."""
+        """Name the next collective along `axis`."""
         self._names.setdefault(axis, []).append(name)
 
     def name_of_next(self, axis: str) -> str:
-        """What was announced for the next collective along `axis`, or nothing."""
+        """Return what was announced for the next collective along `axis`, or nothing."""
         names = self._names.get(axis)
         return names.pop(0) if names else ""
 
@@ -152,12 +152,12 @@ class RecordedMove:
         self._result = result
 
     def wait(self) -> Any:
-        """The work's result."""
+        """Return the work's result."""
         self._tape.wait(self._number)
         return self._result
 
     def done(self) -> bool:
-        """False: how long it takes is not known here."""
+        """Return False: how long the move takes is not known here."""
         return False
 
 
@@ -169,8 +169,8 @@ class RecordedAccount(MemoryAccount):
         self._tape = tape
 
     def hold(self, array: Any, category: str) -> Any:
-        """As the account's. On a processor what Python does for an op counts too: each result goes
-        through here once, forward and backward."""
+        """Hold the array as the account does. On a processor what Python does for an op counts too:
+        each result goes through here once, forward and backward."""
         if self._tape.device == "cpu" and not self._tape.paused:
             self._tape.kernel("python", PYTHON, 0, 0)
         return super().hold(array, category)
@@ -188,25 +188,25 @@ class _Tapes(threading.local):
     tape: Recording | None = None
 
 
-here = _Tapes()
-"""The recording of the rank that this thread simulates."""
+active = _Tapes()
+"""active.tape: the recording of the rank that this thread simulates."""
 
 
 @contextmanager
 def begun(tape: Recording) -> Iterator[Recording]:
-    """Context manager: this thread's kernels go to `tape`."""
-    before = here.tape
-    here.tape = tape
+    """Record this thread's kernels on `tape` while the context lasts."""
+    before = active.tape
+    active.tape = tape
     try:
         yield tape
     finally:
-        here.tape = before
+        active.tape = before
 
 
 @contextmanager
 def pause() -> Iterator[None]:
-    """Context manager: no kernel counts."""
-    tape = here.tape or Recording()
+    """Leave kernels out while the context lasts."""
+    tape = active.tape or Recording()
     tape.paused += 1
     try:
         yield

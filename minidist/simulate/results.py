@@ -60,9 +60,8 @@ class Forecast(NamedTuple):
 class Simulation:
     """A step of a plan on a cluster.
 
-    Attributes: batch: sequences of the whole job. traces: one a role. replayed: both steps. again:
-    replays other traces
-                and roles in the same way.
+    Attributes: batch: sequences of the whole job. traces: one a role. replayed: both steps.
+                replay_traces: replays other traces and roles in the same way.
     """
 
     plan: Plan
@@ -73,13 +72,13 @@ class Simulation:
     role_of: Sequence[int]
     placement: RankPlaces
     replayed: Replayed
-    again: Callable[[Sequence[RankTrace], Sequence[int]], Replayed]
+    replay_traces: Callable[[Sequence[RankTrace], Sequence[int]], Replayed]
 
     # ----------------------------------------------------------------------------------------- time
 
     @cached_property
     def begin(self) -> float:
-        """When the last rank begins the last step, in seconds of the replay."""
+        """Return when the last rank begins the last step, in seconds of the replay."""
         return max(self._begin(clock) for clock in range(len(self.replayed.ranks)))
 
     def _begin(self, clock: int) -> float:
@@ -91,34 +90,34 @@ class Simulation:
 
     @cached_property
     def end(self) -> float:
-        """When the last rank ends the last step."""
+        """Return when the last rank ends the last step."""
         return max(stops[-1] for stops in self.replayed.stops)
 
     @property
     def step_seconds(self) -> float:
-        """Seconds a step."""
+        """Return the seconds of a step."""
         return self.end - self.begin
 
     @property
     def tokens(self) -> int:
-        """Tokens a step."""
+        """Return the tokens of a step."""
         return self.batch * self.config.context
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole job."""
+        """Return tokens a second of the whole job."""
         return self.tokens / self.step_seconds
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization: the model's FLOPs (model_flops.py) beside what the devices could
-        do meanwhile."""
+        """Return the model FLOPs utilization: the model's FLOPs (model_flops.py), divided by what
+        the devices could do meanwhile."""
         return self._use(self.tokens * flops_a_token(self.config))
 
     @property
     def hfu(self) -> float:
-        """Hardware FLOPs utilization: those that really run, with recomputation, but no scores of
-        later tokens."""
+        """Return the hardware FLOPs utilization: of the FLOPs that really run, with recomputation,
+        but no scores of later tokens."""
         return self._use(
             fsum(
                 ranks * self.traces[role].flops(self.traces[role].steps[-1])
@@ -132,13 +131,13 @@ class Simulation:
 
     @cached_property
     def times(self) -> list[RankTime]:
-        """What each clock of the replay did in the step."""
+        """Return what each clock of the replay did in the step."""
         return [time_of(self.replayed, rank, self.begin, self.end) for rank in self.replayed.ranks]
 
     @cached_property
     def parts(self) -> dict[str, dict[str, float]]:
-        """Where the step goes, in seconds, mean of all ranks: busy by name, exposed and idle by
-        axis. They add up."""
+        """Return where the step goes, in seconds, mean of all ranks: busy by name, exposed and idle
+        by axis. They add up."""
         ranks = Counter(self.replayed.clock_of)
         share = 1.0 / len(self.role_of)
         found: dict[str, dict[str, float]] = {
@@ -157,19 +156,19 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they wait for other ranks, while none of their
-        bytes move."""
+        """Return the share of all ranks' time in which they wait for other ranks, while none of
+        their bytes move."""
         return fsum(self.parts["idle"].values()) / self.step_seconds
 
     @cached_property
     def path(self) -> list[PathPiece]:
-        """The critical path of the step."""
+        """Return the critical path of the step."""
         return critical_path(self.replayed, self.begin, calls=False)
 
     @property
     def path_parts(self) -> dict[str, float]:
-        """Seconds of the critical path by kind and name, the longest first. They add up to the
-        step."""
+        """Return seconds of the critical path by kind and name, the longest first. They add up to
+        the step."""
         found: Counter[str] = Counter()
         for piece in self.path:
             found[f"{piece.kind} {piece.name}"] += piece.stop - piece.start  # type: ignore[assignment]
@@ -179,8 +178,9 @@ class Simulation:
 
     @cached_property
     def axes(self) -> dict[str, AxisUse]:
-        """What moves in a step along each axis. The bytes are those of the ledger, so of the real
-        job."""
+        """Return what moves in a step along each axis: bytes and messages as the real job's
+        algorithm sends them (the ledger), seconds as the priced calls take (on GPUs: the library's,
+        algorithm native)."""
         roles = Counter(self.role_of)
         nbytes = Counter[str]()
         messages = Counter[str]()
@@ -209,29 +209,29 @@ class Simulation:
     # --------------------------------------------------------------------------------------- memory
 
     def peak(self, rank: int) -> Mapping[str, int]:
-        """Bytes by category, each at its highest, and of `total` the highest sum."""
+        """Return bytes by category, each at its highest, and of `total` the highest sum."""
         return self.traces[self.role_of[rank]].peak
 
     @cached_property
     def fullest(self) -> int:
-        """The first rank with the highest peak."""
+        """Return the first rank with the highest peak."""
         return max(range(len(self.role_of)), key=lambda rank: self.peak(rank)["total"])
 
     @property
     def fits(self) -> bool:
-        """Whether every rank's peak fits into its device, or under the plan's limit."""
+        """Return True if every rank's peak fits into its device, or under the plan's limit."""
         return self.peak(self.fullest)["total"] <= self.memory_limit
 
     @property
     def memory_limit(self) -> int:
-        """Bytes that a rank may hold."""
+        """Return bytes that a rank may hold."""
         return min(
             self.cluster.device.memory_bytes,
             self.plan.device_memory or self.cluster.device.memory_bytes,
         )
 
     def memory(self, rank: int) -> list[tuple[float, dict[str, int]]]:
-        """(seconds since the step began, bytes by category) at each change, from the step's
+        """Return (seconds since the step began, bytes by category) at each change, from the step's
         beginning to its end."""
         trace = self.traces[self.role_of[rank]]
         times = self.replayed.times(rank)
@@ -251,8 +251,8 @@ class Simulation:
 
     @property
     def joules(self) -> float | None:
-        """Of a step. A device takes its full watts while it computes, idle watts while it waits,
-        and the host's always.
+        """Return the joules of a step. A device takes its full watts while it computes, idle watts
+        while it waits, and the host's always.
 
         Source: Fan et al. 2007: power grows linearly with utilization. A device without idle watts
         counts as full.
@@ -269,12 +269,12 @@ class Simulation:
 
     @property
     def dollars(self) -> float | None:
-        """Of a step, at the price of a device and hour."""
+        """Return the dollars of a step, at the price of a device and hour."""
         price = self.cluster.device.price_an_hour
         return None if price is None else len(self.role_of) * price * self.step_seconds / HOUR
 
     def for_tokens(self, tokens: float) -> Forecast:
-        """What so many tokens take, without interruptions."""
+        """Return what so many tokens take, without interruptions."""
         steps = tokens / self.tokens
         return Forecast(
             tokens,
@@ -285,7 +285,7 @@ class Simulation:
         )
 
     def as_json(self, tokens: float | None = None) -> dict[str, Any]:
-        """All figures, with the units that their names say."""
+        """Return all figures, with the units that their names say."""
         return {
             "cluster": self.cluster.spec,
             "order": self.placement.order,

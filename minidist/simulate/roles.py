@@ -13,7 +13,7 @@ ZeRO's chunks begin anywhere in a parameter, so with ZeRO no two ranks of the da
 same pieces. They are as long, to an element a bucket; ranks that differ in that alone share a role.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 from minidist.nn import GPTConfig
 from minidist.nn.shares import even_slices, head_shares
@@ -24,26 +24,31 @@ from minidist.parallel.step.step import rows_of
 def roles(
     plan: Plan, config: GPTConfig, rows: int, tokens: int | None = None, *, norm: bool = True
 ) -> list[int]:
-    """The role of each rank, from 0 on; the first rank of a role is the one to run.
+    """Return the role of each rank, from 0 on; the first rank of a role is the one to run.
 
     Args:    rows: sequences of the global batch, each of `tokens`.
              norm: False: ranks that differ only in what they count in the gradient's norm share a
              role, too: half as many roles with tp, for a few sums of small tensors a step.
     """
     numbers: dict[Hashable, int] = {}
-    found = (_role(plan, config, rows, tokens or config.context, place) for place in _places(plan))
+    found = (
+        _role(plan, config, rows, tokens or config.context, place) for place in _coordinates(plan)
+    )
     return [
         numbers.setdefault((does, counts if norm else ()), len(numbers)) for does, counts in found
     ]
 
 
-def first_of(role_of: list[int]) -> list[int]:
-    """The first rank of each role."""
-    return [role_of.index(role) for role in range(max(role_of) + 1)]
+def first_of(role_of: Sequence[int]) -> list[int]:
+    """Return the first rank of each role."""
+    first: dict[int, int] = {}
+    for rank, role in enumerate(role_of):
+        first.setdefault(role, rank)
+    return [first[role] for role in range(len(first))]
 
 
-def _places(plan: Plan) -> list[dict[str, int]]:
-    """The coordinates of each rank."""
+def _coordinates(plan: Plan) -> list[dict[str, int]]:
+    """Return the coordinates of each rank."""
     steps = {}
     step = 1
     for axis in reversed(plan.axes):
@@ -58,7 +63,7 @@ def _places(plan: Plan) -> list[dict[str, int]]:
 def _role(
     plan: Plan, config: GPTConfig, rows: int, tokens: int, at: dict[str, int]
 ) -> tuple[Hashable, Hashable]:
-    """What a rank does; what it counts in the norm."""
+    """Return what a rank does, and what it counts in the norm."""
     readers = at["dp"] * plan.ep + at["ep"]
     given: tuple[int, ...] = (rows_of(rows, size=plan.dp * plan.ep, rank=readers)[0],)
     if plan.strategy == "parameter-server":
@@ -102,7 +107,7 @@ def _tensor_part(plan: Plan, config: GPTConfig, tokens: int, rank: int) -> Hasha
 
 
 def _first_sharer(plan: Plan, config: GPTConfig, rank: int) -> bool:
-    """Whether no rank of tp before this one holds its key heads."""
+    """Return True if no rank of tp before this one holds its key heads."""
     keys = [share[1] for share in head_shares(config.heads, config.key_heads, plan.tp)]
     return keys.index(keys[rank]) == rank
 

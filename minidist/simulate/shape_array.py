@@ -49,7 +49,7 @@ class _Place:
 
 
 def is_picked(part: Any) -> bool:
-    """Whether a part of an index is an array."""
+    """Return True if a part of an index is an array."""
     return isinstance(part, np.ndarray | ShapeArray) and part.ndim > 0 or isinstance(part, list)
 
 
@@ -133,7 +133,7 @@ class ShapeArray(Operators):
 
     @property
     def address(self) -> int:
-        """Where it would begin: owners do not overlap."""
+        """Return where the array would begin: owners do not overlap."""
         return self.owner._number * (1 << 44) + PAGE + self._offset
 
     @property
@@ -142,7 +142,7 @@ class ShapeArray(Operators):
 
     @property
     def device_name(self) -> str:
-        """ "cpu" or "cuda"."""
+        """Return "cpu" or "cuda"."""
         return self.module.device  # type: ignore[no-any-return]
 
     @property
@@ -156,7 +156,7 @@ class ShapeArray(Operators):
         return f"ShapeArray({self.dtype} {self.shape} on {self.device_name})"
 
     def extent(self) -> tuple[int, int]:
-        """The bytes of its owner between which its elements lie."""
+        """Return the bytes of its owner between which its elements lie."""
         low = high = self._offset
         for length, stride in zip(self.shape, self.strides, strict=True):
             reach = (length - 1) * stride
@@ -180,7 +180,7 @@ class ShapeArray(Operators):
         )
 
     def like(self, shape: Shape, dtype: Any = None) -> "ShapeArray":
-        """A new array on the same device."""
+        """Return a new array on the same device."""
         return ShapeArray(shape, self.dtype if dtype is None else np.dtype(dtype), self.module)
 
     def reshape(self, *shape: Any) -> "ShapeArray":
@@ -280,21 +280,22 @@ class ShapeArray(Operators):
         return result
 
     def get(self, **_: Any) -> None:
-        """To the host, as CuPy's get(out=): a lane's move, or a number of a few bytes."""
+        """Move the array to the host, as CuPy's get(out=): a lane's move, or a number of a few
+        bytes."""
 
     def set(self, source: Any, **_: Any) -> None:
-        """From the host, as CuPy's."""
+        """Move an array here from the host, as CuPy's."""
 
     @property
     def device(self) -> NoGpu:
-        """As CuPy's."""
+        """Return the device, as CuPy's."""
         return NO_GPU
 
     def fill(self, value: Any) -> None:
         self[...] = value
 
     def item(self) -> Any:
-        """The declared value of a number: 1."""
+        """Return the declared value of a number: 1."""
         return self.dtype.type(1).item()
 
     def tolist(self) -> Any:
@@ -332,7 +333,7 @@ class ShapeArray(Operators):
 
 
 def _without_masks(index: Any) -> Any:
-    """An index in which bool arrays are the places of their ones."""
+    """Return an index in which bool arrays are the places of their ones."""
     parts = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(part, np.ndarray | ShapeArray) and part.dtype == bool for part in parts):
         return index

@@ -28,7 +28,7 @@ _kinds: dict[Any, np.dtype] = {}
 
 
 def _sample(value: Any) -> Any:
-    """A small value of the same type, for NumPy to find a result's dtype."""
+    """Return a small value of the same type, for NumPy to find a result's dtype."""
     return np.ones(1, value) if isinstance(value, np.dtype) else value(1)
 
 
@@ -39,7 +39,7 @@ def _portable(found: np.dtype, given: Iterable[np.dtype]) -> np.dtype:
 
 
 def _dtype_of(ufunc: np.ufunc, inputs: Sequence[Any]) -> np.dtype:
-    """The dtype of a ufunc's result."""
+    """Return the dtype of a ufunc's result."""
     key = (ufunc, *(x.dtype if isinstance(x, (*_Array, np.generic)) else type(x) for x in inputs))
     if key not in _kinds:
         with np.errstate(all="ignore"):
@@ -87,7 +87,7 @@ class Shapes:
     ) -> None:
         """Tell the recording of this thread, if there is one; what the host does for a GPU is of
         the kind "host"."""
-        tape = recording.here.tape
+        tape = recording.active.tape
         if tape is not None and not tape.paused:
             tape.kernel(kind if tape.device == self.device else "host", dtype, flops, nbytes, size)
 
@@ -142,7 +142,8 @@ class Shapes:
         return self.zeros(length, kind)
 
     def asarray(self, x: Any, dtype: Any = None, order: str | None = None) -> Any:
-        """On the host a NumPy array stays one: it is small, and its numbers matter."""
+        """Return an array of this module. On the host a NumPy array stays one: it is small, and its
+        numbers matter."""
         if isinstance(x, ShapeArray) or (isinstance(x, np.ndarray) and self.device == "cpu"):
             return x if dtype is None else x.astype(dtype, copy=False)
         given = np.asarray(x)
@@ -162,7 +163,7 @@ class Shapes:
     # ---------------------------------------------------------------------------------- elementwise
 
     def elementwise(self, ufunc: np.ufunc, inputs: Sequence[Any], out: Any = None) -> Any:
-        """A ufunc's result, in `out` if that is given."""
+        """Return a ufunc's result, in `out` if that is given."""
         arrays = [x for x in inputs if isinstance(x, _Array)]
         shape = strides.broadcast([x.shape for x in arrays])
         kind = _dtype_of(ufunc, inputs) if out is None else out.dtype
@@ -178,7 +179,7 @@ class Shapes:
     def ufunc(
         self, ufunc: np.ufunc, method: str, inputs: Sequence[Any], out: Any = None, **options: Any
     ) -> Any:
-        """What NumPy's ufuncs do with arrays without data."""
+        """Do with arrays without data what NumPy's ufuncs do."""
         result = out[0] if isinstance(out, tuple) else out
         if ufunc is np.matmul:
             return self.matmul(inputs[0], inputs[1], out=result)
@@ -259,7 +260,7 @@ class Shapes:
     # ------------------------------------------------------------------------------------- products
 
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
-        """(…, m, k) @ (…, k, n), and vectors, as NumPy's. 2mkn FLOPs a matrix."""
+        """Return (…, m, k) @ (…, k, n), and of vectors, as NumPy. 2mkn FLOPs a matrix."""
         left = (1, *a.shape) if a.ndim == 1 else a.shape
         right = (*b.shape, 1) if b.ndim == 1 else b.shape
         if left[-1] != right[-2]:
@@ -283,7 +284,7 @@ class Shapes:
     dot = matmul
 
     def einsum(self, how: str, *arrays: ShapeArray) -> ShapeArray:
-        """A sum over the last dim of a product: all that the modules ask of einsum."""
+        """Return a sum over the last dim of a product: all that the modules ask of einsum."""
         if how != "...td,...td->...t":
             raise TypeError(f"arrays without data know no einsum {how!r}")
         return self._made(arrays[0].shape[:-1], arrays[0].dtype, *arrays)
@@ -291,7 +292,7 @@ class Shapes:
     # --------------------------------------------------------------------------------------- layout
 
     def _made(self, shape: Shape, dtype: Any, *read: Any) -> ShapeArray:
-        """A new array, made in one pass over `read`."""
+        """Return a new array, made in one pass over `read`."""
         result = ShapeArray(shape, np.dtype(dtype), self)
         self.kernel(
             "memory", result.dtype, 0, sum(getattr(x, "nbytes", 0) for x in read) + result.nbytes
@@ -359,7 +360,7 @@ class Shapes:
         return self._made(values.shape, np.int64, x, values)
 
     def may_share_memory(self, a: Any, b: Any) -> bool:
-        """Whether the bytes between the ends of two arrays overlap."""
+        """Return True if the bytes between the ends of two arrays overlap."""
         if not (isinstance(a, ShapeArray) and isinstance(b, ShapeArray)) or a.owner is not b.owner:
             return False
         (low, high) = a.extent()
@@ -369,7 +370,7 @@ class Shapes:
     # -------------------------------------------------------------------------------------- kernels
 
     def record_launch(self, name: str, values: Iterable[tuple[Any, Any]]) -> None:
-        """A kernel of kernels/ runs: it reads or writes each of its arrays once, also one that it
+        """Record a kernel of kernels/: it reads or writes each of its arrays once, also one that it
         gets as several."""
         pairs = list(values)
         given = {parameter.name: value for parameter, value in pairs}
@@ -390,5 +391,5 @@ _MODULES = {device: Shapes(device) for device in ("cpu", "cuda")}
 
 
 def module(device: str) -> Shapes:
-    """The array module of a device that is not there."""
+    """Return the array module of a device that is not there."""
     return _MODULES[device]

@@ -1,7 +1,7 @@
 """Chapter 24 · The group of a rank that runs alone: its calls are recorded, and answered with
 shapes.
 
-    world = SimGroup.world(sim)                 # sim: a SimRank, which knows the plan
+    world = SimGroup.world_of(sim)              # sim: a SimRank, which knows the plan
     tp = world.split(color, axis="tp")          # the ranks follow from the plan: no message is sent
     tp.all_reduce(x)                            # Start(GroupCall("tp", "all_reduce", …)), Await; a
                                                 row in the ledger
@@ -31,7 +31,7 @@ from minidist.device.backend import array_module, is_array, is_virtual
 from minidist.errors import ConfigError
 from minidist.observe.events import GroupCall
 from minidist.simulate import recording
-from minidist.simulate.recorded_call import DeclaredPlace, DeclaredRows, RecordedCall, SimTransport
+from minidist.simulate.counting_call import CountingCall, DeclaredPlace, DeclaredRows, SimTransport
 from minidist.simulate.sim_rank import SimRank
 
 _memory: dict[tuple[Any, ...], tuple[int, int, tuple[tuple[int, np.dtype], ...]]] = {}
@@ -67,7 +67,7 @@ class _Result:
         self.whole = None
 
     def array(self, shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        """The array to fill: `out` where it is contiguous."""
+        """Return the array to fill: `out` where it is contiguous."""
         self.whole = self.out
         if self.out is None or not self.out.flags.c_contiguous:
             self.whole = array_module(self._like).empty(shape, dtype)
@@ -76,14 +76,15 @@ class _Result:
         return self.whole
 
     def deliver(self) -> Any:
-        """What the caller gets."""
+        """Return what the caller gets."""
         if self.out is not None and self.whole is not self.out:
             self.out[...] = self.whole
         return self.whole if self.out is None else self.out
 
 
 class SimGroup(Group):
-    """A group of a rank that runs alone. Attributes: name: of the group in events (roles.py)."""
+    """A group of a rank that runs alone. Attributes: name: of the group in events
+    (group_ranks.py)."""
 
     def __init__(
         self, sim: SimRank, name: str, world_ranks: Sequence[int], *, axis: str, id: int
@@ -98,11 +99,11 @@ class SimGroup(Group):
 
     @classmethod
     def world_of(cls, sim: SimRank) -> "SimGroup":
-        """The group of all ranks."""
+        """Return the group of all ranks."""
         return cls(sim, "world", range(sim.size), axis="world", id=WORLD)
 
     def split(self, color: int | None, key: int | None = None, *, axis: str | None = None) -> Any:
-        """As Group.split; the ranks are those that the plan says."""
+        """Split as Group.split does; the ranks are those that the plan says."""
         with self.ledger.control():
             self.all_gather(np.zeros((1, 4), np.int64))
         self._splits += 1
@@ -160,7 +161,7 @@ class SimGroup(Group):
                     dims=array.ndim,
                 )
             )
-        # a send has left at once
+        # no rank waits for a send: only the receiver's wait is an event
         return SimPending(self.sim, None if way == "send" else number, result, kept)
 
     # ---------------------------------------------------------------------------------- collectives
@@ -272,7 +273,8 @@ class SimGroup(Group):
         )
 
     def _returned(self, sent: list[tuple[int, ...]], virtual: bool) -> list[tuple[int, ...]]:
-        """The shapes that come when these are sent: on the way back those of the way there."""
+        """Return the shapes that come when these are sent: on the way back those of the way
+        there."""
         if not virtual:
             return [sent[self.rank]] * self.size
         found = self._way_back.get(tuple(sent))
@@ -299,9 +301,9 @@ class SimGroup(Group):
         sent: tuple[int, int] | None = None,
         **arrays: Any,
     ) -> SimPending:
-        """Count the call, and tell the recording."""
+        """Count the call, record its start, and return it."""
         name = choose(verb, algorithm, n, self.size)
-        call = RecordedCall(self, verb, name, array.dtype, held=not self._by_library(array))
+        call = CountingCall(self, verb, name, array.dtype, held=not self._by_library(array))
         if "out" in arrays:
             arrays["op"] = reduction(op, array.dtype, self.size)
         with recording.pause():
@@ -333,10 +335,10 @@ class SimGroup(Group):
         return SimPending(self.sim, number, result, arrays)
 
     def _by_library(self, array: Any) -> bool:
-        """Whether a library moves the array, as NCCL does on GPUs."""
+        """Return True if a library moves the array, as NCCL does on GPUs."""
         return self.size > 1 and is_virtual(array) and array.device_name != "cpu"
 
-    def _work(self, verb: str, name: str, call: RecordedCall, arrays: dict[str, Any]) -> None:
+    def _work(self, verb: str, name: str, call: CountingCall, arrays: dict[str, Any]) -> None:
         """Run the algorithm; one that was run before is remembered, if all ranks bring the same."""
         function = ALGORITHMS[verb][name]
         x = arrays.get("x")
@@ -381,7 +383,7 @@ class SimGroup(Group):
 
 
 def _ready(x: Any) -> Any:
-    """An argument as a contiguous array: itself, or a copy that counts as communication."""
+    """Return an argument as a contiguous array: itself, or a copy that counts as communication."""
     array = x if is_array(x) else np.asarray(x)
     return (
         array if array.flags.c_contiguous else account.current().hold(array.copy(), "communication")
@@ -389,7 +391,8 @@ def _ready(x: Any) -> Any:
 
 
 def _answer(verb: str, op: str, own: np.ndarray, result: Any, size: int) -> Any:
-    """The result of a call on small NumPy arrays, if all ranks bring what this one brings."""
+    """Return the result of a call on small NumPy arrays, if all ranks bring what this one
+    brings."""
     if verb == "all_reduce":
         result[...] = own * size if op == "sum" else own
     elif verb == "all_gather":

@@ -34,14 +34,14 @@ class SimRank:
         self.lengths = tuple(dict.fromkeys((tokens, self._own_tokens(tokens))))
 
     def _own_tokens(self, tokens: int) -> int:
-        """The tokens of a sequence that this rank of cp works on."""
+        """Return the tokens of a sequence that this rank of cp works on."""
         place = group_ranks(self.plan, self.config, "cp", self.rank).index(self.rank)
         if self.plan.attention == "ring":
             return len(zigzag(tokens, place, self.plan.cp))
         return _part(tokens, self.plan.cp, place)
 
     def subgroup(self, parent: str, axis: str | None) -> tuple[str, tuple[int, ...]]:
-        """The name and the world ranks of this rank's part of a group that is split."""
+        """Return the name and the world ranks of this rank's part of a group that is split."""
         name = axis or ""
         if axis == parent:
             kinds = {"pp": "pp.ends", "tp": "tp.sharers", "dp": "dp.peers"}
@@ -53,8 +53,8 @@ class SimRank:
         return name, group_ranks(self.plan, self.config, name, self.rank)
 
     def blocks(self, own: Any, out: Any, size: int, rank: int, axis: str) -> list[int]:
-        """The rows that each rank of a group brings to a gather: all as many, or a divided dim's
-        parts."""
+        """Return the rows that each rank of a group brings to a gather: all as many, or a divided
+        dim's parts."""
         mine = len(own)
         if axis == "cp" and self.plan.attention == "ring" and out is None:
             parts = [len(zigzag(self.lengths[0], r, size)) for r in range(size)]
@@ -69,15 +69,15 @@ class SimRank:
         return [mine] * size
 
     def _divided(self, mine: int, size: int, rank: int) -> bool:
-        """Whether `mine` is this rank's part of a known length that the ranks do not divide
+        """Return True if `mine` is this rank's part of a known length that the ranks do not divide
         evenly."""
         return any(whole % size and _part(whole, size, rank) == mine for whole in self.lengths)
 
     def swapped(
         self, sent: Sequence[tuple[int, ...]], size: int, rank: int
     ) -> list[tuple[int, ...]]:
-        """The shapes that come in an all_to_all: as this rank's own part, or (B, heads, T, D) of
-        their tokens.
+        """Return the shapes that come in an all_to_all: as this rank's own part, or (B, heads, T,
+        D) of their tokens.
 
         An all_to_all that sends what came in an earlier one is its way back (SimGroup), and is not
         asked for here.

@@ -1,14 +1,16 @@
 """Chapter 24 · A plan on a cluster that is not there: the same modules, a thousand virtual devices,
 one clock.
 
-found = md.simulate(md.Plan(dp=16, pp=8, tp=8, zero=1, microbatches=64, precision="bf16"), config,
-"h100:128x8",
-                    batch=1024)
+    plan = md.Plan(dp=16, pp=8, tp=8, zero=1, microbatches=64, precision="bf16")
+    found = md.simulate(plan, config, "h100:128x8", batch=1024)
 
 1  roles.py      ranks that do the same share a role: these 1,024 have 8
-2  one_rank.py   one rank of each role runs alone, by the very modules that train, on arrays without
-                 data
-3  rates.py      how long its kernels take;  walk.py: what its calls take, and which links they load
+2  one_rank.py   one rank of each role runs two steps alone, by the very modules that train, on
+                 arrays without data; the first step has few rows and makes the optimizer's state,
+                 only the second is reported
+3  rates.py      seconds of kernels
+   library.py    seconds of collectives on GPUs and TPUs: a model of NCCL and of XLA's
+   walk.py       seconds of all other calls; its call_cost chooses between the two
 4  replay.py     all ranks' events on one clock
 5  results.py    what that amounts to
 """
@@ -16,7 +18,6 @@ found = md.simulate(md.Plan(dp=16, pp=8, tp=8, zero=1, microbatches=64, precisio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
 
 from minidist.errors import PlanError
 from minidist.nn import GPTConfig
@@ -24,15 +25,15 @@ from minidist.observe.events import GroupCall
 from minidist.observe.replay import Replayed, replay
 from minidist.parallel.hybrid.plan import ORDER, Plan
 from minidist.parallel.hybrid.plan_checks import axis_order
+from minidist.simulate.busy_times import BusyTimes
 from minidist.simulate.cluster import Cluster
-from minidist.simulate.failure import FAILED, NEVER
 from minidist.simulate.group_ranks import group_ranks
 from minidist.simulate.here import without_overlap
 from minidist.simulate.one_rank import run_rank
 from minidist.simulate.placement import RankPlaces
 from minidist.simulate.rates import Rates
 from minidist.simulate.results import Simulation
-from minidist.simulate.roles import roles
+from minidist.simulate.roles import first_of, roles
 from minidist.simulate.trace import RankTrace
 from minidist.simulate.walk import call_cost
 
@@ -51,7 +52,7 @@ def simulate(
     optimizer: str = "adamw",
     traces: Callable[..., RankTrace] = run_rank,
 ) -> Simulation:
-    """Run a step of a plan on a cluster, without the cluster.
+    """Return a step of a plan on a cluster, simulated without the cluster.
 
     Args:    plan: as md.Plan, or as its text, "dp=16,tp=8". cluster: as its text, "h100:128x8", or
              made.
@@ -60,10 +61,11 @@ def simulate(
              stragglers: {rank: how many times longer its computing takes}.
              slow_links: {name or pattern of links: how many times longer a byte takes}, as
              {"node3.nic0-out": 4.0}.
-             folded: ranks that nothing tells apart share one clock. The result is the same, and
-             comes sooner.
+             folded: ranks that nothing tells apart share one clock. The result is the same, and is
+             there sooner.
              rates: seconds of kernels (default: of the cluster's device). optimizer: as Trainer's.
-             traces: runs one rank (run_rank, or one that remembers what it ran).
+             traces: function that runs one rank and returns its trace (run_rank, or one that
+             remembers what it ran).
     Returns: a Simulation (results.py).
     Raises:  ConfigError: an unknown cluster, or a link that is not there. PlanError: a plan that
              the model or the cluster cannot have.
@@ -82,8 +84,9 @@ def simulate(
     # and tells how large
     free = replace(plan, order=ORDER, device_memory=None)
     role_of = roles(plan, config, batch, norm=False)
-    each = [
-        traces(
+    trace_rank = traces
+    role_traces = [
+        trace_rank(
             free,
             config,
             rank,
@@ -92,10 +95,11 @@ def simulate(
             optimizer=optimizer,
             device_kind=cluster.device.kind,
         )
-        for rank in _first(role_of)
+        for rank in first_of(role_of)
     ]
-    each = each if cluster.overlaps else [without_overlap(trace) for trace in each]
-    again = partial(
+    if not cluster.overlaps:
+        role_traces = [without_overlap(trace) for trace in role_traces]
+    replay_traces = partial(
         replay_on,
         cluster,
         placement,
@@ -106,10 +110,12 @@ def simulate(
         rates=rates or Rates.of(cluster.device),
         alone=None if rates or not cluster.alone else Rates.of(cluster.alone),
     )
-    replayed = again(each, role_of)
+    replayed = replay_traces(role_traces, role_of)
     if slow_links:
         cluster.topology.check_slow()
-    return Simulation(plan, config, cluster, batch, each, role_of, placement, replayed, again)
+    return Simulation(
+        plan, config, cluster, batch, role_traces, role_of, placement, replayed, replay_traces
+    )
 
 
 def require(plan: Plan, config: GPTConfig, cluster: Cluster, batch: int) -> None:
@@ -145,14 +151,6 @@ def require(plan: Plan, config: GPTConfig, cluster: Cluster, batch: int) -> None
         )
 
 
-def _first(role_of: Sequence[int]) -> list[int]:
-    """The first rank of each role."""
-    first: dict[int, int] = {}
-    for rank, role in enumerate(role_of):
-        first.setdefault(role, rank)
-    return [first[role] for role in range(len(first))]
-
-
 def replay_on(
     cluster: Cluster,
     placement: RankPlaces,
@@ -166,36 +164,25 @@ def replay_on(
     rates: Rates,
     alone: Rates | None,
 ) -> Replayed:
-    """The traces on one clock: kernels by rates, while others wait by those of a rank alone; calls
-    by the messages that they send between the ranks' places."""
-    seconds = [[rates.segment(segment) for segment in trace.segments] for trace in traces]
-    quiet = (
-        seconds
-        if alone is None
-        else [[alone.segment(each) for each in trace.segments] for trace in traces]
-    )
+    """Replay the traces on one clock; price kernels by rates, calls by the links between the ranks'
+    places.
 
-    def busy_seconds(rank: int, work: Any) -> float:
-        if work == FAILED:
-            return NEVER
-        mine: float = quiet[role_of[rank]][work]
-        return mine * stragglers.get(rank, 1.0)
-
-    def core_share(rank: int, work: Any) -> float:
-        """Of all cores: while each rank asks for its share, each is as slow as it is among all."""
-        if work == FAILED or not (least := quiet[role_of[rank]][work]):
-            return 0.0
-        slower: float = max(1.0, seconds[role_of[rank]][work] / least)
-        return slower / len(role_of)
+    Args:    alone: rates while all other ranks wait, where ranks share cores; None: each has its
+             own cores.
+    """
+    busy_times = BusyTimes(rates, alone, traces, role_of, stragglers)
 
     @cache
     def priced(call: GroupCall, ranks: tuple[int, ...]) -> tuple[float, dict[int, float]]:
-        """Calls that differ in their names alone share one answer: fold.py reads what it loads
-        once."""
+        """Return seconds of a call without a name, and its share of each link's capacity.
+
+        Calls that differ only in their names get the same dict: fold.py reads each dict once.
+        """
         found = call_cost(call, tuple(placement.places[rank] for rank in ranks), cluster)
         if not found.seconds:
             return 0.0, {}
         links = cluster.links
+        # share of each link's capacity that the call uses while it runs alone
         return found.seconds, {
             link: min(1.0, nbytes / (found.seconds * links[link].bandwidth))
             for link, nbytes in found.link_bytes.items()
@@ -211,9 +198,9 @@ def replay_on(
         [trace.events for trace in traces],
         role_of,
         members,
-        busy_seconds,
+        busy_times.seconds,
         cost,
         folded=folded,
         move_seconds=lambda rank, move: cluster.move_seconds(move.lane, move.nbytes),
-        core_share=core_share if alone else None,
+        core_share=busy_times.core_share if alone else None,
     )

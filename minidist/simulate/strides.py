@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 
 
 def in_order(shape: Shape, itemsize: int) -> Shape:
-    """The strides of a C-contiguous array."""
+    """Return the strides of a C-contiguous array."""
     strides = [0] * len(shape)
     step = itemsize
     for dim in range(len(shape) - 1, -1, -1):
@@ -23,7 +23,7 @@ def in_order(shape: Shape, itemsize: int) -> Shape:
 
 
 def contiguous(shape: Shape, strides: Shape, itemsize: int) -> bool:
-    """Whether these strides are a C-contiguous array's; dims of one element may have any."""
+    """Return True if these strides are a C-contiguous array's; dims of one element may have any."""
     step = itemsize
     for dim in range(len(shape) - 1, -1, -1):
         if shape[dim] != 1:
@@ -34,7 +34,8 @@ def contiguous(shape: Shape, strides: Shape, itemsize: int) -> bool:
 
 
 def completed(shape: Sequence[int], size: int) -> Shape:
-    """`shape` with its -1 computed. Raises: ValueError if it does not hold `size` elements."""
+    """Return `shape` with its -1 computed. Raises: ValueError if it does not hold `size`
+    elements."""
     known = math.prod(n for n in shape if n != -1)
     if -1 in shape and known and size % known == 0:
         shape = [size // known if n == -1 else n for n in shape]
@@ -44,7 +45,7 @@ def completed(shape: Sequence[int], size: int) -> Shape:
 
 
 def reshaped(old: Shape, strides: Shape, new: Shape) -> Shape | None:
-    """The strides of a view of another shape; None where the elements have to be copied."""
+    """Return the strides of a view of another shape; None where the elements have to be copied."""
     pairs = [(n, stride) for n, stride in zip(old, strides, strict=True) if n != 1]
     result = [0] * len(new)
     left = 0
@@ -77,7 +78,7 @@ def reshaped(old: Shape, strides: Shape, new: Shape) -> Shape | None:
 
 
 def broadcast(shapes: Sequence[Shape]) -> Shape:
-    """The common shape. Raises: ValueError, as NumPy."""
+    """Return the common shape. Raises: ValueError, as NumPy."""
     first = shapes[0]
     if all(shape == first for shape in shapes):
         return first
@@ -85,8 +86,8 @@ def broadcast(shapes: Sequence[Shape]) -> Shape:
 
 
 def stretched(shape: Shape, old: Shape, strides: Shape) -> Shape:
-    """The strides of an array of shape `old` where it is broadcast to `shape`: 0 along the dims
-    that it repeats in."""
+    """Return the strides of an array of shape `old` where it is broadcast to `shape`: 0 along the
+    dims that it repeats in."""
     lead = len(shape) - len(old)
     return tuple(
         0 if dim < lead or old[dim - lead] == 1 != length else strides[dim - lead]
@@ -96,8 +97,8 @@ def stretched(shape: Shape, old: Shape, strides: Shape) -> Shape:
 
 @lru_cache(maxsize=1 << 16)
 def inner_loops(shape: Shape, strides: tuple[Shape, ...]) -> int:
-    """How often NumPy starts its innermost loop in a pass over operands of this shape and of these
-    strides.
+    """Return how often NumPy starts its innermost loop in a pass over operands of this shape and of
+    these strides.
 
     Dims that lie behind each other in every operand are one loop; so an array without gaps takes
     one start.
@@ -124,7 +125,7 @@ def inner_loops(shape: Shape, strides: tuple[Shape, ...]) -> int:
 
 
 def expanded(index: Any, ndim: int) -> list[Any]:
-    """An index as a list with an entry for every dim (and None for each new one), without an
+    """Return an index as a list with an entry for every dim (and None for each new one), without an
     Ellipsis."""
     parts = list(index) if isinstance(index, tuple) else [index]
     used = sum(1 for part in parts if part is not None and part is not Ellipsis)
@@ -136,8 +137,8 @@ def expanded(index: Any, ndim: int) -> list[Any]:
 
 
 def view_of(shape: Shape, strides: Shape, parts: Sequence[Any]) -> tuple[Shape, Shape, int]:
-    """(shape, strides, offset) of a basic index, one entry a dim, as `expanded` makes it. Raises:
-    IndexError."""
+    """Return (shape, strides, offset) of a basic index, one entry a dim, as `expanded` makes it.
+    Raises: IndexError."""
     new_shape = []
     new_strides = []
     offset = 0
@@ -168,8 +169,8 @@ def view_of(shape: Shape, strides: Shape, parts: Sequence[Any]) -> tuple[Shape, 
 
 
 def picked(shape: Shape, parts: Sequence[Any], is_array: Any) -> Shape:
-    """The shape of an index with integer arrays among its entries, one entry a dim, as `expanded`
-    makes it."""
+    """Return the shape of an index with integer arrays among its entries, one entry a dim, as
+    `expanded` makes it."""
     places = [
         i for i, part in enumerate(parts) if is_array(part) or isinstance(part, int | np.integer)
     ]

@@ -13,8 +13,8 @@ ROW_OF = {"collective": "communication", "send": "messages", "move": "moves"}
 
 
 def timelines(found: Simulation, ranks: Sequence[int]) -> list[Timeline]:
-    """The last step of these ranks; a second of the clock is a second of the timeline, from the
-    step's beginning."""
+    """Return the last step of these ranks; a second of the clock is a second of the timeline, from
+    the step's beginning."""
     made = []
     for rank in ranks:
         timeline = Timeline(rank, limit=1 << 40)
@@ -24,7 +24,7 @@ def timelines(found: Simulation, ranks: Sequence[int]) -> list[Timeline]:
 
 
 def _spans(found: Simulation, rank: int) -> Iterator[Span]:
-    """Work, calls, sent messages and moves of a rank that end in the step."""
+    """Yield work, calls, sent messages and moves of a rank that end in the step."""
     track = found.replayed.track(rank)
     times = found.replayed.times(rank)
     stations = found.replayed.stations_of(rank)
@@ -40,7 +40,7 @@ def _spans(found: Simulation, rank: int) -> Iterator[Span]:
 
 
 def _calls(found: Simulation, station: Station, row: str) -> Iterator[Span]:
-    """What a station runs in the step."""
+    """Return what a station runs in the step."""
     for job, begin, end in zip(station.jobs, station.begins, station.ends, strict=True):
         if end <= found.begin or begin >= found.end:
             continue

@@ -89,7 +89,7 @@ class Topology:
         self._routes: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def route(self, src: int, dst: int) -> tuple[int, ...]:
-        """The links from place `src` to place `dst`, by number, in order; () from a place to
+        """Return the links from place `src` to place `dst`, by number, in order; () from a place to
         itself."""
         known = self._routes.get((src, dst))
         if known is None:
@@ -104,11 +104,11 @@ class Topology:
         return known
 
     def alpha(self, src: int, dst: int) -> float:
-        """Seconds that a message of no bytes takes."""
+        """Return seconds that a message of no bytes takes."""
         return fsum(self.links[number].alpha for number in self.route(src, dst))
 
     def bandwidth(self, src: int, dst: int) -> float:
-        """Bytes a second of the narrowest link."""
+        """Return bytes a second of the narrowest link."""
         return min(self.links[number].bandwidth for number in self.route(src, dst))
 
     def check_slow(self) -> None:
@@ -174,7 +174,8 @@ class Topology:
         return f"leaf{node // self.nodes_per_leaf}" + (f".rail{nic}" if self.rails else "")
 
     def _on_torus(self, src: int, dst: int) -> Iterator[int]:
-        """One dim after the other, the shorter way round (up where both are as long)."""
+        """Return the route on a torus: one dim after the other, the shorter way round (up where
+        both are as long)."""
         at = list(self.coordinates(src))
         goal = self.coordinates(dst)
         for dim, length in enumerate(self.torus):
@@ -185,13 +186,14 @@ class Topology:
                 at[dim] = (at[dim] + step) % length
 
     def torus_link(self, at: tuple[int, ...], dim: int, step: int) -> int:
-        """The link that leaves the device at these coordinates along `dim`, up (1) or down (-1)."""
+        """Return the link that leaves the device at these coordinates along `dim`, up (1) or down
+        (-1)."""
         return self._link(
             f"chip{'.'.join(map(str, at))}.{'xyzuvw'[dim]}{'+' if step > 0 else '-'}", self.inside
         )
 
     def coordinates(self, place: int) -> tuple[int, ...]:
-        """Of a place on the torus, the last dim innermost."""
+        """Return the coordinates of a place on the torus, the last dim innermost."""
         found = []
         for length in reversed(self.torus):
             place, last = divmod(place, length)
@@ -222,8 +224,8 @@ class Topology:
 
 
 def most_even(size: int, dims: int) -> tuple[int, ...]:
-    """The factors of `size` that are nearest to each other: the torus of the fewest hops; (4, 4, 8)
-    of 128."""
+    """Return the factors of `size` that are nearest to each other: the torus of the fewest hops;
+    (4, 4, 8) of 128."""
     if dims == 1:
         return (size,)
     ways = [
@@ -236,5 +238,5 @@ def most_even(size: int, dims: int) -> tuple[int, ...]:
 
 
 def corners(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """All coordinates of a torus, in the order of places."""
+    """Return all coordinates of a torus, in the order of places."""
     return product(*(range(length) for length in shape))

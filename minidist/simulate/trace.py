@@ -56,11 +56,12 @@ class RankTrace:
     parameters: int = 0
 
     def flops(self, begin: int = 0) -> float:
-        """FLOPs of matrix products and attention, from event `begin` on: of the last step
+        """Return FLOPs of matrix products and attention, from event `begin` on: of the last step
         flops(trace.steps[-1])."""
         return fsum(kernel.flops * times for kernel, times in self.kernels(begin))
 
     def kernels(self, begin: int = 0) -> list[tuple[Kernel, int]]:
-        """Every kernel that ran from event `begin` on, with how often, segment by segment."""
+        """Return every kernel that ran from event `begin` on, with how often, segment by
+        segment."""
         ran: list[Any] = [event.work for event in self.events[begin:] if isinstance(event, Busy)]
         return [pair for work in ran for pair in self.segments[work]]

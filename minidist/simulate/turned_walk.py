@@ -52,7 +52,7 @@ class TurnedWalk:
         )
 
     def run(self) -> float:
-        """Seconds until the last rank is done."""
+        """Return seconds until the last rank is done."""
         for todo, times in _rounds(self.program):
             for left in reversed(range(times)):
                 clock = self.clock
@@ -67,22 +67,22 @@ class TurnedWalk:
         return float(self.clock.max())
 
     def _skip(self, todo: "_Round", times: int, later: np.ndarray, used: np.ndarray) -> None:
-        """The same round so many times more."""
+        """Take the same round so many times more."""
         self.clock = self.clock + times * later
         self._links.free[used] += times * later.max()
         for message in todo.messages:
             self._crossings[message.ahead].nbytes += times * message.nbytes
 
     def add(self, nbytes: int) -> None:
-        """Every rank adds arrays."""
+        """Let every rank add arrays."""
         self.clock = self.clock + nbytes * self._gamma
 
     def carry(self, message: "_Message", leave: np.ndarray) -> np.ndarray:
-        """When a message of every rank arrives, in the order of senders."""
+        """Return when a message of every rank arrives, in the order of senders."""
         return self._crossings[message.ahead].carry(leave, message.nbytes, message.adds)
 
     def link_bytes(self) -> dict[int, int]:
-        """What each link carried."""
+        """Return the bytes that each link carried."""
         return self._links.carried(list(self._crossings.values()))
 
 
@@ -107,7 +107,7 @@ class _Round(NamedTuple):
 
 
 def _rounds(program: TurnedProgram) -> Iterator[tuple[_Round, int]]:
-    """The rounds of a program, and how often each comes one after the other."""
+    """Yield the rounds of a program, and how often each comes one after the other."""
     for todo, alike in groupby(_each_round(program)):
         yield todo, sum(1 for _ in alike)
 
@@ -155,8 +155,8 @@ class _Play:
                 )
 
     def _begin(self, kind: int, number: int) -> None:
-        """All ranks begin to send a message, or are ready for it: it goes, if it need not wait for
-        the other."""
+        """Let all ranks begin to send a message, or be ready for it: it goes, if it need not wait
+        for the other."""
         message = self.todo.messages[number]
         clock = self.walk.clock
         if kind == SEND:
@@ -188,13 +188,13 @@ class _Links:
         self.free = np.zeros(0)  # until when each is busy
 
     def local(self, links: Sequence[int]) -> np.ndarray:
-        """Their numbers here."""
+        """Return the numbers of links here."""
         numbers = np.array([self._numbers.setdefault(link, len(self._numbers)) for link in links])
         self.free = np.zeros(len(self._numbers))
         return numbers
 
     def columns(self, links: Sequence[int]) -> np.ndarray:
-        """α, β, o, γ and κ of links of the cluster: (5, links)."""
+        """Return α, β, o, γ and κ of links of the cluster: (5, links)."""
         found = [self._cluster.links[link] for link in links]
         return (
             np.array(
@@ -214,7 +214,7 @@ class _Links:
         )
 
     def carried(self, crossings: Sequence["_Crossing"]) -> dict[int, int]:
-        """Bytes by the cluster's number of the link, in ascending order."""
+        """Return bytes by the cluster's number of the link, in ascending order."""
         total = np.zeros(len(self._numbers), np.int64)
         for crossing in crossings:
             for hop in crossing.hops:
@@ -259,7 +259,8 @@ class _Crossing:
         self.hops = [_hop(routes, hop, links) for hop in range(max(map(len, routes)))]
 
     def carry(self, ready: np.ndarray, nbytes: int, adds: bool) -> np.ndarray:
-        """When each arrives. Messages that share a link take turns, as they are ready."""
+        """Return when each message arrives. Messages that share a link take turns, as they are
+        ready."""
         self.nbytes += nbytes
         free, first, ready, ends = self._links.free, ready, ready.copy(), np.zeros(len(ready))
         for hop, (busy, lag) in zip(self.hops, self._costs(nbytes, adds), strict=True):
@@ -282,7 +283,7 @@ class _Crossing:
         busy: np.ndarray,
         lag: np.ndarray,
     ) -> None:
-        """The messages that share a link, the first of each link, then the second, …"""
+        """Return the messages that share a link, the first of each link, then the second, …"""
         table, links = hop.turns
         free = self._links.free
         senders = hop.at
@@ -300,8 +301,8 @@ class _Crossing:
             ready[at] = begins + lag[places]
 
     def _costs(self, nbytes: int, adds: bool) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of each hop, seconds in which its links are busy, and until the message is at the
-        next."""
+        """Return of each hop the seconds in which its links are busy, and those until the message
+        is at the next."""
         if (nbytes, adds) not in self._busy:
             self._busy[nbytes, adds] = [_seconds(hop, nbytes, adds) for hop in self.hops]
         return self._busy[nbytes, adds]
@@ -344,7 +345,7 @@ def _hop(routes: Sequence[tuple[int, ...]], hop: int, links: _Links) -> _Hop:
 
 
 def _span(places: np.ndarray) -> Index:
-    """Places that follow each other as a slice, which is quicker."""
+    """Return places that follow each other as a slice, which is quicker."""
     if len(places) and (np.diff(places) == 1).all():
         return slice(int(places[0]), int(places[-1]) + 1)
     return places

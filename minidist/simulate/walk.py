@@ -1,7 +1,7 @@
 """Chapter 24 · What a collective costs on a cluster: its messages, walked once over the links that
 they cross.
 
-    cost = call_cost(Call("dp", "all_reduce", "ring", 1 << 20), places, cluster)
+    cost = call_cost(GroupCall("dp", "all_reduce", "ring", 1 << 20), places, cluster)
     cost.seconds, cost.link_bytes           # bytes on each link, by its number
 
 The messages are those of the algorithm's own code (messages.py); there is no second formula. Rules
@@ -73,7 +73,7 @@ class Priced(Protocol):
 
 
 class CallCost(NamedTuple):
-    """What a call takes if it is alone."""
+    """The cost of a call that shares no link with another."""
 
     seconds: float
     link_bytes: dict[int, int]  # by the link's number
@@ -82,8 +82,8 @@ class CallCost(NamedTuple):
 
 
 def call_cost(call: Priced, members: Sequence[int], cluster: Cluster) -> CallCost:
-    """The cost of a call of the ranks at places `members`, in the group's order. Remembered by
-    cluster.
+    """Return the cost of a call of the ranks at places `members`, in the group's order. Remembered
+    by cluster.
 
     A message (send, recv, exchange) has two members: where it comes from and where it goes.
 
@@ -123,7 +123,7 @@ def _costs(cluster: Cluster) -> _Memory:
 
 
 def library_of(cluster: Cluster, members: tuple[int, ...]) -> Library:
-    """The library of a group, remembered by cluster."""
+    """Return the library of a group, remembered by cluster."""
     known: dict[tuple[int, ...], Library] = cluster.topology.__dict__.setdefault("_libraries", {})
     if members not in known:
         known[members] = Library(members, cluster)
@@ -144,7 +144,7 @@ def _message(src: int, dst: int, nbytes: int, cluster: Cluster) -> CallCost:
 
 
 def _period(verb: str, algorithm: str, size: int) -> int:
-    """Bytes after which a long call's messages begin again; 0 if they do not."""
+    """Return bytes after which a long call's messages begin again; 0 if they do not."""
     if algorithm == "shared":
         return 0 if verb == "barrier" else SHOWN_BYTES
     if verb != "all_reduce" or algorithm not in ("ring", "hierarchical", "torus"):
@@ -155,7 +155,7 @@ def _period(verb: str, algorithm: str, size: int) -> int:
 def _walked(
     verb: str, algorithm: str, operands: Operands, members: tuple[int, ...], cluster: Cluster
 ) -> CallCost:
-    """The walk; of a long call the last of few periods, as often as it comes.
+    """Return the cost by the walk; of a long call the last of few periods, as often as it comes.
 
     Every period does the same, so from the second on each adds the same time. Its remainder is
     walked with the others.
@@ -194,7 +194,7 @@ def _nodes(members: Sequence[int], cluster: Cluster) -> tuple[int, ...]:
 def _recorded(
     verb: str, algorithm: str, operands: Operands, size: int, nodes: tuple[int, ...]
 ) -> Program | TurnedProgram:
-    """One program for all ranks where they do the same; else a program of each."""
+    """Return one program for all ranks where they do the same; else a program of each."""
     return record_turned(verb, algorithm, operands, size, nodes) or record(
         verb, algorithm, operands, size, nodes
     )
@@ -241,7 +241,7 @@ class MessageWalk:
         self._routes()
 
     def _routes(self) -> None:
-        """The links of each message, as numbers among those in use, and their costs."""
+        """Number the links in use, and keep each message's links and their costs."""
         program = self.program
         places = self.members
         cluster = self.cluster
@@ -283,7 +283,7 @@ class MessageWalk:
         )
 
     def link_bytes(self) -> dict[int, int]:
-        """What each link carried."""
+        """Return the bytes that each link carried."""
         return {
             number: int(nbytes)
             for number, nbytes in zip(self._used, self._carried, strict=True)
@@ -291,8 +291,8 @@ class MessageWalk:
         }
 
     def left(self, numbers: np.ndarray) -> np.ndarray:
-        """When these messages left: when they were started, or when the receiver was ready if they
-        meet it."""
+        """Return when these messages left: when they were started, or when the receiver was ready
+        if they meet it."""
         started: np.ndarray = self.started[numbers]
         return np.where(
             self.program.meets[numbers],
@@ -301,7 +301,7 @@ class MessageWalk:
         )
 
     def round(self) -> None:
-        """Every rank's next operation, as far as it need not wait."""
+        """Carry out every rank's next operation, as far as it need not wait."""
         program = self.program
         ranks = self.active
         kind = program.kind[ranks, self._at[ranks]]
@@ -373,8 +373,8 @@ class MessageWalk:
         self.arrived[numbers] = ends
 
     def _in_turn(self, link: np.ndarray, ready: np.ndarray, busy: np.ndarray) -> np.ndarray:
-        """When each message gets its link; those that share one follow each other in the order
-        given."""
+        """Return when each message gets its link; those that share one follow each other in the
+        order given."""
         begins = np.empty(len(link))
         left = np.arange(len(link))
         while left.size:

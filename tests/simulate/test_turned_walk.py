@@ -8,7 +8,7 @@ from minidist.comm.collectives.select import ALGORITHMS
 from minidist.errors import ConfigError
 from minidist.simulate import turned_walk
 from minidist.simulate.cluster import Cluster
-from minidist.simulate.messages import Operands, RecordingCall, record, record_turned
+from minidist.simulate.messages import Operands, ProgramCall, record, record_turned
 from minidist.simulate.program import TurnedProgram
 from minidist.simulate.topology import Topology, Wire
 from minidist.simulate.turned_walk import TurnedWalk
@@ -102,14 +102,14 @@ def test_one_rank_that_differs_is_seen(monkeypatch):
     """The last rank sends twice as much: no program stands for all."""
 
     def exchange(self, dst, outgoing, src, into, reduce=None, **told):
-        twice = RecordingCall.workspace(self, 2 * len(outgoing), outgoing.dtype)
+        twice = ProgramCall.workspace(self, 2 * len(outgoing), outgoing.dtype)
         more = outgoing if self.rank < self.size - 1 else twice
         Call.exchange(self, dst, more, src, into, reduce, **told)
 
     assert isinstance(
         record_turned("reduce_scatter", "ring", Operands(4096, (), 4), 8), TurnedProgram
     )
-    monkeypatch.setattr(RecordingCall, "exchange", exchange)
+    monkeypatch.setattr(ProgramCall, "exchange", exchange)
     assert record_turned("reduce_scatter", "ring", Operands(4096, (), 4), 8) is None
 
 

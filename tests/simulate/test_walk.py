@@ -14,7 +14,7 @@ from minidist.comm.cost.volume import FORMULAS, Case, chunk_bytes
 from minidist.comm.limits import STRETCH_BYTES
 from minidist.errors import ConfigError
 from minidist.simulate.cluster import Cluster, Device
-from minidist.simulate.messages import Operands, RecordingCall, record
+from minidist.simulate.messages import Operands, ProgramCall, record
 from minidist.simulate.topology import Topology, Wire
 from minidist.simulate.walk import call_cost, walk
 
@@ -256,7 +256,7 @@ def test_a_planted_bug_is_seen(monkeypatch):
 
     line = cluster_of(Topology(1, wire(), torus=(5,)), 5)
     right = cost_on(line, 5, "reduce_scatter", "ring", 5 * 4096)
-    monkeypatch.setattr(RecordingCall, "exchange", exchange)
+    monkeypatch.setattr(ProgramCall, "exchange", exchange)
     wrong = walk(record("reduce_scatter", "ring", Operands(5 * 4096, (), 4), 5), range(5), line)
     assert (wrong.messages, wrong.sent_bytes) == (right.messages, right.sent_bytes)
     assert wrong.seconds > 1.5 * right.seconds
@@ -264,9 +264,7 @@ def test_a_planted_bug_is_seen(monkeypatch):
 
 
 def test_a_message_that_nobody_receives_is_seen(monkeypatch):
-    monkeypatch.setattr(
-        RecordingCall, "start_recv", lambda self, src, into, reduce=None: _Nothing()
-    )
+    monkeypatch.setattr(ProgramCall, "start_recv", lambda self, src, into, reduce=None: _Nothing())
     with pytest.raises(AssertionError, match="every message is received"):
         record("all_reduce", "direct", Operands(64, (), 4), 3)
 

@@ -1,5 +1,9 @@
 """Chapter 24 · A collective call that only counts: what the algorithms see of a rank that runs
-alone."""
+alone.
+
+Its bytes and messages go into the ledger. How long a call takes is found elsewhere, from other runs
+of the algorithms: ProgramCall (messages.py) writes down each operation, and walk.py walks them.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +23,7 @@ class Done(Handle):
     """A transfer that is over."""
 
     def wait(self) -> None:
-        """At once."""
+        """Return at once."""
 
     def done(self) -> bool:
         return True
@@ -38,7 +42,7 @@ class NoLibrary:
 NO_LIBRARY = NoLibrary()
 
 
-class RecordedCall(Call):
+class CountingCall(Call):
     """A call whose messages are counted, and go nowhere.
 
     Args:    dtype: of the blocks that come; held: whether workspace counts in the account.
@@ -85,7 +89,7 @@ class RecordedCall(Call):
         return _DONE
 
     def swap_blocks(self, parts: Any, place: Any) -> None:
-        """Nothing comes at once here."""
+        """Do nothing: no block comes at once here."""
 
     def start_recv_block(self, src: int, place: Any) -> tuple[Handle, list[Any]]:
         return _DONE, [place(place.shape, self.dtype)]
@@ -94,7 +98,7 @@ class RecordedCall(Call):
         return NO_LIBRARY
 
     def agree(self) -> None:
-        """All ranks of a plan agree."""
+        """Do nothing: all ranks of a plan agree."""
 
     def workspace(self, length: int, dtype: np.dtype) -> Any:
         self.rooms.append((length, np.dtype(dtype)))
@@ -127,7 +131,7 @@ class DeclaredRows(Rows):
 
     @property
     def place_whole(self) -> DeclaredPlace:
-        """Where all blocks at once are received."""
+        """Return the place where all blocks at once are received."""
         return DeclaredPlace(super().place_whole, (sum(self.lengths), *self._own.shape[1:]))
 
 
@@ -156,4 +160,4 @@ class SimTransport(Transport):
         return self
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
