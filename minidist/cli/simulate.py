@@ -176,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
             slow_links=_factors("--slow-link", args.slow_link),
             folded=not args.unfolded,
             optimizer=args.optimizer,
-            rates=Rates.of(cluster.device, profile),
+            rates=Rates.of(cluster.device, profile) if profile else None,
         )
     print_simulation(Console(highlight=False), found, args.tokens)
     for rank, seconds in fails.items():

@@ -1,5 +1,6 @@
 """This machine as a cluster: links and rates of a profile."""
 
+import json
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -100,6 +101,24 @@ def test_a_rank_is_as_fast_as_alone_while_the_others_wait(ranks, cores):
         busy(replicas, both, cores=9) * ranks / cores, rel=0.01
     )
     assert busy(replicas, both, cores) > 1.5 * ranks / cores * busy(replicas, fast, cores=9)
+
+
+def test_the_command_lets_ranks_be_as_fast_as_alone(tmp_path, monkeypatch):
+    """As the plan's own simulation: a rate given by hand would price every kernel as with all cores
+    busy."""
+    from minidist.cli import main
+
+    monkeypatch.setattr(Cluster, "parse", lambda _: here(4, "tcp", PROFILE, cores=2))
+    sizes = {"vocabulary": 64, "context": 32, "layers": 4, "width": 64, "heads": 2}
+    plan = Plan(pp=4, microbatches=4)
+    cluster = Cluster.parse("here:4")
+    found = simulate(plan, GPTConfig(**sizes, positions="rotary"), cluster, batch=16)
+    file = tmp_path / "found.json"
+    named = {"vocabulary": "vocab", "context": "sequence"}
+    words = [f"--{named.get(name, name)}={size}" for name, size in sizes.items()]
+    words += ["--cluster=here:4", "--plan=pp=4", "--microbatches=4", "--batch=16"]
+    assert main(["simulate", *words, "--precision=fp32", f"--json={file}"]) == 0
+    assert json.loads(file.read_text())["step_seconds"] == found.step_seconds
 
 
 def test_by_name(tmp_path, monkeypatch):
