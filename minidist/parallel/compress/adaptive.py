@@ -37,8 +37,8 @@ from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
 from minidist.device.backend import Array, narrow, to_host, widen
 from minidist.errors import ConfigError
+from minidist.parallel.compress.pending_sum import WORKER, Then, widened
 from minidist.parallel.compress.sparse import TopK
-from minidist.parallel.compress.two_phase import WORKER, Then, widened
 from minidist.parallel.step.scheme import GradientRun
 
 PROBE = 1 << 17  # bytes

@@ -39,8 +39,9 @@ from minidist.comm.calls.async_call import Pending
 from minidist.device.backend import Array, array_module, narrow, widen
 from minidist.errors import ConfigError
 from minidist.optim import Adam, Optimizer
+from minidist.parallel.compress.pending_sum import Alone, Then
 from minidist.parallel.compress.sign import BLOCK, Sign
-from minidist.parallel.compress.two_phase import Alone, Then, TwoPhase
+from minidist.parallel.compress.two_phase import TwoPhase
 from minidist.parallel.step.scheme import GradientRun
 
 

@@ -12,7 +12,7 @@ from minidist.comm.group import Group
 from minidist.comm.limits import STRETCH_BYTES
 from minidist.device.backend import Array
 from minidist.optim import SGD
-from minidist.parallel.compress.two_phase import Phased
+from minidist.parallel.compress.pending_sum import Phased
 from minidist.parallel.step.scheme import GradientRun
 
 

@@ -50,7 +50,8 @@ from minidist.device.backend import (
     widen,
 )
 from minidist.errors import ConfigError
-from minidist.parallel.compress.two_phase import WORKER, Chained, Phased, widened, zeros_for
+from minidist.parallel.compress.pending_sum import WORKER, Phased, widened, zeros_for
+from minidist.parallel.compress.two_phase import Chained
 from minidist.parallel.step.scheme import GradientRun
 
 

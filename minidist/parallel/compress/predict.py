@@ -36,9 +36,10 @@ import numpy as np
 from minidist.comm.chunks import bounds
 from minidist.device.backend import Array, array_module, to_host
 from minidist.errors import ConfigError
+from minidist.parallel.compress.pending_sum import WORKER, zeros_for
 from minidist.parallel.compress.quantise import BITS, KERNEL_BLOCK, Quantiser
 from minidist.parallel.compress.sign import Sign
-from minidist.parallel.compress.two_phase import WORKER, Codec, RandomStream, TwoPhase, zeros_for
+from minidist.parallel.compress.two_phase import Codec, RandomStream, TwoPhase
 from minidist.parallel.step.scheme import GradientRun
 
 CODECS = ("8bit", "4bit", "sign")

@@ -44,7 +44,7 @@ from minidist.comm.chunks import bounds
 from minidist.device.backend import Array, array_module, beside, narrow, to_host, widen
 from minidist.errors import CommError, ConfigError
 from minidist.parallel.compress import selection
-from minidist.parallel.compress.two_phase import WORKER, Alone, Then, widened, zeros_for
+from minidist.parallel.compress.pending_sum import WORKER, Alone, Then, widened, zeros_for
 from minidist.parallel.step.scheme import GradientRun, Scheme
 
 FIRST_DENSITY = 0.25  # where a warm-up begins

@@ -24,22 +24,25 @@ Source:  Tang et al. 2021, "1-bit Adam", figure 3.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.chunks import bounds, split
 from minidist.comm.group import Group
-from minidist.device import account
 from minidist.device.backend import Array, array_module, narrow, widen
+from minidist.parallel.compress.pending_sum import (
+    SERVER,
+    WORKER,
+    Alone,
+    Phased,
+    widened,
+    zeros_for,
+)
 from minidist.parallel.step.scheme import GradientRun, Scheme
-
-# which error
-WORKER = "worker"
-SERVER = "server"
 
 
 class RandomStream(NamedTuple):
@@ -71,14 +74,6 @@ class Codec(ABC):
     def length(self, stream: Array, count: int, kind: np.dtype) -> int:
         """How many bytes at the front of a stream are those of `count` numbers."""
         return self.nbytes(count, kind)
-
-
-class Phased(Pending):
-    """A sum on its way in two phases."""
-
-    @abstractmethod
-    def advance(self) -> None:
-        """Wait for phase 1, and begin phase 2; nothing, if that is done."""
 
 
 class Chained(Scheme):
@@ -250,50 +245,3 @@ class _Exchange(Phased):
         if self.out is None:
             return self._finished or (self._second is not None and self._second.done())
         return self._first is None or self._first.done()
-
-
-class Then(Pending):
-    """A call under way, and what follows it once: `finish(its result)` returns the result of
-    wait()."""
-
-    def __init__(self, call: Pending, finish: Callable[[Any], Array]) -> None:
-        self.call = call
-        self.finish = finish
-        self._result: Array | None = None
-
-    def wait(self) -> Array:
-        if self._result is None:
-            self._result = self.finish(self.call.wait())
-        return self._result
-
-    def done(self) -> bool:
-        return self.call.done()
-
-
-class Alone(Pending):
-    """One rank has the sum already."""
-
-    def __init__(self, bucket: Array, out: Array | None) -> None:
-        self.bucket = bucket
-        self.out = out
-
-    def wait(self) -> Array:
-        if self.out is None:
-            return self.bucket
-        self.out[...] = self.bucket
-        return self.out
-
-    def done(self) -> bool:
-        return True
-
-
-def widened(kind: np.dtype) -> np.dtype:
-    """The dtype in which a bucket of dtype `kind` is added up."""
-    found: np.dtype = widen(np.empty(0, kind)).dtype
-    return found
-
-
-def zeros_for(run: GradientRun, size: int) -> Array:
-    """New numbers of a scheme's state, in the dtype in which the bucket is added up."""
-    xp = array_module(run.spans[0][0].data)
-    return account.current().hold(xp.zeros(size, widened(run.dtype)), "residuals")
