@@ -18,7 +18,7 @@ SERVER = "server"
 
 
 class Alone(Pending):
-    """One rank has the sum already."""
+    """The sum of a group of one rank: it has it already."""
 
     def __init__(self, bucket: Array, out: Array | None) -> None:
         self.bucket = bucket
@@ -61,12 +61,12 @@ class Phased(Pending):
 
 
 def widened(kind: np.dtype) -> np.dtype:
-    """The dtype in which a bucket of dtype `kind` is added up."""
+    """Return the dtype in which a bucket of dtype `kind` is added up."""
     found: np.dtype = widen(np.empty(0, kind)).dtype
     return found
 
 
 def zeros_for(run: GradientRun, size: int) -> Array:
-    """New numbers of a scheme's state, in the dtype in which the bucket is added up."""
+    """Return new zeros of a scheme's state, in the dtype in which the bucket is added up."""
     xp = array_module(run.spans[0][0].data)
     return account.current().hold(xp.zeros(size, widened(run.dtype)), "residuals")
