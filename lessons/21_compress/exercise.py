@@ -1,4 +1,4 @@
-"""Exercise 21: the largest numbers alone, with error feedback; DiLoCo; and where pairs are more
+"""Exercise 21: only the largest numbers, with error feedback; DiLoCo; and where pairs are more
 than all numbers.
 
 Copy this file (`minidist lesson 21 --copy DIR`), replace each `hole(...)` by your own code, and
@@ -18,8 +18,8 @@ from minidist.parallel.step.step import part_of
 
 
 def plain_compressed_ddp(model, optimizer, group, batches, density):
-    """DDP that sends the largest gradients alone (top-k), and keeps the others for the next step
-    (error feedback)."""
+    """Train by DDP that sends only the largest gradients (top-k), and keeps the others for the next
+    step (error feedback)."""
     residuals = [np.zeros(p.size, p.dtype) for p in model.parameters()]
     for inputs, targets in batches:
         part = part_of((inputs, targets), size=group.size, rank=group.rank)
@@ -54,8 +54,8 @@ def plain_compressed_ddp(model, optimizer, group, batches, density):
 
 
 def plain_diloco(model, inner, group, batches, every, *, lr=0.7, momentum=0.9):
-    """DiLoCo: `every` steps alone, then one step of Nesterov's momentum on what the ranks have in
-    common."""
+    """Train by DiLoCo: `every` steps without a message, then one step of Nesterov's momentum on the
+    common weights."""
     common = [
         hole(6, "the weights that all ranks start from, to be kept (section 5)", p)
         for p in model.parameters()

@@ -37,8 +37,8 @@ from minidist.comm.calls.async_call import Pending
 from minidist.comm.group import Group
 from minidist.device.backend import Array, narrow, to_host, widen
 from minidist.errors import ConfigError
+from minidist.parallel.compress.pending_sum import WORKER, Then, widened
 from minidist.parallel.compress.sparse import TopK
-from minidist.parallel.compress.two_phase import WORKER, Then, widened
 from minidist.parallel.step.scheme import GradientRun
 
 PROBE = 1 << 17  # bytes
@@ -46,8 +46,8 @@ SAMPLE = 1 << 12  # numbers of a bucket whose spread is looked at
 
 
 def spread_of(values: np.ndarray, keep: float) -> float:
-    """The smallest part of the numbers that holds `keep` of their squared length; 1 of none, zeros
-    or an overflow."""
+    """Return the smallest part of the numbers that holds `keep` of their squared length; 1 for
+    none, zeros or an overflow."""
     with np.errstate(over="ignore", invalid="ignore"):
         squares = np.sort(np.square(values, dtype=np.float64))[::-1].cumsum()
     if not len(squares) or not 0 < squares[-1] < np.inf:
@@ -65,16 +65,18 @@ def agreed_density(
     spread: float,
     least: float,
 ) -> float:
-    """The density of a group's buckets; 1: they travel whole.
+    """Return the density of a group's buckets; 1: they travel whole.
 
     Args:    size: their numbers, of `itemsize` bytes; bandwidth: bytes a second that a rank sends;
              seconds: that sums may take; spread, least: as above.
     """
-    room = seconds * bandwidth
+    movable = seconds * bandwidth
     whole = 2 * (ranks - 1) / ranks * itemsize * size
-    density = max(least, min(room / ((ranks - 1) * (4 + itemsize) * max(size, 1)), spread))
+    density = max(least, min(movable / ((ranks - 1) * (4 + itemsize) * max(size, 1)), spread))
     return (
-        1.0 if room >= whole or density * (ranks - 1) * (4 + itemsize) * size >= whole else density
+        1.0
+        if movable >= whole or density * (ranks - 1) * (4 + itemsize) * size >= whole
+        else density
     )
 
 
@@ -119,7 +121,7 @@ class Adaptive(TopK):
         self._began = self.clock()
 
     def density_of(self, run: GradientRun) -> float:
-        """The present density of a bucket; 1: it travels whole."""
+        """Return the present density of a bucket; 1: it travels whole."""
         return float(self.counters[f"density.{self._groups.index(run.group)}"])
 
     def choose(self, index: int, values: Array) -> Array:
@@ -148,7 +150,7 @@ class Adaptive(TopK):
         return -1 if run.group.size > 1 else 0
 
     def _look(self, index: int, bucket: Array) -> None:
-        """What the next agreement needs of this bucket."""
+        """Note the time and spread of this bucket, for the next agreement."""
         self._computed = self.clock() - self._began
         if (self.counters["steps"] + 1) % self.period == 2 and self.runs[index].group.size > 1:
             step = max(1, len(bucket) // SAMPLE)
@@ -156,7 +158,7 @@ class Adaptive(TopK):
             self._spreads[index] = spread_of(to_host(waiting), self.keep)
 
     def _all_of(self, index: int, bucket: Array) -> Array:
-        """This gradient and what was not sent before; nothing stays."""
+        """Return the sum of this gradient and the worker error, and set the error to 0."""
         error = self.errors[WORKER, index]
         with np.errstate(over="ignore", invalid="ignore"):
             total = error + widen(bucket)
@@ -164,7 +166,7 @@ class Adaptive(TopK):
         return total
 
     def _agree(self, group: Group) -> float:
-        """The density of a group's buckets, the same on all its ranks."""
+        """Return the density of a group's buckets, the same on all its ranks."""
         mine = [
             (run.size, spread)
             for run, spread in zip(self.runs, self._spreads, strict=True)
@@ -205,5 +207,5 @@ def make(
     period: int = 25,
     start: float = 0.01,
 ) -> Adaptive:
-    """The scheme."""
+    """Return the scheme."""
     return Adaptive(hide=hide, keep=keep, least=least, period=period, start=start)

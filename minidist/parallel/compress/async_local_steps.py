@@ -1,8 +1,8 @@
 """Chapter 21 · Local steps without meetings: each worker meets the servers by itself.
 
 The idea. Where ranks meet, the fastest waits for the slowest. So let a worker that has made its H
-steps send its outer gradient to the parameter servers (chapter 06) at once, and go on from the
-weights that they answer with. A server takes an outer step with each outer gradient as it comes.
+steps send its outer gradient to the parameter servers (chapter 06) at once, and continue from the
+weights that they answer with. A server takes an outer step as soon as an outer gradient arrives.
 How far a worker may be ahead of the slowest, in rounds of H steps, is bounded
 (data/bounded_staleness.py).
 
@@ -16,8 +16,8 @@ same updates in one process.
 
 What each rank holds, Ψ parameters of w bytes with Adam inside, S servers: a worker 2wΨ (its own
 weights, and those that it pulled last), gradients wΨ, which the outer gradient takes the place of,
-and Adam's 2wΨ; a server about wΨ/S each of weights, outer momentum, and room for each worker's
-outer gradient.
+and Adam's 2wΨ; a server about wΨ/S each of weights, outer momentum, and an array for each
+worker's outer gradient.
 
 Cost, H steps: as a step of the asynchronous server in chapter 06: a worker sends wΨ bytes and
 receives as many.
@@ -49,14 +49,14 @@ from minidist.parallel.step.step import Batch, Loss, part_of
 
 
 class AsyncLocalSteps(AsyncParameterServer):
-    """A worker that trains alone for some steps between two pushes, or a server of outer steps.
+    """A worker that trains without messages between two pushes, or a server of outer steps.
 
     Args:    every: H, the steps of a round; outer: the servers' optimizer; staleness: how many
              rounds a worker may be ahead of the slowest (None: any number). The others: as
              AsyncParameterServer.
-    Attributes: as AsyncParameterServer's; parameters: on a worker its weights, for its own optimizer; on
-    a server nothing
-             that an optimizer could change, as the outer one is its own.
+    Attributes: as AsyncParameterServer's; parameters: on a worker its weights, for its own
+                optimizer; on a server nothing that an optimizer could change, as the outer one is
+                its own.
     """
 
     workers_update = True
@@ -107,7 +107,8 @@ class AsyncLocalSteps(AsyncParameterServer):
         clip: float | None = None,
         accumulate: int = 1,
     ) -> LateLoss:
-        """A worker's step on its rows of the *global* batch; the last of a round pushes and pulls.
+        """Make a worker's step on its rows of the *global* batch; the last step of a round pushes
+        and pulls.
 
         Args:    as Strategy.step; clip: of the worker's own gradient.
         Returns: the mean loss of the worker's own rows; a server's first call serves until all
@@ -124,7 +125,8 @@ class AsyncLocalSteps(AsyncParameterServer):
         if self.made % self.every == 0:
             own = [vector for shard in self.shards for vector in shard.weights]
             gradients = [vector for shard in self.shards for vector in shard.gradients]
-            _outer_gradients(gradients, self.pulled, own, part.targets.size / targets_in(batch))
+            row_fraction = part.targets.size / targets_in(batch)
+            _outer_gradients(gradients, self.pulled, own, row_fraction)
             self._ask(Push(self.pushes, tuple(self.versions), None, 1.0, digests_of(batch)))
             self.pushes += 1
             _write(self.pulled, [vector for shard in self.shards for vector in shard.weights])
@@ -132,13 +134,13 @@ class AsyncLocalSteps(AsyncParameterServer):
 
 
 def _outer_gradients(
-    out: Sequence[Array], pulled: Sequence[Array], own: Sequence[Array], share: float
+    out: Sequence[Array], pulled: Sequence[Array], own: Sequence[Array], row_fraction: float
 ) -> None:
-    """out = share · (pulled - own): the way of a round."""
+    """Set out = row_fraction · (pulled - own), the outer gradient of a round."""
     for gradient, before, now in zip(out, pulled, own, strict=True):
         gradient[...] = before
         gradient -= now
-        gradient *= share
+        gradient *= row_fraction
 
 
 def replay_rounds(

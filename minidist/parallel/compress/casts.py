@@ -40,5 +40,5 @@ class Cast(Codec):
 
 
 def make(name: str, *, feedback: bool = False) -> TwoPhase:
-    """The scheme; feedback: what rounding loses is kept, and added to the next step's gradients."""
+    """Return the scheme; feedback: keep what rounding loses, for the next step's gradients."""
     return TwoPhase(name, Cast(name), feedback=feedback)

@@ -1,7 +1,7 @@
 """Chapter 21 · Gradient compression: send fewer bytes, and keep what was not sent.
 
 The idea. Data parallelism sends every gradient in full, in every step. But training bears noise: a
-gradient in 16, 8 or 4 bits, the largest hundredth of it, or its signs alone often train as well.
+gradient in 16, 8 or 4 bits, the largest hundredth of it, or only its signs often train as well.
 What a scheme leaves out must not be lost: each rank keeps it as a *residual*, and adds it to the
 next step's gradient (error feedback). So what is applied in the long run is the whole gradient,
 later:
@@ -61,8 +61,8 @@ from minidist.parallel.step.step import Batch, part_of
 def plain_compressed_ddp(
     model: GPT, optimizer: Optimizer, group: Group, batches: Iterable[Batch], density: float
 ) -> None:
-    """DDP that sends the largest gradients alone (top-k), and keeps the others for the next step
-    (error feedback)."""
+    """Train by DDP that sends only the largest gradients (top-k), and keeps the others for the next
+    step (error feedback)."""
     residuals = [np.zeros(p.size, p.dtype) for p in model.parameters()]
     for inputs, targets in batches:
         part = part_of((inputs, targets), size=group.size, rank=group.rank)
@@ -72,7 +72,7 @@ def plain_compressed_ddp(
             residual += gradient.reshape(-1)  # 1 this gradient, and what was not sent before
             k = max(1, round(density * p.size))
             chosen = np.sort(np.argpartition(np.abs(residual), -k)[-k:])  # 2 where it is largest
-            places = group.all_gather(chosen, algorithm="ring")  # 3 send these alone
+            places = group.all_gather(chosen, algorithm="ring")  # 3 send only these
             values = group.all_gather(residual[chosen], algorithm="ring")
             residual[chosen] = 0  # 4 the others stay here
             gradient[...] = 0
@@ -82,9 +82,10 @@ def plain_compressed_ddp(
         optimizer.zero_grad()
 
 
-# A `Scheme` (step/scheme.py) does this for a bucket at a time and while backward goes on; most
-# share one exchange, which sends each number twice instead of P - 1 times (two_phase.py). What a
-# scheme sends and keeps: its module.
+# A `Scheme` (step/scheme.py) does this per bucket while backward continues. top-k and threshold
+# (sparse.py) keep the all-gather above, with values and uint32 positions in one message. Casts,
+# quantised numbers and signs use two_phase.py, which sends each number twice instead of P - 1
+# times. Each scheme's module says what it sends and keeps.
 
 SCHEMES: dict[str, Callable[..., Scheme]] = {
     "none": lambda name: Scheme(),

@@ -1,11 +1,11 @@
-"""Chapter 21 · Local steps: each rank trains alone for H steps, then all meet once (local SGD,
-DiLoCo).
+"""Chapter 21 · Local steps: each rank trains without messages for H steps, then all meet once
+(local SGD, DiLoCo).
 
-The idea. DDP sends every gradient in every step. But a rank can go on for a while with its own rows
-alone: its weights drift away from the others', slowly. So the ranks meet every H steps. How far a
-rank has come since the last meeting, the weights of then minus its weights now, is its *outer
-gradient*. The mean of these is one step of an outer optimizer on the common weights, from which all
-ranks go on. The inner optimizer (AdamW, say) is each rank's own and never travels.
+The idea. DDP sends every gradient in every step. But a rank can train for a while on only its own
+rows: its weights drift away from the others', slowly. So the ranks meet every H steps. A rank's
+*outer gradient* is the common weights of the last meeting minus its weights now. The mean of the
+outer gradients is one step of an outer optimizer on the common weights, from which all ranks
+continue. The inner optimizer (AdamW, say) is each rank's own and never travels.
 
     rank 0    | step | step | step |  w - w0 --+                       +-- w --> | step | step | …
     rank 1    | step | step | step |  w - w1 --+-- mean -- outer step --+-- w --> | step | step | …
@@ -31,8 +31,8 @@ is read.
 
 The weights of a run (state_dict, evaluation, checks, export) are the common ones: steps after the
 last meeting are not in them. A rank's own weights and inner state belong to that rank, and a
-checkpoint has them all. If another number of ranks goes on from it, rank r takes those of rank r
-mod P.
+checkpoint has them all. If another number of ranks continues from it, rank r takes those of rank
+r mod P.
 
 notes:   N2 §11.2, §11.4, N3 §3.2
 Source:  Stich 2019, "Local SGD Converges Fast and Communicates Little"; Douillard et al. 2023,
@@ -89,13 +89,13 @@ def plain_diloco(
     lr: float = 0.7,
     momentum: float = 0.9,
 ) -> None:
-    """DiLoCo: `every` steps alone, then one step of Nesterov's momentum on what the ranks have in
-    common."""
+    """Train by DiLoCo: `every` steps without a message, then one step of Nesterov's momentum on the
+    common weights."""
     common = [p.data.copy() for p in model.parameters()]
     speeds = [np.zeros_like(weights) for weights in common]
     for step, (inputs, targets) in enumerate(batches, start=1):
         part = part_of((inputs, targets), size=group.size, rank=group.rank)
-        # of my rows alone
+        # of only my rows
         model.loss(part.inputs, part.targets, divisor=part.targets.size).backward()
         inner.step()  # no message
         inner.zero_grad()
@@ -108,7 +108,7 @@ def plain_diloco(
             speed *= momentum
             speed += gradient
             weights -= lr * (gradient + momentum * speed)  # Nesterov: look ahead
-            p.data[...] = weights  # all go on from here
+            p.data[...] = weights  # all continue from here
 
 
 # `LocalSteps` below keeps all weights in one vector, so that a meeting is one all-reduce instead of
@@ -144,7 +144,8 @@ class LocalSteps(Strategy):
              group: the ranks that share the batch; each needs a row of it in every step.
              every: H, the steps from meeting to meeting; outer: the outer optimizer.
              scheme: how outer gradients travel (default: as they are, by a ring).
-             loss: of a part of the batch (default: `model.loss`); recorder: is told what runs when.
+             loss: of a part of the batch (default: `model.loss`); recorder: records what runs when.
+             fragments: for StreamingLocalSteps; here 1.
     Attributes: parameters: what the inner optimizer is made of: this rank's weights; steps: made so
     far.
                 own, common: this rank's weights and those of all; fragments: their parts; outer:
@@ -154,9 +155,6 @@ class LocalSteps(Strategy):
     """
 
     scheme: Scheme
-    # of streaming.py
-    delay = 0
-    mix = 0.0
 
     def __init__(
         self,
@@ -213,67 +211,72 @@ class LocalSteps(Strategy):
         clip: float | None = None,
         accumulate: int = 1,
     ) -> LateLoss:
-        """One step on the *global* batch: of each rank's weights, on its rows; the loss is still on
-        its way, and this rank goes on.
+        """Make one step on the *global* batch, each rank on its rows and of its weights; return the
+        loss, still on its way.
 
         Args:    as Strategy.step; clip: bound of the norm of this rank's own gradient.
         Returns: the mean over all rows, each by the weights of the rank that has it.
+        Cost:    each step one small all-gather of the loss (`scalars`); each `every`-th step also
+                 one sum of each stretch (streaming: of the stretches of the fragment whose turn it
+                 is).
         """
         part = part_of(batch, size=self.group.size, rank=self.group.rank)
         rows = rows_of_all(batch, self.group.size)
         if 0 in rows:
             raise without_rows(f"rank {self.group.world_ranks[rows.index(0)]}")
         mean = inner_step(self, part, optimizer, lr=lr, clip=clip, accumulate=accumulate)
-        share = part.targets.size / targets_in(batch)
+        row_fraction = part.targets.size / targets_in(batch)
         self.steps += 1
         with self.group.ledger.control():
-            record = share_record(mean * share, batch)
+            record = share_record(mean * row_fraction, batch)
             pending = self.scalars.start_all_gather(record, algorithm="ring")
-        self._meet(share)
+        self._meet(row_fraction)
         return GatheredLoss(pending, self.scalars)
 
-    def _meet(self, share: float) -> None:
-        """After a step: if the ranks meet now, send, take the outer step, and go on from the common
-        weights."""
+    def _meet(self, row_fraction: float) -> None:
+        """After a step: if the ranks meet now, send, take the outer step, and continue from the
+        common weights."""
         if self.steps % self.every == 0:
-            self._send(self.fragments[0], share)
+            self._send(self.fragments[0], row_fraction)
             self._merge(self.fragments[0])
 
-    def _send(self, fragment: Fragment, share: float) -> None:
-        """The outer gradient sets out. Cost: one all-reduce of each stretch of the fragment, as the
-        scheme does it."""
+    def _send(self, fragment: Fragment, row_fraction: float) -> None:
+        """Start to sum the outer gradient of a fragment. Cost: one all-reduce of each stretch, as
+        the scheme does it."""
         self.recorder.announce(self.group.axis, f"outer gradient of {fragment.name}")
+        # streaming: phase 2 of a fragment under way belongs to the step of the scheme that sent
+        # phase 1
         for other in self.fragments:
             if other.pending is not None:
-                other.pending.advance()  # its second phase belongs to its own step of the scheme
+                other.pending.advance()
         self.scheme.begin_step()
-        room = account.current().hold(
+        in_flight = account.current().hold(
             array_module(fragment.own).empty_like(fragment.own), "communication"
         )
         sums = []
         for where, _, number in fragment.stretches:
-            part = room[where]
+            part = in_flight[where]
             array_module(part).subtract(fragment.data[where], fragment.own[where], out=part)
-            part *= share
+            part *= row_fraction
             sums.append(self.scheme.start_all_reduce(number, part))
         fragment.pending = AllSums(sums)
-        fragment.room = room
+        fragment.in_flight = in_flight
 
     def _take_outer_step(self, fragment: Fragment) -> None:
-        """Wait for the sum of the outer gradients; the outer step on the common weights of the
-        fragment."""
+        """Wait for the sum of a fragment's outer gradients, then take the outer step on its common
+        weights."""
         if fragment.pending is not None:
             with self.recorder.span("wait for outer gradients"):
                 fragment.pending.wait()
-            fragment.grad = fragment.room
+            fragment.grad = fragment.in_flight
             fragment.pending = None
-            fragment.room = None
+            fragment.in_flight = None
             with self.recorder.span("outer step"):
-                self.outer.step()  # of the one fragment that has a gradient
+                self.outer.step()  # SGD skips fragments whose grad is None
             fragment.grad = None
 
     def _merge(self, fragment: Fragment, mix: float = 0.0) -> None:
-        """own = mix · own + (1 - mix) · common."""
+        """Wait for the fragment's outer step, then set own = mix · own + (1 - mix) · common."""
         self._take_outer_step(fragment)
         if mix:
             fragment.own *= mix
@@ -296,7 +299,7 @@ class LocalSteps(Strategy):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model reads the common weights."""
+        """Let the model read the common weights."""
         self.settle()
         self._point(self.common)
         try:
@@ -309,17 +312,18 @@ class LocalSteps(Strategy):
             parameter.place(view)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of the common weights, whole, on the host, by dotted path. Every rank calls it."""
+        """Return copies of the common weights, whole, on the host, by dotted path. Every rank calls
+        it."""
         with self.evaluating():
             return self.model.state_dict()
 
     def check_replicas(self, group: Group, *, when: str = "after the last step") -> None:
-        """As Strategy's, of the common weights."""
+        """Check, like Strategy, that the common weights are equal on all ranks."""
         with self.evaluating():
             super().check_replicas(group, when=when)
 
     def traffic(self, passes: int) -> list[Collective]:
-        """The collectives of `every` steps, whatever the number of passes."""
+        """Return the collectives of `every` steps, whatever the number of passes."""
         return [
             Collective(
                 "all_reduce", fragment.data.nbytes, self.group, sent=self._sent_bytes(fragment)
@@ -328,28 +332,30 @@ class LocalSteps(Strategy):
         ]
 
     def _sent_bytes(self, fragment: Fragment) -> int | None:
-        """As Scheme.sent_bytes, of all its stretches."""
+        """Return the bytes of all stretches of a fragment, with None and -1 as in
+        Scheme.sent_bytes."""
         sent = [self.scheme.sent_bytes(stretch.run) for stretch in fragment.stretches]
         known = [each for each in sent if each is not None]
         return None if len(known) < len(sent) else -1 if min(known) < 0 else sum(known)
 
     def sends(self, first: int, last: int) -> list[int]:
-        """How often each fragment has set out in the steps after step `first` up to step `last`."""
+        """Return how often each fragment was sent in the steps after step `first` up to step
+        `last`."""
         return [last // self.every - first // self.every]
 
     # ----------------------------------------------------------------------- state, for checkpoints
 
     def begin_at(self, steps: int) -> None:
-        """The weights and the state are those after so many steps, as a checkpoint has them."""
+        """Continue after step `steps`, with the weights and state that a checkpoint has of it."""
         self.steps = steps
 
     @property
     def rank(self) -> int:
-        """Whose weights and inner state these are (Strategy.diverged)."""
+        """The rank that these weights and inner state belong to (Strategy.diverged)."""
         return self.group.rank
 
     def common_state(self) -> Iterator[tuple[str, str, Array]]:
-        """(kind, name, array) of the state that all ranks have in common: weights, and outer
+        """Yield (kind, name, array) of the state that all ranks have in common: weights, and outer
         momentum by fragment."""
         self.settle()
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -361,7 +367,7 @@ class LocalSteps(Strategy):
 
 
 def without_rows(who: str) -> ConfigError:
-    """The error of a step in which a rank would have nothing to train on."""
+    """Return the error of a step in which a rank would have nothing to train on."""
     return ConfigError(
         f"local steps: {who} has no row of the batch; each rank trains on its own "
         f"rows, so give every rank at least one"
@@ -377,7 +383,7 @@ def inner_step(
     clip: float | None,
     accumulate: int,
 ) -> float:
-    """A step of a rank's own optimizer on its own rows; returns their mean loss.
+    """Make a step of a rank's own optimizer on its own rows; return their mean loss.
 
     Args:    strategy: its model, weights, loss, precision and recorder. The others: as
              Strategy.step.

@@ -10,10 +10,9 @@ little after the first part of training. So 1-bit Adam has two stages:
               + eps)
 
 A momentum is an average over ten steps, so its signs are steadier than those of a gradient. The
-optimizer keeps the
-momentum: the scheme returns the gradient that makes Adam's own formula give it, (sum - b1 m) / (1 -
-b1). A weight without variance (a row of a table that no warm-up step used) stays still, because its
-steps would have no bound.
+optimizer keeps the momentum: the scheme returns the gradient that makes Adam's own formula give it,
+(sum - b1 m) / (1 - b1). A weight without variance (a row of a table that no warm-up step used)
+stays still, because its steps would have no bound.
 
     warmup=100   updates; the paper takes a sixth to a fifth of all
     block=4096   numbers that share a scale; 0: the whole chunk, as in the paper
@@ -39,8 +38,9 @@ from minidist.comm.calls.async_call import Pending
 from minidist.device.backend import Array, array_module, narrow, widen
 from minidist.errors import ConfigError
 from minidist.optim import Adam, Optimizer
+from minidist.parallel.compress.pending_sum import Alone, Then
 from minidist.parallel.compress.sign import BLOCK, Sign
-from minidist.parallel.compress.two_phase import Alone, Then, TwoPhase
+from minidist.parallel.compress.two_phase import TwoPhase
 from minidist.parallel.step.scheme import GradientRun
 
 
@@ -60,7 +60,7 @@ class OneBitAdam(TwoPhase):
 
     @property
     def _b1(self) -> float:
-        """Adam's, as it is in this step."""
+        """Adam's first beta, as it is in this step."""
         return 0.0 if self._optimizer is None else self._optimizer.betas[0]
 
     def attach(self, runs: Sequence[GradientRun]) -> None:
@@ -102,12 +102,12 @@ class OneBitAdam(TwoPhase):
         )
 
     def sent_bytes(self, run: GradientRun) -> int | None:
-        """Not one number for all steps of a run: the warm-up sends more."""
+        """Return -1 for several ranks: the warm-up sends more than the later steps of a run."""
         return -1 if run.group.size > 1 else 0
 
     def _gradient(self, bucket: Array, slots: list[Any], old: Array, momentum: Array) -> Array:
-        """The gradient from which Adam makes this momentum, into the bucket; `old`: b1 times the
-        momentum before."""
+        """Write the gradient from which Adam makes this momentum into the bucket; `old`: b1 times
+        the momentum before."""
         with np.errstate(over="ignore", invalid="ignore"):
             momentum -= old
             momentum /= 1 - self._b1
@@ -116,11 +116,11 @@ class OneBitAdam(TwoPhase):
         return bucket
 
     def _state(self, slots: list[Any], name: str) -> Array:
-        """One of Adam's arrays for a whole bucket, a copy."""
+        """Return a copy of one of Adam's arrays for a whole bucket."""
         arrays = [slot.state[name].reshape(-1) for slot in slots]
         return array_module(arrays[0]).concatenate(arrays)
 
 
 def make(name: str, *, warmup: int = 100, block: int = BLOCK) -> OneBitAdam:
-    """The scheme."""
+    """Return the scheme."""
     return OneBitAdam(warmup, block)

@@ -1,5 +1,4 @@
-"""What local steps meet with: the outer optimizer, and the parts of the weights that travel by
-themselves."""
+"""Local steps' outer optimizer, and the parts of the weights that travel by themselves."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -12,7 +11,7 @@ from minidist.comm.group import Group
 from minidist.comm.limits import STRETCH_BYTES
 from minidist.device.backend import Array
 from minidist.optim import SGD
-from minidist.parallel.compress.two_phase import Phased
+from minidist.parallel.compress.pending_sum import Phased
 from minidist.parallel.step.scheme import GradientRun
 
 
@@ -24,7 +23,7 @@ class Outer(NamedTuple):
     nesterov: bool = False
 
     def make(self, tensors: Sequence[Any]) -> SGD:
-        """The optimizer of these tensors."""
+        """Return the optimizer of these tensors."""
         return SGD(tensors, self.lr, momentum=self.momentum, nesterov=self.nesterov)
 
 
@@ -36,8 +35,8 @@ OF_OUTER = "outer "  # before the kind of a state array of the outer optimizer, 
 
 
 class FragmentStretch(NamedTuple):
-    """What of a fragment travels by itself: where it lies there, what a scheme knows of it, and
-    under which number."""
+    """A part of a fragment that travels by itself: its place there, the bucket that a scheme sees,
+    and the number of this bucket."""
 
     where: slice
     run: GradientRun
@@ -69,8 +68,8 @@ class Fragment:
 
     Attributes: name; data: the common weights; grad: their outer gradient, while the outer step
     reads it.
-                own: this rank's weights; pending, room: the outer gradient on its way, and where it
-                lies.
+                own: this rank's weights; pending: the sum of outer gradients under way; in_flight:
+                the array that it is summed in.
                 stretches: at most 4 MiB each: one is encoded while the one before is on the link.
     """
 
@@ -79,18 +78,18 @@ class Fragment:
     ) -> None:
         self.name = f"fragment {number}"
         self.own = own
-        self.data = common
+        self.data = common  # common weights, so named for SGD
         self.stretches = stretches
         self.grad: Array | None = None
         self.pending: AllSums | None = None
-        self.room: Array | None = None
+        self.in_flight: Array | None = None
 
 
 def cut_fragments(
     count: int, own: Array, common: Array, weights: Sequence[Parameter], group: Group
 ) -> list[Fragment]:
-    """The vectors of all weights, a rank's own and the common ones, in `count` slices, equal to one
-    element."""
+    """Cut the vectors of all weights, a rank's own and the common ones, into `count` slices, equal
+    to one element."""
     fragments = list[Fragment]()
     first = 0
     for number, (start, stop) in enumerate(pairwise(bounds(len(own), count))):
@@ -109,7 +108,7 @@ def cut_fragments(
 def _spans(
     weights: Sequence[Parameter], start: int, stop: int
 ) -> Iterator[tuple[Parameter, range]]:
-    """The parameters that lie in [start, stop) of the vector of all, each with its elements
+    """Yield the parameters that lie in [start, stop) of the vector of all, each with its elements
     there."""
     first = 0
     for parameter in weights:

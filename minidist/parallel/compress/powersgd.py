@@ -50,7 +50,8 @@ from minidist.device.backend import (
     widen,
 )
 from minidist.errors import ConfigError
-from minidist.parallel.compress.two_phase import WORKER, Chained, Phased, widened, zeros_for
+from minidist.parallel.compress.pending_sum import WORKER, Phased, widened, zeros_for
+from minidist.parallel.compress.two_phase import Chained
 from minidist.parallel.step.scheme import GradientRun
 
 
@@ -63,14 +64,14 @@ class Matrix(NamedTuple):
     rank: int
 
     def of(self, bucket: Array) -> Array:
-        """Its numbers, a view (rows, columns)."""
+        """Return its numbers, a view (rows, columns)."""
         return bucket[self.start : self.start + self.rows * self.columns].reshape(
             self.rows, self.columns
         )
 
 
 def orthonormal(p: Array) -> Array:
-    """The columns of p (a, r) made orthonormal, in place, one after the other; what is left of a
+    """Make the columns of p (a, r) orthonormal, in place, one after the other; what is left of a
     dependent one is 0."""
     xp = array_module(p)
     tiny = np.finfo(p.dtype).eps * 8
@@ -118,7 +119,7 @@ class PowerSGD(Chained):
                 self.private[f"q.{index}.{number}"] = account.current().hold(q, "residuals")
 
     def matrices_of(self, run: GradientRun) -> list[Matrix]:
-        """The matrices of a bucket that a product of rank `rank` makes smaller."""
+        """Return the matrices of a bucket that a product of rank `rank` makes smaller."""
         found = []
         start = 0
         for parameter, part in run.spans:
@@ -172,7 +173,7 @@ class _Products(Phased):
         self._finished = False
 
     def _others(self, vector: Array) -> list[Array]:
-        """Views of what lies between the matrices."""
+        """Return views of the numbers between the matrices."""
         edges = [
             0,
             *(edge for m in self.matrices for edge in (m.start, m.start + m.rows * m.columns)),
@@ -206,8 +207,8 @@ class _Products(Phased):
             self._second = self._sum(self.second_sum)
 
     def _keep(self, own: list[Array]) -> None:
-        """What the projection leaves of this rank's part is its error; of an overflow nothing is
-        kept."""
+        """Keep what the projection leaves of this rank's part as its error, and nothing of an
+        overflow."""
         for m, p, q in zip(self.matrices, self.ps, own, strict=True):
             matrix = m.of(self.mine)
             matrix -= p @ q.T
@@ -237,8 +238,8 @@ class _Products(Phased):
         return result
 
     def _multiply(self, whole: Array) -> None:
-        """P Qᵀ in the place of each matrix; Q is kept for the next step, but for columns without
-        direction."""
+        """Write P Qᵀ in the place of each matrix, and keep Q for the next step, but for columns
+        without direction."""
         xp = array_module(whole)
         at = 0
         with np.errstate(over="ignore", invalid="ignore"):
@@ -256,5 +257,5 @@ class _Products(Phased):
 
 
 def make(name: str, *, rank: int = 4, feedback: bool = True, seed: int = 0) -> PowerSGD:
-    """The scheme."""
+    """Return the scheme."""
     return PowerSGD(rank, feedback=feedback, seed=seed)

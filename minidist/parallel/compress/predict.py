@@ -1,6 +1,6 @@
 """predict: each rank sends what its gradient differs from a prediction, or nothing.
 
-Sender and receiver keep the same prediction of what comes next: a moving average of what was sent
+Sender and receiver keep the same prediction of the next numbers: a moving average of what was sent
 before. Rank r's prediction is p_r; the owner of a chunk keeps s, the sum of all ranks' p_r of its
 chunk. So no prediction ever travels:
 
@@ -14,7 +14,7 @@ payload says "as predicted" in one byte. What C or silence loses is kept (error 
 
 It pays as far as a gradient resembles those before it. The gradients of small batches are mostly
 noise, which cannot be predicted: then differences are as long as gradients, and the bytes those of
-the codec alone.
+only the codec.
 
     codec=4bit       C: 8bit, 4bit (quantise.py) or sign
     rate=0.1         of the moving averages; 0 predicts zero
@@ -36,9 +36,10 @@ import numpy as np
 from minidist.comm.chunks import bounds
 from minidist.device.backend import Array, array_module, to_host
 from minidist.errors import ConfigError
+from minidist.parallel.compress.pending_sum import WORKER, zeros_for
 from minidist.parallel.compress.quantise import BITS, KERNEL_BLOCK, Quantiser
 from minidist.parallel.compress.sign import Sign
-from minidist.parallel.compress.two_phase import WORKER, Codec, RandomStream, TwoPhase, zeros_for
+from minidist.parallel.compress.two_phase import Codec, RandomStream, TwoPhase
 from minidist.parallel.step.scheme import GradientRun
 
 CODECS = ("8bit", "4bit", "sign")
@@ -135,7 +136,7 @@ class Predict(TwoPhase):
         return total
 
     def _learn(self, predicted: Array, sent: Array) -> None:
-        """predicted += rate × sent, but for an overflow. `sent` is scratch from here on."""
+        """Add rate × sent to the prediction, but for an overflow. `sent` is scratch afterwards."""
         overflow = ~array_module(sent).isfinite(sent)
         with np.errstate(invalid="ignore"):
             sent *= self.rate
@@ -144,7 +145,7 @@ class Predict(TwoPhase):
 
 
 def make(name: str, *, codec: str = "4bit", rate: float = 0.1, tolerance: float = 0.5) -> Predict:
-    """The scheme."""
+    """Return the scheme."""
     if codec not in CODECS:
         raise ConfigError(f"compress predict: codec={codec!r}; choose one of {', '.join(CODECS)}")
     inner = (

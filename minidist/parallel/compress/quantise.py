@@ -56,7 +56,7 @@ class Quantiser(Codec):
         self.stochastic = rounding == "stochastic"
 
     def encode(self, values: Array, draw: RandomStream) -> Array:
-        """Scales, then codes."""
+        """Return the scales, then the codes."""
         xp = array_module(values)
         size = 4 * self._blocks_of(len(values))
         if self._by_kernel and kernel("quantise", values) is not None:
@@ -118,8 +118,8 @@ class Quantiser(Codec):
         return self.book == "linear" and not self.stochastic and self.block == KERNEL_BLOCK
 
     def _stretches(self, values: Array) -> Iterator[tuple[int, int]]:
-        """Whole blocks that the processor's cache holds together, as (start, stop); on a GPU all at
-        once."""
+        """Yield whole blocks that the processor's cache holds together, as (start, stop); on a GPU
+        all at once."""
         length = (
             max(1, STRETCH // self.block) * self.block
             if isinstance(values, np.ndarray)
@@ -129,14 +129,14 @@ class Quantiser(Codec):
             yield start, min(start + length, len(values))
 
     def _scale(self, blocks: Array, into: Array) -> None:
-        """What a code's share of the book is multiplied by; of a block with infinity or NaN
-        that."""
+        """Write the scale of each block: a code's share of the book is multiplied by it. A block
+        with infinity or NaN has that as its scale."""
         with np.errstate(over="ignore", invalid="ignore"):
             into[...] = _largest(blocks)
             into /= np.float32(LARGEST[self.bits] if self.book == "linear" else 1)
 
     def _codes(self, blocks: Array, scales: Array, draw: RandomStream) -> Array:
-        """The code of each number, uint8."""
+        """Return the code of each number, uint8."""
         xp = array_module(blocks)
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             shares = blocks / xp.where(scales > 0, scales, 1)[:, None].astype(blocks.dtype)
@@ -148,7 +148,7 @@ class Quantiser(Codec):
         return (self._linear if self.book == "linear" else self._dynamic)(shares, drawn)
 
     def _linear(self, shares: Array, drawn: Array | None) -> Array:
-        """int8 codes as uint8."""
+        """Return int8 codes as uint8."""
         xp = array_module(shares)
         most = LARGEST[self.bits]
         if drawn is None:
@@ -160,8 +160,8 @@ class Quantiser(Codec):
         return shares.astype(np.int8).view(np.uint8)
 
     def _dynamic(self, shares: Array, drawn: Array | None) -> Array:
-        """Indices into the book. A share is rounded to float16 first, whose 65,536 numbers have a
-        table of indices."""
+        """Return indices into the book. A share is rounded to float16 first, whose 65,536 numbers
+        have a table of indices."""
         xp = array_module(shares)
         half = narrow(shares.astype(np.float32, copy=False), np.dtype(np.float16)).view(np.uint16)
         if drawn is None:
@@ -181,7 +181,7 @@ def make(
     feedback: str = "auto",
     seed: int = 0,
 ) -> TwoPhase:
-    """The scheme.
+    """Return the scheme.
 
     Args:    block: numbers of one scale; book: one of BOOKS; rounding: one of ROUNDINGS.
              feedback: keep what is lost; auto: with rounding to the nearest. seed: of stochastic
@@ -212,10 +212,10 @@ def make(
 
 @cache
 def book_of(bits: int) -> np.ndarray:
-    """The dynamic code book: 2^bits numbers from -1 to 1, rising, float32.
+    """Return the dynamic code book: 2^bits numbers from -1 to 1, rising, float32.
 
     Decade i of d = bits - 1 (from 10^-i down to a tenth of it) has 2^(d-1-i) numbers of each sign,
-    in the middles of equal parts. Beside them stand 0 and 1; the lowest is -1, so that every number
+    in the middles of equal parts. The book also has 0 and 1; the lowest is -1, so that every number
     lies between two of them.
     """
     decades = bits - 1
@@ -231,22 +231,22 @@ def book_of(bits: int) -> np.ndarray:
 
 @cache
 def _halves() -> np.ndarray:
-    """The value of each float16 in float32, from -1 to 1; beyond, and NaN as 0."""
+    """Return the value of each float16 in float32, clipped to -1 … 1; NaN as 0."""
     values = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
     return np.clip(np.nan_to_num(values, nan=0.0, posinf=1.0, neginf=-1.0), -1, 1)
 
 
 @cache
 def _nearest(bits: int) -> np.ndarray:
-    """Of each float16, the index of the nearest number of the book, of two the upper."""
+    """Return, for each float16, the index of the nearest number of the book, of two the upper."""
     book = book_of(bits)
     return np.searchsorted((book[:-1] + book[1:]) / 2, _halves(), side="right").astype(np.uint8)
 
 
 @cache
 def _below(bits: int) -> np.ndarray:
-    """Of each float16, the index of the last number of the book that is not above it, but for the
-    highest."""
+    """Return, for each float16, the index of the last number of the book that is not above it, but
+    for the highest."""
     book = book_of(bits)
     return np.clip(np.searchsorted(book, _halves(), side="right") - 1, 0, len(book) - 2).astype(
         np.uint8
@@ -254,7 +254,7 @@ def _below(bits: int) -> np.ndarray:
 
 
 def _blocks(values: Array, block: int) -> Array:
-    """(⌈n/block⌉, block), padded with zeros; a copy where it is padded."""
+    """Return (⌈n/block⌉, block), padded with zeros; a copy where it is padded."""
     xp = array_module(values)
     rest = -values.size % block
     if rest:
@@ -263,15 +263,15 @@ def _blocks(values: Array, block: int) -> Array:
 
 
 def _largest(blocks: Array) -> Array:
-    """max |number| of each block; NaN if it holds one. Compared as integers, whose order is that of
-    positive floats: NumPy is three times as fast with them along short rows."""
+    """Return max |number| of each block; NaN if it holds one. They are compared as integers, whose
+    order is that of positive floats: NumPy is three times as fast with them along short rows."""
     xp = array_module(blocks)
     kind = blocks.dtype
     return xp.abs(blocks).view(f"i{kind.itemsize}").max(axis=1).view(kind)
 
 
 def _packed(codes: Array) -> Array:
-    """Two codes a byte, the first in the low half."""
+    """Return two codes per byte, the first in the low half."""
     xp = array_module(codes)
     if codes.size % 2:
         codes = xp.concatenate([codes, codes[:1] * 0])
@@ -280,8 +280,8 @@ def _packed(codes: Array) -> Array:
 
 
 def _unpacked(pairs: Array, count: int) -> Array:
-    """The codes, 0 … 15. As _packed it has whole arrays of two bytes: a step of two through bytes
-    is slower."""
+    """Return the codes, 0 … 15. It works, like _packed, on whole arrays of two bytes: a step of two
+    through bytes is slower."""
     wide = pairs.astype("<u2")
     codes: Array = ((wide | (wide << 4)) & 0x0F0F).view(np.uint8)[:count]
     return codes

@@ -28,7 +28,7 @@ from minidist.comm.chunks import bounds
 from minidist.device.backend import Array, array_module, beside, narrow, widen
 from minidist.errors import ConfigError
 from minidist.parallel.compress import selection
-from minidist.parallel.compress.two_phase import WORKER, Alone, Then, widened, zeros_for
+from minidist.parallel.compress.pending_sum import WORKER, Alone, Then, widened, zeros_for
 from minidist.parallel.step.scheme import GradientRun, Scheme
 
 
@@ -54,7 +54,7 @@ class RandomK(Scheme):
                 self.errors[WORKER, index] = zeros_for(run, run.size)
 
     def count(self, size: int, ranks: int) -> int:
-        """How many numbers of a bucket travel."""
+        """Return how many numbers of a bucket travel."""
         return min(size, max(round(self.density * size), ranks))
 
     def start_all_reduce(self, index: int, bucket: Array) -> Pending:
@@ -76,28 +76,28 @@ class RandomK(Scheme):
         return Then(call, partial(_spread, out, mine))
 
     def take(self, index: int, bucket: Array) -> tuple[Array, Array]:
-        """(positions, values) that travel; the rest stays."""
+        """Return the (positions, values) that travel; keep the rest as the worker error."""
         run = self.runs[index]
-        total = self.errors.get((WORKER, index))
+        residual = self.errors.get((WORKER, index))
         stream = f"{run.spans[0][0].name}/random-k/{self.counters['steps']}"
         host, lengths = selection.drawn(
             len(bucket), self.count(len(bucket), run.group.size), run.group.size, stream, self.seed
         )
         positions = beside(host, bucket)
-        added = widen(bucket)
+        candidates = widen(bucket)
         with np.errstate(over="ignore", invalid="ignore"):
-            if total is None:
-                values = added[positions] * beside(lengths.astype(added.dtype), bucket)
+            if residual is None:
+                values = candidates[positions] * beside(lengths.astype(candidates.dtype), bucket)
             else:
-                total += added
-                added = total
-                values = total[positions]
-                total[positions] = 0
-            overflowed = not math.isfinite(float(added.sum()))
+                residual += candidates
+                candidates = residual
+                values = residual[positions]
+                residual[positions] = 0
+            overflowed = not math.isfinite(float(candidates.sum()))
         if overflowed:  # perhaps at no drawn position: all ranks must see it, and skip the step
             values[:] = np.nan
-            if total is not None:
-                total[~array_module(total).isfinite(total)] = 0
+            if residual is not None:
+                residual[~array_module(residual).isfinite(residual)] = 0
         return positions, values
 
     def sent_bytes(self, run: GradientRun) -> int | None:
@@ -107,12 +107,12 @@ class RandomK(Scheme):
 
 
 def _spread(out: Array, positions: Array, values: Array) -> Array:
-    """`values` at their positions, and zeros."""
+    """Write `values` at their positions, and zeros elsewhere."""
     out[...] = 0
     out[positions] = narrow(values, out.dtype)
     return out
 
 
 def make(name: str, *, density: float = 0.01, feedback: bool = True, seed: int = 0) -> RandomK:
-    """The scheme."""
+    """Return the scheme."""
     return RandomK(density, feedback=feedback, seed=seed)

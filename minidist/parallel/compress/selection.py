@@ -1,5 +1,5 @@
-"""Which numbers of a bucket travel: the k largest, all of at least a threshold, or some drawn at
-random.
+"""Choose the numbers of a bucket that travel: the k largest, all of at least a threshold, or some
+drawn at random.
 
 All return rising positions. NaN counts as the largest, so that a gradient that is not finite
 travels.
@@ -17,7 +17,7 @@ SAMPLE = 1 << 14  # numbers from which a first threshold is guessed
 
 
 def largest(values: Array, k: int) -> Array:
-    """Positions of the k largest |value| of (n,), exactly; k at most n.
+    """Return the positions of the k largest |value| of (n,), exactly; k at most n.
 
     A sample guesses a threshold that a few more than k numbers pass, and only those are
     partitioned. That is as exact as numpy.argpartition of all numbers; for a hundredth of 3.3
@@ -44,7 +44,8 @@ def largest(values: Array, k: int) -> Array:
 
 
 def _guess(size: Array, k: int) -> float:
-    """A threshold that most likely a few more than k of `size` reach; 0 if none is sure to."""
+    """Return a threshold that most likely a few more than k of `size` reach; 0 if none is sure
+    to."""
     sample = size[:: max(1, len(size) // SAMPLE)]
     expected = k * len(sample) / len(size)
     rank = math.ceil(expected + 4 * math.sqrt(expected) + 8)
@@ -55,7 +56,7 @@ def _guess(size: Array, k: int) -> float:
 
 
 def at_least(values: Array, threshold: float, most: int) -> Array:
-    """Positions of all |value| >= threshold of (n,); of more than `most` the largest `most`."""
+    """Return the positions of all |value| >= threshold of (n,); at most the `most` largest."""
     launch = kernel("at_least", values)
     xp = array_module(values)
     found = (
@@ -67,7 +68,8 @@ def at_least(values: Array, threshold: float, most: int) -> Array:
 
 
 def drawn(size: int, k: int, chunks: int, stream: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """k positions of `size`, one in each of k strata of neighbours, and the length of each stratum.
+    """Return k positions of `size`, one in each of k strata of neighbours, and the length of each
+    stratum.
 
     Each chunk d of bounds(size, chunks) is cut into as many strata as chunk d of bounds(k, chunks)
     has elements, so a reduce-scatter of the k values leaves every rank those of its own chunk. The

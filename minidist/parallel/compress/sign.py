@@ -72,14 +72,14 @@ class Sign(Codec):
         return 4 * self._shape(count)[1] + -(-count // 8)
 
     def _shape(self, count: int) -> tuple[int, int]:
-        """(numbers in a block, blocks) of `count` numbers."""
+        """Return (numbers in a block, blocks) of `count` numbers."""
         block = max(1, min(self.block or count, count))
         return block, -(-count // block)
 
 
 @cache
 def _signs(kind: np.dtype) -> np.ndarray:
-    """The eight numbers ±1 of each byte, (256, 8): to look them up takes less than half of
+    """Return the eight numbers ±1 of each byte, (256, 8): to look them up takes less than half of
     unpacking bits."""
     return np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).astype(kind) * 2 - 1
 
@@ -103,5 +103,5 @@ class Vote(TwoPhase):
 
 
 def make(name: str, *, block: int = BLOCK, majority: bool = False) -> TwoPhase:
-    """The scheme."""
+    """Return the scheme."""
     return Vote(block) if majority else TwoPhase(name, Sign(block), feedback=True)

@@ -44,14 +44,14 @@ from minidist.comm.chunks import bounds
 from minidist.device.backend import Array, array_module, beside, narrow, to_host, widen
 from minidist.errors import CommError, ConfigError
 from minidist.parallel.compress import selection
-from minidist.parallel.compress.two_phase import WORKER, Alone, Then, widened, zeros_for
+from minidist.parallel.compress.pending_sum import WORKER, Alone, Then, widened, zeros_for
 from minidist.parallel.step.scheme import GradientRun, Scheme
 
 FIRST_DENSITY = 0.25  # where a warm-up begins
 
 
 def pack(positions: Array, values: Array) -> Array:
-    """The payload of pairs: how many (uint32), the values, the positions (uint32)."""
+    """Return the payload of pairs: how many (uint32), the values, the positions (uint32)."""
     xp = array_module(values)
     count = beside(np.array([len(values)], np.uint32), values)
     return xp.concatenate(
@@ -64,8 +64,8 @@ def pack(positions: Array, values: Array) -> Array:
 
 
 def unpack(stream: Array, at: int, kind: np.dtype, size: int) -> tuple[Array, Array, int]:
-    """(positions, values, where the next payload begins) of the payload at byte `at`; positions are
-    below `size`.
+    """Return (positions, values, where the next payload begins) of the payload at byte `at`;
+    positions are below `size`.
 
     Raises:  CommError for a payload that no rank packed.
     """
@@ -82,7 +82,7 @@ def unpack(stream: Array, at: int, kind: np.dtype, size: int) -> tuple[Array, Ar
 
 
 def payload_bytes(count: int, kind: np.dtype) -> int:
-    """Bytes of `count` pairs."""
+    """Return the bytes of `count` pairs."""
     return 4 + count * (4 + kind.itemsize)
 
 
@@ -115,7 +115,7 @@ class Sparse(Scheme, ABC):
 
     @abstractmethod
     def choose(self, index: int, values: Array) -> Array:
-        """The rising positions of what travels."""
+        """Return the rising positions of the values that travel."""
 
     def start_all_reduce(self, index: int, bucket: Array) -> Pending:
         group = self.runs[index].group
@@ -146,31 +146,38 @@ class Sparse(Scheme, ABC):
         )
 
     def take(self, index: int, bucket: Array) -> tuple[Array, Array]:
-        """(positions, values) that travel; the rest stays."""
-        total = self.errors.get((WORKER, index))
-        velocity = self.private.get(f"momentum.{index}")
-        added = widen(bucket)
+        """Return the (positions, values) that travel; keep the rest as the worker error."""
+        gradient = widen(bucket)
+        residual = self.errors.get((WORKER, index))
         with np.errstate(over="ignore", invalid="ignore"):
-            if velocity is not None:
-                velocity *= self.momentum
-                velocity += added
-                added = velocity
-            if total is None:
-                total = added
+            gradient = self._with_momentum(index, gradient)
+            if residual is None:
+                candidates = gradient
             else:
-                total += added
-        positions = self.choose(index, total)
-        values = total[positions]
-        if (WORKER, index) in self.errors:
-            total[positions] = 0
+                residual += gradient
+                candidates = residual
+        positions = self.choose(index, candidates)
+        values = candidates[positions]
+        if residual is not None:
+            residual[positions] = 0
+        velocity = self.private.get(f"momentum.{index}")
         if velocity is not None and self.masking:
             velocity[positions] = 0
         if not bool(array_module(values).isfinite(values).all()):
             self._forget_overflow(index)
         return positions, values
 
+    def _with_momentum(self, index: int, gradient: Array) -> Array:
+        """Return the velocity after this gradient; without momentum correction, the gradient."""
+        velocity = self.private.get(f"momentum.{index}")
+        if velocity is None:
+            return gradient
+        velocity *= self.momentum
+        velocity += gradient
+        return velocity
+
     def _forget_overflow(self, index: int) -> None:
-        """Of an overflow nothing is kept: the step is skipped."""
+        """Set to 0 what is not finite: the step of an overflow is skipped."""
         for kept in (self.errors.get((WORKER, index)), self.private.get(f"momentum.{index}")):
             if kept is not None:
                 kept[~array_module(kept).isfinite(kept)] = 0
@@ -212,7 +219,7 @@ class TopK(Sparse):
         self.warmup = warmup
 
     def present_density(self) -> float:
-        """The density of this step."""
+        """Return the density of this step."""
         done = min(1.0, (max(self.counters["steps"], 1) - 1) / self.warmup) if self.warmup else 1.0
         return float(max(self.density, FIRST_DENSITY) ** (1 - done) * self.density**done)
 
@@ -254,7 +261,7 @@ class Threshold(Sparse):
 
 
 def count_of(density: float, size: int) -> int:
-    """How many of `size` numbers travel: at least one, unless there is none."""
+    """Return the count of `size` numbers that travel: at least one, unless there is none."""
     return min(size, max(1, round(density * size)))
 
 
@@ -267,7 +274,7 @@ def make_top_k(
     masking: bool = True,
     warmup: int = 0,
 ) -> TopK:
-    """The scheme top-k."""
+    """Return the scheme top-k."""
     return TopK(density, warmup=warmup, feedback=feedback, momentum=momentum, masking=masking)
 
 
@@ -279,5 +286,5 @@ def make_threshold(
     momentum: float = 0.0,
     masking: bool = True,
 ) -> Threshold:
-    """The scheme threshold."""
+    """Return the scheme threshold."""
     return Threshold(value, feedback=feedback, momentum=momentum, masking=masking)

@@ -2,9 +2,8 @@
 
 The idea. DiLoCo sends little on the whole, but all of it at once, while every rank waits. So the
 weights are cut into F fragments, which travel one after the other over the H steps of a period: the
-link needs 1/F of the speed. And no rank
-waits: the sum of a fragment may be on its way for τ steps more, and is then mixed into weights that
-went on meanwhile.
+link needs 1/F of the speed. And no rank waits: the sum of a fragment may be on its way for τ steps
+more, and is then mixed into weights that were trained meanwhile.
 
     H=6, F=3, τ=1     step 1   2   3   4   5   6   7   8   9
     fragment 0 (f=0)         send  mix               send  mix      after steps H·k + (f+1)·H/F, and
@@ -37,8 +36,8 @@ from minidist.parallel.compress.local_steps import LocalSteps
 
 
 def fragment_sent(step: int, every: int, fragments: int) -> int | None:
-    """Which fragment sets out after local step `step` (from 1), if one does: f after steps H·k +
-    (f+1)·H/F."""
+    """Return the fragment that is sent after local step `step` (from 1), or None: f after steps
+    H·k + (f+1)·H/F."""
     turn, rest = divmod(step, every // fragments)
     return None if rest or turn < 1 else (turn - 1) % fragments
 
@@ -76,12 +75,12 @@ class StreamingLocalSteps(LocalSteps):
         self.delay = delay
         self.mix = mix
 
-    def _meet(self, share: float) -> None:
+    def _meet(self, row_fraction: float) -> None:
         """After a step: send the fragment whose turn it is, and mix in the one that left `delay`
         steps ago."""
         sent = fragment_sent(self.steps, self.every, len(self.fragments))
         if sent is not None:
-            self._send(self.fragments[sent], share)
+            self._send(self.fragments[sent], row_fraction)
         landed = fragment_sent(self.steps - self.delay, self.every, len(self.fragments))
         if landed is not None:
             self._merge(self.fragments[landed], self.mix)
@@ -91,7 +90,7 @@ class StreamingLocalSteps(LocalSteps):
         between = self.every // count
 
         def sent(step: int, number: int) -> int:
-            """How often fragment `number` has set out in steps 1 to `step`."""
+            """Return how often fragment `number` was sent in steps 1 to `step`."""
             return (step // between + count - 1 - number) // count
 
         return [sent(last, number) - sent(first, number) for number in range(count)]

@@ -8,7 +8,7 @@ made into bytes.
              all_gather every rank decodes the same bytes, so the sum has the same bits on every
              rank
 
-A reduce-scatter is phase 1 alone. With error feedback what the codec loses is added to the next
+A reduce-scatter is only phase 1. With error feedback what the codec loses is added to the next
 step's: each rank keeps what it lost in phase 1 (the *worker* error, n numbers), and of its chunk
 what it lost in phase 2 (the *server* error).
 
@@ -24,27 +24,30 @@ Source:  Tang et al. 2021, "1-bit Adam", figure 3.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from minidist.comm.calls.async_call import Pending
 from minidist.comm.chunks import bounds, split
 from minidist.comm.group import Group
-from minidist.device import account
 from minidist.device.backend import Array, array_module, narrow, widen
+from minidist.parallel.compress.pending_sum import (
+    SERVER,
+    WORKER,
+    Alone,
+    Phased,
+    widened,
+    zeros_for,
+)
 from minidist.parallel.step.scheme import GradientRun, Scheme
-
-# which error
-WORKER = "worker"
-SERVER = "server"
 
 
 class RandomStream(NamedTuple):
-    """Where random numbers come from: a stream for each rank, bucket, phase and step, and a
-    position in it."""
+    """The source of random numbers: a stream for each rank, bucket, phase and step, and a position
+    in it."""
 
     stream: str
     seed: int
@@ -58,27 +61,19 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, values: Array, draw: RandomStream) -> Array:
-        """The bytes (uint8) of `values` (m,) float32 or float64; m may be 0."""
+        """Return the bytes (uint8) of `values` (m,) float32 or float64; m may be 0."""
 
     @abstractmethod
     def decode(self, payload: Array, count: int, kind: np.dtype) -> Array:
-        """`count` numbers of dtype `kind`, from exactly their bytes."""
+        """Return `count` numbers of dtype `kind`, from exactly their bytes."""
 
     @abstractmethod
     def nbytes(self, count: int, kind: np.dtype) -> int:
-        """Bytes of `count` numbers; -1 if the numbers decide."""
+        """Return the bytes of `count` numbers; -1 if the numbers decide."""
 
     def length(self, stream: Array, count: int, kind: np.dtype) -> int:
-        """How many bytes at the front of a stream are those of `count` numbers."""
+        """Return how many bytes at the front of a stream are those of `count` numbers."""
         return self.nbytes(count, kind)
-
-
-class Phased(Pending):
-    """A sum on its way in two phases."""
-
-    @abstractmethod
-    def advance(self) -> None:
-        """Wait for phase 1, and begin phase 2; nothing, if that is done."""
 
 
 class Chained(Scheme):
@@ -105,7 +100,7 @@ class Chained(Scheme):
         return exchange
 
     def ended(self, exchange: Phased, group: Group) -> None:
-        """Nothing of this exchange is needed any more."""
+        """Forget an exchange whose sum has arrived."""
         if self._previous.get(group.id) is exchange:
             del self._previous[group.id]
 
@@ -151,7 +146,7 @@ class TwoPhase(Chained):
         return _Exchange(self, index, bucket, out)
 
     def add_up(self, index: int, payloads: Sequence[Array], count: int, kind: np.dtype) -> Array:
-        """The sum of what the ranks sent of this rank's chunk, in rank order."""
+        """Return the sum of what the ranks sent of this rank's chunk, in rank order."""
         total = self.codec.decode(payloads[0], count, kind)
         for payload in payloads[1:]:
             with np.errstate(over="ignore", invalid="ignore"):
@@ -159,7 +154,7 @@ class TwoPhase(Chained):
         return total
 
     def encode(self, kind: str, index: int, values: Array, number: int, first: int) -> Array:
-        """The bytes of a chunk, whose error is kept; `number`: which chunk; `first`: where it
+        """Return the bytes of a chunk, and keep its error; `number`: which chunk; `first`: where it
         begins in the bucket."""
         error = self.errors.get((kind, index))
         if error is None:
@@ -174,11 +169,11 @@ class TwoPhase(Chained):
         return payload
 
     def restore(self, index: int, first: int, chunk: Array) -> Array:
-        """The sum of a chunk, which begins at `first`, from what phase 2 has brought of it."""
+        """Return the sum of a chunk, which begins at `first`, from what phase 2 has brought."""
         return chunk
 
     def draw(self, kind: str, index: int, number: int) -> RandomStream:
-        """The random numbers for a chunk of this step."""
+        """Return the source of random numbers for a chunk of this step."""
         run = self.runs[index]
         step = self.counters["steps"]
         parameter, inside = run.spans[0]
@@ -246,54 +241,7 @@ class _Exchange(Phased):
         return self.bucket if self.out is None else self.out
 
     def done(self) -> bool:
-        """Whether wait() would return without waiting for another rank."""
+        """Return whether wait() would return without waiting for another rank."""
         if self.out is None:
             return self._finished or (self._second is not None and self._second.done())
         return self._first is None or self._first.done()
-
-
-class Then(Pending):
-    """A call under way, and what follows it once: `finish(its result)` returns the result of
-    wait()."""
-
-    def __init__(self, call: Pending, finish: Callable[[Any], Array]) -> None:
-        self.call = call
-        self.finish = finish
-        self._result: Array | None = None
-
-    def wait(self) -> Array:
-        if self._result is None:
-            self._result = self.finish(self.call.wait())
-        return self._result
-
-    def done(self) -> bool:
-        return self.call.done()
-
-
-class Alone(Pending):
-    """One rank has the sum already."""
-
-    def __init__(self, bucket: Array, out: Array | None) -> None:
-        self.bucket = bucket
-        self.out = out
-
-    def wait(self) -> Array:
-        if self.out is None:
-            return self.bucket
-        self.out[...] = self.bucket
-        return self.out
-
-    def done(self) -> bool:
-        return True
-
-
-def widened(kind: np.dtype) -> np.dtype:
-    """The dtype in which a bucket of dtype `kind` is added up."""
-    found: np.dtype = widen(np.empty(0, kind)).dtype
-    return found
-
-
-def zeros_for(run: GradientRun, size: int) -> Array:
-    """New numbers of a scheme's state, in the dtype in which the bucket is added up."""
-    xp = array_module(run.spans[0][0].data)
-    return account.current().hold(xp.zeros(size, widened(run.dtype)), "residuals")

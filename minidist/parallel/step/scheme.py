@@ -1,5 +1,5 @@
-"""How gradients travel between the ranks that sum them: as they are, or by a scheme of
-parallel/compress/ (chapter 21).
+"""Schemes: gradients travel between the ranks that sum them as they are, or in fewer bytes by a
+scheme of parallel/compress/ (chapter 21).
 
 A data axis hands each bucket to its Scheme when the bucket's gradients are final, and gets a call
 under way.
@@ -19,7 +19,8 @@ from minidist.optim import Optimizer
 
 
 class GradientRun(NamedTuple):
-    """What a scheme knows of a bucket, from the first step to the last.
+    """A bucket as a scheme sees it (with local steps: a stretch of a fragment), from the first step
+    to the last.
 
     Attributes: spans: (parameter, which elements of it when flattened), one after another in the
     bucket.
@@ -33,7 +34,7 @@ class GradientRun(NamedTuple):
 
     @classmethod
     def whole(cls, parameters: Sequence[Parameter], group: Group, verb: str) -> "GradientRun":
-        """The bucket of some whole parameters."""
+        """Return the bucket of some whole parameters."""
         return cls(tuple((p, range(p.size)) for p in parameters), group, verb)
 
     @property
@@ -46,7 +47,7 @@ class GradientRun(NamedTuple):
         return self.spans[0][0].dtype
 
 
-@entries  # a call's place is then the strategy's line
+@entries  # error messages then name the strategy's line as the caller
 class Scheme:
     """Gradients travel as they are, by collectives of the given algorithm.
 
@@ -76,8 +77,8 @@ class Scheme:
         another."""
 
     def begin_step(self, scale: float = 1.0) -> None:
-        """A step begins; its gradients are multiplied by `scale` (float16's loss scale), and the
-        state follows."""
+        """Begin a step whose gradients are multiplied by `scale` (float16's loss scale), and scale
+        the state alike."""
         if scale != self.counters["scale"]:
             for kept in (*self.errors.values(), *self.private.values()):
                 kept *= scale / self.counters["scale"]
@@ -96,6 +97,6 @@ class Scheme:
         )
 
     def sent_bytes(self, run: GradientRun) -> int | None:
-        """Bytes that the ranks of its group send together for a sum; None: as the algorithm; -1:
-        the numbers decide."""
+        """Return the bytes that the ranks of its group send together for a sum; None: as the
+        algorithm; -1: the numbers decide."""
         return None
