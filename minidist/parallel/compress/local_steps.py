@@ -243,6 +243,7 @@ class LocalSteps(Strategy):
     def _send(self, fragment: Fragment, row_fraction: float) -> None:
         """Start to sum the outer gradient of a fragment. Cost: one all-reduce of each stretch, as
         the scheme does it."""
+        self.recorder.announce(self.group.axis, f"outer gradient of {fragment.name}")
         # streaming: phase 2 of a fragment under way belongs to the step of the scheme that sent
         # phase 1
         for other in self.fragments:
@@ -253,7 +254,6 @@ class LocalSteps(Strategy):
             array_module(fragment.own).empty_like(fragment.own), "communication"
         )
         sums = []
-        self.recorder.announce(self.group.axis, f"outer gradient of {fragment.name}")
         for where, _, number in fragment.stretches:
             part = in_flight[where]
             array_module(part).subtract(fragment.data[where], fragment.own[where], out=part)

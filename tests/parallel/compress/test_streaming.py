@@ -15,7 +15,6 @@ import minidist as md
 from minidist.comm.limits import STRETCH_BYTES
 from minidist.errors import ConfigError
 from minidist.nn import GPTConfig
-from minidist.observe.timeline import Timeline
 from minidist.optim import AdamW
 from minidist.parallel.compress import streaming
 from minidist.parallel.compress.local_steps import LocalSteps
@@ -258,24 +257,3 @@ def test_messages_of_a_large_fragment(fragments: int, messages: int) -> None:
     (nbytes, sent), _ = md.run(rank, size=2)
     stretches = fragments * -(-nbytes // fragments // STRETCH_BYTES)
     assert sent == [2 * stretches] == [messages]
-
-
-def test_a_fragments_name_is_on_its_own_sum() -> None:
-    """Fragments overlap, and a scheme of two phases sends the earlier one's second phase first."""
-
-    def rank(world: Any) -> list[str]:
-        timeline = Timeline(world.rank)
-        plan = Plan(dp=2, local_steps=4, fragments=2, delay=3, outer_compress="4bit")
-        trainer = Trainer(plan, tiny(), world, seed=3, recorder=timeline)
-        timeline.follow(world.ledger)
-        for step in range(8):
-            trainer.step(global_batch(step, 4, tiny()))
-        trainer.close()
-        return [
-            span.details["verb"]
-            for span in timeline.spans
-            if span.name.startswith("outer gradient of fragment")
-        ]
-
-    verbs = md.run(rank, size=2)[0]
-    assert verbs and set(verbs) == {"all_to_all"}
