@@ -28,7 +28,7 @@ from minidist.terminal import Console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `minidist calibrate`."""
+    """Add the options of `minidist calibrate` to the parser."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     columns = "\n".join(f"    {name:13}{what}" for name, what in COLUMNS.items())
     parser.description = (__doc__ or "").format(columns=columns)
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fit, print how well, write the profile. Returns: 0. Raises: ConfigError."""
+    """Fit, print the errors, write the profile. Returns: 0. Raises: ConfigError."""
     for option in ("out", "json"):
         check_writable(f"--{option}", getattr(args, option))
     runs = read_runs(args.runs, args.cluster)
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(console: Console, runs: list[Run], fitted: CostFit, out: str) -> None:
-    """Each run, the constants, and the errors in three ways."""
+    """Print each run, the constants, and the errors of three sets of constants."""
     table = Table(title="Seconds a step", title_justify="left", header_style="bold cyan")
     for name in ("run", "measured", "predicted", "error", "left out"):
         table.add_column(name, justify="left" if name == "run" else "right")

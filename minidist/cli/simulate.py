@@ -46,12 +46,12 @@ DOES_NOT_FIT = 3
 MOST_TOKENS = 1e18
 
 SIZES = {"layers": 12, "width": 768, "heads": 12, "sequence": 1024, "vocab": 50257}
-"""Of a model without a name (those of GPT-2); an option of a model with a name replaces the
-name's."""
+"""Default sizes of a model without a name (those of GPT-2). For a model with a name, an option
+replaces the model's own size."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `minidist simulate`."""
+    """Add the options of `minidist simulate` to the parser."""
     add = parser.add_argument_group("the cluster").add_argument
     add(
         "--cluster",
@@ -120,7 +120,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options that name the model, or describe it."""
+    """Add options that name the model, or describe it."""
     add = parser.add_argument_group("the model").add_argument
     add("--model", metavar="NAME", help=f"one of {', '.join(MODELS)}; the options below change it")
     for name, what in (
@@ -141,7 +141,8 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tokens_number(text: str) -> float:
-    """The value of --tokens: beyond what positive_number takes. Raises: ArgumentTypeError."""
+    """Return the value of --tokens, which may be larger than positive_number allows. Raises:
+    ArgumentTypeError."""
     with suppress(ValueError):
         if 0 < (tokens := decimal(text)) < MOST_TOKENS:
             return tokens
@@ -149,7 +150,7 @@ def tokens_number(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns: 0, or DOES_NOT_FIT. Raises: ConfigError."""
+    """Simulate the step and print it. Returns: 0, or DOES_NOT_FIT. Raises: ConfigError."""
     from minidist.cli.simulate_report import print_simulation
 
     for option in ("json", "trace", "figure"):
@@ -197,7 +198,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def config_of(args: argparse.Namespace) -> GPTConfig:
-    """The model that the options name or describe. Raises: ConfigError."""
+    """Return the config of the model that the options name or describe. Raises: ConfigError."""
     given: dict[str, Any] = {
         "vocabulary" if name == "vocab" else "context" if name == "sequence" else name: size
         for name in SIZES
@@ -215,7 +216,7 @@ def config_of(args: argparse.Namespace) -> GPTConfig:
 
 
 def _factors(option: str, texts: list[str]) -> dict[str, float]:
-    """["3:2.0"] -> {"3": 2.0}. Raises: ConfigError."""
+    """Return the numbers of "NAME:NUMBER" texts: ["3:2.0"] -> {"3": 2.0}. Raises: ConfigError."""
     found = {}
     for text in texts:
         name, colon, factor = text.rpartition(":")

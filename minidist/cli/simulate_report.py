@@ -1,4 +1,4 @@
-"""The report of `minidist simulate` on the screen."""
+"""The report of `minidist simulate` on the terminal."""
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -8,7 +8,7 @@ from minidist.device.account import CATEGORIES
 from minidist.parallel.hybrid.plan_checks import words
 from minidist.simulate.results import Simulation
 
-SMALLEST = 5e-4  # shares of the step below this are not told
+SMALLEST = 5e-4  # smaller shares of the step are not printed
 DAY = 86400.0
 KWH = 3.6e6
 WIDENED = (
@@ -18,8 +18,8 @@ WIDENED = (
 
 
 def print_simulation(console: Console, found: Simulation, tokens: float | None = None) -> None:
-    """Time and its parts, what moves along each axis, the fullest rank's memory, energy and
-    price."""
+    """Print the step's time and its parts, the traffic along each axis, the fullest rank's memory,
+    energy and price."""
     _print_summary(console, found)
     _rule(console, "where the time of a step goes, mean of all ranks")
     console.print(_time_table(found))
@@ -41,7 +41,7 @@ def print_simulation(console: Console, found: Simulation, tokens: float | None =
 
 
 def _remedies(found: Simulation) -> str:
-    """What would need less memory, of that which the plan does not do yet."""
+    """Return options that would need less memory and that the plan does not use yet."""
     plan = found.plan
     category = max(CATEGORIES, key=lambda name: found.peak(found.fullest).get(name, 0))
     if category in ("activations", "workspace"):
@@ -80,7 +80,7 @@ def _print_summary(console: Console, found: Simulation) -> None:
 
 
 def _time_table(found: Simulation) -> Table:
-    """A row for each part; the shares add up to 1."""
+    """Return a table with a row for each part of the time; the shares add up to 1."""
     table = Table(
         "",
         "of",
@@ -106,12 +106,12 @@ def _time_table(found: Simulation) -> Table:
 
 
 def _axes_table(found: Simulation) -> Table:
-    """Bytes and messages of all ranks; seconds of a rank."""
+    """Return a table of each axis: bytes and messages of all ranks; seconds per rank."""
     columns = ("bytes, all ranks", "messages", "seconds", "rank waits")
     table = Table("axis", *(Column(name, justify="right") for name in columns), header_style="bold")
     for axis, use in found.axes.items():
         if not use.nbytes and use.exposed < SMALLEST * found.step_seconds:
-            continue  # groups of scalars: their bytes stand under `control`
+            continue  # groups of scalars: their bytes are counted under `control`
         table.add_row(
             axis,
             size_text(use.nbytes),
@@ -123,7 +123,8 @@ def _axes_table(found: Simulation) -> Table:
 
 
 def _memory_table(found: Simulation) -> Table:
-    """By category, beside the device's."""
+    """Return a table of the fullest rank's memory by category, compared with the device's
+    memory."""
     peak = found.peak(found.fullest)
     limit = found.memory_limit
     table = Table(
@@ -141,7 +142,7 @@ def _memory_table(found: Simulation) -> Table:
 
 
 def _print_price(console: Console, found: Simulation, tokens: float | None) -> None:
-    """Energy and price of a step, and of `tokens`."""
+    """Print energy and price of a step, and of `tokens`."""
 
     def told(joules: float | None, dollars: float | None) -> str:
         return ", ".join(
