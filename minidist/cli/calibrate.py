@@ -4,13 +4,13 @@ times.
     minidist calibrate --from runs.csv --cluster a100-80g --out profile.json
     minidist simulate --profile profile.json --cluster a100-80g:64x8 …
 
-A run is a line of the file. Its columns, in any order, of which `seconds`, `devices`, `batch` and a
-model are needed:
+Each line of the file is a run. Its columns may be in any order; `seconds`, `devices`, `batch` and a
+model are required:
 
 {columns}
 
-Lines that begin with # are left out. `minidist bench calibrate` is another thing: it measures this
-machine.
+Lines that begin with # are skipped. `minidist bench calibrate` is a different command: it measures
+this machine.
 """
 
 import argparse

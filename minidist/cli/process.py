@@ -1,5 +1,5 @@
-"""What every command needs around it: the check that it owns its process, Ctrl-C during imports,
-and errors of the machine."""
+"""Helpers around every command: whether it owns its process, Ctrl-C during imports, and errors of
+the machine."""
 
 import errno
 import signal

@@ -50,7 +50,7 @@ Add = Callable[..., Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `minidist train`."""
+    """Add the options of `minidist train` to the parser."""
     for kind in (None, "store"):
         parser.register("action", kind, GivenValue)
     parser.register("action", "store_true", GivenFlag)
@@ -130,7 +130,7 @@ def _elastic(add: Add) -> None:
         help="with -n: ranks may die; the others go on with at least so many, and others join "
         "(default: the first loss ends the job)",
     )
-    # known only so that check_one_host can name what to use in their place
+    # known only so that check_one_host can name what to use instead
     for option in ("--hosts", "--ssh"):
         add(option, help=argparse.SUPPRESS)
     add(
@@ -162,7 +162,7 @@ def _elastic(add: Add) -> None:
 
 
 def division(add: Add) -> None:
-    """How the job is cut."""
+    """Add the options for the division of the job over ranks."""
     add(
         "--plan",
         metavar="dp=N,pp=N,…",
@@ -307,7 +307,7 @@ def _strategy(add: Add) -> None:
 
 
 def seldom(add: Add) -> None:
-    """Local steps, and what the ranks do when they meet."""
+    """Add the options of local steps, and of the exchange between them."""
     add(
         "--local-steps",
         type=positive,
@@ -365,7 +365,7 @@ def seldom(add: Add) -> None:
 
 
 def memory(add: Add) -> None:
-    """What a plan does to need less device memory."""
+    """Add the options that reduce device memory."""
     add(
         "--accumulate",
         type=positive,
@@ -412,7 +412,8 @@ def memory(add: Add) -> None:
 
 
 def activations(add: Add) -> None:
-    """How checkpointed blocks keep their inputs, and which blocks these are."""
+    """Add the options for how checkpointed blocks keep their inputs, and which blocks are
+    checkpointed."""
     add(
         "--keep-activations",
         default="whole",
@@ -502,7 +503,7 @@ def _model(add: Add) -> None:
 
 
 def pattern(add: Add) -> None:
-    """Which keys attention computes."""
+    """Add the option for the keys that attention computes."""
     add(
         "--attention-pattern",
         type=attention_pattern,
@@ -516,7 +517,7 @@ def pattern(add: Add) -> None:
 
 
 def experts(add: Add) -> None:
-    """A mixture of experts."""
+    """Add the options of a mixture of experts."""
     add(
         "--experts",
         type=positive,
@@ -570,7 +571,8 @@ def experts(add: Add) -> None:
 
 
 def _placed_experts(add: Add) -> None:
-    """A mixture, and where its experts lie, which the simulator does not know."""
+    """Add the options of a mixture, and of its experts' placement, which the simulator does not
+    support."""
     experts(add)
     add(
         "--node-limit",
