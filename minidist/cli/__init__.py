@@ -115,8 +115,10 @@ def _run(words: list[str], command: str | None, prefix: str) -> int:
 
 
 def _parser(command: str | None, module: ModuleType | None) -> argparse.ArgumentParser:
-    """Return the parser of `minidist`. Only the requested command gets its options; no other module
-    is loaded."""
+    """Return the parser of `minidist`.
+
+    Only the requested command gets its options; no other module is loaded.
+    """
     from minidist import __version__
     from minidist.console import Parser
 

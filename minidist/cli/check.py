@@ -46,8 +46,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(result: Grade, title: str) -> None:
-    """Print the grade as a table; below it "passed", or the first mistake, the results of other
-    holes, and what remains."""
+    """Print the grade as a table.
+
+    Below it "passed", or the first mistake, the results of other holes, and what remains.
+    """
     console = page_console()
     table = Table(
         "",

@@ -64,8 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Verify and print; export, reshard. Returns: 0 if every byte is as written, else 1. Raises:
-    ConfigError."""
+    """Verify and print; export, reshard.
+
+    Returns: 0 if every byte is as written, else 1. Raises: ConfigError.
+    """
     check_writable("--json", args.json)
     check_writable("--export", args.export)
     plan = _plan(args)
@@ -104,8 +106,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def look_into(folder: Path) -> dict[str, Any]:
-    """Read every byte of a checkpoint; return its content, and the problems of each shard (none: it
-    is as written)."""
+    """Read every byte of a checkpoint.
+
+    Return its content, and the problems of each shard (none: it is as written).
+    """
     record: dict[str, Any] = {"folder": str(folder), "step": step_of(folder), "problems": []}
     try:
         about = read_manifest(folder)["about"]
@@ -135,8 +139,10 @@ def _short(problem: Exception | str) -> str:
 
 
 def _folders(place: Path) -> list[Path]:
-    """Return the checkpoints that `place` names, the oldest first. Raises: ConfigError if there is
-    none."""
+    """Return the checkpoints that `place` names, the oldest first.
+
+    Raises: ConfigError if there is none.
+    """
     if (place / MANIFEST).is_file() or step_of(place) is not None:
         return [place]
     try:

@@ -50,8 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, diagnose, print. Returns: 0 if nothing is wrong, else 1. Raises: ConfigError if nothing
-    was recorded."""
+    """Read, diagnose, print.
+
+    Returns: 0 if nothing is wrong, else 1. Raises: ConfigError if nothing was recorded.
+    """
     check_writable("--json", args.json)
     records = _records(args.run)
     with consistent(f"the records of {args.run[0]}"):
@@ -73,8 +75,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _records(places: Sequence[str]) -> tuple[list[RankFlight], dict[int, RankSteps]]:
-    """Return the flight recorders and the records of steps; one kind is enough: a run ended by
-    SIGTERM keeps no recorders."""
+    """Return the flight recorders and the records of steps.
+
+    One kind is enough: a run ended by SIGTERM keeps no recorders.
+    """
     place, *more = places
     if more or os.path.isfile(place):
         return read_flight_files(places), {}

@@ -53,8 +53,10 @@ TRY_LIMIT = 20.0  # seconds a transport gets to show that it works
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the table. `state`: "ok", "optional" (missing, not needed) or "broken"; `advice`:
-    how to get it."""
+    """A line of the table.
+
+    `state`: "ok", "optional" (missing, not needed) or "broken"; `advice`: how to get it.
+    """
 
     what: str
     state: str
@@ -68,8 +70,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw this machine, try its parts, print the table. Returns: 1 if a part that every job needs
-    does not work, else 0."""
+    """Draw this machine, try its parts, print the table.
+
+    Returns: 1 if a part that every job needs does not work, else 0.
+    """
     check_writable("--json", args.json)
     console = Console(highlight=False)
     parts = machine_parts()
@@ -101,8 +105,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _stored_profile() -> Profile | None:
-    """Return the costs of messages that were measured on this machine; None without any (the table
-    says why)."""
+    """Return the costs of messages that were measured on this machine.
+
+    None without any (the table says why).
+    """
     try:
         profile = load_profile()
     except ConfigError:
@@ -220,8 +226,10 @@ def _mpi() -> Finding:
 
 
 def _try_mpirun(mpirun: "Mpirun") -> "subprocess.CompletedProcess[str]":
-    """Run two ranks that print the number of ranks and MPI's library; 0 if MPI_Init would end them
-    (which_mpi.py)."""
+    """Run two ranks that print the number of ranks and MPI's library.
+
+    They print 0 if MPI_Init would end them (which_mpi.py).
+    """
     script = (
         "import os; from minidist.launch.which_mpi import find_launch, library; launch = "
         "find_launch(); "
@@ -347,8 +355,10 @@ def _several_hosts() -> Iterator[Finding]:
 
 
 def _profile() -> Finding:
-    """Return the finding on the profile from which algorithm="auto" chooses; without one it uses
-    its defaults."""
+    """Return the finding on the profile from which algorithm="auto" chooses.
+
+    Without a profile, auto uses its defaults.
+    """
     what = "profile for auto"
     again = "minidist bench calibrate"
     try:
@@ -378,8 +388,10 @@ def _profile() -> Finding:
 
 
 def _gpu() -> Finding:
-    """Return the finding on CuPy, the GPUs it sees, and NCCL; an installed CuPy that fails to load
-    is broken."""
+    """Return the finding on CuPy, the GPUs it sees, and NCCL.
+
+    An installed CuPy that fails to load is broken.
+    """
     there = shutil.which("nvidia-smi") is not None
     advice = 'pip install -e ".[cuda13]" (or [cuda12] for an older driver)'
     if importlib.util.find_spec("cupy") is None:

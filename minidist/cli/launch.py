@@ -167,8 +167,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _nodes(args: argparse.Namespace, hosts: list[HostRanks]) -> Nodes:
-    """Return the nodes of the job, and the number of this one. Raises: ConfigError for numbers that
-    contradict each other."""
+    """Return the nodes of the job, and the number of this one.
+
+    Raises: ConfigError for numbers that contradict each other.
+    """
     count = len(hosts) or args.nnodes
     rank = args.node_rank or 0
     if hosts and args.nnodes not in (1, count):

@@ -80,8 +80,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_fit(args: argparse.Namespace) -> None:
-    """Raise ConfigError for an option that does not fit. The parser refuses two actions, e.g.
-    --figure --copy."""
+    """Raise ConfigError for an option that does not fit.
+
+    The parser refuses two actions, e.g. --figure --copy.
+    """
     named = {
         "-n": args.ranks,
         "--answers": args.answers,
@@ -152,8 +154,10 @@ def _list(file: str | None) -> int:
 
 
 def _table(rows: list[list[str]], width: int) -> Table | None:
-    """Return the table of lessons, without modules if their paths do not fit; None if even single
-    words do not fit."""
+    """Return the table of lessons, without modules if their paths do not fit.
+
+    None if even single words do not fit.
+    """
     names = ["lesson", "title and notes", "min", "after", "passed", "module"]
     for count in (len(names), len(names) - 1):
         table = Table(

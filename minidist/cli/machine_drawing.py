@@ -1,5 +1,5 @@
-"""`minidist doctor` draws the machine: boxes in boxes for what is inside what, and a table of
-measured links.
+"""Draw the machine for `minidist doctor`: nested boxes for its parts, and a table of measured
+links.
 
 ┌ vm: 23.5 GiB of memory, 21.8 GiB free ─────┐
 │ ┌ socket 0: L3 260 MiB ──────────────────┐ │
@@ -45,8 +45,10 @@ CALIBRATE = "minidist bench calibrate"
 def drawing(
     parts: MachineParts, profile: Profile | None, *, width: int, encoding: str = "utf-8"
 ) -> list[str]:
-    """Return the machine as lines of at most `width` (at least 40) columns; in ASCII if the
-    encoding needs it."""
+    """Return the machine as lines of at most `width` (at least 40) columns.
+
+    They are in ASCII if the encoding needs it.
+    """
     width = max(40, width)
     inside = [line for socket in parts.sockets for line in _socket(socket, parts, width - 4)]
     lines = box(
@@ -64,8 +66,10 @@ def drawing(
 
 
 def box(title: str, inside: Iterable[str], width: int | None = None) -> list[str]:
-    """Return a frame around lines; as wide as they are, or `width`. Text that does not fit is
-    cut."""
+    """Return a frame around lines; as wide as they are, or `width`.
+
+    Text that does not fit is cut.
+    """
     lines = [*inside]
     width = (
         max((len(line) for line in (f"{title} ", *lines)), default=0) + 4

@@ -14,8 +14,10 @@ FILE = "passed.json"
 
 
 def when() -> dict[str, str]:
-    """Return {lesson: date}, such as "2026-11-23"; empty if there is no such file, or it cannot be
-    read."""
+    """Return {lesson: date}, such as "2026-11-23".
+
+    Empty if there is no such file, or it cannot be read.
+    """
     with suppress(OSError, ValueError, ConfigError):
         found: dict[str, str] = read_json(
             profile_path().with_name(FILE), dict[str, str], most=1 << 20

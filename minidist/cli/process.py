@@ -30,8 +30,10 @@ def own_process() -> None:
 
 
 def may_fork() -> bool:
-    """Return whether a fork of this process would run only the command and then end; False in a
-    test, for example."""
+    """Return whether a fork of this process would run only the command and then end.
+
+    False in a test, for example.
+    """
     return _OWN.get() and threading.current_thread() is threading.main_thread()
 
 

@@ -29,8 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read the folder, write the page. Returns: 0. Raises: ConfigError if it is no run, or --out
-    cannot be written."""
+    """Read the folder, write the page.
+
+    Returns: 0. Raises: ConfigError if it is no run, or --out cannot be written.
+    """
     check_writable("--out", args.out)
     found = read_run(args.run)
     ledger, lines, account = _tables(found) if found.metrics else ([], [], [])

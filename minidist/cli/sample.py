@@ -79,8 +79,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the prompt and its continuation. Returns: 0. Raises: ConfigError if the run cannot be
-    sampled."""
+    """Print the prompt and its continuation.
+
+    Returns: 0. Raises: ConfigError if the run cannot be sampled.
+    """
     check_writable("--json", args.json)
     # products of one row: more threads gain nothing, and wait for each other on busy cores
     limit_blas_threads(1, 1)

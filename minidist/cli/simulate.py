@@ -141,8 +141,10 @@ def model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def tokens_number(text: str) -> float:
-    """Return the value of --tokens, which may be larger than positive_number allows. Raises:
-    ArgumentTypeError."""
+    """Return the value of --tokens, which may be larger than positive_number allows.
+
+    Raises: ArgumentTypeError.
+    """
     with suppress(ValueError):
         if 0 < (tokens := decimal(text)) < MOST_TOKENS:
             return tokens

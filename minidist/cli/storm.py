@@ -311,8 +311,10 @@ class Trainings:
         self.works: list[tuple[float, float, int, int]] = []
 
     def command(self, out: Path, steps: int, save_every: int, *, again: bool = False) -> list[str]:
-        """Return the command of an elastic training; again: it resumes from its newest checkpoint,
-        if it has one."""
+        """Return the command of an elastic training.
+
+        `again`: it resumes from its newest checkpoint, if it has one.
+        """
         args = self.args
         words = module_command(
             "minidist",
@@ -422,8 +424,10 @@ def _step_seconds(run: Path, steps: int, ranks: int) -> float:
 
 
 def _compare(trainings: Trainings, figures: dict[str, Any]) -> int:
-    """Make the storm's steps without faults, and set bits and rate in the figures. Returns: the
-    training's exit status."""
+    """Make the storm's steps without faults, and set bits and rate in the figures.
+
+    Returns: the training's exit status.
+    """
     args = trainings.args
     calm = trainings.scratch / "calm"
     steps = figures["steps"]

@@ -16,8 +16,10 @@ from minidist.lessons.page import NARROW, records
 
 
 class StoryTable(TableElement):
-    """A table that breaks lines between words. A word that is too long for its column continues on
-    the next line."""
+    """A table that breaks lines between words.
+
+    A word that is too long for its column continues on the next line.
+    """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for table in super().__rich_console__(console, options):
@@ -61,8 +63,10 @@ def fit_words(table: Table, rows: Sequence[Sequence[str]], width: int) -> bool:
 
 
 def for_terminal(lesson: Lesson, *, answers: bool) -> str:
-    """Return the lesson's README for a terminal: pictures become paths; hidden answers stay hidden
-    unless `answers`."""
+    """Return the lesson's README for a terminal: pictures become paths.
+
+    Hidden answers stay hidden unless `answers`.
+    """
     text = lesson.part("README.md").read_text(encoding="utf-8")
     text = re.sub(
         r"^\|(.*)\|\n\|[-| ]+\|\n\|(.*)\|\n", _as_lines, text, count=1, flags=re.MULTILINE

@@ -49,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Watch until the run has ended, or Ctrl-C. Returns: 1 if it died (with --once also if it has
-    stalled), else 0.
+    """Watch until the run has ended, or Ctrl-C.
 
+    Returns: 1 if it died (with --once also if it has stalled), else 0.
     Raises:  ConfigError if there is no run.
     """
     check_writable("--json", args.json)
@@ -94,8 +94,10 @@ def live(
     *,
     beside_train: bool,
 ) -> RunNow:
-    """Update the view in place on the terminal, until the run has ended, or `end` is set. Returns:
-    the last look."""
+    """Update the view in place on the terminal, until the run has ended, or `end` is set.
+
+    Returns: the last look.
+    """
 
     def view() -> Group:
         return Group(
@@ -117,8 +119,10 @@ def live(
 
 
 def lines(looking: Looking, now: RunNow, every: float, end: threading.Event) -> RunNow:
-    """Print a line for each look that shows something new, until the run has ended. Returns: the
-    last look."""
+    """Print a line for each look that shows something new, until the run has ended.
+
+    Returns: the last look.
+    """
     last = ""
     while True:
         if (line := one_line(now)) != last:
@@ -137,8 +141,10 @@ def print_line(line: str) -> None:
 
 
 def end_with_stdin(end: threading.Event, say: Callable[[str], None]) -> None:
-    """Print each line that arrives on stdin, from `minidist train --watch`; at its end set `end`:
-    the steps have ended."""
+    """Print each line that arrives on stdin, from `minidist train --watch`.
+
+    At its end set `end`: the steps have ended.
+    """
 
     def hear() -> None:
         with suppress(OSError, ValueError):

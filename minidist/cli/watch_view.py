@@ -194,8 +194,10 @@ def _tail(rank: RankNow, now: RunNow) -> str:
 
 
 def _bar(rank: RankNow, tail: str, width: int, longest: float, signs: Signs, *, wide: bool) -> Text:
-    """Return the bar of one rank; `width` without the tail, `longest`: seconds of the longest
-    bar."""
+    """Return the bar of one rank.
+
+    `width` without the tail, `longest`: seconds of the longest bar.
+    """
     head = f"{rank.rank:>4}  {rank.step or '-':>4}  " if wide else f"{rank.rank:>4} "
     if rank.parts is None:
         return Text(f"{head}no whole step is known{tail}")
@@ -280,8 +282,10 @@ def _power(now: RunNow, width: int) -> Iterator[Text]:
 
 
 def sparkline(values: "tuple[float | None, ...]", width: int, levels: str) -> str:
-    """Return the values as one line of characters, low to high, each the mean of its part; x if a
-    value was not finite."""
+    """Return the values as one line of characters, low to high, each the mean of its part.
+
+    An x marks a part with a value that was not finite.
+    """
     count = min(len(values), max(1, width))
     ends = [len(values) * place // count for place in range(count + 1)]
     shown = [
@@ -298,8 +302,9 @@ def sparkline(values: "tuple[float | None, ...]", width: int, levels: str) -> st
 
 
 def fill(parts: list[float], columns: int) -> list[int]:
-    """Return whole cells for the parts of a bar of `columns` columns; their sum is the rounded sum
-    of the parts.
+    """Return whole cells for the parts of a bar of `columns` columns.
+
+    Their sum is the rounded sum of the parts.
 
     >>> fill([0.5, 0.25, 0.25], 10)
     [5, 3, 2]

@@ -32,8 +32,10 @@ def check_seconds(call: str, name: str, value: Any) -> float:
 
 
 def check_count(call: str, name: str, value: Any, noun: str, most: float = math.inf) -> int:
-    """Return the value as an int. Raises: LaunchError unless it is a whole number from 1 to
-    `most`."""
+    """Return the value as an int.
+
+    Raises: LaunchError unless it is a whole number from 1 to `most`.
+    """
     try:
         count = 0 if isinstance(value, bool) else index(value)
     except TypeError:
@@ -76,8 +78,10 @@ def check_room(size: int, *, helpers: int) -> None:
 
 
 def _address_space() -> int:
-    """Return the number of bytes that this process has mapped; 0 if the system does not report
-    it."""
+    """Return the number of bytes that this process has mapped.
+
+    0 if the system does not report it.
+    """
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except (OSError, ValueError):

@@ -97,8 +97,10 @@ class Children:
         return None if code is None else self.limits.how_it_ended(code)
 
     def code(self, world_rank: int, limit: float) -> int | None:
-        """Return the exit code of a rank that is about to end; None if it still runs after `limit`
-        s, or is not ours."""
+        """Return the exit code of a rank that is about to end.
+
+        None if it still runs after `limit` s, or is not ours.
+        """
         process = self.processes.get(world_rank)
         deadline = time.monotonic() + limit
         while process is not None:
@@ -109,8 +111,8 @@ class Children:
         return None
 
     def frozen(self, awaited: Collection[int]) -> list[Failure]:
-        """Return the failures of ranks in `awaited` whose processes have been stopped too long, and
-        kill these."""
+        """Kill ranks in `awaited` whose processes have been stopped too long; return their
+        failures."""
         if time.monotonic() < self._looks.next(SHORTEST_LOOK):
             return []
         running = set(self.running()).intersection(awaited)
@@ -127,8 +129,10 @@ class Children:
         return [rank for rank, process in self.processes.items() if process.poll() is None]
 
     def wait(self, limit: float, hurry: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until all have ended, for at most `limit` seconds or until hurry() is true; return
-        whether all have."""
+        """Wait until all have ended, for at most `limit` seconds or until hurry() is true.
+
+        Return whether all have.
+        """
         deadline = time.monotonic() + limit
         while self.running():
             if time.monotonic() > deadline or hurry():
@@ -137,8 +141,7 @@ class Children:
         return True
 
     def end(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> None:
-        """Give the processes `grace` seconds to end, send SIGTERM, wait as long again, then kill
-        them.
+        """Give the processes `grace` seconds to end, send SIGTERM, wait as long again, kill them.
 
         A stopped process is killed at once: it cannot handle a signal. When hurry() is true, all
         are killed at once.

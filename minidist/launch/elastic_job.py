@@ -208,8 +208,8 @@ class ElasticJob:
                 generation.agree(worker)
 
     def _left(self, worker: Worker, why: str, *, tidy: bool) -> None:
-        """Note that a process waits for the next generation: it has just started, or has left its
-        generation."""
+        """Note that a process waits for the next generation: it has just started, or has left
+        one."""
         generation = self.generation
         was = worker.state
         worker.state = WAITING
@@ -345,8 +345,10 @@ class ElasticJob:
             say_line(f"minidist: generation {number} goes on with {size} ranks")
 
     def _tend(self, generation: Generation) -> None:
-        """Check the running generation: kill processes that miss its monitor; if more can take
-        part, ask rank 0 for a step to stop after."""
+        """Check the running generation: kill processes that miss its monitor.
+
+        If more can take part, ask rank 0 for a step to stop after.
+        """
         now = time.monotonic()
         record = generation.record
         if "formed" not in record:
@@ -370,15 +372,17 @@ class ElasticJob:
     # -----------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """End the job when one rank is done: all others have ended, or ENDING seconds have
-        passed."""
+        """End the job after one rank is done: when all others have ended, or after ENDING
+        seconds."""
         self.finishing = self.finishing or time.monotonic()
         if not self.workforce.of(MEMBER, DONE) or time.monotonic() - self.finishing > ENDING:
             self.status = self.result
 
     def _pass_on(self) -> bool:
-        """After one SIGTERM: pass it on to ranks that save their work and end; return whether there
-        are any."""
+        """After one SIGTERM: pass it on to ranks that save their work and end.
+
+        Return whether there are any.
+        """
         savers = [worker for worker in self.workforce.of(WAITING, MEMBER, DONE) if worker.saves]
         if self.told != [signal.SIGTERM] or not (savers or self.passed_on):
             return False

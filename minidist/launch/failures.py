@@ -40,15 +40,17 @@ def rebuild(coded: dict[str, Any], world_rank: int) -> Exception:
 
 
 def first_failure(loss: Failure, outcomes: dict[int, dict[str, Any]]) -> Exception:
-    """Return the exception that md.run raises: the lost rank's own, if it left one, else a
+    """Return the exception that md.run raises: the lost rank's own, if it left one, or
     PeerLostError."""
     coded = outcomes.get(loss.world_rank, {}).get("error")
     return loss.error() if coded is None else rebuild(coded, loss.world_rank)
 
 
 def late(ranks: Collection[int], size: int, limit: float, table: str) -> TimeoutError:
-    """Return the TimeoutError of `ranks` that have not ended in time; `table` lists what all ranks
-    wait for."""
+    """Return the TimeoutError of `ranks` that have not ended in time.
+
+    `table` lists what all ranks wait for.
+    """
     return TimeoutError(
         f"{len(ranks)} of {size} ranks had not ended after {limit:g} s: rank "
         f"{', '.join(map(str, sorted(ranks)))}\n{table}"
@@ -81,8 +83,10 @@ def _file_names(error: BaseException) -> list[Any]:
 
 
 def _travelling(value: Any) -> Any:
-    """Return `value`, or None if it cannot be packed; packing a program's own class may raise
-    anything."""
+    """Return `value`, or None if it cannot be packed.
+
+    Packing a program's own class may raise anything.
+    """
     try:
         wire.pack(value)
     except Exception:

@@ -50,8 +50,10 @@ class Elastic:
     wait: float = 0.0
 
     def size_of(self, count: int) -> int:
-        """Return the largest allowed number of ranks for `count` processes; 0 if they are too
-        few."""
+        """Return the largest allowed number of ranks for `count` processes.
+
+        0 if they are too few.
+        """
         return max((size for size in self.sizes if size <= count), default=0)
 
 

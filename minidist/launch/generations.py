@@ -94,8 +94,7 @@ class Generations:
 
     @classmethod
     def from_environment(cls, libraries: ThreadpoolController | None = None) -> "Generations":
-        """Return the Generations of this process, read from the variables that the launcher has
-        set.
+        """Return the Generations of this process, from the variables that the launcher has set.
 
         Raises: LaunchError if this is no process of an elastic job.
         """
@@ -169,8 +168,9 @@ class Generations:
     def leave(
         self, error: BaseException | None = None, release: Callable[[], None] = lambda: None
     ) -> None:
-        """Close the world; the process and its data stay. Without an error, all ranks leave after
-        the same step.
+        """Close the world; the process and its data stay.
+
+        Without an error, all ranks leave after the same step.
 
         Args:   release: ends what other threads still do with the world; no call there waits for a
                 lost rank any more.
@@ -222,8 +222,9 @@ class Generations:
         return [] if told is None else list(told["value"])
 
     def stops(self, step: int, boundary: int) -> bool:
-        """Return whether this rank leaves now, after `step` steps. Every rank calls this between
-        two steps.
+        """Return whether this rank leaves now, after `step` steps.
+
+        Every rank calls this between two steps.
 
         If the launcher has asked for it, rank 0 names the step `boundary`. No rank may be able to
         end this step before rank 0 has begun it: for example, the step that is about to begin. Rank
@@ -256,8 +257,10 @@ class Generations:
             wire.send_frame(self._sock, {"kind": kind, **content})
 
     def _wait(self, kind: str, limit: float | None) -> dict[str, Any] | None:
-        """Return the launcher's message of this kind; None after `limit` seconds, if the launcher
-        is gone, or if a rank is lost."""
+        """Return the launcher's message of this kind.
+
+        None after `limit` seconds, if the launcher is gone, or if a rank is lost.
+        """
         deadline = None if limit is None else time.monotonic() + limit
         joined = None if self._membership is None else self._membership.joined
         with self._changed:
@@ -298,8 +301,7 @@ class Generations:
 
 
 def warm_up(transport: str | None) -> ThreadpoolController:
-    """Load everything that joining needs, before the first generation and before this process
-    forks.
+    """Load everything that joining needs, before the first generation and before any fork.
 
     Also exclude the loaded objects from later garbage collections. Forks inherit all of this:
     finding the libraries takes 9 ms, replacing sys.exit 15 ms.

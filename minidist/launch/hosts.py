@@ -149,8 +149,10 @@ def ssh_words(text: str) -> list[str]:
 
 
 def news_of(line: bytes) -> dict[str, Any]:
-    """Return a host's message from a line that begins with MARK; if it cannot be read, a message
-    "problem"."""
+    """Return a host's message from a line that begins with MARK.
+
+    If the line cannot be read, the message is a "problem".
+    """
     with contextlib.suppress(ValueError, RecursionError):
         told = json.loads(line[len(MARK) :])
         kinds = {"hello": str, "version": str, "port": int, "problem": str}
@@ -352,8 +354,11 @@ class HostsJob:
         self.news.put((number, {"end": True}))
 
     def _pass_on_errors(self, number: int, pipe: IO[bytes]) -> None:
-        """Copy a host's stderr to stderr, except lines before its hello (of ssh and the shell);
-        minidist's own lines once."""
+        """Copy a host's stderr to our stderr.
+
+        Lines before its hello (of ssh and the shell) are left out; equal lines of minidist are
+        copied once.
+        """
         with pipe:
             for raw in pipe:
                 line = self.last[number] = raw.decode(errors="replace").rstrip("\r\n")
@@ -375,8 +380,10 @@ class HostsJob:
                 pipe.flush()
 
     def _wait(self) -> int:
-        """Wait until every host has ended; when one has failed, the others get ENDING s. Return the
-        exit status."""
+        """Wait until every host has ended; when one has failed, the others get ENDING s.
+
+        Return the exit status.
+        """
         passed_on = 0
         failed = 0.0
         while (codes := [process.poll() for process in self.launchers]).count(None):
@@ -403,8 +410,7 @@ class HostsJob:
                 )
 
     def _end(self) -> None:
-        """Close the launchers' stdin, at which they end their ranks, and wait until they have
-        ended."""
+        """Close the launchers' stdin, at which they end their ranks, and wait for their end."""
         for process in self.launchers:
             with contextlib.suppress(OSError):
                 if process.stdin is not None:

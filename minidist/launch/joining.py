@@ -145,8 +145,9 @@ class Joined:
 
 
 def find_monitor(launch: Launch, limit: float, patience: float = PATIENCE) -> Joined:
-    """Connect to the monitor of the job that `launch` describes; start it if that is this rank's
-    task.
+    """Connect to the monitor of the job that `launch` describes.
+
+    Start it if that is this rank's task.
 
     Raises: LaunchError, HandshakeError or TimeoutError, as md.init does.
     """
@@ -220,8 +221,10 @@ def _by_mpi(launch: Launch, limit: float, patience: float) -> Joined:
 
 
 def _by_address(launch: Launch, limit: float, patience: float) -> Joined:
-    """Under torchrun and srun: rank 0 hosts the monitor one port above MASTER_PORT; by hand, at
-    MASTER_PORT."""
+    """Under torchrun and srun: rank 0 hosts the monitor one port above MASTER_PORT.
+
+    If ranks were started by hand, it uses MASTER_PORT itself.
+    """
     host = "127.0.0.1" if launch.one_host else launch.master_addr
     port = launch.monitor_port
     token = token_from_environment()
@@ -277,8 +280,9 @@ def _by_file(launch: Launch, limit: float, patience: float) -> Joined:
 
 
 class HelperProcess:
-    """A child process of a rank: minidist.comm.health.MODULE with ARGUMENTS; it reads the token
-    from its stdin.
+    """A child process of a rank: minidist.comm.health.MODULE with ARGUMENTS.
+
+    It reads the token from its stdin.
 
     A monitor ends when the ranks have ended, or when its stdin ends because rank 0 is gone. A node
     agent ends when the monitor closes the connection. The helper watches the ranks, and its rank
@@ -326,8 +330,10 @@ class HelperProcess:
         self._watcher.start()
 
     def close(self) -> None:
-        """Wait until every rank has said goodbye, or the helper has ended; it may outlive this
-        process to watch others."""
+        """Wait until every rank has said goodbye, or the helper has ended.
+
+        It may outlive this process to watch others.
+        """
         stdin = self._process.stdin
         stdout = self._process.stdout
         assert stdin is not None and stdout is not None
@@ -394,8 +400,10 @@ class MonitorProcess(HelperProcess):
             )
 
     def tell(self) -> None:
-        """Notify late ranks in the lost monitor's place; the ranks that were connected have lost
-        their connections."""
+        """Notify late ranks in the lost monitor's place.
+
+        The ranks that were connected have lost their connections.
+        """
         if self.met or self.loss is None:
             return
         with contextlib.suppress(LaunchError, OSError):  # another process has taken the port
@@ -411,8 +419,10 @@ class MonitorProcess(HelperProcess):
 
 
 class NodeAgentProcess(HelperProcess):
-    """The node agent of a host, a child of its first rank; that rank's `link` reports if the agent
-    dies."""
+    """The node agent of a host, a child of its first rank.
+
+    That rank's `link` reports if the agent dies.
+    """
 
     def __init__(self, link: MonitorClient, token: bytes) -> None:
         self._link = link
@@ -435,8 +445,9 @@ class NodeAgentProcess(HelperProcess):
 
 
 def _broadcast(words: list[str], limit: float) -> list[str]:
-    """Return rank 0's words on every rank of MPI_COMM_WORLD, in one message of 4 KiB. A waiting
-    rank sleeps between tests instead of spinning.
+    """Return rank 0's words on every rank of MPI_COMM_WORLD, in one message of 4 KiB.
+
+    A waiting rank sleeps between tests instead of spinning.
 
     Raises: TimeoutError if the broadcast does not finish in `limit` s.
     """
@@ -458,8 +469,9 @@ def _broadcast(words: list[str], limit: float) -> list[str]:
 def connect_by_file(
     file: TokenFile, address: tuple[str, int] | None, launch: Launch, limit: float
 ) -> tuple[MonitorClient, bytes]:
-    """Connect with the token that rank 0 is about to write; if an earlier job's token is refused,
-    read the file again.
+    """Connect with the token that rank 0 is about to write.
+
+    If an earlier job's token is refused, read the file again.
 
     Args:   address: the monitor's; None: the file has it, as "host,host port token".
     Raises: HandshakeError or TimeoutError after `limit` seconds.

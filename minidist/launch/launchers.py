@@ -142,8 +142,10 @@ BY_HAND = replace(
 
 @dataclass(frozen=True)
 class Launch:
-    """The place of this process in its job, as the launcher gives it; without a launcher, rank 0 of
-    1."""
+    """The place of this process in its job, as the launcher gives it.
+
+    Without a launcher it is rank 0 of 1.
+    """
 
     launcher: str = "alone"
     transport: str = "threads"
@@ -161,8 +163,7 @@ class Launch:
 
     @property
     def alone(self) -> bool:
-        """Return whether the job has only this rank, for example because no launcher started this
-        process."""
+        """Return whether the job has only this rank, as without a launcher."""
         return self.world_size == 1
 
     @property
@@ -274,8 +275,10 @@ def nodes_of(told: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def restarts(environ: Mapping[str, str] | None = None) -> int:
-    """Return how often Slurm (--requeue) or torchrun (--max-restarts) has restarted this job; 0 by
-    default."""
+    """Return how often Slurm (--requeue) or torchrun (--max-restarts) has restarted this job.
+
+    0 by default.
+    """
     variables = os.environ if environ is None else environ
     told = [
         variables.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
@@ -284,8 +287,7 @@ def restarts(environ: Mapping[str, str] | None = None) -> int:
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without any launcher's variables, for processes that a new launcher
-    starts."""
+    """Return `environ` without any launcher's variables, for processes of a new launcher."""
     ours = {name for launcher in LAUNCHERS for name in launcher.variables()} | {
         "GROUP_RANK",
         "PMI_FD",
@@ -368,8 +370,10 @@ def _by_hand(variables: Mapping[str, str]) -> Launch:
 
 
 def _slurm(launcher: Launcher, variables: Mapping[str, str]) -> Launch:
-    """Return the Launch of a task of srun; MASTER_ADDR, MASTER_PORT and the ranks per node follow
-    from its other variables."""
+    """Return the Launch of a task of srun.
+
+    MASTER_ADDR, MASTER_PORT and the ranks per node follow from its other variables.
+    """
     node_rank = _number(launcher, variables, launcher.node_rank)
     size = _number(launcher, variables, launcher.size)
     listed = "SLURM_STEP_NODELIST" if variables.get("SLURM_STEP_NODELIST") else launcher.master_addr
@@ -445,8 +449,10 @@ def expand_hosts(nodes: str, name: str = "--hosts") -> list[str]:
 
 
 class _Numbers:
-    """The numbers inside a bracket: '01-03,7' holds 01 02 03 7. Raises: LaunchError, which begins
-    with `where`."""
+    """The numbers inside a bracket: '01-03,7' holds 01 02 03 7.
+
+    Raises: LaunchError, which begins with `where`.
+    """
 
     def __init__(self, inside: str, where: str) -> None:
         self._ranges: list[tuple[range, int]] = []
@@ -479,8 +485,10 @@ def _check_below(
 
 
 def _meeting(launcher: Launcher, variables: Mapping[str, str], last: int) -> tuple[str, int]:
-    """Return the address and the port of MASTER_ADDR and MASTER_PORT, where the ranks join. Raises:
-    LaunchError."""
+    """Return the address and the port of MASTER_ADDR and MASTER_PORT, where the ranks join.
+
+    Raises: LaunchError.
+    """
     host = plain_address(_text(launcher, variables, launcher.master_addr))
     check_host(launcher.master_addr, host)
     return host, _number(launcher, variables, launcher.master_port, least=1, most=last)

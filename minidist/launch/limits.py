@@ -119,8 +119,10 @@ class MemoryLimit:
             (self.group / files.swap).write_text(files.no_swap or str(self.nbytes))
 
     def enter(self, pid: int) -> None:
-        """Put a process that has just been started into the group; its later children are in it,
-        too."""
+        """Put a process that has just been started into the group.
+
+        Its later children are in it, too.
+        """
         if self.group is None:
             return
         try:
@@ -142,8 +144,10 @@ class MemoryLimit:
         return self.kills
 
     def end(self) -> None:
-        """Remove the group, once its processes have ended; it remains if a process outlives its
-        rank."""
+        """Remove the group, once its processes have ended.
+
+        It remains if a process outlives its rank.
+        """
         if self.group is None:
             return
         self.look()
@@ -178,8 +182,8 @@ class Limits:
     flight: Path | None = None
 
     def begin(self) -> None:
-        """Before the first rank starts: keep this process to the cores, too, and make the memory
-        limit's group."""
+        """Keep this process to the cores, and make the memory limit's group, before the first rank
+        starts."""
         if self.cores:
             cores.keep_to(self.cores)
         if self.memory is not None:
@@ -278,8 +282,10 @@ def limit_here() -> int | None:
 
 
 def _locked_group(home: Path) -> tuple[Path, int]:
-    """Return a new group and the descriptor that holds its lock; repeat if a sweep removes it
-    before the lock."""
+    """Return a new group and the descriptor that holds its lock.
+
+    Repeat if a sweep removes it before the lock.
+    """
     while True:
         group = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=home))
         with suppress(FileNotFoundError):

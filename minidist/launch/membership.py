@@ -72,8 +72,10 @@ REPORT_LIMIT = 30.0  # seconds a rank that fails before md.init tries to say so
 
 
 class Membership:
-    """The membership of this process as a rank of its job. `world` is the group of all ranks, once
-    they have joined."""
+    """The membership of this process as a rank of its job.
+
+    `world` is the group of all ranks, once they have joined.
+    """
 
     def __init__(self, launch: Launch, transport: str = "", patience: float = PATIENCE) -> None:
         self.launch = launch
@@ -92,8 +94,10 @@ class Membership:
         self._left = False
 
     def join(self, name: str, limit: float) -> Group:
-        """Find the monitor, exchange data with all ranks, connect the transport; return the group
-        of all ranks."""
+        """Find the monitor, exchange data with all ranks, connect the transport.
+
+        Return the group of all ranks.
+        """
         launch = self.launch
         if name == "mpi" and cannot_meet(launch):
             raise refusal(launch)
@@ -157,15 +161,19 @@ class Membership:
         return self._left or self.failed
 
     def saves_when_told(self) -> None:
-        """Declare that from now on this rank saves its work at SIGTERM and ends with status AGAIN;
-        its launcher passes SIGTERM on."""
+        """Declare that from now on this rank saves its work at SIGTERM and ends with status AGAIN.
+
+        Its launcher passes SIGTERM on.
+        """
         self.saves = True
         if self.joined is not None:
             self.joined.link.saves_when_told()
 
     def find_monitor(self, limit: float, initialised: Callable[[], None]) -> Joined:
-        """Connect to the job's monitor; from then on it reports our end to the other ranks. Calls
-        `initialised` after MPI_Init."""
+        """Connect to the job's monitor; from then on it reports our end to the other ranks.
+
+        Calls `initialised` after MPI_Init.
+        """
         if self.launch.by_mpirun:
             mpi_world(self.launch)
         initialised()
@@ -173,8 +181,10 @@ class Membership:
         return self.joined
 
     def fail(self, error: BaseException) -> bool:
-        """Report to the job that this process fails with `error`; return whether it is the first
-        failure."""
+        """Report to the job that this process fails with `error`.
+
+        Return whether it is the first failure.
+        """
         self.failed, self.status = True, Failure.by_exception(error, self.launch.world_rank).status
         if self.world is not None:
             self.world.ledger.flight.end(*ending(error))
@@ -187,7 +197,7 @@ class Membership:
 
     def say(self, error: BaseException, first: bool) -> None:
         """Print why this rank ends: the traceback if it failed first, otherwise one line or
-        nothing."""
+        none."""
         rank = self.launch.world_rank
         size = self.launch.world_size
         if self.quiet or isinstance(error, KeyboardInterrupt):
@@ -214,8 +224,10 @@ class Membership:
         say_line(text)
 
     def leave(self) -> None:
-        """At the end of the process (not of its children): release everything; say goodbye, or end
-        a failed job."""
+        """Release everything at the end of the process (not of its children).
+
+        Say goodbye to the monitor, or end a failed job.
+        """
         if not self.is_this_process() and self.launch.by_mpirun:
             flush_output()
             os._exit(self.status)  # MPI_Finalize would be called in the rank's name
@@ -371,8 +383,10 @@ def init(
 
 
 def adopt(membership: Membership) -> Membership:
-    """Make this the process's membership; its launch, its monitor and its world may change
-    (generations.py)."""
+    """Make this the process's membership.
+
+    Its launch, its monitor and its world may change (generations.py).
+    """
     global _membership
     watch_exits(membership)
     _membership = membership

@@ -110,7 +110,7 @@ def _is_initialized() -> bool:
 
 
 def check_pmi() -> None:
-    """Raise LaunchError if PMI_FD or PMI_PORT cannot be values of mpirun: MPI_Init would end the
+    """Raise LaunchError if PMI_FD or PMI_PORT cannot be mpirun's: MPI_Init would end the
     process."""
     file = os.environ.get("PMI_FD")
     port = os.environ.get("PMI_PORT")
@@ -135,8 +135,9 @@ def _is_socket(number: str) -> bool:
 
 
 def make_room(ranks: int) -> None:
-    """Before MPI_Init: keep UCX from using /dev/shm if it is small; MPICH works without UCX's part
-    of it.
+    """Before MPI_Init: keep UCX from using /dev/shm if it is small.
+
+    MPICH works without UCX's part of it.
 
     UCX takes its part if it finds UCX_FREE bytes free, and dies if another rank takes them first.
     Raises: LaunchError if there is no room for MPICH's own part.
@@ -148,8 +149,10 @@ def make_room(ranks: int) -> None:
 
 
 def shortage(ranks: int) -> str:
-    """Return what is missing if /dev/shm is too full for this number of ranks (MPICH would die);
-    else ""."""
+    """Return what is missing if /dev/shm is too full for this number of ranks (MPICH would die).
+
+    Return "" if there is room.
+    """
     needed = ranks * MPICH_BYTES
     free = _free_bytes()
     # the file may be this job's: then the room is allocated already
@@ -172,8 +175,10 @@ def _free_bytes() -> float:
 
 
 def shared_memory(pid: int) -> set[str]:
-    """Return the files of MPICH's shared memory that a process has mapped; none if the system does
-    not list them."""
+    """Return the files of MPICH's shared memory that a process has mapped.
+
+    The set is empty if the system does not list them.
+    """
     with contextlib.suppress(OSError):
         return set(
             re.findall(
@@ -194,12 +199,11 @@ def unlink(names: set[str]) -> None:
 def watched(
     launch: Launch, limit: float, patience: float = PATIENCE
 ) -> Iterator[Callable[[], None]]:
-    """Watch MPI_Init and the joining of all ranks, which happen inside the block. For mpirun's
-    ranks only.
+    """Watch MPI_Init and the joining of all ranks, which happen inside the block.
 
-    The block calls the function that it is given when MPI_Init is over. A rank ends the job,
-    without an exception, if it does not reach MPI_Init within `limit` seconds, ends before all
-    ranks have joined, or is stopped (SIGSTOP) for `patience` seconds.
+    This is for mpirun's ranks only. The block calls the function that it is given when MPI_Init is
+    over. A rank ends the job, without an exception, if it does not reach MPI_Init within `limit`
+    seconds, ends before all ranks have joined, or is stopped (SIGSTOP) for `patience` seconds.
     """
     if not launch.by_mpirun:
         yield lambda: None
@@ -310,8 +314,10 @@ class InitWatch:
                 time.sleep(_LOOK)
 
     def _is_first(self) -> bool:
-        """Return whether this is the first rank of the host to ask; the first one then holds a lock
-        on the shared memory."""
+        """Return whether this is the first rank of the host to ask.
+
+        The first one then holds a lock on the shared memory.
+        """
         if self._first is None:
             self._first = True
             with contextlib.suppress(FileNotFoundError):
@@ -367,8 +373,10 @@ class InitWatch:
         return [first + local for local in range(size) if local not in here] if here else []
 
     def _processes(self) -> list[int]:
-        """Return the processes that mpirun has started here and that have not ended; mpirun may
-        reap ended ones late."""
+        """Return the processes that mpirun has started here and that have not ended.
+
+        Ended ones are filtered out, because mpirun may reap them late.
+        """
         return [pid for pid in children_of(self._agent) if not has_ended(pid)]
 
     def _here(self) -> dict[int, int]:

@@ -114,8 +114,9 @@ def run_mpi(
     transport: str = "mpi",
     patience: float = PATIENCE,
 ) -> list[Any]:
-    """Run `fn(world, *args)` on the ranks of a new mpirun, over mpi or another transport; return
-    the results in rank order.
+    """Run `fn(world, *args)` on the ranks of a new mpirun, over mpi or another transport.
+
+    Return the results in rank order.
 
     Raises: as md.run; LaunchError if there is no mpirun, or another process cannot find `fn` by
             name.
@@ -217,8 +218,10 @@ def _load(module: str, name: str, file: str) -> Callable[..., Any]:
 
 
 def _rank_main(folder: Path) -> None:
-    """Join, call the function, write the outcome to a file; raise exceptions again so that the job
-    ends."""
+    """Join, call the function, write the outcome to a file.
+
+    Raise exceptions again so that the job ends.
+    """
     from minidist.launch import membership
 
     task = wire.unpack((folder / "task").read_bytes())

@@ -104,8 +104,9 @@ def spawn(
 
 @contextmanager
 def token_on_this_machine(nodes: Nodes) -> Iterator[bytes | None]:
-    """Yield the token of a job whose nodes are all on this machine, from node 0's private file;
-    else None.
+    """Yield the token of a job whose nodes are all on this machine, from node 0's private file.
+
+    For any other job it yields None.
 
     Raises: LaunchError if node 0 has not written it within MEET_LIMIT s.
     """
@@ -270,8 +271,10 @@ class SpawnedJob:
         return True
 
     def _stop(self, loss: Failure) -> int:
-        """End the job: the monitor notifies ranks in their waits, and they unwind. Return the exit
-        status."""
+        """End the job: the monitor notifies ranks in their waits, and they unwind.
+
+        Return the exit status.
+        """
         self.watch.lose(loss)
         self.children.end(STOP, hurry=lambda: len(self.told) > 1)
         ranks = f"{len(self.processes)} ranks were" if len(self.processes) != 1 else "1 rank was"
@@ -279,8 +282,9 @@ class SpawnedJob:
         return loss.status
 
     def _note(self, rank: int, code: int) -> None:
-        """Record that a rank here ended with `code`; another may have failed first, or the rank was
-        expendable.
+        """Record that a rank here ended with `code`.
+
+        Another may have failed first, or the rank was expendable.
 
         Status 0 is no failure after a goodbye, or if no rank needs this one.
         """

@@ -49,8 +49,9 @@ _SET_CHILD_SUBREAPER = 36  # prctl
 
 
 class Orphan:
-    """A child that a Popen did not start: an orphan that this process adopted, or a fork; used like
-    a Popen.
+    """A child that a Popen did not start: an orphan that this process adopted, or a fork.
+
+    It is used like a Popen.
 
     Attributes: stderr: the pipe that it writes to, or None.
     """
@@ -109,8 +110,10 @@ class Template:
         return self.ready or self._process.poll() is not None
 
     def fork(self, number: int, variables: Mapping[str, str] | None = None) -> Orphan | None:
-        """Return a new process of this number, with these variables in its environment; None if the
-        template is lost."""
+        """Return a new process of this number, with these variables in its environment.
+
+        None if the template is lost.
+        """
         if not self.ready:
             return None
         told = b""
@@ -156,8 +159,9 @@ def start_template(command: Sequence[str], environment: Mapping[str, str]) -> Te
 
 
 def fork_template() -> Template | None:
-    """Fork a template, which has loaded what this process has. Return None in the copy, which calls
-    fork_on_demand().
+    """Fork a template, which has loaded what this process has.
+
+    Return None in the copy, which calls fork_on_demand().
 
     Another thread of this process would be missing in the copy, and might hold a lock; so this
     process may have no other (except the BLAS library's, which prepares itself for a fork). Open
@@ -193,15 +197,18 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def _take_orphans(yes: bool) -> bool:
-    """Make orphans below this process its children, or no longer; return whether this system can do
-    that."""
+    """Make orphans below this process its children, or no longer.
+
+    Return whether this system can do that.
+    """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)  # only on Linux
     return prctl is not None and bool(prctl(_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0) == 0)
 
 
 def fork_on_demand() -> None:
-    """Become the template, if the launcher asked for one. Returns only in the processes that it
-    forks.
+    """Become the template, if the launcher asked for one.
+
+    Returns only in the processes that it forks.
 
     In a process that is no template it returns at once.
     """
@@ -226,8 +233,9 @@ def fork_on_demand() -> None:
 
 
 def _serve(fileno: int) -> tuple[int, dict[str, str], int]:
-    """Fork when the launcher asks. Return, in a forked process, its number, its variables and its
-    stderr's file.
+    """Fork when the launcher asks.
+
+    Return, in a forked process, its number, its variables and its stderr's file.
 
     Raises: OSError, in the template.
     """

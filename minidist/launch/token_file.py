@@ -65,8 +65,10 @@ class TokenFile:
             return None
 
     def is_held(self) -> bool:
-        """Return whether the process that wrote the token still holds it; if not, a killed job left
-        it."""
+        """Return whether the process that wrote the token still holds it.
+
+        If not, a killed job left it.
+        """
         with (
             contextlib.suppress(OSError),
             open(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file,

@@ -31,8 +31,10 @@ HEARSAY = 2.0
 
 
 def check_name(name: str, among: tuple[str, ...] = PROCESSES) -> None:
-    """Raise LaunchError, with the nearest spelling, unless `name` is in `among`; also if nccl lacks
-    CuPy."""
+    """Raise LaunchError, with the nearest spelling, unless `name` is in `among`.
+
+    Also raise it for nccl if CuPy is not installed.
+    """
     if name not in among:
         nearest = difflib.get_close_matches(str(name), among, 1)
         raise LaunchError(
@@ -49,8 +51,10 @@ def check_name(name: str, among: tuple[str, ...] = PROCESSES) -> None:
 
 
 def current_name(name: str, *, speaks: bool = True) -> str:
-    """Return a transport's present name; for its old name "sockets", the rank with `speaks` warns
-    once."""
+    """Return a transport's present name.
+
+    For its old name "sockets", the rank with `speaks` warns once.
+    """
     if name != "sockets":
         return name
     if speaks:
@@ -64,8 +68,10 @@ def current_name(name: str, *, speaks: bool = True) -> str:
 
 
 def load(name: str) -> Callable[..., Transport]:
-    """Return the function that makes a transport between processes; the import costs more than the
-    call."""
+    """Return the function that makes a transport between processes.
+
+    The import costs more than the call.
+    """
     module, maker = _MAKERS[name]
     return getattr(importlib.import_module(f"minidist.comm.transports.{module}"), maker)  # type: ignore[no-any-return]
 

@@ -25,8 +25,9 @@ from minidist.launch.launchers import LAST_PORT, Launch, check_host, detect, num
 
 
 def find_launch() -> Launch:
-    """Return the Launch of this process, as `detect` does; `other_mpi` is set if its MPI is not
-    mpi4py's.
+    """Return the Launch of this process, as `detect` does.
+
+    `other_mpi` is set if its MPI is not mpi4py's.
 
     Raises: LaunchError, one line, if the launcher contradicts itself.
     """
@@ -44,8 +45,10 @@ def find_launch() -> Launch:
 
 
 def library() -> str:
-    """Return the name and version of mpi4py's MPI, "" if there is none; MPI_Init is not called
-    (mpi_init.py does that)."""
+    """Return the name and version of mpi4py's MPI, "" if there is none.
+
+    MPI_Init is not called (mpi_init.py does that).
+    """
     known = "mpi4py.MPI" in sys.modules
     try:
         import mpi4py

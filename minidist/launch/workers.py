@@ -53,8 +53,9 @@ Event = tuple["Worker", dict[str, Any]]
 
 
 class Worker:
-    """A process of the job. `number` counts from 0 and is never used again; `rank` is its rank in
-    its last generation.
+    """A process of the job.
+
+    `number` counts from 0 and is never used again; `rank` is its rank in its last generation.
 
     Args:       starter: the Starter that has started it.
     Attributes: state    STARTING, WAITING (for a generation), MEMBER (of the present one) or DONE
@@ -87,8 +88,10 @@ class Worker:
                 wire.send_frame(self.sock, {"kind": kind, **content}, 1.0)
 
     def ended(self, limit: float = REAP_LIMIT) -> int | None:
-        """Return the exit code of a process that is about to end; None if it still runs after
-        `limit` s."""
+        """Return the exit code of a process that is about to end.
+
+        None if it still runs after `limit` s.
+        """
         deadline = time.monotonic() + limit
         code: int | None
         while (code := self.process.poll()) is None and time.monotonic() < deadline:
@@ -130,8 +133,9 @@ class Worker:
 
 
 class Workforce:
-    """All processes that were started and have not ended, by number; their messages are in
-    `events`.
+    """All processes that were started and have not ended, by number.
+
+    Their messages are in `events`.
 
     Args:       template: this host's, if there is one already.
     Attributes: coming: number of processes that are being started.
@@ -270,8 +274,9 @@ class Workforce:
         return gone
 
     def end(self, grace: float, hurry: Callable[[], bool]) -> None:
-        """Close all connections, at which waiting processes end; send SIGTERM after `grace` s,
-        SIGKILL after as long again.
+        """Close all connections, at which waiting processes end.
+
+        Send SIGTERM after `grace` s, SIGKILL after as long again.
 
         A process that has not connected yet gets SIGTERM at once.
         """

@@ -143,8 +143,10 @@ class Survivor:
         gc.collect()
 
     def _load(self, trainer: Trainer) -> None:
-        """Load the newest undamaged checkpoint. Without any, a job begins; it begins again only if
-        it saves."""
+        """Load the newest undamaged checkpoint.
+
+        Without any, a job begins; it begins again only if it saves.
+        """
         problems = []
         for name in share_records(
             trainer.world, [os.fsencode(folder) for folder in self._newest()]
@@ -217,8 +219,10 @@ class Survivor:
         self.generations = [int(number) for number in notes[2]]
 
     def records(self, world: Group) -> list[dict[str, Any]]:
-        """Return the generations for metrics.json on rank 0, nothing on others. Every rank calls it
-        at the end."""
+        """Return the generations for metrics.json on rank 0, nothing on others.
+
+        Every rank calls it at the end.
+        """
         past = gather_records(world, self.past)
         return (
             []

@@ -48,8 +48,10 @@ os.fsync = fsync
 
 
 def disk_module(folder: Path) -> dict[str, str]:
-    """Write the module that can make a process's disk full or slow; return the environment that
-    loads it."""
+    """Write the module that can make a process's disk full or slow.
+
+    Return the environment that loads it.
+    """
     (folder / "sitecustomize.py").write_text(_DISK, encoding="utf-8")
     return {
         "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -69,9 +71,9 @@ def kill_all(pids: Sequence[int]) -> None:
 
 
 def damage(run: Path, kind: str, chance: random.Random) -> dict[str, str]:
-    """Damage a shard of the newest checkpoint: "torn" or "flip". Returns: the names of checkpoint
-    and shard.
+    """Damage a shard of the newest checkpoint: "torn" or "flip".
 
+    Returns: the names of checkpoint and shard.
     Raises: OSError if there are fewer than two checkpoints.
     """
     there = checkpoints(run)

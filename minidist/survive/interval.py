@@ -30,8 +30,10 @@ def best_interval(save: float, between: float) -> float:
 
 
 def steps_between(save: float, between: float, step: float) -> int:
-    """Return the best interval in steps of `step` seconds; at least 1. Args and Raises: as in
-    best_interval."""
+    """Return the best interval in steps of `step` seconds; at least 1.
+
+    Args and Raises: as in best_interval.
+    """
     _check(step=step)
     return max(1, round(best_interval(save, between) / step))
 

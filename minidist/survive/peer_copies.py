@@ -74,8 +74,10 @@ class Layout:
     def arrays(
         self, block: np.ndarray, *, lone: bool = False
     ) -> tuple[list[Place], list[np.ndarray]]:
-        """Return the places, and the array of each in the block; `lone`: only those that no other
-        rank has."""
+        """Return the places, and the array of each in the block.
+
+        `lone`: only those that no other rank has.
+        """
         chosen = [
             index
             for index in range(len(self.places))
@@ -158,8 +160,10 @@ class PeerCopies:
     # -------------------------------------------------------------------------------------------
 
     def begin(self, trainer: Trainer, generation: int) -> None:
-        """Keep the state of a new generation. Older versions are deleted after its first step, when
-        all ranks have kept it."""
+        """Keep the state of a new generation.
+
+        Older versions are deleted after its first step, when all ranks have kept it.
+        """
         world = trainer.world
         places = state_places(trainer.strategy, trainer.optimizer)
         told = [
@@ -204,8 +208,10 @@ class PeerCopies:
         self._keep(trainer)
 
     def keep(self, trainer: Trainer) -> None:
-        """Keep the state after a step, if the step's number is a multiple of `every`. Every rank
-        calls it."""
+        """Keep the state after a step, if the step's number is a multiple of `every`.
+
+        Every rank calls it.
+        """
         if len(self._layouts) > 1:
             self._held = {
                 version: held

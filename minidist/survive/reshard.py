@@ -21,8 +21,9 @@ SET_BY_SAVE = ("steps_done", "seed", "optimizer", "config", "plan", "state", "ra
 
 
 def reshard(folder: Path, target: Path, plan: Plan) -> None:
-    """Write the checkpoint `folder` to `target` as the ranks of `plan` would; the precision does
-    not change.
+    """Write the checkpoint `folder` to `target` as the ranks of `plan` would.
+
+    The precision does not change.
 
     Raises:  PlanError if the plan does not fit the model; CheckpointError if it cannot be read or
              written.
@@ -66,8 +67,10 @@ def reshard(folder: Path, target: Path, plan: Plan) -> None:
 
 
 def options_of(plan: Plan) -> dict[str, Any]:
-    """Return the options of minidist train that describe this plan; options that belong to other
-    plans have their defaults."""
+    """Return the options of minidist train that describe this plan.
+
+    Options that belong to other plans have their defaults.
+    """
     cut = ",".join(f"{axis}={size}" for axis, size in plan.axes.items() if size > 1) or "dp=1"
     parts = (
         "zero",

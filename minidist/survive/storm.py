@@ -211,8 +211,10 @@ class Storm:
         self._note(fault | {"until": time.time()})
 
     def _replace_launcher(self, fault: Event, pids: list[int]) -> None:
-        """Kill the launcher and start it again, as a supervisor does; meanwhile its ranks end
-        without help."""
+        """Kill the launcher and start it again, as a supervisor does.
+
+        Meanwhile its ranks end without help.
+        """
         self._say(fault["kind"])
         self.job.kill()
         self.job.wait()

@@ -34,8 +34,9 @@ class VerifiedShard(NamedTuple):
 
 
 def read_whole(folder: Path, kind: str = WEIGHT) -> dict[str, np.ndarray]:
-    """Return all tensors of a kind, whole, by dotted path: the weights; with mixed precision, the
-    master weights.
+    """Return all tensors of a kind, whole, by dotted path (default: the weights).
+
+    With mixed precision, the weights are the master weights.
 
     Raises:  CheckpointError if a file is missing or damaged.
     """

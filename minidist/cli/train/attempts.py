@@ -38,8 +38,9 @@ def by_itself(what: str) -> Iterator[None]:
 
 
 def together(world: Group, what: str, work: Callable[[], Result]) -> Result | None:
-    """Return `work()`; if it fails on one rank, print one line and return None on every rank. Every
-    rank calls it.
+    """Return `work()`; if it fails on one rank, print one line and return None on every rank.
+
+    Every rank calls it.
 
     The ranks wait for the slowest as long as it works.
 

@@ -22,8 +22,9 @@ WIDE = 4
 
 
 def formula(trainer: Trainer, data: dict[str, Any], batch: Batch) -> dict[str, Any]:
-    """Return bytes of all ranks and steps by axis, and the number of this rank's parameters. Every
-    rank calls it.
+    """Return bytes of all ranks and steps by axis, and the number of this rank's parameters.
+
+    Every rank calls it.
 
     Args:    data: the formula of this rank's group of the data axis. batch: one batch of the run.
     Cost:    two all-gathers of a few integers per rank, under `control`.
@@ -103,8 +104,10 @@ def recomputed_steps(trainer: Trainer) -> list[int]:
 def _of_all_steps(
     sent: Callable[..., dict[str, int]], steps: int, again: int, itemsize: int
 ) -> dict[str, int]:
-    """Return the bytes of `steps` steps by axis, with `again` recomputations of blocks in all;
-    `sent`: elements of one step."""
+    """Return the bytes of `steps` steps by axis, with `again` recomputations of blocks in all.
+
+    `sent`: elements of one step.
+    """
     once = sent(recomputed=0)
     more = sent(recomputed=1)
     return {

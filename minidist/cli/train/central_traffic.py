@@ -35,8 +35,10 @@ def device_records(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
-    """Return bytes and messages of a run by rank or device, if no worker is lost. Args: batch: one
-    batch of the run."""
+    """Return bytes and messages of a run by rank or device, if no worker is lost.
+
+    Args: batch: one batch of the run.
+    """
     counts = (
         _by_device(trainer, batch)
         if trainer.plan.strategy == "data-parallel"
@@ -52,8 +54,11 @@ def formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
 
 
 def _by_role(trainer: Trainer) -> Counts:
-    """Return the counts by role: a worker pushes all gradients; a server sends its keys to each
-    worker (asynchronously once more at the end)."""
+    """Return the counts by role.
+
+    A worker pushes all gradients. A server sends its keys to each worker; asynchronously once more
+    at the end.
+    """
     plan = trainer.plan
     steps = trainer.steps_here
     workers = trainer.plan.workers
@@ -69,8 +74,10 @@ def _by_role(trainer: Trainer) -> Counts:
 
 
 def _by_device(trainer: Trainer, batch: Batch) -> Counts:
-    """Return the counts by device: device 0 sends models, inputs and output gradients; the others
-    gradients and outputs."""
+    """Return the counts by device.
+
+    Device 0 sends models, inputs and output gradients. The others send gradients and outputs.
+    """
     inputs = batch[0]
     size = trainer.plan.replicas
     model = sum(p.data.nbytes for p in trainer.model.parameters())

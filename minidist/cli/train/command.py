@@ -245,8 +245,9 @@ def conclude(
     threads: int,
     lives: Lives | None,
 ) -> int:
-    """Write the results, then everything made from them. Every rank calls it. Returns: the exit
-    status.
+    """Write the results, then everything made from them.
+
+    Every rank calls it. Returns: the exit status.
 
     The other ranks wait while rank 0 works.
 
@@ -278,8 +279,10 @@ def conclude(
 def _write_results(
     trainer: Trainer, settings: Settings, course: Course, saver: Saver | None, *, threads: int
 ) -> tuple[Metrics, Exception | None]:
-    """Write the weights and the metrics known so far, on rank 0; return the metrics, and an error
-    if there was one."""
+    """Write the weights and the metrics known so far, on rank 0.
+
+    Return the metrics, and an error if there was one.
+    """
     weights = trainer.state_dict()
     if trainer.survivors().rank != 0:
         return {}, None
@@ -322,8 +325,10 @@ def _present(
     timelines: list[Timeline] | None,
     console: Console,
 ) -> Exception | None:
-    """Explain, draw and print the results on rank 0; return an error of writing the file of
-    --json."""
+    """Explain, draw and print the results on rank 0.
+
+    Return an error of writing the file of --json.
+    """
     args = settings.args
     problem = None
     if timelines is not None:

@@ -10,8 +10,10 @@ Metrics = dict[str, Any]
 
 
 def sent_by(rank: dict[str, Any], kind: str, axes: Any = None) -> int:
-    """Return bytes or messages of a rank in all steps, without scalars; `axes`: only along
-    these."""
+    """Return bytes or messages of a rank in all steps, without scalars.
+
+    `axes`: only along these.
+    """
     return sum(
         count
         for axis, verbs in rank[kind].items()
@@ -21,8 +23,7 @@ def sent_by(rank: dict[str, Any], kind: str, axes: Any = None) -> int:
 
 
 def saving(metrics: Metrics) -> str:
-    """Return a line: the bytes of gradients and weights in a step, and what they would be without
-    the scheme."""
+    """Return a line: the bytes of gradients and weights per step, with and without the scheme."""
     plain = metrics["formula"]["plain"]
     steps = metrics["steps"]
     scheme = metrics["plan"]["compress"]

@@ -102,8 +102,10 @@ class Lives(Survivor):
         return self.timeline
 
     def add_to(self, metrics: dict[str, Any], world: Group) -> None:
-        """Add what only an elastic job has to the metrics of its last generation. Every rank calls
-        it."""
+        """Add what only an elastic job has to the metrics of its last generation.
+
+        Every rank calls it.
+        """
         metrics["elastic"] = self.records(world)
         metrics["generation"] = self.job.number
         metrics["generations"] = self.generations
@@ -111,8 +113,10 @@ class Lives(Survivor):
 
 
 def _newest(settings: Settings) -> list[Path]:
-    """Return the checkpoints of the run, the newest first; after them those that --resume names, of
-    another folder."""
+    """Return the checkpoints of the run, the newest first.
+
+    Those that --resume names, of another folder, are at the end.
+    """
     found = checkpoints(settings.out)[::-1]
     return found + [
         folder
@@ -198,8 +202,9 @@ Train = Callable[[Settings, Group, int, Told | None, "Lives"], int]
 
 
 def start_elastic(settings: Settings, size: int, train: Train) -> int:
-    """Start the processes of an elastic job of `size` ranks, and wait for them; return the exit
-    status.
+    """Start the processes of an elastic job of `size` ranks, and wait for them.
+
+    Return the exit status.
 
     If the processes are forks of this one, it returns in each of them, too, after their training.
     """
@@ -258,8 +263,10 @@ def _fits(settings: Settings, size: int) -> bool:
 
 
 def elastic_process(settings: Settings, train: Train) -> int:
-    """Run a process of an elastic job, as a rank of one generation after another; return the exit
-    status."""
+    """Run a process of an elastic job, as a rank of one generation after another.
+
+    Return the exit status.
+    """
     args = settings.args
     rehearse(args.zero or 0)
     libraries = warm_up(args.transport)
@@ -281,8 +288,10 @@ def elastic_process(settings: Settings, train: Train) -> int:
 def elastic_steps(
     trainer: Trainer, settings: Settings, report: ProgressReport, lives: Lives, saver: Saver | None
 ) -> Course:
-    """Make every step that is not made yet. Raises: Stopped as train_steps, and the errors of
-    Survivor.after_step."""
+    """Make every step that is not made yet.
+
+    Raises: Stopped as train_steps, and the errors of Survivor.after_step.
+    """
     args = settings.args
     ledger = trainer.world.ledger
 

@@ -40,8 +40,7 @@ def result_metrics(
     *,
     threads: int,
 ) -> Metrics:
-    """Return the metrics.json of the training itself: everything that is known without further
-    work.
+    """Return the metrics.json of the training itself: everything known without further work.
 
     Args:    threads: BLAS threads per rank.
     """
@@ -154,8 +153,10 @@ def rank_records(
 
 
 def budget_record(trainer: Trainer) -> dict[str, Any]:
-    """Return the choice of an activation budget for each layer: "none", "scores" or "all"; None
-    before it chose."""
+    """Return the choice of an activation budget for each layer: "none", "scores" or "all".
+
+    None before it chose.
+    """
     return {} if trainer.budget is None else {"activation_choice": trainer.budget.chosen}
 
 
@@ -182,8 +183,10 @@ def expert_record(trainer: Trainer) -> dict[str, Any]:
 
 
 def sent_to_nodes(world: Group) -> dict[str, int]:
-    """Return the bytes that this rank sent to ranks of other nodes in training steps, by axis;
-    empty on one node."""
+    """Return the bytes that this rank sent to ranks of other nodes in training steps, by axis.
+
+    Empty on one node.
+    """
     nodes = dict(zip(world.world_ranks, world.nodes, strict=True))
     sent = Counter[str]()
     for rank, axes in world.ledger.sent_to("step").items():
@@ -193,8 +196,10 @@ def sent_to_nodes(world: Group) -> dict[str, int]:
 
 
 def offload_record(trainer: Trainer) -> dict[str, Any]:
-    """Return this rank's host memory, disk bytes and moves in training steps; empty if the plan
-    offloads nothing."""
+    """Return this rank's host memory, disk bytes and moves in training steps.
+
+    Empty if the plan offloads nothing.
+    """
     if trainer.plan.offload == "none":
         return {}
     return {

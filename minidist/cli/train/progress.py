@@ -16,8 +16,10 @@ LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "srun", "orterun", "prterun")
 
 
 class ProgressReport:
-    """A display of the progress of a run: each step, then each batch of held-out text. This base
-    class shows nothing (--quiet)."""
+    """A display of the progress of a run: each step, then each batch of held-out text.
+
+    This base class shows nothing (--quiet).
+    """
 
     def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
         """Show step `number` (from 1) with its `loss`; `sent_bytes` of this rank so far."""

@@ -106,8 +106,10 @@ def check_rate(args: argparse.Namespace) -> None:
 
 
 def learning_rate(args: argparse.Namespace) -> LearningRate:
-    """Return the rate that the options describe. Raises: ConfigError for numbers that do not fit
-    the run."""
+    """Return the rate that the options describe.
+
+    Raises: ConfigError for numbers that do not fit the run.
+    """
     return LearningRate(
         name=args.lr_schedule,
         peak=args.lr,

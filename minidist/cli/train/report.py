@@ -241,8 +241,7 @@ def _print_offload(console: Console, metrics: Metrics) -> None:
 
 
 def _print_activations(console: Console, metrics: Metrics) -> None:
-    """Print a line on the inputs that blocks kept, and one on the choice of an activation
-    budget."""
+    """Print a line on the inputs that blocks kept, and one on the choice of a memory budget."""
     kept = metrics["ranks"][0].get("kept_inputs")
     choice = metrics.get("activation_choice")
     if kept is not None and metrics["steps"]:
@@ -275,8 +274,9 @@ def in_words(each: dict[str, float]) -> str:
 
 
 def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, float]:
-    """Return the bytes per parameter that a rank holds between steps by theory, by category; ZeRO
-    divides some of them.
+    """Return the bytes per parameter that a rank holds between steps by theory, by category.
+
+    ZeRO divides some of them.
 
     Args:    experts: for the experts' parameters, which ep has divided already; ZeRO divides them
              over dp and cp.
@@ -311,8 +311,10 @@ def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, f
 
 
 def periods(metrics: Metrics) -> float:
-    """Return the number of steps; with local steps the number of rounds, perhaps a fraction in a
-    resumed run."""
+    """Return the number of steps.
+
+    With local steps the number of rounds, perhaps a fraction in a resumed run.
+    """
     return float(metrics["steps"] / (metrics["plan"]["local_steps"] or 1))
 
 
@@ -332,8 +334,10 @@ def traffic_header(metrics: Metrics) -> tuple[str, str]:
 
 
 def traffic_table(metrics: Metrics) -> Table:
-    """Return a table of each rank's bytes and messages per step, without scalars, and the formula;
-    the sums are exact."""
+    """Return a table of each rank's bytes and messages per step, without scalars, and the formula.
+
+    The sums are exact.
+    """
     size = metrics["size"]
     steps = periods(metrics)
     formula = metrics["formula"]

@@ -167,8 +167,10 @@ class Resumption:
         return plural(self.about["ranks"], "rank") + (f" ({axes})" if axes else "") + zero
 
     def recorded(self, args: argparse.Namespace) -> argparse.Namespace:
-        """Return the options that the run had; options that it did not know have the values of
-        `args`."""
+        """Return the options that the run had.
+
+        Options that it did not know have the values of `args`.
+        """
         return argparse.Namespace(**{**vars(args), **self.about["options"]})
 
     def tell_jump(self, trainer: Trainer, args: argparse.Namespace) -> None:
@@ -183,9 +185,9 @@ class Resumption:
             say_line(f"minidist train: {line}")
 
     def choose_ranks(self, args: argparse.Namespace, launch: Launch) -> None:
-        """Set the options that depend on the launcher and were not given; without a launcher, the
-        ranks of the plan or of the run.
+        """Set the options that depend on the launcher and were not given.
 
+        Without a launcher the number of ranks is the plan's, if --plan was given, else the run's.
         An elastic run wants the same number as at its start; under another launcher it is no longer
         elastic.
         """
@@ -211,8 +213,9 @@ class Resumption:
             )
 
     def load(self, trainer: Trainer) -> None:
-        """Load the newest undamaged checkpoint into a trainer. Every rank calls it; rank 0 prints
-        why others were skipped.
+        """Load the newest undamaged checkpoint into a trainer.
+
+        Every rank calls it; rank 0 prints why others were skipped.
 
         Raises:  ConfigError if none is undamaged.
         """
@@ -236,8 +239,9 @@ class Resumption:
 
 
 def resumed(args: argparse.Namespace, *, begins: bool = True) -> Resumption | None:
-    """Find the checkpoints that --resume names, and fill `args` with the run's options; return None
-    without --resume.
+    """Find the checkpoints that --resume names, and fill `args` with the run's options.
+
+    Return None without --resume.
 
     Args:    begins: the job begins with this process; if its launcher has restarted it, it
              continues from the checkpoints in --out.
@@ -305,8 +309,10 @@ def resumed(args: argparse.Namespace, *, begins: bool = True) -> Resumption | No
 
 
 def _options(found: Resumption, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options in the checkpoint, parsed as the command line parses them. Raises:
-    ConfigError."""
+    """Return the options in the checkpoint, parsed as the command line parses them.
+
+    Raises: ConfigError.
+    """
     # here: it imports settings.py, which imports this module
     from minidist.cli.train.arguments import add_arguments
 
@@ -336,8 +342,10 @@ def _options(found: Resumption, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that define a run, for its checkpoints; the path of the data is made
-    absolute."""
+    """Return the options that define a run, for its checkpoints.
+
+    The path of the data is made absolute.
+    """
     options = {
         name: value
         for name, value in vars(args).items()

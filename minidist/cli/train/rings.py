@@ -21,8 +21,9 @@ STOPPED = (130, 143)
 
 
 def keep_ring(run: Path, world: Group) -> None:
-    """Keep this rank's ring in the run folder; if that fails, print one line, and the training
-    continues.
+    """Keep this rank's ring in the run folder.
+
+    If that fails, print one line, and the training continues.
 
     A full disk is not reported here, because the writers of the run's other files report it.
     """

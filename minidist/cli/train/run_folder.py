@@ -39,8 +39,7 @@ OF_THE_RESULTS = ("trace.json", "loss.png", "why.png", PAGE)
 
 @contextmanager
 def run_folder(folder: Path) -> Iterator[None]:
-    """Make the run folder before the first step: a run that cannot write its results does not
-    start.
+    """Make the run folder before the first step, so that a run that cannot write does not start.
 
     In the block only this job uses it. Drafts left there by killed runs are removed. If the folder
     is empty at the end, except for flight recorders of no use, it is removed with the parents made
@@ -85,8 +84,9 @@ def run_folder(folder: Path) -> Iterator[None]:
 
 
 def claim(folder: Path) -> int | None:
-    """Make the folder and lock it, as long as the descriptor is open; return None if this rank's
-    launcher has done so.
+    """Make the folder and lock it, as long as the descriptor is open.
+
+    Return None if this rank's launcher has done so.
 
     Raises: ConfigError if another job has it; OSError if it cannot be made.
     """
@@ -133,10 +133,9 @@ def write_results(folder: Path, metrics: dict[str, Any], weights: dict[str, np.n
 
 
 def write_views(folder: Path, metrics: dict[str, Any], timelines: list[Timeline] | None) -> None:
-    """Write the files made from the results: trace.json, loss.png and with --why why.png; then
-    metrics.json again.
+    """Write the files made from the results: trace.json, loss.png and with --why why.png.
 
-    If one fails, a line says so, and the others are written.
+    Then write metrics.json again. If one fails, a line says so, and the others are written.
     """
     views: dict[str, Callable[[Path], None]] = {}
     if timelines is not None:
@@ -202,8 +201,10 @@ def sha256(file: Path) -> str:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Make an OSError of the block name --out; unless the disk is full or fails, it becomes a
-    ConfigError."""
+    """Make an OSError of the block name --out.
+
+    Unless the disk is full or fails, it becomes a ConfigError.
+    """
     try:
         yield
     except OSError as error:

@@ -19,8 +19,10 @@ def sample(model: GPT, text: Text, *, seed: int, count: int = 3) -> str:
 
 
 def beginnings(text: Text, count: int) -> list[str]:
-    """Return beginnings of held-out lines of prose, spread over the text; without prose, the first
-    symbols."""
+    """Return beginnings of held-out lines of prose, spread over the text.
+
+    Without prose, return the first symbols.
+    """
     held_out = text.decode(text.validation)
     lines = [line[:BEGUN] for line in held_out.split("\n") if is_prose(line[:BEGUN])]
     if not lines:

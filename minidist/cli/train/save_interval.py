@@ -92,8 +92,11 @@ class SaveInterval:
         self.saves.saving_seconds += self._passed()
 
     def saved(self, step: int, standstill: float, step_seconds: float, world: Group) -> None:
-        """Record the seconds for which a save stopped the steps, and the seconds per step; the
-        slowest rank's count. Cost: an all-reduce."""
+        """Record how long a save stopped the steps, and the seconds per step; the slowest rank's
+        count.
+
+        Cost: an all-reduce.
+        """
         with world.ledger.control():
             slowest = world.all_reduce(np.array([standstill, step_seconds]), op="max")
         self.saves.standstill_seconds.append(float(slowest[0]))
@@ -110,8 +113,10 @@ class SaveInterval:
         )
 
     def announcement(self) -> str | None:
-        """Return a line when the interval becomes known; None before, and after it has been
-        returned once."""
+        """Return a line when the interval becomes known.
+
+        None before, and after it has been returned once.
+        """
         if self.saves.expected_at_first or not self.save_seconds:
             return None
         self.saves.expected_at_first = self.expected(self.steps)

@@ -49,8 +49,9 @@ class Told:
 
 @contextmanager
 def hearing(launch: Launch) -> Iterator[Told]:
-    """In the block SIGTERM interrupts nothing and is recorded. Under srun also SIGUSR1, which MPICH
-    uses for itself.
+    """In the block SIGTERM interrupts nothing and is recorded.
+
+    Under srun also SIGUSR1, which MPICH uses for itself.
 
     A launcher passes the signal on; a process of a process group may get it twice. Outside the main
     thread it changes nothing: only the main thread may set signal handlers.
@@ -145,8 +146,9 @@ class Saver:
         return step == args.steps or bool(step % args.save_every == 0)
 
     def stopping(self) -> int:
-        """Return the signal to stop that any rank has received, or 0; the same on every rank. Also
-        set `_writing`, the same on every rank.
+        """Return the signal to stop that any rank has received, or 0; the same on every rank.
+
+        It also sets `_writing` to the same value on every rank.
 
         Cost: an all-reduce.
         """
@@ -163,8 +165,10 @@ class Saver:
         return int(number)
 
     def heeding(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches one by one. Raises: Stopped between two of them, if a rank has received
-        a signal to stop."""
+        """Yield the batches one by one.
+
+        Raises: Stopped between two of them, if a rank has received a signal to stop.
+        """
         for batch in batches:
             if self.stopping():
                 raise Stopped
@@ -206,8 +210,7 @@ class Saver:
     def _save_timed(
         self, losses: Sequence[float], step_seconds: float, histories: Mapping[str, Sequence[int]]
     ) -> None:
-        """Save, and measure the time for which the steps stop: it decides when the next save is
-        due."""
+        """Save, and measure how long the steps stop: it decides when the next save is due."""
         interval = self.interval
         if interval is None:
             self.save(losses, step_seconds, histories)
@@ -229,8 +232,10 @@ class Saver:
     def save(
         self, losses: Sequence[float], step_seconds: float, histories: Mapping[str, Sequence[int]]
     ) -> None:
-        """Write a checkpoint, or with --save-async begin to; a failure prints one line, and the run
-        continues."""
+        """Write a checkpoint, or with --save-async begin to.
+
+        A failure prints one line, and the run continues.
+        """
         self.settle()
         step = self.trainer.steps_done
         start = time.perf_counter()
@@ -267,8 +272,10 @@ class Saver:
         return {**self._about, "metrics": metrics}
 
     def settle(self) -> None:
-        """Wait for a save that is written in the background; if it fails, the error has been
-        printed already."""
+        """Wait for a save that is written in the background.
+
+        If it fails, the error has been printed already.
+        """
         if self._pending is None:
             return
         (step, pending) = self._pending
@@ -290,8 +297,10 @@ class Saver:
             self._remove_old()
 
     def farewell(self) -> int:
-        """Print how to continue the run, when all ranks have stopped. Returns: the exit status, 1
-        without a checkpoint."""
+        """Print how to continue the run, when all ranks have stopped.
+
+        Returns: the exit status, 1 without a checkpoint.
+        """
         there = checkpoints(self.settings.out)
         if not self._speaks:
             return AGAIN if there else 1
@@ -325,8 +334,10 @@ class Saver:
         }
 
     def _remove_old(self) -> None:
-        """Remove all checkpoints except this run's newest `keep`; also those of later steps than
-        the step it resumed from."""
+        """Remove all checkpoints except this run's newest `keep`.
+
+        This includes checkpoints of later steps than the step it resumed from.
+        """
         there = checkpoints(self.settings.out)
         ours = [folder for folder in there if step_of(folder) in {*self._before, *self.saves.steps}]
         try:

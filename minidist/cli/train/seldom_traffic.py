@@ -9,8 +9,10 @@ from minidist.parallel.hybrid.hybrid import Trainer
 
 
 def formula(trainer: Trainer) -> dict[str, Any]:
-    """Return bytes and messages of all ranks and steps. A compression scheme's messages are those
-    of its two-phase exchange."""
+    """Return bytes and messages of all ranks and steps.
+
+    A compression scheme's messages are those of its two-phase exchange.
+    """
     strategy = cast(LocalSteps, trainer.strategy)
     sent = 0
     messages = 0

@@ -76,8 +76,10 @@ class _PlacementOfRun(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Settings:
-    """Checked options, with the text and the model's sizes. Equal on all ranks, except for
-    `begun`."""
+    """Checked options, with the text and the model's sizes.
+
+    Equal on all ranks, except for `begun`.
+    """
 
     args: argparse.Namespace
     text: text.Text
@@ -88,6 +90,7 @@ class Settings:
 
     def require_alike(self, world: Group) -> None:
         """Raise ConfigError if the text or the options that define a run differ between its ranks.
+
         Every rank calls it.
 
         Raises:  ConfigError, the same line on every rank: which rank has what.
@@ -156,8 +159,9 @@ class Settings:
         return plan
 
     def plan_on(self, world: Group) -> Plan:
-        """Return the plan for the ranks of a job that have joined. With --bucket-bytes auto the
-        cost of their link decides.
+        """Return the plan for the ranks of a job that have joined.
+
+        With --bucket-bytes auto the cost of their link decides.
 
         Raises:  ConfigError if the link was not measured.
         """
@@ -294,8 +298,10 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
 
 
 def check_batch(args: argparse.Namespace) -> None:
-    """Convert --accumulate-tokens to a batch. Raises: ConfigError for an impossible batch, rate or
-    division."""
+    """Convert --accumulate-tokens to a batch.
+
+    Raises: ConfigError for an impossible batch, rate or division.
+    """
     check_rate(args)
     if args.accumulate_tokens is not None:  # a second call changes nothing
         passes = passes_until(args.accumulate_tokens, sequences=args.batch, length=args.context)
@@ -400,8 +406,10 @@ def check_verify(args: argparse.Namespace) -> None:
 
 
 def out_folder(name: str | None, resume: Resumption | None) -> Path:
-    """Return the run folder. Raises: ConfigError if it cannot be written, or holds the checkpoints
-    of another run."""
+    """Return the run folder.
+
+    Raises: ConfigError if it cannot be written, or holds the checkpoints of another run.
+    """
     out = Path(name or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     check_folder("--out", out)
     if (resume is None or os.path.realpath(out) != os.path.realpath(resume.run)) and checkpoints(
@@ -415,9 +423,9 @@ def out_folder(name: str | None, resume: Resumption | None) -> Path:
 
 
 def mixture_of(args: argparse.Namespace, resume: Resumption | None = None) -> MixtureConfig | None:
-    """Return the mixture of experts that the options describe, or None. Raises: ConfigError without
-    --experts.
+    """Return the mixture of experts that the options describe, or None.
 
+    Raises: ConfigError without --experts.
     Args:    resume: the run that continues: its experts keep their nodes, and their placement
              unless --expert-placement is given again.
     """

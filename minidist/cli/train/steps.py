@@ -42,8 +42,10 @@ def begun(settings: Settings) -> Course:
 
 
 def _arrived(on_their_way: deque[tuple[LateLoss, float]], leave: int) -> list[tuple[float, float]]:
-    """Remove and return the losses that have arrived, waiting for all but `leave` of the others;
-    each with its step's start time."""
+    """Remove and return the losses that have arrived, waiting for all but `leave` of the others.
+
+    Each is paired with its step's start time.
+    """
     there = []
     while on_their_way and (len(on_their_way) > leave or on_their_way[0][0].done()):
         late, start = on_their_way.popleft()

@@ -84,8 +84,10 @@ class Telemetry(ProgressReport):
             self.others = None  # printed once, or never
 
     def _tell(self, number: int, loss: float, tokens_per_second: float) -> None:
-        """Read the counters and record them with the memory; on rank 0 also write the step's line
-        and serve it."""
+        """Read the counters and record them with the memory.
+
+        On rank 0 also write the step's line and serve it.
+        """
         joules = self.meter.read()
         account = self.trainer.account
         world = self.trainer.world

@@ -66,8 +66,10 @@ def bucket_size(text: str) -> int | str:
 
 
 def attention_pattern(text: str) -> str:
-    """Return the value of --attention-pattern, with a file's contents in place of its name. Raises:
-    ArgumentTypeError."""
+    """Return the value of --attention-pattern, with a file's contents in place of its name.
+
+    Raises: ArgumentTypeError.
+    """
     try:
         pattern = read_pattern(text)
     except ConfigError as error:

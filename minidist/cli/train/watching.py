@@ -28,8 +28,9 @@ def report_of(settings: Settings, console: Console, *, on_terminal: bool) -> Pro
 
 
 class Watched(ProgressReport):
-    """A live view of a run, in a process of its own, while the steps are made; after them `rest`
-    shows the progress.
+    """A live view of a run, in a process of its own, while the steps are made.
+
+    After them `rest` shows the progress.
 
     Lines to be shown meanwhile are sent to that process, which prints them above its view.
     """
@@ -79,8 +80,10 @@ class Watched(ProgressReport):
 
 @contextmanager
 def _terminal() -> Iterator[IO[bytes] | None]:
-    """Yield the file to draw on: mpirun's terminal if our output goes there through a pipe; None:
-    our stdout."""
+    """Yield the file to draw on: mpirun's terminal if our output goes there through a pipe.
+
+    None stands for our stdout.
+    """
     terminal = None if sys.stdout.isatty() else launcher_terminal()
     if terminal is None:
         yield None
