@@ -1,4 +1,4 @@
-"""`minidist report RUN`: the run as one HTML page, RUN/report.html, made from the run folder alone.
+"""`minidist report RUN`: the run as one HTML page, RUN/report.html, made only from the run folder.
 
 minidist report runs/one                    # open runs/one/report.html in a browser; it needs
                                             # no network
