@@ -1,11 +1,11 @@
-"""The `minidist` command: one file a command, loaded when it is asked for.
+"""The `minidist` command: one file per command, imported when it is used.
 
 The module of a command offers add_arguments(parser) and run(args) -> exit status. A user's mistake
-(ConfigError) is one line on stderr and exit status 2; a full disk or too little memory is one line
-and 1; an interrupt is 130; a training that was told to stop and has saved its state is 75. Any
-other error is left to Python, or, on a rank of a larger job, to minidist.launch, which names the
-rank and ends the job everywhere. When the reader of stdout has gone (`| head`), the command still
-does all its work.
+(ConfigError) prints one line on stderr and gives exit status 2; a full disk or too little memory
+prints one line and gives 1; an interrupt gives 130; a training that got SIGTERM and has saved its
+state gives 75. Python handles any other error; on a rank of a larger job minidist.launch does,
+which names the rank and ends the job everywhere. When the reader of stdout has gone (`| head`), the
+command still does all its work.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         own_process()
     with suppress(ConfigError):
-        os.environ.setdefault("HOME", str(home()))  # matplotlib writes lines without, or fails
+        os.environ.setdefault("HOME", str(home()))  # without it matplotlib prints lines, or fails
     words = list(sys.argv[1:] if argv is None else argv)
     command = words[0] if words and words[0] in COMMANDS else None
     prefix = f"minidist {command or ''}".rstrip()
@@ -74,12 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             from minidist import launch
 
             assert output.problem is not None
-            launch.speaks_first(output.problem)  # so that the launcher has nothing to say
+            launch.speaks_first(output.problem)  # so that the launcher prints nothing
     return status or int(bool(output.lost))
 
 
 def _run(words: list[str], command: str | None, prefix: str) -> int:
-    """The exit status of a command; it has said why, if it is not 0."""
+    """Run a command and return its exit status; if that is not 0, the reason has been printed."""
     understood = False
     try:
         with interrupts_wait():
@@ -104,8 +104,8 @@ def _run(words: list[str], command: str | None, prefix: str) -> int:
         from minidist import launch
 
         told, status = refused or ("interrupted", 130)
-        # All ranks end here for one reason if the words are not understood or at an interrupt: one
-        # of them says it.
+        # All ranks end here for one reason at an interrupt or if the words cannot be parsed: only one
+        # of them prints it.
         if launch.speaks_first(error, everywhere=not understood or status == 130):
             from minidist.console import readable
             from minidist.reading import visible
@@ -115,8 +115,10 @@ def _run(words: list[str], command: str | None, prefix: str) -> int:
 
 
 def _parser(command: str | None, module: ModuleType | None) -> argparse.ArgumentParser:
-    """The parser of `minidist`. Only the requested command gets its options; the other modules are
-    not loaded."""
+    """Return the parser of `minidist`.
+
+    Only the requested command gets its options; no other module is loaded.
+    """
     from minidist import __version__
     from minidist.console import Parser
 
@@ -138,8 +140,8 @@ def _parser(command: str | None, module: ModuleType | None) -> argparse.Argument
 
 
 def _help_formatter(prog: str) -> argparse.HelpFormatter:
-    """With room for the longest command: argparse counts its letters, but not how far it is
-    indented."""
+    """Return a formatter with room for the longest command: argparse counts its letters, but not
+    its indentation."""
     formatter = argparse.HelpFormatter(prog)
     formatter._action_max_length = max(map(len, COMMANDS)) + 4
     return formatter

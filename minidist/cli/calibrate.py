@@ -4,13 +4,13 @@ times.
     minidist calibrate --from runs.csv --cluster a100-80g --out profile.json
     minidist simulate --profile profile.json --cluster a100-80g:64x8 …
 
-A run is a line of the file. Its columns, in any order, of which `seconds`, `devices`, `batch` and a
-model are needed:
+Each line of the file is a run. Its columns may be in any order; `seconds`, `devices`, `batch` and a
+model are required:
 
 {columns}
 
-Lines that begin with # are left out. `minidist bench calibrate` is another thing: it measures this
-machine.
+Lines that begin with # are skipped. `minidist bench calibrate` is a different command: it measures
+this machine.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from minidist.terminal import Console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `minidist calibrate`."""
+    """Add the options of `minidist calibrate` to the parser."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     columns = "\n".join(f"    {name:13}{what}" for name, what in COLUMNS.items())
     parser.description = (__doc__ or "").format(columns=columns)
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fit, print how well, write the profile. Returns: 0. Raises: ConfigError."""
+    """Fit, print the errors, write the profile. Returns: 0. Raises: ConfigError."""
     for option in ("out", "json"):
         check_writable(f"--{option}", getattr(args, option))
     runs = read_runs(args.runs, args.cluster)
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(console: Console, runs: list[Run], fitted: CostFit, out: str) -> None:
-    """Each run, the constants, and the errors in three ways."""
+    """Print each run, the constants, and the errors of three sets of constants."""
     table = Table(title="Seconds a step", title_justify="left", header_style="bold cyan")
     for name in ("run", "measured", "predicted", "error", "left out"):
         table.add_column(name, justify="left" if name == "run" else "right")

@@ -17,7 +17,7 @@ from minidist.progress import progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `minidist check`."""
+    """Add the options of `minidist check` to the parser."""
     parser.add_argument("lesson", help="the lesson's number, e.g. 03")
     parser.add_argument(
         "file",
@@ -28,8 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Grade and print; 0 if every task passed, else 1. Raises: ConfigError for an unknown lesson,
-    or no Python file."""
+    """Grade and print; return 0 if every task passed, else 1.
+
+    Raises: ConfigError for an unknown lesson, or for a file that is no Python file.
+    """
     lesson = lessons.find(args.lesson)
     check_writable("--json", args.json)
     file = Path(args.file) if args.file else lesson.part("exercise.py")
@@ -44,8 +46,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(result: Grade, title: str) -> None:
-    """Print the grade as a table; below it passed, or the first mistake, those of other holes, and
-    what is left."""
+    """Print the grade as a table.
+
+    Below it "passed", or the first mistake, the results of other holes, and what remains.
+    """
     console = page_console()
     table = Table(
         "",

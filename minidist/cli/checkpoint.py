@@ -1,12 +1,12 @@
 """`minidist checkpoint RUN`: what a run's checkpoints hold, every byte verified; status 1 if one is
 damaged.
 
-minidist checkpoint runs/one                                        # all checkpoints of the run; or
-                                                                    name one
-minidist checkpoint runs/one --export model.safetensors             # the newest one's weights, as
-                                                                    one file
-minidist checkpoint runs/one --reshard dp=2,tp=2 --out runs/two     # the newest one, as four ranks
-                                                                    would write it
+minidist checkpoint runs/one                                      # all checkpoints of the run;
+                                                                  # or name one
+minidist checkpoint runs/one --export model.safetensors           # the newest one's weights, as
+                                                                  # one file
+minidist checkpoint runs/one --reshard dp=2,tp=2 --out runs/two   # the newest one, as four ranks
+                                                                  # would write it
 """
 
 import argparse
@@ -38,7 +38,7 @@ from minidist.terminal import Console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `minidist checkpoint`."""
+    """Add the options of `minidist checkpoint` to the parser."""
     parser.add_argument(
         "run", metavar="RUN", help="a run folder of minidist train, or one of its checkpoints"
     )
@@ -64,8 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Verify and print; export, reshard. Returns: 0 if every byte is as written, else 1. Raises:
-    ConfigError."""
+    """Verify and print; export, reshard.
+
+    Returns: 0 if every byte is as written, else 1. Raises: ConfigError.
+    """
     check_writable("--json", args.json)
     check_writable("--export", args.export)
     plan = _plan(args)
@@ -104,8 +106,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def look_into(folder: Path) -> dict[str, Any]:
-    """Read every byte of a checkpoint: what it holds, and the problems of each shard; none: it is
-    as written."""
+    """Read every byte of a checkpoint.
+
+    Return its content, and the problems of each shard (none: it is as written).
+    """
     record: dict[str, Any] = {"folder": str(folder), "step": step_of(folder), "problems": []}
     try:
         about = read_manifest(folder)["about"]
@@ -135,8 +139,10 @@ def _short(problem: Exception | str) -> str:
 
 
 def _folders(place: Path) -> list[Path]:
-    """The checkpoints that `place` names, the oldest first. Raises: ConfigError if there is
-    none."""
+    """Return the checkpoints that `place` names, the oldest first.
+
+    Raises: ConfigError if there is none.
+    """
     if (place / MANIFEST).is_file() or step_of(place) is not None:
         return [place]
     try:
@@ -180,7 +186,7 @@ def _export(folder: Path, file: str) -> None:
 
 
 def _show(console: Console, record: dict[str, Any]) -> None:
-    """A line about a checkpoint, a row a shard, and its problems."""
+    """Print a line on a checkpoint, one row per shard, and its problems."""
     if "shards" in record:
         plan = record["plan"]
         config = record["config"]

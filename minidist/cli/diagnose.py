@@ -1,11 +1,11 @@
 """`minidist diagnose RUN`: which rank broke a job or holds it up, where and why, from its records;
 status 1 if any.
 
-minidist diagnose runs/one              # a run of minidist train: one that ended, hangs or still
-                                        runs
-minidist diagnose rings                 # the folder of minidist launch --flight rings, or of dumps
-                                        (SIGUSR2)
-minidist diagnose /tmp/minidist-flight-*.json       # recorders, or their dumps, by name
+minidist diagnose runs/one                      # a run of minidist train: one that ended, hangs
+                                                # or still runs
+minidist diagnose rings                         # the folder of minidist launch --flight rings,
+                                                # or of dumps (SIGUSR2)
+minidist diagnose /tmp/minidist-flight-*.json   # recorders, or their dumps, by name
 """
 
 import argparse
@@ -30,7 +30,7 @@ from minidist.terminal import Console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `minidist diagnose`."""
+    """Add the options of `minidist diagnose` to the parser."""
     parser.add_argument(
         "run",
         metavar="RUN",
@@ -50,8 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read, judge, print. Returns: 0 if nothing is wrong, else 1. Raises: ConfigError if nothing
-    was recorded."""
+    """Read, diagnose, print.
+
+    Returns: 0 if nothing is wrong, else 1. Raises: ConfigError if nothing was recorded.
+    """
     check_writable("--json", args.json)
     records = _records(args.run)
     with consistent(f"the records of {args.run[0]}"):
@@ -73,8 +75,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _records(places: Sequence[str]) -> tuple[list[RankFlight], dict[int, RankSteps]]:
-    """Flight recorders and records of steps; one of them is enough: a run that was told to stop
-    keeps no recorders."""
+    """Return the flight recorders and the records of steps.
+
+    One kind is enough: a run ended by SIGTERM keeps no recorders.
+    """
     place, *more = places
     if more or os.path.isfile(place):
         return read_flight_files(places), {}
@@ -103,7 +107,7 @@ def _table(findings: list[Fault]) -> Table:
 
 
 def _show(console: Console, finding: Fault) -> None:
-    """A finding in words: what it is, the evidence, and what to do."""
+    """Print a finding: what it is, the evidence, and what to do."""
     console.print(f"\n{finding.what}", markup=False, style="bold")
     for line in finding.evidence:
         console.print(f"  {line}", markup=False)

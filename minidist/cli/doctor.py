@@ -53,8 +53,10 @@ TRY_LIMIT = 20.0  # seconds a transport gets to show that it works
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the table. `state`: "ok", "optional" (missing, not needed) or "broken"; `advice`:
-    how to get it."""
+    """A line of the table.
+
+    `state`: "ok", "optional" (missing, not needed) or "broken"; `advice`: how to get it.
+    """
 
     what: str
     state: str
@@ -63,13 +65,15 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `minidist doctor`."""
+    """Add the options of `minidist doctor` to the parser."""
     parser.add_argument("--json", metavar="FILE", help="write the findings as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Draw this machine, try its parts, print the table. Returns: 1 if one that every job needs
-    does not work, else 0."""
+    """Draw this machine, try its parts, print the table.
+
+    Returns: 1 if a part that every job needs does not work, else 0.
+    """
     check_writable("--json", args.json)
     console = Console(highlight=False)
     parts = machine_parts()
@@ -101,7 +105,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _stored_profile() -> Profile | None:
-    """What messages cost here, if it was measured here; the table says why not."""
+    """Return the costs of messages that were measured on this machine.
+
+    None without any (the table says why).
+    """
     try:
         profile = load_profile()
     except ConfigError:
@@ -115,7 +122,7 @@ def _is_of_here(profile: Profile) -> bool:
 
 
 def examine() -> Iterator[Finding]:
-    """Every finding, in the table's order."""
+    """Yield every finding, in the table's order."""
     yield from _system()
     yield from _software()
     yield from _hardware()
@@ -131,7 +138,7 @@ def examine() -> Iterator[Finding]:
 
 
 def _system() -> Iterator[Finding]:
-    """On another system than Linux: what ranks do without there."""
+    """Yield a finding on a system other than Linux: what ranks lack there."""
     if platform.system() != "Linux":
         yield Finding(
             "system",
@@ -190,7 +197,8 @@ def _hardware() -> Iterator[Finding]:
 
 
 def _mpi() -> Finding:
-    """mpirun and mpi4py, and whether they are of one MPI: two ranks must see each other."""
+    """Return the finding on mpirun and mpi4py: they belong to one MPI if two ranks see each
+    other."""
     from minidist.launch.mpirun import INSTALL, find_mpirun
 
     try:
@@ -218,8 +226,10 @@ def _mpi() -> Finding:
 
 
 def _try_mpirun(mpirun: "Mpirun") -> "subprocess.CompletedProcess[str]":
-    """Start two ranks that write their number and MPI's library; 0 where MPI_Init would end them
-    (which_mpi.py)."""
+    """Run two ranks that print the number of ranks and MPI's library.
+
+    They print 0 if MPI_Init would end them (which_mpi.py).
+    """
     script = (
         "import os; from minidist.launch.which_mpi import find_launch, library; launch = "
         "find_launch(); "
@@ -240,8 +250,8 @@ def _try_mpirun(mpirun: "Mpirun") -> "subprocess.CompletedProcess[str]":
 
 
 def _mpi_on_path() -> Iterator[Finding]:
-    """The mpirun that the shell finds, if it is another than the one beside this Python, which
-    md.run takes."""
+    """Yield a finding on the first mpirun of the path, if it is not the mpirun next to this Python,
+    which md.run uses."""
     from minidist.launch.mpirun import INSTALL, find_mpirun, mpirun_at
 
     first = shutil.which("mpirun")
@@ -280,8 +290,8 @@ def _squeezed(text: str) -> str:
 
 
 def _round_trip(world: Any) -> tuple[float, bool | None]:
-    """Median seconds of an all-reduce of 1 MiB, and whether ranks read each other's memory (None:
-    they share none)."""
+    """Return the median seconds of an all-reduce of 1 MiB, and whether ranks read each other's
+    memory (None: they share none)."""
     array = np.ones(1 << 18, np.float32)
     times = []
     for _ in range(5):
@@ -294,7 +304,7 @@ def _round_trip(world: Any) -> tuple[float, bool | None]:
 
 
 def _transport(name: str) -> Finding:
-    """Run two ranks over this transport."""
+    """Run two ranks over this transport and return the finding."""
     from minidist.launch import run as run_ranks
 
     try:
@@ -324,7 +334,7 @@ def _transport(name: str) -> Finding:
 
 
 def _several_hosts() -> Iterator[Finding]:
-    """What reaches other hosts, and whether this machine can play several."""
+    """Yield how other hosts can be reached, and whether this machine can act as several hosts."""
     from minidist.lessons import namespaces
 
     ssh = shutil.which("ssh")
@@ -345,7 +355,10 @@ def _several_hosts() -> Iterator[Finding]:
 
 
 def _profile() -> Finding:
-    """The profile by which algorithm="auto" chooses, or that it takes its defaults."""
+    """Return the finding on the profile from which algorithm="auto" chooses.
+
+    Without a profile, auto uses its defaults.
+    """
     what = "profile for auto"
     again = "minidist bench calibrate"
     try:
@@ -375,7 +388,10 @@ def _profile() -> Finding:
 
 
 def _gpu() -> Finding:
-    """CuPy, the GPUs it sees, and NCCL; an installed CuPy that fails to load is a finding too."""
+    """Return the finding on CuPy, the GPUs it sees, and NCCL.
+
+    An installed CuPy that fails to load is broken.
+    """
     there = shutil.which("nvidia-smi") is not None
     advice = 'pip install -e ".[cuda13]" (or [cuda12] for an older driver)'
     if importlib.util.find_spec("cupy") is None:
@@ -410,7 +426,7 @@ def _cupy() -> Finding:
 
 
 def _compiler() -> Finding:
-    """g++, which builds CUDA kernels for the CPU."""
+    """Return the finding on g++, which builds CUDA kernels for the CPU."""
     from minidist.kernels import on_cpu
 
     path = on_cpu.compiler()

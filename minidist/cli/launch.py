@@ -1,7 +1,7 @@
 """`minidist launch -n 4 script.py …`: start a program several times, as the ranks of one job.
 
-On several machines, name them, each with its ranks; they are reached by ssh, which must ask for
-nothing:
+On several machines, name them, each with its number of ranks. The command reaches them by ssh,
+which must ask no question:
 
     minidist launch --hosts a:8,b:8 script.py
 
@@ -9,13 +9,14 @@ Without ssh, run the same line on each, with its own --node-rank, and one secret
 
     export MINIDIST_TOKEN=...                          # or --token-file, a file on each node
     minidist launch -n 8 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 29500
-    script.py minidist launch -n 8 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port
-    29500 script.py
+    script.py
+    minidist launch -n 8 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 --master-port 29500
+    script.py
 
 With --hosts and --node-rank the machines may have different numbers of ranks: --hosts a:3,b:4
 --node-rank 1.
 
-As under torchrun, every rank finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK,
+As under torchrun, every rank gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, NODE_RANK,
 MASTER_ADDR, MASTER_PORT. Ranks above 0 have `[rank 2]` before each line of their stderr.
 """
 
@@ -44,7 +45,7 @@ MOST_TOKEN_BYTES = 1 << 20  # of --token-file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `minidist launch`; all words after the program are the program's."""
+    """Add the options of `minidist launch`; all words after the program belong to the program."""
     parser.add_argument(
         "-n",
         "--ranks",
@@ -122,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the job. Returns: the exit status of the first rank that failed, or 0.
 
     Raises: ConfigError for numbers that contradict each other, a missing program, or a port that is
-    taken.
+            taken.
     """
     check_writable("--json", args.json)
     token = _token(args.token_file)
@@ -166,8 +167,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _nodes(args: argparse.Namespace, hosts: list[HostRanks]) -> Nodes:
-    """The nodes of the job, and which of them this is. Raises: ConfigError for numbers that
-    contradict each other."""
+    """Return the nodes of the job, and the number of this one.
+
+    Raises: ConfigError for numbers that contradict each other.
+    """
     count = len(hosts) or args.nnodes
     rank = args.node_rank or 0
     if hosts and args.nnodes not in (1, count):
@@ -205,8 +208,10 @@ def _nodes(args: argparse.Namespace, hosts: list[HostRanks]) -> Nodes:
 
 
 def program(name: str, arguments: list[str], *, module: bool) -> list[str]:
-    """The argument list that starts the program once. Raises: ConfigError if there is no such
-    script or command."""
+    """Return the argument list that starts the program once.
+
+    Raises: ConfigError if there is no such script or command.
+    """
     if module and is_own(name):
         return module_command(name, *arguments)
     if module:

@@ -26,7 +26,7 @@ from minidist.reading import visible
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `minidist lesson`."""
+    """Add the options of `minidist lesson` to the parser."""
     parser.add_argument(
         "lesson", nargs="?", help="the lesson's number, e.g. 03; left out: the table of lessons"
     )
@@ -57,10 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the options ask for. Returns: the exit status of the run, or 0.
+    """Do what the options request. Returns: the exit status of the run, or 0.
 
     Raises: ConfigError for an unknown lesson, a rank count below 1, or a place that cannot be
-    written.
+            written.
     """
     _check_fit(args)
     check_writable("--json", args.json)
@@ -80,8 +80,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_fit(args: argparse.Namespace) -> None:
-    """Raise ConfigError for an option that does not fit. The parser refuses two actions, e.g.
-    --figure --copy."""
+    """Raise ConfigError for an option that does not fit.
+
+    The parser refuses two actions, e.g. --figure --copy.
+    """
     named = {
         "-n": args.ranks,
         "--answers": args.answers,
@@ -103,7 +105,7 @@ def _check_fit(args: argparse.Namespace) -> None:
 
 
 def _list(file: str | None) -> int:
-    """The table of lessons: their modules too where the terminal has room."""
+    """Print the table of lessons, with their modules if the terminal is wide enough; return 0."""
     there = lessons.every_lesson()
     graded = passed.when()
     console = page_console()
@@ -152,8 +154,10 @@ def _list(file: str | None) -> int:
 
 
 def _table(rows: list[list[str]], width: int) -> Table | None:
-    """Return the table of lessons, without modules where their paths have no room; None where no
-    word has room."""
+    """Return the table of lessons, without modules if their paths do not fit.
+
+    None if even single words do not fit.
+    """
     names = ["lesson", "title and notes", "min", "after", "passed", "module"]
     for count in (len(names), len(names) - 1):
         table = Table(
@@ -173,8 +177,8 @@ def _table(rows: list[list[str]], width: int) -> Table | None:
 
 
 def _print_blocks(console: Console, rows: list[list[str]]) -> None:
-    """Print the lessons one below the other, for a terminal in which the words of the table have no
-    room."""
+    """Print the lessons one below the other, for a terminal too narrow for the words of the
+    table."""
     for number, told, minutes, after, graded, _ in rows:
         title, notes = told.split("\n")
         facts = [f"{minutes} min"]
@@ -186,7 +190,7 @@ def _print_blocks(console: Console, rows: list[list[str]]) -> None:
 
 
 def _run(lesson: Lesson, ranks: int, file: str | None) -> int:
-    """The lesson's script, on `ranks` ranks started here."""
+    """Run the lesson's script on `ranks` ranks started here; return its exit status."""
     argv = [
         sys.executable,
         str(lesson.part("lesson.py")),
@@ -201,7 +205,7 @@ def _run(lesson: Lesson, ranks: int, file: str | None) -> int:
 
 
 def _figure(lesson: Lesson, out: str | None) -> int:
-    """The lesson's figure from a run of its own; the one that came with the lesson is kept."""
+    """Draw the lesson's figure from a new run; the figure shipped with the lesson is kept."""
     try:
         folder = ["--out", str(folder_to_write(out))] if out is not None else []
     except argparse.ArgumentTypeError as error:
@@ -218,7 +222,7 @@ def _figure(lesson: Lesson, out: str | None) -> int:
 
 
 def _break(lesson: Lesson, name: str) -> int:
-    """One of the lesson's experiments, as `lesson.py --break NAME` runs it."""
+    """Run one of the lesson's experiments, as `lesson.py --break NAME` does."""
     known = load_module(lesson.part("lesson.py"), lesson.number).BREAKS
     if name not in known:
         fail(

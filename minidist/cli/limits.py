@@ -1,4 +1,4 @@
-"""--cores and --memory-limit of the commands that start ranks."""
+"""The options --cores and --memory-limit of the commands that start ranks."""
 
 import os
 from argparse import Namespace
@@ -13,7 +13,7 @@ from minidist.launch.limits import Limits, MemoryLimit
 
 
 def add_limits(add: Callable[..., Any], where: str) -> None:
-    """Both options; `where`: whose ranks they are for."""
+    """Add both options; `where` says whose ranks they are for."""
     add(
         "--cores",
         type=core_list,
@@ -32,15 +32,15 @@ def add_limits(add: Callable[..., Any], where: str) -> None:
 
 
 def keep_to_cores(args: Namespace, launch: Launch) -> None:
-    """In a process that is a rank itself, or whose threads are: keep to its cores."""
+    """Bind this process to its cores, if it is a rank itself or runs ranks as threads."""
     if args.cores:
         keep_to(deal(args.cores, launch.local_size)[launch.local_rank])
         os.environ[VARIABLE] = str(len(args.cores))
 
 
 def require_own_ranks(args: Namespace, launch: Launch, *, as_threads: bool) -> None:
-    """Raise ConfigError if there is a memory limit and no launcher of ours that could set it, and
-    outlive a rank."""
+    """Raise ConfigError if a memory limit is given and no launcher of ours can set it and survive a
+    killed rank."""
     if args.memory_limit is None:
         return
     if args.memory_limit == 0:
@@ -58,7 +58,7 @@ def require_own_ranks(args: Namespace, launch: Launch, *, as_threads: bool) -> N
 
 
 def limits_of(args: Namespace, folder: Path | None = None) -> Limits:
-    """What the two options ask for, and the run folder that is locked for the ranks."""
+    """Return the Limits of the two options, with the run folder that is locked for the ranks."""
     nbytes = args.memory_limit
     return Limits(
         args.cores or (), None if nbytes is None else MemoryLimit(nbytes, size_text(nbytes)), folder

@@ -1,5 +1,5 @@
-"""`minidist doctor` draws the machine: boxes in boxes for what is inside what, and a table of
-measured links.
+"""Draw the machine for `minidist doctor`: nested boxes for its parts, and a table of measured
+links.
 
 ┌ vm: 23.5 GiB of memory, 21.8 GiB free ─────┐
 │ ┌ socket 0: L3 260 MiB ──────────────────┐ │
@@ -38,15 +38,17 @@ ASCII = str.maketrans(
         "×": "x",
     }
 )
-MOST = 8  # cores of a socket that are drawn each by itself, unless fewer fit
+MOST = 8  # a socket with more cores shows only the first ones as boxes
 CALIBRATE = "minidist bench calibrate"
 
 
 def drawing(
     parts: MachineParts, profile: Profile | None, *, width: int, encoding: str = "utf-8"
 ) -> list[str]:
-    """The machine as lines of at most `width` columns, of at least 40; in ASCII where the encoding
-    asks for it."""
+    """Return the machine as lines of at most `width` (at least 40) columns.
+
+    They are in ASCII if the encoding needs it.
+    """
     width = max(40, width)
     inside = [line for socket in parts.sockets for line in _socket(socket, parts, width - 4)]
     lines = box(
@@ -64,7 +66,10 @@ def drawing(
 
 
 def box(title: str, inside: Iterable[str], width: int | None = None) -> list[str]:
-    """A frame around lines; as wide as they are, or `width`. What does not fit is cut."""
+    """Return a frame around lines; as wide as they are, or `width`.
+
+    Text that does not fit is cut.
+    """
     lines = [*inside]
     width = (
         max((len(line) for line in (f"{title} ", *lines)), default=0) + 4
@@ -83,7 +88,7 @@ def box(title: str, inside: Iterable[str], width: int | None = None) -> list[str
 
 
 def row(boxes: Sequence[list[str]], width: int) -> list[str]:
-    """Boxes side by side, in as many rows as the width asks for."""
+    """Return boxes side by side, in the number of rows that the width requires."""
     lines: list[str] = []
     waiting = [*boxes]
     while waiting:
@@ -102,8 +107,8 @@ def row(boxes: Sequence[list[str]], width: int) -> list[str]:
 
 
 def _socket(socket: ProcessorSocket, parts: MachineParts, width: int) -> list[str]:
-    """A socket with its cores: if they are many, the first ones and how many more there are like
-    them."""
+    """Return a socket with its cores: of many cores, the first ones and the number of the
+    others."""
     shared = ", ".join(
         f"{name} {size_text(nbytes)}" if count == 1 else f"{name} {count} × {size_text(nbytes)}"
         for name, nbytes, count in socket.shared
@@ -141,7 +146,7 @@ def _gpu(number: int, gpu: InstalledGpu) -> list[str]:
 
 
 def links(profile: Profile | None, width: int) -> list[str]:
-    """What messages between ranks cost, as it was measured."""
+    """Return a table of the measured costs of messages between ranks."""
     if profile is None or not profile.links:
         return ["links between ranks: not measured yet", f"  {CALIBRATE}"]
     lines = [f"{'links':<10}{'ranks':>6}{'α':>12}{'1/β':>12}"]

@@ -1,5 +1,5 @@
-"""Which lessons' checks this user has passed, and when: passed.json beside the profile of `bench
-calibrate`."""
+"""A record of the lessons whose checks this user has passed, with dates: passed.json, in the folder
+of the profile of `bench calibrate`."""
 
 import json
 import time
@@ -14,7 +14,10 @@ FILE = "passed.json"
 
 
 def when() -> dict[str, str]:
-    """{lesson: date}, "2026-11-23"; empty if there is no such file, or it cannot be read."""
+    """Return {lesson: date}, such as "2026-11-23".
+
+    Empty if there is no such file, or it cannot be read.
+    """
     with suppress(OSError, ValueError, ConfigError):
         found: dict[str, str] = read_json(
             profile_path().with_name(FILE), dict[str, str], most=1 << 20
@@ -24,7 +27,7 @@ def when() -> dict[str, str]:
 
 
 def keep(lesson: str) -> None:
-    """Note that the lesson's check passed today; a home that cannot be written to keeps nothing."""
+    """Record that the lesson's check passed today; do nothing if the home cannot be written."""
     with suppress(OSError, ConfigError):
         path = profile_path().with_name(FILE)
         path.parent.mkdir(parents=True, exist_ok=True)

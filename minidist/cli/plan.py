@@ -2,12 +2,13 @@
 and why.
 
     minidist plan --cluster h100:16x8 --model llama3-70b --batch 256 --top 10 --explain
-    minidist plan --cluster h100:16x8 --model llama3-70b --batch 256 --tokens 15e12
-    --interruptions-per-day 6 minidist plan --here -n 4 --layers 8 --width 256 --heads 4 --sequence
-    128 --vocab 512 --batch 16 --run 3
+    minidist plan --cluster h100:16x8 --model llama3-70b --batch 256 --tokens 15e12 \\
+        --interruptions-per-day 6
+    minidist plan --here -n 4 --layers 8 --width 256 --heads 4 --sequence 128 --vocab 512 \\
+        --batch 16 --run 3
 
-Plans are ranked by formulas with the constants of `minidist simulate`; --confirm runs the best ones
-through it.
+Plans are ranked by formulas with the constants of `minidist simulate`; --confirm also simulates the
+best ones.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from minidist.terminal import Console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `minidist plan`."""
+    """Add the options of `minidist plan` to the parser."""
     add = parser.add_argument_group("the cluster").add_argument
     add(
         "--cluster",
@@ -128,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns: 0. Raises: ConfigError."""
+    """Rank the plans and print them. Returns: 0. Raises: ConfigError."""
     from minidist.cli import plan_report as report
 
     check_writable("--json", args.json)
@@ -185,7 +186,7 @@ def _asked(
     rates: Rates | None,
     console: Console,
 ) -> dict[str, Any]:
-    """What was asked for beyond the ranking: printed, and as JSON."""
+    """Print the optional parts beyond the ranking, and return them for JSON."""
     from minidist.cli import plan_report as report
 
     found: dict[str, Any] = {}
@@ -230,7 +231,7 @@ def _asked(
 
 
 def model_words(args: argparse.Namespace) -> list[str]:
-    """The options that named the model, to be written again."""
+    """Return the options that named the model, to print them in a command."""
     words = ["--model", args.model] if args.model else []
     for name in ("layers", "width", "heads", "sequence", "vocab"):
         if getattr(args, name):

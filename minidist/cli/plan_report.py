@@ -1,4 +1,4 @@
-"""The report of `minidist plan` on the screen."""
+"""The report of `minidist plan` on the terminal."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,13 +13,13 @@ from minidist.plan.ranking import Ranking, command
 from minidist.plan.scaling import NEAR_LINEAR, ScalingPoint
 from minidist.plan.trial import Trial
 
-SMALLEST = 5e-3  # shares of the step below this are not told
+SMALLEST = 5e-3  # smaller shares of the step are not printed
 GIB = 2.0**30
 _UNITS = {"cost": ("$ a step",), "energy": ("J a step",)}
 
 
 def print_ranking(console: Console, ranking: Ranking, count: int, model: Sequence[str]) -> None:
-    """The best plans, the best one's terms, and the command that runs it."""
+    """Print the best plans, the cost terms of the best one, and the command that runs it."""
     best = ranking.best
     cluster = ranking.cluster
     console.print(
@@ -67,7 +67,8 @@ def print_ranking(console: Console, ranking: Ranking, count: int, model: Sequenc
 
 
 def print_explanation(console: Console, told: Explanation, notes: Advice) -> None:
-    """Why, what binds, what more hardware gives; the notes' advice beside it."""
+    """Print why the best plan wins, what limits it, what more hardware gives, and the notes'
+    advice."""
     console.rule("why", style="dim", align="left")
     if told.runner_up is not None:
         ahead = told.runner_up.step_seconds - told.winner.step_seconds
@@ -97,7 +98,7 @@ def print_explanation(console: Console, told: Explanation, notes: Advice) -> Non
 
 
 def print_forecast(console: Console, found: TokenForecast) -> None:
-    """Days, energy and money for the tokens."""
+    """Print days, energy and money for the tokens."""
     console.rule(
         f"{found.tokens:.3g} tokens, {exactly(round(found.steps))} steps", style="dim", align="left"
     )
@@ -134,7 +135,8 @@ def print_forecast(console: Console, found: TokenForecast) -> None:
 
 
 def print_scaling(console: Console, curves: Mapping[str, Sequence[ScalingPoint]]) -> None:
-    """The best plan on more and more nodes, strong and weak, beside the notes' claim."""
+    """Print the best plan for a growing number of nodes, strong and weak scaling, with the notes'
+    claim."""
     for name, points in curves.items():
         console.rule(f"{name} scaling", style="dim", align="left")
         table = Table(
@@ -165,7 +167,7 @@ def print_scaling(console: Console, curves: Mapping[str, Sequence[ScalingPoint]]
 
 
 def print_trials(console: Console, trials: Sequence[Trial]) -> None:
-    """Predicted beside measured."""
+    """Print predicted and measured times of the trained plans."""
     console.rule("trained here: predicted beside measured", style="dim", align="left")
     table = Table(
         "plan",

@@ -1,5 +1,5 @@
-"""What surrounds every command: whose process it is, Ctrl-C while modules load, and what the
-machine refuses."""
+"""Helpers around every command: whether it owns its process, Ctrl-C during imports, and errors of
+the machine."""
 
 import errno
 import signal
@@ -20,25 +20,26 @@ _NAMES = (
     errno.ENOTDIR,
     errno.EISDIR,
 )
-"""Errors of a path that a user has named, or of what lies below it."""
+"""Errors of a path that a user has named, or of a file below it."""
 _OWN = ContextVar("own", default=False)
 
 
 def own_process() -> None:
-    """The command is all that this process does: it ends with the command's status."""
+    """Declare that this process does nothing but the command, and ends with its status."""
     _OWN.set(True)
 
 
 def may_fork() -> bool:
-    """Whether a copy of this process that goes on would do no more than the command, and end: not
-    in a test, say."""
+    """Return whether a fork of this process would run only the command and then end.
+
+    False in a test, for example.
+    """
     return _OWN.get() and threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """In the block Ctrl-C waits for its end: an import that is broken off fails in its own way, 70
-    lines long."""
+    """Delay Ctrl-C until the end of the block: an interrupted import fails with up to 70 lines."""
     told: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -63,8 +64,8 @@ def interrupts_wait() -> Iterator[None]:
 
 
 def refusal(error: BaseException) -> tuple[str, int] | None:
-    """A line and an exit status, if the machine refused: a full disk, no memory, an unreadable
-    folder. Else None."""
+    """Return a line and an exit status for an error of the machine: a full disk, no memory, an
+    unreadable folder. Else None."""
     if isinstance(error, MemoryError):
         return f"not enough memory: {error}".removesuffix(": "), 1
     if isinstance(error, OSError) and error.errno in (*DISK_FAILED, *_NAMES):

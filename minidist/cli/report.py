@@ -1,7 +1,7 @@
-"""`minidist report RUN`: the run as one HTML page, RUN/report.html, made from the run folder alone.
+"""`minidist report RUN`: the run as one HTML page, RUN/report.html, made only from the run folder.
 
-minidist report runs/one                    # open runs/one/report.html in a browser; it needs no
-                                            network
+minidist report runs/one                    # open runs/one/report.html in a browser; it needs
+                                            # no network
 minidist report runs/one --out one.html
 """
 
@@ -21,7 +21,7 @@ from minidist.terminal import Console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `minidist report`."""
+    """Add the options of `minidist report` to the parser."""
     parser.add_argument(
         "run", metavar="RUN", help="a run folder of minidist train, also of a run that died"
     )
@@ -29,8 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read the folder, write the page. Returns: 0. Raises: ConfigError if it is no run, or --out
-    cannot be written."""
+    """Read the folder, write the page.
+
+    Returns: 0. Raises: ConfigError if it is no run, or --out cannot be written.
+    """
     check_writable("--out", args.out)
     found = read_run(args.run)
     ledger, lines, account = _tables(found) if found.metrics else ([], [], [])
@@ -46,13 +48,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _tables(run: RunFiles) -> tuple[list[PlainTable], list[str], list[PlainTable]]:
     """Return the ledger's tables and lines, and the memory account's, as the terminal shows them at
-    a run's end.
+    the end of a run.
 
-    Numbers of metrics.json that make no sense together make it a file that is missing.
+    If the numbers of metrics.json are not consistent, the file counts as missing.
     """
     metrics = run.metrics
     sentence = "What fills the memory of rank 0, in bytes, measured and by formula"
-    # the run died when its results were written
+    # the run died while its results were being written
     if "ranks" not in metrics or "formula" not in metrics:
         return [], [], []
     try:

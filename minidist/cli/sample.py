@@ -35,7 +35,7 @@ METRICS = "metrics.json"
 
 
 class _FinishedRun(msgspec.Struct):
-    """What metrics.json of a finished run has."""
+    """The fields of a finished run's metrics.json that sampling needs."""
 
     losses: list[Any]
     config: dict[str, Any]
@@ -43,7 +43,7 @@ class _FinishedRun(msgspec.Struct):
 
 
 class Writer(NamedTuple):
-    """A model, its vocabulary, and where it comes from."""
+    """A model, its vocabulary, the file it was read from, and its step."""
 
     model: GPT
     text: Text
@@ -52,7 +52,7 @@ class Writer(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `minidist sample`."""
+    """Add the options of `minidist sample` to the parser."""
     parser.add_argument(
         "run", metavar="RUN", help="a run folder of minidist train, or one of its checkpoints"
     )
@@ -79,10 +79,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the prompt and its continuation. Returns: 0. Raises: ConfigError for what cannot be
-    sampled."""
+    """Print the prompt and its continuation.
+
+    Returns: 0. Raises: ConfigError if the run cannot be sampled.
+    """
     check_writable("--json", args.json)
-    # products of one row: more threads win nothing, and wait for each other on busy cores
+    # products of one row: more threads gain nothing, and wait for each other on busy cores
     limit_blas_threads(1, 1)
     if args.prompt == "":
         fail("--prompt: needs at least one symbol; leave it out to begin with a new line")
@@ -114,10 +116,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def open_run(place: Path) -> Writer:
-    """The newest state in a run folder, or the checkpoint that `place` is.
+    """Return the newest state in a run folder, or the checkpoint `place`.
 
-    Raises:  CheckpointError if it is damaged; ConfigError if there is none, or none that minidist
-             train has written.
+    Raises:  CheckpointError if it is damaged; ConfigError if there is none that minidist train has
+             written.
     """
     if (place / MANIFEST).is_file() or step_of(place) is not None:
         return _from_checkpoint(place)
@@ -141,8 +143,8 @@ def open_run(place: Path) -> Writer:
 
 
 def _finished(run: Path) -> tuple[dict[str, Any] | None, str]:
-    """Return the metrics of a finished run, None if there are none; and why they cannot be read, if
-    they are there."""
+    """Return the metrics of a finished run, or None and the reason if they cannot be read ("" if
+    there are none)."""
     try:
         return read_json(run / METRICS, _FinishedRun, member=True), ""
     except FileNotFoundError:

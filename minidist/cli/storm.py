@@ -2,16 +2,14 @@
 becomes of it.
 
     minidist storm -n 4 --minutes 1 --every 5                  # all kinds of faults in turn
-    minidist storm -n 4 --kinds kill --spares 1 -- --zero 1    # options of `minidist train` come
-                                                               after --
-    minidist storm --minutes 30 --no-compare --out DIR         # the undisturbed run of as many
-                                                               steps comes later:
+    minidist storm -n 4 --kinds kill --spares 1 -- --zero 1    # options of `minidist train` follow --
+    minidist storm --minutes 30 --no-compare --out DIR         # make the undisturbed run later:
     minidist storm --compare DIR
 
-Two short undisturbed runs come first, one without and one with checkpoints: by the second one's
-speed the storm has enough steps for the minutes. A last one makes the same steps undisturbed: where
-the plan did not change, its bits must be the same. The storm's speed is told beside that run's, and
-beside its own between the faults.
+Two short undisturbed runs are made first, one without and one with checkpoints. From the speed of
+the second one the storm computes a number of steps that lasts for the minutes. A last run makes the
+same steps undisturbed: if the plan did not change, its bits must be the same. The storm's speed is
+reported relative to that run, and relative to its own speed between the faults.
 """
 
 import argparse
@@ -56,13 +54,13 @@ from minidist.survive.storm_report import spans, summary
 from minidist.terminal import Console
 
 TINY = ("--layers=2", "--width=64", "--heads=4", "--context=64", "--batch=16")
-FIRST_STEPS = 60  # of the first undisturbed run
+FIRST_STEPS = 60  # steps of the first undisturbed run
 # seconds that a training may take to end after the storm: these, and for each second of it
 LATEST = 120.0, 20.0
 RESTARTS = 10**6
-SAVE_SECONDS = 0.25  # from one checkpoint to the next, about
-PATIENCE = 0.2  # as of train; short: no rank is stopped here but by the storm
-WAIT = 5.0  # as --elastic-wait: with a spare the plan is to stay
+SAVE_SECONDS = 0.25  # approximate time between two checkpoints
+PATIENCE = 0.2  # train's option; short, since only the storm stops ranks here
+WAIT = 5.0  # train's --elastic-wait, if there are spares: the plan should not change
 
 
 class _StormArguments(msgspec.Struct):
@@ -90,7 +88,7 @@ class _StormFault(msgspec.Struct):
 
 
 class _StormFigures(msgspec.Struct):
-    """What storm.json has."""
+    """The fields of storm.json."""
 
     arguments: _StormArguments
     exit_status: int
@@ -116,7 +114,7 @@ class _StormMetrics(msgspec.Struct):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `minidist storm`; words after -- are for `minidist train`."""
+    """Add the options of `minidist storm`; words after -- are for `minidist train`."""
     add = parser.add_argument
     add(
         "-n",
@@ -181,8 +179,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns: 0 if the training ended well and every fault was survived, with the same bits where
-    the plan stayed; else the training's exit status, or 1. Raises: ConfigError."""
+    """Run a storm, compare it with an undisturbed run, print the figures.
+
+    Returns: 0 if the training ended well and survived every fault, with the same bits if the plan
+             did not change; else the training's exit status, or 1. Raises: ConfigError.
+    """
     if args.compare is not None:
         return _compare_later(args)
     named = {word.partition("=")[0] for word in args.options}
@@ -226,7 +227,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends the storm as Ctrl-C does: its training ends with it."""
+    """In the block, SIGTERM ends the storm as Ctrl-C does; its training ends with it."""
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
@@ -235,7 +236,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _compare_later(args: argparse.Namespace) -> int:
-    """--compare. Returns: as run(). Raises: ConfigError if the folder has no storm that has
+    """Do --compare. Returns: as run(). Raises: ConfigError if the folder has no storm that has
     ended."""
     check_writable("--json", args.json)
     file = Path(args.compare) / "storm.json"
@@ -270,7 +271,7 @@ def _compare_later(args: argparse.Namespace) -> int:
 
 
 def _write(trainings: "Trainings", figures: dict[str, Any]) -> None:
-    """Write the figures as they are known: nothing that follows may cost them."""
+    """Write the figures known so far, so that no later failure can lose them."""
     args = trainings.args
     if args.out:
         write_json(trainings.out / "storm.json", figures, member=True)
@@ -279,7 +280,7 @@ def _write(trainings: "Trainings", figures: dict[str, Any]) -> None:
 
 
 def _conclude(figures: dict[str, Any], args: argparse.Namespace) -> int:
-    """Tell the figures. Returns: as run()."""
+    """Print the figures. Returns: as run()."""
     _print(figures, args)
     failed = figures["recovered"] < figures["faults"] or figures["bits"] == "differ"
     return int(figures["exit_status"]) or int(figures.get("calm_status", 0)) or int(failed)
@@ -287,10 +288,10 @@ def _conclude(figures: dict[str, Any], args: argparse.Namespace) -> int:
 
 @dataclass
 class Trainings:
-    """The runs of a storm: the same training, undisturbed and not.
+    """The runs of a storm: the same training, with and without faults.
 
-    Attributes: told, works: of the disturbed one, once it has ended: its events, and spans() of
-    them; stderr: of all.
+    Attributes: told, works: events and spans() of the disturbed run, once it has ended; stderr: of
+                all runs.
     """
 
     args: argparse.Namespace
@@ -310,8 +311,10 @@ class Trainings:
         self.works: list[tuple[float, float, int, int]] = []
 
     def command(self, out: Path, steps: int, save_every: int, *, again: bool = False) -> list[str]:
-        """The words of an elastic training; again: it goes on from its newest checkpoint, if it has
-        one."""
+        """Return the command of an elastic training.
+
+        `again`: it resumes from its newest checkpoint, if it has one.
+        """
         args = self.args
         words = module_command(
             "minidist",
@@ -331,7 +334,7 @@ class Trainings:
         return [*words, *TINY, *saves, f"--out={out}", f"--steps={steps}", *args.options]
 
     def undisturbed(self, name: str, steps: int, save_every: int = 0) -> int:
-        """The exit status of a run of so many steps, in a folder of its own."""
+        """Run `steps` steps without faults, in a folder of their own; return the exit status."""
         with self.start(self.command(self.scratch / name, steps, save_every)) as training:
             try:
                 return training.wait()
@@ -340,12 +343,11 @@ class Trainings:
                 raise
 
     def start(self, command: list[str]) -> "subprocess.Popen[bytes]":
-        """A training, whose stderr is shown beside the progress of the storm."""
+        """Start a training; its stderr is shown together with the progress of the storm."""
         return subprocess.Popen(command, env=self.environment, stderr=self.stderr)
 
     def tell_planted(self, fault: str) -> None:
-        """Say what the storm does, among the lines of the training: what follows there comes of
-        it."""
+        """Print a fault among the lines of the training, before the lines that it causes."""
         line = f"minidist storm: planted: {fault}"
         if self.stderr is None:
             say_line(line)
@@ -353,7 +355,7 @@ class Trainings:
             os.write(self.stderr, f"{line}\n".encode())
 
     def metrics(self, folder: Path) -> dict[str, Any]:
-        """Of a run that has ended."""
+        """Return the metrics of a run that has ended."""
         metrics: dict[str, Any] = read_json(folder / "metrics.json", _StormMetrics, member=True)
         return metrics
 
@@ -361,7 +363,7 @@ class Trainings:
 def _weather(
     trainings: Trainings, args: argparse.Namespace, kinds: list[str], show: Progress
 ) -> dict[str, Any]:
-    """The storm: its figures."""
+    """Run the storm and return its figures."""
     scratch = trainings.scratch
     out = trainings.out
     step_seconds = _step_seconds(scratch / "first", FIRST_STEPS, args.ranks)
@@ -417,13 +419,15 @@ def _weather(
 
 
 def _step_seconds(run: Path, steps: int, ranks: int) -> float:
-    """Of an undisturbed run of so many steps."""
+    """Return the seconds per step of an undisturbed run of `steps` steps."""
     return float(summary(events(run / LOG), [], ranks)["work_seconds"] / steps)
 
 
 def _compare(trainings: Trainings, figures: dict[str, Any]) -> int:
-    """Make the steps of the storm without a fault: bits and rate of the figures. Returns: the
-    training's exit status."""
+    """Make the storm's steps without faults, and set bits and rate in the figures.
+
+    Returns: the training's exit status.
+    """
     args = trainings.args
     calm = trainings.scratch / "calm"
     steps = figures["steps"]

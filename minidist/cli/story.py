@@ -1,5 +1,5 @@
-"""A lesson's story in a terminal: its head as lines, pictures as paths, tables whose words are
-whole."""
+"""Show a lesson's story in a terminal: its head as lines, pictures as paths, tables without cut
+words."""
 
 import re
 from collections.abc import Sequence
@@ -16,8 +16,10 @@ from minidist.lessons.page import NARROW, records
 
 
 class StoryTable(TableElement):
-    """A table that breaks lines between words. A word that is too long for its column goes on in
-    the next line."""
+    """A table that breaks lines between words.
+
+    A word that is too long for its column continues on the next line.
+    """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for table in super().__rich_console__(console, options):
@@ -40,11 +42,11 @@ class Story(Markdown):
 
 
 def fit_words(table: Table, rows: Sequence[Sequence[str]], width: int) -> bool:
-    """Give each column of a table that is too wide its longest word, and its share of the columns
-    that are left.
+    """Set the column widths of a table that is too wide: each gets its longest word, and a share of
+    the remaining columns.
 
     Args:    rows: the cells' text, heads too; width: columns of the terminal.
-    Returns: whether the longest words fit; if not, the table is as it was.
+    Returns: whether the longest words fit; if not, the table is unchanged.
     """
     texts = list(zip(*rows, strict=True))
     least = [
@@ -61,8 +63,10 @@ def fit_words(table: Table, rows: Sequence[Sequence[str]], width: int) -> bool:
 
 
 def for_terminal(lesson: Lesson, *, answers: bool) -> str:
-    """The lesson's README for a terminal: pictures become paths, hidden answers stay hidden unless
-    `answers`."""
+    """Return the lesson's README for a terminal: pictures become paths.
+
+    Hidden answers stay hidden unless `answers`.
+    """
     text = lesson.part("README.md").read_text(encoding="utf-8")
     text = re.sub(
         r"^\|(.*)\|\n\|[-| ]+\|\n\|(.*)\|\n", _as_lines, text, count=1, flags=re.MULTILINE
@@ -80,7 +84,7 @@ def for_terminal(lesson: Lesson, *, answers: bool) -> str:
 
 
 def _as_lines(head: re.Match[str]) -> str:
-    """The table of one row at the head of a story as one line a column: a narrow terminal shows
-    commands whole."""
+    """Return the one-row table at the head of a story as one line per column, so that a narrow
+    terminal shows commands whole."""
     names, cells = ([cell.strip() for cell in row.split("|")] for row in head.groups())
     return "".join(f"* {name}: {cell}\n" for name, cell in zip(names, cells, strict=True))

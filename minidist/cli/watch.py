@@ -1,11 +1,11 @@
 """`minidist watch RUN`: a run, live: step, loss, each rank's time, bytes, memory, power, and the
 rank that is slow.
 
-    minidist watch runs/one                 # from another terminal; Ctrl-C leaves the view, and the
-                                            run goes on
+    minidist watch runs/one                 # from another terminal; Ctrl-C leaves the view, and
+                                            # the run continues
     minidist watch runs/one --once          # one look, also at a run that has ended
 
-It reads the run folder alone. Where stdout is no terminal it prints a line every five seconds.
+It reads only the run folder. If stdout is no terminal, it prints a line every five seconds.
 """
 
 import argparse
@@ -33,7 +33,7 @@ LINES_EVERY = 5.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `minidist watch`."""
+    """Add the options of `minidist watch` to the parser."""
     parser.add_argument(
         "run", metavar="RUN", help="a run folder of minidist train, or a folder of flight recorders"
     )
@@ -49,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Watch until the run has ended, or Ctrl-C. Returns: 1 if it died, or with --once stands still;
-    else 0.
+    """Watch until the run has ended, or Ctrl-C.
 
+    Returns: 1 if it died (with --once also if it has stalled), else 0.
     Raises:  ConfigError if there is no run.
     """
     check_writable("--json", args.json)
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
                 end_with_stdin(end, print_line)
             now = lines(looking, now, args.every or LINES_EVERY, end)
     except KeyboardInterrupt:
-        pass  # it leaves the view; the run goes on
+        pass  # it leaves the view; the run continues
     if args.json:
         write_json(args.json, asdict(now))
     return int(now.state == DIED or (args.once and now.state in (STALLED, STOPPED_RUN)))
@@ -94,8 +94,10 @@ def live(
     *,
     beside_train: bool,
 ) -> RunNow:
-    """The view in its place on the terminal, until the run has ended, or `end` is set. Returns: the
-    last look."""
+    """Update the view in place on the terminal, until the run has ended, or `end` is set.
+
+    Returns: the last look.
+    """
 
     def view() -> Group:
         return Group(
@@ -117,8 +119,10 @@ def live(
 
 
 def lines(looking: Looking, now: RunNow, every: float, end: threading.Event) -> RunNow:
-    """A line for each look that shows something new, until the run has ended. Returns: the last
-    look."""
+    """Print a line for each look that shows something new, until the run has ended.
+
+    Returns: the last look.
+    """
     last = ""
     while True:
         if (line := one_line(now)) != last:
@@ -130,15 +134,17 @@ def lines(looking: Looking, now: RunNow, every: float, end: threading.Event) -> 
 
 
 def print_line(line: str) -> None:
-    """Print a line whole: two threads print, and `print` writes a line's end apart from its
-    text."""
+    """Print a line in one write: two threads print, and `print` writes a line's end separately from
+    its text."""
     sys.stdout.write(visible(line) + "\n")
     sys.stdout.flush()
 
 
 def end_with_stdin(end: threading.Event, say: Callable[[str], None]) -> None:
-    """Say each line that comes by stdin, from `minidist train --watch`; where stdin ends, the steps
-    have ended."""
+    """Print each line that arrives on stdin, from `minidist train --watch`.
+
+    At its end set `end`: the steps have ended.
+    """
 
     def hear() -> None:
         with suppress(OSError, ValueError):

@@ -1,12 +1,12 @@
-"""The view of `minidist watch`: a RunNow as lines for a terminal of any width, with colour or
-without, or as one line.
+"""The view of `minidist watch`: a RunNow as lines for a terminal of any width, with or without
+colour, or as one line.
 
     rank  step  █ compute  ▒ exposed communication  ░ waiting
        0   121  ████████████████████████▒▒▒░░░░░░░░░░░░░   62%   8%  30%
        1   121  ██████████████████████████████████▒▒▒▒▒    88%  12%   0%  slow
 
-Each part has a fill of its own, so the bars are read without colour, too. A terminal that shows
-only ASCII gets # = and a dot.
+Each part has a different character, so the bars can be read without colour, too. A terminal that
+shows only ASCII gets # = and a dot.
 """
 
 import math
@@ -38,13 +38,13 @@ STYLES = {
     DIED: "bold red",
 }
 PARTS = {"compute": "cyan", "exposed": "yellow", "waiting": "bright_black"}
-WIDE = 60  # columns from which the table has all its columns
-ROWS = 16  # ranks that are shown at most, unless the terminal has room for more
+WIDE = 60  # terminal width from which the table has all its columns
+ROWS = 16  # most ranks that are shown if the terminal's height is not known
 
 
 @dataclass(frozen=True)
 class Signs:
-    """The characters of the view: of the three parts, of a falling or rising line, and of an
+    """The characters of the view: for the three parts, for a falling or rising line, and for an
     unfilled bar."""
 
     fills: str
@@ -57,7 +57,7 @@ ASCII = Signs("#=.", "_.-=^", " ")
 
 
 def signs_for(encoding: str) -> Signs:
-    """The best that can be written in this encoding."""
+    """Return the best characters that can be written in this encoding."""
     try:
         (FULL.fills + FULL.line + FULL.empty).encode(encoding)
     except (UnicodeEncodeError, LookupError):
@@ -68,10 +68,10 @@ def signs_for(encoding: str) -> Signs:
 def lines_of(
     now: RunNow, *, width: int, height: int | None = None, signs: Signs = FULL
 ) -> list[Text]:
-    """The view.
+    """Return the view.
 
-    Args:    width: columns, the most that a line takes; height: lines; ranks take those that are
-             left.
+    Args:    width: maximum number of columns of a line; height: number of lines; ranks get the
+             lines that remain.
     """
     head = [*_head(now, width, signs), *_faults(now, width)]
     foot = [*_axes(now, width), *_memory(now, width, signs), *_power(now, width)]
@@ -83,7 +83,7 @@ def lines_of(
 
 
 def one_line(now: RunNow) -> str:
-    """The run in one line, for a log."""
+    """Return the run in one line, for a log."""
     parts = [f"{now.state}: {now.what}"]
     if now.losses:
         parts.append(f"loss {_loss(now.losses[-1])}")
@@ -102,7 +102,7 @@ def one_line(now: RunNow) -> str:
 
 
 def power_text(now: RunNow) -> str:
-    """ "39 W, an estimate"."""
+    """Return the power in words, such as "39 W, an estimate"."""
     assert now.watts is not None
     watts = f"{now.watts:.0f}" if now.watts >= 100 else f"{now.watts:.3g}"
     return f"{watts} W" + (", an estimate" if now.estimate else "")
@@ -112,7 +112,7 @@ def power_text(now: RunNow) -> str:
 
 
 def _head(now: RunNow, width: int, signs: Signs) -> Iterator[Text]:
-    """The run, its state, the loss, and how fast it goes."""
+    """Yield the run, its state, the loss, and its speed."""
     first = Text.assemble((now.run, "bold"), "  ", (now.state, STYLES.get(now.state, "")))
     if len(first) + 2 + len(now.what) <= width:
         yield first.append(f"  {now.what}")
@@ -141,7 +141,7 @@ def _head(now: RunNow, width: int, signs: Signs) -> Iterator[Text]:
 
 
 def _faults(now: RunNow, width: int) -> Iterator[Text]:
-    """What holds the run up, and what else is wrong."""
+    """Yield what slows the run down, and what else is wrong."""
     if (slow := now.slow) is not None:
         since = f"{slow.cause}: {slow.who} since step {slow.since} ({span(slow.seconds)} ago)"
         yield from (Text(line, "bold red") for line in _folded(since, width))
@@ -152,7 +152,7 @@ def _faults(now: RunNow, width: int) -> Iterator[Text]:
 
 
 def _ranks(now: RunNow, width: int, room: int, signs: Signs) -> Iterator[Text]:
-    """A bar a rank: its mean step."""
+    """Yield one bar per rank: its mean step."""
     if not now.ranks:
         return
     compute, exposed, waiting = tuple(signs.fills)
@@ -176,8 +176,8 @@ def _ranks(now: RunNow, width: int, room: int, signs: Signs) -> Iterator[Text]:
 
 
 def shown_ranks(now: RunNow, room: int) -> list[RankNow]:
-    """All ranks if there is room, else those that wait least and most: the cause, and the ranks
-    that wait for it."""
+    """Return all ranks if there is room, else those that wait least and most: the cause, and the
+    ranks that wait for it."""
     if len(now.ranks) <= room:
         return [*now.ranks]
     ordered = sorted(now.ranks, key=lambda rank: rank.parts.waiting if rank.parts else math.inf)
@@ -188,13 +188,16 @@ def shown_ranks(now: RunNow, room: int) -> list[RankNow]:
 
 
 def _tail(rank: RankNow, now: RunNow) -> str:
-    """What is said of a rank behind its bar."""
+    """Return the text after a rank's bar."""
     state = "" if rank.process in ("runs", "unknown") or now.state in OVER else f"  {rank.process}"
     return f"{state}{'  slow' if now.slow and rank.rank in now.slow.slow_ranks else ''}"
 
 
 def _bar(rank: RankNow, tail: str, width: int, longest: float, signs: Signs, *, wide: bool) -> Text:
-    """One rank; `width` without the tail, `longest`: seconds of the longest bar."""
+    """Return the bar of one rank.
+
+    `width` without the tail, `longest`: seconds of the longest bar.
+    """
     head = f"{rank.rank:>4}  {rank.step or '-':>4}  " if wide else f"{rank.rank:>4} "
     if rank.parts is None:
         return Text(f"{head}no whole step is known{tail}")
@@ -212,7 +215,7 @@ def _bar(rank: RankNow, tail: str, width: int, longest: float, signs: Signs, *, 
 
 
 def _axes(now: RunNow, width: int) -> Iterator[Text]:
-    """Bytes a second by axis and link."""
+    """Yield the bytes per second by axis and link."""
     sending = [axis for axis in now.axes if axis.a_step]
     if not sending:
         return
@@ -236,7 +239,7 @@ def _axes(now: RunNow, width: int) -> Iterator[Text]:
 
 
 def _memory(now: RunNow, width: int, signs: Signs) -> Iterator[Text]:
-    """Memory of the rank that has held most, by category, against the limit."""
+    """Yield the memory of the rank that has held most, by category, and its limit."""
     if not (known := [rank for rank in now.ranks if rank.peak]):
         return
     most = max(known, key=lambda rank: rank.peak["total"])
@@ -279,8 +282,10 @@ def _power(now: RunNow, width: int) -> Iterator[Text]:
 
 
 def sparkline(values: "tuple[float | None, ...]", width: int, levels: str) -> str:
-    """The values as one line of characters, low to high, each the mean of its part; x where one was
-    not finite."""
+    """Return the values as one line of characters, low to high, each the mean of its part.
+
+    An x marks a part with a value that was not finite.
+    """
     count = min(len(values), max(1, width))
     ends = [len(values) * place // count for place in range(count + 1)]
     shown = [
@@ -297,7 +302,9 @@ def sparkline(values: "tuple[float | None, ...]", width: int, levels: str) -> st
 
 
 def fill(parts: list[float], columns: int) -> list[int]:
-    """Whole cells for parts of a bar of so many columns; the sum is that of the parts, rounded.
+    """Return whole cells for the parts of a bar of `columns` columns.
+
+    Their sum is the rounded sum of the parts.
 
     >>> fill([0.5, 0.25, 0.25], 10)
     [5, 3, 2]
@@ -310,7 +317,7 @@ def fill(parts: list[float], columns: int) -> list[int]:
 
 
 def _shares(rank: RankNow) -> tuple[float, float, float]:
-    """Compute, exposed and waiting as shares of the rank's step."""
+    """Return compute, exposed and waiting as shares of the rank's step."""
     parts = rank.parts
     if parts is None or not parts.seconds:
         return 0.0, 0.0, 0.0
@@ -336,7 +343,7 @@ def _left(seconds: float) -> str:
 
 
 def _joined(parts: list[str], width: int, between: str = "  ") -> list[str]:
-    """The parts in as few lines as the width allows."""
+    """Return the parts joined into as few lines as the width allows."""
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + len(between) + len(part) <= width:

@@ -1,13 +1,10 @@
-"""How a job starts: which launcher started us (init), and starting processes ourselves (run,
-spawn).
+"""Start a job (run, spawn), or join the job that a launcher has started (init).
 
-    world = md.init()                                            # a rank of a job, or alone
-    results = md.run(fn, *args, size=4, transport="auto")        # a job for the length of one
-                                                                 function
-    status = spawn([sys.executable, "script.py"], 4)             # a job for the length of one
-                                                                 program
+    world = md.init()                                        # join a job, or be a job of one rank
+    results = md.run(fn, *args, size=4, transport="auto")    # a job that runs one function
+    status = spawn([sys.executable, "script.py"], 4)         # a job that runs one program
 
-What only ranks need is loaded when it is used: a launcher starts without NumPy.
+Modules that only ranks need are loaded when they are used: a launcher starts without NumPy.
 """
 
 from collections.abc import Callable
@@ -31,14 +28,16 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MONITOR_THREADS = 3  # of the process that is a job's monitor, beside one for each rank that meets
+MONITOR_THREADS = 3  # of the process that runs a job's monitor, plus one for each rank
 
 __all__ = ["LAUNCHERS", "Launch", "Launcher", "detect", "init", "run", "spawn", "speaks_first"]
 
 
 def __getattr__(name: str) -> Any:
-    """`init` and `speaks_first`, from their home (PEP 562). Raises: AttributeError for any other
-    name."""
+    """Return `init` or `speaks_first`, imported at its first use (PEP 562).
+
+    Raises: AttributeError for any other name.
+    """
     if name in ("init", "speaks_first"):
         from minidist.launch import membership
 
@@ -54,37 +53,38 @@ def run(
     limit: float = 60.0,
     patience: float = PATIENCE,
 ) -> list[T]:
-    """Run `fn(world, *args)` on `size` ranks and wait for them. On one host as many as 256
-    processes are tested.
+    """Run `fn(world, *args)` on `size` ranks and wait for them.
 
-    transport    ranks are                          fn may be             results
-    threads      threads of this process            anything              anything
-    threads-unbuffered  the same; a send completes only when it is received
-    auto         forked copies of this process      anything              what wire.pack carries:
-                 numbers, strings,
-                 (shm: they are on one host)                              NumPy arrays, lists, tuples, dicts of them
-    tcp          the same, over TCP alone           the same              the same
-    shm          the same, over shared memory       the same              the same
-    plain-tcp    the same, by the short transport that lessons 01 and 02 read
-    mpi          processes of a new mpirun          a function of a module or of a script, not a
-                                                    local one; its arguments, too, are what
-                                                    wire.pack carries
-    nccl         the same, each with a GPU          the same; needs CuPy (several GPUs: not yet run)
+    On one host it is tested with up to 256 processes.
+
+        transport           ranks are                      fn may be    results may be
+        threads             threads of this process        anything     anything
+        threads-unbuffered  the same; a send completes only when it is received
+        auto                forked copies of this process  anything     numbers, strings, NumPy arrays,
+                            (on one host: shm)                          and lists, tuples, dicts of them
+        tcp                 the same, over TCP only        the same     the same
+        shm                 the same, over shared memory   the same     the same
+        plain-tcp           the same, by the short transport that lessons 01 and 02 read
+        mpi                 processes of a new mpirun      a function at the top level of a module
+                                                           or script; arguments and results as
+                                                           the results of auto
+        nccl                the same, each with a GPU      the same; needs CuPy (several GPUs: not
+                                                           yet run)
 
     Args:    fn: each rank calls fn(world, *args); world is its Group of all ranks. size: the number
              of ranks, from 1.
-             transport: one of those above. limit: seconds that the job, and any wait in it, may
+             transport: a name of the table. limit: seconds that the job, and each wait in it, may
              last.
-             patience: seconds that a rank's process may be stopped (SIGSTOP; not by a debugger)
-             before it is lost.
+             patience: seconds that a rank's process may be stopped (by SIGSTOP, not by a debugger)
+             before the rank counts as lost.
     Returns: the results of all ranks, in rank order.
-    Inside of `fn` md.init() returns the same world.
-    Raises:  the first failure, with its rank and its own type (an exception class that is neither
-             Python's nor minidist's comes from another process as RuntimeError), and the rank's
-             traceback as its cause; PeerLostError if the rank was killed or exited; TimeoutError
-             naming the ranks that had not ended after `limit` seconds, which also limits every wait
-             inside; LaunchError if such ranks cannot be started here; ConfigError if this user's
-             communication profile cannot be read.
+    Inside `fn`, md.init() returns the same world.
+    Raises:  the first failure, with its rank and its own type, and with the rank's traceback as its
+             cause (from another process, an exception class that is neither Python's nor minidist's
+             arrives as RuntimeError); PeerLostError if the rank was killed or exited; TimeoutError,
+             which names the ranks that had not ended after `limit` seconds; LaunchError if such
+             ranks cannot be started here; ConfigError if this user's communication profile cannot
+             be read.
     """
     from minidist.launch import membership, transports
     from minidist.launch.membership import as_rank
@@ -101,7 +101,7 @@ def run(
             f"run({shown(fn)}): a function is expected, which each rank calls with its world"
         )
     member = membership.current()
-    # else each rank would start a job, whose ranks start jobs, ...
+    # without this check each rank would start a job, whose ranks start jobs, ...
     if member is not None and member.importing:
         raise LaunchError(
             f"{member.importing} calls md.run when it is imported, and each rank of "

@@ -1,10 +1,10 @@
-"""A host has several addresses: those that other hosts may reach, and the one at which the monitor
+"""Find the addresses of this host that other hosts may reach, and the address at which the monitor
 answers.
 
-A laptop's name may mean 127.0.1.1, a server has a network card that leads nowhere, and every host
-with Docker has the same 172.17.0.1. Which address is right shows only from another host. So rank 0
-tells all it has, and each rank tries one after another: the monitor is where the job's token is
-known.
+A laptop's name may resolve to 127.0.1.1, a server may have a network card without a route, and
+every host with Docker has the same 172.17.0.1. Only another host can find out which address works.
+So rank 0 sends all its addresses, and each rank tries one after another. The right one is where the
+monitor proves that it knows the job's token.
 """
 
 import contextlib
@@ -18,14 +18,14 @@ from minidist.comm.health.monitor_client import MonitorClient
 from minidist.errors import HandshakeError, LaunchError, PeerLostError, TimeoutError
 from minidist.launch.launchers import Launch
 
-MOST = 16  # addresses that are told
-TRY = 1.0  # seconds that one of them gets to answer
+MOST = 16  # addresses that are sent
+TRY = 1.0  # seconds that each address gets to answer
 
 
 def own_addresses() -> list[str]:
-    """This host's addresses that other hosts may reach, the likely ones first; IPv6 after IPv4.
+    """Return this host's addresses that other hosts may reach: likely ones first, IPv6 after IPv4.
 
-    Raises: LaunchError if it has none but loopback.
+    Raises: LaunchError if it has only loopback.
     """
     found = []
     with contextlib.suppress(OSError):
@@ -34,7 +34,7 @@ def own_addresses() -> list[str]:
         # RFC 5737, documentation: no packet is sent, the kernel only picks a route
         sock.connect(("192.0.2.1", 9))
         found.append(str(sock.getsockname()[0]))
-    import psutil  # here: most ranks need it for nothing
+    import psutil  # here: most ranks do not need it
 
     states = psutil.net_if_stats()
     up = [
@@ -67,13 +67,13 @@ def connect_to_any(
     *,
     begun: bool = False,
 ) -> MonitorClient:
-    """Connect to the monitor, which is at one or more of these addresses; nothing else knows the
-    token.
+    """Connect to the monitor, which listens at one or more of these addresses and proves that it
+    knows the token.
 
-    Args:   begun: the monitor has listened before; if each address refuses the call, it is gone.
-    Raises: HandshakeError if the monitor refuses us; PeerLostError if it is gone; TimeoutError,
-    with every address,
-            after `limit` seconds.
+    Args:   begun: the monitor is known to listen; if every address refuses the connection, the
+            monitor is gone.
+    Raises: HandshakeError if the monitor refuses this rank; PeerLostError if it is gone;
+            TimeoutError, with every address, after `limit` seconds.
     """
     rank = launch.world_rank
     size = launch.world_size

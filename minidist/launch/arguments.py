@@ -1,5 +1,5 @@
-"""What md.run and md.init are given: seconds, numbers of ranks and threads. Anything else is
-refused in one line."""
+"""Check the arguments of md.run and md.init (seconds, numbers of ranks and threads); a wrong one
+raises a LaunchError of one line."""
 
 import math
 import resource
@@ -13,13 +13,15 @@ from minidist.errors import LaunchError
 
 MOST_SECONDS = 2_000_000  # poll() counts milliseconds in 32 bits
 MOST_RANKS = 1024  # of a job that md.run starts: each is a process or a thread of this host
-STACK = 8 << 20  # bytes of a thread's stack, where the system's limit does not say
-SPARE = 4 << 20  # bytes that a process needs beside its threads
+STACK = 8 << 20  # bytes of a thread's stack, if the system sets no limit
+SPARE = 4 << 20  # bytes that a process needs besides its threads' stacks
 
 
 def check_seconds(call: str, name: str, value: Any) -> float:
-    """Return the value as a float. Raises: LaunchError unless it is a number above 0, and not too
-    large for a wait."""
+    """Return the value as a float.
+
+    Raises: LaunchError unless it is a number above 0 and at most MOST_SECONDS.
+    """
     number = isinstance(value, Real) and not isinstance(value, bool)
     if number and 0 < value <= MOST_SECONDS:
         return float(value)
@@ -30,8 +32,10 @@ def check_seconds(call: str, name: str, value: Any) -> float:
 
 
 def check_count(call: str, name: str, value: Any, noun: str, most: float = math.inf) -> int:
-    """Return the value as an int. Raises: LaunchError unless it is a whole number from 1 to
-    `most`."""
+    """Return the value as an int.
+
+    Raises: LaunchError unless it is a whole number from 1 to `most`.
+    """
     try:
         count = 0 if isinstance(value, bool) else index(value)
     except TypeError:
@@ -52,11 +56,11 @@ def check_word(call: str, name: str, value: Any) -> str:
 
 
 def check_room(size: int, *, helpers: int) -> None:
-    """Raise LaunchError where the limit of this process's memory leaves no room for a thread of
-    each rank and helpers.
+    """Raise LaunchError if this process may not map enough memory for one thread per rank and the
+    helpers.
 
-    Under `ulimit -v` (RLIMIT_AS) a thread that finds no room for its stack does not begin; the job
-    would wait for it.
+    Under `ulimit -v` (RLIMIT_AS) a thread without room for its stack does not start; the job would
+    wait for it.
     """
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit in (-1, resource.RLIM_INFINITY):
@@ -74,7 +78,10 @@ def check_room(size: int, *, helpers: int) -> None:
 
 
 def _address_space() -> int:
-    """Return the bytes that this process has mapped; 0 where the system does not tell."""
+    """Return the number of bytes that this process has mapped.
+
+    0 if the system does not report it.
+    """
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except (OSError, ValueError):
@@ -82,7 +89,7 @@ def _address_space() -> int:
 
 
 def shown(value: Any) -> str:
-    """What a caller gave, as far as an error shows it."""
+    """Return a short text of a caller's value for an error message."""
     try:
         text = repr(value)
     except Exception:  # an int of more digits than Python writes, or the user's

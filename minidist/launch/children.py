@@ -1,4 +1,5 @@
-"""The processes that a launcher of ours has started: how each ended, and ending them all."""
+"""The processes that one of our launchers has started: find out how each ended, and end them
+all."""
 
 import contextlib
 import os
@@ -26,7 +27,7 @@ UNMET = "before it came to md.init, where the others wait"
 
 
 def flush_output() -> None:
-    """Write the buffered lines of stdout and stderr, if these still take any."""
+    """Write out the buffered lines of stdout and stderr, if these can still be written."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # as where a program closed it, or has no terminal
             with contextlib.suppress(OSError, ValueError):
@@ -34,11 +35,11 @@ def flush_output() -> None:
 
 
 class Forked:
-    """A copy of this process that runs `body()` and ends with the status that returns.
+    """A forked copy of this process, which runs `body()` and exits with the status that it returns.
 
-    Python 3.12 and newer warn of forking beside other threads, since a copied lock stays locked.
-    The threads here are the BLAS library's, which prepares itself for a fork; the child touches
-    nothing else of the parent's.
+    Python 3.12 and newer warn when a process with several threads forks, because a lock that is
+    held at the fork stays locked in the copy. The only other threads here are the BLAS library's,
+    and that library prepares itself for a fork. The child uses nothing else of the parent's.
     """
 
     def __init__(self, body: Callable[[], int]) -> None:
@@ -75,8 +76,10 @@ class Forked:
 
 
 class Children:
-    """The ranks started here, by world rank. `patience`: seconds that one may be stopped
-    (SIGSTOP)."""
+    """The processes of the ranks started here, by world rank.
+
+    `patience`: the number of seconds that a process may be stopped (SIGSTOP).
+    """
 
     def __init__(
         self,
@@ -89,13 +92,15 @@ class Children:
         self._looks = ProcessLooks(patience)
 
     def how(self, world_rank: int) -> str | None:
-        """How a rank ended that is just ending; None if it still runs, or is not ours."""
+        """Return how a rank ended that is about to end; None if it still runs, or is not ours."""
         code = self.code(world_rank, REAP_LIMIT)
         return None if code is None else self.limits.how_it_ended(code)
 
     def code(self, world_rank: int, limit: float) -> int | None:
-        """The exit code of a process that is just ending; None if it still runs after `limit` s, or
-        is not ours."""
+        """Return the exit code of a rank that is about to end.
+
+        None if it still runs after `limit` s, or is not ours.
+        """
         process = self.processes.get(world_rank)
         deadline = time.monotonic() + limit
         while process is not None:
@@ -106,8 +111,8 @@ class Children:
         return None
 
     def frozen(self, awaited: Collection[int]) -> list[Failure]:
-        """Return those of the ranks that others wait for whose processes are stopped, and end
-        these."""
+        """Kill ranks in `awaited` whose processes have been stopped too long; return their
+        failures."""
         if time.monotonic() < self._looks.next(SHORTEST_LOOK):
             return []
         running = set(self.running()).intersection(awaited)
@@ -120,11 +125,14 @@ class Children:
         ]
 
     def running(self) -> list[int]:
-        """World ranks whose process has not ended."""
+        """Return the world ranks whose process has not ended."""
         return [rank for rank, process in self.processes.items() if process.poll() is None]
 
     def wait(self, limit: float, hurry: Callable[[], bool] = lambda: False) -> bool:
-        """Whether all have ended within `limit` seconds, or until there is a hurry."""
+        """Wait until all have ended, for at most `limit` seconds or until hurry() is true.
+
+        Return whether all have.
+        """
         deadline = time.monotonic() + limit
         while self.running():
             if time.monotonic() > deadline or hurry():
@@ -133,11 +141,10 @@ class Children:
         return True
 
     def end(self, grace: float, hurry: Callable[[], bool] = lambda: False) -> None:
-        """Give them `grace` seconds to end by themselves, as long again after SIGTERM, then kill
-        them.
+        """Give the processes `grace` seconds to end, send SIGTERM, wait as long again, kill them.
 
-        One that is stopped is killed at once: it will not hear of anything. So are all of them when
-        there is a hurry.
+        A stopped process is killed at once: it cannot handle a signal. When hurry() is true, all
+        are killed at once.
         """
         for rank in self.running():
             kill_stopped(self.processes[rank].pid)

@@ -1,14 +1,14 @@
-"""Two ends of a rank that Python tells no exit handler of: os._exit, and a thread that keeps the
-process alive.
+"""Two ways a rank can end, or fail to end, without running its exit handlers: os._exit, and a
+thread that keeps the process alive.
 
 os._exit under mpirun         MPICH's mpirun kills the other ranks at once; after os._exit(0) it
-                              often ends with status 0 itself. So os._exit first tells the monitor,
-                              lets the others say their line, and has mpirun end with a status that
-                              is not 0. A C library's own _exit(0) is not seen: the monitor names
-                              the rank, but mpirun ended with 0 in 2 of 2 runs.
+                              often ends with status 0 itself. So our os._exit first reports to the
+                              monitor, lets the others print their line, and has mpirun end with a
+                              status that is not 0. _exit(0) called by a C library is not seen: the
+                              monitor names the rank, but mpirun ended with 0 in 2 of 2 runs.
 a thread that never ends      Python waits for every thread that is no daemon before it calls exit
-                              handlers, so there is no goodbye. A daemon thread waits with it, and
-                              ends the rank at the limit.
+                              handlers, so there is no goodbye. A daemon thread of ours waits with
+                              it, and ends the rank at the limit.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ from minidist.launch.mpi_init import abort_by_mpirun
 if TYPE_CHECKING:
     from minidist.launch.membership import Membership
 
-TELLING = 2.0  # seconds that telling may take, before the process ends all the same
-_SAYING = 0.3  # seconds for the others, or the monitor, to say a line before mpirun ends the job
+TELLING = 2.0  # seconds that the report may take; then the process ends in any case
+_SAYING = 0.3  # seconds for the others, or the monitor, to print a line before mpirun ends the job
 _LOOK = 0.25  # seconds between two looks at the threads
 C_EXIT_AT_ONCE = os._exit
 
 
 def watch_exits_at_once(membership: "Membership") -> None:
-    """Under mpirun: have os._exit of this process told to the job first."""
+    """Under mpirun: replace os._exit so that it first reports the exit to the job."""
 
     def _exit(status: int) -> None:
         """End the process at once, without exit handlers."""
@@ -89,8 +89,8 @@ def _tell(membership: "Membership", status: int, frames: str) -> None:
 
 
 def watch_threads(membership: "Membership", limit: float) -> None:
-    """When the main thread has ended, end the job if for `limit` s other threads hold the process
-    and make no call."""
+    """End the job if, after the main thread's end, other threads keep the process alive for `limit`
+    s without a call."""
     threading.Thread(
         target=_wait_for_threads, args=(membership, limit), name="minidist end", daemon=True
     ).start()
@@ -104,7 +104,7 @@ def _wait_for_threads(membership: "Membership", limit: float) -> None:
         calls = membership.world and membership.world.ledger.flight.entries()[-1:]
         if membership.ending:
             return
-        if calls != seen:  # a program may go on in its threads
+        if calls != seen:  # a program may continue in its threads
             seen = calls
             since = time.monotonic()
         elif time.monotonic() - since > limit:
@@ -127,7 +127,7 @@ def _wait_for_threads(membership: "Membership", limit: float) -> None:
 
 
 def _running() -> Iterator[str]:
-    """The threads that Python waits for, each with its place in the program."""
+    """Yield a name and a source line for each thread that Python waits for."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if not thread.daemon and thread is not threading.main_thread():

@@ -1,26 +1,26 @@
-"""An elastic job: its ranks may die, and the ranks that are left, or others in their place, go on.
+"""An elastic job: when ranks are lost, it continues with the remaining ranks or with replacements.
 
-    generation 1   ranks 0 1 2 3           monitor 1        rank 2 is killed: monitor 1 tells all,
-                                                            they leave
-    generation 2   ranks 0 1   3 -> 0 1 2  monitor 2        go on with three; the launcher starts
-                                                            another process
-    generation 3   ranks 0 1 2 + new       monitor 3        it has started: all stop after the same
-                                                            step, and go on
+    generation 1   ranks 0 1 2 3           monitor 1   rank 2 is killed: monitor 1 notifies all,
+                                                       they leave
+    generation 2   ranks 0 1   3 -> 0 1 2  monitor 2   continue with three; the launcher starts
+                                                       another process
+    generation 3   ranks 0 1 2 + new       monitor 3   it has started: all stop after the same
+                                                       step, and continue with four
 
-Between two losses a job is a generation: some processes with ranks, and a monitor of their own, as
-in any other job. When a generation breaks, those of its processes that live leave it and say so
-here (workers.py). Then this launcher forms the next one:
+Between two losses a job is a generation: a set of processes with ranks and a monitor of their own,
+as in any other job. When a generation breaks, its living processes leave it and report so here
+(workers.py). Then this launcher forms the next one:
 
-    as many ranks as the job wants      if so many processes wait, a spare among them
+    as many ranks as the job wants      if that many processes wait (spares count)
     it waits                            if others are starting, and less than `wait` seconds have
                                         passed
     fewer ranks                         of a size that the plan allows
-    it gives up                         if fewer than `least` are left and none is starting
+    it gives up                         if fewer than the smallest allowed size are left and none
+                                        is starting
 
-A replacement is started by another thread: the ranks that are left go on meanwhile, also when a
-fork takes long. A process that does not leave in time is killed, so no generation has ranks of two.
-What the state of the training is, the launcher does not know: the ranks hold it
-(survive/elastic.py).
+Another thread starts a replacement, so the remaining ranks continue even when a fork takes long. A
+process that does not leave in time is killed, so no process belongs to two generations. The
+launcher does not know the state of the training: the ranks hold it (survive/elastic.py).
 """
 
 import signal
@@ -65,10 +65,10 @@ def spawn_elastic(
     """Run copies of `command` as ranks of an elastic job, and wait for them.
 
     Args:    record: a file that gets a line of JSON for each event of a generation. patience,
-             limits: as spawn(), but that all processes share the cores. forks: the command calls
-             template.fork_on_demand() when it has loaded everything. template: one that this
-             process has forked (template.fork_template).
-    Returns: 0, or as spawn() if the job could not go on.
+             limits: as in spawn(), except that all processes share the cores. forks: the command
+             calls template.fork_on_demand() when it has loaded everything. template: a template
+             that this process has forked (template.fork_template).
+    Returns: 0; if the job could not continue, the status that spawn() would return.
     Raises:  LaunchError if the command cannot be started.
     """
     return ElasticJob(
@@ -107,17 +107,17 @@ class ElasticJob:
         self.restarts = elastic.restarts
         self.useless = 0
         self.begun = False  # some generation has had a state
-        self.status: int | None = None  # of the job, once it is known
-        # of processes that were done; SIGTERM, to those that save
+        self.status: int | None = None  # exit status of the job, when it is known
+        # exit status of processes that were done; whether SIGTERM was passed on
         self.result = 0
         self.passed_on = False
         self.told: list[int] = []
-        # since when
+        # times: start of the job; when the first process was done
         self.start = time.monotonic()
         self.finishing = 0.0
 
     def run(self) -> int:
-        """Start, serve, clean up; the exit status."""
+        """Start the processes, serve them, clean up; return the exit status."""
         with noting_signals(self.told):
             try:
                 self.limits.begin()
@@ -208,7 +208,7 @@ class ElasticJob:
                 generation.agree(worker)
 
     def _left(self, worker: Worker, why: str, *, tidy: bool) -> None:
-        """A process waits for the next generation: it has just started, or has left its last
+        """Note that a process waits for the next generation: it has just started, or has left
         one."""
         generation = self.generation
         was = worker.state
@@ -232,10 +232,10 @@ class ElasticJob:
     # -------------------------------------------------------------------------------------------
 
     def _break(self, generation: Generation, loss: Failure) -> None:
-        """One of its ranks is lost: the others leave."""
+        """Note that the generation has lost a rank, so the other ranks leave."""
         generation.broken = time.monotonic()
         self.log.note("broken", generation, rank=loss.world_rank, how=loss.how.splitlines()[0])
-        if loss.status == 2:  # bad input, which its rank has told
+        if loss.status == 2:  # bad input; its rank has printed the message
             self.status = 2
         elif loss.traceback:
             self.useless += 1
@@ -245,7 +245,7 @@ class ElasticJob:
                 )
 
     def _ended(self, worker: Worker, code: int) -> None:
-        """A process has ended. It is replaced, if more may be started."""
+        """Note the end of a process, and start another in its place if the limits allow it."""
         generation = self.generation
         if worker.state == DONE:
             self.finishing = self.finishing or time.monotonic()
@@ -270,8 +270,8 @@ class ElasticJob:
             self.workforce.start_beside()  # the others do not wait for it
 
     def _form_next(self) -> None:
-        """Once all that live have left the last generation: form the next, if that is possible
-        now."""
+        """Form the next generation, if all living processes have left the last one and enough are
+        ready."""
         generation = self.generation
         now = time.monotonic()
         since = self.start if generation is None or generation.broken is None else generation.broken
@@ -280,7 +280,7 @@ class ElasticJob:
             generation.kill_late(staying, now - since, self.patience)
         if staying:
             return
-        coming = self.workforce.coming  # read first: one that has come meanwhile counts as starting
+        coming = self.workforce.coming  # read first: one that connects meanwhile counts as starting
         ready = self.workforce.of(WAITING)
         starting = [
             worker for worker in self.workforce.of(STARTING) if now - worker.since < START_LIMIT
@@ -309,7 +309,7 @@ class ElasticJob:
     # -----------------------------------------------------------------------------------------
 
     def _form(self, size: int, ready: list[Worker]) -> None:
-        """Give ranks, and tell each process its own."""
+        """Begin a generation: assign ranks and send each process its rank."""
         last = self.generation
         members = placed(size, ready, self.generation)
         token = wire.new_token()
@@ -345,15 +345,17 @@ class ElasticJob:
             say_line(f"minidist: generation {number} goes on with {size} ranks")
 
     def _tend(self, generation: Generation) -> None:
-        """While it works: all must come to its monitor; and when more can take part, it is to stop
-        after a step."""
+        """Check the running generation: kill processes that miss its monitor.
+
+        If more can take part, ask rank 0 for a step to stop after.
+        """
         now = time.monotonic()
         record = generation.record
         if "formed" not in record:
             generation.kill_absent(now - generation.begun, self.patience)
         elif generation.asked is not None:
             if now - generation.asked > AGREE_LIMIT:
-                generation.asked = None  # it makes a long step, or the last one
+                generation.asked = None  # rank 0 makes a long step, or the last one
         elif "stepped" in record and not self.told:
             living = self._living(generation)
             if self.elastic.size_of(len(living) + len(self.workforce.of(WAITING))) > len(living):
@@ -370,14 +372,17 @@ class ElasticJob:
     # -----------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        """A rank is done, so the work is: the others end, too, or are ended."""
+        """End the job after one rank is done: when all others have ended, or after ENDING
+        seconds."""
         self.finishing = self.finishing or time.monotonic()
         if not self.workforce.of(MEMBER, DONE) or time.monotonic() - self.finishing > ENDING:
             self.status = self.result
 
     def _pass_on(self) -> bool:
-        """Told to stop by one SIGTERM: whether the ranks, of this generation or the next, save
-        their work and end."""
+        """After one SIGTERM: pass it on to ranks that save their work and end.
+
+        Return whether there are any.
+        """
         savers = [worker for worker in self.workforce.of(WAITING, MEMBER, DONE) if worker.saves]
         if self.told != [signal.SIGTERM] or not (savers or self.passed_on):
             return False
@@ -387,8 +392,8 @@ class ElasticJob:
         return True
 
     def _stop(self, loss: Failure) -> None:
-        """The launcher was told to stop: the ranks hear of it where they wait for each other, and
-        unwind."""
+        """Stop the job because the launcher got a signal: the monitor notifies ranks in their
+        waits, and they unwind."""
         if self.generation is not None:
             self.generation.monitor.lose(loss)
         say_line(f"minidist: {loss}; its {len(self.workforce.workers)} processes ended")
@@ -399,7 +404,7 @@ class ElasticJob:
         if self.generation is not None:
             self.generation.monitor.close()
         self.limits.end()
-        if self.log.records:  # else there was no job, and its folder stays empty
+        if self.log.records:  # without records there was no job, and its folder stays empty
             self.log.write(
                 {
                     "event": "end",

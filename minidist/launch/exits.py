@@ -1,4 +1,5 @@
-"""How a process's end is heard before it is over: an uncaught exception, SystemExit, sys.exit."""
+"""Report the end of a rank's process before it is over: an uncaught exception, SystemExit or
+sys.exit."""
 
 import atexit
 import ctypes
@@ -18,16 +19,15 @@ C_EXIT = sys.exit
 
 
 def exit_in_python(status: Any = None, /) -> NoReturn:
-    """sys.exit: the interpreter does the same."""
+    """Raise SystemExit, as sys.exit does."""
     raise SystemExit(status)
 
 
 def replace_exit() -> None:
-    """Once in a process and in all that it forks: sys.exit is the one above, in every module that
-    has taken its name.
+    """Replace sys.exit by exit_in_python in every module that imported it.
 
-    Takes 15 ms where minidist is loaded. Before Python 3.12, C_EXIT ends the process without a
-    SystemExit.
+    It is done once per process; forks inherit it. It takes 15 ms when minidist is loaded. Before
+    Python 3.12, the built-in sys.exit ends the process without a SystemExit.
     """
     if sys.exit is not C_EXIT:
         return
@@ -42,7 +42,8 @@ def replace_exit() -> None:
 
 
 def watch_exits(membership: "Membership") -> None:
-    """Have uncaught exceptions, sys.exit(not 0) and the end of the process told to the job."""
+    """Report uncaught exceptions, sys.exit with a status other than 0, and the end of the process
+    to the job."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not membership.is_this_process():
@@ -56,8 +57,11 @@ def watch_exits(membership: "Membership") -> None:
             os._exit(membership.status)
 
     def code(error: SystemExit) -> Any:
-        """SystemExit.code, for which Python itself, with no frame above, asks when it ends by that
-        error."""
+        """Return SystemExit.code.
+
+        If the interpreter itself reads it (no frame above), the process is exiting: note the
+        status.
+        """
         code = slot.__get__(error)
         if sys._getframe().f_back is None and membership.is_this_process():
             membership.exit = error

@@ -1,4 +1,4 @@
-"""An exception's journey from the rank that raised it to the process that called md.run."""
+"""Pass an exception from the rank that raised it to the process that called md.run."""
 
 import builtins
 import traceback
@@ -12,8 +12,8 @@ from minidist.errors import CommError, TimeoutError
 
 
 def encode(error: BaseException) -> dict[str, Any]:
-    """What wire.pack can carry of an exception: its type's name, its arguments as far as they
-    travel, its traceback."""
+    """Return the parts of an exception that wire.pack can pack: its type's name, its arguments and
+    its traceback."""
     args = [escape_surrogates(arg) if isinstance(arg, str) else arg for arg in error.args]
     return {
         "module": type(error).__module__,
@@ -26,7 +26,8 @@ def encode(error: BaseException) -> dict[str, Any]:
 
 
 def rebuild(coded: dict[str, Any], world_rank: int) -> Exception:
-    """The exception that `encode` saw, naming its rank, with the remote traceback as its cause.
+    """Return the exception that `encode` packed, with its rank in its message and the remote
+    traceback as its cause.
 
     Built-in exceptions and minidist's keep their type; any other becomes a RuntimeError that names
     the type.
@@ -39,14 +40,17 @@ def rebuild(coded: dict[str, Any], world_rank: int) -> Exception:
 
 
 def first_failure(loss: Failure, outcomes: dict[int, dict[str, Any]]) -> Exception:
-    """What md.run raises: the lost rank's own exception if it handed that over, else PeerLostError:
-    how it went."""
+    """Return the exception that md.run raises: the lost rank's own, if it left one, or
+    PeerLostError."""
     coded = outcomes.get(loss.world_rank, {}).get("error")
     return loss.error() if coded is None else rebuild(coded, loss.world_rank)
 
 
 def late(ranks: Collection[int], size: int, limit: float, table: str) -> TimeoutError:
-    """What md.run raises when `ranks` have not ended in time; `table`: what all ranks wait for."""
+    """Return the TimeoutError of `ranks` that have not ended in time.
+
+    `table` lists what all ranks wait for.
+    """
     return TimeoutError(
         f"{len(ranks)} of {size} ranks had not ended after {limit:g} s: rank "
         f"{', '.join(map(str, sorted(ranks)))}\n{table}"
@@ -67,7 +71,7 @@ def _of_its_own_type(coded: dict[str, Any]) -> Exception | None:
 
 
 def _file_names(error: BaseException) -> list[Any]:
-    """What OSError takes after its number and words, but does not keep in .args: file, winerror,
+    """Return the constructor arguments of an OSError that .args does not keep: file, winerror,
     second file."""
     if not isinstance(error, OSError) or len(error.args) != 2 or error.filename is None:
         return []
@@ -79,8 +83,10 @@ def _file_names(error: BaseException) -> list[Any]:
 
 
 def _travelling(value: Any) -> Any:
-    """`value`, or None if it cannot be packed: the program's own classes may raise anything
-    then."""
+    """Return `value`, or None if it cannot be packed.
+
+    Packing a program's own class may raise anything.
+    """
     try:
         wire.pack(value)
     except Exception:

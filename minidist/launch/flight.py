@@ -1,4 +1,4 @@
-"""Where the flight recorder of a rank is kept, and what SIGUSR2 does to a rank's process.
+"""Keep a rank's flight recorder in a file, and dump it at SIGUSR2.
 
 minidist launch -n 4 --flight DIR script.py         DIR/00000.ring to DIR/00003.ring
 minidist train --out RUN                            RUN/flight/00000.ring and so on
@@ -15,15 +15,15 @@ from minidist.launch.limits import FLIGHT
 
 
 def ring_file(folder: str | Path, world_rank: int) -> Path:
-    """The file of a rank's ring."""
+    """Return the path of a rank's ring file."""
     return Path(folder) / f"{world_rank:05d}.ring"
 
 
 def begin_flight(world: Group) -> None:
-    """Once a rank has joined its job: SIGUSR2 dumps its recorder, and its folder is the launcher's
-    --flight.
+    """After a rank has joined its job: dump its recorder at SIGUSR2, and keep it in the folder of
+    --flight, if given.
 
-    Raises: ConfigError if the ring cannot be made there.
+    Raises: ConfigError if the ring file cannot be made there.
     """
     hear_dump_signal()
     if folder := os.environ.get(FLIGHT):

@@ -2,9 +2,8 @@
 
     results = run_forked(fn, args, size=4, transport="auto", limit=60)
 
-The parent is the monitor and forks. A rank leaves what comes of it in a file without a name that it
-shares with the
-parent: packed (comm/wire.py), never pickled.
+The parent runs the monitor and forks. A rank leaves its outcome in an unnamed file that it shares
+with the parent: packed (comm/wire.py), never pickled.
 """
 
 import contextlib
@@ -51,17 +50,16 @@ def run_forked(
     nodes: Sequence[int] = (),
     patience: float = PATIENCE,
 ) -> list[Any]:
-    """`fn(world, *args)` on `size` forked ranks.
+    """Run `fn(world, *args)` on `size` forked ranks.
 
-    Args:    nodes: a number for each rank, equal on those that act as ranks of one node (left out:
-             all are).
+    Args:    nodes: a number for each rank; ranks with equal numbers act as ranks of one node
+             (default: all ranks are on one node).
     Returns: what each rank returned, in rank order: numbers, strings, NumPy arrays, and lists,
-    tuples, dicts of them;
-             None of a rank that was lost and expendable.
+             tuples, dicts of them; None for a rank that was lost and expendable.
     Raises:  the first failure, as failures.first_failure makes it; TimeoutError naming ranks not
              ended in `limit` s.
     """
-    flush_output()  # or each child would print again what is still buffered here
+    flush_output()  # otherwise each child would print the buffered text again
     transports.allow_open_files(size)
     transports.load(transport)  # once, here, rather than in every child
     deadline = time.monotonic() + limit
@@ -103,7 +101,7 @@ class ForkedJob:
         self.nodes = nodes
         self.files: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(size)]  # noqa: SIM115 - see run_forked
         self.token = wire.new_token()
-        self.profile = load_profile()  # once, for all ranks; so are the libraries
+        self.profile = load_profile()  # once, for all ranks; the libraries, too
         self.libraries = ThreadpoolController() if size > 1 else None
         self.processes: dict[int, Forked] = {}
         self.children = Children(self.processes, patience=patience)
@@ -113,7 +111,7 @@ class ForkedJob:
         self.waiting = set(range(size))  # ranks whose end has not been noted
 
     def collect(self, deadline: float) -> dict[int, dict[str, Any]]:
-        """What each rank left; ends early, after GRACE, if one was lost."""
+        """Return the outcome of each rank; stop GRACE seconds after a rank was lost."""
         outcomes: dict[int, dict[str, Any]] = {}
         while self.waiting and time.monotonic() < deadline:
             self.children.wait(_LOOK)
@@ -127,7 +125,7 @@ class ForkedJob:
         return outcomes
 
     def _note(self, rank: int, outcomes: dict[int, dict[str, Any]]) -> None:
-        """A rank's process has ended: with 0 and an outcome, or it died."""
+        """Record the end of a rank's process: with 0 and an outcome, or as lost."""
         process = self.processes[rank]
         file = self.files[rank]
         file.seek(0)
@@ -140,7 +138,7 @@ class ForkedJob:
             outcomes[rank] = wire.unpack(data)
             error = outcomes[rank].get("error")
             if error is None:
-                return  # else it may have failed before it could reach the monitor
+                return  # an error may have occurred before the rank could reach the monitor
             how = f"failed with {error['name']}: {error['message']}"
             trace = error["traceback"]
         self.monitor.lose(Failure(rank, process.pid, platform.node(), how, trace))
@@ -148,7 +146,7 @@ class ForkedJob:
 
 @contextlib.contextmanager
 def _only_this_process() -> Iterator[None]:
-    """A child that the block forks ends where it would leave the block: it is not the rank."""
+    """End a child that the block forks where it would leave the block: it is not the rank."""
     process = os.getpid()
     status = 0
     try:
@@ -165,7 +163,7 @@ def _only_this_process() -> Iterator[None]:
 
 
 def _run_rank(rank: int, job: ForkedJob, fn: Callable[..., Any], args: Sequence[Any]) -> int:
-    """The child's side: run the function and leave what comes of it; returns the exit status."""
+    """Run the function in the child and write its outcome; return the exit status."""
     link: MonitorClient | None = None
     transport: Transport | None = None
     world: Group | None = None
@@ -196,7 +194,7 @@ def _run_rank(rank: int, job: ForkedJob, fn: Callable[..., Any], args: Sequence[
             return 1
         outcome = wire.pack({"error": failures.encode(error)})  # the parent raises it again
     if link is not None:
-        link.goodbye()  # before the transport, so that no abort meets a closed one
+        link.goodbye()  # before the transport closes, so that no abort reaches a closed transport
     if transport is not None:
         transport.close()
     flush_output()

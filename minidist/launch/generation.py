@@ -1,17 +1,17 @@
-"""What an elastic job's launcher keeps: the bounds of the job, its present generation, and a log of
-all of them.
+"""The state of an elastic job's launcher: the limits of the job, its present generation, and a log
+of all generations.
 
-{"event": "forming", "seconds": 12.1, "time": …, "generation": 2, "processes": [0, 1, 3], "pids":
-[…]}
+{"event": "forming", "seconds": 12.1, "time": …, "generation": 2, "processes": [0, 1, 3],
+ "pids": […]}
 {"event": "formed", …, "step": 41}      all ranks have the state after 41 steps
 {"event": "stepped", …, "step": 42}     the first step of this generation that counts
-{"event": "at", …, "step": 45}          so many steps are made; a few times a second
-{"event": "trained", …, "step": 90}     all of them
-{"event": "broken", …, "rank": 2, "how": "was killed by SIGKILL"}; or "left": all ranks stopped to
-be joined by more
+{"event": "at", …, "step": 45}          45 steps are made; written a few times per second
+{"event": "trained", …, "step": 90}     all 90 steps are made
+{"event": "broken", …, "rank": 2, "how": "was killed by SIGKILL"}
+{"event": "left", …}                    instead of "broken": all ranks stopped to let more join
 {"event": "reached", …, "step": 43}     the most steps that a rank had made when it left
-{"event": "done", …}                    the work is
-{"event": "end", …, "status": 0}        of the job
+{"event": "done", …}                    the work is finished
+{"event": "end", …, "status": 0}        the job has ended
 """
 
 import json
@@ -35,13 +35,13 @@ COME_LIMIT = 20.0  # seconds until all processes of a generation must be at its 
 
 @dataclass(frozen=True)
 class Elastic:
-    """The bounds of an elastic job.
+    """The limits of an elastic job.
 
-    Attributes: sizes     numbers of ranks that the plan allows, the last is what the job wants
-                restarts  processes that may be started in place of others
-                spares    processes that wait, started, beside those that work
-                wait      seconds to wait for a replacement that is starting, before going on with
-                          fewer ranks
+    Attributes: sizes     numbers of ranks that the plan allows; the last is what the job wants
+                restarts  number of processes that may be started to replace lost ones
+                spares    number of started processes that wait, in addition to those that work
+                wait      seconds to wait for a replacement that is starting, before the job
+                          continues with fewer ranks
     """
 
     sizes: tuple[int, ...]
@@ -50,13 +50,16 @@ class Elastic:
     wait: float = 0.0
 
     def size_of(self, count: int) -> int:
-        """The most ranks that so many processes can be; 0 if they are too few."""
+        """Return the largest allowed number of ranks for `count` processes.
+
+        0 if they are too few.
+        """
         return max((size for size in self.sizes if size <= count), default=0)
 
 
 @dataclass
 class Generation:
-    """Ranks that work together, by rank, and what became of them."""
+    """A generation: the processes that work together, in rank order, and its progress."""
 
     number: int
     members: list[Worker]
@@ -70,7 +73,7 @@ class Generation:
     agreed: set[int] = field(default_factory=set)  # numbers of the processes that know that step
 
     def stop_after(self, step: int) -> None:
-        """Rank 0 has named the step after which all are to stop."""
+        """Send the step that rank 0 has named, after which all are to stop, to all other ranks."""
         self.agreed = set()
         self.boundary = step
         for other in self.members[1:]:
@@ -78,14 +81,17 @@ class Generation:
         self.agree(self.members[0])
 
     def agree(self, worker: Worker) -> None:
-        """A process knows that step; when all do, rank 0 goes on."""
+        """Note that a process knows that step; when all do, let rank 0 continue."""
         self.agreed.add(worker.number)
         if len(self.agreed) == len(self.members):
             self.members[0].send("go", number=self.number)
 
     def kill_late(self, staying: Sequence[Worker], seconds: float, patience: float) -> None:
-        """It ended `seconds` ago: kill members that have not left; the lost rank at once, if it is
-        stopped."""
+        """Kill members that have not left the generation, which broke `seconds` ago.
+
+        A running one gets LEAVE_LIMIT seconds, a stopped one `patience`; the lost rank, if stopped,
+        is killed at once.
+        """
         for worker in staying:
             stopped = worker.stopped
             loss = self.monitor.loss
@@ -94,7 +100,10 @@ class Generation:
                 worker.kill()
 
     def kill_absent(self, seconds: float, patience: float) -> None:
-        """It has begun so many seconds ago: kill those that have not come to the monitor."""
+        """Kill processes that have not reached the monitor `seconds` after the generation began.
+
+        A running one gets COME_LIMIT seconds, a stopped one `patience`.
+        """
         for worker in self.members:
             if not self.monitor.has_come(worker.rank) and seconds > (
                 patience if worker.stopped else COME_LIMIT
@@ -103,8 +112,8 @@ class Generation:
 
 
 def placed(size: int, ready: list[Worker], before: Generation | None) -> list[Worker]:
-    """The processes of the next generation, by rank: each keeps its rank if the size stays; else
-    their order."""
+    """Return the processes of the next generation by rank: each keeps its rank if the size is the
+    same, else its order."""
     last = [] if before is None else before.members
     known = [worker for worker in last if worker in ready][:size]
     new = [worker for worker in ready if worker not in known]
@@ -117,7 +126,7 @@ def start_monitor(members: Sequence[Worker], token: bytes, patience: float) -> M
     """Return the monitor of these ranks, which listens on this host."""
 
     def how(seat: Seat) -> str | None:
-        """How a rank ended that is just ending; None if it still runs."""
+        """Return how a rank ended that is about to end; None if it still runs."""
         worker = members[seat.world_rank]
         code = worker.ended()
         return None if code is None else worker.how_it_ended(code)
@@ -130,7 +139,7 @@ def start_monitor(members: Sequence[Worker], token: bytes, patience: float) -> M
 def tell_ranks(
     members: Sequence[Worker], *, number: int, token: str, port: int, begun: bool
 ) -> None:
-    """Tell each process its rank in this generation."""
+    """Send each process its rank in this generation."""
     for rank, worker in enumerate(members):
         worker.send(
             "generation",
@@ -144,10 +153,11 @@ def tell_ranks(
 
 
 class EventLog:
-    """The events of a job, a line of JSON each in a file, and a record of each generation; seconds
-    since it began.
+    """The events of a job, as one line of JSON each in a file, and one record per generation.
 
-    Args: file: None: there is none.
+    Times are seconds since the job began.
+
+    Args: file: the file; None: write none.
     """
 
     def __init__(self, file: Path | None) -> None:
@@ -156,11 +166,11 @@ class EventLog:
         self.records: list[dict[str, Any]] = []
 
     def clock(self) -> float:
-        """Seconds since the job began."""
+        """Return the seconds since the job began."""
         return round(time.monotonic() - self._start, 4)
 
     def note(self, event: str, generation: Generation, **content: Any) -> None:
-        """An event of a generation, for its record and the file."""
+        """Add an event of a generation to its record and to the file."""
         generation.record[event] = self.clock()
         if event == "formed":
             generation.record |= content
@@ -178,7 +188,7 @@ class EventLog:
         )
 
     def write(self, line: dict[str, Any]) -> None:
-        """A line of the file. A full disk does not end the job."""
+        """Append a line to the file. A full disk does not end the job."""
         try:
             if self._file is not None:
                 add_line(self._file, json.dumps(line))

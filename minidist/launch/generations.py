@@ -1,16 +1,16 @@
-"""A process of an elastic job: it gets a rank in one generation after another, and keeps its memory
-between them.
+"""The side of a process in an elastic job: it gets a rank in one generation after another, and
+keeps its memory between them.
 
     job = Generations.from_environment()        # if is_elastic_process()
-    while world := job.next_world(why):         # waits for a generation, joins it
+    while world := job.next_world(...):         # waits for a generation, joins it
         try: ... work, until it is done: job.done(); break
-        except PeerLostError: job.leave(error)  # the world is closed, the process stays
+        except PeerLostError as error: job.leave(error)  # closes the world; the process stays
 
-The launcher's side is elastic_job.py; what the two say to each other, workers.py.
+The launcher's side is elastic_job.py; workers.py has the messages between the two.
 """
 
 import contextlib
-import encodings.idna  # noqa: F401 - once: else each fork imports it when it looks up the launcher's address
+import encodings.idna  # noqa: F401 - once: otherwise each fork imports it to look up the launcher's address
 import gc
 import os
 import threading
@@ -38,30 +38,30 @@ from minidist.launch.joining import address_of, token_from_environment
 from minidist.launch.launchers import detect, number_of
 from minidist.launch.membership import Membership, adopt, limit_blas_threads
 
-REACH_LIMIT = 60.0  # seconds until the launcher must have answered a process that has started
+REACH_LIMIT = 60.0  # seconds until the launcher must have answered a started process
 AGREE_LIMIT = 60.0  # seconds that rank 0 waits until all ranks know the step to stop after
-LEAVE_GRACE = 60.0  # seconds that this process gets to leave a generation that a rank was lost from
-# most seconds until the monitor says which rank was lost, when a connection has failed
+LEAVE_GRACE = 60.0  # seconds that this process gets to leave a generation that has lost a rank
+# after a connection failed: most seconds until the monitor reports which rank was lost
 HEARSAY = 0.15
-SAY_AGAIN = 0.2  # seconds from one time that rank 0 says how many steps are made to the next
+SAY_AGAIN = 0.2  # seconds between two reports of rank 0 on the number of steps
 ANSWER_LIMIT = 10.0  # seconds for the launcher's record
 
 
 def is_elastic_process() -> bool:
-    """Whether the launcher of an elastic job has started this process."""
+    """Return whether the launcher of an elastic job has started this process."""
     return "MINIDIST_ELASTIC" in os.environ
 
 
 class Generations:
-    """This process as one of an elastic job.
+    """The membership of this process in an elastic job.
 
-    Args:       address, token: of the launcher. number: of this process in the job. libraries: of
-                warm_up().
-    Attributes: number      of the present generation, from 1; 0: none yet
-                begun       whether a generation before this one had a state
-                stop_at     the step after which all ranks leave this generation, if there is one
-                steps       how many this process has made, as it says itself
-                saves       it says that it saves its work and ends when it is sent SIGTERM
+    Args:       address, token: the launcher's. number: this process's number in the job. libraries:
+                the result of warm_up().
+    Attributes: number      number of the present generation, from 1; 0: none yet
+                begun       whether an earlier generation had a state
+                stop_at     the step after which all ranks leave this generation, or None
+                steps       number of steps made, set by the user of this object
+                saves       whether this process saves its work and ends at SIGTERM
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class Generations:
         self.stop_at: int | None = None
         self.steps = 0
         self.saves = False
-        self._said = time.monotonic()  # when this process, as rank 0, said how many steps are made
+        self._said = time.monotonic()  # when this process, as rank 0, last reported its steps
         self._sock = connect_to_monitor(
             address, token, {"process": number}, f"process {number}", REACH_LIMIT, begun=True
         )
         self._membership: Membership | None = None
         self._why = ""
         self._tidy = True
-        self._heard: dict[str, dict[str, Any]] = {}  # from the launcher, by kind, not yet taken
+        self._heard: dict[str, dict[str, Any]] = {}  # the launcher's messages by kind, not yet read
         self._regroup = self._ended = False
         self._changed = threading.Condition()
         self._sending = threading.Lock()
@@ -94,8 +94,10 @@ class Generations:
 
     @classmethod
     def from_environment(cls, libraries: ThreadpoolController | None = None) -> "Generations":
-        """The place of a process that the launcher of an elastic job has started. Raises:
-        LaunchError for another."""
+        """Return the Generations of this process, from the variables that the launcher has set.
+
+        Raises: LaunchError if this is no process of an elastic job.
+        """
         address = address_of("MINIDIST_ELASTIC", os.environ.get("MINIDIST_ELASTIC", ""))
         number = number_of(
             "MINIDIST_PROCESS", os.environ.get("MINIDIST_PROCESS", ""), "start the job afresh"
@@ -111,11 +113,11 @@ class Generations:
     # -----------------------------------------------------------------------------
 
     def next_world(self, transport: str | None, limit: float, threads: int | None) -> Group | None:
-        """Wait for the next generation and join it; None if the job is over.
+        """Wait for the next generation and join it; return its world, or None if the job is over.
 
-        Args:   transport, limit, threads: as of md.init.
-        Raises: PeerLostError, TimeoutError and others if a rank is lost meanwhile: leave, and call
-        again.
+        Args:   transport, limit, threads: as in md.init.
+        Raises: PeerLostError, TimeoutError and others if a rank is lost meanwhile; then call leave,
+                and call this again.
         """
         self._tell("waiting", why=self._why, tidy=self._tidy, steps=self.steps, saves=self.saves)
         told = self._wait("generation", None)
@@ -125,7 +127,7 @@ class Generations:
         size = str(told["world_size"])
         os.environ.update(
             {
-                # the launcher has it
+                # values that the launcher sent
                 "MINIDIST_LAUNCH": "1",
                 "MINIDIST_MONITOR": f"{self._host}:{told['port']}",
                 "MINIDIST_TOKEN": told["token"],
@@ -152,8 +154,8 @@ class Generations:
         return world
 
     def breaks(self, error: BaseException) -> bool:
-        """Whether `error` comes of a lost rank or connection, so that this process is to leave, and
-        not to fail."""
+        """Return whether the cause of `error` is a lost rank or connection: then this process
+        leaves the generation and does not fail."""
         if isinstance(error, PeerLostError | TimeoutError):
             return True
         joined = None if self._membership is None else self._membership.joined
@@ -166,10 +168,11 @@ class Generations:
     def leave(
         self, error: BaseException | None = None, release: Callable[[], None] = lambda: None
     ) -> None:
-        """Close the world; the process and what it holds stay. Without an error, all ranks do so
-        after one step.
+        """Close the world; the process and its data stay.
 
-        Args:   release: ends what still uses the world in other threads; no call there waits for a
+        Without an error, all ranks leave after the same step.
+
+        Args:   release: ends what other threads still do with the world; no call there waits for a
                 lost rank any more.
         """
         member = self._membership
@@ -177,12 +180,12 @@ class Generations:
         self._why = "" if error is None else words(error).splitlines()[0]
         assert member is not None
         link = None if member.joined is None else member.joined.link
-        # that has waited
+        # (a LinkLostError has waited already)
         if error is not None and link is not None and not isinstance(error, LinkLostError):
             link.wait_for_loss(HEARSAY)  # a connection may break before the monitor says why
         if member.world is not None:
             if isinstance(error, CommError):
-                # or a started call might wait for ranks that do not come
+                # otherwise a started call might wait for lost ranks
                 member.world.transport.abort(error)
             release()
             with contextlib.suppress(MinidistError, OSError):
@@ -197,37 +200,38 @@ class Generations:
 
     @property
     def asked(self) -> bool:
-        """Whether the launcher has asked this rank, rank 0, for a step to stop after, and has no
-        answer yet."""
+        """Return whether the launcher has asked this rank (rank 0) for a step to stop after, and it
+        has not answered yet."""
         return self._regroup
 
     # --- inside a generation
     # -----------------------------------------------------------------------------------------
 
     def tell(self, kind: str, **content: Any) -> None:
-        """ "formed", "stepped", "trained" or "give_up", to the launcher."""
+        """Send the launcher a message of kind "formed", "stepped", "trained" or "give_up"."""
         self._tell(kind, **content)
 
     def done(self) -> None:
-        """This process has all that it came for: the others may end, too."""
+        """Report that this process has finished all its work: the others may end, too."""
         self._tell("done")
 
     def records(self) -> list[dict[str, Any]]:
-        """What the launcher has noted of all generations; empty if it does not answer."""
+        """Return the launcher's records of all generations; empty if it does not answer."""
         self._tell("record")
         told = self._wait("record", ANSWER_LIMIT)
         return [] if told is None else list(told["value"])
 
     def stops(self, step: int, boundary: int) -> bool:
-        """Whether this rank leaves now, `step` steps being done. Every rank asks between two steps.
+        """Return whether this rank leaves now, after `step` steps.
 
-        Asked by the launcher, rank 0 names the step `boundary`, which no rank can end before rank 0
-        has begun it: the step that is about to begin, say. Rank 0 begins it when all others know of
-        it.
+        Every rank calls this between two steps.
 
-        Raises: TimeoutError on rank 0 if a rank does not say that it knows. Those that know stop
-        there, so rank 0 may
-                not go on: it leaves, and the generation breaks.
+        If the launcher has asked for it, rank 0 names the step `boundary`. No rank may be able to
+        end this step before rank 0 has begun it: for example, the step that is about to begin. Rank
+        0 begins it when all others know of it.
+
+        Raises: TimeoutError on rank 0 if a rank does not confirm. The ranks that know the step stop
+                there, so rank 0 may not continue: it leaves, and the generation breaks.
         """
         assert self._membership is not None
         if self._membership.launch.world_rank == 0 and time.monotonic() > self._said + SAY_AGAIN:
@@ -253,8 +257,10 @@ class Generations:
             wire.send_frame(self._sock, {"kind": kind, **content})
 
     def _wait(self, kind: str, limit: float | None) -> dict[str, Any] | None:
-        """What the launcher says of this kind; None after `limit` seconds, if it is gone, or if a
-        rank is lost."""
+        """Return the launcher's message of this kind.
+
+        None after `limit` seconds, if the launcher is gone, or if a rank is lost.
+        """
         deadline = None if limit is None else time.monotonic() + limit
         joined = None if self._membership is None else self._membership.joined
         with self._changed:
@@ -272,7 +278,7 @@ class Generations:
                 frame = wire.recv_frame(self._sock, None)
                 with self._changed:
                     if frame.get("number", self.number) < self.number:
-                        continue  # of a generation that is over
+                        continue  # a message of an earlier generation
                     match frame["kind"]:
                         case "regroup":
                             self._regroup = True
@@ -295,11 +301,12 @@ class Generations:
 
 
 def warm_up(transport: str | None) -> ThreadpoolController:
-    """Before the first generation, and before this process forks: load and find what joining needs,
-    and have later collections of garbage pass over modules. Returns: the libraries with threads of
-    their own, for Generations.
+    """Load everything that joining needs, before the first generation and before any fork.
 
-    What is done here, no fork does: to find the libraries takes 9 ms, to replace sys.exit 15.
+    Also exclude the loaded objects from later garbage collections. Forks inherit all of this:
+    finding the libraries takes 9 ms, replacing sys.exit 15 ms.
+
+    Returns: the libraries with threads of their own, for Generations.
     """
     transports.load(transport or "auto")
     replace_exit()

@@ -1,16 +1,16 @@
 """The launcher of one host's ranks, which `minidist launch --hosts` starts there by ssh (hosts.py).
 
-It takes its order on stdin, so that neither the job's secret nor a quoted command stands on a
-command line:
+It reads its order from stdin, so that neither the job's secret nor a quoted command is on a command
+line:
 
     this process -> hosts.py, lines on stdout           hosts.py -> this process, lines on stdin
     hello    host, version of minidist                  the order, as JSON: what to start, node,
                                                         token, folder, …
     port     node 0's: where the monitor listens        numbers of signals that hosts.py was sent
-    problem  why nothing can be started here            the end: hosts.py is gone, or its ssh; the
-                                                        ranks are ended
+    problem  why nothing can be started here            end of file: hosts.py or its ssh is gone;
+                                                        the ranks are ended
 
-Each of its lines begins with MARK; all other lines are the ranks'.
+Each of its lines begins with MARK; all other lines are printed by the ranks.
 """
 
 import json
@@ -40,14 +40,14 @@ NO_ORDER = (
 
 
 def version() -> str:
-    """Of this minidist: hosts of one job must have the same."""
+    """Return the version of this minidist; all hosts of a job must have the same."""
     return str(sys.modules["minidist"].__version__)
 
 
 def take_order() -> tuple[IO[str], str]:
-    """Say that this host is there, and read its order from stdin, of which the ranks read nothing.
+    """Report this host, then read the job order from stdin; the ranks get an empty stdin.
 
-    Returns: what else comes on stdin; the order, "" if there is none.
+    Returns: the rest of stdin; the order, "" if there is none.
     """
     orders = os.fdopen(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -56,7 +56,7 @@ def take_order() -> tuple[IO[str], str]:
 
 
 def tell_problem(error: Exception) -> None:
-    """Say why the order cannot be followed."""
+    """Send the reason why the order cannot be followed."""
     if isinstance(error, OSError):
         tell(problem=f"{error.strerror}: {error.filename}")
     elif isinstance(error, LaunchError | CommError):
@@ -66,7 +66,7 @@ def tell_problem(error: Exception) -> None:
 
 
 def main() -> int:
-    """Take the order, start the ranks, wait for them. Returns: as spawn()."""
+    """Read the order, start the ranks, wait for them. Returns: as spawn()."""
     orders, line = take_order()
     if not line:
         return 1  # another host is not there
@@ -81,7 +81,10 @@ def main() -> int:
 
 
 def _job_of(order: dict[str, Any]) -> SpawnedJob:
-    """Raises: OSError if the folder is not there; LaunchError if the port is taken."""
+    """Return the job that an order describes.
+
+    Raises: OSError if the folder does not exist; LaunchError if the port is taken.
+    """
     os.chdir(order["folder"])
     os.environ.update(order["environ"])
     memory = order["memory"] and MemoryLimit(*order["memory"])
@@ -100,14 +103,14 @@ def _job_of(order: dict[str, Any]) -> SpawnedJob:
 
 
 def _listen(orders: IO[str], told: list[int]) -> None:
-    """Note the signals that come; the end of them is SIGHUP, as of a terminal."""
+    """Append the signals that arrive to `told`; end of file counts as SIGHUP, as of a terminal."""
     for line in orders:
         told.append(signal.Signals(int(line)))
     told.append(signal.SIGHUP)
 
 
 def tell(**content: object) -> None:
-    """A line for the launcher, on stdout between those of the ranks."""
+    """Send a line to hosts.py on stdout, between the lines of the ranks."""
     os.write(1, f"{MARK}{json.dumps(content)}\n".encode())
 
 

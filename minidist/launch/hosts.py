@@ -4,14 +4,14 @@
     ssh a ------------>  host_launcher: ranks 0 1 2, the monitor
     ssh b ---------------------------------------------------->    host_launcher: ranks 3 4 5 6
 
-First every host says hello. Then a gets its order and says at which port the monitor listens; then
-the others get theirs. From there on the job is one of `minidist launch --nnodes`: the ranks meet at
-a's monitor, by a's name. What the ranks print comes back through ssh; a line that several hosts say
-("minidist: rank 4 … ; the job ends") is shown once.
+First every host says hello. Then host a gets its order and reports the port at which the monitor
+listens; then the other hosts get their orders. From then on the job works as one of `minidist
+launch --nnodes`: all ranks connect to a's monitor, by a's name. The output of the ranks returns
+through ssh; a line that several hosts print ("minidist: rank 4 … ; the job ends") is shown once.
 
-A host that loses its ssh ends its ranks, because no process could end them later. ssh must ask for
-nothing (a key, and the host known), and minidist and the program lie at the same path on every
-host.
+A host that loses its ssh ends its ranks, because no process could end them later. ssh must ask no
+question (it needs a key and a known host), and minidist and the program must have the same path on
+every host.
 """
 
 import contextlib
@@ -43,9 +43,9 @@ from minidist.launch.spawning import noting_signals, start_thread
 
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=1 -o ServerAliveCountMax=5"
 HELLO_LIMIT = 30.0  # seconds until every host must have said hello, and node 0 its port
-# seconds that other hosts get to end by themselves when one has failed, and again when told
+# seconds that other hosts get to end after one has failed, and again after they were told
 ENDING = 10.0
-# seconds until what hosts said last has been passed on: a grandchild may hold a pipe for ever
+# seconds to pass on the last lines of the hosts: a grandchild may hold a pipe for ever
 LAST_LINES = 2.0
 PASSED = (
     "PYTHON",
@@ -70,27 +70,28 @@ _IPV6 = re.compile(rf"{_USER}(?P<host>\[[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*\]){_RANKS}
 
 @dataclass(frozen=True)
 class HostRanks:
-    """A host as ssh finds it ("a", "user@a"), and how many ranks it gets."""
+    """A host's name for ssh ("a", "user@a"), and its number of ranks."""
 
     name: str
     ranks: int
 
     @property
     def address(self) -> str:
-        """Its name for other hosts."""
+        """Return the name by which other hosts reach it."""
         return self.name.rpartition("@")[2]
 
     @property
     def is_here(self) -> bool:
-        """Whether it is this host, for which no ssh is needed."""
+        """Return whether it is this host, which needs no ssh."""
         return self.name in ("localhost", platform.node())
 
 
 def hosts_of(text: str, ranks: int = 1) -> list[HostRanks]:
-    """The hosts that a word names: "a:3,b:4"; "gpu[01-03]:8", as Slurm spells it; "[fd00::1]:8", an
-    IPv6 address; `ranks` where none are given.
+    """Return the hosts of a list: "a:3,b:4"; "gpu[01-03]:8", in Slurm's form; "[fd00::1]:8", an
+    IPv6 address.
 
-    Raises: LaunchError, one line, for what is no host, and for one that is named twice.
+    Args:   ranks: the number of ranks of a host that gives none.
+    Raises: LaunchError, one line, for a word that is no host, and for a host that is named twice.
     """
     found = []
     words = [
@@ -124,7 +125,7 @@ def hosts_of(text: str, ranks: int = 1) -> list[HostRanks]:
 
 
 def own_name(address: str) -> LaunchError:
-    """The error of an address by which every host means itself."""
+    """Return the error for an address that means another host on each host."""
     return LaunchError(
         f"{address!r} is another host on each of them; give the name by which the others reach "
         f"this one (here {platform.node()})"
@@ -132,8 +133,10 @@ def own_name(address: str) -> LaunchError:
 
 
 def ssh_words(text: str) -> list[str]:
-    """The words of the command that reaches a host. Raises: LaunchError, one line, if they are
-    none."""
+    """Return the words of the command that reaches a host.
+
+    Raises: LaunchError, one line, if there are none.
+    """
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -146,7 +149,10 @@ def ssh_words(text: str) -> list[str]:
 
 
 def news_of(line: bytes) -> dict[str, Any]:
-    """What a host says in a line that begins with MARK; what cannot be read is its "problem"."""
+    """Return a host's message from a line that begins with MARK.
+
+    If the line cannot be read, the message is a "problem".
+    """
     with contextlib.suppress(ValueError, RecursionError):
         told = json.loads(line[len(MARK) :])
         kinds = {"hello": str, "version": str, "port": int, "problem": str}
@@ -174,14 +180,14 @@ def spawn_on_hosts(
 ) -> int:
     """Run copies of `command` on these hosts as ranks of one job, and wait for them.
 
-    Args:    ssh: the command that reaches a host; its name and one word for the shell there follow.
-             port: of the first host, where the ranks meet; 0: any free one. address: of the first
-             host (default: its name). limits: of each host. token, patience: as spawn().
+    Args:    ssh: the command that reaches a host; the host's name and one word for its shell are
+             appended. port: of the monitor, on the first host; 0: any free one. address: of the
+             first host (default: its name). limits: of each host. token, patience: as in spawn().
     Returns: 0 if every rank ended with 0; else the exit status of a rank that failed, 75 if all
-    have saved their work;
-             128 + the signal's number if this process gets SIGINT or SIGTERM.
-    Raises:  LaunchError, one line that names the host, if one does not answer, has another
-             minidist, or lacks this folder; nothing runs on any of them then.
+             have saved their work; 128 + the signal's number if this process gets SIGINT or
+             SIGTERM.
+    Raises:  LaunchError, one line that names the host, if one does not answer, has another version
+             of minidist, or lacks this folder; then nothing runs on any host.
     """
     orders = _orders(
         command, hosts, port, address, token or wire.new_token(), patience, limits or Limits()
@@ -198,7 +204,7 @@ def _orders(
     patience: float,
     limits: Limits,
 ) -> list[dict[str, Any]]:
-    """One for each host (host_launcher.py)."""
+    """Return the order of each host (host_launcher.py)."""
     environ = {
         name: value
         for name, value in clean_environment(os.environ).items()
@@ -226,7 +232,7 @@ def _orders(
 
 
 class HostsJob:
-    """The launchers of all hosts, as seen from here."""
+    """The launchers of all hosts, as their starter sees them."""
 
     def __init__(
         self, hosts: Sequence[HostRanks], orders: Sequence[dict[str, Any]], ssh: str
@@ -238,12 +244,12 @@ class HostsJob:
         self.readers: list[threading.Thread] = []
         self.news: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
         self.told: list[int] = []
-        self.said: dict[str, None] = {}  # lines of minidist's, which several hosts may say
+        self.said: dict[str, None] = {}  # lines of minidist, which several hosts may print
         self.there: set[int] = set()  # hosts that have said hello
-        self.last = [""] * len(hosts)  # what each said last on stderr
+        self.last = [""] * len(hosts)  # the last line of each on stderr
 
     def run(self) -> int:
-        """Start, wait, clean up; the exit status."""
+        """Start the launchers, wait for them, clean up; return the exit status."""
         with noting_signals(self.told):
             try:
                 self._start()
@@ -274,9 +280,10 @@ class HostsJob:
             ]
 
     def _order(self) -> bool:
-        """When every host is there, tell the first what to start, and the others where it listens.
+        """Send the first host its order, and the others theirs with the monitor's port, when every
+        host has answered.
 
-        Returns: whether the job has begun; False if this process was told to stop before that.
+        Returns: whether the job has begun; False if this process got a signal to stop before that.
         """
         for number, told in self._answers(range(len(self.hosts)), "hello").items():
             if told["version"] != version():
@@ -294,10 +301,10 @@ class HostsJob:
         return True
 
     def _answers(self, numbers: Sequence[int], kind: str) -> dict[int, dict[str, Any]]:
-        """What each of these hosts says of that kind; perhaps not all, once this process was told
-        to stop.
+        """Return each host's message of this kind; after a signal to stop, perhaps not all.
 
-        Raises: LaunchError if one does not say it, with its own words.
+        Raises: LaunchError if a host reports a problem, ends or does not answer, with its own
+                words.
         """
         answers: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + HELLO_LIMIT
@@ -331,11 +338,11 @@ class HostsJob:
             else f"is minidist installed there, at {sys.executable}?"
         )
 
-    # --- what hosts say
+    # --- output of the hosts
     # ----------------------------------------------------------------------------------------------
 
     def _read(self, number: int, pipe: IO[bytes]) -> None:
-        """The launcher's lines are news, all others go to stdout."""
+        """Read a host's stdout: its launcher's lines are messages, all others go to stdout."""
         with pipe:
             for line in pipe:
                 if line.startswith(MARK.encode()):
@@ -347,8 +354,11 @@ class HostsJob:
         self.news.put((number, {"end": True}))
 
     def _pass_on_errors(self, number: int, pipe: IO[bytes]) -> None:
-        """To stderr; of minidist's own lines each one once. Those before the hello are ssh's and
-        the shell's."""
+        """Copy a host's stderr to our stderr.
+
+        Lines before its hello (of ssh and the shell) are left out; equal lines of minidist are
+        copied once.
+        """
         with pipe:
             for raw in pipe:
                 line = self.last[number] = raw.decode(errors="replace").rstrip("\r\n")
@@ -358,11 +368,11 @@ class HostsJob:
                     self.said[line] = None
                     say_line(line)
 
-    # --- how it goes on
+    # --- wait and end
     # ----------------------------------------------------------------------------------------------
 
     def _send(self, number: int, line: str) -> None:
-        """A host that is gone is found by its end."""
+        """Send a host a line. An error is ignored: a host that is gone is found by its end."""
         pipe = self.launchers[number].stdin
         with contextlib.suppress(OSError, ValueError):
             if pipe is not None:
@@ -370,7 +380,10 @@ class HostsJob:
                 pipe.flush()
 
     def _wait(self) -> int:
-        """Until every host has ended; when one has failed, the others get ENDING s."""
+        """Wait until every host has ended; when one has failed, the others get ENDING s.
+
+        Return the exit status.
+        """
         passed_on = 0
         failed = 0.0
         while (codes := [process.poll() for process in self.launchers]).count(None):
@@ -389,7 +402,7 @@ class HostsJob:
         return next((status for status in statuses if status > 1), max(statuses))
 
     def _name_lost(self, codes: Sequence[int | None]) -> None:
-        """Say which hosts were lost with their ssh."""
+        """Print which hosts were lost with their ssh."""
         for host, code in zip(self.hosts, codes, strict=True):
             if code == 255 or (code or 0) < 0:
                 say_line(
@@ -397,7 +410,7 @@ class HostsJob:
                 )
 
     def _end(self) -> None:
-        """No host runs ranks of this job when their launchers have heard that we are gone."""
+        """Close the launchers' stdin, at which they end their ranks, and wait for their end."""
         for process in self.launchers:
             with contextlib.suppress(OSError):
                 if process.stdin is not None:

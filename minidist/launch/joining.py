@@ -1,19 +1,20 @@
-"""How the ranks of a job find its monitor, for every launcher.
+"""Find the monitor of a job and connect to it, for every launcher.
 
-    started by                 the monitor is                          a rank learns address and token from
-    minidist launch, md.run    a thread of the launcher                MINIDIST_MONITOR, MINIDIST_TOKEN
-    mpirun                     a child of rank 0, on any free port     a broadcast by MPI
-    torchrun, srun             a child of rank 0, on MASTER_PORT + 1   MASTER_ADDR; MINIDIST_TOKEN,
-                               or a private file
-                               (MASTER_PORT is torchrun's store)       that rank 0 writes below the user's cache
-    by hand, by an operator    a child of rank 0, on MASTER_PORT       the same
-    mpirun of another MPI      a child of rank 0, on any free port     the same file, which holds the address too
+    started by               the monitor is                         address and token come from
+    minidist launch, md.run  a thread of the launcher               MINIDIST_MONITOR, MINIDIST_TOKEN
+    mpirun                   a child of rank 0, on any free port    a broadcast by MPI
+    torchrun, srun           a child of rank 0, on MASTER_PORT + 1  MASTER_ADDR; MINIDIST_TOKEN, or
+                             (MASTER_PORT is torchrun's store)      a private file that rank 0 writes
+                                                                    below the user's cache
+    by hand, by an operator  a child of rank 0, on MASTER_PORT      the same
+    mpirun of another MPI    a child of rank 0, on any free port    the same file: also the address
 
 The token is never on a command line and never printed. Everything listens on loopback unless the
 job has several hosts. Then the monitor listens at every address of its host, unless it was given
-one: under mpirun rank 0 tells all that it has, and a rank takes the first at which the monitor
-proves to be its job's; a name may mean another address here (127.0.1.1) than on other hosts. Ranks
-beside the monitor are reached where other hosts have reached it (membership.py).
+one. Under mpirun rank 0 sends all its addresses, and a rank takes the first at which the monitor
+proves that it knows the job's token; a name may mean another address here (127.0.1.1) than on other
+hosts. Ranks on the monitor's host are reached at the address by which other hosts have reached the
+monitor (membership.py).
 """
 
 import contextlib
@@ -39,14 +40,14 @@ from minidist.launch.launchers import LAST_PORT, Launch, check_host
 from minidist.launch.own_python import module_command
 from minidist.launch.token_file import TokenFile
 
-STAND_IN = 1.5  # seconds that rank 0 tells those that come late that the monitor is gone
+STAND_IN = 1.5  # seconds during which rank 0 tells late ranks that the monitor is gone
 _MESSAGE_BYTES = 4096  # of the MPI broadcast
 _TOKEN_BYTES = 2048  # of a secret, at most
 
 
 @dataclass(frozen=True)
 class MonitorAddress:
-    """Where a job's monitor is, and the secret that opens it."""
+    """The address of a job's monitor, and the token that a rank needs to connect."""
 
     host: str
     port: int
@@ -57,7 +58,7 @@ class MonitorAddress:
         return self.host, self.port
 
     def variables(self) -> dict[str, str]:
-        """For the environment of a rank that our own launcher starts."""
+        """Return the variables for the environment of a rank that our own launcher starts."""
         return {
             "MINIDIST_MONITOR": f"{self.host}:{self.port}",
             "MINIDIST_TOKEN": self.token.decode(),
@@ -65,17 +66,21 @@ class MonitorAddress:
 
 
 def token_from_environment() -> bytes | None:
-    """MINIDIST_TOKEN, or None. Raises: LaunchError if it cannot be a secret."""
+    """Return MINIDIST_TOKEN, or None.
+
+    Raises: LaunchError if it cannot be a secret.
+    """
     token = os.environ.get("MINIDIST_TOKEN")
     return None if token is None else checked_token(os.fsencode(token), "MINIDIST_TOKEN")
 
 
 def checked_token(token: bytes, name: str) -> bytes:
-    """The secret without white space around it. Raises: LaunchError, which names its variable or
-    file, if it is none.
+    """Return the secret without white space around it.
 
-    It travels in lines, in variables and in JSON, so it is text; 2048 bytes leave room in MPI's
-    broadcast.
+    It must be text, because it is sent in lines, in variables and in JSON; with at most 2048 bytes
+    it fits into MPI's broadcast.
+
+    Raises: LaunchError, which names its variable or file, if it cannot be a secret.
     """
     token = token.strip()
     try:
@@ -98,7 +103,8 @@ def checked_token(token: bytes, name: str) -> bytes:
 
 
 def place_from_environment() -> MonitorAddress | None:
-    """What our own launcher says, or None if it did not start us."""
+    """Return the monitor's address from our launcher's variables, or None if another launcher
+    started us."""
     address = os.environ.get("MINIDIST_MONITOR")
     if address is None:
         return None
@@ -112,8 +118,10 @@ def place_from_environment() -> MonitorAddress | None:
 
 
 def address_of(name: str, text: str) -> tuple[str, int]:
-    """The host and the port that a variable of ours holds. Raises: LaunchError, which names it, for
-    anything else."""
+    """Return the host and the port of a variable of ours.
+
+    Raises: LaunchError, which names the variable, if it does not hold a host and a port.
+    """
     host, _, port = text.rpartition(":")
     if not host or not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) <= LAST_PORT:
         raise LaunchError(f"{name}={text!r:.60} needs the form host:port; start the job afresh")
@@ -127,7 +135,8 @@ def address_of(name: str, text: str) -> tuple[str, int]:
 
 @dataclass
 class Joined:
-    """What a rank holds of its job: the `helpers` are its children, the `file` is rank 0's."""
+    """A rank's connection to its job: `helpers` are its child processes, `file` is the token file
+    (rank 0 only)."""
 
     link: MonitorClient
     token: bytes
@@ -136,13 +145,14 @@ class Joined:
 
 
 def find_monitor(launch: Launch, limit: float, patience: float = PATIENCE) -> Joined:
-    """Connect to the monitor of the job that `launch` describes, starting it where that falls to
-    us.
+    """Connect to the monitor of the job that `launch` describes.
 
-    Raises: LaunchError, HandshakeError or TimeoutError, as md.init says.
+    Start it if that is this rank's task.
+
+    Raises: LaunchError, HandshakeError or TimeoutError, as md.init does.
     """
     place = place_from_environment()
-    if place is not None:  # other nodes may be earlier than the launcher of node 0
+    if place is not None:  # other nodes may start before the launcher of node 0
         return _connect(launch, place, limit, begun=launch.node_rank == 0)
     by_file = launch.other_mpi and not launch.master_port
     joined = (_by_mpi if launch.by_mpirun else _by_file if by_file else _by_address)(
@@ -150,7 +160,9 @@ def find_monitor(launch: Launch, limit: float, patience: float = PATIENCE) -> Jo
     )
     elsewhere = launch.knows_places or not joined.link.beside_monitor
     if launch.local_rank == 0 and launch.world_rank != 0 and not launch.one_host and elsewhere:
-        joined.helpers.append(NodeAgentProcess(joined.link, joined.token))  # for all of this host
+        joined.helpers.append(
+            NodeAgentProcess(joined.link, joined.token)
+        )  # for all ranks of this host
     return joined
 
 
@@ -162,12 +174,14 @@ def _connect(launch: Launch, place: MonitorAddress, limit: float, *, begun: bool
 
 
 def _connect_to_own(launch: Launch, monitor: "MonitorProcess", limit: float) -> Joined:
-    """Rank 0 joins by the monitor that it has started. Raises: PeerLostError with how that ended,
-    if it has."""
+    """Connect rank 0 to the monitor that it has started.
+
+    Raises: PeerLostError, which says how the monitor ended, if it has.
+    """
     try:
         joined = _connect(launch, monitor.place, limit, begun=True)
     except BaseException as error:
-        monitor.close()  # it tells those that are yet to come
+        monitor.close()  # it notifies the ranks that have not connected yet
         if monitor.loss is not None:
             raise monitor.loss.error() from error
         raise
@@ -176,7 +190,8 @@ def _connect_to_own(launch: Launch, monitor: "MonitorProcess", limit: float) -> 
 
 
 def _by_mpi(launch: Launch, limit: float, patience: float) -> Joined:
-    """Rank 0 starts the monitor and tells the others by MPI, also if it could not."""
+    """Under mpirun: rank 0 starts the monitor and broadcasts its address by MPI, or the error if it
+    could not."""
     monitor: MonitorProcess | None = None
     words = [""]
     if launch.world_rank == 0:
@@ -206,8 +221,10 @@ def _by_mpi(launch: Launch, limit: float, patience: float) -> Joined:
 
 
 def _by_address(launch: Launch, limit: float, patience: float) -> Joined:
-    """torchrun and srun: rank 0 hosts the monitor one port above MASTER_PORT; by hand, at
-    MASTER_PORT."""
+    """Under torchrun and srun: rank 0 hosts the monitor one port above MASTER_PORT.
+
+    If ranks were started by hand, it uses MASTER_PORT itself.
+    """
     host = "127.0.0.1" if launch.one_host else launch.master_addr
     port = launch.monitor_port
     token = token_from_environment()
@@ -233,8 +250,8 @@ def _by_address(launch: Launch, limit: float, patience: float) -> Joined:
 
 
 def _by_file(launch: Launch, limit: float, patience: float) -> Joined:
-    """Open MPI's mpirun, without its MPI: rank 0 hosts the monitor, and writes where beside the
-    token."""
+    """Under Open MPI's mpirun, without its MPI: rank 0 hosts the monitor, and writes its address
+    and the token to a file."""
     if not launch.job:
         raise LaunchError(
             f"{launch.launcher}'s mpirun does not name its job (PMIX_NAMESPACE); start the job "
@@ -263,15 +280,17 @@ def _by_file(launch: Launch, limit: float, patience: float) -> Joined:
 
 
 class HelperProcess:
-    """A child of a rank, minidist.comm.health.MODULE with ARGUMENTS; the token comes in on its
-    stdin.
+    """A child process of a rank: minidist.comm.health.MODULE with ARGUMENTS.
 
-    A monitor ends when the ranks have, or when its stdin ends because rank 0 is gone. A node agent
-    ends when the monitor hangs up on it. The helper watches the ranks, and its rank watches the
-    helper: one that is frozen is killed, and a killed one ends the job, also one that dies before
-    it is connected.
+    It reads the token from its stdin.
 
-    Attributes: loss: how it ended, if not well. met: all ranks have met, so none is yet to come.
+    A monitor ends when the ranks have ended, or when its stdin ends because rank 0 is gone. A node
+    agent ends when the monitor closes the connection. The helper watches the ranks, and its rank
+    watches the helper: a frozen helper is killed, and the end of a killed helper ends the job, even
+    before it is connected.
+
+    Attributes: loss: how it ended, if not well. met: all ranks have joined, so no late ones can
+                connect.
     """
 
     world_rank = MONITOR  # in whose place it stands in a Failure
@@ -302,7 +321,7 @@ class HelperProcess:
                 f"cannot start the job's {self._name} on {platform.node()}: {error.strerror}"
             ) from error
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has died; _watch says how
+        with contextlib.suppress(BrokenPipeError):  # it has died; _watch reports how
             self._process.stdin.write(token + b"\n")
             self._process.stdin.flush()
         self._watcher = threading.Thread(
@@ -311,8 +330,10 @@ class HelperProcess:
         self._watcher.start()
 
     def close(self) -> None:
-        """Wait until every rank has said goodbye, or it has ended: it looks at the processes until
-        they have ended."""
+        """Wait until every rank has said goodbye, or the helper has ended.
+
+        It may outlive this process to watch others.
+        """
         stdin = self._process.stdin
         stdout = self._process.stdout
         assert stdin is not None and stdout is not None
@@ -326,8 +347,8 @@ class HelperProcess:
         self._watcher.join()
 
     def _watch(self, patience: float) -> None:
-        """Until it has ended: kill it if it is stopped for `patience` seconds, and say it if it is
-        killed."""
+        """Until it has ended: kill it if it is stopped for `patience` seconds, and report it if it
+        was killed."""
         looks = ProcessLooks(patience)
         pid = self._process.pid
         frozen = False
@@ -341,17 +362,19 @@ class HelperProcess:
             self.tell()
 
     def _until(self, looks: ProcessLooks) -> float:
-        """Return the seconds until the next look: ranks that come wait for what it finds, those
-        that have met train."""
+        """Return the seconds until the next look: short while ranks join and wait for the result,
+        longer once they train."""
         return max(0.0, looks.next(LOOK if self.met else SHORTEST_LOOK) - time.monotonic())
 
     def tell(self) -> None:
-        """Tell the job of the `loss`."""
+        """Report the `loss` to the job."""
 
 
 class MonitorProcess(HelperProcess):
-    """The monitor of a job, at `place`; host "": at every address. Raises LaunchError if the port
-    is taken."""
+    """The monitor of a job, at `place`; host "": at every address.
+
+    Raises: LaunchError if the port is taken.
+    """
 
     def __init__(
         self,
@@ -377,8 +400,10 @@ class MonitorProcess(HelperProcess):
             )
 
     def tell(self) -> None:
-        """In its place, tell the ranks that are yet to come; those that are there have lost their
-        connections."""
+        """Notify late ranks in the lost monitor's place.
+
+        The ranks that were connected have lost their connections.
+        """
         if self.met or self.loss is None:
             return
         with contextlib.suppress(LaunchError, OSError):  # another process has taken the port
@@ -394,15 +419,17 @@ class MonitorProcess(HelperProcess):
 
 
 class NodeAgentProcess(HelperProcess):
-    """The node agent of a host, a child of its first rank, whose `link` tells the job if it
-    dies."""
+    """The node agent of a host, a child of its first rank.
+
+    That rank's `link` reports if the agent dies.
+    """
 
     def __init__(self, link: MonitorClient, token: bytes) -> None:
         self._link = link
         super().__init__(token, "node_agent", *link.address)
 
     def tell(self) -> None:
-        """Without it nobody knows how this host's ranks end: the job ends."""
+        """End the job: without the agent nobody knows how this host's ranks end."""
         if self.loss is not None and not self._link.closed:
             self._link.lose_with(
                 Failure.here(
@@ -418,10 +445,11 @@ class NodeAgentProcess(HelperProcess):
 
 
 def _broadcast(words: list[str], limit: float) -> list[str]:
-    """Rank 0's words, on every rank of MPI_COMM_WORLD: 4 KiB. A waiting rank sleeps between tests
-    instead of spinning.
+    """Return rank 0's words on every rank of MPI_COMM_WORLD, in one message of 4 KiB.
 
-    Raises: TimeoutError if MPI's ranks do not come together in `limit` s.
+    A waiting rank sleeps between tests instead of spinning.
+
+    Raises: TimeoutError if the broadcast does not finish in `limit` s.
     """
     from mpi4py import MPI
 
@@ -441,8 +469,9 @@ def _broadcast(words: list[str], limit: float) -> list[str]:
 def connect_by_file(
     file: TokenFile, address: tuple[str, int] | None, launch: Launch, limit: float
 ) -> tuple[MonitorClient, bytes]:
-    """Connect with the token that rank 0 is about to write; one left by an earlier job is refused
-    and read anew.
+    """Connect with the token that rank 0 is about to write.
+
+    If an earlier job's token is refused, read the file again.
 
     Args:   address: the monitor's; None: the file has it, as "host,host port token".
     Raises: HandshakeError or TimeoutError after `limit` seconds.

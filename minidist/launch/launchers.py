@@ -1,8 +1,8 @@
-"""Which launcher started this process, and what it says: rank, size, node.        notes: 启动方式, 变量解释 (lesson 01)
+"""Find out which launcher started this process: its rank, size, node.        notes: 启动方式, 变量解释 (lesson 01)
 
-Every launcher starts the same program several times and tells each copy its rank by environment
-variables. They differ in the names only, so the table LAUNCHERS holds the names and one function
-reads them.
+Every launcher starts the same program several times and gives each copy its rank in environment
+variables. Only the names of the variables differ, so the table LAUNCHERS holds the names and one
+function reads them.
 
     variable of torchrun and ours     MPICH             Open MPI                      srun
     RANK           world rank         PMI_RANK          OMPI_COMM_WORLD_RANK          SLURM_PROCID
@@ -12,9 +12,9 @@ reads them.
     GROUP_RANK     node (NODE_RANK)   -                 -                             SLURM_NODEID
     MASTER_ADDR, MASTER_PORT          -                 -                             first of SLURM_JOB_NODELIST
 
-Operators of clusters, and whoever starts ranks by hand, set RANK, WORLD_SIZE, MASTER_ADDR and
-MASTER_PORT alone, as torch's env:// wants them. Then all ranks are here if MASTER_ADDR is loopback;
-else the ranks' meeting tells which of them share a host.
+Operators of clusters, and users who start ranks by hand, set only RANK, WORLD_SIZE, MASTER_ADDR and
+MASTER_PORT, as torch's env:// expects. Then all ranks are on this host if MASTER_ADDR is loopback;
+otherwise the ranks find out which of them share a host when they join.
 """
 
 import math
@@ -37,10 +37,10 @@ LAST_PORT = 65535
 
 @dataclass(frozen=True)
 class Launcher:
-    """The names one launcher uses; an empty name: it has no such variable.
+    """The environment variables of one launcher; an empty name: it has no such variable.
 
-    Every field from `rank` on is the name of an environment variable; `marker` shows that this
-    launcher is at work.
+    Every field from `rank` on is the name of an environment variable; if the variable `marker` is
+    set, this launcher is at work.
     """
 
     name: str
@@ -54,10 +54,10 @@ class Launcher:
     node_rank: str = ""
     master_addr: str = ""
     master_port: str = ""
-    job: str = ""  # tells two jobs of one user on one machine apart
+    job: str = ""  # distinguishes two jobs of one user on one machine
 
     def variables(self) -> tuple[str, ...]:
-        """Every variable this launcher sets that we read."""
+        """Return the names of all variables of this launcher that we read."""
         return tuple(filter(None, (getattr(self, field.name) for field in fields(self)[3:])))
 
 
@@ -137,12 +137,15 @@ BY_HAND = replace(
     job="",
     command="RANK=0 WORLD_SIZE=2 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 python script.py",
 )
-"""The four variables alone: torchrun sets more, and has a store at MASTER_PORT."""
+"""A job with only the four variables: torchrun sets more, and has a store at MASTER_PORT."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The place of this process in its job, as the launcher says; alone, it is rank 0 of 1."""
+    """The place of this process in its job, as the launcher gives it.
+
+    Without a launcher it is rank 0 of 1.
+    """
 
     launcher: str = "alone"
     transport: str = "threads"
@@ -154,33 +157,34 @@ class Launch:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     job: str = ""
-    other_mpi: bool = False  # mpirun started it, of another MPI than mpi4py's (which_mpi.py)
+    other_mpi: bool = False  # started by the mpirun of another MPI than mpi4py's (which_mpi.py)
     mpi_by_srun: bool = False  # srun started it, and transport mpi was asked for
     knows_places: bool = True  # the launcher says which ranks share a host
 
     @property
     def alone(self) -> bool:
-        """Whether no launcher started this process, or it is the only rank."""
+        """Return whether the job has only this rank, as without a launcher."""
         return self.world_size == 1
 
     @property
     def by_mpirun(self) -> bool:
-        """Whether the ranks are those of an MPI_COMM_WORLD."""
+        """Return whether the ranks are those of an MPI_COMM_WORLD."""
         return (self.launcher in ("mpich", "openmpi") and not self.other_mpi) or self.mpi_by_srun
 
     @property
     def numbers_nodes(self) -> bool:
-        """Whether the launcher says which node a rank is on; mpirun does not."""
+        """Return whether the launcher gives the node of a rank; mpirun does not."""
         return self.launcher not in ("mpich", "openmpi") and self.knows_places
 
     @property
     def monitor_port(self) -> int:
-        """Where rank 0's monitor listens: torchrun's store has MASTER_PORT itself."""
+        """Return the port of rank 0's monitor: MASTER_PORT + 1, since torchrun's store has
+        MASTER_PORT; by hand, MASTER_PORT."""
         return self.master_port if self.launcher == BY_HAND.name else self.master_port + 1
 
     def placed(self, nodes: Sequence[int]) -> "Launch":
-        """This place, with the ranks on each node as the meeting told them, where the launcher did
-        not."""
+        """Return this launch with its place on its node, computed from each rank's node, if the
+        launcher did not give it."""
         if self.knows_places:
             return self
         here = [rank for rank, node in enumerate(nodes) if node == nodes[self.world_rank]]
@@ -193,15 +197,15 @@ class Launch:
 
     @property
     def one_host(self) -> bool:
-        """Whether all ranks are on one host, so that nothing need listen beyond loopback."""
+        """Return whether all ranks are on one host, so that listening on loopback is enough."""
         return self.local_size == self.world_size
 
 
 def detect(environ: Mapping[str, str] | None = None) -> Launch:
-    """Read the launcher's variables.
+    """Return this process's Launch, read from its launcher's variables.
 
     Raises: LaunchError, one line, if a variable is missing, is not what its launcher sets, or
-    contradicts another.
+            contradicts another.
     """
     variables = os.environ if environ is None else environ
     found = [launcher for launcher in LAUNCHERS if launcher.marker in variables]
@@ -249,15 +253,14 @@ def detect(environ: Mapping[str, str] | None = None) -> Launch:
 
 
 def nodes_of(told: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The node of each rank, as the number of its first rank.
+    """Return the node of each rank, as the number of its first rank.
 
-    mpirun does not number nodes. But it says which place on its node a rank has, and of how many.
-    So the k-th rank of a host that has such a place is on the host's k-th node, whether ranks are
-    dealt node by node or in turn.
+    mpirun does not number nodes, but it gives each rank its local rank and the number of ranks on
+    its node. So the k-th rank of a host with a given pair of these is on the host's k-th node,
+    whether ranks are placed node by node or in turn.
 
-    Args: told: of each rank its "host", its "node" (None: the launcher did not say) and "local":
-    (rank, ranks) on it
-          (None: it did not say that either, and a host is one node).
+    Args: told: for each rank its "host", its "node" (None: the launcher did not give it) and
+          "local": (rank, ranks) on the node (None: not given either; then a host is one node).
     """
     nodes: list[tuple[Any, ...]] = []
     seen = Counter[tuple[Any, ...]]()
@@ -272,8 +275,10 @@ def nodes_of(told: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def restarts(environ: Mapping[str, str] | None = None) -> int:
-    """How often this job was started again, as Slurm (--requeue) or torchrun (--max-restarts) says;
-    0 by default."""
+    """Return how often Slurm (--requeue) or torchrun (--max-restarts) has restarted this job.
+
+    0 by default.
+    """
     variables = os.environ if environ is None else environ
     told = [
         variables.get(name, "") for name in ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
@@ -282,7 +287,7 @@ def restarts(environ: Mapping[str, str] | None = None) -> int:
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` without any launcher's variables: for processes that a new launcher starts."""
+    """Return `environ` without any launcher's variables, for processes of a new launcher."""
     ours = {name for launcher in LAUNCHERS for name in launcher.variables()} | {
         "GROUP_RANK",
         "PMI_FD",
@@ -316,7 +321,7 @@ def _read(launcher: Launcher, variables: Mapping[str, str]) -> Launch:
         (local_size - 1, size, (launcher.local_size, launcher.size)),
     ):
         _check_below(launcher, variables, low, high, names)
-    node_rank = rank // local_size  # ranks are placed node by node unless mpirun is told otherwise
+    node_rank = rank // local_size  # by default mpirun places ranks node by node
     if launcher.node_rank in variables:
         node_rank = _number(launcher, variables, launcher.node_rank)
         _check_below(launcher, variables, node_rank, size, (launcher.node_rank, launcher.size))
@@ -340,8 +345,11 @@ def _read(launcher: Launcher, variables: Mapping[str, str]) -> Launch:
 
 
 def _by_hand(variables: Mapping[str, str]) -> Launch:
-    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT alone: until the ranks meet, each takes itself
-    to be alone here."""
+    """Return the Launch of a rank with only RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    Unless MASTER_ADDR is loopback, each rank assumes that its host has no other rank, until the
+    ranks have joined.
+    """
     rank = _number(BY_HAND, variables, BY_HAND.rank)
     size = _number(BY_HAND, variables, BY_HAND.size)
     _check_below(BY_HAND, variables, rank, size, (BY_HAND.rank, BY_HAND.size))
@@ -362,8 +370,10 @@ def _by_hand(variables: Mapping[str, str]) -> Launch:
 
 
 def _slurm(launcher: Launcher, variables: Mapping[str, str]) -> Launch:
-    """srun does not tell MASTER_ADDR, MASTER_PORT or the ranks a node: they follow from its other
-    variables."""
+    """Return the Launch of a task of srun.
+
+    MASTER_ADDR, MASTER_PORT and the ranks per node follow from its other variables.
+    """
     node_rank = _number(launcher, variables, launcher.node_rank)
     size = _number(launcher, variables, launcher.size)
     listed = "SLURM_STEP_NODELIST" if variables.get("SLURM_STEP_NODELIST") else launcher.master_addr
@@ -372,7 +382,7 @@ def _slurm(launcher: Launcher, variables: Mapping[str, str]) -> Launch:
     local_size = _tasks_on(node_rank, variables.get(tasks, ""), tasks) or -(-size // len(hosts))
     job = _number(launcher, {launcher.job: "0", **variables}, launcher.job, most=MOST_ID)
     step = _number(launcher, {"SLURM_STEP_ID": "0", **variables}, "SLURM_STEP_ID", most=MOST_ID)
-    # two ports a step, below the ephemeral range: ours is the next
+    # two ports per step, below the ephemeral range; our monitor takes the second
     port = 20000 + 2 * ((job * 31 + step) % 6000)
     if address := variables.get("MASTER_ADDR", ""):
         check_host("MASTER_ADDR", address)
@@ -387,8 +397,10 @@ def _slurm(launcher: Launcher, variables: Mapping[str, str]) -> Launch:
 
 
 def _tasks_on(node: int, tasks: str, name: str) -> int:
-    """How many tasks a node has by Slurm's shorthand "4(x2),3"; 0 if it does not say. Raises:
-    LaunchError."""
+    """Return the number of tasks on a node from Slurm's shorthand "4(x2),3"; 0 if it is not given.
+
+    Raises: LaunchError.
+    """
     if not tasks:
         return 0
     first = 0
@@ -405,15 +417,15 @@ def _tasks_on(node: int, tasks: str, name: str) -> int:
 
 
 def expand_hosts(nodes: str, name: str = "--hosts") -> list[str]:
-    """The hosts of a list in Slurm's shorthand, one each: 'gpu[01-03,7],login' -> gpu01 gpu02 gpu03
+    """Return the hosts of a list in Slurm's shorthand: 'gpu[01-03,7],login' -> gpu01 gpu02 gpu03
     gpu7 login.
 
     A host may have several brackets, and text after each: 'rack[0-1]_blade[0-1]-ib'. The last
-    bracket counts fastest.
+    bracket varies fastest.
 
     Args:   name: of the variable or option that holds the list, for messages.
     Raises: LaunchError, one line, for what is no such list, or names no host or more than
-    MOST_HOSTS.
+            MOST_HOSTS.
     """
     hosts: list[str] = []
     for word in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|[\[\]]", nodes):
@@ -437,8 +449,10 @@ def expand_hosts(nodes: str, name: str = "--hosts") -> list[str]:
 
 
 class _Numbers:
-    """What stands inside a bracket, '01-03,7': 01 02 03 7. Raises: LaunchError, which begins with
-    `where`."""
+    """The numbers inside a bracket: '01-03,7' holds 01 02 03 7.
+
+    Raises: LaunchError, which begins with `where`.
+    """
 
     def __init__(self, inside: str, where: str) -> None:
         self._ranges: list[tuple[range, int]] = []
@@ -455,7 +469,7 @@ class _Numbers:
 
     @property
     def count(self) -> int:
-        """How many they are."""
+        """Return how many numbers there are."""
         return sum(numbers.stop - numbers.start for numbers, _ in self._ranges)
 
     def __iter__(self) -> Iterator[str]:
@@ -471,7 +485,10 @@ def _check_below(
 
 
 def _meeting(launcher: Launcher, variables: Mapping[str, str], last: int) -> tuple[str, int]:
-    """The address and the port where the ranks meet. Raises: LaunchError."""
+    """Return the address and the port of MASTER_ADDR and MASTER_PORT, where the ranks join.
+
+    Raises: LaunchError.
+    """
     host = plain_address(_text(launcher, variables, launcher.master_addr))
     check_host(launcher.master_addr, host)
     return host, _number(launcher, variables, launcher.master_port, least=1, most=last)
@@ -514,8 +531,10 @@ def _number(
 
 
 def number_of(name: str, text: str, remedy: str, *, least: int = 0, most: int = MOST_RANKS) -> int:
-    """The number that a variable holds. Raises: LaunchError, which names the variable, its value
-    and the bounds."""
+    """Return the number that a variable holds.
+
+    Raises: LaunchError, which names the variable, its value and the bounds.
+    """
     if not re.fullmatch("[0-9]{1,20}", text) or not least <= int(text) <= most:
         raise LaunchError(
             f"{name}={text!r:.60} is not a whole number from {least} to {most}; {remedy}"

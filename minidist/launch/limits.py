@@ -1,17 +1,18 @@
-"""What a job may use of its host: some of the cores, so much memory, and a run folder of its own.
+"""Limits of a job on its host: cores, memory, and a run folder of its own.
 
 The memory limit is a control group of Linux (cgroup), where this user may make one. By version 2:
 
-    …/minidist-4711-x/      beside this process's own group, or inside it
+    …/minidist-4711-x/      next to this process's own group, or inside it
         memory.max          the limit of all processes inside together; memory.swap.max is 0
         cgroup.procs        each rank is written there right after its start
         memory.events       `oom_kill` counts the processes that the kernel has killed for the limit
 
-Version 1 has memory.limit_in_bytes, memory.memsw.limit_in_bytes and memory.oom_control in their
-place, inside this process's own group; it is taken where version 2 has no memory controller.
+Version 1 has memory.limit_in_bytes, memory.memsw.limit_in_bytes and memory.oom_control instead,
+inside this process's own group; it is used where version 1 has the memory controller.
 
-The launcher stays outside, so it lives to say why a rank died. A killed launcher leaves its group
-behind; the next one that makes a group beside it removes it, once its processes have ended.
+The launcher stays outside the group, so it survives to report why a rank died. A killed launcher
+leaves its group behind; the next launcher that makes a group in the same place removes it, once its
+processes have ended.
 """
 
 import fcntl
@@ -32,12 +33,12 @@ from minidist.device import cores
 PREFIX = "minidist-"
 RUN_FOLDER = "MINIDIST_RUN_FOLDER"  # the folder that a rank's launcher has locked for its job
 FLIGHT = "MINIDIST_FLIGHT"  # the folder of the flight recorders of all ranks
-EMPTY_LIMIT = 2.0  # seconds that a group's last processes may take to be gone
+EMPTY_LIMIT = 2.0  # seconds that a group's last processes may take to end
 
 
 class _Files(NamedTuple):
-    """The files of a group: its limit, that of memory and swap or of swap alone, and what counts
-    `oom_kill`."""
+    """The files of a group: its limit, the limit of memory and swap or of only swap, and the
+    counter `oom_kill`."""
 
     limit: str
     swap: str
@@ -52,10 +53,10 @@ _V2 = _Files("memory.max", "memory.swap.max", "0", "memory.events")
 class MemoryLimit:
     """A limit for the memory of all ranks that are started here.
 
-    Args:       text: the limit, as messages say it. own: the folder of this process's group (None:
-                the system's).
-    Attributes: problem: why the limit is not enforced; "" if it is. kills: processes that were
-    killed for it.
+    Args:       text: the limit, as messages write it. own: the folder of this process's group
+                (None: the system's).
+    Attributes: problem: why the limit is not enforced; "" if it is. kills: number of processes that
+                were killed for it.
     """
 
     def __init__(self, nbytes: int, text: str, own: Path | None = None) -> None:
@@ -69,8 +70,7 @@ class MemoryLimit:
         self._files = _V2
 
     def begin(self) -> None:
-        """Make the group; where that cannot be, say so in one line: the job runs without a
-        limit."""
+        """Make the group; if that is impossible, print one line: the job runs without a limit."""
         try:
             if self._own is None and (first := first_version()) is not None:
                 self._open(first, _V1)
@@ -83,7 +83,10 @@ class MemoryLimit:
             self.end()
 
     def _make(self, own: Path) -> None:
-        """Raises: OSError, whose strerror says why there is no group."""
+        """Make a group of version 2 next to or below `own`.
+
+        Raises: OSError, whose strerror says why there is no group.
+        """
         homes = [
             home
             for home in (own.parent, own)
@@ -107,7 +110,7 @@ class MemoryLimit:
         self._open(usable[0], _V2)
 
     def _open(self, home: Path, files: "_Files") -> None:
-        """Make the group there. Raises: OSError."""
+        """Make the group in `home` and write its limits. Raises: OSError."""
         _sweep(home)
         self._files = files
         self.group, self._lock = _locked_group(home)
@@ -116,7 +119,10 @@ class MemoryLimit:
             (self.group / files.swap).write_text(files.no_swap or str(self.nbytes))
 
     def enter(self, pid: int) -> None:
-        """A process that has just been started is in the group, and so is what it starts."""
+        """Put a process that has just been started into the group.
+
+        Its later children are in it, too.
+        """
         if self.group is None:
             return
         try:
@@ -128,7 +134,7 @@ class MemoryLimit:
             say_line(f"minidist: --memory-limit {self.text} is not enforced: {self.problem}")
 
     def look(self) -> int:
-        """How many processes the kernel has killed for the limit so far."""
+        """Return the number of processes that the kernel has killed for the limit so far."""
         if self.group is not None:
             with suppress(OSError):
                 found = re.search(
@@ -138,8 +144,10 @@ class MemoryLimit:
         return self.kills
 
     def end(self) -> None:
-        """Remove the group, once its processes have ended; a process that outlives its rank keeps
-        it."""
+        """Remove the group, once its processes have ended.
+
+        It remains if a process outlives its rank.
+        """
         if self.group is None:
             return
         self.look()
@@ -150,7 +158,7 @@ class MemoryLimit:
         self.group = None
 
     def record(self) -> dict[str, object]:
-        """For --json."""
+        """Return the limit and its state for --json."""
         return {
             "bytes": self.nbytes,
             "enforced": not self.problem,
@@ -161,11 +169,11 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the ranks that are started here may use.
+    """The limits of the ranks that are started here.
 
-    Attributes: cores: all, if none are named. memory: None: any. folder: that this process holds
-    for them alone.
-                flight: the folder of their flight recorders, or None.
+    Attributes: cores: () for all. memory: None for no limit. folder: the run folder that this
+                process has locked for them, or None. flight: the folder of their flight recorders,
+                or None.
     """
 
     cores: Sequence[int] = ()
@@ -174,15 +182,15 @@ class Limits:
     flight: Path | None = None
 
     def begin(self) -> None:
-        """Before the first rank starts: this process keeps to the cores, too, and the memory limit
-        has its group."""
+        """Keep this process to the cores, and make the memory limit's group, before the first rank
+        starts."""
         if self.cores:
             cores.keep_to(self.cores)
         if self.memory is not None:
             self.memory.begin()
 
     def variables(self) -> dict[str, str]:
-        """For the environment of a rank."""
+        """Return the variables for the environment of a rank."""
         return (
             ({cores.VARIABLE: str(len(self.cores))} if self.cores else {})
             | ({RUN_FOLDER: os.path.realpath(self.folder)} if self.folder is not None else {})
@@ -190,35 +198,37 @@ class Limits:
         )
 
     def of_rank(self, local_rank: int, ranks: int) -> list[int]:
-        """The cores of one of so many ranks of this host; empty: all."""
+        """Return the cores of the rank `local_rank` of `ranks` on this host; empty: all."""
         return cores.deal(self.cores, ranks)[local_rank] if self.cores else []
 
     def started(self, pid: int) -> None:
-        """A rank's process has just been started."""
+        """Put a rank's process, which has just been started, under the memory limit."""
         if self.memory is not None:
             self.memory.enter(pid)
 
     def how_it_ended(self, code: int) -> str:
-        """An exit code in words; a kill for the memory limit is told as that."""
+        """Return an exit code in words; if the memory limit was the reason for a kill, say so."""
         if code == -signal.SIGKILL and self.memory is not None and self.memory.look():
             return f"was killed by the memory limit of {self.memory.text}"
         return how_it_ended(code)
 
     def record(self) -> dict[str, object]:
-        """For --json: the limits that there are."""
+        """Return the limits that are set, for --json."""
         return ({"cores": list(self.cores)} if self.cores else {}) | (
             {"memory_limit": self.memory.record()} if self.memory is not None else {}
         )
 
     def end(self) -> None:
-        """When all ranks have ended."""
+        """Remove the memory limit's group, when all ranks have ended."""
         if self.memory is not None:
             self.memory.end()
 
 
 def own_group() -> Path:
-    """The folder of this process's group of version 2. Raises: OSError, whose strerror says why
-    there is none."""
+    """Return the folder of this process's group of version 2.
+
+    Raises: OSError, whose strerror says why there is none.
+    """
     path = next(
         (line[3:].rstrip("\n") for line in _lines("/proc/self/cgroup") if line.startswith("0::")),
         None,
@@ -230,8 +240,8 @@ def own_group() -> Path:
 
 
 def first_version() -> Path | None:
-    """The folder of this process's group of version 1, if that has the memory controller, and this
-    user may use it."""
+    """Return the folder of this process's group of version 1, if it has the memory controller and
+    this user may write there."""
     words = [line.rstrip("\n").split(":", 2) for line in _lines("/proc/self/cgroup")]
     path = next(
         (word[2] for word in words if len(word) == 3 and "memory" in word[1].split(",")), None
@@ -248,8 +258,8 @@ def first_version() -> Path | None:
 
 
 def _mounted(path: str, fits: Callable[[str], bool]) -> Path | None:
-    """Where the group of this path lies, in the hierarchy whose line of mountinfo fits behind its
-    dash."""
+    """Return the folder of the group `path`, in the hierarchy whose line of mountinfo fits after
+    its dash."""
     for line in _lines("/proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
         if fits(after) and "/.." not in path:
@@ -262,7 +272,7 @@ def _mounted(path: str, fits: Callable[[str], bool]) -> Path | None:
 
 
 def limit_here() -> int | None:
-    """The memory limit of the job that this rank belongs to; None without one."""
+    """Return the memory limit of the job that this rank belongs to; None without one."""
     for find, files in ((first_version, _V1), (own_group, _V2)):
         with suppress(OSError, ValueError):
             own = find()
@@ -272,8 +282,10 @@ def limit_here() -> int | None:
 
 
 def _locked_group(home: Path) -> tuple[Path, int]:
-    """A new group and the descriptor that holds its lock; made again if a sweep was faster than the
-    lock."""
+    """Return a new group and the descriptor that holds its lock.
+
+    Repeat if a sweep removes it before the lock.
+    """
     while True:
         group = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=home))
         with suppress(FileNotFoundError):
@@ -285,7 +297,7 @@ def _locked_group(home: Path) -> tuple[Path, int]:
 
 
 def _sweep(home: Path) -> None:
-    """Remove the groups that killed launchers left; those of living ones are locked."""
+    """Remove the groups that killed launchers left; groups of living launchers are locked."""
     for stale in home.glob(f"{PREFIX}*"):
         with suppress(OSError):
             lock = os.open(stale, os.O_RDONLY | os.O_DIRECTORY)
@@ -297,7 +309,7 @@ def _sweep(home: Path) -> None:
 
 
 def _remove(group: Path) -> bool:
-    """Whether the group is gone; one with processes stays."""
+    """Remove a group and return whether it is gone; a group with processes remains."""
     with suppress(OSError):
         os.rmdir(group)
         return True

@@ -1,23 +1,23 @@
-"""This process's place in the job its launcher started: md.init joins, the end of the process
-leaves.
+"""This process's membership in the job of its launcher: md.init joins the job, the end of the
+process leaves it.
 
 A process belongs to one launcher's job, as it belongs to one MPI_COMM_WORLD: the module keeps that
 one membership, and all other groups are passed as arguments. How a rank ends, and what the others
 see:
 
-    returns                       goodbye to the monitor; nothing is said
+    returns                       goodbye to the monitor; nothing is printed
     an uncaught exception         its traceback with the rank's name, once; every other rank's wait
-                                  raises PeerLostError, which it says in one line
+                                  raises PeerLostError, for which the rank prints one line
     ConfigError                   one line in the whole job, exit status 2
-    sys.exit(3), os._exit, kill   the monitor says which rank ended, and how; sys.exit(256), which a
-                                  system takes for 0, is status 1
-    told to stop, work saved      goodbye, and exit status 75 (try again): of a rank that has said
-                                  saves_when_told
-    a started call that fails     as an uncaught exception, also where no rank ever waited for it
-    its launcher is told to stop  nothing; the launcher says it
-    a thread that never ends      the monitor names rank and thread, `limit` s after the main thread
-                                  (early_exits.py)
-    crashes after its goodbye     the launcher says which process; under mpirun the monitor names
+    sys.exit(3), os._exit, kill   the monitor reports which rank ended, and how; sys.exit(256),
+                                  which a system takes for 0, is status 1
+    SIGTERM, work saved           goodbye, and exit status 75 (try again): only a rank that has
+                                  called saves_when_told
+    a started call that fails     as an uncaught exception, even if no rank ever waited for it
+    its launcher is told to stop  nothing; the launcher prints it
+    a thread that never ends      the monitor names rank and thread, `limit` s after the end of the
+                                  main thread (early_exits.py)
+    crashes after its goodbye     the launcher reports which process; under mpirun the monitor names
                                   the rank (crash.py)
 
 Under mpirun a process that fails must not reach MPI_Finalize, which waits for all: it calls
@@ -72,7 +72,10 @@ REPORT_LIMIT = 30.0  # seconds a rank that fails before md.init tries to say so
 
 
 class Membership:
-    """This process as a rank of its job. `world` is the group of all ranks, once they have met."""
+    """The membership of this process as a rank of its job.
+
+    `world` is the group of all ranks, once they have joined.
+    """
 
     def __init__(self, launch: Launch, transport: str = "", patience: float = PATIENCE) -> None:
         self.launch = launch
@@ -81,7 +84,7 @@ class Membership:
         self.joined: Joined | None = None
         self.world: Group | None = None
         self.status = 0  # the exit status, as far as it is known
-        self.exit: SystemExit | None = None  # by which the process is ending
+        self.exit: SystemExit | None = None  # the exception with which the process is ending
         self.failed = False
         self.saves = False  # it ends by itself, with AGAIN, when it is told to stop
         self.quiet = False  # another process prints its failure
@@ -91,13 +94,16 @@ class Membership:
         self._left = False
 
     def join(self, name: str, limit: float) -> Group:
-        """Find the monitor, meet all ranks, connect the transport."""
+        """Find the monitor, exchange data with all ranks, connect the transport.
+
+        Return the group of all ranks.
+        """
         launch = self.launch
         if name == "mpi" and cannot_meet(launch):
             raise refusal(launch)
         with watched(launch, limit, self.patience) as initialised:
             joined = self.find_monitor(limit, initialised)
-            # rank 0's: all must choose alike
+            # only rank 0's counts: all ranks must make the same choices
             profile = load_profile() if launch.world_rank == 0 else None
             try:
                 infos = joined.link.meet(
@@ -129,7 +135,7 @@ class Membership:
             )
         nodes = nodes_of(infos)
         self.launch = launch.placed(nodes)
-        if joined.link.beside_monitor:  # ranks of other hosts know where this host is reached
+        if joined.link.beside_monitor:  # ranks of other hosts know an address of this host
             joined.link.local_host = next(
                 (address for address, beside in (info["monitor"] for info in infos) if not beside),
                 joined.link.local_host,
@@ -146,24 +152,28 @@ class Membership:
         return world
 
     def is_this_process(self) -> bool:
-        """Whether this process is the rank, not a child that the rank has forked."""
+        """Return whether this process is the rank, not a child that the rank has forked."""
         return os.getpid() == self._process
 
     @property
     def ending(self) -> bool:
-        """Whether this process fails, or leaves its job."""
+        """Return whether this process fails, or leaves its job."""
         return self._left or self.failed
 
     def saves_when_told(self) -> None:
-        """From now on a SIGTERM has this rank save its work and end with AGAIN; its launcher passes
-        one on."""
+        """Declare that from now on this rank saves its work at SIGTERM and ends with status AGAIN.
+
+        Its launcher passes SIGTERM on.
+        """
         self.saves = True
         if self.joined is not None:
             self.joined.link.saves_when_told()
 
     def find_monitor(self, limit: float, initialised: Callable[[], None]) -> Joined:
-        """Connect to the job's monitor; from then on the others hear of our end. Calls
-        `initialised` after MPI_Init."""
+        """Connect to the job's monitor; from then on it reports our end to the other ranks.
+
+        Calls `initialised` after MPI_Init.
+        """
         if self.launch.by_mpirun:
             mpi_world(self.launch)
         initialised()
@@ -171,20 +181,23 @@ class Membership:
         return self.joined
 
     def fail(self, error: BaseException) -> bool:
-        """Tell the job that this process fails with `error`; returns whether it is the first
-        failure."""
+        """Report to the job that this process fails with `error`.
+
+        Return whether it is the first failure.
+        """
         self.failed, self.status = True, Failure.by_exception(error, self.launch.world_rank).status
         if self.world is not None:
             self.world.ledger.flight.end(*ending(error))
         if self.joined is None:
-            return self.launch.world_rank == 0  # not met yet: every rank sees the same mistake
+            return self.launch.world_rank == 0  # not joined yet: every rank sees the same mistake
         first = self.joined.link.report(error)
         if not first and (loss := self.joined.link.wait_for_loss(FAREWELL)) is not None:
             self.status = loss.status
         return first
 
     def say(self, error: BaseException, first: bool) -> None:
-        """Print this rank's end: the traceback if it is the cause, else one line, or nothing."""
+        """Print why this rank ends: the traceback if it failed first, otherwise one line or
+        none."""
         rank = self.launch.world_rank
         size = self.launch.world_size
         if self.quiet or isinstance(error, KeyboardInterrupt):
@@ -196,7 +209,7 @@ class Membership:
                 f"minidist: rank {rank} of {size} (process {os.getpid()} on {platform.node()}) "
                 "failed:\n" + "".join(traceback.format_exception(error)).rstrip()
             )
-        elif self.status == 2:  # bad input is one line, said by the first
+        elif self.status == 2:  # bad input is one line, printed by the first rank
             return
         else:
             cause = self.joined.link.loss if self.joined is not None else None
@@ -211,8 +224,10 @@ class Membership:
         say_line(text)
 
     def leave(self) -> None:
-        """At the end of the process, not of its children: release everything; say goodbye, or end a
-        failed job."""
+        """Release everything at the end of the process (not of its children).
+
+        Say goodbye to the monitor, or end a failed job.
+        """
         if not self.is_this_process() and self.launch.by_mpirun:
             flush_output()
             os._exit(self.status)  # MPI_Finalize would be called in the rank's name
@@ -242,11 +257,13 @@ class Membership:
             elif not victim:
                 link.wait_until_released(FAREWELL)  # let the others speak before we end them
         if self.world is not None:
-            self.world.transport.close()  # after the goodbye, so that no abort meets a closed one
+            self.world.transport.close()  # after the goodbye: no abort may reach a closed transport
         if self.joined is not None:
             together = self.launch.by_mpirun and not (self.failed or victim)
             if together:
-                while not link.wait_for_all(_POLL):  # where MPI_Finalize would wait, deaf
+                while not link.wait_for_all(
+                    _POLL
+                ):  # MPI_Finalize would wait without noticing a loss
                     transports.progress_mpi()
                 victim = link.loss is not None
             link.close(crashes=together and not victim)
@@ -259,7 +276,7 @@ class Membership:
         if late:
             flush_output()
             os._exit(self.status)
-        if self.joined is not None:  # other exit handlers, and MPI_Finalize, come now
+        if self.joined is not None:  # other exit handlers, and MPI_Finalize, run next
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(ENDING)
 
@@ -270,7 +287,7 @@ _running: ContextVar[Group | None] = ContextVar("running", default=None)
 
 
 def as_rank(world: Group, fn: Callable[..., Any], *args: Any) -> Any:
-    """Return fn(world, *args), of a rank of md.run; inside, init() returns this world."""
+    """Return fn(world, *args), as a rank of md.run; inside, init() returns this world."""
     _running.set(world)
     return fn(world, *args)
 
@@ -282,29 +299,30 @@ def init(
     threads: int | None = None,
     patience: float = PATIENCE,
 ) -> Group:
-    """Join the job that mpirun, srun, torchrun, `minidist launch` or an operator (env://) started;
-    alone: of size 1.
+    """Join the job that mpirun, srun, torchrun, `minidist launch` or an operator (env://) started.
+
+    A process that was started without a launcher becomes a job of one rank.
 
     Args:
         transport: "auto" (shared memory inside a host, TCP between hosts), "tcp", "shm", "mpi" or
-        "nccl"; left out:
-            "mpi" under mpirun, else "auto", also under Open MPI's mpirun where mpi4py has another
-            MPI (which_mpi.py). The group's transport.name says what that gave: "shm", "shm+tcp", ….
-        limit: seconds that joining, and later any wait, may last.
-        threads: BLAS threads of this rank; left out: cores // ranks on this host if there are
+        "nccl". Default: "mpi" under mpirun, else "auto"; also "auto" under Open MPI's mpirun if
+        mpi4py has another MPI (which_mpi.py). The group's transport.name says what that gave:
+        "shm", "shm+tcp", ….
+        limit: seconds that joining, and later each wait, may last.
+        threads: BLAS threads of this rank. Default: cores // ranks on this host, if there are
         several ranks.
-        patience: seconds that a rank's process may be stopped (SIGSTOP) before it is lost, where
-        rank 0 starts the
-            monitor: under mpirun, torchrun and srun. `minidist launch` and md.run have an option of
-            their own.
+        patience: seconds that a rank's process may be stopped (SIGSTOP) before it counts as lost,
+        if rank 0 starts the monitor: under mpirun, torchrun and srun. `minidist launch` and md.run
+        have an option of their own.
     Returns: the Group of all ranks; the same one when called again, and in a function that md.run
-    runs.
+             runs.
     Raises:
         LaunchError if the launcher's variables or the ranks' choices contradict each other, if
         mpirun is another MPI's, or if the job's port is taken; ConfigError if rank 0's
         communication profile cannot be read; HandshakeError, TimeoutError (naming the missing
-        ranks) if joining fails. Under mpirun a rank that ends before md.init, or does not come
-        within `limit`, ends the whole job, with one line that names it: MPI_Init cannot be left.
+        ranks) if joining fails. Under mpirun a rank that ends before md.init, or does not call it
+        within `limit`, ends the whole job, with one line that names it: MPI_Init cannot be
+        interrupted.
     """
     global _membership
     limit = check_seconds("init", "limit", limit)
@@ -365,8 +383,10 @@ def init(
 
 
 def adopt(membership: Membership) -> Membership:
-    """Make this the process's membership; its launch, its monitor and its world may change
-    (generations.py)."""
+    """Make this the process's membership.
+
+    Its launch, its monitor and its world may change (generations.py).
+    """
     global _membership
     watch_exits(membership)
     _membership = membership
@@ -374,16 +394,16 @@ def adopt(membership: Membership) -> Membership:
 
 
 def current() -> Membership | None:
-    """The membership of this process, or None before init."""
+    """Return the membership of this process, or None before init."""
     return _membership
 
 
 def speaks_first(error: BaseException, *, everywhere: bool = False) -> bool:
-    """Report `error` as the end of this rank; whether it is this rank that should print it.
+    """Report `error` as the end of this rank; return whether this rank should print it.
 
-    The monitor decides: the first rank to report speaks. A rank that fails before md.init joins to
-    report, because the others would wait for it (MPI_Init for ever). An error that happens
-    `everywhere` is rank 0's to print.
+    The monitor decides: the first rank to report prints. A rank that fails before md.init joins the
+    job to report, because the others would wait for it (in MPI_Init for ever). If an error happens
+    `everywhere`, rank 0 prints it.
     """
     global _membership
     try:
@@ -405,25 +425,26 @@ def speaks_first(error: BaseException, *, everywhere: bool = False) -> bool:
 
 
 def _said_by_launcher(error: BaseException, launch: Launch) -> bool:
-    """Ctrl-C reaches our launcher too, which prints the one line of the job."""
+    """Return whether our launcher prints this error: Ctrl-C reaches it too, and it prints one line
+    for the job."""
     return isinstance(error, KeyboardInterrupt) and launch.launcher == "minidist"
 
 
 def _let_interrupts_in() -> None:
-    """Our launcher starts ranks with SIGINT blocked: a program whose imports Ctrl-C breaks off says
-    up to 70 lines."""
+    """Unblock SIGINT, which our launcher blocks at the start: Ctrl-C during imports would print up
+    to 70 lines."""
     if signal.SIGINT in signal.sigpending():
-        raise SystemExit(130)  # the launcher has said it
+        raise SystemExit(130)  # the launcher has printed the line
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def limit_blas_threads(
     threads: int | None, local_size: int, libraries: ThreadpoolController | None = None
 ) -> int:
-    """Give each rank its share of the cores; returns the threads this rank may use.
+    """Give this rank its share of the cores; return the number of threads it may use.
 
-    Args: libraries: those of this process, which take milliseconds to find; looked for where left
-    out.
+    Args: libraries: the libraries with threads of this process, which take milliseconds to find;
+          None: find them.
     """
     count = threads or max(1, of_all_ranks() // local_size)
     (libraries or ThreadpoolController()).limit(limits=count, user_api="blas")

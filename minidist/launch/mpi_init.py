@@ -1,23 +1,24 @@
-"""MPI_Init waits for every rank of the job, also for one that has ended: here it gets a limit, and
-names the missing.
+"""Give MPI_Init a time limit, and name the missing ranks: MPI_Init itself waits for every rank of
+the job, even for one that has ended.
 
-MPI_Init holds the interpreter, so no thread of a rank can watch it. A forked child of each rank
-does, and goes on until all ranks have met at the monitor, which hears of every end from then on,
-also where mpirun does not (lesson 01). mpirun's agent on a host (MPICH's hydra_pmi_proxy) is the
-parent of all ranks there, and the kernel says the rest:
+MPI_Init holds the interpreter lock, so no thread of a rank can watch it. A forked child of each
+rank does. It watches until all ranks have joined at the monitor; from then on the monitor notices
+every end, even where mpirun does not (lesson 01). mpirun's agent on a host (MPICH's
+hydra_pmi_proxy) is the parent of all ranks there, and the rest is known from the kernel:
 
     a rank that                              is known by
     has ended (an exception, sys.exit, …)    the agent has fewer children than ranks
-    is stopped (SIGSTOP)                     its process has been so for the patience
+    is stopped (SIGSTOP)                     its process has been stopped for the patience
     sleeps, computes                         at the limit it has not mapped MPICH's shared memory,
                                              as MPI_Init does
-    waits in MPI_Finalize for the others     it has mapped it, and Python has taken back its handler
+    waits in MPI_Finalize for the others     it has mapped it, and Python has removed its handler
                                              of SIGINT
     is on another host, or of another MPI    at the limit no rank of this host is missing
 
-One rank of the host says it in one line, and ends the job through mpirun. A rank in MPI_Finalize is
-only named, because a program may give up that handler too; the limit ends the job. MPICH's shared
-memory has a name in /dev/shm until then; the child also removes it if the rank is killed meanwhile.
+One rank of the host reports it in one line, and ends the job through mpirun. A rank in MPI_Finalize
+is only named, because a program may remove that handler too; the limit ends the job. MPICH's shared
+memory has a name in /dev/shm until all ranks have joined; the child also removes the name if the
+rank is killed meanwhile.
 """
 
 import contextlib
@@ -53,12 +54,12 @@ from minidist.launch.launchers import Launch, detect
 
 SHM = "/dev/shm"
 MPICH_BYTES = 1_061_440  # of /dev/shm that MPICH takes for each rank of a host
-# that UCX, on which it stands, takes for each rank, where UCX_FREE bytes are free
+# bytes that UCX, which MPICH uses, takes for each rank, if UCX_FREE bytes are free
 UCX_BYTES = 4_333_568
 UCX_FREE = 16 << 20
 _LOOK = 0.02  # seconds between two looks
 _STOPS = 0.2  # seconds between two looks for ranks that are stopped
-_SETTLE = 0.2  # seconds for others to end, or to come after all
+_SETTLE = 0.2  # seconds for other ranks to end, or to arrive after all
 # seconds that mpirun gets to read a line, and to end the job; between looks for MPI_Finalize
 _GRACE = 1.0
 _STATES = {
@@ -71,12 +72,11 @@ _STATES = {
 
 
 def mpi_world(launch: Launch) -> Any:
-    """MPI_COMM_WORLD, if it is the world that mpirun started.
+    """Return MPI_COMM_WORLD, if it is the world that mpirun started.
 
-    Raises: LaunchError if mpi4py belongs to another MPI than mpirun, or srun did not say by --mpi
-    how its tasks meet:
-            then each process is a world of its own; or if MPICH would be killed by its first look
-            at what it needs.
+    Raises: LaunchError if each process has become a world of its own (mpi4py belongs to another MPI
+            than mpirun, or srun was not given the right --mpi); or if MPI_Init would end the
+            process: wrong PMI variables, or too little room in /dev/shm.
     """
     if launch.launcher != "openmpi" and not _is_initialized():
         check_pmi()
@@ -104,13 +104,13 @@ def mpi_world(launch: Launch) -> Any:
 
 
 def _is_initialized() -> bool:
-    """Whether this process has called MPI_Init, as importing mpi4py.MPI does."""
+    """Return whether this process has called MPI_Init, as importing mpi4py.MPI does."""
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and bool(mpi.Is_initialized())
 
 
 def check_pmi() -> None:
-    """Raise LaunchError if PMI_FD or PMI_PORT cannot be what mpirun set: MPI_Init would end the
+    """Raise LaunchError if PMI_FD or PMI_PORT cannot be mpirun's: MPI_Init would end the
     process."""
     file = os.environ.get("PMI_FD")
     port = os.environ.get("PMI_PORT")
@@ -135,11 +135,11 @@ def _is_socket(number: str) -> bool:
 
 
 def make_room(ranks: int) -> None:
-    """Before MPI_Init: keep UCX off /dev/shm where it is small; MPICH can do without UCX's part of
-    it.
+    """Before MPI_Init: keep UCX from using /dev/shm if it is small.
 
-    UCX takes its part wherever it finds UCX_FREE bytes free, and dies if another rank was faster to
-    take them.
+    MPICH works without UCX's part of it.
+
+    UCX takes its part if it finds UCX_FREE bytes free, and dies if another rank takes them first.
     Raises: LaunchError if there is no room for MPICH's own part.
     """
     if problem := shortage(ranks):
@@ -149,11 +149,13 @@ def make_room(ranks: int) -> None:
 
 
 def shortage(ranks: int) -> str:
-    """What is missing, if MPICH would die of a full /dev/shm with so many ranks on this host; else
-    ""."""
+    """Return what is missing if /dev/shm is too full for this number of ranks (MPICH would die).
+
+    Return "" if there is room.
+    """
     needed = ranks * MPICH_BYTES
     free = _free_bytes()
-    # of this job, it may be: then it has its room
+    # the file may be this job's: then the room is allocated already
     if free >= needed or any(Path(SHM).glob("mpich_shm_*")):
         return ""
     return (
@@ -164,7 +166,7 @@ def shortage(ranks: int) -> str:
 
 
 def _free_bytes() -> float:
-    """The bytes of /dev/shm that are free; infinite where there is no such folder."""
+    """Return the free bytes of /dev/shm; infinite if there is no such folder."""
     try:
         state = os.statvfs(SHM)
     except OSError:
@@ -173,8 +175,10 @@ def _free_bytes() -> float:
 
 
 def shared_memory(pid: int) -> set[str]:
-    """The files of MPICH's shared memory that a process has mapped; none where the system does not
-    say."""
+    """Return the files of MPICH's shared memory that a process has mapped.
+
+    The set is empty if the system does not list them.
+    """
     with contextlib.suppress(OSError):
         return set(
             re.findall(
@@ -185,7 +189,7 @@ def shared_memory(pid: int) -> set[str]:
 
 
 def unlink(names: set[str]) -> None:
-    """Take the names off shared memory; the processes that have mapped it keep it."""
+    """Remove the names of shared memory; processes that have mapped it keep it."""
     for name in names:
         with contextlib.suppress(OSError):
             os.unlink(name)
@@ -195,11 +199,11 @@ def unlink(names: set[str]) -> None:
 def watched(
     launch: Launch, limit: float, patience: float = PATIENCE
 ) -> Iterator[Callable[[], None]]:
-    """Inside, MPI_Init happens, what is given is called when it is over, and all ranks meet. For
-    mpirun's ranks only.
+    """Watch MPI_Init and the joining of all ranks, which happen inside the block.
 
-    A rank that has not come to MPI_Init within `limit` seconds, or ends before the ranks have met,
-    or is stopped (SIGSTOP) for `patience` seconds, ends the job: no exception is raised.
+    This is for mpirun's ranks only. The block calls the function that it is given when MPI_Init is
+    over. A rank ends the job, without an exception, if it does not reach MPI_Init within `limit`
+    seconds, ends before all ranks have joined, or is stopped (SIGSTOP) for `patience` seconds.
     """
     if not launch.by_mpirun:
         yield lambda: None
@@ -208,7 +212,7 @@ def watched(
     rank = os.getpid()
 
     def watch() -> int:
-        os.setsid()  # what mpirun or the terminal sends is for the rank
+        os.setsid()  # signals of mpirun or the terminal are for the rank only
         os.close(end)
         InitWatch(launch, limit, rank, over, patience).run()
         return 0
@@ -232,8 +236,8 @@ def _write(file: int, word: bytes) -> None:
 
 
 class InitWatch:
-    """In the child: watches until `over` says that process `rank` has met the others, or that it is
-    gone."""
+    """The watch in the child: until `over` says that all ranks have joined, or that process `rank`
+    is gone."""
 
     def __init__(
         self, launch: Launch, limit: float, rank: int, over: int, patience: float = PATIENCE
@@ -246,10 +250,10 @@ class InitWatch:
         self._agent = parent_of(os.getsid(rank))  # mpirun begins a session with each rank
         self._names: set[str] = set()
         self._first: bool | None = None
-        self._leaving: set[int] | None = set()  # ranks seen in MPI_Finalize; None: that is said
+        self._leaving: set[int] | None = set()  # ranks seen in MPI_Finalize; None: reported
         self._looked = 0.0
         self._stops = ProcessLooks(patience)
-        self._frozen: dict[int, int] = {}  # the ranks found so, and their processes
+        self._frozen: dict[int, int] = {}  # the ranks found stopped, and their processes
 
     def run(self) -> None:
         heard = None
@@ -271,24 +275,24 @@ class InitWatch:
             unlink(self._names)
 
     def _hear(self, limit: float) -> bytes | None:
-        """What comes within `limit` s: b"." when all have met, b"" when the rank is gone or fails;
-        None if nothing."""
+        """Return what arrives within `limit` s: b"." if all have joined, b"" if the rank is gone or
+        fails, None if nothing."""
         poll = select.poll()
         poll.register(self._over, select.POLLIN)
         heard = os.read(self._over, 1) if poll.poll(1000 * limit) else None
-        if heard == b"i":  # MPI_Init is over; what comes now has limits of its own
+        if heard == b"i":  # MPI_Init is over; the next phases have limits of their own
             self._deadline = math.inf
             self._looked = time.monotonic()
             heard = None
         return heard
 
     def _end_job(self) -> bytes:
-        """Say which ranks are missing, and have mpirun end every rank."""
+        """Report which ranks are missing, and have mpirun end every rank."""
         heard = self._hear(_SETTLE)
-        if heard is not None:  # they have come; or mpirun ends the job, and says why
+        if heard is not None:  # all have joined; or mpirun ends the job, and says why
             return heard
         line, here = self._missing()
-        # the host of the missing rank says more
+        # the host of the missing rank can report more
         if not here and (heard := self._hear(_GRACE)) is not None:
             return heard
         if self._is_first():
@@ -300,8 +304,9 @@ class InitWatch:
         return b""
 
     def _say(self, line: str) -> None:
-        """To stderr, until mpirun has read it: what is in the pipe when it ends the job is lost."""
-        # not by sys.stderr: a thread may have held it at the fork
+        """Write to stderr and wait until mpirun has read it: text left in the pipe is lost when
+        mpirun ends the job."""
+        # not by sys.stderr: a thread may have held its lock at the fork
         with contextlib.suppress(OSError):
             os.write(2, line.encode())
             deadline = time.monotonic() + _GRACE
@@ -309,8 +314,10 @@ class InitWatch:
                 time.sleep(_LOOK)
 
     def _is_first(self) -> bool:
-        """Whether this is the first rank of the host to ask; it holds a lock on the shared memory
-        from then on."""
+        """Return whether this is the first rank of the host to ask.
+
+        The first one then holds a lock on the shared memory.
+        """
         if self._first is None:
             self._first = True
             with contextlib.suppress(FileNotFoundError):
@@ -322,7 +329,7 @@ class InitWatch:
         return self._first
 
     def _look_for_stops(self) -> bool:
-        """Whether a rank of this host has been stopped for the patience."""
+        """Return whether a rank of this host has been stopped for the patience."""
         if time.monotonic() >= self._stops.next(_STOPS):
             first = self._launch.world_rank - self._launch.local_rank
             here = self._here()
@@ -335,8 +342,7 @@ class InitWatch:
         return bool(self._frozen)
 
     def _look_at_finalize(self) -> None:
-        """While this rank waits behind MPI_Init: name those that look twice as if they waited in
-        MPI_Finalize."""
+        """After MPI_Init: name ranks that two looks in a row find to wait in MPI_Finalize."""
         before = self._leaving
         self._looked = time.monotonic()
         if before is None:
@@ -358,7 +364,7 @@ class InitWatch:
                 )
 
     def _ended(self) -> list[int]:
-        """The ranks of this host that have ended; or have not been started yet."""
+        """Return the ranks of this host that have ended, or have not been started yet."""
         size = self._launch.local_size
         if len(self._processes()) >= size:
             return []
@@ -367,13 +373,15 @@ class InitWatch:
         return [first + local for local in range(size) if local not in here] if here else []
 
     def _processes(self) -> list[int]:
-        """What mpirun has started here and has not ended; mpirun may be long in clearing away what
-        has."""
+        """Return the processes that mpirun has started here and that have not ended.
+
+        Ended ones are filtered out, because mpirun may reap them late.
+        """
         return [pid for pid in children_of(self._agent) if not has_ended(pid)]
 
     def _here(self) -> dict[int, int]:
-        """The process that mpirun has started for each rank of this host that has not ended, by
-        local rank.
+        """Return the process that mpirun has started for each rank of this host that has not ended,
+        by local rank.
 
         It is the rank itself, or a shell that has started it. Empty if mpirun's processes are not
         related in this way.
@@ -388,8 +396,8 @@ class InitWatch:
         return found if self._launch.local_rank in found else {}
 
     def _missing(self) -> tuple[str, bool]:
-        """Which ranks are missing, and why; whether ranks of this host are among them, as far as
-        can be seen."""
+        """Return a text on which ranks are missing and why, and whether ranks of this host are seen
+        to be missing."""
         size = self._launch.world_size
         first = self._launch.world_rank - self._launch.local_rank
         host = platform.node()
@@ -431,19 +439,18 @@ class InitWatch:
         )
 
     def _came(self, pid: int) -> bool:
-        """Whether a process, or one that it has started, is in MPI_Init."""
+        """Return whether a process, or one that it has started, is in MPI_Init."""
         return bool(self._in_mpi(pid))
 
     def _in_mpi(self, pid: int) -> list[int]:
-        """Those of a process and the processes that it has started which have mapped MPICH's shared
-        memory."""
+        """Return which of a process and its descendants have mapped MPICH's shared memory."""
         own = [pid] if shared_memory(pid) & self._names else []
         return own + [other for child in children_of(pid) for other in self._in_mpi(child)]
 
 
 def abort_by_mpirun(status: int = 1) -> None:
-    """End every rank, and mpirun with that status, as MPI_Abort does: by the socket of MPI_Init
-    (MPICH's PMI 1)."""
+    """End every rank, and mpirun with that status, as MPI_Abort does: through the socket of
+    MPI_Init (MPICH's PMI 1)."""
     with contextlib.suppress(KeyError, OSError):
         file = os.environ["PMI_FD"]
         if _is_socket(file):
@@ -451,8 +458,8 @@ def abort_by_mpirun(status: int = 1) -> None:
 
 
 def abort_mpi(status: int) -> NoReturn:
-    """End every rank of MPI_COMM_WORLD, and this process, without MPI's own message: ours has been
-    said."""
+    """End every rank of MPI_COMM_WORLD, and this process, without MPI's own message: ours is
+    printed already."""
     flush_output()
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():

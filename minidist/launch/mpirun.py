@@ -1,7 +1,9 @@
-"""Run a function on ranks that a new mpirun starts, each this module with the name of a FOLDER.
+"""Run a function on ranks that a new mpirun starts; each rank runs this module with the name of a
+FOLDER.
 
-The caller is the monitor, so it learns at once which rank was lost. The function travels by name,
-its arguments and results through files in a private folder, packed (comm/wire.py), never pickled.
+The caller runs the monitor, so it learns at once which rank was lost. The function is passed by
+name; its arguments and results go through files in a private folder, packed (comm/wire.py), never
+pickled.
 """
 
 import importlib
@@ -33,18 +35,18 @@ INSTALL = "`pip install mpich` brings one that needs no set-up"
 
 @dataclass(frozen=True)
 class Mpirun:
-    """The mpirun that a job here would use."""
+    """The mpirun that a job on this host would use."""
 
     path: str
     flavour: str  # "mpich" | "openmpi" | "unknown"
     version: str
 
     def command(self, size: int, *, patient: bool = False) -> list[str]:
-        """Start `size` ranks here, also where that is more than cores.
+        """Return the command that starts `size` ranks here, even if that is more than cores.
 
-        `patient`: the caller ends the job. Else MPICH's mpirun kills every rank moments after one
-        has ended without MPI_Finalize, before the others can report it; after a signal it does so
-        in any case (5.0).
+        `patient`: the caller ends the job. Without it, MPICH's mpirun kills every rank shortly
+        after one has ended without MPI_Finalize, before the others can report it; after a signal it
+        does so in any case (5.0).
         """
         options = {
             "openmpi": ["--oversubscribe"],
@@ -53,7 +55,7 @@ class Mpirun:
         return [self.path, *options.get(self.flavour, []), "-n", str(size)]
 
     def environment(self) -> dict[str, str]:
-        """This process's, without its own launcher's variables."""
+        """Return this process's environment without the variables of its own launcher."""
         names = (
             ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
             if self.flavour == "openmpi"
@@ -63,8 +65,10 @@ class Mpirun:
 
 
 def find_mpirun() -> Mpirun:
-    """The mpirun beside this Python, else the first on the path. Raises LaunchError if there is
-    none."""
+    """Return the mpirun in the folder of this Python, else the first on the path.
+
+    Raises: LaunchError if there is none.
+    """
     beside = Path(sys.executable).parent / "mpirun"
     path = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun")
     if path is None:
@@ -73,7 +77,10 @@ def find_mpirun() -> Mpirun:
 
 
 def mpirun_at(path: str) -> Mpirun:
-    """The mpirun in this file. Raises LaunchError, which says why, if it does not run."""
+    """Return the mpirun in this file.
+
+    Raises: LaunchError, which says why, if it does not run.
+    """
     try:
         asked = subprocess.run(
             [path, "--version"], capture_output=True, text=True, errors="replace", timeout=20
@@ -107,11 +114,12 @@ def run_mpi(
     transport: str = "mpi",
     patience: float = PATIENCE,
 ) -> list[Any]:
-    """`fn(world, *args)` on the ranks of a new mpirun, over mpi or another transport; results in
-    rank order.
+    """Run `fn(world, *args)` on the ranks of a new mpirun, over mpi or another transport.
 
-    Raises: what md.run says; LaunchError if there is no mpirun, or `fn` cannot be found by name
-    from another process.
+    Return the results in rank order.
+
+    Raises: as md.run; LaunchError if there is no mpirun, or another process cannot find `fn` by
+            name.
     """
     mpirun = find_mpirun()
     where = _name_of(fn, transport)
@@ -162,7 +170,7 @@ def run_mpi(
                 raise failures.late(late, size, limit, monitor.table())
             said.seek(0)
             text = said.read().decode(errors="replace").strip()
-            if late or process.returncode:  # it may fail when every rank has said goodbye, too
+            if late or process.returncode:  # it may fail even after every rank's goodbye
                 what = f"rank {late[0]} without result" if late else "after every rank's result"
                 raise LaunchError(f"mpirun ended with {process.returncode}, {what}: {text}")
             if text:
@@ -175,7 +183,7 @@ def run_mpi(
 
 
 def _name_of(fn: Callable[..., Any], transport: str) -> dict[str, str]:
-    """Module, name and file of a function that another process can import."""
+    """Return module, name and file of a function that another process can import."""
     module = getattr(fn, "__module__", None)
     name = getattr(fn, "__qualname__", "")
     code = getattr(fn, "__code__", None)
@@ -193,8 +201,7 @@ def _name_of(fn: Callable[..., Any], transport: str) -> dict[str, str]:
 
 
 def _load(module: str, name: str, file: str) -> Callable[..., Any]:
-    """The function by its module's name, or, where that is a script's or a test's, from its
-    file."""
+    """Return the function from its module; if that is a script or a test, from its file."""
     try:
         if module == "__main__":
             raise ImportError("a script has no module name")
@@ -211,8 +218,10 @@ def _load(module: str, name: str, file: str) -> Callable[..., Any]:
 
 
 def _rank_main(folder: Path) -> None:
-    """Join, call the function, leave the outcome in a file; exceptions are raised again so that the
-    job ends."""
+    """Join, call the function, write the outcome to a file.
+
+    Raise exceptions again so that the job ends.
+    """
     from minidist.launch import membership
 
     task = wire.unpack((folder / "task").read_bytes())
@@ -237,7 +246,7 @@ def _rank_main(folder: Path) -> None:
             packed = wire.pack({"error": failures.encode(error)})
         raise
     finally:
-        if packed:  # else the program was told to exit
+        if packed:  # otherwise the program exits without an outcome
             draft.write_bytes(packed)
             draft.replace(folder / f"outcome-{world.rank}")
 

@@ -1,9 +1,9 @@
-"""The commands of our own processes: Python with the current folder off its import path.
+"""Commands of our own processes: Python with the current folder removed from its import path.
 
 `python -m MODULE` and `python -c CODE` put the current folder first on that path, so a user's
-random.py or copy.py there is run in place of Python's own. `-P` prevents this from Python 3.11 on;
-the first words of the code do so in every Python, also in an older one of another host. A user's
-script is started as Python itself starts it.
+random.py or copy.py there would run in place of Python's own. `-P` prevents this from Python 3.11
+on; the first words of the code do so in every Python, including an older one on another host. A
+user's script is started as Python itself starts it.
 """
 
 import sys

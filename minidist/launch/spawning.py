@@ -1,12 +1,12 @@
 """Start copies of a program as the ranks of one job: `minidist launch`, `minidist train -n 4`.
 
-Each copy finds torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK,
-NODE_RANK, MASTER_ADDR, MASTER_PORT) and where our monitor is. What the ranks print to stdout, and
-rank 0 to stderr, goes straight to the terminal; stderr of the other ranks comes line by line as
-`[rank 2] …`.
+Each copy gets torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK,
+NODE_RANK, MASTER_ADDR, MASTER_PORT) and the address of our monitor. The ranks' stdout, and rank 0's
+stderr, go straight to the terminal; stderr of the other ranks is copied line by line as `[rank 2]
+…`.
 
-A copy starts with SIGINT blocked: Ctrl-C, which a terminal sends to all of them, reaches a program
-from md.init on. One that has not come so far, or never calls it, is ended by the launcher.
+A copy starts with SIGINT blocked: a terminal sends Ctrl-C to all copies, and it takes effect in a
+program from md.init on. The launcher ends a copy that has not reached md.init, or never calls it.
 """
 
 import os
@@ -37,7 +37,7 @@ from minidist.launch.token_file import TokenFile
 GRACE = 5.0  # seconds the other ranks get to end after one has failed, and again after SIGTERM
 STOP = 1.0  # the same when the launcher is told to stop
 MEET_LIMIT = 60.0  # seconds that a node waits for node 0 of its machine
-# seconds until what ranks printed last has been passed on: a grandchild may hold a pipe for ever
+# seconds to pass on the last lines of the ranks: a grandchild may hold a pipe for ever
 LAST_LINES = 5.0
 
 
@@ -45,8 +45,8 @@ LAST_LINES = 5.0
 class Nodes:
     """The machines of a job: how many, which one this is, and where node 0 listens.
 
-    `sizes`: how many ranks each has; left out: as many as this one. `master_port` 0: any free one,
-    on node 0 only.
+    `sizes`: the number of ranks on each; left out: the same as on this one. `master_port` 0: any
+    free port, on node 0 only.
     """
 
     count: int = 1
@@ -56,12 +56,12 @@ class Nodes:
     sizes: tuple[int, ...] = ()
 
     def ranks(self, size: int) -> range:
-        """The world ranks of this node, which has `size`."""
+        """Return the world ranks of this node, which has `size` ranks."""
         first = sum(self.sizes[: self.rank]) if self.sizes else self.rank * size
         return range(first, first + size)
 
     def world_size(self, size: int) -> int:
-        """Ranks of the job."""
+        """Return the number of ranks of the job."""
         return sum(self.sizes) if self.sizes else size * self.count
 
 
@@ -77,17 +77,17 @@ def spawn(
     """Run `size` copies of `command` here (on each of `nodes`) as ranks of one job, and wait for
     them.
 
-    Args:    patience: seconds that a rank's process may be stopped (SIGSTOP) before it is lost;
-             node 0's counts.
+    Args:    patience: seconds that a rank's process may be stopped (SIGSTOP) before it counts as
+             lost; node 0's value counts.
              limits: the cores and the memory of the ranks here; this process keeps to the cores,
              too.
     Returns: 0 if every rank here ended with 0; else the exit status of the first that failed (128 +
-    the signal's number
-             if it was killed). The others are told at once, then SIGTERM, then SIGKILL. 128 + the
-             signal's number, too, if this process gets SIGINT (Ctrl-C) or SIGTERM, which end the
-             ranks on all nodes, within 2 s; a second one kills those here at once. Ranks that save
-             their work when they are told to stop (`minidist train --save-every`) get the SIGTERM
-             and their time; they end with 75 (try again), and so does this.
+             the signal's number if it was killed). The others are notified at once, then get
+             SIGTERM, then SIGKILL. If this process gets SIGINT (Ctrl-C) or SIGTERM, it ends the
+             ranks on all nodes within 2 s and returns 128 + the signal's number; a second signal
+             kills the ranks here at once. Ranks that save their work at SIGTERM (`minidist train
+             --save-every`) get the signal and the time to do so; they end with 75 (try again), and
+             so does this.
     Raises:  LaunchError if the port is taken, or several nodes lack MASTER_PORT or a token.
     """
     nodes = nodes or Nodes()
@@ -104,8 +104,9 @@ def spawn(
 
 @contextmanager
 def token_on_this_machine(nodes: Nodes) -> Iterator[bytes | None]:
-    """The secret of a job whose nodes are all launchers of this machine: node 0's, in a private
-    file; else None.
+    """Yield the token of a job whose nodes are all on this machine, from node 0's private file.
+
+    For any other job it yields None.
 
     Raises: LaunchError if node 0 has not written it within MEET_LIMIT s.
     """
@@ -133,7 +134,7 @@ def token_on_this_machine(nodes: Nodes) -> Iterator[bytes | None]:
 
 
 class SpawnedJob:
-    """The ranks of one node, and on node 0 the job's monitor; on others the node's agent."""
+    """The ranks of one node; on node 0 also the job's monitor, on other nodes the node's agent."""
 
     def __init__(
         self,
@@ -151,9 +152,9 @@ class SpawnedJob:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.children = Children(self.processes, limits, patience)
         self.helpers: list[threading.Thread] = []
-        self.told: list[int] = []  # signals by which we were told to stop
+        self.told: list[int] = []  # signals to stop that we have received
         self.ended: set[int] = set()  # ranks whose end has been noted
-        self.passed_on = 0  # signals that the ranks were told, and end by themselves
+        self.passed_on = 0  # number of signals passed on to ranks that save and end
         self.again = False  # they have saved their work
         host = nodes.master_addr
         port = nodes.master_port
@@ -172,7 +173,7 @@ class SpawnedJob:
         self.place = MonitorAddress(host, port, token)
 
     def run(self) -> int:
-        """Start, wait, clean up; the exit status."""
+        """Start the ranks, wait for them, clean up; return the exit status."""
         with noting_signals(self.told):
             try:
                 self._start()
@@ -239,8 +240,8 @@ class SpawnedJob:
         }
 
     def _wait(self) -> int:
-        """Until every rank here has ended well, and on node 0 every rank anywhere; or until one has
-        not."""
+        """Wait until every rank here (on node 0: every rank anywhere) has ended well, or one has
+        failed; return the status."""
         while not self.told or self._pass_on():
             running = self.children.running()
             for rank, process in self.processes.items():
@@ -259,8 +260,8 @@ class SpawnedJob:
         return self._stop(Failure.by_signal(self.told[0]))
 
     def _pass_on(self) -> bool:
-        """Told to stop by one SIGTERM: whether the ranks that run here save their work and end by
-        themselves."""
+        """After one SIGTERM: if all running ranks here save their work, pass it on to them and
+        return True."""
         if self.told != [signal.SIGTERM] or not set(self.children.running()) <= self.watch.savers:
             return False
         if not self.passed_on:
@@ -270,7 +271,10 @@ class SpawnedJob:
         return True
 
     def _stop(self, loss: Failure) -> int:
-        """The ranks hear of it where they wait for each other, and unwind."""
+        """End the job: the monitor notifies ranks in their waits, and they unwind.
+
+        Return the exit status.
+        """
         self.watch.lose(loss)
         self.children.end(STOP, hurry=lambda: len(self.told) > 1)
         ranks = f"{len(self.processes)} ranks were" if len(self.processes) != 1 else "1 rank was"
@@ -278,10 +282,11 @@ class SpawnedJob:
         return loss.status
 
     def _note(self, rank: int, code: int) -> None:
-        """A rank here ended with `code`, perhaps because another failed first, and perhaps it was
-        expendable.
+        """Record that a rank here ended with `code`.
 
-        After a goodbye 0 is no failure, nor where no rank needs this one.
+        Another may have failed first, or the rank was expendable.
+
+        Status 0 is no failure after a goodbye, or if no rank needs this one.
         """
         how = self.limits.how_it_ended(code) if code else f"exited with status 0 {UNMET}"
         loss = Failure(rank, self.processes[rank].pid, os.uname().nodename, how)
@@ -295,7 +300,7 @@ class SpawnedJob:
             self.watch.loss = loss
 
     def _lost(self, loss: Failure) -> int:
-        if not loss.traceback:  # it could not speak for itself
+        if not loss.traceback:  # the rank could not print its own end
             say_line(f"minidist: {loss}; the job ends")
         code = self.children.code(loss.world_rank, GRACE)
         return loss.status if not code else code if code > 0 else 128 - code
@@ -314,15 +319,15 @@ class SpawnedJob:
 
 
 def start_thread(target: Callable[..., None], *args: Any) -> threading.Thread:
-    """A helper of a launcher."""
+    """Start a daemon thread for a launcher."""
     thread = threading.Thread(target=target, args=args, name="minidist launcher", daemon=True)
     thread.start()
     return thread
 
 
 def copy_lines(pipe: IO[bytes], name: Callable[[], str]) -> None:
-    """Every line that comes through the pipe, with its sender's name in front; a progress bar's
-    `\\r` ends one too."""
+    """Print every line from the pipe, with its sender's name in front; a progress bar's `\\r` ends
+    a line, too."""
     with pipe:
         for line in pipe:
             text = line.decode(errors="replace").rstrip("\r\n")
@@ -333,8 +338,11 @@ def copy_lines(pipe: IO[bytes], name: Callable[[], str]) -> None:
 
 @contextmanager
 def noting_signals(told: list[int]) -> Iterator[None]:
-    """In the block SIGINT and SIGTERM break off nothing; it looks at `told`. In the main thread,
-    which alone may."""
+    """Append SIGINT and SIGTERM to `told` instead of interrupting the block, which must look at
+    `told`.
+
+    Outside the main thread it changes nothing: only the main thread may set signal handlers.
+    """
 
     def note(number: int, frame: FrameType | None) -> None:
         told.append(number)

@@ -1,5 +1,5 @@
-"""How processes of an elastic job are started on this host: a fork of the template, else the
-command anew."""
+"""Start the processes of an elastic job on this host: by a fork of the template, or else by the
+command itself."""
 
 import contextlib
 import os
@@ -16,11 +16,12 @@ from minidist.launch.template import Orphan, Template, start_template
 
 
 class Starter:
-    """Processes of this host.
+    """A starter of processes on this host.
 
-    Args:       address: of the job's launcher. who(number): the name in front of the lines that a
-                process writes to stderr. template: one that this process has forked.
-    Attributes: name: of this host. ending: no more may be started.
+    Args:       address: the job's launcher's. who(number): the name in front of the lines that a
+                process writes to stderr. template: a template that this process has forked, or
+                None.
+    Attributes: name: this host's. ending: no more processes may be started.
     """
 
     def __init__(
@@ -43,11 +44,11 @@ class Starter:
         self.ending = False
 
     def start_template(self, give_up: Callable[[], bool]) -> None:
-        """Start the template, if there is none: a process that has loaded everything, of which
-        later ones are forked.
+        """Start the template, if there is none: a process that has loaded everything and is then
+        forked.
 
-        Waits until it is ready, or until give_up() is true. Where there can be none, processes are
-        started without it.
+        Waits until it is ready, or until give_up() is true. On a system without templates,
+        processes are started without one.
         """
         with contextlib.suppress(OSError):
             if self._template is None:
@@ -63,14 +64,14 @@ class Starter:
                 )
 
     def start(self, number: int) -> "subprocess.Popen[bytes] | Orphan | None":
-        """Start the process of this number; None if none is to be started any more.
+        """Start the process of this number; return None if no more are to be started.
 
         Raises: LaunchError if the command cannot be started.
         """
         process: subprocess.Popen[bytes] | Orphan | None = (
             None if self._template is None else self._template.fork(number, self._variables(number))
         )
-        if process is None and self.ending:  # the fork has taken so long
+        if process is None and self.ending:  # the job ended during the fork
             return None
         if process is None:
             try:
@@ -86,20 +87,20 @@ class Starter:
         return process
 
     def pass_on_lines(self, number: int, process: "subprocess.Popen[bytes] | Orphan") -> None:
-        """What the process writes to stderr goes to that of this one, in a thread."""
+        """Copy the process's stderr to our stderr, in a thread."""
         if process.stderr is not None:
             start_thread(copy_lines, process.stderr, lambda: self._who(number))
 
     def stopped(self, process: "subprocess.Popen[bytes] | Orphan") -> bool:
-        """Whether the process is stopped (SIGSTOP)."""
+        """Return whether the process is stopped (SIGSTOP)."""
         return bool(stop_of(process.pid))
 
     def how_it_ended(self, process: "subprocess.Popen[bytes] | Orphan", code: int) -> str:
-        """Its exit code in words."""
+        """Return the exit code in words."""
         return self.limits.how_it_ended(code)
 
     def close(self) -> None:
-        """No process will be started here any more."""
+        """End the template; no process will be started here any more."""
         if self._template is not None:
             self._template.close()
 

@@ -1,22 +1,23 @@
-"""A process that has loaded what a rank needs, and forks: a replacement is there in milliseconds,
-not in a second.
+"""A process that has loaded what a rank needs, and forks: a replacement starts in milliseconds, not
+in a second.
 
     launcher                               template                        process 5
     starts the template .................. loads minidist and the data,
                                            makes one tiny step
     number 5, a pipe for its stderr -----> forks twice ..................> connects to the launcher,
-    as any process does
+                                                                           as any process does
                      its process id <----- the parent of process 5 ends,
-                                           so the launcher becomes it (Linux: prctl)
+                                           so the launcher becomes its
+                                           parent (Linux: prctl)
 
-Loading takes 0.3 to 1 s of a core, which the ranks that work would miss. A fork copies no memory
+Loading takes 0.3 to 1 s of a core, which the working ranks would lose. A fork copies no memory
 until it is written. The template has one thread, holds no state of the training and ends with the
-launcher. If it is lost, processes are started in the usual way. Not for ranks on a GPU: a driver
-that is in use does not survive a fork.
+launcher. If it is lost, processes are started in the usual way. It is not for ranks on a GPU: a
+driver that is in use does not survive a fork.
 
 A launcher that has loaded the same modules itself forks its template (`fork_template`), before it
-starts a thread or opens a file: then they are loaded once for all ranks. A launcher that has not
-starts the ranks' command once more.
+starts a thread or opens a file: then the modules are loaded once for all ranks. A launcher that has
+not starts the ranks' command once more.
 """
 
 import contextlib
@@ -41,17 +42,18 @@ VARIABLE = "MINIDIST_TEMPLATE"  # of the template's environment: the number of i
 FORK_LIMIT = 10.0  # seconds that a fork may take
 END_LIMIT = 1.0  # seconds that the template gets to end
 _READY = b"!"
-# the number of a process, and how many bytes its variables have, which follow
+# the number of a process, and the length in bytes of its variables, which follow
 _ORDER = struct.Struct("<qq")
 _NUMBER = struct.Struct("<q")
 _SET_CHILD_SUBREAPER = 36  # prctl
 
 
 class Orphan:
-    """A process whose parent has ended, so that this process became it, or a copy of this one; used
-    like a Popen.
+    """A child that a Popen did not start: an orphan that this process adopted, or a fork.
 
-    Attributes: stderr: what it writes there, or None.
+    It is used like a Popen.
+
+    Attributes: stderr: the pipe that it writes to, or None.
     """
 
     def __init__(self, pid: int, stderr: IO[bytes] | None) -> None:
@@ -61,7 +63,7 @@ class Orphan:
         self._lock = threading.Lock()
 
     def poll(self) -> int | None:
-        """The exit code as Popen has it; None while it runs."""
+        """Return the exit code in Popen's form; None while it runs."""
         with self._lock:
             if self._code is None:
                 try:
@@ -74,13 +76,13 @@ class Orphan:
             return self._code
 
     def send_signal(self, number: int) -> None:
-        """As Popen's: nothing, if it has ended."""
+        """Send a signal; do nothing if the process has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # another thread has just reaped it
                 os.kill(self.pid, number)
 
     def wait(self, timeout: float) -> int:
-        """Its exit code. Raises: subprocess.TimeoutExpired."""
+        """Wait for the end and return the exit code. Raises: subprocess.TimeoutExpired."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -90,7 +92,7 @@ class Orphan:
 
 
 class Template:
-    """The launcher's side of a template process, which has the other end of the socket."""
+    """The launcher's end of the socket to a template process."""
 
     def __init__(self, process: "subprocess.Popen[bytes] | Orphan", sock: socket.socket) -> None:
         self._process = process
@@ -99,7 +101,7 @@ class Template:
         self.ready = False
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has loaded, or has ended: after at most so many seconds."""
+        """Wait at most `seconds`; return whether the template has loaded, or has ended."""
         with contextlib.suppress(OSError):
             if not self.ready and select.select([self._sock], [], [], seconds)[0]:
                 self.ready = self._sock.recv(1) == _READY
@@ -108,8 +110,10 @@ class Template:
         return self.ready or self._process.poll() is not None
 
     def fork(self, number: int, variables: Mapping[str, str] | None = None) -> Orphan | None:
-        """A new process of this number, with these variables in its environment; None if the
-        template is lost."""
+        """Return a new process of this number, with these variables in its environment.
+
+        None if the template is lost.
+        """
         if not self.ready:
             return None
         told = b""
@@ -126,11 +130,11 @@ class Template:
         if ours is not None:
             os.close(ours)
         self.ready = False
-        self._process.send_signal(signal.SIGKILL)  # one that is late would fork after all
+        self._process.send_signal(signal.SIGKILL)  # a late template would fork after all
         return None
 
     def close(self) -> None:
-        """It ends when its socket does; later orphans go to the system again."""
+        """End the template by closing its socket; later orphans go to the system again."""
         self._sock.close()
         try:
             self._process.wait(END_LIMIT)
@@ -141,9 +145,10 @@ class Template:
 
 
 def start_template(command: Sequence[str], environment: Mapping[str, str]) -> Template:
-    """A template that loads what it needs: a process of this command, which calls fork_on_demand().
+    """Start a template as a process of this command, which calls fork_on_demand() when it has
+    loaded what it needs.
 
-    Raises: OSError if this system has no such thing, or the command cannot be started.
+    Raises: OSError if this system has no templates, or the command cannot be started.
     """
     sock, theirs = _socket_pair()
     with theirs:
@@ -154,13 +159,14 @@ def start_template(command: Sequence[str], environment: Mapping[str, str]) -> Te
 
 
 def fork_template() -> Template | None:
-    """A template that has loaded what this process has: a copy of it. None in that copy, which
-    calls fork_on_demand().
+    """Fork a template, which has loaded what this process has.
 
-    A thread of this process would be missing in the copy, perhaps with a lock that it held; so this
-    one has no other (the BLAS library's prepare themselves for a fork). Files that are open are
-    open there, too, and in all ranks.
-    Raises: OSError if this system has no such thing.
+    Return None in the copy, which calls fork_on_demand().
+
+    Another thread of this process would be missing in the copy, and might hold a lock; so this
+    process may have no other (except the BLAS library's, which prepares itself for a fork). Open
+    files are open in the copy, too, and in all ranks.
+    Raises: OSError if this system has no templates, or another thread runs.
     """
     if threading.active_count() > 1:
         raise OSError("another thread of this process runs")
@@ -181,23 +187,28 @@ def fork_template() -> Template | None:
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Of a launcher and its template. Raises: OSError if this system does not make orphans the
-    launcher's children."""
+    """Return a connected pair of sockets for a launcher and its template.
+
+    Raises: OSError if this system cannot make orphans the launcher's children.
+    """
     if not _take_orphans(True):
         raise OSError("this process cannot become the parent of orphans")
     return socket.socketpair()
 
 
 def _take_orphans(yes: bool) -> bool:
-    """Have orphans below this process become its children, or no longer; whether this system can do
-    that."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux alone
+    """Make orphans below this process its children, or no longer.
+
+    Return whether this system can do that.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # only on Linux
     return prctl is not None and bool(prctl(_SET_CHILD_SUBREAPER, int(yes), 0, 0, 0) == 0)
 
 
 def fork_on_demand() -> None:
-    """Where the launcher asked for a template: become it. Returns in every process that it forks,
-    not in itself.
+    """Become the template, if the launcher asked for one.
+
+    Returns only in the processes that it forks.
 
     In a process that is no template it returns at once.
     """
@@ -205,7 +216,7 @@ def fork_on_demand() -> None:
     if fileno is None:
         return
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher gets it, too
-    # one that came meanwhile is ignored, too
+    # a SIGINT that arrived meanwhile is ignored, too
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         number, variables, stderr = _serve(int(fileno))
@@ -222,8 +233,9 @@ def fork_on_demand() -> None:
 
 
 def _serve(fileno: int) -> tuple[int, dict[str, str], int]:
-    """Fork when the launcher asks. Returns in a process that was forked: its number, its variables,
-    its stderr's file.
+    """Fork when the launcher asks.
+
+    Return, in a forked process, its number, its variables and its stderr's file.
 
     Raises: OSError, in the template.
     """
@@ -243,7 +255,7 @@ def _serve(fileno: int) -> tuple[int, dict[str, str], int]:
 
 
 def _fork_an_orphan() -> int:
-    """The process id of a copy of this process whose parent has ended; 0 in the copy."""
+    """Return the process id of a copy of this process whose parent has ended; 0 in the copy."""
     flush_output()
     reader, writer = os.pipe()
     middle = _fork()
@@ -264,7 +276,7 @@ def _fork_an_orphan() -> int:
 
 
 def _fork() -> int:
-    """os.fork, without the warning of Python 3.12 for threads, which are the BLAS library's
+    """Call os.fork without Python 3.12's warning about threads: only the BLAS library's run
     (children.py)."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)

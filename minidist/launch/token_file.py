@@ -1,4 +1,4 @@
-"""The job's token in a private file, for ranks whose launcher carries no secret of ours
+"""The job's token in a private file, for ranks whose launcher cannot pass our secret on
 (joining.py)."""
 
 import contextlib
@@ -13,12 +13,12 @@ STALE = 600.0  # seconds until a token without a lock may go: other hosts may no
 
 
 class TokenFile:
-    """The job's token in a file that only this user can read, under torchrun and srun, which carry
-    no secret of ours.
+    """The job's token in a file that only this user can read, under launchers that pass no secret
+    on (torchrun, srun).
 
-    Nodes find it through a shared home; where there is none, the user sets MINIDIST_TOKEN. Rank 0
-    holds a lock on it until it is removed, so that a file without one is seen to be a killed job's,
-    and goes when the next one is written.
+    Nodes find it through a shared home; without one, the user sets MINIDIST_TOKEN. Rank 0 holds a
+    lock on the file until it is removed. So a file without a lock belongs to a killed job, and the
+    next write removes it.
     """
 
     def __init__(self, job: str) -> None:
@@ -27,7 +27,10 @@ class TokenFile:
         self._lock: int | None = None
 
     def write(self, token: bytes) -> None:
-        """Put the token there, in one step. Raises LaunchError if the place cannot be written."""
+        """Write the token, in one step.
+
+        Raises: LaunchError if the place cannot be written.
+        """
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             sweep(self.path.parent, "job-", older=STALE)
@@ -45,8 +48,10 @@ class TokenFile:
             ) from error
 
     def read(self) -> bytes | None:
-        """The token, or None while there is none. Raises LaunchError if another user could have
-        written or read it."""
+        """Return the token, or None while there is none.
+
+        Raises: LaunchError if another user could have written or read it.
+        """
         try:
             with open(open_regular(self.path, member=True), "rb") as file:
                 state = os.fstat(file.fileno())
@@ -60,8 +65,10 @@ class TokenFile:
             return None
 
     def is_held(self) -> bool:
-        """Whether the process that wrote the token still holds it; else a killed job left it
-        there."""
+        """Return whether the process that wrote the token still holds it.
+
+        If not, a killed job left it.
+        """
         with (
             contextlib.suppress(OSError),
             open(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file,
@@ -71,7 +78,7 @@ class TokenFile:
         return self.path.exists()  # locked, or a file system without locks
 
     def remove(self) -> None:
-        """Forget the token: every rank has it."""
+        """Remove the file: every rank has the token."""
         self.path.unlink(missing_ok=True)
         if self._lock is not None:
             os.close(self._lock)

@@ -1,4 +1,4 @@
-"""From a transport's name to a transport; each module is loaded when it is asked for."""
+"""Build a transport from its name; each module is imported when it is needed."""
 
 import difflib
 import importlib
@@ -26,12 +26,15 @@ _MAKERS = {
     "mpi": ("mpi.transport", "MpiTransport"),
     "nccl": ("gpu.nccl", "connect"),
 }
-# most seconds to wait for the reason of a connection that failed; milliseconds mostly
+# most seconds to wait for the reason of a failed connection; usually milliseconds
 HEARSAY = 2.0
 
 
 def check_name(name: str, among: tuple[str, ...] = PROCESSES) -> None:
-    """Raises LaunchError, with the nearest spelling, unless `name` is one of `among`."""
+    """Raise LaunchError, with the nearest spelling, unless `name` is in `among`.
+
+    Also raise it for nccl if CuPy is not installed.
+    """
     if name not in among:
         nearest = difflib.get_close_matches(str(name), among, 1)
         raise LaunchError(
@@ -40,7 +43,7 @@ def check_name(name: str, among: tuple[str, ...] = PROCESSES) -> None:
             + f"choose from {', '.join(among)}"
         )
     if name == "nccl" and importlib.util.find_spec("cupy") is None:
-        # not more: the ranks look for the GPU, and a process that has done so cannot fork any more
+        # no more checks: only the ranks look for the GPU, after which a process cannot fork
         raise LaunchError(
             "transport 'nccl' needs CuPy, which is not installed; pip install -e '.[cuda13]' (or "
             "cuda12), or take auto"
@@ -48,8 +51,10 @@ def check_name(name: str, among: tuple[str, ...] = PROCESSES) -> None:
 
 
 def current_name(name: str, *, speaks: bool = True) -> str:
-    """The name that a transport has today; "sockets", its name before, is told once a job, by the
-    rank that speaks."""
+    """Return a transport's present name.
+
+    For its old name "sockets", the rank with `speaks` warns once.
+    """
     if name != "sockets":
         return name
     if speaks:
@@ -63,7 +68,10 @@ def current_name(name: str, *, speaks: bool = True) -> str:
 
 
 def load(name: str) -> Callable[..., Transport]:
-    """What makes a transport between processes; importing it costs more than calling it."""
+    """Return the function that makes a transport between processes.
+
+    The import costs more than the call.
+    """
     module, maker = _MAKERS[name]
     return getattr(importlib.import_module(f"minidist.comm.transports.{module}"), maker)  # type: ignore[no-any-return]
 
@@ -73,13 +81,13 @@ def build(
 ) -> Transport:
     """Connect this rank with all others; every rank calls it with the same name.
 
-    A thread connects, so that a loss elsewhere ends the joining at once, whatever it waits for.
+    A thread connects, so that a loss of another rank ends the joining at once, whatever it waits
+    for.
 
-    Args:   node: the machine this rank is on, as its launcher counts.
+    Args:   node: the number of this rank's machine, as its launcher counts.
     Raises: LaunchError if the transport cannot work here; PeerLostError if a rank is lost
-    meanwhile, whatever else went
-            wrong because of it; HandshakeError, TimeoutError or CommError if connecting fails for
-            another reason.
+            meanwhile, whatever else failed because of it; HandshakeError, TimeoutError or CommError
+            if connecting fails for another reason.
     """
     if name == "nccl":  # here: the GPU is chosen for each thread
         host = build("auto", link, token, limit, node=node)
@@ -112,7 +120,7 @@ def build(
         outcome if isinstance(outcome, OSError) and not isinstance(outcome, CommError) else None
     )
     if system or isinstance(outcome, PeerLostError | HandshakeError):
-        # the connection broke a moment before the monitor says why
+        # the connection broke shortly before the monitor reports why
         loss = link.wait_for_loss(HEARSAY)
         if loss is not None:
             raise loss.error() from outcome
@@ -125,7 +133,7 @@ def build(
 
 
 def allow_open_files(size: int) -> None:
-    """Have the system let this process open FILES a rank, as far as its user may decide that."""
+    """Raise this process's limit of open files to FILES per rank, as far as its user may."""
     count = FILES * size
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < count and soft != hard:
@@ -133,7 +141,7 @@ def allow_open_files(size: int) -> None:
 
 
 def progress_mpi() -> None:
-    """Have MPI deliver what this rank has sent, also while it calls MPI for nothing else."""
+    """Have MPI deliver what this rank has sent, even while it makes no other call to MPI."""
     from mpi4py import MPI
 
     MPI.COMM_WORLD.Iprobe()

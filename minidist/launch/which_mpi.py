@@ -1,18 +1,18 @@
-"""Whether mpi4py's MPI is the one whose mpirun started this process, found out before MPI_Init.
+"""Find out, before MPI_Init, whether mpi4py's MPI is the one whose mpirun started this process.
 
 MPICH's library under Open MPI's mpirun ends the process inside MPI_Init, with lines of its own
-("unsupported PMI version PMIx"). So under Open MPI, which OMPI_ variables show, the library is
-asked for its name before MPI_Init.
+("unsupported PMI version PMIx"). So under Open MPI, which OMPI_ variables show, we ask the library
+for its name before MPI_Init.
 
     mpirun of    library of     the ranks are
     MPICH        any            those of an MPI_COMM_WORLD; worlds of one rank are refused
                                 (mpi_init.py)
     Open MPI     Open MPI       those of an MPI_COMM_WORLD
-    Open MPI     MPICH, none    no MPI's: they meet at rank 0, over shared memory and TCP
+    Open MPI     MPICH, none    no MPI's: they join at rank 0, over shared memory and TCP
                                 (joining.py)
 
-srun says by --mpi how MPI's ranks meet. With pmix MPICH's library would end the process in the same
-way.
+srun's --mpi chooses how MPI's ranks connect. With pmix, MPICH's library would end the process in
+the same way.
 """
 
 import atexit
@@ -25,7 +25,9 @@ from minidist.launch.launchers import LAST_PORT, Launch, check_host, detect, num
 
 
 def find_launch() -> Launch:
-    """What the launcher says, as `detect`; `other_mpi` where its MPI is not mpi4py's.
+    """Return the Launch of this process, as `detect` does.
+
+    `other_mpi` is set if its MPI is not mpi4py's.
 
     Raises: LaunchError, one line, if the launcher contradicts itself.
     """
@@ -43,8 +45,10 @@ def find_launch() -> Launch:
 
 
 def library() -> str:
-    """The name and version of mpi4py's MPI, "" if there is none. MPI_Init is not called:
-    mpi_init.py does that."""
+    """Return the name and version of mpi4py's MPI, "" if there is none.
+
+    MPI_Init is not called (mpi_init.py does that).
+    """
     known = "mpi4py.MPI" in sys.modules
     try:
         import mpi4py
@@ -56,28 +60,28 @@ def library() -> str:
         finally:
             mpi4py.rc.initialize = before
         if not known:
-            atexit.register(_finalize)  # before membership registers its end, so it comes after it
+            atexit.register(_finalize)  # before membership registers its end, so it runs after it
         return " ".join(MPI.Get_library_version().splitlines()[0].rstrip("\x00").split())
     except (ImportError, RuntimeError, OSError):  # not installed; no library that it could load
         return ""
 
 
 def _finalize() -> None:
-    """What mpi4py does at the end of a process if importing it has called MPI_Init."""
+    """Call MPI_Finalize at exit, as mpi4py does if importing it has called MPI_Init."""
     mpi = sys.modules["mpi4py.MPI"]
     if mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
 
 
 def cannot_meet(launch: Launch) -> bool:
-    """Whether MPI_Init would end these ranks, which are to use MPI."""
+    """Return whether MPI_Init would end these ranks, which are to use MPI."""
     return launch.other_mpi or (
         launch.mpi_by_srun and "PMIX_NAMESPACE" in os.environ and "Open MPI" not in library()
     )
 
 
 def refusal(launch: Launch) -> LaunchError:
-    """The error of ranks that are to use MPI and `cannot_meet`."""
+    """Return the error for ranks that are to use MPI and for which `cannot_meet` is true."""
     if launch.mpi_by_srun:
         return LaunchError(
             f"srun --mpi=pmix started {launch.world_size} tasks, but mpi4py has "
@@ -92,7 +96,8 @@ def refusal(launch: Launch) -> LaunchError:
 
 
 def remark(launch: Launch) -> str:
-    """What is said once where the transport was not chosen: MPI was to be expected under mpirun."""
+    """Return the line that is printed once if no transport was chosen: under mpirun a user expects
+    MPI."""
     return (
         f"minidist: Open MPI's mpirun started these {launch.world_size} ranks, but mpi4py has "
         f"{library() or 'no MPI library'}; taking transport auto (shared memory, TCP) instead of "

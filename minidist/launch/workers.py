@@ -1,23 +1,25 @@
-"""The processes of an elastic job, and the launcher's connection to each: they outlive the
-generations of the job.
+"""The processes of an elastic job, and the launcher's connection to each; a process may serve in
+several generations.
 
-    process -> launcher                                       launcher -> process
-    waiting   why it left its generation; tidy: it lost       generation   rank, size, where the
-              monitor is; whether
-              nothing; steps that it has made; saves: at                   the job has begun
-              SIGTERM it saves its work and ends
-    formed    step: the state is whole; rank 0's              regroup      to rank 0: find the step to stop after
-    stepped   step: the first step after that was made        stop         step: leave the generation after it
-    at        step: so many are made; rank 0's, now and then
+    process -> launcher                                 launcher -> process
+    waiting   why it left its generation;               generation   rank, size, where the monitor
+              tidy: it lost nothing;                                 is; whether the job has begun
+              steps that it has made;                   regroup      to rank 0: name the step to
+              saves: at SIGTERM it saves its                         stop after
+              work and ends                             stop         step: leave the generation
+    formed    step: the state is whole; rank 0's                     after it
+    stepped   step: the first step after that is made   go           to rank 0: all others know
+    at        step: this number of steps is made;                    that step
+              rank 0's, several per second              record       the records of all generations
     trained   step: all steps are made; rank 0's
-                                                                           (of ranks that make steps of their own: 0)
-    boundary  step: all are to stop after it; rank 0's        go           to rank 0: all others know that step
-    agreed    it knows that step                              record       what happened in all generations
+              (of ranks that make steps of their own: 0)
+    boundary  step: all are to stop after it; rank 0's
+    agreed    it knows that step
     record    (asks)
-    give_up   why the job cannot go on
-    done      it has all that it came for
+    give_up   why the job cannot continue
+    done      its work is finished
 
-A process that hangs up, or a launcher that does, is gone.
+A closed connection means that the process, or the launcher, is gone.
 """
 
 import contextlib
@@ -51,13 +53,14 @@ Event = tuple["Worker", dict[str, Any]]
 
 
 class Worker:
-    """A process. `number` counts from 0 and is never used again; `rank` is that of its last
-    generation.
+    """A process of the job.
 
-    Args:       starter: what has started it.
+    `number` counts from 0 and is never used again; `rank` is its rank in its last generation.
+
+    Args:       starter: the Starter that has started it.
     Attributes: state    STARTING, WAITING (for a generation), MEMBER (of the present one) or DONE
                 tells    it was a member once, and may hold copies of the state
-                saves    at SIGTERM it saves its work and ends; told: it was sent one
+                saves    at SIGTERM it saves its work and ends; told: SIGTERM was sent to it
     """
 
     def __init__(self, number: int, process: Any, starter: Starter) -> None:
@@ -78,13 +81,17 @@ class Worker:
         return f"rank {self.rank}" if self.state == MEMBER else f"process {self.number}"
 
     def send(self, kind: str, **content: Any) -> None:
-        """Send one frame. An error is ignored: a process that is gone is found by its end."""
+        """Send one message. An error is ignored: the launcher notices the end of a process in
+        another way."""
         with contextlib.suppress(CommError, OSError, ValueError):
             if self.sock is not None:
                 wire.send_frame(self.sock, {"kind": kind, **content}, 1.0)
 
     def ended(self, limit: float = REAP_LIMIT) -> int | None:
-        """The exit code of a process that is just ending; None if it still runs after `limit` s."""
+        """Return the exit code of a process that is about to end.
+
+        None if it still runs after `limit` s.
+        """
         deadline = time.monotonic() + limit
         code: int | None
         while (code := self.process.poll()) is None and time.monotonic() < deadline:
@@ -93,11 +100,11 @@ class Worker:
 
     @property
     def stopped(self) -> bool:
-        """Whether it is stopped (SIGSTOP)."""
+        """Return whether it is stopped (SIGSTOP)."""
         return self.starter.stopped(self.process)
 
     def kill_frozen(self, patience: float) -> None:
-        """Kill it if it was stopped each time that it was looked at for `patience` seconds."""
+        """Kill it if each look of the last `patience` seconds has found it stopped."""
         if not self.stopped:
             self._stopped = None
         elif self._stopped is None:
@@ -107,7 +114,7 @@ class Worker:
             self.kill()
 
     def how_it_ended(self, code: int) -> str:
-        """Its exit code in words."""
+        """Return the exit code in words."""
         if self.frozen:
             return "was frozen (stopped) at its start, and is killed"
         return self.starter.how_it_ended(self.process, code)
@@ -120,16 +127,18 @@ class Worker:
                 self.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """At once; a stopped process, too."""
+        """Send SIGKILL, which also ends a stopped process."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGKILL)
 
 
 class Workforce:
-    """All processes that were started and have not ended, by number; what they say is in `events`.
+    """All processes that were started and have not ended, by number.
 
-    Args:       template: of this host, if there is one already.
-    Attributes: coming: how many more are being started.
+    Their messages are in `events`.
+
+    Args:       template: this host's, if there is one already.
+    Attributes: coming: number of processes that are being started.
     """
 
     def __init__(
@@ -140,7 +149,7 @@ class Workforce:
         template: Template | None = None,
     ) -> None:
         self.started = 0
-        # replaced as a whole: another thread may be walking through it
+        # replaced as a whole: another thread may be iterating over it
         self.workers: dict[int, Worker] = {}
         self.coming = 0
         self.events: queue.SimpleQueue[Event | LaunchError | None] = queue.SimpleQueue()
@@ -164,16 +173,15 @@ class Workforce:
         start_thread(self._accept)
 
     def prepare(self, *, forks: bool, told: Callable[[], bool]) -> None:
-        """Before the first start: load the template.
+        """Start the template and wait until it has loaded; call this before the first start.
 
-        Args:   forks: the command calls template.fork_on_demand(). told(): whether to wait no
-                longer.
+        Args:   forks: the command calls template.fork_on_demand(). told(): whether to stop waiting.
         """
         if forks:
             self.starter.start_template(told)
 
     def _name(self, number: int) -> str:
-        """The name of a process in front of what it says."""
+        """Return the name of a process, which is put in front of its lines."""
         worker = self.workers.get(number)
         return f"process {number}" if worker is None else str(worker)
 
@@ -182,8 +190,8 @@ class Workforce:
         self._start(self._next_number())
 
     def start_beside(self) -> None:
-        """As `start`, in another thread: a fork may take long, and the launcher serves the ranks
-        meanwhile.
+        """Start another process in a thread: a fork may take long, and the launcher serves the
+        ranks meanwhile.
 
         An error is raised by `next_event`.
         """
@@ -191,12 +199,12 @@ class Workforce:
         self._starters = [*living, start_thread(self._start_or_tell, self._next_number())]
 
     def count(self) -> int:
-        """The processes that are there, and those that are being started."""
+        """Return the number of processes, including those that are being started."""
         with self._counting:
             return len(self.workers) + self.coming
 
     def _next_number(self) -> int:
-        """The number of a process that is about to be started."""
+        """Return the number of a process that is about to be started."""
         with self._counting:
             self.coming = self.coming + 1
             self.started = self.started + 1
@@ -211,14 +219,14 @@ class Workforce:
             self.events.put(LaunchError(f"cannot start process {number}: {error}"))
 
     def _cannot_accept(self, error: OSError) -> None:
-        """Processes call, and this one has nothing left to take them with."""
+        """Report that processes connect and this one has no resources left to accept them."""
         size = max(1, len(self.workers))
         self.events.put(
             LaunchError(f"cannot take the connection of another process: {shortage(error, size)}")
         )
 
     def _start(self, number: int) -> None:
-        with self._starting:  # one that is forked may come before start() returns
+        with self._starting:  # a forked process may connect before start() returns
             if self._closed:
                 return
             process = self.starter.start(number)
@@ -231,11 +239,11 @@ class Workforce:
         self.starter.pass_on_lines(number, process)
 
     def of(self, *states: str) -> list[Worker]:
-        """Those in one of these states, by number."""
+        """Return the processes in one of these states, by number."""
         return [worker for _, worker in sorted(self.workers.items()) if worker.state in states]
 
     def next_event(self, limit: float) -> Event | None:
-        """What a process said; None if none said anything in `limit` s, or one has ended.
+        """Return a process's message; None if none arrives in `limit` s, or if a process has ended.
 
         Raises: LaunchError if another process could not be started.
         """
@@ -248,7 +256,8 @@ class Workforce:
         return event
 
     def reap(self) -> list[tuple[Worker, int]]:
-        """Those that have ended since the last call, with their exit codes."""
+        """Remove and return the processes that have ended since the last call, with their exit
+        codes."""
         gone = [
             (worker, code)
             for worker in self.of(STARTING, WAITING, MEMBER, DONE)
@@ -265,8 +274,9 @@ class Workforce:
         return gone
 
     def end(self, grace: float, hurry: Callable[[], bool]) -> None:
-        """Hang up, which ends those that wait or will; SIGTERM after `grace` s, and SIGKILL after
-        as long again.
+        """Close all connections, at which waiting processes end.
+
+        Send SIGTERM after `grace` s, SIGKILL after as long again.
 
         A process that has not connected yet gets SIGTERM at once.
         """
@@ -306,7 +316,7 @@ class Workforce:
             self._acceptor.accept()
 
     def _enter(self, sock: socket.socket, hello: dict[str, Any]) -> None:
-        """A process has connected: hear it, in a thread of its own."""
+        """Accept the connection of a process, and receive its messages in a thread."""
         with self._starting:
             worker = self.workers.get(hello.get("process", -1))
         if worker is None or worker.sock is not None:
@@ -324,7 +334,7 @@ class Workforce:
             while True:
                 self.events.put((worker, wire.recv_frame(sock, None)))
         worker.ended()
-        self.events.put(None)  # so that the launcher looks
+        self.events.put(None)  # wakes the launcher, which looks for ended processes
 
 
 def _run(target: Callable[..., None], *args: Any) -> None:

@@ -1,2 +1,2 @@
-"""Chapter 26: training that survives: checkpoints that any plan can load, and what is done with
-them."""
+"""Chapter 26: training that survives failures: checkpoints that any plan can load, and their
+uses."""

@@ -1,18 +1,18 @@
-"""Chapter 26 · Elastic training: ranks may die and join, and the training goes on without a
+"""Chapter 26 · Elastic training: ranks may die and join, and the training continues without a
 restart.
 
     generation 1, 4 ranks   step 40   step 41   step 42 ✗ rank 2 is killed
     generation 2, 3 ranks                       step 42   step 43            from the copies of step 41 in memory
     generation 3, 4 ranks                                          step 44   a new process has started and joins
 
-The idea. A rank that waits for a lost one gets PeerLostError, in whatever call it is. Its process
+The idea. A rank that waits for a lost rank gets PeerLostError, in whatever call it is. Its process
 need not end: it closes the world, and gets a rank in the next generation from the launcher
-(launch/elastic_job.py). There the ranks agree on the newest step that they hold whole
-(peer_copies.py), make a Trainer for the new plan, and fill its state. If they hold none whole,
-because a rank was lost together with its partner, they take the newest checkpoint.
+(launch/elastic_job.py). There the ranks agree on the newest step whose state they hold complete
+(peer_copies.py), make a Trainer for the new plan, and fill its state. If they hold no complete
+state, because a rank was lost together with its partner, they load the newest checkpoint.
 
-What holds: the update of each step is made once, on the state before it; a step that was broken off
-is made again from the beginning. The batch of a step follows from seed and step, so the losses are
+The guarantee: the update of each step is applied once, to the state before it; an interrupted step
+is made again from the beginning. Seed and step determine the batch of a step. So the losses equal
 those of a training that changes its plan between the same steps on purpose (Trainer.change_plan);
 under the same plan they are the same bits.
 
@@ -46,19 +46,19 @@ WAIT_LIMIT = 120.0  # seconds of one wait inside a generation
 
 
 class Regrouping(Exception):
-    """All ranks stop between two steps, because more of them can take part."""
+    """Raised on all ranks between two steps when they stop because more ranks can take part."""
 
 
 class Survivor:
-    """What a process keeps from one generation to the next.
+    """The data that a process keeps from one generation to the next.
 
-    Args:       job: its place in the job. copies: of its state (None: PeerCopies, after each step).
-                newest: complete checkpoints, the newest first; where the ranks of a generation hold
-                no state, the first that is whole is taken. Rank 0's list counts.
-    Attributes: losses, seconds, generations: of each step that counts, this process having been
-    there or not; 0 is no
-                generation of this job: the step was made before it.
-                past: what this process sent in each generation that is over.
+    Args:       job: its membership in the job. copies: of its state (None: PeerCopies, after each
+                step). newest: returns the complete checkpoints, the newest first; if the ranks of a
+                generation hold no state, they load the first that is undamaged. Rank 0's list
+                counts.
+    Attributes: losses, seconds, generations: one entry for each step that counts, even if this
+                process did not take part; generation 0: the step was made before this job.
+                past: what this process sent in each earlier generation.
     """
 
     def __init__(
@@ -79,10 +79,11 @@ class Survivor:
         self._trainer: Trainer | None = None
 
     def begin(self, trainer: Trainer) -> None:
-        """Before the first step of a generation: give a new Trainer the state that the ranks hold,
-        or a checkpoint's.
+        """Give a new Trainer the state that the ranks hold, or a checkpoint's, before a
+        generation's first step.
 
-        Raises: CheckpointError if there is neither, and the job has begun and does not save.
+        Raises: CheckpointError if no checkpoint can be loaded; without any, only if the job has
+                begun and does not save.
         """
         self._trainer = trainer
         restored, known = self._copies.restore(trainer, len(self.losses))
@@ -102,7 +103,7 @@ class Survivor:
         seconds: float,
         then: Callable[[], None] = lambda: None,
     ) -> None:
-        """After a step: note it and keep the state, then do what is due.
+        """Record a finished step, keep the state, then call `then`.
 
         Raises: Regrouping if all ranks stop here.
         """
@@ -120,8 +121,8 @@ class Survivor:
             raise Regrouping
 
     def release(self) -> None:
-        """After a generation: note what was sent in it; let its trainer's threads, files and arrays
-        go."""
+        """After a generation: note what was sent in it, and release its trainer's threads, files
+        and arrays."""
         trainer = self._trainer
         self._trainer = None
         if trainer is not None:
@@ -142,8 +143,10 @@ class Survivor:
         gc.collect()
 
     def _load(self, trainer: Trainer) -> None:
-        """Go on from the newest checkpoint that is whole. Without any a job begins, or begins anew
-        if it saves."""
+        """Load the newest undamaged checkpoint.
+
+        Without any, a job begins; it begins again only if it saves.
+        """
         problems = []
         for name in share_records(
             trainer.world, [os.fsencode(folder) for folder in self._newest()]
@@ -185,8 +188,8 @@ class Survivor:
         self._take_history(about.get("metrics", {}), trainer.steps_done)
 
     def _take_history(self, told: dict[str, Any], done: int) -> None:
-        """The steps so far as the checkpoint tells them, where this process does not know them
-        all."""
+        """Take the record of the first `done` steps from a checkpoint, if this process does not
+        know them all."""
         if len(self.losses) < done:
             self.losses = unpacked(told.get("losses", []))
             self.seconds = [told.get("step_seconds", 0.0)] * len(self.losses)
@@ -197,10 +200,10 @@ class Survivor:
         ]
 
     def _share_history(self, trainer: Trainer, known: list[int]) -> None:
-        """What is noted of the steps so far, from the first rank that knows most, if one does not
+        """Share the record of the steps from the first rank that knows most, if some rank does not
         know them all.
 
-        Args: known: how many steps each rank knows.
+        Args: known: the number of steps that each rank knows.
         """
         world = trainer.world
         source = known.index(max(known))
@@ -216,8 +219,10 @@ class Survivor:
         self.generations = [int(number) for number in notes[2]]
 
     def records(self, world: Group) -> list[dict[str, Any]]:
-        """On rank 0 the generations as metrics.json has them, on others nothing. Every rank calls
-        it at the end."""
+        """Return the generations for metrics.json on rank 0, nothing on others.
+
+        Every rank calls it at the end.
+        """
         past = gather_records(world, self.past)
         return (
             []
@@ -229,11 +234,10 @@ class Survivor:
 def go_on(
     survivor: Survivor, work: Callable[[Group], int], *, transport: str | None, threads: int | None
 ) -> int:
-    """Do `work(world)` in one generation after another, until it is done in one; returns what it
-    returned.
+    """Call `work(world)` in one generation after another until it finishes; return its result.
 
     A process that the job no longer needs returns 0.
-    Raises: what the work raises for another reason than a lost rank or connection.
+    Raises: the exception of `work`, if its reason is not a lost rank or connection.
     """
     job = survivor.job
     while True:
@@ -253,8 +257,8 @@ def go_on(
 
 
 def rehearse(zero: int = 0) -> None:
-    """Train a tiny model alone: what is loaded at its first use is there before this process is
-    needed."""
+    """Train a tiny model in this process, so that everything that loads at its first use is loaded
+    before it is needed."""
     np.median([0.0])  # for the median step: 10 ms of modules
     world = Group(loopback(0, WAIT_LIMIT), Ledger(0), (0,))
     tokens = np.zeros((1, 4), np.int64)
@@ -274,12 +278,13 @@ def rehearse(zero: int = 0) -> None:
 def describe(
     records: list[dict[str, Any]], past: Sequence[dict[str, Any]] = ()
 ) -> list[dict[str, Any]]:
-    """The generations as metrics.json has them.
+    """Return the generations for metrics.json.
 
-    Args:    past: `Survivor.past` of those processes that live; what others sent is lost with them.
-    Returns: of each generation, `processes` by rank; `lost`: since the one before; `began`,
-             `ended`: seconds of the job; `seconds`: from the end of the one before to a step that
-             counts; `ranks`: from `past`.
+    Args:    past: `Survivor.past` of the living processes; the record of the others is lost with
+             them.
+    Returns: for each generation, `processes` by rank; `lost`: since the previous generation;
+             `began`, `ended`: seconds of the job; `seconds`: from the end of the previous
+             generation to a step that counts; `ranks`: from `past`.
     """
     told: list[dict[str, Any]] = []
     for number, record in enumerate(records):
@@ -309,6 +314,6 @@ def describe(
 
 
 def _end(record: dict[str, Any]) -> float | None:
-    """When a generation broke, or stopped to be joined by more."""
+    """Return when a generation broke, or stopped so that more ranks could join; None if neither."""
     ended: float | None = record.get("broken", record.get("left"))
     return ended

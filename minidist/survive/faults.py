@@ -1,18 +1,18 @@
-"""Chapter 26 · Faults: what a storm does to an elastic job, from outside, and how the job can
-notice.
+"""Chapter 26 · Faults that a storm injects into an elastic job from outside, and how the job can
+notice them.
 
     kill        kill -9 of a rank                                              its connections end, in milliseconds
     stop        SIGSTOP of a rank: it neither answers nor ends                 it is stopped at every look for a while
     cut         shuts down one of a rank's TCP connections                     the connection ends; its rank lives
     torn        cuts a shard of the newest checkpoint to half, then kills all ranks       the file is too short
-    flip        turns over one bit in a shard of the newest checkpoint, then kills all    a checksum is wrong
-    full        for a while every fsync of the job fails: no space is left     a save fails; the steps go on
-    slow        for a while every fsync of the job takes long                  a save lasts; the steps go on
-    launcher    kill -9 of the launcher, and its command again, with --resume  its ranks end; the checkpoint is whole
+    flip        flips one bit in a shard of the newest checkpoint, then kills all ranks   a checksum is wrong
+    full        for a while every fsync of the job fails: no space is left     a save fails; the steps continue
+    slow        for a while every fsync of the job takes long                  a save takes long; the steps continue
+    launcher    kill -9 of the launcher, and its command again, with --resume  its ranks end; the checkpoint is complete
 
-A rank is a process number, chosen at random among those of the present generation. The disk's
-faults are made in the job's processes by a module that Python loads when it starts (`disk_module`):
-only a storm starts them with it.
+The storm chooses a rank at random among the processes of the present generation. A module that
+Python loads at its start makes the disk faults inside the job's processes (`disk_module`): only a
+storm starts them with it.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from minidist.files import open_regular
 from minidist.parallel.state.manifest import checkpoints
 
 FAULTS = ("kill", "stop", "cut", "torn", "flip", "full", "slow", "launcher")
-WITHOUT_DISK = ("kill", "stop", "cut")  # that no checkpoint is needed for
+WITHOUT_DISK = ("kill", "stop", "cut")  # faults that need no checkpoint
 
 _PIDFD_GETFD = 438  # a system call of Linux 5.6, the same number on all its machines
 _DISK = '''"""For a storm: fsync as a disk does it that is full, or slow, while a file of that name is here."""
@@ -48,8 +48,10 @@ os.fsync = fsync
 
 
 def disk_module(folder: Path) -> dict[str, str]:
-    """Write the module by which processes get a disk that can be full or slow; the environment that
-    has it loaded."""
+    """Write the module that can make a process's disk full or slow.
+
+    Return the environment that loads it.
+    """
     (folder / "sitecustomize.py").write_text(_DISK, encoding="utf-8")
     return {
         "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -57,20 +59,23 @@ def disk_module(folder: Path) -> dict[str, str]:
 
 
 def set_disk(folder: Path, kind: str, *, on: bool) -> None:
-    """From now on the disk of these processes is `kind` ("full", "slow"), or no longer."""
+    """Switch a disk fault of these processes on or off; `kind`: "full" or "slow"."""
     (folder / kind).touch() if on else (folder / kind).unlink(missing_ok=True)
 
 
 def kill_all(pids: Sequence[int]) -> None:
-    """kill -9. One that has ended is passed over."""
+    """Send SIGKILL to each process; skip those that have ended."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def damage(run: Path, kind: str, chance: random.Random) -> dict[str, str]:
-    """Damage a shard of the newest checkpoint: "torn" or "flip". Returns: which. Raises: OSError if
-    there is none."""
+    """Damage a shard of the newest checkpoint: "torn" or "flip".
+
+    Returns: the names of checkpoint and shard.
+    Raises: OSError if there are fewer than two checkpoints.
+    """
     there = checkpoints(run)
     if len(there) < 2:
         raise OSError(f"{run} has no checkpoint to go back to")

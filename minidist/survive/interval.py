@@ -1,4 +1,5 @@
-"""How often to save: so often that little is lost, so seldom that saving costs little.
+"""The best save interval: short enough that little work is lost, long enough that saving costs
+little.
 
     a segment:   work for `interval` seconds | save | work | save | …        an interruption loses the segment so far
 
@@ -18,9 +19,9 @@ from minidist.errors import ConfigError
 
 
 def best_interval(save: float, between: float) -> float:
-    """√(2 δ M), in seconds of work between two saves.
+    """Return √(2 δ M), in seconds of work between two saves.
 
-    Args:    save: seconds that training stands still for a save (δ); between: mean seconds between
+    Args:    save: seconds for which a save stops the training (δ); between: mean seconds between
              interruptions (M).
     Raises:  ConfigError unless both are above 0.
     """
@@ -29,17 +30,19 @@ def best_interval(save: float, between: float) -> float:
 
 
 def steps_between(save: float, between: float, step: float) -> int:
-    """The best interval in steps of `step` seconds; at least 1. Args and Raises: as
-    best_interval's."""
+    """Return the best interval in steps of `step` seconds; at least 1.
+
+    Args and Raises: as in best_interval.
+    """
     _check(step=step)
     return max(1, round(best_interval(save, between) / step))
 
 
 def goodput(interval: float, *, save: float, between: float, restart: float = 0.0) -> float:
-    """The part of the time that goes into work that is kept, on average: between 0 and 1.
+    """Return the average part of the time spent on work that is kept: between 0 and 1.
 
-    Args:    interval: seconds of work between two saves; save, between: as best_interval's.
-             restart: seconds from an interruption until work goes on.
+    Args:    interval: seconds of work between two saves; save, between: as in best_interval.
+             restart: seconds from an interruption until work continues.
     Raises:  ConfigError unless all are above 0 (restart: at least 0).
     """
     _check(interval=interval, save=save, between=between)

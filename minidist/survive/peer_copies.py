@@ -1,20 +1,21 @@
-"""Chapter 26 · Peer copies: what a rank has of the state is also in the memory of another rank.
+"""Chapter 26 · Peer copies: a rank's part of the state is also in the memory of another rank.
 
     after step 41                 rank 0     rank 1     rank 2     rank 3
     its own, of steps 40 and 41   shard 0    shard 1    shard 2    shard 3
     of its ward (partners)        shard 3    shard 0    shard 1    shard 2
 
-If rank 2 is lost, shard 2 is still on rank 3, and the job goes on without a disk. Only what no
-other rank has is sent: under DDP nothing, because each rank has everything; under ZeRO the chunks;
-under tensor parallelism without data parallelism the shards. The partner of rank r is rank r + 1.
+If rank 2 is lost, shard 2 is still on rank 3, and the job continues without a disk. A rank sends
+only what no other rank has: under DDP nothing, because each rank has everything; under ZeRO the
+chunks; under tensor parallelism without data parallelism the shards. The partner of rank r is rank
+r + 1; its ward is rank r - 1.
 
 Why two steps. When a rank is lost, some ranks may have finished step k and others not. But no rank
 finishes step k before all ranks have begun it, and a rank begins step k only after its copies of
-step k - 1 have arrived. So of the newest two steps the older one is whole, unless a rank and its
+step k - 1 have arrived. So of the newest two steps the older one is complete, unless a rank and its
 partner are lost at once.
 
-Cost of a step: the state of a rank copied once, and once more sent, and received from the ward, as
-far as no other rank has it; memory: twice its state, and twice what is received.
+Cost of a step: the state of a rank copied once; the part that no other rank has sent once to the
+partner and received once from the ward. Memory: twice a rank's state, and twice what is received.
 
 Source:  Zheng, Chen 2023, "Gemini: fast failure recovery in distributed training with in-memory
          checkpoints".
@@ -40,19 +41,19 @@ from minidist.parallel.state.state_map import (
     stripes_of,
 )
 
-ALIGNED = 64  # bytes; where an array may begin in a block
+ALIGNED = 64  # bytes; an array in a block begins at a multiple of this
 
 Version = tuple[int, int]
 """A step, and the generation of the job in which the ranks had it."""
 
 
 class Layout:
-    """A rank's arrays in one block of bytes: first those that no other rank has.
+    """The layout of a rank's arrays in one block of bytes: arrays that no other rank has come
+    first.
 
-    Args:       alone: of each place, whether no other rank has it.
-    Attributes: pieces: what names each place's numbers; lone: those of the places that no other
-    rank has.
-                lone_bytes: how far they reach.
+    Args:       alone: for each place, whether no other rank has it.
+    Attributes: pieces: the names of all places' numbers; lone: the names of those that no other
+                rank has. lone_bytes: the size of their part of the block.
     """
 
     def __init__(self, places: Sequence[Place], alone: Sequence[bool]) -> None:
@@ -73,8 +74,10 @@ class Layout:
     def arrays(
         self, block: np.ndarray, *, lone: bool = False
     ) -> tuple[list[Place], list[np.ndarray]]:
-        """The places, and the array of each in the block; `lone`: only those that no other rank
-        has."""
+        """Return the places, and the array of each in the block.
+
+        `lone`: only those that no other rank has.
+        """
         chosen = [
             index
             for index in range(len(self.places))
@@ -88,22 +91,23 @@ class Layout:
 
 
 def piece_of(place: Place) -> str:
-    """The same text for the same numbers of the same tensor."""
+    """Return a name for the numbers of a place: the same text for the same numbers of the same
+    tensor."""
     return f"{place.key} {stripes_of(place.runs)}"
 
 
 class PeerCopies:
-    """The snapshots that a process holds: of its own rank's last two versions, and of its ward's,
+    """The snapshots that a process holds: the last two versions of its own rank and of its ward,
     whose partner it is.
 
-    Args:       every: steps from one version to the next.
+    Args:       every: number of steps from one version to the next.
     """
 
     def __init__(self, every: int = 1) -> None:
         self.every = every
-        # by rank of that generation, its own first
+        # snapshots by rank of that generation, this process's own first
         self._held: dict[Version, dict[int, Snapshot]] = {}
-        # of each generation: pieces, lone by rank
+        # for each generation, by rank: its pieces, and those that only it has
         self._layouts: dict[int, list[tuple[set[str], set[str]]]] = {}
         self._generation = 0
         self._kept = 0
@@ -113,11 +117,11 @@ class PeerCopies:
 
     def restore(self, trainer: Trainer, known: int = 0) -> tuple[bool, list[int]]:
         """Fill the trainer's state with the newest version that the ranks of its world hold
-        together.
+        together. Every rank calls it.
 
-        Args:    known: a number that all ranks are to learn of each other.
-        Returns: whether there is such a version, else nothing is changed; and what each rank knows.
-                 Every rank calls it.
+        Args:    known: a number of this rank's, which all ranks receive.
+        Returns: whether there is such a version (without one, nothing changes); and every rank's
+                 `known`.
         """
         held = [[*version, list(snapshots)] for version, snapshots in self._held.items()]
         records = share_records(trainer.world, [held, known])
@@ -133,7 +137,8 @@ class PeerCopies:
         return True, known_by
 
     def _whole(self, told: Iterable[Any]) -> Iterable[Version]:
-        """The versions that are whole among what all ranks hold, as far as this rank can judge."""
+        """Yield the versions that all ranks together hold completely, as far as this rank knows
+        their layouts."""
         holders = dict[Version, set[int]]()
         own = dict[Version, set[int]]()
         for record in told:
@@ -155,8 +160,10 @@ class PeerCopies:
     # -------------------------------------------------------------------------------------------
 
     def begin(self, trainer: Trainer, generation: int) -> None:
-        """Keep the state of a new generation. Older ones go after its first step: then all its
-        ranks have kept it."""
+        """Keep the state of a new generation.
+
+        Older versions are deleted after its first step, when all ranks have kept it.
+        """
         world = trainer.world
         places = state_places(trainer.strategy, trainer.optimizer)
         told = [
@@ -201,7 +208,10 @@ class PeerCopies:
         self._keep(trainer)
 
     def keep(self, trainer: Trainer) -> None:
-        """After a step: keep the state, if it is the turn of this step. Every rank calls it."""
+        """Keep the state after a step, if the step's number is a multiple of `every`.
+
+        Every rank calls it.
+        """
         if len(self._layouts) > 1:
             self._held = {
                 version: held
@@ -213,19 +223,19 @@ class PeerCopies:
             self._keep(trainer)
 
     def boundary(self, step: int) -> int:
-        """The step after which all may leave, `step` steps being done."""
+        """Return the step after which all may leave, when `step` steps are done."""
         return step + 1
 
     def leave(self, trainer: Trainer) -> None:
-        """All ranks stop after the same step: no rank leaves while another still takes its
-        copies."""
+        """Wait for all ranks, which stop after the same step: none leaves while another still
+        receives its copies."""
         trainer.world.barrier()
 
     def _keep(self, trainer: Trainer) -> None:
         step = trainer.steps_done
         turn = self._kept % 2
         mine = sorted(version for version in self._held if version[1] == self._generation)
-        for version in mine[:-1]:  # the block of the older one is written now
+        for version in mine[:-1]:  # the older version's block is overwritten now
             del self._held[version]
         places, arrays = self._layout.arrays(self._blocks[turn])
         for target, source in zip(

@@ -1,5 +1,5 @@
-"""A checkpoint rewritten for another plan, in one process: the ranks of that plan are threads,
-which load and save."""
+"""Rewrite a checkpoint for another plan, in one process: the ranks of that plan are threads, which
+load and save."""
 
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -14,14 +14,16 @@ from minidist.parallel.hybrid.hybrid import OPTIMIZERS, Plan, Trainer
 from minidist.parallel.state.manifest import read_manifest, require_told
 from minidist.survive.whole import config_of, sizes_of
 
-LIMIT = 86400.0  # seconds that it may take
+LIMIT = 86400.0  # seconds that the rewriting may take
 
 SET_BY_SAVE = ("steps_done", "seed", "optimizer", "config", "plan", "state", "ranks")
-"""What Trainer.save tells itself of a checkpoint."""
+"""Entries of the manifest's "about" that Trainer.save sets itself."""
 
 
 def reshard(folder: Path, target: Path, plan: Plan) -> None:
-    """Write the checkpoint `folder` to `target` as the ranks of `plan` would; its precision stays.
+    """Write the checkpoint `folder` to `target` as the ranks of `plan` would.
+
+    The precision does not change.
 
     Raises:  PlanError if the plan does not fit the model; CheckpointError if it cannot be read or
              written.
@@ -65,7 +67,10 @@ def reshard(folder: Path, target: Path, plan: Plan) -> None:
 
 
 def options_of(plan: Plan) -> dict[str, Any]:
-    """The options of minidist train that name this plan; those of other plans are the defaults."""
+    """Return the options of minidist train that describe this plan.
+
+    Options that belong to other plans have their defaults.
+    """
     cut = ",".join(f"{axis}={size}" for axis, size in plan.axes.items() if size > 1) or "dp=1"
     parts = (
         "zero",

@@ -1,15 +1,15 @@
-"""Chapter 26 · A storm: an elastic job is broken on purpose, again and again, and every fault is
-noted.
+"""Chapter 26 · A storm: it injects one fault after another into an elastic job, and records every
+fault.
 
-    Storm          start the job ... fault ... fault ... the launcher, too, is killed, and started
-                   again ... it ends
-    RUN/elastic.jsonl    what the job says: which ranks work, from which step, what broke
+    Storm                start the job ... fault ... fault ... the launcher, too, is killed, and
+                         started again ... the job ends
+    RUN/elastic.jsonl    the job's log: which ranks work, from which step, what broke
                          (launch/generation.py)
-    RUN/storm.jsonl      what the storm did: {"event": "fault", "kind": "kill", "time": …, "pid": …,
+    RUN/storm.jsonl      the storm's log: {"event": "fault", "kind": "kill", "time": …, "pid": …,
                          "rank": 2}
 
-Both are on one clock; storm_report.py reads the two. The faults are those of faults.py. The job is
-any program that launch.elastic_job runs, in a process of its own.
+Both use one clock; storm_report.py reads the two. The faults are those of faults.py. The job is any
+program that launch.elastic_job runs, in a process of its own.
 """
 
 import contextlib
@@ -33,10 +33,10 @@ from minidist.survive.faults import FAULTS, cut_connection, damage, kill_all, se
 Event = dict[str, Any]
 Job = subprocess.Popen[Any]
 
-# of a run folder
+# files of a run folder
 LOG = "elastic.jsonl"
 NOTES = "storm.jsonl"
-HOLD = 1.5  # seconds that a disk is full or slow, a save interval besides
+HOLD = 1.5  # seconds that a disk is full or slow, in addition to a save interval
 READY = 10.0  # most seconds to wait until a fault is possible
 END = 10.0  # seconds that ranks get to end when their launcher is gone
 _LOOK = 0.02  # seconds between looks at the job
@@ -51,11 +51,11 @@ PLANTED = {
     "slow": "for {hold:g} s the disk is slow",
     "launcher": "the launcher is killed, and started again",
 }
-"""What a fault does, in words."""
+"""A sentence for each fault."""
 
 
 class _EventTold(msgspec.Struct):
-    """A line of LOG, as far as a storm reads it."""
+    """A line of LOG, with the fields that a storm reads."""
 
     event: str
     time: Finite = 0.0
@@ -66,17 +66,17 @@ class _EventTold(msgspec.Struct):
 
 
 class Storm:
-    """Faults for one job.
+    """A source of faults for one job.
 
-    Args:       start: starts the job; again: True if it was broken off and goes on. run: its
-                folder, with its log.
-                every: seconds between faults, on average; kinds: in turn; seed: of times and ranks.
-                disk: the folder of faults.disk_module(); save_seconds: between checkpoints, about.
-                one_by_one: no fault before the job goes on after the one before it. noted: called
-                after each fault.
-                tell: called with what each fault does, in words, before the job can say what came
-                of it.
-    Attributes: job: the present one. faults: what was noted of each.
+    Args:       start: starts the job; its argument is True if the job was interrupted and
+                continues. run: the job's folder, with its log.
+                every: mean seconds between faults; kinds: of faults, used in turn; seed: for times
+                and ranks. disk: the folder of faults.disk_module(); save_seconds: approximate
+                seconds between checkpoints.
+                one_by_one: inject a fault only after the job has recovered from the previous one.
+                noted: called after each fault.
+                tell: called with a sentence on each fault, before the job can report its effects.
+    Attributes: job: the present process. faults: the record of each fault.
     """
 
     def __init__(
@@ -103,18 +103,18 @@ class Storm:
         self._one_by_one = one_by_one
         self._noted = noted
         self._tell = tell
-        self._before = len(events(run / LOG))  # of a job that was here before
+        self._before = len(events(run / LOG))  # number of events of an earlier job
         self.faults: list[Event] = []
         self._begun = time.time()  # when the present launcher was started
         self.job = start(False)
 
     def told(self) -> list[Event]:
-        """What the job has said so far."""
+        """Return the events that the job has logged so far."""
         return events(self._run / LOG)[self._before :]
 
     def rage(self, seconds: float, most: int | None = None) -> None:
-        """From the job's first step on, break it for so many seconds, at `most` so often, or until
-        it ends."""
+        """Inject faults for `seconds` from the job's first step, at most `most` of them, or until
+        the job ends."""
         while self.job.poll() is None and not any(
             event["event"] == "stepped" for event in self.told()
         ):
@@ -135,7 +135,7 @@ class Storm:
                 self._strike(self._kinds[len(self.faults) % len(self._kinds)])
 
     def _goes_on(self) -> bool:
-        """Whether the job has ended, or has noticed the last fault and made a step since."""
+        """Return whether the job has ended, or has noticed the last fault and made a step since."""
         if self.job.poll() is not None or not self.faults:
             return True
         since = [
@@ -146,7 +146,7 @@ class Storm:
         return "broken" in since and "stepped" in since[since.index("broken") :]
 
     def end(self) -> None:
-        """Whatever still runs of the job ends."""
+        """End the job, if it still runs."""
         self.job.terminate()
         try:
             self.job.wait(END)
@@ -155,8 +155,8 @@ class Storm:
             self.job.wait()
 
     def _strike(self, kind: str) -> None:
-        """One fault; none, if it is not possible within a while (no checkpoint is there yet,
-        say)."""
+        """Inject one fault; give up if it is not possible within READY seconds (for example,
+        without a checkpoint)."""
         deadline = time.monotonic() + READY
         while self.job.poll() is None and time.monotonic() < deadline:
             try:
@@ -211,8 +211,10 @@ class Storm:
         self._note(fault | {"until": time.time()})
 
     def _replace_launcher(self, fault: Event, pids: list[int]) -> None:
-        """Kill it, and start it again, as a supervisor does; its ranks end by themselves
-        meanwhile."""
+        """Kill the launcher and start it again, as a supervisor does.
+
+        Meanwhile its ranks end without help.
+        """
         self._say(fault["kind"])
         self.job.kill()
         self.job.wait()
@@ -236,7 +238,7 @@ class Storm:
 
 
 def events(log: Path) -> list[Event]:
-    """What a log says so far; a line that is being written is not yet there."""
+    """Return the events of a log; a line that is still being written is left out."""
     with contextlib.suppress(OSError):
         told = read_regular(log, most=MOST_BYTES, member=True).split(b"\n")[:-1]
         return [event for line in told if (event := parse_line(line, _EventTold)) is not None]

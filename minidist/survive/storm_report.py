@@ -1,12 +1,12 @@
-"""What came of a storm, fault by fault: when the next step was made that counts, when all ranks
+"""The outcome of each fault of a storm: when the next step that counts was made, and when all ranks
 worked again.
 
     fault ........ broken ........ formed ........ stepped ................ stepped, with all ranks
       |---- until the next useful step, `seconds` ----|                        |
       |---- until full strength, `full_seconds` --------------------------------|
 
-Of a stop the time counts from its detection ("broken"). Steps that were made, and are made again
-after the fault, are `again`. All of it is from the two logs alone (storm.py).
+For the fault "stop", the time counts from its detection ("broken"). `again` counts the steps that
+were made before the fault and made again after it. The two logs are the only input (storm.py).
 """
 
 import statistics
@@ -16,17 +16,18 @@ from typing import Any
 
 Event = dict[str, Any]
 
-CALM = 3.0  # seconds after a fault in which its effects are over
-BREAKING = ("kill", "stop", "torn", "flip", "launcher")  # no rank can go on past them
+CALM = 3.0  # seconds after a fault until its effects are over
+BREAKING = ("kill", "stop", "torn", "flip", "launcher")  # each ends a generation
 
 
 def outcomes(told: Sequence[Event], faults: Sequence[Event], size: int) -> list[Event]:
-    """The faults in order, each with what came of it.
+    """Return the faults in order, each with its outcome.
 
-    Args:    told: events of the job; faults: of the storm; size: ranks that the job wants.
-    Returns: each fault with `noticed`: whether the job broke off a generation; `seconds` and
-             `full_seconds`: see above, None if it was not noticed, or the job had nothing left to
-             do; again: steps made again; recovered.
+    Args:    told: events of the job; faults: of the storm; size: number of ranks that the job
+             wants.
+    Returns: each fault with `noticed`: whether a generation of the job broke; `seconds` and
+             `full_seconds`: see above, None if it was not noticed, or the job had no steps left to
+             make; again: number of steps made again; recovered.
     """
     timed = sorted((event for event in told if "time" in event), key=lambda event: event["time"])
     ends = [*(fault["time"] for fault in faults), float("inf")][1:]
@@ -47,7 +48,7 @@ def _outcome(timed: Sequence[Event], fault: Event, end: float, size: int) -> Eve
     broken = when if kind == "launcher" else next(noticed, None)
     finished = next((event["time"] for event in timed if event["event"] == "trained"), None)
     done = any(event["event"] == "done" for event in timed)
-    # nothing was to be made after it
+    # no step was left to be made after it
     if broken is None or (finished is not None and broken >= finished):
         return {
             "noticed": False,
@@ -59,9 +60,9 @@ def _outcome(timed: Sequence[Event], fault: Event, end: float, size: int) -> Eve
     since = broken if kind == "stop" else when
     working = 0
     here = 0
-    # so many steps were surely made
+    # at least this number of steps was made
     saved = int(fault.get("checkpoint", "step-0").removeprefix("step-"))
-    # the step that it went on from; times of steps
+    # the step from which the job continued; times of steps
     formed = None
     after = None
     full = None
@@ -79,7 +80,7 @@ def _outcome(timed: Sequence[Event], fault: Event, end: float, size: int) -> Eve
         elif event["event"] == "stepped":
             after = after or event["time"]
             full = full or (event["time"] if working == size else None)
-    damaged = saved > 0 and formed == saved  # and yet it was taken
+    damaged = saved > 0 and formed == saved  # the damaged checkpoint was loaded
     return {
         "noticed": True,
         "seconds": after and after - since,
@@ -90,15 +91,14 @@ def _outcome(timed: Sequence[Event], fault: Event, end: float, size: int) -> Eve
 
 
 def summary(told: Sequence[Event], faults: Sequence[Event], size: int) -> dict[str, Any]:
-    """The figures of a storm.
+    """Return the figures of a storm.
 
-    Returns: happened: `outcomes`; faults, recovered: how many; seconds, full_seconds: of each, by
-    kind; median_seconds,
-             median_full_seconds; steps_made, steps_again; kept: of all steps that were made, the
-             part that was not made again; participation: ranks that took part over `size`, on
-             average over the time from the first state to the last step, without the time in which
-             there was no launcher; work_seconds: that time, all of it;
-             calm_rate: as below; sizes: of the generations.
+    Returns: happened: `outcomes`; faults, recovered: their numbers; seconds, full_seconds: of each
+             fault, by kind; median_seconds, median_full_seconds; steps_made, steps_again; kept: the
+             part of all steps made that was not made again; participation: ranks that took part
+             over `size`, on average over the time from the first state to the last step, without
+             the time in which there was no launcher; work_seconds: all of that time, including the
+             time without a launcher; calm_rate: as below; sizes: of the generations.
     """
     found = outcomes(told, faults, size)
     again = _made_again(told)
@@ -137,7 +137,7 @@ def summary(told: Sequence[Event], faults: Sequence[Event], size: int) -> dict[s
 
 
 def _made_again(told: Sequence[Event]) -> int:
-    """Steps that were made and then made again: how far the ranks were, over where they went on,
+    """Return the number of steps made again: how far the ranks were minus where they continued,
     summed."""
     again = here = 0
     for event in told:
@@ -152,11 +152,10 @@ def _made_again(told: Sequence[Event]) -> int:
 def spans(
     told: Sequence[Event], faults: Sequence[Event] = ()
 ) -> list[tuple[float, float, int, int]]:
-    """(begin, end, ranks, number) of each generation's work, from its state to its end or its last
-    step, on the clock.
+    """Return (begin, end, ranks, number) of each generation's work, from its state to its end or
+    its last step, in clock time.
 
-    Numbers count from 1 over all launchers of the job. A launcher that was killed ended its
-    generation.
+    Numbers count from 1 over all launchers of the job. The kill of a launcher ends its generation.
     """
     ends = [
         {"event": "broken", "time": fault["time"]}
@@ -186,12 +185,12 @@ def spans(
 
 
 def calm_rate(told: Sequence[Event], faults: Sequence[Event]) -> float | None:
-    """Steps that were made and kept, over those that the same time would have had at the speed of
-    its calm parts.
+    """Return the number of kept steps, divided by the number that the calm speed would have given
+    in the same time.
 
-    Each stretch from fault to fault is held against its own second half: what else the machine does
-    then slows both. One whose second half has no step is held against the stretch before it. None
-    if nothing was calm.
+    Each span between two faults is compared with the speed of its own second half, because other
+    load on the machine slows both halves. A span whose second half has no step is compared with the
+    previous speed. None if no span was calm.
     """
     steps = sorted(
         (event["time"], int(event["step"]))

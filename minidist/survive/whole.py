@@ -1,4 +1,5 @@
-"""Whole tensors out of a checkpoint's shards, in one process; and every byte of them verified."""
+"""Read whole tensors from a checkpoint's shards, in one process; and verify every byte of the
+shards."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,10 +21,10 @@ AT_ONCE = 64 * BLOCK  # bytes that `verify` reads at a time
 
 
 class VerifiedShard(NamedTuple):
-    """One file of a checkpoint, of which every byte was read.
+    """The result of reading every byte of one file of a checkpoint.
 
-    Attributes: arrays: how many it has; problems: each damaged array's, or the file's; none: every
-    byte is as written.
+    Attributes: arrays: their number; problems: one for each damaged array, or for the file; empty:
+                every byte is as written.
     """
 
     file: str
@@ -33,7 +34,9 @@ class VerifiedShard(NamedTuple):
 
 
 def read_whole(folder: Path, kind: str = WEIGHT) -> dict[str, np.ndarray]:
-    """All tensors of a kind, whole, by dotted path: the weights, of mixed precision the masters.
+    """Return all tensors of a kind, whole, by dotted path (default: the weights).
+
+    With mixed precision, the weights are the master weights.
 
     Raises:  CheckpointError if a file is missing or damaged.
     """
@@ -59,10 +62,10 @@ def read_whole(folder: Path, kind: str = WEIGHT) -> dict[str, np.ndarray]:
 
 
 def config_of(folder: Path, about: dict[str, Any], sizes: Iterable[int]) -> GPTConfig:
-    """Return the config that a manifest tells.
+    """Return the config in a manifest.
 
-    Args:    sizes: of the model's tensors that are there.
-    Raises:  CheckpointError if it is none, or of a model with more than these tensors hold.
+    Args:    sizes: sizes of the model's tensors that the checkpoint has.
+    Raises:  CheckpointError if it is not valid, or describes a larger model than these tensors.
     """
     require_told(folder, about, "config")
     try:
@@ -82,7 +85,7 @@ def config_of(folder: Path, about: dict[str, Any], sizes: Iterable[int]) -> GPTC
 
 
 def sizes_of(shards: Sequence[dict[str, Any]], kind: str = WEIGHT) -> dict[str, int]:
-    """Return how many numbers each tensor of a kind has, by its key."""
+    """Return the number of elements of each tensor of a kind, by its key."""
     return {
         entry["key"]: prod(entry["shape"])
         for shard in shards
@@ -92,8 +95,8 @@ def sizes_of(shards: Sequence[dict[str, Any]], kind: str = WEIGHT) -> dict[str, 
 
 
 def _require_held(folder: Path, shards: Sequence[dict[str, Any]], kind: str) -> None:
-    """Raise CheckpointError if a tensor of a kind is larger than what the files of the shards hold
-    of it."""
+    """Raise CheckpointError if the shards' files hold less of a tensor of this kind than its
+    size."""
     held: Counter[str] = Counter()
     for shard in shards:
         mine = [entry for entry in shard["arrays"] if entry["key"].startswith(f"{kind}/")]
@@ -109,8 +112,10 @@ def _require_held(folder: Path, shards: Sequence[dict[str, Any]], kind: str) -> 
 
 
 def verify(folder: Path) -> Iterator[VerifiedShard]:
-    """Read every byte of a checkpoint; a record of each shard. Raises: CheckpointError if the
-    manifest is damaged."""
+    """Read every byte of a checkpoint; yield a record of each shard.
+
+    Raises: CheckpointError if the manifest is damaged.
+    """
     for shard in read_manifest(folder)["shards"]:
         yield VerifiedShard(
             shard["file"], shard["nbytes"], len(shard["arrays"]), [*_problems(folder, shard)]

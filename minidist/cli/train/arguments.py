@@ -39,7 +39,7 @@ Add = Callable[..., Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `minidist train`."""
+    """Add the options of `minidist train` to the parser."""
     for kind in (None, "store"):
         parser.register("action", kind, GivenValue)
     parser.register("action", "store_true", GivenFlag)
@@ -160,7 +160,7 @@ def _elastic(add: Add) -> None:
         help="with -n: ranks may die; the others go on with at least so many, and others join "
         "(default: the first loss ends the job)",
     )
-    # known only so that check_one_host can name what to use in their place
+    # known only so that check_one_host can name what to use instead
     for option in ("--hosts", "--ssh"):
         add(option, help=argparse.SUPPRESS)
     add(
@@ -192,7 +192,7 @@ def _elastic(add: Add) -> None:
 
 
 def division(add: Add) -> None:
-    """How the job is cut."""
+    """Add the options for the division of the job over ranks."""
     add(
         "--plan",
         metavar="dp=N,pp=N,…",
@@ -310,7 +310,7 @@ def _model(add: Add) -> None:
 
 
 def pattern(add: Add) -> None:
-    """Which keys attention computes."""
+    """Add the option for the keys that attention computes."""
     add(
         "--attention-pattern",
         type=attention_pattern,
@@ -324,7 +324,7 @@ def pattern(add: Add) -> None:
 
 
 def experts(add: Add) -> None:
-    """A mixture of experts."""
+    """Add the options of a mixture of experts."""
     add(
         "--experts",
         type=positive,
@@ -378,7 +378,8 @@ def experts(add: Add) -> None:
 
 
 def _placed_experts(add: Add) -> None:
-    """A mixture, and where its experts lie, which the simulator does not know."""
+    """Add the options of a mixture, and of its experts' placement, which the simulator does not
+    support."""
     experts(add)
     add(
         "--node-limit",

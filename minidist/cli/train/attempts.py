@@ -1,12 +1,11 @@
-"""What follows the results of a run: each piece fails by itself, with one line, and the others are
-made.
+"""Work after the results of a run: each piece may fail with one line, and the other pieces are
+still done.
 
-    with by_itself("the sample"):                       # on one rank alone, which sends nothing
-                                                        meanwhile
+    with by_itself("the sample"):                       # on one rank, which sends nothing in it
         ...
     loss = together(world, "the validation", evaluate)  # on all ranks, which send to each other
 
-The results are on the disk by then, so nothing that is made of them may cost them.
+The results are on the disk by then, and no failure of later work may lose them.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,8 +27,8 @@ OF_THE_JOB = (CommError, Stopped, Regrouping)
 
 @contextmanager
 def by_itself(what: str) -> Iterator[None]:
-    """In the block an error ends only the block, and is told in one line that begins with
-    `what`."""
+    """Print an error of the block in one line that begins with `what`, and continue after the
+    block."""
     try:
         yield
     except OF_THE_JOB:
@@ -39,14 +38,15 @@ def by_itself(what: str) -> Iterator[None]:
 
 
 def together(world: Group, what: str, work: Callable[[], Result]) -> Result | None:
-    """Return `work()`, or None on every rank if it fails on one, which is told in one line. Every
-    rank calls it.
+    """Return `work()`; if it fails on one rank, print one line and return None on every rank.
+
+    Every rank calls it.
 
     The ranks wait for the slowest as long as it works.
 
     Cost:    two all-gathers of small records, counted under `control`.
-    Raises:  what ends the job; the error of the work if other ranks still send in it, so that they
-             cannot go on.
+    Raises:  an error that ends the job; the error of the work if other ranks still send in it, so
+             that they cannot continue.
     """
     result = None
     failed = None
@@ -73,7 +73,7 @@ def together(world: Group, what: str, work: Callable[[], Result]) -> Result | No
 
 
 def _in_words(error: Exception) -> str:
-    """Return one line on an error; what is no error of minidist begins with its type."""
+    """Return an error in one line; the type is put first, unless it is an error of minidist."""
     told = (words(error).splitlines() or [""])[0]
     return told if isinstance(error, MinidistError) and told else f"{type(error).__name__}: {told}"
 

@@ -1,4 +1,4 @@
-"""Traffic of a composed plan: bytes sent along each axis of the mesh, beside the formula."""
+"""Traffic of a composed plan: bytes sent along each axis of the mesh, measured and by formula."""
 
 import math
 from collections.abc import Callable
@@ -18,15 +18,16 @@ from minidist.parallel.memory.kept_inputs import bytes_of
 from minidist.parallel.step.step import Batch
 
 WIDE = 4
-"""Bytes of a number that travels as float32 in low precision too."""
+"""Bytes of a number that is sent as float32 even in low precision."""
 
 
 def formula(trainer: Trainer, data: dict[str, Any], batch: Batch) -> dict[str, Any]:
-    """Bytes of all ranks and steps by axis, and the number of this rank's parameters. Every rank
-    calls it.
+    """Return bytes of all ranks and steps by axis, and the number of this rank's parameters.
+
+    Every rank calls it.
 
     Args:    data: the formula of this rank's group of the data axis. batch: one batch of the run.
-    Cost:    two all-gathers of a few integers a rank, under `control`.
+    Cost:    two all-gathers of a few integers per rank, under `control`.
     """
     plan = trainer.plan
     itemsize = next(trainer.model.parameters()).dtype.itemsize
@@ -91,7 +92,8 @@ def formula(trainer: Trainer, data: dict[str, Any], batch: Batch) -> dict[str, A
 
 
 def recomputed_steps(trainer: Trainer) -> list[int]:
-    """For each layer of the model, in how many of this job's steps backward computed it again."""
+    """Return, for each layer of the model, the number of this job's steps in which backward
+    recomputed it."""
     if trainer.budget is not None:
         return trainer.budget.recomputed_steps(trainer.steps_here)
     layers = trainer.config.layers
@@ -102,8 +104,10 @@ def recomputed_steps(trainer: Trainer) -> list[int]:
 def _of_all_steps(
     sent: Callable[..., dict[str, int]], steps: int, again: int, itemsize: int
 ) -> dict[str, int]:
-    """Bytes of so many steps by axis, in which blocks were computed again so often in all; `sent`:
-    elements of a step."""
+    """Return the bytes of `steps` steps by axis, with `again` recomputations of blocks in all.
+
+    `sent`: elements of one step.
+    """
     once = sent(recomputed=0)
     more = sent(recomputed=1)
     return {
@@ -113,19 +117,19 @@ def _of_all_steps(
 
 
 def stage_layers(trainer: Trainer) -> list[int] | None:
-    """Layers of each stage of the pipeline; None without a pipeline."""
+    """Return the number of layers of each stage of the pipeline; None without a pipeline."""
     pipeline = cast(Hybrid, trainer.strategy).pipeline if trainer.plan.composed else None
     return None if pipeline is None else pipeline.layers
 
 
 def traffic_table(metrics: dict[str, Any]) -> Table:
-    """All ranks' bytes in a step along each axis, without scalars."""
+    """Return a table of all ranks' bytes in a step along each axis, without scalars."""
     steps = metrics["steps"]
     by_formula = metrics["formula"]["axes"]
     sent = dict.fromkeys(by_formula, 0)
     for rank in metrics["ranks"]:
         for axis, verbs in rank["sent_bytes"].items():
-            name = axis.split(".")[0]  # the parts of dp under hybrid sharding count as dp
+            name = axis.split(".")[0]  # hybrid sharding's parts of dp count as dp
             sent[name] = sent.get(name, 0) + sum(verbs.values())
     table = Table(
         "axis",

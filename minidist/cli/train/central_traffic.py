@@ -1,6 +1,7 @@
-"""Traffic of the strategies with a centre, data-parallel and parameter-server.
+"""Traffic of the strategies with a centre: data-parallel and parameter-server.
 
-On a ring all ranks send the same; here device 0 and the servers send other bytes than the rest.
+On a ring all ranks send the same number of bytes; here device 0 and the servers send different
+numbers from the others.
 """
 
 from typing import Any, cast
@@ -19,7 +20,7 @@ Counts = list[list[int]]
 
 
 def device_records(trainer: Trainer) -> list[dict[str, Any]]:
-    """The records of metrics.rank_records for each device of the one process."""
+    """Return the records of metrics.rank_records for each device of the one process."""
     return [
         {
             "rank": device.rank,
@@ -34,8 +35,10 @@ def device_records(trainer: Trainer) -> list[dict[str, Any]]:
 
 
 def formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
-    """Bytes and messages of a run by rank or device, if no worker is lost. Args: batch: one batch
-    of the run."""
+    """Return bytes and messages of a run by rank or device, if no worker is lost.
+
+    Args: batch: one batch of the run.
+    """
     counts = (
         _by_device(trainer, batch)
         if trainer.plan.strategy == "data-parallel"
@@ -51,15 +54,18 @@ def formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
 
 
 def _by_role(trainer: Trainer) -> Counts:
-    """A worker pushes all gradients; a server sends its keys to each worker, asynchronously once
-    more at the end."""
+    """Return the counts by role.
+
+    A worker pushes all gradients. A server sends its keys to each worker; asynchronously once more
+    at the end.
+    """
     plan = trainer.plan
     steps = trainer.steps_here
     workers = trainer.plan.workers
     keys = [
         sum(p.data.nbytes for p in share) for share in keys_by_server(trainer.model, plan.servers)
     ]
-    # with local steps the way of a round is pushed, as a gradient
+    # with local steps the weight change of a round is pushed, with the size of a gradient
     rounds = steps // (plan.local_steps or 1)
     pulls = rounds + plan.asynchronous
     return [[rounds * sum(keys), rounds * plan.servers]] * workers + [
@@ -68,8 +74,10 @@ def _by_role(trainer: Trainer) -> Counts:
 
 
 def _by_device(trainer: Trainer, batch: Batch) -> Counts:
-    """Device 0 sends models, inputs and gradients of outputs; the others send gradients and
-    outputs."""
+    """Return the counts by device.
+
+    Device 0 sends models, inputs and output gradients. The others send gradients and outputs.
+    """
     inputs = batch[0]
     size = trainer.plan.replicas
     model = sum(p.data.nbytes for p in trainer.model.parameters())
@@ -95,8 +103,8 @@ def _by_device(trainer: Trainer, batch: Batch) -> Counts:
 
 
 def traffic_table(metrics: dict[str, Any]) -> Table:
-    """Bytes and messages of each device, worker or server in a step, without scalars, beside the
-    formula."""
+    """Return a table of the bytes and messages per step of each device, worker or server, without
+    scalars, and the formula."""
     steps = metrics["steps"]
     plan = Plan(**metrics["plan"])
     columns = ("bytes", "formula", "messages", "formula")

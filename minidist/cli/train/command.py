@@ -4,8 +4,7 @@ mpirun -n 4 minidist train                # the ranks mpirun started
 minidist train -n 4                       # four ranks, started here
 minidist train -n 4 --transport threads   # four ranks as threads of this process, for a debugger
 minidist train                            # one process
-minidist train --resume RUN               # goes on from the newest checkpoint that --save-every
-                                          wrote
+minidist train --resume RUN               # continues from the newest checkpoint (--save-every)
 """
 
 import argparse
@@ -70,14 +69,14 @@ TRACE_SPANS = 5000
 four ranks."""
 
 WAIT_LIMIT = 120.0
-"""Limit of one wait of ranks that are threads, in seconds, as in md.init; the run itself has none
-in effect."""
+"""Limit of one wait of ranks that are threads, in seconds, as in md.init; the whole run has no
+limit in practice."""
 
 
 def run(args: argparse.Namespace) -> int:
     """Train; with `-n` and no launcher, start the ranks first. Returns the exit status.
 
-    Raises:  ConfigError for what the options or the data make impossible.
+    Raises:  ConfigError if the options or the data make the run impossible.
     """
     if is_elastic_process():
         return elastic_process(check(args, begins=False), train)
@@ -132,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_started(args: argparse.Namespace, launch: Launch, *, as_threads: bool) -> None:
-    """Whether the options suit the ranks that a launcher has started."""
+    """Raise ConfigError if the options do not suit the ranks that a launcher has started."""
     if args.ranks and args.ranks != launch.world_size:
         fail(f"-n {args.ranks}: {launch.launcher} started {launch.world_size} ranks; leave -n out")
     if as_threads:
@@ -173,8 +172,8 @@ def train(
     told: Told | None = None,
     lives: Lives | None = None,
 ) -> int:
-    """Run from the first step to the report; only rank 0 prints and writes files. Returns: the exit
-    status."""
+    """Run everything from the first step to the report; only rank 0 prints and writes files.
+    Returns: the exit status."""
     settings.require_alike(world)
     args = settings.args
     speaks = world.rank == 0 and not args.quiet
@@ -246,16 +245,17 @@ def conclude(
     threads: int,
     lives: Lives | None,
 ) -> int:
-    """Write the results, then make of them what can be made. Every rank calls it. Returns: the exit
-    status.
+    """Write the results, then everything made from them.
 
-    The ranks wait for rank 0, which works alone here, as long as it works.
+    Every rank calls it. Returns: the exit status.
+
+    The other ranks wait while rank 0 works.
 
     Raises:  Stopped; MismatchError if the replicas differ; on rank 0 ConfigError or OSError if the
              results, or the file of --json, cannot be written.
     """
     world = trainer.survivors()
-    memory = trainer.account.snapshot()  # first: what follows takes memory of its own
+    memory = trainer.account.snapshot()  # first: later work takes memory of its own
     metrics, problem = _write_results(trainer, settings, course, saver, threads=threads)
     with unhurried(world):
         written = hand_out_record(world, problem is None)
@@ -272,15 +272,17 @@ def conclude(
     with unhurried(world):
         world.barrier()  # no rank ends the job before rank 0 has written its files
     if problem is not None:
-        raise problem  # the others have ended well, so it is one line
+        raise problem  # the other ranks have ended well, so only this one prints a line
     return status
 
 
 def _write_results(
     trainer: Trainer, settings: Settings, course: Course, saver: Saver | None, *, threads: int
 ) -> tuple[Metrics, Exception | None]:
-    """Write the weights and what is known of the run, on rank 0; return its metrics, and the
-    problem if there is one."""
+    """Write the weights and the metrics known so far, on rank 0.
+
+    Return the metrics, and an error if there was one.
+    """
     weights = trainer.state_dict()
     if trainer.survivors().rank != 0:
         return {}, None
@@ -301,7 +303,7 @@ def _complete(
     saver: Saver | None,
     lives: Lives | None,
 ) -> None:
-    """Add to the metrics what takes further work of all ranks."""
+    """Add to the metrics what needs further work of all ranks."""
     world = trainer.survivors()
 
     def validate() -> float:
@@ -323,7 +325,10 @@ def _present(
     timelines: list[Timeline] | None,
     console: Console,
 ) -> Exception | None:
-    """On rank 0, explain, draw and print what is known; a problem with the file of --json."""
+    """Explain, draw and print the results on rank 0.
+
+    Return an error of writing the file of --json.
+    """
     args = settings.args
     problem = None
     if timelines is not None:
@@ -356,7 +361,8 @@ def _present(
 
 
 def whole_model(trainer: Trainer, out: Path) -> GPT:
-    """Return a model that this rank can use alone: its own, or the one in the run folder."""
+    """Return a model that this rank can use without others: its own, or the one in the run
+    folder."""
     if trainer.plan.zero < 3 and not trainer.plan.composed and trainer.plan.local_steps is None:
         return trainer.model
     from safetensors.numpy import load_file
@@ -367,7 +373,7 @@ def whole_model(trainer: Trainer, out: Path) -> GPT:
 
 
 def announce(console: Console, settings: Settings, trainer: Trainer) -> None:
-    """Print the data, the model and the ranks, and from which step a resumed run goes on."""
+    """Print the data, the model and the ranks, and the step from which a resumed run continues."""
     config = settings.config
     text = settings.text
     world = trainer.world

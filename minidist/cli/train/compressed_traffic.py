@@ -1,5 +1,4 @@
-"""Traffic of a plan that compresses gradients: bytes by each rank beside the formula, and how many
-are saved."""
+"""Traffic of a plan that compresses gradients: bytes by each rank, the formula, and the saving."""
 
 from typing import Any
 
@@ -11,7 +10,10 @@ Metrics = dict[str, Any]
 
 
 def sent_by(rank: dict[str, Any], kind: str, axes: Any = None) -> int:
-    """Bytes or messages of a rank in all steps, without scalars; `axes`: along these alone."""
+    """Return bytes or messages of a rank in all steps, without scalars.
+
+    `axes`: only along these.
+    """
     return sum(
         count
         for axis, verbs in rank[kind].items()
@@ -21,8 +23,7 @@ def sent_by(rank: dict[str, Any], kind: str, axes: Any = None) -> int:
 
 
 def saving(metrics: Metrics) -> str:
-    """One line: the bytes of gradients and weights in a step, and what they would be without the
-    scheme."""
+    """Return a line: the bytes of gradients and weights per step, with and without the scheme."""
     plain = metrics["formula"]["plain"]
     steps = metrics["steps"]
     scheme = metrics["plan"]["compress"]
@@ -36,8 +37,8 @@ def saving(metrics: Metrics) -> str:
 
 
 def traffic_table(metrics: Metrics) -> Table:
-    """Each rank's bytes and messages in a step; the sum of the bytes beside the formula, unless the
-    numbers decide."""
+    """Return a table of each rank's bytes and messages per step, with the formula for the sum,
+    unless the bytes depend on the data."""
     steps = metrics["steps"]
     total = metrics["formula"]["sent_bytes"]
     table = Table(

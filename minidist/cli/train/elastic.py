@@ -1,4 +1,4 @@
-"""`minidist train --elastic`: the launcher's side, and one of its processes."""
+"""`minidist train --elastic`: the launcher's side, and the side of each of its processes."""
 
 import re
 import time
@@ -47,12 +47,11 @@ last 35 steps)."""
 
 
 class Lives(Survivor):
-    """A process of an elastic training: beside its state it keeps what it has noted in all
-    generations.
+    """A process of an elastic training: it keeps its state and its records over all generations.
 
-    Attributes: saves: the checkpoints that were written; timeline; resumed_from: steps of the run
-    that --resume names;
-                early: with --verify, the early weights.
+    Attributes: saves: the checkpoints that were written; timeline; resumed_from: number of steps of
+                the run that --resume names; early: with --verify, the weights after the first
+                steps.
     """
 
     def __init__(self, job: Generations, settings: Settings) -> None:
@@ -68,7 +67,8 @@ class Lives(Survivor):
         self.early = cast(Weights | None, None)
 
     def begin(self, trainer: Trainer) -> None:
-        """As Survivor.begin."""
+        """Begin a generation: the state (Survivor.begin), and the records that some ranks may
+        lack."""
         super().begin(trainer)
         if self.job.saves:
             known = share_records(trainer.world, asdict(self.saves))
@@ -79,7 +79,7 @@ class Lives(Survivor):
             self.resumed_from = self.generations.count(0)
 
     def _share_early(self, world: Group) -> None:
-        """The early weights, from the first rank that has them, on all."""
+        """Share the early weights from the first rank that has them."""
         have = share_records(world, self.early is not None)
         if any(have) and not all(have):
             source = have.index(True)
@@ -91,7 +91,7 @@ class Lives(Survivor):
             self.early = unpack(packed.tobytes())
 
     def follow(self, world: Group) -> Timeline:
-        """The timeline, which goes on in a new world."""
+        """Continue the timeline in a new world, and return it."""
         self.timeline.go_on(
             world.rank,
             world.ledger,
@@ -102,8 +102,10 @@ class Lives(Survivor):
         return self.timeline
 
     def add_to(self, metrics: dict[str, Any], world: Group) -> None:
-        """What metrics.json has of an elastic job beside the figures of its last generation. Every
-        rank calls it."""
+        """Add what only an elastic job has to the metrics of its last generation.
+
+        Every rank calls it.
+        """
         metrics["elastic"] = self.records(world)
         metrics["generation"] = self.job.number
         metrics["generations"] = self.generations
@@ -111,8 +113,10 @@ class Lives(Survivor):
 
 
 def _newest(settings: Settings) -> list[Path]:
-    """Checkpoints of the run, the newest first; after them those that --resume names, of another
-    folder."""
+    """Return the checkpoints of the run, the newest first.
+
+    Those that --resume names, of another folder, are at the end.
+    """
     found = checkpoints(settings.out)[::-1]
     return found + [
         folder
@@ -122,7 +126,7 @@ def _newest(settings: Settings) -> list[Path]:
 
 
 def bounds(text: str) -> tuple[int, int]:
-    """ "4:8" -> the fewest and the most ranks that may work. Raises: ConfigError."""
+    """Return the fewest and the most ranks of "4:8". Raises: ConfigError."""
     match = re.fullmatch("([0-9]{1,5}):([0-9]{1,5})", text)
     least, most = match.groups() if match else ("0", "0")
     if not 1 <= int(least) <= int(most):
@@ -131,7 +135,7 @@ def bounds(text: str) -> tuple[int, int]:
 
 
 def check_one_host(args: Namespace) -> None:
-    """Raise ConfigError for the hidden options --hosts and --ssh, which are those of launch."""
+    """Raise ConfigError for the hidden options --hosts and --ssh, which belong to launch."""
     if args.hosts is None and args.ssh is None:
         return
     option = "--ssh" if args.hosts is None else "--hosts"
@@ -180,7 +184,7 @@ def check_elastic(args: Namespace) -> None:
 
 
 def check_starts(args: Namespace, launch: Launch, *, starts_ranks: bool) -> None:
-    """Raise ConfigError if the ranks of an elastic job are not this process's to start."""
+    """Raise ConfigError if this process cannot start the ranks of an elastic job."""
     if args.elastic and launch.launcher != "alone":
         fail(
             f"--elastic {args.elastic}: {launch.launcher} started this rank, and only the "
@@ -198,9 +202,11 @@ Train = Callable[[Settings, Group, int, Told | None, "Lives"], int]
 
 
 def start_elastic(settings: Settings, size: int, train: Train) -> int:
-    """Start the processes of an elastic job of `size` ranks, and wait for them; the exit status.
+    """Start the processes of an elastic job of `size` ranks, and wait for them.
 
-    It returns in each of these processes, too, where they are forked of this one: they train.
+    Return the exit status.
+
+    If the processes are forks of this one, it returns in each of them, too, after their training.
     """
     args = settings.args
     least, most = bounds(args.elastic)
@@ -219,12 +225,12 @@ def start_elastic(settings: Settings, size: int, train: Train) -> int:
         try:
             template = fork_template()
         except OSError:
-            pass  # it is started, or there is none
+            pass  # the template is started as a process, or there is none
         else:
             if template is None:
                 return elastic_process(_of_a_process(words), train)
     try:
-        with run_folder(settings.out):  # locked here: a copy of this process would hold it, too
+        with run_folder(settings.out):  # locked after the fork: a copy would hold the lock, too
             return spawn_elastic(
                 module_command("minidist", "train", *words),
                 elastic,
@@ -240,7 +246,7 @@ def start_elastic(settings: Settings, size: int, train: Train) -> int:
 
 
 def _of_a_process(words: list[str]) -> Settings:
-    """The settings that a process of an elastic job with these words has."""
+    """Return the settings of a process of an elastic job with these words."""
     parser = Parser(prog="minidist train")
     add_arguments(parser)
     return check(parser.parse_args(words), begins=False)
@@ -257,8 +263,10 @@ def _fits(settings: Settings, size: int) -> bool:
 
 
 def elastic_process(settings: Settings, train: Train) -> int:
-    """Be a process of an elastic job, and a rank of one generation after another; the exit
-    status."""
+    """Run a process of an elastic job, as a rank of one generation after another.
+
+    Return the exit status.
+    """
     args = settings.args
     rehearse(args.zero or 0)
     libraries = warm_up(args.transport)
@@ -280,8 +288,10 @@ def elastic_process(settings: Settings, train: Train) -> int:
 def elastic_steps(
     trainer: Trainer, settings: Settings, report: ProgressReport, lives: Lives, saver: Saver | None
 ) -> Course:
-    """Make every step that is not made yet. Raises: Stopped as train_steps, and what
-    Survivor.after_step does."""
+    """Make every step that is not made yet.
+
+    Raises: Stopped as train_steps, and the errors of Survivor.after_step.
+    """
     args = settings.args
     ledger = trainer.world.ledger
 
@@ -312,7 +322,7 @@ def elastic_steps(
             lives.job.tell("trained", step=trainer.steps_done)
     except Regrouping:
         if saver is not None:
-            saver.settle()  # no save goes on behind a world that is closed
+            saver.settle()  # no save may continue after the world is closed
         raise
     finally:
         report.close()

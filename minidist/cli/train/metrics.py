@@ -1,4 +1,4 @@
-"""metrics.json of `minidist train`: everything that a run measured, beside its formulas."""
+"""The metrics.json of `minidist train`: everything that a run measured, and its formulas."""
 
 import argparse
 import platform
@@ -40,10 +40,9 @@ def result_metrics(
     *,
     threads: int,
 ) -> Metrics:
-    """Return what metrics.json holds of the training itself: all that is known without any further
-    work.
+    """Return the metrics.json of the training itself: everything known without further work.
 
-    Args:    threads: BLAS threads a rank.
+    Args:    threads: BLAS threads per rank.
     """
     args = settings.args
     count = sum(array.size for array in weights.values())
@@ -78,11 +77,9 @@ def result_metrics(
 
 
 def run_metrics(trainer: Trainer, settings: Settings, memory: dict[str, Any]) -> Metrics:
-    """Return what metrics.json holds beside the results: formulas, the machine, the ranks. Every
-    rank calls it.
+    """Return the rest of metrics.json: formulas, the machine, the ranks. Every rank calls it.
 
-    Args:    memory: of this rank's account after the last step; what followed took memory of its
-             own.
+    Args:    memory: this rank's account after the last step; later work used memory of its own.
     Cost:    gathers of small records, counted under `control`.
     """
     args = settings.args
@@ -103,7 +100,7 @@ def run_metrics(trainer: Trainer, settings: Settings, memory: dict[str, Any]) ->
 
 
 def command_line(args: argparse.Namespace, size: int) -> str:
-    """The command that makes this run again, without the options that have their default."""
+    """Return the command that repeats this run, without options that have their default."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     usual = vars(parser.parse_args([]))
@@ -125,10 +122,10 @@ def command_line(args: argparse.Namespace, size: int) -> str:
 def rank_records(
     trainer: Trainer, world: Group, memory: dict[str, Any]
 ) -> list[dict[str, Any]] | None:
-    """On rank 0: coordinates of each rank, bytes and messages sent in training steps, and memory by
-    category.
+    """Return, on rank 0, each rank's coordinates, bytes and messages sent in training steps, and
+    memory by category.
 
-    Of one process that drives several devices: the same of every device.
+    If one process drives several devices: the same for every device.
     """
     if trainer.plan.strategy == "data-parallel":
         return central_traffic.device_records(trainer)
@@ -156,17 +153,20 @@ def rank_records(
 
 
 def budget_record(trainer: Trainer) -> dict[str, Any]:
-    """What an activation budget made of each layer: "none", "scores" or "all"; None before it
-    chose."""
+    """Return the choice of an activation budget for each layer: "none", "scores" or "all".
+
+    None before it chose.
+    """
     return {} if trainer.budget is None else {"activation_choice": trainer.budget.chosen}
 
 
 def expert_record(trainer: Trainer) -> dict[str, Any]:
-    """By layer, the tokens of the run that chose each expert and those that it took. All ranks call
-    it.
+    """Return, by layer, the number of tokens of the run that chose each expert, and that it
+    processed. All ranks call it.
 
-    Of experts on several nodes also the placement that the newest choices suggest, and how many
-    copies of a token left its node: "now", as the experts lay, and "placed", as they would lie.
+    For experts on several nodes also the placement that the newest choices suggest, and the number
+    of copies per token that left its node: "now", as the experts are placed, and "placed", with the
+    suggested placement.
     """
     if trainer.config.mixture is None:
         return {}
@@ -183,8 +183,10 @@ def expert_record(trainer: Trainer) -> dict[str, Any]:
 
 
 def sent_to_nodes(world: Group) -> dict[str, int]:
-    """Bytes that this rank sent to ranks of other nodes in training steps, by axis; empty on one
-    node."""
+    """Return the bytes that this rank sent to ranks of other nodes in training steps, by axis.
+
+    Empty on one node.
+    """
     nodes = dict(zip(world.world_ranks, world.nodes, strict=True))
     sent = Counter[str]()
     for rank, axes in world.ledger.sent_to("step").items():
@@ -194,8 +196,10 @@ def sent_to_nodes(world: Group) -> dict[str, int]:
 
 
 def offload_record(trainer: Trainer) -> dict[str, Any]:
-    """This rank's host memory, disk bytes and moves in training steps; empty if the plan offloads
-    nothing."""
+    """Return this rank's host memory, disk bytes and moves in training steps.
+
+    Empty if the plan offloads nothing.
+    """
     if trainer.plan.offload == "none":
         return {}
     return {
@@ -209,7 +213,7 @@ def offload_record(trainer: Trainer) -> dict[str, Any]:
 
 
 def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
-    """Bytes and messages of all ranks and steps by formula, for gradients and under ZeRO for
+    """Return bytes and messages of all ranks and steps by formula, for gradients and, under ZeRO,
     weights."""
     plan = trainer.plan
     if plan.strategy != "ddp":
@@ -226,11 +230,11 @@ def gradient_formula(trainer: Trainer, batch: Batch) -> dict[str, Any]:
 
 
 def _data_formula(trainer: Trainer, calls: Sequence[Collective]) -> dict[str, Any]:
-    """Bytes and messages of one group of the data axis in all steps, from the `calls` of one; bytes
-    also by axis.
+    """Return bytes and messages of one group of the data axis in all steps, from the `calls` of one
+    step; bytes also by axis.
 
-    "plain": bytes by axis without a scheme. None, or an axis left out: a scheme sends as many as
-    the numbers decide.
+    "plain": bytes by axis without a scheme. If the bytes of a scheme depend on the data, its axis
+    is left out and the sum is None.
     """
     plan = trainer.plan
     steps = trainer.steps_here

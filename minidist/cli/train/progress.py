@@ -16,14 +16,16 @@ LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "srun", "orterun", "prterun")
 
 
 class ProgressReport:
-    """Shows the progress of a run: each step, then each batch of held-out text. This one shows
-    nothing (--quiet)."""
+    """A display of the progress of a run: each step, then each batch of held-out text.
+
+    This base class shows nothing (--quiet).
+    """
 
     def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
         """Show step `number` (from 1) with its `loss`; `sent_bytes` of this rank so far."""
 
     def input(self) -> AbstractContextManager[None]:
-        """In the block the training waits for its batch."""
+        """Mark a block in which the training waits for its batch."""
         return nullcontext()
 
     def line(self, text: str) -> None:
@@ -33,12 +35,13 @@ class ProgressReport:
         """End the part of the training steps."""
 
     def validating(self, batches: Sequence[Batch]) -> Iterator[Batch]:
-        """Yield the batches one by one, and show how many are done."""
+        """Yield the batches one by one, and show the number that is done."""
         yield from batches
 
 
 class Shown(ProgressReport):
-    """Shows the steps on `steps_shown`, and then held-out text on what `for_batches` makes."""
+    """A display of the steps on `steps_shown`, and then of held-out text on the result of
+    `for_batches`."""
 
     def __init__(
         self, steps: int, steps_shown: Progress, for_batches: Callable[[], Progress]
@@ -72,9 +75,9 @@ class Shown(ProgressReport):
 
 
 def launcher_terminal() -> str | None:
-    """The terminal of mpirun or srun, our ancestor, which passes on what rank 0 writes to a pipe;
-    None without one."""
-    import psutil  # here: the other ranks do without it
+    """Return the terminal of mpirun or srun, our ancestor, which passes on what rank 0 writes to a
+    pipe; None without one."""
+    import psutil  # here: the other ranks do not need it
 
     # another system, or no permission: lines instead of a bar
     with suppress(psutil.Error, OSError):
@@ -86,7 +89,7 @@ def launcher_terminal() -> str | None:
 
 
 def make_console() -> tuple[Console, bool]:
-    """A console on stdout, and whether it is shown on a terminal."""
+    """Return a console on stdout, and whether it is shown on a terminal."""
     if sys.stdout.isatty():
         return Console(highlight=False), True
     terminal = launcher_terminal()
@@ -101,7 +104,7 @@ def make_console() -> tuple[Console, bool]:
 
 
 def make_report(steps: int, console: Console, *, on_terminal: bool) -> ProgressReport:
-    """A bar on a terminal, else lines; nothing on a console that is quiet."""
+    """Return a bar on a terminal, else lines; an empty report on a quiet console."""
     if console.quiet:
         return ProgressReport()
     if on_terminal:
@@ -114,8 +117,8 @@ def make_report(steps: int, console: Console, *, on_terminal: bool) -> ProgressR
 def line_report(
     steps: int, print_line: Callable[[str], Any], *, seconds: float = LINES_EVERY
 ) -> ProgressReport:
-    """A line for the first step, for the last, and at most one every `seconds` between; so of
-    held-out text."""
+    """Return a report with a line for the first and the last step, and at most one every `seconds`
+    between; same for held-out text."""
     return Shown(
         steps,
         Lines(print_line, "step", seconds=seconds),

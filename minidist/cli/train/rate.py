@@ -1,4 +1,5 @@
-"""The learning rate of `minidist train`: its options, and what Trainer takes of them."""
+"""The learning rate of `minidist train`: its options, and the arguments of Trainer that follow from
+them."""
 
 import argparse
 from collections.abc import Callable
@@ -21,14 +22,14 @@ OF_SCHEDULE = {
     "lr_every": ("step",),
     "lr_factor": ("step",),
 }
-"""Options, and the schedules that they are for."""
+"""Options, and the schedules that use them."""
 
 JUMP = 0.01
-"""The part of a rate by which another one differs that is told."""
+"""The relative change of the rate from which it is reported as a jump."""
 
 
 def add_rate(add: Callable[..., Any]) -> None:
-    """Its options."""
+    """Add the options of the learning rate."""
     add(
         "--lr",
         type=positive_number,
@@ -79,12 +80,12 @@ def add_rate(add: Callable[..., Any]) -> None:
 
 
 def warmup_steps(args: argparse.Namespace) -> int:
-    """How many steps the rate rises."""
+    """Return the number of steps in which the rate rises."""
     return -(-args.steps // 20) if args.warmup is None else int(args.warmup)
 
 
 def lr_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The further numbers of a LearningRate that were given."""
+    """Return the optional numbers of a LearningRate that were given."""
     return {
         name.removeprefix("lr_"): value
         for name in OF_SCHEDULE
@@ -105,8 +106,10 @@ def check_rate(args: argparse.Namespace) -> None:
 
 
 def learning_rate(args: argparse.Namespace) -> LearningRate:
-    """Return the rate that the options describe. Raises: ConfigError for numbers that do not fit
-    the run."""
+    """Return the rate that the options describe.
+
+    Raises: ConfigError for numbers that do not fit the run.
+    """
     return LearningRate(
         name=args.lr_schedule,
         peak=args.lr,
@@ -128,10 +131,10 @@ def extend_rate(args: argparse.Namespace, before: argparse.Namespace) -> None:
 
 
 def jump(before: LearningRate, after: LearningRate, update: int, step: int) -> str | None:
-    """Return a line on the rate of the next step if a run that goes on has another than it would
+    """Return a line if the next step's rate in a resumed run differs from the rate that it would
     have had.
 
-    Args:    before, after: the rates of the run as it was recorded, and as it goes on. update:
+    Args:    before, after: the rates of the run as it was recorded, and as it continues. update:
              number of the next update, from 0; step: of the next step.
     """
     was = before(update)

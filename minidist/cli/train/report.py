@@ -1,4 +1,4 @@
-"""The report of `minidist train` on the screen: tables of measured values beside formulas."""
+"""The report of `minidist train` on the terminal: tables of measured values and formulas."""
 
 import shlex
 from math import log
@@ -23,7 +23,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def print_report(console: Console, metrics: Metrics, sample: str | None, folder: Path) -> None:
-    """Losses, the sample, the ledger and the memory account beside their formulas, and where the
+    """Print losses, the sample, the traffic and memory tables with their formulas, and where the
     files are.
 
     Args:    sample: None if none could be written.
@@ -72,7 +72,7 @@ def print_report(console: Console, metrics: Metrics, sample: str | None, folder:
 
 
 def _print_what_next(console: Console, metrics: Metrics, folder: Path) -> None:
-    """Commands that write text and that go on from the checkpoints."""
+    """Print commands that write text, show the run, and continue it."""
     saved = metrics["checkpoint"]
     quoted = shlex.quote(str(folder))
     console.print(
@@ -108,7 +108,7 @@ def _rule(console: Console, title: str) -> None:
 
 
 def _print_summary(console: Console, metrics: Metrics) -> None:
-    """Losses and speed."""
+    """Print losses and speed."""
     recent = metrics["losses"][-max(1, len(metrics["losses"]) // 20) :]
     console.print(
         f"\ntraining loss {fmean(recent):.4f} (mean of the last {plural(len(recent), 'step')}), "
@@ -143,7 +143,7 @@ def _print_summary(console: Console, metrics: Metrics) -> None:
 
 
 def _print_traffic(console: Console, metrics: Metrics) -> None:
-    """Bytes sent in a step beside the formula."""
+    """Print the bytes sent in a step, and the formula."""
     tables, lines = traffic_tables(metrics)
     for title, table in tables:
         _rule(console, title)
@@ -153,8 +153,8 @@ def _print_traffic(console: Console, metrics: Metrics) -> None:
 
 
 def traffic_tables(metrics: Metrics) -> tuple[list[tuple[str, Table]], list[str]]:
-    """Bytes sent in a step beside the formula, by device or server, by axis, or by rank: (title,
-    table); and lines."""
+    """Return (title, table) of the bytes sent in a step with the formula, by device or server, by
+    axis, or by rank; and lines."""
     lines = [compressed_traffic.saving(metrics)] if metrics["plan"]["compress"] != "none" else []
     if metrics["plan"]["strategy"] != "ddp":
         return [
@@ -194,7 +194,7 @@ def traffic_tables(metrics: Metrics) -> tuple[list[tuple[str, Table]], list[str]
 
 
 def _print_memory(console: Console, metrics: Metrics) -> None:
-    """Rank 0's memory, and its bytes a parameter."""
+    """Print rank 0's memory, and its bytes per parameter."""
     _rule(console, "what fills the memory of rank 0, in bytes, measured and by formula")
     console.print(memory_table(metrics))
     console.print(
@@ -219,7 +219,7 @@ def _print_memory(console: Console, metrics: Metrics) -> None:
 
 
 def _print_offload(console: Console, metrics: Metrics) -> None:
-    """Bytes that rank 0 moved in a step, and its bytes on host and disk."""
+    """Print the bytes that rank 0 moved in a step, and its bytes on host and disk."""
     first = metrics["ranks"][0]
     steps = metrics["steps"]
     _rule(console, "what rank 0 moved in a step, in bytes, measured and by formula")
@@ -241,7 +241,7 @@ def _print_offload(console: Console, metrics: Metrics) -> None:
 
 
 def _print_activations(console: Console, metrics: Metrics) -> None:
-    """A line on the inputs that blocks kept, and one on the choice of an activation budget."""
+    """Print a line on the inputs that blocks kept, and one on the choice of a memory budget."""
     kept = metrics["ranks"][0].get("kept_inputs")
     choice = metrics.get("activation_choice")
     if kept is not None and metrics["steps"]:
@@ -264,20 +264,21 @@ def _print_activations(console: Console, metrics: Metrics) -> None:
 
 
 def short(number: float) -> str:
-    """4.0 -> "4", 2.6667 -> "2.67"."""
+    """Return a number with at most two decimals: 4.0 -> "4", 2.6667 -> "2.67"."""
     return f"{number:.2f}".rstrip("0").rstrip(".")
 
 
 def in_words(each: dict[str, float]) -> str:
-    """`4 + 4 + 8 = 16`."""
+    """Return a sum in words: `4 + 4 + 8 = 16`."""
     return f"{' + '.join(map(short, each.values()))} = {short(sum(each.values()))}"
 
 
 def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, float]:
-    """Bytes a parameter that a rank holds between steps by theory, by category; ZeRO divides some
-    of them.
+    """Return the bytes per parameter that a rank holds between steps by theory, by category.
 
-    Args:    experts: of the experts' parameters, which ep has divided already; ZeRO divides them
+    ZeRO divides some of them.
+
+    Args:    experts: for the experts' parameters, which ep has divided already; ZeRO divides them
              over dp and cp.
     """
     plan = metrics["plan"]
@@ -295,7 +296,7 @@ def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, f
         "optimizer": ("optimizer",) if plan["zero"] == 1 else ("optimizer", "gradients"),
         "all": STATE,
     }[plan["offload"]]
-    # its own and the common weights; servers have the outer momentum
+    # a rank's own weights and the common weights; servers have the outer momentum
     if plan["local_steps"] is not None:
         momentum = plan["strategy"] == "ddp" and (
             plan["outer"] == "nesterov" or bool(plan["outer_momentum"])
@@ -310,12 +311,15 @@ def bytes_a_parameter(metrics: Metrics, *, experts: bool = False) -> dict[str, f
 
 
 def periods(metrics: Metrics) -> float:
-    """Steps; with local steps from meeting to meeting, and a resumed run may begin between two."""
+    """Return the number of steps.
+
+    With local steps the number of rounds, perhaps a fraction in a resumed run.
+    """
     return float(metrics["steps"] / (metrics["plan"]["local_steps"] or 1))
 
 
 def traffic_header(metrics: Metrics) -> tuple[str, str]:
-    """Bytes and messages of a rank in a step, as formulas for the table's header."""
+    """Return bytes and messages of a rank in a step, as formulas for the table's header."""
     size = metrics["size"]
     plan = metrics["plan"]
     formula = metrics["formula"]
@@ -330,8 +334,10 @@ def traffic_header(metrics: Metrics) -> tuple[str, str]:
 
 
 def traffic_table(metrics: Metrics) -> Table:
-    """Each rank's bytes and messages in a step, without scalars, beside the formula; the sums are
-    exact."""
+    """Return a table of each rank's bytes and messages per step, without scalars, and the formula.
+
+    The sums are exact.
+    """
     size = metrics["size"]
     steps = periods(metrics)
     formula = metrics["formula"]
@@ -372,8 +378,8 @@ def traffic_table(metrics: Metrics) -> Table:
 
 
 def expert_table(metrics: Metrics) -> Table:
-    """A row a layer: fewest and most tokens of an expert beside the even share, and a bar for each
-    expert."""
+    """Return a table with a row per layer: fewest and most tokens of an expert, the even share, and
+    a bar for each expert."""
     chosen, taken = (
         np.array(metrics["experts"][kind]) / metrics["steps"] for kind in ("chosen", "taken")
     )
@@ -399,8 +405,8 @@ def expert_table(metrics: Metrics) -> Table:
 
 
 def copies_line(metrics: Metrics) -> str:
-    """What experts on several nodes had to send between these in a step, and what a measured
-    placement would send."""
+    """Return a line: the traffic to experts on other nodes per step, and the copies with a measured
+    placement."""
     steps = metrics["steps"]
     copies = metrics["experts"]["copies"]
     nbytes = sum(
@@ -418,7 +424,7 @@ def copies_line(metrics: Metrics) -> str:
 
 
 def memory_table(metrics: Metrics) -> Table:
-    """Rank 0's memory by category, now and at the peak, beside the formula."""
+    """Return a table of rank 0's memory by category, now and at the peak, and the formula."""
     experts = metrics["formula"].get("held_experts", 0)
     count = metrics["formula"].get("held", metrics["parameters"]) - experts
     parts = [

@@ -1,19 +1,19 @@
-"""`minidist train --resume RUN`: the options of a run come from its newest checkpoint, and so does
-its state.
+"""`minidist train --resume RUN`: the options and the state of a run, read from its newest
+checkpoint.
 
-What defines the numbers (model, data, batch, seed, optimizer) stays. What says how they are
-computed may be given anew: ranks, transport, device, the plan and its options. A new --plan brings
-its options anew: those that are not given with it are the defaults again. So do -n, --plan and
---elastic with the options of an elastic job. A run without local steps may go on with
---local-steps, and then with another --lr: each rank begins with the weights and the state of all.
-A run with local steps is not elastic: one that was saved as an elastic job continues without
---elastic.
+Options that define the numbers (model, data, batch, seed, optimizer) cannot change. Options for how
+they are computed may be given again: ranks, transport, device, the plan and its options. A new
+--plan resets its options: those that are not given with it have their defaults again. In the same
+way -n, --plan and --elastic reset the options of an elastic job. A run without local steps may
+continue with --local-steps, and then with another --lr: each rank begins with the common weights
+and state. A run with local steps is not elastic: if an elastic job saved the checkpoint, the run
+continues without --elastic.
 
 More --steps move the end of the learning rate's schedule, and nothing else of it
-(LearningRate.extended); the jump of the rate that this may make is told before the first step.
+(LearningRate.extended); if this makes the rate jump, a line says so before the first step.
 
-A job that its launcher has started again (Slurm's --requeue, torchrun's --max-restarts) goes on by
-itself, with the command line that it began with.
+A job that its launcher has started again (Slurm's --requeue, torchrun's --max-restarts) continues
+without --resume, with its original command line.
 """
 
 import argparse
@@ -64,7 +64,7 @@ NEVER_KEPT = (
     "watch",
     "why",
 )
-"""Options that say nothing of the run's numbers, and hold for one command only."""
+"""Options that do not affect the run's numbers, and hold for one command only."""
 
 OF_THE_PLAN = (
     "plan",
@@ -129,8 +129,8 @@ MAY_CHANGE = (
 
 @dataclass
 class Resumption:
-    """The checkpoints that a run may go on from, the newest first, and what the first readable one
-    says.
+    """The checkpoints from which a run may continue, the newest first, and the record in the first
+    readable one.
 
     Attributes: run: the run folder; problems: a line for each checkpoint that cannot be used.
     """
@@ -142,13 +142,13 @@ class Resumption:
 
     @property
     def losses(self) -> list[float]:
-        """Of all steps before this job's."""
+        """Return the losses of all steps before this job's."""
         return unpacked(self.about["metrics"]["losses"])
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of a step of the job before: the median of its log, if the checkpoint does not
-        say; 0: unknown."""
+        """Return the seconds per step of the job before, from the checkpoint or as the median of
+        its log; 0: unknown."""
         if "step_seconds" in self.about["metrics"]:
             return float(self.about["metrics"]["step_seconds"])
         with suppress(OSError):
@@ -160,18 +160,21 @@ class Resumption:
 
     @property
     def how_saved(self) -> str:
-        """The plan that the checkpoint was saved under: "4 ranks (dp=2,tp=2)"."""
+        """Return the ranks and the plan that saved the checkpoint: "4 ranks (dp=2,tp=2)"."""
         plan = self.about["plan"]
         axes = ",".join(f"{axis}={plan[axis]}" for axis in AXES if plan[axis] > 1)
         zero = f" with ZeRO-{plan['zero']}" if plan["zero"] else ""
         return plural(self.about["ranks"], "rank") + (f" ({axes})" if axes else "") + zero
 
     def recorded(self, args: argparse.Namespace) -> argparse.Namespace:
-        """The options that the run had; those that it did not know are as in `args`."""
+        """Return the options that the run had.
+
+        Options that it did not know have the values of `args`.
+        """
         return argparse.Namespace(**{**vars(args), **self.about["options"]})
 
     def tell_jump(self, trainer: Trainer, args: argparse.Namespace) -> None:
-        """On rank 0, before the first step: say how the learning rate jumps, if it does."""
+        """Print on rank 0, before the first step, how the learning rate jumps, if it does."""
         line = jump(
             learning_rate(self.recorded(args)),
             trainer.learning_rate,
@@ -182,11 +185,11 @@ class Resumption:
             say_line(f"minidist train: {line}")
 
     def choose_ranks(self, args: argparse.Namespace, launch: Launch) -> None:
-        """What is not given anew and depends on the launcher: alone, as many ranks as the plan
-        needs or the run had.
+        """Set the options that depend on the launcher and were not given.
 
-        An elastic run wants as many as at its start; under another launcher it is elastic no
-        longer.
+        Without a launcher the number of ranks is the plan's, if --plan was given, else the run's.
+        An elastic run wants the same number as at its start; under another launcher it is no longer
+        elastic.
         """
         given = getattr(args, "given", ())
         if launch.launcher != "alone" and "elastic" not in given:
@@ -210,10 +213,11 @@ class Resumption:
             )
 
     def load(self, trainer: Trainer) -> None:
-        """Have a trainer go on from the newest checkpoint that is whole. Every rank calls it; rank
-        0 tells of others.
+        """Load the newest undamaged checkpoint into a trainer.
 
-        Raises:  ConfigError if none is.
+        Every rank calls it; rank 0 prints why others were skipped.
+
+        Raises:  ConfigError if none is undamaged.
         """
         problems = [*self.problems]
         for folder in self.folders:
@@ -235,10 +239,12 @@ class Resumption:
 
 
 def resumed(args: argparse.Namespace, *, begins: bool = True) -> Resumption | None:
-    """Find what --resume names, and fill `args` with the run's options; None without --resume.
+    """Find the checkpoints that --resume names, and fill `args` with the run's options.
 
-    Args:    begins: the job begins with this process; if it was started again, it goes on from
-             those of --out.
+    Return None without --resume.
+
+    Args:    begins: the job begins with this process; if its launcher has restarted it, it
+             continues from the checkpoints in --out.
     Raises:  ConfigError, one line: there is no checkpoint, or an option is given that cannot
              change.
     """
@@ -264,7 +270,7 @@ def resumed(args: argparse.Namespace, *, begins: bool = True) -> Resumption | No
         )
     found = _find(Path(args.resume))
     options = _options(found, args)
-    if again:  # the same command line names what stays, too
+    if again:  # the same command line also names options that cannot change
         given -= {
             name for name in given - {*MAY_CHANGE} if options.get(name) == getattr(args, name)
         } | {"verify"}
@@ -303,16 +309,18 @@ def resumed(args: argparse.Namespace, *, begins: bool = True) -> Resumption | No
 
 
 def _options(found: Resumption, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that the checkpoint names, read as the command line reads them. Raises:
-    ConfigError."""
-    # which imports settings.py, which imports this
+    """Return the options in the checkpoint, parsed as the command line parses them.
+
+    Raises: ConfigError.
+    """
+    # here: it imports settings.py, which imports this module
     from minidist.cli.train.arguments import add_arguments
 
     told = {
         name: value
         for name, value in found.about["options"].items()
         if name not in NEVER_KEPT and hasattr(args, name) and value != ""
-    }  # "": as left out
+    }  # "" means left out
     parser = Parser(prog="minidist train", add_help=False)
     add_arguments(parser)
     words = [
@@ -334,8 +342,10 @@ def _options(found: Resumption, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that define a run, as its checkpoints keep them; data by a path that holds in any
-    folder."""
+    """Return the options that define a run, for its checkpoints.
+
+    The path of the data is made absolute.
+    """
     options = {
         name: value
         for name, value in vars(args).items()
@@ -345,7 +355,7 @@ def options_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def text_digest(text: Text) -> str:
-    """The digest of a text, in hexadecimal."""
+    """Return the digest of a text, in hexadecimal."""
     digest = hashlib.sha256(text.symbols.encode())
     for ids in (text.train, text.validation):
         digest.update(ids.astype("<i4").data)
@@ -353,7 +363,7 @@ def text_digest(text: Text) -> str:
 
 
 def _find(place: Path) -> Resumption:
-    """The checkpoints that `place` names. Raises: ConfigError if none can be used."""
+    """Return the checkpoints that `place` names. Raises: ConfigError if none can be used."""
     asked = f"--resume {place}"
     try:
         if step_of(place) is not None:

@@ -1,4 +1,4 @@
-"""The flight recorders of a training, RUN/flight/00003.ring: kept for `minidist diagnose RUN`."""
+"""Flight recorders of a training, RUN/flight/00003.ring: kept for `minidist diagnose RUN`."""
 
 import shutil
 import time
@@ -14,17 +14,18 @@ from minidist.launch.flight import ring_file
 from minidist.observe.rank_steps import FOLDER as STEPS
 
 FOLDER = "flight"
-GOING = 5.0  # seconds: a job whose newest record is younger was going when it was told to stop
+GOING = 5.0  # seconds: a job with a newer record was making progress when it got the signal
 # exit statuses
 BAD_INPUT = 2
 STOPPED = (130, 143)
 
 
 def keep_ring(run: Path, world: Group) -> None:
-    """Keep this rank's ring in the run folder; where it cannot be, one line says so, and the
-    training goes on.
+    """Keep this rank's ring in the run folder.
 
-    A full disk is not told here, because the run's other files tell it.
+    If that fails, print one line, and the training continues.
+
+    A full disk is not reported here, because the writers of the run's other files report it.
     """
     if (run / FOLDER).is_symlink():
         say_line(
@@ -44,12 +45,11 @@ def keep_ring(run: Path, world: Group) -> None:
 
 
 def drop_rings(run: Path, status: int) -> None:
-    """Remove the rings and records of steps of a job that ended with `status`, if they tell
-    nothing.
+    """Remove the rings and records of steps of a job that ended with `status`, if they show nothing
+    of use.
 
-    That is after bad input, and of a job that was stopped while it went well.
-
-    Those of a job that failed stay, and those of one that stood still until it was told to stop.
+    That is after bad input, or if the job made progress until it was stopped. The files of a job
+    that failed are kept, and those of a job that hung until it was stopped.
     """
     if status == BAD_INPUT or (status in STOPPED and _was_going(run / FOLDER)):
         for folder in (FOLDER, STEPS):

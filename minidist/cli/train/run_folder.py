@@ -1,5 +1,5 @@
 """The run folder of `minidist train`: made before the first step, filled after the last, removed if
-it stays empty."""
+it is still empty."""
 
 import fcntl
 import hashlib
@@ -32,19 +32,18 @@ from minidist.parallel.state.shard_file import DTYPES, header_bytes
 
 MANIFEST = "metrics.json"
 WEIGHTS = "model.safetensors"
-PAGE = "report.html"  # of minidist report
-# made of them: it goes when the next run's come
+PAGE = "report.html"  # written by minidist report
+# made from the results: removed when the next run writes its results
 OF_THE_RESULTS = ("trace.json", "loss.png", "why.png", PAGE)
 
 
 @contextmanager
 def run_folder(folder: Path) -> Iterator[None]:
-    """Make the run folder before the first step: a run that cannot write its results does not
-    start.
+    """Make the run folder before the first step, so that a run that cannot write does not start.
 
-    In the block it is this job's alone. What killed runs left of their drafts there goes.
-    If the folder is still empty at the end, but for flight recorders that tell nothing, it goes
-    again with the parents made for it, also after a SIGTERM.
+    In the block only this job uses it. Drafts left there by killed runs are removed. If the folder
+    is empty at the end, except for flight recorders of no use, it is removed with the parents made
+    for it, even after a SIGTERM.
     Raises:  ConfigError if it cannot be made, or another job has it.
     """
     made = [missing for missing in (folder, *folder.parents) if not os.path.exists(missing)]
@@ -73,7 +72,7 @@ def run_folder(folder: Path) -> Iterator[None]:
         drop_rings(folder, BAD_INPUT if isinstance(error, ConfigError) else 130)
         raise
     except PeerLostError as error:
-        if error.world_rank == LAUNCHER:  # it was told to stop, and ends its ranks
+        if error.world_rank == LAUNCHER:  # the launcher got a signal, and ends its ranks
             drop_rings(folder, 143)
         raise
     finally:
@@ -85,8 +84,9 @@ def run_folder(folder: Path) -> Iterator[None]:
 
 
 def claim(folder: Path) -> int | None:
-    """Make the folder and lock it, as long as the descriptor is open; None if this rank's launcher
-    has done so.
+    """Make the folder and lock it, as long as the descriptor is open.
+
+    Return None if this rank's launcher has done so.
 
     Raises: ConfigError if another job has it; OSError if it cannot be made.
     """
@@ -113,11 +113,12 @@ def claim(folder: Path) -> int | None:
 
 
 def write_results(folder: Path, metrics: dict[str, Any], weights: dict[str, np.ndarray]) -> None:
-    """Write model.safetensors and metrics.json, the results of a run; neither takes its place
-    before both are there.
+    """Write model.safetensors and metrics.json, the results of a run, as drafts, then move both
+    into place.
 
-    metrics.json goes first and comes back last, with the digest of the weights: where it is, the
-    files that it names are of one run, also if the folder is used again and a run is killed here.
+    The old metrics.json is removed first, and the new one is put in place last, with the digest of
+    the weights. So if it exists, the files that it names are of one run, even if the folder is used
+    again and a run is killed here.
     Raises: ConfigError if a file cannot be written; OSError if the disk is full or fails.
     """
     with writing(folder), scratch(folder) as drafts:
@@ -125,17 +126,16 @@ def write_results(folder: Path, metrics: dict[str, Any], weights: dict[str, np.n
         metrics["files"] = {WEIGHTS: sha256(drafts / WEIGHTS)}
         write_json(drafts / MANIFEST, metrics)
         (folder / MANIFEST).unlink(missing_ok=True)
-        for name in OF_THE_RESULTS:  # of a run before
+        for name in OF_THE_RESULTS:  # of an earlier run
             (folder / name).unlink(missing_ok=True)
         for name in (WEIGHTS, MANIFEST):
             (drafts / name).replace(folder / name)
 
 
 def write_views(folder: Path, metrics: dict[str, Any], timelines: list[Timeline] | None) -> None:
-    """Write what is made of the results: trace.json, loss.png and with --why why.png; then
-    metrics.json anew.
+    """Write the files made from the results: trace.json, loss.png and with --why why.png.
 
-    One that fails is told in a line, and left out.
+    Then write metrics.json again. If one fails, a line says so, and the others are written.
     """
     views: dict[str, Callable[[Path], None]] = {}
     if timelines is not None:
@@ -171,8 +171,8 @@ def _draw_why(place: Path, metrics: dict[str, Any]) -> None:
 def save_weights(file: Path, weights: dict[str, np.ndarray], config: dict[str, Any]) -> None:
     """Write weights and the model's sizes in the format of safetensors. Raises: OSError.
 
-    It is written here, because the library writes its metadata in another order each time: equal
-    weights are equal files.
+    The library is not used, because it writes its metadata in a different order each time: equal
+    weights must give equal files.
     """
     about = {"config": json.dumps(config), "minidist": minidist.__version__}
     tensors: dict[str, Any] = {"__metadata__": about}
@@ -191,7 +191,7 @@ def save_weights(file: Path, weights: dict[str, np.ndarray], config: dict[str, A
 
 
 def sha256(file: Path) -> str:
-    """The digest of a file, in hexadecimal."""
+    """Return the digest of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with file.open("rb") as stream:
         while piece := stream.read(1 << 20):
@@ -201,8 +201,10 @@ def sha256(file: Path) -> str:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """An OSError in the block names --out; it becomes a ConfigError unless the disk is full or
-    fails."""
+    """Make an OSError of the block name --out.
+
+    Unless the disk is full or fails, it becomes a ConfigError.
+    """
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A sample of generated text: beginnings of held-out lines, and the model's continuation."""
+"""A sample of generated text: the beginnings of held-out lines, and the model's continuation."""
 
 from minidist.data.text import Text
 from minidist.nn import GPT
@@ -10,7 +10,7 @@ TEMPERATURE = 0.6
 
 
 def sample(model: GPT, text: Text, *, seed: int, count: int = 3) -> str:
-    """`count` beginnings of held-out lines, each with MARK and the model's continuation."""
+    """Return `count` beginnings of held-out lines, each with MARK and the model's continuation."""
     pieces = []
     for i, begun in enumerate(beginnings(text, count)):
         ids = model.generate(text.encode(begun), WRITTEN, temperature=TEMPERATURE, seed=seed + i)
@@ -19,8 +19,10 @@ def sample(model: GPT, text: Text, *, seed: int, count: int = 3) -> str:
 
 
 def beginnings(text: Text, count: int) -> list[str]:
-    """Beginnings of held-out lines of prose, spread over the text; without prose, the first
-    symbols."""
+    """Return beginnings of held-out lines of prose, spread over the text.
+
+    Without prose, return the first symbols.
+    """
     held_out = text.decode(text.validation)
     lines = [line[:BEGUN] for line in held_out.split("\n") if is_prose(line[:BEGUN])]
     if not lines:
@@ -30,7 +32,7 @@ def beginnings(text: Text, count: int) -> list[str]:
 
 
 def is_prose(beginning: str) -> bool:
-    """Whether a line begins with a letter, and at least nine tenths of it are letters and
-    spaces."""
+    """Return whether the beginning of a line is BEGUN symbols long, starts with a letter, and is at
+    least nine tenths letters and spaces."""
     letters = sum(symbol.isalpha() or symbol == " " for symbol in beginning)
     return len(beginning) == BEGUN and beginning.strip()[:1].isalpha() and letters >= 0.9 * BEGUN

@@ -1,15 +1,16 @@
-"""How often `minidist train` saves, and the part of its time that goes into work that is kept.
+"""The interval between saves of `minidist train`, and its goodput: the part of its time spent on
+work that is kept.
 
-    δ   seconds that the steps stand still for a save: measured, the median of this run's; the
+    δ   seconds for which a save stops the steps: measured, the median of this run's saves; the
         slowest rank's
     M   mean seconds between two interruptions, 86,400 / --interruptions-per-day: given
     τ   √(2 δ M), seconds of work between two saves (survive/interval.py), as steps of the measured
         length
 
-With --save-every auto the first save comes after FIRST steps. It tells δ, and each later save tells
-it anew. What is expected is shown when it is known, and stands beside what was measured at the end:
-the run's time from its first step on, with all that was lost or passed until a killed run was
-resumed.
+With --save-every auto the first save is made after FIRST steps. It gives the first measurement of
+δ, and each later save gives another. The expected goodput is shown when it is known, and again at
+the end with the measured one: over the run's time from its first step on, including all time that
+was lost or passed until a killed run was resumed.
 """
 
 import statistics
@@ -34,7 +35,7 @@ class SaveInterval:
     """The interval of one run. Every rank has one and makes the same calls.
 
     Args:       saves: the saves so far, also those of an elastic job's earlier generations.
-    Attributes: steps: between two saves; 0 while it is not known.
+    Attributes: steps: number of steps between two saves; 0 while it is not known.
     """
 
     def __init__(self, settings: Settings, saves: "Saves", steps_done: int) -> None:
@@ -57,7 +58,7 @@ class SaveInterval:
 
     @property
     def save_seconds(self) -> float:
-        """δ; 0 while nothing is saved."""
+        """Return δ; 0 while nothing is saved."""
         return (
             statistics.median(self.saves.standstill_seconds[-20:])
             if self.saves.standstill_seconds
@@ -66,12 +67,12 @@ class SaveInterval:
 
     @property
     def steps(self) -> int:
-        """Between two saves; 0 while it is not known."""
+        """Return the number of steps between two saves; 0 while it is not known."""
         return self.best_steps if self.auto else int(self.settings.args.save_every)
 
     @property
     def best_steps(self) -> int:
-        """√(2 δ M), in steps; 0 while δ is not known."""
+        """Return √(2 δ M), in steps; 0 while δ is not known."""
         return (
             steps_between(self.save_seconds, self.between, self.saves.step_seconds)
             if self.save_seconds
@@ -79,20 +80,23 @@ class SaveInterval:
         )
 
     def due(self, step: int) -> bool:
-        """Whether the state after so many steps is to be saved, with `auto`."""
+        """Return whether the state after step `step` is to be saved, with `auto`."""
         return step - self._last >= (self.steps or FIRST)
 
     def worked(self) -> None:
-        """A step has been made."""
+        """Count the time since the last call as work: a step has been made."""
         self.saves.work_seconds += self._passed()
 
     def stood_still(self) -> None:
-        """What was due after a step has been done."""
+        """Count the time since the last call as saving: the save after a step is done."""
         self.saves.saving_seconds += self._passed()
 
     def saved(self, step: int, standstill: float, step_seconds: float, world: Group) -> None:
-        """The steps go on after a save that took so long; the slowest rank's figures count. Cost:
-        an all-reduce."""
+        """Record how long a save stopped the steps, and the seconds per step; the slowest rank's
+        count.
+
+        Cost: an all-reduce.
+        """
         with world.ledger.control():
             slowest = world.all_reduce(np.array([standstill, step_seconds]), op="max")
         self.saves.standstill_seconds.append(float(slowest[0]))
@@ -100,8 +104,7 @@ class SaveInterval:
         self._last = step
 
     def expected(self, steps: int) -> float:
-        """The part of the time that goes into work that is kept, on average, with so many steps
-        between saves."""
+        """Return the expected goodput with `steps` steps between saves."""
         return goodput(
             steps * self.saves.step_seconds,
             save=self.save_seconds,
@@ -110,7 +113,10 @@ class SaveInterval:
         )
 
     def announcement(self) -> str | None:
-        """A line once the interval is known; None before, and when it has been told."""
+        """Return a line when the interval becomes known.
+
+        None before, and after it has been returned once.
+        """
         if self.saves.expected_at_first or not self.save_seconds:
             return None
         self.saves.expected_at_first = self.expected(self.steps)
@@ -127,7 +133,7 @@ class SaveInterval:
         return line
 
     def about(self) -> dict[str, Any]:
-        """What a checkpoint keeps, so that a resumed run goes on with it."""
+        """Return the measurements that a checkpoint keeps for a resumed run."""
         saves = self.saves
         return {
             "standstill_seconds": saves.standstill_seconds[-20:],
@@ -139,7 +145,7 @@ class SaveInterval:
         }
 
     def record(self) -> dict[str, Any]:
-        """For metrics.json; parts of the time are between 0 and 1."""
+        """Return the record for metrics.json; parts of the time are between 0 and 1."""
         saves = self.saves
         known = self.save_seconds > 0
         whole = max(self._end - saves.since, saves.work_seconds + saves.saving_seconds)
@@ -169,7 +175,7 @@ class SaveInterval:
 
 
 def summary(record: dict[str, Any]) -> str:
-    """The line at the end of a run: measured beside expected."""
+    """Return the line at the end of a run: measured and expected goodput."""
     whole = record["work_seconds"] + record["saving_seconds"] + record["lost_seconds"]
     expected = "" if record["expected"] is None else f", expected {record['expected']:.2%}"
     return (
@@ -183,7 +189,7 @@ def summary(record: dict[str, Any]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`2.5 ms`, `12 s`, `1.5 h`."""
+    """Return a time in words: `2.5 ms`, `12 s`, `1.5 h`."""
     for unit, scale in (("d", DAY), ("h", 3600.0), ("min", 60.0), ("s", 1.0)):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"

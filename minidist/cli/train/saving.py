@@ -1,11 +1,12 @@
-"""Checkpoints of `minidist train`: every K steps, at the end, and when the job is told to stop.
+"""Checkpoints of `minidist train`: every K steps, at the end, and when the job gets a signal to
+stop.
 
-Which rank hears of the stop is chance, so the ranks agree after each step: all save the same one,
-then all end.
+Any rank may receive the signal first, so all ranks agree after each step: all save after the same
+step, then all end.
 
-With --save-async a save that is due while another is written is made later: after the first step
-that finds the other one on the disk. So a slow disk gets fewer checkpoints, and no step waits for
-it. Only the last save of a run waits.
+With --save-async, a save that is due while another is being written is delayed: until after the
+first step that finds the other one complete. So a slow disk gets fewer checkpoints, and no step
+waits for it. Only the last save of a run waits.
 """
 
 import signal
@@ -33,26 +34,27 @@ from minidist.parallel.state.manifest import checkpoints, packed, remove, step_f
 from minidist.parallel.state.save_async import PendingSave
 from minidist.parallel.step.step import Batch
 
-LONG = 2.0  # seconds after which a save is told of while it lasts
+LONG = 2.0  # seconds after which a running save is reported
 
 
 class Stopped(Exception):  # noqa: N818 - no error
-    """The job was told to stop. All ranks raise it, after the same step."""
+    """Raised on all ranks after the same step: the job got a signal to stop."""
 
 
 class Told:
-    """The signal by which this process was told to stop; 0: it was not."""
+    """The signal to stop that this process has received; 0: none."""
 
     number = 0
 
 
 @contextmanager
 def hearing(launch: Launch) -> Iterator[Told]:
-    """In the block SIGTERM breaks off nothing; it is noted. Under srun so is SIGUSR1, which MPICH
-    uses for itself.
+    """In the block SIGTERM interrupts nothing and is recorded.
 
-    A launcher passes the signal on, to a process of a group perhaps once more. In the main thread,
-    which alone may.
+    Under srun also SIGUSR1, which MPICH uses for itself.
+
+    A launcher passes the signal on; a process of a process group may get it twice. Outside the main
+    thread it changes nothing: only the main thread may set signal handlers.
     """
     told = Told()
 
@@ -67,22 +69,22 @@ def hearing(launch: Launch) -> Iterator[Told]:
     try:
         yield told
     finally:
-        for number, handler in before.items():  # the end of a rank is not broken off either
+        for number, handler in before.items():  # the end of a rank is not interrupted either
             signal.signal(number, handler if launch.launcher == "alone" else signal.SIG_IGN)
 
 
 @dataclass
 class Saves:
-    """The saves of a job: the step and the seconds of each, and how many failed; then what
-    SaveInterval counts.
+    """The saves of a job: the step and the seconds of each, the number that failed, and the
+    counters of SaveInterval.
 
-    Attributes: standstill_seconds  how long each save stops the steps
-                step_seconds        of one step, known at the last save
+    Attributes: standstill_seconds  seconds for which each save stops the steps
+                step_seconds        seconds of one step, known at the last save
                 since               when the run made its first step, seconds of the epoch
-                work_seconds        of the run's time, the part spent in steps; saving_seconds: in
-                                    saves
+                work_seconds        the part of the run's time spent in steps
+                saving_seconds      the part of the run's time spent in saves
                 restart_seconds     from reading the options to the first step of a process
-                interruptions       how often the run was resumed
+                interruptions       number of times the run was resumed
                 expected_at_first   the goodput that was shown
     """
 
@@ -100,10 +102,10 @@ class Saves:
 
 
 class Saver:
-    """Saves checkpoints of one run; every rank has one and makes the same calls.
+    """A writer of checkpoints of one run; every rank has one and makes the same calls.
 
-    Args:    trainer: with the state that the job begins with. report: shows that a save lasts long.
-             saves: those of the job so far, which grow.
+    Args:    trainer: with the state that the job begins with. report: shows that a save takes long.
+             saves: those of the job so far; new ones are appended.
     """
 
     def __init__(
@@ -117,9 +119,9 @@ class Saver:
         rate = settings.args.interruptions_per_day
         self.interval = SaveInterval(settings, saves, trainer.steps_done) if rate else None
         self._tell_interval()
-        self._pending: tuple[int, PendingSave] | None = None  # of which step
+        self._pending: tuple[int, PendingSave] | None = None  # the step and its save
         self._writing = False  # a save of some rank was under way when stopping() was last called
-        # a save that was due; the user knows that the disk is slow
+        # a save is due and delayed; the line on the slow disk is printed
         self._put_off = self._told_late = False
         self._speaks = trainer.world.rank == 0
         self._about: dict[str, Any] = {}
@@ -137,15 +139,16 @@ class Saver:
         }
 
     def due(self, step: int) -> bool:
-        """Whether the state after so many steps is to be saved."""
+        """Return whether the state after step `step` is to be saved."""
         args = self.settings.args
         if self.interval is not None and self.interval.auto:
             return step == args.steps or self.interval.due(step)
         return step == args.steps or bool(step % args.save_every == 0)
 
     def stopping(self) -> int:
-        """The signal by which any rank was told to stop, or 0; the same on every rank, as is then
-        `_writing`.
+        """Return the signal to stop that any rank has received, or 0; the same on every rank.
+
+        It also sets `_writing` to the same value on every rank.
 
         Cost: an all-reduce.
         """
@@ -162,8 +165,10 @@ class Saver:
         return int(number)
 
     def heeding(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches one by one. Raises: Stopped between two of them, if a rank was told to
-        stop."""
+        """Yield the batches one by one.
+
+        Raises: Stopped between two of them, if a rank has received a signal to stop.
+        """
         for batch in batches:
             if self.stopping():
                 raise Stopped
@@ -172,10 +177,11 @@ class Saver:
     def after_step(
         self, losses: Sequence[float], step_seconds: Callable[[], float], **histories: Sequence[int]
     ) -> None:
-        """Do what is due. Every rank calls it. Raises: Stopped, once the state is saved, if the job
-        is to stop.
+        """Save if it is due. Every rank calls it. Raises: Stopped, once the state is saved, if the
+        job is to stop.
 
-        Args:    losses: of all steps; histories: more with a number a step, for the checkpoint.
+        Args:    losses: of all steps; histories: further lists with a number per step, for the
+                 checkpoint.
         """
         if self.interval is not None:
             self.interval.worked()
@@ -192,7 +198,7 @@ class Saver:
             raise Stopped
 
     def _tell_late(self, step: int) -> None:
-        """Once: the disk is slower than the steps from save to save."""
+        """Print once that the disk is too slow for the interval between saves."""
         if self._speaks and not self._told_late and self._pending is not None:
             say_line(
                 f"minidist train: the save after step {step} is put off: the disk still writes "
@@ -204,7 +210,7 @@ class Saver:
     def _save_timed(
         self, losses: Sequence[float], step_seconds: float, histories: Mapping[str, Sequence[int]]
     ) -> None:
-        """Save; the time that the steps stand still for it decides when the next save is due."""
+        """Save, and measure how long the steps stop: it decides when the next save is due."""
         interval = self.interval
         if interval is None:
             self.save(losses, step_seconds, histories)
@@ -218,7 +224,7 @@ class Saver:
         self._tell_interval()
 
     def _tell_interval(self) -> None:
-        """Once, as soon as it is known: of a resumed run at its start, else after the first
+        """Print the interval once it is known: in a resumed run at its start, else after the first
         save."""
         if self.interval is not None and (line := self.interval.announcement()) is not None:
             self.report.line(line)
@@ -226,8 +232,10 @@ class Saver:
     def save(
         self, losses: Sequence[float], step_seconds: float, histories: Mapping[str, Sequence[int]]
     ) -> None:
-        """Write a checkpoint, or with --save-async begin to; a failure is told in one line, and the
-        run goes on."""
+        """Write a checkpoint, or with --save-async begin to.
+
+        A failure prints one line, and the run continues.
+        """
         self.settle()
         step = self.trainer.steps_done
         start = time.perf_counter()
@@ -250,10 +258,10 @@ class Saver:
     def _described(
         self, losses: Sequence[float], step_seconds: float, histories: Mapping[str, Sequence[int]]
     ) -> dict[str, Any]:
-        """What the manifest says of the run.
+        """Return what the manifest says of the run.
 
-        Measured times are in it only where a resumed job goes by them, so that equal runs write
-        equal checkpoints.
+        Measured times are included only if a resumed job uses them, so that equal runs write equal
+        checkpoints.
         """
         metrics: dict[str, Any] = {"losses": packed(losses, "<f8")}
         if histories or self.interval is not None:
@@ -264,7 +272,10 @@ class Saver:
         return {**self._about, "metrics": metrics}
 
     def settle(self) -> None:
-        """Wait for a save that goes on behind the steps; if it fails, that is told already."""
+        """Wait for a save that is written in the background.
+
+        If it fails, the error has been printed already.
+        """
         if self._pending is None:
             return
         (step, pending) = self._pending
@@ -279,15 +290,17 @@ class Saver:
             self.interval.stood_still()
 
     def _saved(self, step: int, seconds: float) -> None:
-        """A checkpoint is there: the oldest goes."""
+        """Record a complete checkpoint, and remove the oldest."""
         self.saves.steps.append(step)
         self.saves.seconds.append(seconds)
         if self._speaks:
             self._remove_old()
 
     def farewell(self) -> int:
-        """When all ranks have stopped: say how the run goes on. Returns: the exit status, 1 without
-        a checkpoint."""
+        """Print how to continue the run, when all ranks have stopped.
+
+        Returns: the exit status, 1 without a checkpoint.
+        """
         there = checkpoints(self.settings.out)
         if not self._speaks:
             return AGAIN if there else 1
@@ -309,7 +322,8 @@ class Saver:
         return AGAIN if there else 1
 
     def record(self) -> dict[str, Any]:
-        """For metrics.json: the newest checkpoint, and the step and seconds of each save."""
+        """Return the record for metrics.json: the newest checkpoint, and the step and seconds of
+        each save."""
         there = checkpoints(self.settings.out)
         return {
             "folder": str(there[-1]) if there else None,
@@ -320,8 +334,10 @@ class Saver:
         }
 
     def _remove_old(self) -> None:
-        """All but the newest `keep` of this run, and those of steps that it has gone back
-        behind."""
+        """Remove all checkpoints except this run's newest `keep`.
+
+        This includes checkpoints of later steps than the step it resumed from.
+        """
         there = checkpoints(self.settings.out)
         ours = [folder for folder in there if step_of(folder) in {*self._before, *self.saves.steps}]
         try:
@@ -335,7 +351,7 @@ class Saver:
 
     @contextmanager
     def _shown(self, folder: Path) -> Iterator[None]:
-        """A line if the block takes long."""
+        """Print a line if the block takes long."""
         start = time.perf_counter()
         timer = threading.Timer(LONG, self.report.line, [f"saving {folder} …"])
         timer.daemon = True

@@ -1,4 +1,5 @@
-"""Traffic of ranks that meet seldom (local steps): what all meetings of a run sent, by formula."""
+"""Traffic of local steps (ranks that synchronize rarely): what all exchanges of a run sent, by
+formula."""
 
 from typing import Any, cast
 
@@ -8,8 +9,10 @@ from minidist.parallel.hybrid.hybrid import Trainer
 
 
 def formula(trainer: Trainer) -> dict[str, Any]:
-    """Bytes and messages of all ranks and steps. A scheme's messages are those of its exchange in
-    two phases."""
+    """Return bytes and messages of all ranks and steps.
+
+    A compression scheme's messages are those of its two-phase exchange.
+    """
     strategy = cast(LocalSteps, trainer.strategy)
     sent = 0
     messages = 0

@@ -1,4 +1,4 @@
-"""The options of `minidist train` (arguments.py), checked and turned into plan, model and data."""
+"""The options of `minidist train` (arguments.py), checked and converted to plan, model and data."""
 
 import argparse
 import os
@@ -51,17 +51,17 @@ MIXTURE_OPTIONS = {
     "expert_nodes": "nodes",
     "expert_placement": "placement",
 }
-"""Options that are fields of MixtureConfig, besides --experts; the last two are words, read by
+"""Options that are fields of MixtureConfig, in addition to --experts; the last two are words, read by
 mixture_of."""
 
 AUTO = "auto"
-"""The value of --save-every and --bucket-bytes that has it computed."""
+"""The value of --save-every and --bucket-bytes for which the value is computed."""
 
 OF_THE_LAUNCHER = ("ranks", "cores", "memory_limit", "command", "given")
-"""Options that the ranks which a launcher of ours starts do not get."""
+"""Options that our launcher does not pass on to the ranks that it starts."""
 
 OF_A_RANK = ("data", "expert_placement", "offload_dir", "threads")
-"""Options that a rank may have to itself: paths, as what they hold is compared, and threads."""
+"""Options that may differ between ranks: paths (their contents are compared), and threads."""
 
 
 class _ExpertsOfRun(msgspec.Struct):
@@ -69,15 +69,17 @@ class _ExpertsOfRun(msgspec.Struct):
 
 
 class _PlacementOfRun(msgspec.Struct):
-    """What metrics.json of a run says of its experts."""
+    """The fields of a run's metrics.json on its experts."""
 
     experts: _ExpertsOfRun = msgspec.field(default_factory=_ExpertsOfRun)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Checked options, with the text and the model's sizes. Equal on all ranks, but for when this
-    one `begun`."""
+    """Checked options, with the text and the model's sizes.
+
+    Equal on all ranks, except for `begun`.
+    """
 
     args: argparse.Namespace
     text: text.Text
@@ -87,7 +89,9 @@ class Settings:
     begun: float = field(default_factory=time.monotonic, compare=False)
 
     def require_alike(self, world: Group) -> None:
-        """Compare the text and the options that make a run over its ranks. Every rank calls it.
+        """Raise ConfigError if the text or the options that define a run differ between its ranks.
+
+        Every rank calls it.
 
         Raises:  ConfigError, the same line on every rank: which rank has what.
         """
@@ -95,7 +99,7 @@ class Settings:
         digest = text_digest(self.text)[:16]
         parts: dict[str, Any] = {"the text": f"{symbols:,} symbols with digest {digest}"}
         options = options_of(self.args)
-        for name in ("verify", "why"):  # no options of the run, but all ranks work for them
+        for name in ("verify", "why"):  # not options of the run, but all ranks take part in them
             options[name] = getattr(self.args, name)
         for name in options.keys() - {*OF_A_RANK}:
             parts[f"--{name.replace('_', '-')}"] = options[name]
@@ -110,14 +114,14 @@ class Settings:
             raise ConfigError(f"the ranks disagree (MismatchError): {error}") from error
 
     def training_batch(self, step: int) -> Batch:
-        """The global batch of step `step`, which depends on seed and step alone."""
+        """Return the global batch of step `step`, which depends only on seed and step."""
         args = self.args
         return text.batch(
             self.text.train, step, batch=args.batch, context=args.context, seed=args.seed
         )
 
     def validation_batches(self) -> list[Batch]:
-        """Held-out text in order, in global batches: at most --validate sequences."""
+        """Return held-out text in order, in global batches: at most --validate sequences."""
         inputs, targets = (
             rows[: self.args.validate]
             for rows in text.windows(self.text.validation, context=self.args.context)
@@ -128,8 +132,8 @@ class Settings:
         ]
 
     def plan(self, size: int) -> Plan:
-        """The plan for a job of `size` ranks: options named like a field of Plan, over the axes of
-        --plan.
+        """Return the plan for a job of `size` ranks: the options named like fields of Plan, over
+        the axes of --plan.
 
         An elastic job of fewer ranks keeps the inner axes.
         """
@@ -142,10 +146,10 @@ class Settings:
         given: dict[str, Any] = {
             "replicas": args.replicas or (named if args.strategy == "data-parallel" else 1)
         }
-        if args.staleness is not None:  # else as Plan has it
+        if args.staleness is not None:  # otherwise Plan's default
             given["staleness"] = None if args.staleness < 0 else args.staleness
         if args.elastic and plan.copies == 1:
-            given["compress"] = "none"  # of all ranks one is left on the data axis
+            given["compress"] = "none"  # only one rank is left on the data axis
         plan = replace(plan, **{**plan_options(args), **given})
         if plan.local_steps is not None and args.batch < plan.workers:
             fail(
@@ -155,8 +159,9 @@ class Settings:
         return plan
 
     def plan_on(self, world: Group) -> Plan:
-        """The plan for the ranks of a job that has met. With --bucket-bytes auto their link
-        decides.
+        """Return the plan for the ranks of a job that have joined.
+
+        With --bucket-bytes auto the cost of their link decides.
 
         Raises:  ConfigError if the link was not measured.
         """
@@ -175,10 +180,10 @@ class Settings:
         )
 
     def with_one_folder(self, world: Group) -> "Settings":
-        """Return the settings with rank 0's run folder for all, where no option names one.
+        """Return the settings with rank 0's run folder on all ranks, if no option names a folder.
 
-        The default is made of a rank's own clock and process number, so that of each rank is
-        another.
+        The default name contains a rank's own clock and process number, so each rank's would
+        differ.
 
         Cost:    without --out a broadcast of its name, counted under `control`.
         """
@@ -187,7 +192,7 @@ class Settings:
         return replace(self, out=Path(hand_out_record(world, str(self.out))))
 
     def require_memory(self, plan: Plan, ranks: int, *, processes: int) -> None:
-        """Raise MemoryLimitError if these `ranks` of the plan, of which so many are processes,
+        """Raise MemoryLimitError if these `ranks` ranks of the plan, in `processes` processes,
         cannot fit here."""
         args = self.args
         optimizer: Any = OPTIMIZERS[args.optimizer]
@@ -203,7 +208,7 @@ class Settings:
             )
 
     def trainer_options(self) -> dict[str, Any]:
-        """Trainer's keyword arguments, but for the recorder."""
+        """Return Trainer's keyword arguments, except the recorder."""
         args = self.args
         return {
             "seed": args.seed,
@@ -220,7 +225,7 @@ class Settings:
 
 
 def plan_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Options that are named like a field of Plan, but for those whose default depends on
+    """Return the options that are named like fields of Plan, except those whose default depends on
     others."""
     given = {
         each.name: getattr(args, each.name)
@@ -235,10 +240,10 @@ def plan_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
-    """Check all that can be checked before a rank starts.
+    """Check everything that can be checked before a rank starts; return the settings.
 
-    Args:    begins: the job begins with this process; else its run folder may hold checkpoints of
-             it already.
+    Args:    begins: the job begins with this process; otherwise its run folder may already hold its
+             checkpoints.
     Raises:  ConfigError (DataError, DeviceError, PlanError, ShardError), a message of one line.
     """
     resume = resumed(args, begins=begins)
@@ -293,10 +298,12 @@ def check(args: argparse.Namespace, *, begins: bool = True) -> Settings:
 
 
 def check_batch(args: argparse.Namespace) -> None:
-    """Turn --accumulate-tokens into a batch. Raises: ConfigError for a batch, rate or division that
-    cannot be."""
+    """Convert --accumulate-tokens to a batch.
+
+    Raises: ConfigError for an impossible batch, rate or division.
+    """
     check_rate(args)
-    if args.accumulate_tokens is not None:  # once: then a batch has as many
+    if args.accumulate_tokens is not None:  # a second call changes nothing
         passes = passes_until(args.accumulate_tokens, sequences=args.batch, length=args.context)
         args.batch = args.batch * passes
         args.accumulate = args.accumulate * passes
@@ -309,7 +316,7 @@ def check_batch(args: argparse.Namespace) -> None:
 
 
 def check_ways(args: argparse.Namespace) -> None:
-    """Raise ConfigError for ways of working that do not go together."""
+    """Raise ConfigError for options that do not work together."""
     if args.staleness is not None and not args.asynchronous:
         fail(
             f"--staleness {args.staleness}: synchronous workers are never ahead; add "
@@ -342,7 +349,7 @@ def check_ways(args: argparse.Namespace) -> None:
 
 
 def check_saving(args: argparse.Namespace) -> None:
-    """Raise ConfigError for options of saving that do not go together."""
+    """Raise ConfigError for options of saving that do not work together."""
     if args.asynchronous and args.save_every:
         fail(
             "--save-every: workers of asynchronous servers are never at the same step; leave "
@@ -365,7 +372,7 @@ def check_saving(args: argparse.Namespace) -> None:
 
 
 def check_verify(args: argparse.Namespace) -> None:
-    """Raise ConfigError if --verify is asked of a run that equals no run of one process."""
+    """Raise ConfigError for --verify if the run's results cannot equal those of one process."""
     if not args.verify:
         return
     if args.local_steps is not None:
@@ -399,8 +406,10 @@ def check_verify(args: argparse.Namespace) -> None:
 
 
 def out_folder(name: str | None, resume: Resumption | None) -> Path:
-    """The run folder. Raises: ConfigError if it cannot be written, or holds the checkpoints of
-    another run."""
+    """Return the run folder.
+
+    Raises: ConfigError if it cannot be written, or holds the checkpoints of another run.
+    """
     out = Path(name or Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     check_folder("--out", out)
     if (resume is None or os.path.realpath(out) != os.path.realpath(resume.run)) and checkpoints(
@@ -414,10 +423,11 @@ def out_folder(name: str | None, resume: Resumption | None) -> Path:
 
 
 def mixture_of(args: argparse.Namespace, resume: Resumption | None = None) -> MixtureConfig | None:
-    """The mixture of experts that the options describe, or None. Raises: ConfigError without
-    --experts.
+    """Return the mixture of experts that the options describe, or None.
 
-    Args:    resume: where its experts lay comes from there, unless it is given anew.
+    Raises: ConfigError without --experts.
+    Args:    resume: the run that continues: its experts keep their nodes, and their placement
+             unless --expert-placement is given again.
     """
     given = {
         option: value
@@ -452,8 +462,10 @@ def mixture_of(args: argparse.Namespace, resume: Resumption | None = None) -> Mi
 
 
 def placement_of(run: Path) -> list[list[int]]:
-    """The order of the experts of each layer that a run measured. Raises: ConfigError if it
-    measured none."""
+    """Return the order of the experts of each layer that a run measured.
+
+    Raises: ConfigError if it measured none.
+    """
     asked = f"--expert-placement {run}"
     try:
         metrics = read_json(run / "metrics.json", member=True)
@@ -474,8 +486,8 @@ def placement_of(run: Path) -> list[list[int]]:
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Raise ConfigError if files cannot be written in `folder`, or in the nearest folder above that
-    is there."""
+    """Raise ConfigError if files cannot be written in `folder`, or in the nearest existing folder
+    above it."""
     there = next(place for place in (folder, *folder.parents, Path()) if os.path.exists(place))
     if not there.is_dir():
         fail(f"{option} {folder}: {there} is not a folder")
@@ -483,10 +495,10 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 def as_arguments(args: argparse.Namespace) -> list[str]:
-    """The command-line words that give `args` again, without the number of ranks to start and their
-    limits.
+    """Return the command-line words that give `args` again, without the number of ranks to start
+    and their limits.
 
-    Of a resumed run only what was given anew: each rank takes the rest from the checkpoint.
+    For a resumed run only what was given again: each rank reads the rest from the checkpoint.
     """
     words: list[str] = []
     for name, value in vars(args).items():

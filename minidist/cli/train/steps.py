@@ -1,4 +1,4 @@
-"""The steps of `minidist train`: their losses, their time, and what is due after one of them."""
+"""The steps of `minidist train`: their losses, their times, and the saves after them."""
 
 import statistics
 import time
@@ -16,12 +16,11 @@ from minidist.parallel.step.late_loss import LateLoss
 
 @dataclass
 class Course:
-    """What the steps gave.
+    """The results of the steps.
 
-    Attributes: losses: global, of all steps, those before a resumed job's too; seconds: of each
-    step of this job, on
-                this rank; seconds_before: a step's, of an earlier job; early: with --verify, the
-                early weights.
+    Attributes: losses: global, of all steps, including those before a resumed job; seconds: of each
+                step of this job, on this rank; seconds_before: seconds per step of an earlier job;
+                early: with --verify, the early weights.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -31,20 +30,22 @@ class Course:
 
     @property
     def step_seconds(self) -> float:
-        """The median; where this job has made no step, an earlier job's."""
+        """Return the median; if this job has made no step, an earlier job's."""
         return statistics.median(self.seconds) if self.seconds else self.seconds_before
 
 
 def begun(settings: Settings) -> Course:
-    """What the steps before this job's gave."""
+    """Return the results of the steps before this job."""
     if settings.resume is None:
         return Course()
     return Course(settings.resume.losses, [], settings.resume.step_seconds)
 
 
 def _arrived(on_their_way: deque[tuple[LateLoss, float]], leave: int) -> list[tuple[float, float]]:
-    """Take the losses that are there, and all but `leave` of the others, each with the time when
-    its step began."""
+    """Remove and return the losses that have arrived, waiting for all but `leave` of the others.
+
+    Each is paired with its step's start time.
+    """
     there = []
     while on_their_way and (len(on_their_way) > leave or on_their_way[0][0].done()):
         late, start = on_their_way.popleft()
@@ -69,12 +70,12 @@ def train_steps(
     on_their_way = deque[tuple[LateLoss, float]]()
 
     def read(leave: int = 0) -> None:
-        """The losses that are there, and all but so many of those that are not."""
+        """Record the losses that have arrived, and wait for all but `leave` of the others."""
         nonlocal last
         if there := _arrived(on_their_way, leave):
             since = max(there[0][1], last)
             last = time.perf_counter()
-        for loss, _ in there:  # of several that have come together each took the same time
+        for loss, _ in there:  # the time is divided equally over losses that arrive together
             course.losses.append(loss)
             course.seconds.append((last - since) / len(there))
             sent = sum(
@@ -85,7 +86,7 @@ def train_steps(
             report.step(len(course.losses), course.losses[-1], tokens / course.seconds[-1], sent)
 
     def seconds_so_far() -> float:
-        """Of a step, when all losses are there."""
+        """Return the seconds per step, after waiting for all losses so far."""
         read()
         return course.step_seconds
 

@@ -1,5 +1,5 @@
-"""What `minidist train` tells of each step besides its progress: energy, metrics.jsonl, steps, and
---metrics-port."""
+"""The records of each step of `minidist train`, besides its progress: energy, metrics.jsonl, step
+records, and --metrics-port."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -20,16 +20,16 @@ from minidist.observe.step_log import STEP_LOG, StepLog, StepState
 from minidist.parallel.hybrid.hybrid import Trainer
 from minidist.parallel.step.step import Batch
 
-LOOK = 1.0  # seconds of steps after which it is told whether other programs slow this one down
+LOOK = 1.0  # seconds of steps, then a line is printed if other programs slow this one down
 
 
 class Telemetry(ProgressReport):
-    """A progress report that also reads the energy counters, and on rank 0 tells each step to file
-    and port.
+    """A progress report that also reads the energy counters, and on rank 0 writes each step to a
+    file and serves it on a port.
 
-    Every rank has one, made before its first step. Args: report: shows the progress; threads:
-    BLAS's, of a rank.
-    Raises:  ConfigError on rank 0 if the port cannot be had.
+    Every rank has one, made before its first step. Args: report: shows the progress; threads: BLAS
+    threads of a rank.
+    Raises:  ConfigError on rank 0 if the port is not available.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Telemetry(ProgressReport):
         )
         self.exporter = None
         if args.metrics_port and world.rank == 0:
-            # here: runs without a port do without the library
+            # here: runs without a port do not need the library
             from minidist.observe.exporter import Exporter
 
             self.exporter = Exporter(args.metrics_port)
@@ -75,17 +75,19 @@ class Telemetry(ProgressReport):
 
     def step(self, number: int, loss: float, tokens_per_second: float, sent_bytes: int) -> None:
         self.records.step_done(number)
-        self._tell(number, loss, tokens_per_second)  # first: a step that is shown has its line
+        self._tell(number, loss, tokens_per_second)  # first: a shown step has its line in the log
         self.report.step(number, loss, tokens_per_second, sent_bytes)
         if self.others is not None and self.others.seconds() >= LOOK:
             line = advice(self.threads, self.others.cores())
             if line is not None:
                 self.report.line(line)
-            self.others = None  # said once, or never
+            self.others = None  # printed once, or never
 
     def _tell(self, number: int, loss: float, tokens_per_second: float) -> None:
-        """On every rank read the counters and record them with the memory; on rank 0 write the
-        line, and serve it."""
+        """Read the counters and record them with the memory.
+
+        On rank 0 also write the step's line and serve it.
+        """
         joules = self.meter.read()
         account = self.trainer.account
         world = self.trainer.world
@@ -122,7 +124,7 @@ class Telemetry(ProgressReport):
         self.report.line(text)
 
     def close(self) -> None:
-        """The steps are made: energy is counted up to here."""
+        """End the measurement of energy: all steps are made."""
         self.report.close()
         self.meter.stop()
 
@@ -130,7 +132,7 @@ class Telemetry(ProgressReport):
         yield from self.report.validating(batches)
 
     def end(self) -> None:
-        """Let file, port and counters go; a second time does nothing."""
+        """Release file, port and counters; a second call does nothing."""
         self.meter.stop()
         self.records.close()
         if self.log is not None:
@@ -140,7 +142,7 @@ class Telemetry(ProgressReport):
             self.exporter = None
 
     def energy(self) -> dict[str, Any] | None:
-        """On rank 0: "energy" of metrics.json. Every rank calls it, after the steps.
+        """Return "energy" of metrics.json on rank 0. Every rank calls it, after the steps.
 
         Cost:    two gathers, counted under `control`.
         """
@@ -154,7 +156,7 @@ class Telemetry(ProgressReport):
 
 
 def _bus_id() -> str:
-    """Of the GPU that this rank computes on."""
+    """Return the PCI bus id of the GPU that this rank computes on."""
     import cupy
 
     return str(cupy.cuda.runtime.deviceGetPCIBusId(cupy.cuda.Device().id))

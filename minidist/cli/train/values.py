@@ -1,5 +1,5 @@
-"""What the options of `minidist train` take beyond plain numbers, and how an option is noted as
-given."""
+"""Types of option values of `minidist train` beyond plain numbers, and the list of the options that
+were given."""
 
 import argparse
 from typing import Any
@@ -11,8 +11,8 @@ from minidist.nn.attention_pattern import NAMES, SPELLINGS, read_pattern
 
 
 class GivenValue(argparse._StoreAction):
-    """Stores a value, and notes in `given` that the user gave this option: --resume takes the
-    others from the run."""
+    """An action that stores a value, and notes in `given` that the user gave this option: --resume
+    takes the others from the run."""
 
     def __call__(
         self,
@@ -26,7 +26,7 @@ class GivenValue(argparse._StoreAction):
 
 
 class GivenFlag(argparse._StoreTrueAction):
-    """The same of an option without a value."""
+    """The same action for an option without a value."""
 
     def __call__(
         self,
@@ -40,7 +40,7 @@ class GivenFlag(argparse._StoreTrueAction):
 
 
 def save_steps(text: str) -> int | str:
-    """The value of --save-every. Raises: ArgumentTypeError."""
+    """Return the value of --save-every. Raises: ArgumentTypeError."""
     try:
         return AUTO if text == AUTO else positive(text)
     except argparse.ArgumentTypeError as error:
@@ -48,14 +48,15 @@ def save_steps(text: str) -> int | str:
 
 
 def node_counts(text: str) -> str:
-    """How many nodes, or how many experts on each: "2" or "6,2", as it is."""
+    """Return the text unchanged: a number of nodes "2", or the number of experts on each "6,2".
+    Raises: ArgumentTypeError."""
     for number in text.split(","):
         positive(number)
     return text
 
 
 def bucket_size(text: str) -> int | str:
-    """The value of --bucket-bytes. Raises: ArgumentTypeError."""
+    """Return the value of --bucket-bytes. Raises: ArgumentTypeError."""
     if text == AUTO:
         return AUTO
     size = number_of_bytes(text)
@@ -65,8 +66,10 @@ def bucket_size(text: str) -> int | str:
 
 
 def attention_pattern(text: str) -> str:
-    """The value of --attention-pattern, with a file's contents in place of its name. Raises:
-    ArgumentTypeError."""
+    """Return the value of --attention-pattern, with a file's contents in place of its name.
+
+    Raises: ArgumentTypeError.
+    """
     try:
         pattern = read_pattern(text)
     except ConfigError as error:

@@ -6,8 +6,8 @@ gradient that is zero in exact arithmetic (attention's key bias) has no relative
 precision has another measure, OF_THE_WAY.
 
 Only the first steps are compared, because training is chaotic: it multiplies any difference, even
-that between two orders of the same sum. On the default text two correct runs in float64 were 8e-14
-apart after 20 steps, 3e-11 after 40.
+the difference between two orders of the same sum. On the default text two correct runs in float64
+differed by 8e-14 after 20 steps, by 3e-11 after 40.
 """
 
 import math
@@ -46,8 +46,8 @@ Weights = dict[str, np.ndarray]
 def verify(
     early: Weights, settings: Settings, world: Group, metrics: dict[str, Any], console: Console
 ) -> int:
-    """Train STEPS steps on one process, compare with `early`, the plan's weights after as many, and
-    print a table.
+    """Train STEPS steps on one process, compare with `early`, the plan's weights after the same
+    steps, and print a table.
 
     Every rank calls it; only rank 0 trains and fills metrics["verify"], while the others wait.
 
@@ -71,7 +71,7 @@ def verify(
 
 
 def train_alone(settings: Settings, alone: Group) -> tuple[Weights, Weights]:
-    """The weights before the first and after the same steps on one process."""
+    """Return the weights before the first step and after the same steps on one process."""
     with account.use(account.MemoryAccount()):  # without the run's memory limit
         args = settings.args
         rounded = "8bit" in ways_of(settings.args.keep_activations)
@@ -95,9 +95,9 @@ def compare(ours: Weights, start: Weights, serial: Weights, arithmetic: str) -> 
 
     Args:    arithmetic: the run's precision, or for fp32 its dtype; it chooses the bound.
     Returns: "largest", relative to the largest weight of the model; "of_the_way", the distance
-    relative to serial's
-             distance from its start; "moved": whether serial left its start; "compared": the one of
-             the two that "bound" is for; "parameters": each tensor's largest difference.
+             relative to serial's distance from its start; "moved": whether serial left its start;
+             "compared": the measure to which "bound" applies; "parameters": each tensor's largest
+             difference.
     """
     gaps = {name: float(np.max(np.abs(ours[name] - serial[name]))) for name in serial}
     sizes = {name: float(np.max(np.abs(serial[name]))) for name in serial}
@@ -119,7 +119,7 @@ def compare(ours: Weights, start: Weights, serial: Weights, arithmetic: str) -> 
 
 
 def distance(a: Weights, b: Weights) -> float:
-    """Root of the sum of the squared differences over all tensors."""
+    """Return the root of the sum of the squared differences over all tensors."""
     return math.sqrt(sum_of_squares(a[name] - b[name] for name in a))
 
 

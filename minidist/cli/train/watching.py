@@ -1,5 +1,5 @@
-"""`minidist train --watch`: rank 0 starts `minidist watch` beside itself, which draws; the ranks
-lose no time to it."""
+"""`minidist train --watch`: rank 0 starts `minidist watch` as a second process, which draws; the
+ranks lose no time."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ LAST_LOOK = 10.0  # seconds that the view may take to end
 
 
 def report_of(settings: Settings, console: Console, *, on_terminal: bool) -> ProgressReport:
-    """How the progress of a run is shown; not at all on a console that is quiet."""
+    """Return the report that shows the progress of a run; an empty one on a quiet console."""
     report = make_report(
         settings.args.steps, console, on_terminal=on_terminal and not settings.args.watch
     )
@@ -28,9 +28,11 @@ def report_of(settings: Settings, console: Console, *, on_terminal: bool) -> Pro
 
 
 class Watched(ProgressReport):
-    """The view of a run, in a process of its own, while the steps are made; then `rest` goes on.
+    """A live view of a run, in a process of its own, while the steps are made.
 
-    Lines that are to be shown meanwhile go to that process, which prints them above its view.
+    After them `rest` shows the progress.
+
+    Lines to be shown meanwhile are sent to that process, which prints them above its view.
     """
 
     def __init__(self, run: Path, rest: ProgressReport) -> None:
@@ -58,7 +60,7 @@ class Watched(ProgressReport):
         self._view.stdin.flush()
 
     def close(self) -> None:
-        """End the view with a last look; a second time does nothing."""
+        """End the view with a last look; a second call does nothing."""
         view = self._view
         self._view = None
         if view is None:
@@ -78,8 +80,10 @@ class Watched(ProgressReport):
 
 @contextmanager
 def _terminal() -> Iterator[IO[bytes] | None]:
-    """Where the view is drawn: mpirun's terminal if what we print goes there by way of a pipe;
-    None: our stdout."""
+    """Yield the file to draw on: mpirun's terminal if our output goes there through a pipe.
+
+    None stands for our stdout.
+    """
     terminal = None if sys.stdout.isatty() else launcher_terminal()
     if terminal is None:
         yield None
