@@ -30,7 +30,7 @@ class InFlight(NamedTuple):
     """A run whose reduce-scatter is under way; `add`: its sum arrives in the buffer, and take_sum
     adds it to the shard."""
 
-    index: int
+    run: int  # its index
     pending: Pending
     add: bool
 

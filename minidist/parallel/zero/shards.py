@@ -155,9 +155,6 @@ class ShardStore:
         self.host = MemoryAccount(whose="host memory")
         self._runs: dict[Flat, StoredRun] = {}
 
-    def take_name(self, who: str) -> None:
-        """Take the rank's name, for errors."""
-
     def keep(self, flat: Flat, weights: Array, name: str) -> None:
         """Keep this rank's chunk of a run's weights, (chunk_size,) on the device. Args: name: of
         the run, for errors and spans; once it is kept, a name of later weights is not used."""
@@ -185,9 +182,6 @@ class ShardStore:
                 parameter.keep_by("its float32 master")
         return flat.pieces(run.master, run.gradients)
 
-    def read_ahead(self, flat: Flat) -> None:
-        """Take note that `weights` is called soon; only chapter 20's disk store reads."""
-
     def weights(self, flat: Flat, place: Array) -> Array:
         """Return the chunk's weights, on the device: in `place` (chunk_size,), or where they are
         anyway."""
@@ -206,13 +200,6 @@ class ShardStore:
             sums[...] = chunk
         else:
             sums += chunk
-
-    def before_buffer(self) -> None:
-        """Wait where a new gradient buffer would exceed the device's limit
-        (GradientShards._lend)."""
-
-    def wait_for_gradients(self) -> None:
-        """Return when the gradients of a backward, which is over, are where they belong."""
 
     @contextmanager
     def gradients(self, flats: Sequence[Flat]) -> Iterator[list[Array]]:
@@ -251,6 +238,21 @@ class ShardStore:
         weights."""
         run = self._runs[flat]
         return run.weights if run.master is None else run.master
+
+    # --------------------------------- nothing happens here; chapter 20's stores override these
+
+    def take_name(self, who: str) -> None:
+        """Take the rank's name, for errors."""
+
+    def read_ahead(self, flat: Flat) -> None:
+        """Take note that `weights` is called soon; only chapter 20's disk store reads."""
+
+    def before_buffer(self) -> None:
+        """Wait where a new gradient buffer would exceed the device's limit
+        (GradientShards._lend)."""
+
+    def wait_for_gradients(self) -> None:
+        """Return when the gradients of a backward, which is over, are where they belong."""
 
     def disk_bytes(self) -> int:
         """Return the bytes on disk."""
