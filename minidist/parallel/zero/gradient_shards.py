@@ -8,9 +8,9 @@ keeps a shard.
     finish()     the last one is waited for, and in the last backward of a step the sums over other
                  copies
 
-So at most two buffers live in addition to the shards: one that fills and one in flight (and those of runs
-in use all along, as a tied weight's, or that wait for their turn); with a store off the device
-(shards.py) a third, on its way there.
+So at most two buffers live in addition to the shards: one that fills and one in flight (and those
+of runs in use all along, as a tied weight's, or that wait for their turn); with a store off the
+device (shards.py) a third, on its way there.
 """
 
 from functools import partial
