@@ -164,7 +164,7 @@ def traffic(
     def step() -> None:
         strategy.step(global_batch(config, 0), optimizer, accumulate=accumulate)
         if stage in (1, 2):
-            strategy.arrivals.settle()  # the new weights travel on after the step
+            strategy.arrivals.wait_for_all()  # the new weights travel on after the step
 
     return sent(group, step)
 

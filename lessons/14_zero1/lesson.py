@@ -231,7 +231,7 @@ def read_too_early() -> None:
                 if not wait:
                     for parameter in strategy.model.parameters():
                         parameter.arrival = None
-            ParameterArrivals.settle(strategy.arrivals)
+            ParameterArrivals.wait_for_all(strategy.arrivals)
             return loss, lab.state_vector(strategy.state_dict())
 
     (loss, right), (early, wrong) = (md.run(train, wait, size=2)[0] for wait in (True, False))

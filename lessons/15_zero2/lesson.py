@@ -161,13 +161,13 @@ def peaks(group: Group, keep: bool) -> tuple[int, int]:
         strategy = Zero2(new_model(lab.MEASURED), group, bucket_bytes=lab.BUCKET)
         kept: list[Any] = []
         if keep:
-            settle = strategy.gradients.settle
+            take_sum = strategy.gradients.take_sum
 
-            def settle_and_keep() -> None:
+            def take_sum_and_keep() -> None:
                 kept.extend(strategy.gradients._buffers.values())
-                settle()
+                take_sum()
 
-            strategy.gradients.settle = settle_and_keep  # type: ignore[method-assign]
+            strategy.gradients.take_sum = take_sum_and_keep  # type: ignore[method-assign]
         optimizer = lab.new_adam(strategy.parameters)
         for step in range(2):
             strategy.step(lab.global_batch(lab.MEASURED, step), optimizer)
@@ -202,7 +202,7 @@ def update_too_early() -> None:
                 for do in (finish, optimizer.step) if wait else (optimizer.step, finish):
                     do()
                 strategy.arrivals.start()
-                strategy.arrivals.settle()
+                strategy.arrivals.wait_for_all()
             return lab.state_vector(strategy.state_dict())
 
     right, wrong = (md.run(train, wait, size=2)[0] for wait in (True, False))

@@ -132,8 +132,8 @@ def with_final_gather(group: Group) -> None:
     strategy = Zero3(new_model(lab.MEASURED), group)
     strategy.step(lab.global_batch(lab.MEASURED, 0), lab.new_adam(strategy.parameters))
     for unit in strategy.units:
-        unit.fetch()
-        unit.complete()
+        unit.start_gather()
+        unit.wait_for_weights()
 
 
 def traffic_table(group: Group, page: Page) -> None:
@@ -300,7 +300,7 @@ def no_second_gather() -> None:
 
     def train(group: Group) -> float:
         strategy = Zero3(new_model(lab.SMALL), group)
-        strategy._enter_backward = lambda unit: None  # type: ignore[method-assign]
+        strategy._before_backward = lambda unit: None  # type: ignore[method-assign]
         strategy.step(lab.global_batch(lab.SMALL, 0), lab.new_adam(strategy.parameters))
         return float(
             np.mean(

@@ -142,7 +142,7 @@ def train(
         losses = [trainer.step(global_batch(step, config)) for step in range(steps)]
         if plan.zero in (1, 2):
             data: Any = trainer.strategy.data_axis
-            data.arrivals.settle()  # the new weights travel on after the step
+            data.arrivals.wait_for_all()  # the new weights travel on after the step
         made = len(calls)
         held = memory.snapshot()
         rows = int(trainer.loads.sent.sum()) // (2 * config.width)  # there, and the results back

@@ -218,7 +218,7 @@ def over_the_limit(alone: Group, page: Page) -> None:
 class NoPrefetch(OnDisk):
     """OnDisk that reads a unit when it is needed, and no sooner."""
 
-    def prefetch(self, flat: Flat) -> None:
+    def read_ahead(self, flat: Flat) -> None:
         """Nothing."""
 
 

@@ -133,8 +133,10 @@ def test_who_waits_for_what_it_starts_is_seen(
         start(self, *args)
         if chapter is DDP:
             self._pending[-1].wait()
+        elif chapter is GradientShards:
+            self.take_sum()
         else:
-            self.settle()
+            self.wait_for_all()
 
     monkeypatch.setattr(chapter, name, and_waits)
     assert max(order(stage, {} if stage is Zero3 else {"bucket_bytes": BLOCK})) < 0.8

@@ -246,9 +246,11 @@ def make_data_axis(
 
             return Zero1(model, group, bucket_bytes=plan.bucket_bytes, **options)
         case 2:
+            from minidist.parallel.zero.staged_zero2 import StagedZero2
             from minidist.parallel.zero.zero2 import Zero2
 
-            return Zero2(model, group, bucket_bytes=plan.bucket_bytes, **options)
+            zero2 = StagedZero2 if plan.pp > 1 else Zero2
+            return zero2(model, group, bucket_bytes=plan.bucket_bytes, **options)
         case _:
             from minidist.parallel.zero.staged_zero3 import StagedZero3
             from minidist.parallel.zero.zero3 import Zero3

@@ -128,7 +128,7 @@ class OnDisk(OffDevice):
 
     # ------------------------------------------------------------------------------ while computing
 
-    def prefetch(self, flat: Flat) -> None:
+    def read_ahead(self, flat: Flat) -> None:
         """Begin to read, if a buffer is free and another stays so."""
         run = self.files[flat]
         if run.coming is None and self.disk.has_spare():

@@ -1,7 +1,7 @@
 """Units: parameters that are gathered and freed together, of which this rank keeps its chunks
 (shards.py), and the order in which a pass needs them.
 
-A freed parameter keeps its shape and dtype alone. It takes one element, and reads as NaN, so that a
+A freed parameter keeps only its shape and dtype. It takes one element, and reads as NaN, so that a
 use outside its unit is noticed.
 """
 
@@ -21,7 +21,7 @@ from minidist.parallel.zero.shards import ZeroAxis
 
 
 class Unit:
-    """Some parameters, whole only between fetch and free.
+    """Some parameters, whole only between wait_for_weights and free.
 
     Args:    module: whose calls need them, or None for the root; parameters: not empty unless it is
              the root.
@@ -50,7 +50,7 @@ class Unit:
         self.xp = module_for(device)
         self.algorithm = axis.algorithm
         self.recorder = axis.recorder
-        group = axis.sharing.shard
+        group = axis.sharing.shard_group
         kinds: dict[tuple[Any, ...], list[Parameter]] = {}
         for parameter in parameters:
             kind = (
@@ -67,26 +67,31 @@ class Unit:
         self._pending: list[tuple[Flat, Array, Pending]] = []
         self._whole = True
         for number, flat in enumerate(self.flats):
-            chunk = account.current().hold(self.xp.empty(flat.chunk_size, flat.dtype), "parameters")
-            for parameter, place, positions in flat.chunk_spans():
-                if seed is not None and isinstance(parameter, Weight) and not parameter.drawn:
-                    chunk[place] = parameter.draw(seed, positions, device=device)
-                    parameter.seed = seed
-                else:
-                    chunk[place] = parameter.data.reshape(-1)[positions.start : positions.stop]
+            chunk = self._chunk_of(flat, seed, device)
             self.store.keep(flat, chunk, f"{name} {number}" if number else name)
         self.free()
         for parameter in parameters:
             parameter.keep_by("ZeRO-3's shards")
 
-    def prefetch(self) -> None:
-        """Tell the store that `fetch` comes soon."""
+    def _chunk_of(self, flat: Flat, seed: int | None, device: str) -> Array:
+        """Return this rank's chunk: drawn, or cut from the weights."""
+        chunk = account.current().hold(self.xp.empty(flat.chunk_size, flat.dtype), "parameters")
+        for parameter, place, positions in flat.chunk_spans():
+            if seed is not None and isinstance(parameter, Weight) and not parameter.drawn:
+                chunk[place] = parameter.draw(seed, positions, device=device)
+                parameter.seed = seed
+            else:
+                chunk[place] = parameter.data.reshape(-1)[positions.start : positions.stop]
+        return chunk
+
+    def read_ahead(self) -> None:
+        """Tell the store that `start_gather` comes soon; only chapter 20's disk store reads."""
         if not self._whole and not self._pending:
             for flat in self.flats:
-                self.store.prefetch(flat)
+                self.store.read_ahead(flat)
 
-    def fetch(self) -> None:
-        """Begin to gather, unless that has begun: one all-gather a flat."""
+    def start_gather(self) -> None:
+        """Start to gather the weights, unless that has begun: one all-gather per flat."""
         if self._whole or self._pending:
             return
         for flat in self.flats:
@@ -101,8 +106,8 @@ class Unit:
                 )
             )
 
-    def complete(self) -> None:
-        """Wait for what fetch began; from here the parameters have their values."""
+    def wait_for_weights(self) -> None:
+        """Wait for the all-gathers, and place the weights."""
         while self._pending:
             flat, vector, pending = self._pending.pop(0)
             with self.recorder.span(f"wait for {self.name}"):
@@ -123,27 +128,29 @@ class Unit:
 class GatherOrder:
     """The units of a pass in the order in which it needs them.
 
-        forward    expects the units that the last forward met; the first one expects nothing
-        backward   expects those of its own forward, the last first
+        forward    expects the units of the newest forward that a backward followed, unless that
+                   was shorter than one before; the first one expects nothing
+        backward   expects the units of its own forward, the last first
 
     A unit that is called twice stands there twice, so its gradients are final when it is not among
     those to come. The whole model is one segment, number 0; a pipeline's stages are several
     (staged_zero3.py).
 
     Attributes: coming: units still to come in this forward or backward, the nearest first;
-                is_first: True until the first backward.
+                before_first_backward: True until the first backward.
     """
 
     def __init__(self, root: Unit, units: Sequence[Unit]) -> None:
         self.root = root
         self.units = units
         self.coming: list[Unit] = []
-        self.is_first = True
+        self.before_first_backward = True
         self._met: list[Unit] = []  # by this pass's forward
         self._expected: list[Unit] = []  # by the next one
 
     def units_of(self, segment: int) -> Sequence[Unit]:
         """Return the units whose gradients a backward of the segment reduces."""
+        # the root first, so that _reduce_rest reduces it last
         return [self.root, *self.units]
 
     def begin_pass(self) -> None:
@@ -157,7 +164,8 @@ class GatherOrder:
 
     def begin_backward(self, segment: int) -> None:
         """The backward of a segment begins."""
-        self.is_first = False
+        self.before_first_backward = False
+        # a shorter forward does not forget the rest
         if len(self._met) >= len(self._expected):
             self._expected = list(self._met)
         self.coming = [unit for unit in reversed(self._met) if unit.calls]

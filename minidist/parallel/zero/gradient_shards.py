@@ -8,12 +8,13 @@ keeps a shard.
     finish()     the last one is waited for, and in the last backward of a step the sums over other
                  copies
 
-So at most two buffers live beside the shards: one that fills and one in flight (and those of runs
-in use all along, as a tied weight's, or that wait for their turn); with a store off the device
-(shards.py) a third, on its way there.
+So at most two buffers live in addition to the shards: one that fills and one in flight (and those
+of runs in use all along, as a tied weight's, or that wait for their turn); with a store off the
+device (shards.py) a third, on its way there.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,15 @@ from minidist.device.backend import Array
 from minidist.parallel.step.flat import empty_like
 from minidist.parallel.step.step import zero_unused
 from minidist.parallel.zero.shards import ZeroAxis
+
+
+class InFlight(NamedTuple):
+    """A run whose reduce-scatter is under way; `add`: its sum arrives in the buffer, and take_sum
+    adds it to the shard."""
+
+    run: int  # its index
+    pending: Pending
+    add: bool
 
 
 class GradientShards:
@@ -41,8 +51,7 @@ class GradientShards:
         self._last = True  # this is the step's last backward
         self._empty = [True] * len(self.flats)  # nothing has been added to the shard yet
         self._buffers: dict[int, Array] = {}
-        # the last: whether its sum must still be added
-        self._in_flight: tuple[int, Pending, bool] | None = None
+        self._in_flight: InFlight | None = None
         for index, flat in enumerate(self.flats):
             self.store.keep_gradients(flat)
             for parameter in flat.parameters:
@@ -61,9 +70,10 @@ class GradientShards:
         comes."""
         flat = self.flats[index]
         if index not in self._buffers:
+            # ZeRO-2's order; in ZeRO-3, start() keeps the bound
             if sum(earlier < index for earlier in self._buffers) > 1:
                 # one flies and one still fills (a bias may come after the weight behind it)
-                self.settle()
+                self.take_sum()
             self.store.before_buffer()
             self._buffers[index] = empty_like(flat.parameters[0].data, flat.size, "gradients")
         return next(view for other, view in flat.views(self._buffers[index]) if other is parameter)
@@ -74,20 +84,23 @@ class GradientShards:
         Cost:    one reduce-scatter; returns when the one before has ended.
         """
         flat = self.flats[index]
+        # may itself lend the buffer; for ZeRO-2 BucketOrder has done it
         zero_unused(flat.parameters)
         buffer = self._buffers[index]
-        room = self.store.device_sums(flat) if self._empty[index] else None
+        # the step's first sum is written to the shard; a later one to the buffer, and added by
+        # take_sum
+        shard = self.store.device_sums(flat) if self._empty[index] else None
         self.recorder.announce(flat.group.axis, f"reduce_scatter {self.what} {index}")
         pending = self.sharing.start_scatter(
-            index, flat, buffer, buffer[flat.chunk] if room is None else room
+            index, flat, buffer, buffer[flat.chunk] if shard is None else shard
         )
-        self.settle()
-        self._in_flight = index, pending, room is None
+        self.take_sum()
+        self._in_flight = InFlight(index, pending, add=shard is None)
 
     def finish(self) -> None:
         """Backward is over: return when the shards have their sums, wherever they lie."""
-        self.settle()
-        self.sharing.settle()
+        self.take_sum()
+        self.sharing.wait_for_copies()
         self.store.wait_for_gradients()
 
     def sum_copies(self) -> None:
@@ -95,24 +108,24 @@ class GradientShards:
         copies."""
         for index in range(len(self.flats)):
             self._start_sum(index)
-        self.sharing.settle()
+        self.sharing.wait_for_copies()
 
     def _start_sum(self, index: int) -> None:
         shard = self.store.device_sums(self.flats[index])
-        if shard is not None and self.flats[index].group is self.sharing.shard:
+        if shard is not None and self.sharing.has_copies(self.flats[index]):
             self.sharing.start_sum(index, shard, f"{self.what} {index}")
 
-    def settle(self) -> None:
+    def take_sum(self) -> None:
         """Wait for the run in flight, add its sum to the shard, and free its buffer."""
         if self._in_flight is None:
             return
-        index, pending, apart = self._in_flight
+        index, pending, add = self._in_flight
         self._in_flight = None
         with self.recorder.span(f"wait for {self.what} {index}"):
             pending.wait()
         buffer = self._buffers.pop(index)
         flat = self.flats[index]
-        if apart:
+        if add:
             # float16's that overflowed: `update` finds them
             with np.errstate(over="ignore", invalid="ignore"):
                 self.store.add(flat, buffer[flat.chunk], first=self._empty[index])

@@ -2,7 +2,7 @@
 others' chunks.
 
 Gathering hides behind the next forward. A step ends when the updated chunks have set out; a read of
-a weight waits for that weight alone. Forward takes weights in the order in which the model declares
+a weight waits only for that weight. Forward takes weights in the order in which the model declares
 them, so they set out in that order:
 
     compute         … optimizer | forward: layer 1 | layer 2  | layer 3  | backward …
@@ -49,6 +49,7 @@ class ParameterArrivals:
 
         Cost:    one all-gather a flat; returns at once.
         """
+        # forward order: buckets are last first
         for index in reversed(range(len(self.flats))):
             flat = self.flats[index]
             vector = self.weights[index]
@@ -57,17 +58,19 @@ class ParameterArrivals:
                 vector[flat.chunk], out=vector, algorithm=self.algorithm
             )
             for parameter in flat.parameters:
+                # Parameter.data calls it before its next read
                 parameter.arrival = partial(self._arrive, index)
 
     def _arrive(self, index: int) -> None:
+        """Wait for the all-gather of one run."""
         with self.recorder.span("wait for weights"):
             self._pending[index].wait()
         del self._pending[index]
         for parameter in self.flats[index].parameters:
             parameter.arrival = None
 
-    def settle(self) -> None:
-        """Wait for all that is on its way: the vectors may change again."""
+    def wait_for_all(self) -> None:
+        """Wait for all all-gathers in flight: the vectors may change again."""
         for index in list(self._pending):
             self._arrive(index)
 
@@ -111,17 +114,17 @@ class ShardedReplica(ZeroAxis):
         )
         check_equal_replicas(model.parameters(), group, when="before the first step")
         runs = cut(trainable(model.parameters()), bucket_bytes)
-        self.flats = self.stored = [Flat(run, self.sharing.shard) for run in runs]
+        self.flats = self.stored = [Flat(run, self.sharing.shard_group) for run in runs]
         self.weights = [flat.join() for flat in self.flats]
         for flat in self.flats:
             settle_in_vector(flat.parameters)
-        self.scheme.attach([self.sharing.run(flat) for flat in self.flats])
+        self.scheme.attach([self.sharing.gradient_run(flat) for flat in self.flats])
         for index, (flat, weights) in enumerate(zip(self.flats, self.weights, strict=True)):
             self.store.keep(flat, weights[flat.chunk], f"bucket {index}")
         self._make_gradients()
         self.parameters = self.pieces()
         self.arrivals = ParameterArrivals(self.flats, self.weights, self)
-        self._order = BucketOrder(
+        self._bucket_order = BucketOrder(
             [flat.parameters for flat in self.flats],
             self._start_reduce,
             who=f"{self.name} rank {group.rank} of {group.size}",
@@ -147,14 +150,15 @@ class ShardedReplica(ZeroAxis):
     ) -> None:
         """The optimizer's step on this rank's pieces; then the new weights set out. Args: as
         DataAxis.update."""
-        self.arrivals.settle()
+        # a bucket that no forward has read may still travel
+        self.arrivals.wait_for_all()
         super().update(optimizer, lr=lr, clip=clip, squares=squares)
         self.arrivals.start()
 
     def collectives(self, scatters: Sequence[int]) -> list[Collective]:
         """Of each bucket so many reduce-scatters, its all-gather, and sums over copies."""
         sent = [
-            None if self.sharing.divides(flat) else self.scheme.sent_bytes(run)
+            None if self.sharing.has_copies(flat) else self.scheme.sent_bytes(run)
             for flat, run in zip(self.flats, self.scheme.runs, strict=True)
         ]
         return (

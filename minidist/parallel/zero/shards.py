@@ -58,8 +58,8 @@ class HybridSharding:
              of them).
              algorithm: of the all-reduce between copies; scheme: how gradients travel, several
              copies': between them.
-    Attributes: shard: the ranks that share this rank's copy; copies: how many there are.
-             replicas: those that hold this rank's shard, one a copy; None where there is one.
+    Attributes: shard_group: the ranks that share this rank's copy; copies: how many there are.
+             replica_group: those that hold this rank's shard, one a copy; None where there is one.
     Raises:  ConfigError if `shard` does not divide the group.
     """
 
@@ -84,28 +84,32 @@ class HybridSharding:
         self.recorder = recorder
         self.scheme = scheme or Scheme(algorithm)
         one = self.copies == 1
-        self.shard = group if one else group.split(group.rank // size, axis=f"{group.axis}.shard")
-        self.replicas = (
+        self.shard_group = (
+            group if one else group.split(group.rank // size, axis=f"{group.axis}.shard")
+        )
+        self.replica_group = (
             None if one else group.split(group.rank % size, axis=f"{group.axis}.replicas")
         )
         self._pending: list[Pending] = []
 
-    def divides(self, flat: Flat) -> bool:
-        """Return whether a flat has several copies."""
-        return self.copies > 1 and flat.group is self.shard
+    def has_copies(self, flat: Flat) -> bool:
+        """Return whether several copies hold the flat."""
+        return self.copies > 1 and flat.group is self.shard_group
 
-    def run(self, flat: Flat, chunk: slice | None = None) -> GradientRun:
-        """What the scheme sums: all of a flat; with copies a chunk (default: this rank's) over
-        them."""
-        if self.replicas is None or not self.divides(flat):
+    def gradient_run(self, flat: Flat, chunk: slice | None = None) -> GradientRun:
+        """Return what the scheme sums: all of a flat; with copies a chunk (default: this rank's)
+        over them."""
+        if self.replica_group is None or not self.has_copies(flat):
             return GradientRun.whole(flat.parameters, flat.group, "reduce_scatter")
         return GradientRun(
-            tuple((p, part) for p, _, part in flat.chunk_spans(chunk)), self.replicas, "all_reduce"
+            tuple((p, part) for p, _, part in flat.chunk_spans(chunk)),
+            self.replica_group,
+            "all_reduce",
         )
 
     def start_scatter(self, index: int, flat: Flat, gradients: Array, out: Array) -> Pending:
         """Begin to sum a flat's gradients within this copy; `out`: this rank's chunk of the sum."""
-        if not self.divides(flat):
+        if not self.has_copies(flat):
             return self.scheme.start_reduce_scatter(index, gradients, out)
         return flat.group.start_reduce_scatter(gradients, out=out, algorithm=self.algorithm)
 
@@ -115,12 +119,12 @@ class HybridSharding:
 
         Cost:    one all-reduce of the chunk over the copies; nothing where there is one copy.
         """
-        if self.replicas is not None:
-            self.recorder.announce(self.replicas.axis, f"all_reduce {what}")
+        if self.replica_group is not None:
+            self.recorder.announce(self.replica_group.axis, f"all_reduce {what}")
             self._pending.append(self.scheme.start_all_reduce(index, chunk))
 
-    def settle(self) -> None:
-        """Return when all sums are there."""
+    def wait_for_copies(self) -> None:
+        """Wait for the sums over the copies."""
         for pending in self._pending:
             pending.wait()
         self._pending = []
@@ -151,9 +155,6 @@ class ShardStore:
         self.host = MemoryAccount(whose="host memory")
         self._runs: dict[Flat, StoredRun] = {}
 
-    def take_name(self, who: str) -> None:
-        """Take the rank's name, for errors."""
-
     def keep(self, flat: Flat, weights: Array, name: str) -> None:
         """Keep this rank's chunk of a run's weights, (chunk_size,) on the device. Args: name: of
         the run, for errors and spans; once it is kept, a name of later weights is not used."""
@@ -181,9 +182,6 @@ class ShardStore:
                 parameter.keep_by("its float32 master")
         return flat.pieces(run.master, run.gradients)
 
-    def prefetch(self, flat: Flat) -> None:
-        """Prefetch the chunk's weights, where they are elsewhere."""
-
     def weights(self, flat: Flat, place: Array) -> Array:
         """Return the chunk's weights, on the device: in `place` (chunk_size,), or where they are
         anyway."""
@@ -202,13 +200,6 @@ class ShardStore:
             sums[...] = chunk
         else:
             sums += chunk
-
-    def before_buffer(self) -> None:
-        """Wait where a new gradient buffer would exceed the device's limit
-        (GradientShards._lend)."""
-
-    def wait_for_gradients(self) -> None:
-        """Return when the gradients of a backward, which is over, are where they belong."""
 
     @contextmanager
     def gradients(self, flats: Sequence[Flat]) -> Iterator[list[Array]]:
@@ -247,6 +238,21 @@ class ShardStore:
         weights."""
         run = self._runs[flat]
         return run.weights if run.master is None else run.master
+
+    # --------------------------------- nothing happens here; chapter 20's stores override these
+
+    def take_name(self, who: str) -> None:
+        """Take the rank's name, for errors."""
+
+    def read_ahead(self, flat: Flat) -> None:
+        """Take note that `weights` is called soon; only chapter 20's disk store reads."""
+
+    def before_buffer(self) -> None:
+        """Wait where a new gradient buffer would exceed the device's limit
+        (GradientShards._lend)."""
+
+    def wait_for_gradients(self) -> None:
+        """Return when the gradients of a backward, which is over, are where they belong."""
 
     def disk_bytes(self) -> int:
         """Return the bytes on disk."""
@@ -294,7 +300,7 @@ class ZeroAxis(DataAxis):
             group, shard, algorithm=algorithm, recorder=self.recorder, scheme=scheme
         )
         self.scheme: Scheme = self.sharing.scheme
-        self.first_copy = group.rank < self.sharing.shard.size
+        self.first_copy = group.rank < self.sharing.shard_group.size
         self.store = store or ShardStore()
         self.store.take_name(f"rank {group.world_rank}")
 
@@ -304,10 +310,10 @@ class ZeroAxis(DataAxis):
         if self.sharing.copies == 1:
             return
         for index, flat in enumerate(self.flats):
-            if self.sharing.divides(flat) and self.store.device_sums(flat) is None:
+            if self.sharing.has_copies(flat) and self.store.device_sums(flat) is None:
                 with self.store.gradients([flat]) as (shard,):
                     self.sharing.start_sum(index, shard, f"stored run {index}")
-                    self.sharing.settle()
+                    self.sharing.wait_for_copies()
 
     def pieces(self) -> list[Piece]:
         """This rank's piece of each parameter that learns, for the optimizer."""
@@ -321,7 +327,7 @@ class ZeroAxis(DataAxis):
     def squares(self) -> float:
         """The sum of the squares of the whole gradient. Cost: one all-gather of a float64 a rank,
         under `control`."""
-        return sum_in_order(self.sharing.shard, self.store.squares(self.parameters))
+        return sum_in_order(self.sharing.shard_group, self.store.squares(self.parameters))
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """As Strategy's. Every rank calls it.
@@ -330,15 +336,15 @@ class ZeroAxis(DataAxis):
         Cost:    a barrier, and an all-gather per bucket or unit, under `control`; one at a time.
         """
         with self.group.ledger.control():
-            self.sharing.shard.barrier()
+            self.sharing.shard_group.barrier()
         return self.store.state(self.model, self.stored, algorithm=self.algorithm)
 
     def sums_of_copies(self) -> list[Collective]:
         """The all-reduces of every shard of one copy over the copies, once a step."""
         runs = [
-            self.sharing.run(flat, slice(*edges))
+            self.sharing.gradient_run(flat, slice(*edges))
             for flat in self.flats
-            if self.sharing.divides(flat)
+            if self.sharing.has_copies(flat)
             for edges in pairwise(bounds(flat.size, flat.group.size))
         ]
         return [

@@ -64,7 +64,7 @@ class StageOrder(GatherOrder):
         schedule: Sequence[tuple[int, bool]],
     ) -> None:
         super().__init__(root, units)
-        self.is_first = False
+        self.before_first_backward = False  # no check for a NaN loss here
         self.segments = segments
         self.schedule = [each for each in schedule if segments[each[0]]]
         self._rest: list[tuple[int, bool]] = []  # of the schedule, in this pass
@@ -114,17 +114,17 @@ class StagedZero3(Zero3):
             [unit for module in segment for unit in self.units if unit.module is module]
             for segment in segments
         ]
-        self.order: StageOrder = StageOrder(self.root, self.units, units, order)
+        self.gather_order: StageOrder = StageOrder(self.root, self.units, units, order)
 
-    def _fetch_ahead(self, unit: Unit) -> int:
+    def _prefetch(self, unit: Unit) -> int:
         """Begin to gather the units of the segment that come after `unit`; with room left, read
         the next segment's first units from disk, and one more than fits."""
-        room = super()._fetch_ahead(unit)
+        room = super()._prefetch(unit)
         if room < 0:
             return room
-        for other in self.order.following:
+        for other in self.gather_order.following:
             room -= other.nbytes
-            other.prefetch()
+            other.read_ahead()
             if room < 0 or not self.ahead:
                 break
         return room
@@ -141,7 +141,7 @@ class StagedZero3(Zero3):
         calls = [
             ("all_gather", flat, times)
             for segment, times in enumerate(fetches)
-            for unit in self.order.units_of(segment)
+            for unit in self.gather_order.units_of(segment)
             for flat in unit.flats
         ]
         calls += [("all_gather", flat, 1) for flat in self.root.flats]
@@ -149,4 +149,4 @@ class StagedZero3(Zero3):
             ("reduce_scatter", flat, 1 if flat in self.root.flats else passes)
             for flat in self.flats
         ]
-        return self.collectives(calls)
+        return self._collectives_of(calls)

@@ -29,7 +29,8 @@ travel):
     bytes        2(P-1)/P × 4Ψ   as DDP: (P-1)/P × 4Ψ in the reduce-scatter, as much in the
                                  all-gather
     messages     2(P-1) × buckets
-    control      two float64: the loss, the squares of the gradient's norm
+    control      one float64, the loss, and with a Trainer two digests of its batch; another, the
+                 squares of the gradient's norm, with `clip` (or a loss scale)
 
 notes:   N0 ZeRO1, N4 §5
 Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
@@ -120,20 +121,20 @@ class Zero1(ShardedReplica):
                  ended.
         """
         with self.recorder.span("backward", notes="ZeRO-1 1"):
-            deferred = self._order.backward(
+            deferred = self._bucket_order.backward(
                 self.precision, share, dy, defer=defer, more_to_come=not last
             )
         if last:
             with self.recorder.span("wait for gradients", notes="ZeRO-1 2"):
                 self._take_sums(wait=True)
-                self.sharing.settle()
+                self.sharing.wait_for_copies()
                 self.store.wait_for_gradients()
             self._summed = True
         return deferred
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
         """Add the gradients that a backward has put off into the buckets."""
-        self._order.backward_weights(self.precision, deferred)
+        self._bucket_order.backward_weights(self.precision, deferred)
 
     def finish_step(self) -> None:
         """As DataAxis's; then what has left the device is summed over the copies."""
@@ -160,7 +161,7 @@ class Zero1(ShardedReplica):
             gradients = self.buckets[index].data
             if self.store.device_sums(flat) is None:
                 self.store.add(flat, gradients[flat.chunk], first=True)
-            elif flat.group is self.sharing.shard:
+            elif self.sharing.has_copies(flat):
                 self.sharing.start_sum(index, gradients[flat.chunk], f"bucket {index}")
 
     def traffic(self, passes: int) -> list[Collective]:

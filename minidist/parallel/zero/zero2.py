@@ -26,14 +26,15 @@ Cost, a step and rank, with A backward passes:
     bytes        (A+1)(P-1)/P × 4Ψ   every pass must reduce, since no rank can keep the sum of
                                      several; A = 1: as DDP
     messages     (A+1)(P-1) × buckets
-    control      two float64: the loss, the squares of the gradient's norm
+    control      one float64, the loss, and with a Trainer two digests of its batch; another, the
+                 squares of the gradient's norm, with `clip` (or a loss scale)
 
 notes:   N0 ZeRO2, N4 §6
 Source:  Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
          Models".
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -41,7 +42,7 @@ from minidist.autograd.backward import WeightGradient
 from minidist.autograd.tensor import Parameter, Tensor
 from minidist.comm.group import Group
 from minidist.device.backend import Array
-from minidist.nn import GPT, Module
+from minidist.nn import GPT
 from minidist.optim import Optimizer
 from minidist.parallel.step.flat import Flat, Piece
 from minidist.parallel.step.step import Batch, part_of
@@ -83,9 +84,22 @@ def plain_zero2(
             group.all_gather(weights[flat.chunk].copy(), out=weights, algorithm="ring")
 
 
-# `Zero2` below reduces buckets, not parameters, and backward goes on meanwhile: two buckets of
-# gradients are alive, one that fills and one on its way. Several passes add up in the chunks;
-# all-gathers overlap the next forward.
+# `Zero2` below reduces buckets, not parameters, while backward continues: two buckets of gradients
+# live, one that fills and one in flight. Several passes add up in the chunks. One step, with one
+# copy of the state:
+#   begin_step   marks the shards empty; no message
+#   forward      the first read of a weight waits for its bucket's all-gather, which the previous
+#                update started: ParameterArrivals._arrive (replica.py)
+#   backward     a bucket's first gradient takes a buffer: GradientShards._lend
+#                its last one starts the reduce-scatter: BucketOrder._final (data/buckets.py),
+#                _start_reduce, GradientShards.start
+#                the sum goes into the shard, the buffer is freed: GradientShards.take_sum
+#   finish_step  nothing (several copies: chapter 16; offload: chapter 20)
+#   conclude     all-gathers the loss; with `clip` also the squares of the norm
+#   update       changes this rank's chunks, then starts an all-gather per bucket (replica.py)
+#
+# The stages of a pipeline, each of which goes backward by itself, are for chapter 17
+# (staged_zero2.py).
 
 
 class Zero2(ShardedReplica):
@@ -99,24 +113,11 @@ class Zero2(ShardedReplica):
     reduces_each_pass = True
 
     def _make_gradients(self) -> None:
-        """Shards, and buffers that are lent to buckets."""
+        """Make the shards, and lend buffers to buckets."""
         self.gradients = GradientShards(self, "bucket")
-        self._segments = [list(range(len(self.flats)))]  # the runs of each segment
-
-    def set_segments(
-        self, segments: Sequence[Sequence[Module]], order: Sequence[tuple[int, bool]] = ()
-    ) -> None:
-        """A backward of a segment reaches, and reduces, the runs of its modules alone."""
-        reached = [
-            {parameter for module in segment for parameter in module.parameters()}
-            for segment in segments
-        ]
-        self._segments = [
-            [i for i, flat in enumerate(self.flats) if flat.parameters[0] in own] for own in reached
-        ]
 
     def begin_step(self) -> None:
-        """The next sums replace the shards."""
+        """Mark the shards empty: the next sums replace them."""
         self._summed = False
         self.gradients.forget()
         self.scheme.begin_step(self.precision.scale)
@@ -136,23 +137,22 @@ class Zero2(ShardedReplica):
         Args:    as DataAxis.backward. What is put off is reduced by backward_weights.
         Cost:    one reduce-scatter a bucket, begun during backward; returns when all have ended.
         """
-        self._arrange(segment)
         self.gradients.begin(last=last)
         with self.recorder.span("backward", notes="ZeRO-2 1a"):
-            deferred = self._order.backward(
+            deferred = self._bucket_order.backward(
                 self.precision, share, dy, defer=defer, more_to_come=defer
             )
         if not defer:
             with self.recorder.span("wait for gradients", notes="ZeRO-2 1b"):
                 self.gradients.finish()
+        # False: no backward of this step was the last, so the copies are not summed
         self._summed = last
         return deferred
 
     def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
         """Compute what a backward has put off, and reduce all that the segment's parameters have
         then."""
-        self._arrange(segment)
-        self._order.backward_weights(self.precision, deferred)
+        self._bucket_order.backward_weights(self.precision, deferred)
         self.backward(None, segment=segment, last=False)
 
     def finish_step(self) -> None:
@@ -161,20 +161,10 @@ class Zero2(ShardedReplica):
             self.gradients.sum_copies()
         self.sum_stored()
 
-    def _arrange(self, segment: int) -> None:
-        """This backward reaches the runs of one segment."""
-        if len(self._segments) > 1:
-            self._order.arrange([self.flats[index].parameters for index in self._segments[segment]])
-        self._segment = segment
-
     def _start_reduce(self, index: int) -> None:
-        """The bucket, by its number among those of the segment, sets out."""
-        self.gradients.start(self._segments[self._segment][index])
+        """Begin the reduce-scatter of a bucket."""
+        self.gradients.start(index)
 
     def traffic(self, passes: int) -> list[Collective]:
-        """A reduce-scatter a bucket and pass, or for each segment that reaches it; an all-gather a
-        bucket."""
-        segments = [
-            sum(index in segment for segment in self._segments) for index in range(len(self.flats))
-        ]
-        return self.collectives([passes * count for count in segments])
+        """Return a reduce-scatter per bucket and pass, and an all-gather per bucket."""
+        return self.collectives([passes] * len(self.flats))

@@ -20,7 +20,7 @@ What each rank holds, Ψ parameters in float32 with Adam (K = 8) on P ranks:
     together     16Ψ     4Ψ + 12Ψ/P    16Ψ/P: the only stage that stores nothing twice
 
 What belongs to no unit is the root: a tied embedding, used at both ends. It is gathered when a step
-begins and held to its last backward. Where P does not divide a unit, gathering works on copies: two
+begins and held until the update. Where P does not divide a unit, gathering works on copies: two
 units of communication memory.
 
 Cost, a step and rank, with A backward passes, R of the Ψ parameters in the root:
@@ -29,7 +29,8 @@ Cost, a step and rank, with A backward passes, R of the Ψ parameters in the roo
                  (P-1)/P × 4 × (2A(Ψ-R) + (1+A)R)   where units stay to backward
                                                     (`free_after_forward=False`)
     messages     P-1 for each of these collectives, on a ring
-    control      two float64: the loss, the squares of the gradient's norm
+    control      one float64, the loss, and with a Trainer two digests of its batch; another, the
+                 squares of the gradient's norm, with `clip` (or a loss scale)
 
 With `shard` < P ranks a copy, P is that number here, and sums of shards travel between copies
 (zero/shards.py). All ranks must run the same units in the same order; so a rank without a row runs
@@ -120,10 +121,25 @@ def plain_zero3(
         unit.gather()
 
 
-# `Zero3` below adds prefetch: the next unit's weights come while this one computes, and gradients
-# leave meanwhile; a GatherOrder (fsdp_units.py) knows which unit is next. It also takes parameters
-# outside any unit (the root), weights drawn chunk by chunk, several passes, low precision. A
-# pipeline's stages, each of which goes backward by itself, are for chapter 17 (staged_zero3.py).
+# `Zero3` below adds prefetch: the next unit's weights travel while this one computes, and so do
+# gradients; a GatherOrder (fsdp_units.py) knows which unit is next. It also takes parameters outside
+# any unit (the root), weights drawn chunk by chunk, several passes, low precision. One step, with
+# one copy of the state; the numbers are those of PlainUnit:
+#   begin_step      marks the shards empty; no message
+#   begin_pass      all-gathers the root (empty unless the model is tied), unless it is there
+#   forward 1       start this unit's all-gather unless prefetch did; start the next units'; wait for
+#                   this one: _before_forward
+#   forward 3       free it: _after_forward
+#   backward 1      as forward 1, in reverse order: _before_backward; autograd reads p.data again
+#                   (tape.py)
+#   backward 2      a unit's first gradient takes a buffer: GradientShards._lend
+#   backward 3, 4   free the weights; start the reduce-scatter, then wait for the previous one and
+#                   free its buffer: _after_backward, GradientShards.start
+#   _reduce_rest    the root, and what backward did not reach; wait for the last sum
+#   update          free the root, change this rank's chunks; no all-gather
+#
+# The stages of a pipeline, each of which goes backward by itself, are for chapter 17
+# (staged_zero3.py).
 
 
 class Zero3(ZeroAxis):
@@ -131,10 +147,10 @@ class Zero3(ZeroAxis):
 
     Args:    model: weights drawn, equal on all ranks; or not yet drawn, with `seed`: then each rank
              draws its chunks.
-             units: its modules (default: children) without a common parameter, used through calls
-             alone; else: root.
-             ahead: how much may be gathered before its turn, in units as large as the largest; 0:
-             nothing.
+             units: its modules (default: children) without a common parameter, used only through
+             calls; the rest is the root.
+             ahead: the unit at work and those gathered early take at most (1 + ahead) × the
+             largest; 0: none early.
              free_after_forward: False: keep a unit until its backward (more memory, less traffic).
              the others, and Attributes: as ZeroAxis (zero/shards.py).
     Raises:  ConfigError for units that overlap or `ahead` below 0; MismatchError if ranks do not
@@ -176,10 +192,11 @@ class Zero3(ZeroAxis):
         if seed is None:
             check_equal_replicas(model.parameters(), group, when="before the first step")
         self.units, self.root = make_units(self, units, ahead, seed=seed, device=device)
-        self.order = GatherOrder(self.root, self.units)
+        self.gather_order = GatherOrder(self.root, self.units)
         self.stored = [flat for unit in (*self.units, self.root) for flat in unit.flats]
         self.flats = [flat for unit in (*self.units, self.root) for flat in unit.learning]
-        self.scheme.attach([self.sharing.run(flat) for flat in self.flats])
+        # the plain scheme: it knows each run's group
+        self.scheme.attach([self.sharing.gradient_run(flat) for flat in self.flats])
         self.gradients = GradientShards(self, "unit part")
         self.parameters = self.pieces()
         self._unreduced: list[Unit] = []  # their gradients have not set out in this backward
@@ -189,46 +206,53 @@ class Zero3(ZeroAxis):
 
     def _watch(self, unit: Unit) -> None:
         module: Any = unit.module
-        module.register_forward_pre_hook(lambda module, args: self._enter(unit))
-        module.register_forward_hook(lambda module, args, result: self._leave(unit, result))
-        module.register_backward_pre_hook(lambda module: self._enter_backward(unit))
-        module.register_backward_hook(lambda module: self._leave_backward(unit))
+        # forward 1
+        module.register_forward_pre_hook(lambda module, args: self._before_forward(unit))
+        # forward 3
+        module.register_forward_hook(lambda module, args, result: self._after_forward(unit, result))
+        # backward 1
+        module.register_backward_pre_hook(lambda module: self._before_backward(unit))
+        # backward 3, 4
+        module.register_backward_hook(lambda module: self._after_backward(unit))
 
     def begin_step(self) -> None:
-        """The next sums replace the shards."""
+        """Mark the shards empty: the next sums replace them."""
         self._summed = False
         self.gradients.forget()
 
     def begin_pass(self) -> None:
         """Gather the root; it stays until the update."""
-        self.root.fetch()
-        self.root.complete()
-        self.order.begin_pass()
+        self.root.start_gather()
+        self.root.wait_for_weights()
+        self.gather_order.begin_pass()
 
-    def _enter(self, unit: Unit) -> None:
-        """Before a unit's forward: its weights come, and the next units' set out."""
-        unit.fetch()
-        self.order.enter(unit)
-        self._fetch_ahead(unit)
-        unit.complete()
+    def _before_forward(self, unit: Unit) -> None:
+        """Gather a unit's weights before its forward, and start to gather the next units'."""
+        unit.start_gather()
+        self.gather_order.enter(unit)
+        self._prefetch(unit)
+        unit.wait_for_weights()
 
-    def _leave(self, unit: Unit, result: object) -> None:
-        """After a unit's forward. It counts its calls that have a backward to come."""
+    def _after_forward(self, unit: Unit, result: object) -> None:
+        """Count the call if it has a backward to come, and free the unit after its forward."""
         if isinstance(result, Tensor) and result.requires_grad:
             unit.calls += 1
         if self.free_after_forward or not unit.calls:
             unit.free()
 
-    def _fetch_ahead(self, unit: Unit) -> int:
-        """Begin to gather the units that come after `unit`, up to (1 + ahead) × the largest; the
-        next one may be read from disk. Return the bytes that are left, below 0 if a unit is."""
+    def _prefetch(self, unit: Unit) -> int:
+        """Start to gather the units after `unit`, up to (1 + ahead) × the largest.
+
+        Returns: the bytes that are left; -1 if a unit did not fit. Only StagedZero3 uses them.
+        """
         room = (1 + self.ahead) * self._largest - unit.nbytes
-        for other in self.order.coming:
+        for other in self.gather_order.coming:
             room -= other.nbytes
             if room < 0 or not self.ahead:
-                other.prefetch()
+                # beyond the limit of `ahead`: only read it from disk (chapter 20)
+                other.read_ahead()
                 return -1
-            other.fetch()
+            other.start_gather()
         return room
 
     def backward(
@@ -248,18 +272,19 @@ class Zero3(ZeroAxis):
                  have ended.
         Raises:  GradientError if the first loss is NaN, as it is where a freed weight was used.
         """
-        if share is not None and self.order.is_first:
+        if share is not None and self.gather_order.before_first_backward:
             self._refuse_nan(share)
         self.gradients.begin(last=last)
-        self.order.begin_backward(segment)
-        self._unreduced = [] if defer else list(self.order.units_of(segment))
+        self.gather_order.begin_backward(segment)
+        self._unreduced = [] if defer else list(self.gather_order.units_of(segment))
         deferred = []
         if share is not None:
             with self.recorder.span("backward", notes="ZeRO-3 backward 2"):
                 deferred = self.precision.backward(share, dy, defer_weights=defer)
         if not defer:
             self._reduce_rest()
-        self.order.end_backward()
+        self.gather_order.end_backward()
+        # False: no backward of this step was the last, so the copies are not summed
         self._summed = last
         return deferred
 
@@ -270,35 +295,22 @@ class Zero3(ZeroAxis):
                 f"unit's weight used outside its call (a tied one)? leave its module out of units="
             )
 
-    def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
-        """Compute what a backward has put off, and reduce all that the segment's units have
-        then."""
-        self.precision.backward_weights(deferred)
-        self._unreduced = list(self.order.units_of(segment))
-        self._reduce_rest()
-
-    def finish_step(self) -> None:
-        """Sum the shards over the copies, unless a last backward did."""
-        if not self._summed:
-            self.gradients.sum_copies()
-        self.sum_stored()
-
-    def _enter_backward(self, unit: Unit) -> None:
-        """Before a unit's backward: its weights come again, and those of the units before it in
-        forward set out."""
-        unit.fetch()
-        self.order.enter_backward(unit)
+    def _before_backward(self, unit: Unit) -> None:
+        """Gather a unit's weights before its backward, and start to gather those of the units
+        before it in forward."""
+        unit.start_gather()
+        self.gather_order.enter_backward(unit)
         if self.free_after_forward:
-            self._fetch_ahead(unit)
-        unit.complete()
+            self._prefetch(unit)
+        unit.wait_for_weights()
 
-    def _leave_backward(self, unit: Unit) -> None:
-        """After a unit's backward: it is free, and after the last of its calls its gradients set
-        out."""
+    def _after_backward(self, unit: Unit) -> None:
+        """Free a unit after its backward; after the last of its calls, start to reduce its
+        gradients."""
         unit.calls -= 1
         if self.free_after_forward or not unit.calls:
             unit.free()
-        if unit not in self.order.coming:
+        if unit not in self.gather_order.coming:
             self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
@@ -315,6 +327,23 @@ class Zero3(ZeroAxis):
             for unit in reversed(list(self._unreduced)):
                 self._reduce(unit)
             self.gradients.finish()
+
+    # ------------------------------------------------ chapter 17: gradients put off, several copies
+
+    def backward_weights(self, deferred: list[WeightGradient], *, segment: int = 0) -> None:
+        """Compute what a backward has put off, and reduce all that the segment's units have
+        then."""
+        self.precision.backward_weights(deferred)
+        self._unreduced = list(self.gather_order.units_of(segment))
+        self._reduce_rest()
+
+    def finish_step(self) -> None:
+        """Sum the shards over the copies, unless a last backward did."""
+        if not self._summed:
+            self.gradients.sum_copies()
+        self.sum_stored()
+
+    # ------------------------------------------------------------------------ evaluation and update
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -337,6 +366,8 @@ class Zero3(ZeroAxis):
         self.root.free()
         super().update(optimizer, lr=lr, clip=clip, squares=squares)
 
+    # -------------------------------------------------------------- for checkpoints and cost tables
+
     def frozen(self, *, changes: bool) -> Iterator[tuple[Parameter, range, Array]]:
         """As Strategy's: of units this rank's pieces, the others whole."""
         divided = {parameter for flat in self.stored for parameter in flat.parameters}
@@ -357,9 +388,9 @@ class Zero3(ZeroAxis):
         calls = [("all_gather", flat, gathers) for unit in self.units for flat in unit.flats]
         calls += [("all_gather", flat, 1) for flat in self.root.flats]
         calls += [("reduce_scatter", flat, passes) for flat in self.flats]
-        return self.collectives(calls)
+        return self._collectives_of(calls)
 
-    def collectives(self, calls: Iterable[tuple[str, Flat, int]]) -> list[Collective]:
+    def _collectives_of(self, calls: Iterable[tuple[str, Flat, int]]) -> list[Collective]:
         """Return the collectives of (verb, run, times), and the sums over the copies."""
         return [
             Collective(verb, flat.nbytes, flat.group)

@@ -21,8 +21,8 @@ from minidist.parallel.hybrid import hybrid_step
 from minidist.parallel.hybrid.hybrid import Mesh, Plan
 from minidist.parallel.pipeline.stages import StageModel
 from minidist.parallel.zero.gradient_shards import GradientShards
+from minidist.parallel.zero.staged_zero2 import StagedZero2
 from minidist.parallel.zero.staged_zero3 import StagedZero3
-from minidist.parallel.zero.zero2 import Zero2
 
 EVERYTHING = {
     "dp": 2,
@@ -289,7 +289,7 @@ def test_planted_bugs(bug: str, plan: dict[str, Any], monkeypatch: pytest.Monkey
             lambda self, stage, deferred: self.precision.backward_weights(deferred),
         ),
         "a stage's gradients not reduced": (
-            Zero2,
+            StagedZero2,
             "set_segments",
             lambda self, segments, order: self.__dict__.update(_segments=[[] for _ in segments]),
         ),

@@ -35,10 +35,10 @@ def test_the_first_forward_teaches_the_order() -> None:
     root: Any = FakeUnit("root")
     a, b, c = units = units_named("abc")
     order: Any = GatherOrder(root, units)
-    assert order.is_first
+    assert order.before_first_backward
     assert forward(order, [a, b, c]) == ["", "", ""]
     assert backward(order, [c, b, a]) == ["ba", "a", ""]
-    assert not order.is_first
+    assert not order.before_first_backward
     assert forward(order, [a, b, c]) == ["bc", "c", ""]
     assert names_of(order.units_of(0)) == "rootabc"
 

@@ -69,14 +69,14 @@ def test_they_set_out_in_the_order_of_use() -> None:
 def test_an_update_waits_for_weights_that_nobody_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a rank would change what it is still sending."""
     waited: list[int] = []
-    settle = ParameterArrivals.settle
+    wait_for_all = ParameterArrivals.wait_for_all
 
     def watched(self: Any) -> None:
         waited.append(len(self._pending))
-        settle(self)
+        wait_for_all(self)
         assert not self._pending
 
-    monkeypatch.setattr(ParameterArrivals, "settle", watched)
+    monkeypatch.setattr(ParameterArrivals, "wait_for_all", watched)
 
     def job(world: Any) -> None:
         model = GPT(tiny())

@@ -19,7 +19,7 @@ def two_stages() -> tuple[Any, Any]:
 
 def test_a_stage_knows_its_units_before_the_first_forward() -> None:
     order, (a, b, c, d) = two_stages()
-    assert not order.is_first
+    assert not order.before_first_backward
     for unit, coming, following in ((a, "b", "cd"), (b, "", "cd"), (c, "d", "dc"), (d, "", "dc")):
         order.enter(unit)
         assert names_of(order.coming) == coming

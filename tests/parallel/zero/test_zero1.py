@@ -140,8 +140,11 @@ def test_buckets_set_out_in_order_during_backward() -> None:
         lines = []
         model.initialize(0)
         strategy = Zero1(model, world, bucket_bytes=SMALL_BUCKETS)
-        start = strategy._order.start
-        strategy._order.start = lambda index: (lines.append(f"bucket {index}"), start(index))[1]  # type: ignore
+        start = strategy._bucket_order.start
+        strategy._bucket_order.start = lambda index: (
+            lines.append(f"bucket {index}"),
+            start(index),
+        )[1]  # type: ignore
         list(model.parameters())[0].hooks.append(lambda parameter: lines.append("first parameter"))
         strategy.backward(
             strategy.forward(strategy.part_of(global_batch(0, 4, tiny())), divisor=24)

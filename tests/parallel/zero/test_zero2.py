@@ -92,8 +92,10 @@ def test_ranks_that_use_different_parameters(stage: Any, bucket_bytes: int) -> N
 @pytest.mark.parametrize("bug", ["forgets to add", "forgets nothing", "frees too early"])
 def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "forgets to add":
-        settle = GradientShards.settle
-        monkeypatch.setattr(GradientShards, "settle", lambda self: (settle(self), self.forget())[0])
+        take_sum = GradientShards.take_sum
+        monkeypatch.setattr(
+            GradientShards, "take_sum", lambda self: (take_sum(self), self.forget())[0]
+        )
     elif bug == "forgets nothing":
         monkeypatch.setattr(GradientShards, "forget", lambda self: None)
     else:
@@ -157,11 +159,11 @@ def test_bytes_a_parameter(size: int, tied: bool) -> None:
 
 def test_a_bucket_that_is_not_freed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Any] = []
-    settle = GradientShards.settle
+    take_sum = GradientShards.take_sum
     monkeypatch.setattr(
         GradientShards,
-        "settle",
-        lambda self: (kept.extend(self._buffers.values()), settle(self))[1],
+        "take_sum",
+        lambda self: (kept.extend(self._buffers.values()), take_sum(self))[1],
     )
     with pytest.raises(AssertionError):
         test_bytes_a_parameter(2, False)
@@ -178,8 +180,11 @@ def test_a_bucket_sets_out_when_its_last_gradient_is_final() -> None:
         for parameter in model.parameters():
             parameter.hooks.append(lambda parameter: lines.append(parameter.name))
         strategy = Zero2(model, world, bucket_bytes=SMALL_BUCKETS)
-        start = strategy._order.start
-        strategy._order.start = lambda index: (lines.append(f"bucket {index}"), start(index))[1]  # type: ignore
+        start = strategy._bucket_order.start
+        strategy._bucket_order.start = lambda index: (
+            lines.append(f"bucket {index}"),
+            start(index),
+        )[1]  # type: ignore
         strategy.backward(
             strategy.forward(strategy.part_of(global_batch(0, 4, tiny())), divisor=24)
         )

@@ -125,8 +125,10 @@ def test_ranks_that_use_different_parameters() -> None:
 @pytest.mark.parametrize("bug", ["forgets to add", "stale weights", "skips a unit"])
 def test_planted_bugs_break_parity(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "forgets to add":
-        settle = GradientShards.settle
-        monkeypatch.setattr(GradientShards, "settle", lambda self: (settle(self), self.forget())[0])
+        take_sum = GradientShards.take_sum
+        monkeypatch.setattr(
+            GradientShards, "take_sum", lambda self: (take_sum(self), self.forget())[0]
+        )
     elif bug == "stale weights":
         free = Unit.free
         monkeypatch.setattr(
