@@ -154,7 +154,7 @@ def _a_message() -> float:
     def message() -> None:
         times.sent(1, 1, 1000)
         if (arrival := times.posted(1, 1, 1000)) is not None:
-            arrival.accepted()
+            arrival.accepted(1000)
             arrival.waited(False)
         times._in.clear()
 
