@@ -155,7 +155,7 @@ def _a_message() -> float:
         times.sent(1, 1, 1000)
         if (arrival := times.posted(1, 1, 1000)) is not None:
             arrival.accepted(1000)
-            arrival.waited(False)
+            arrival.over(False)
         times._in.clear()
 
     return best_seconds(message)
