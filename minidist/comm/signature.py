@@ -100,7 +100,7 @@ def pack_block(dtype: "np.dtype", shape: tuple[int, ...], device: str) -> bytes:
 
 
 class Signature(NamedTuple):
-    """One rank's description of a call. Compared field by field, except `where`."""
+    """A rank's description of a call. Compared field by field, except `where`."""
 
     group: int
     sequence: int

@@ -4,7 +4,7 @@ admit.
 A connection that does not pass the handshake (wire.py) within a few seconds, claims a rank that is
 taken, or names another job size is refused; the first TOLD refusals are logged with the address. At
 most PENDING connections, or two for each rank that may connect, are unproven at a time; the oldest
-is closed first, so many slow strangers cannot keep a rank out. A rank whose connection is closed
+is closed first: many slow strangers cannot keep a rank out. A rank whose connection is closed
 for others calls again. A rank that has passed the handshake is notified of it only when its
 connection can no longer be closed for others.
 """

@@ -1,5 +1,5 @@
-"""Why a job fails: the first rank that did not end well and how it ended, or a signal to its
-launcher."""
+"""The reason why a job fails: the first rank that did not end well and how it ended, or a signal to
+its launcher."""
 
 import contextlib
 import dataclasses
