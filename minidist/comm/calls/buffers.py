@@ -167,7 +167,7 @@ class OutputArray:
         array = result.array(shape, dtype)      # contiguous, on `device`: for the algorithm to fill
         return result.deliver(None, "cpu")      # out, or the new array, on the requested device
 
-    Attributes: out     the caller's; `target` is `out` as a plain array of any subclass
+    Attributes: out     the caller's; `target` is `out` viewed as a plain array, not a subclass
                 device  the device on which the algorithm works
                 side    the stream of the algorithm, if the array is allocated inside its work; else
                         None

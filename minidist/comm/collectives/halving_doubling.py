@@ -100,7 +100,6 @@ def all_reduce(call: Call, x: np.ndarray, out: np.ndarray, op: Reduction) -> Non
     """Reduce by Rabenseifner's algorithm: halve, then double; the result is in `out`.
 
     Cost:    2 Q log2(Q) + 2(P-Q) messages in all, 2 log2(Q) + 2 one after the other (without the 2
-             where P = Q). 2(P-1)*nbytes over all ranks, exactly. No workspace: partial sums stand
              where P = Q). 2(P-1)*nbytes over all ranks, exactly. No workspace: partial sums are
              kept in `out`.
     Rounding: low precision is added in float32 and rounded once per step, ceil(log2 P) times.

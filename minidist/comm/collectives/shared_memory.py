@@ -128,8 +128,8 @@ def broadcast(call: Call, x: np.ndarray | None, place: Place, root: int) -> np.n
 
 
 def all_to_all(call: Call, parts: Sequence[np.ndarray], place: PlaceOf) -> list[np.ndarray]:
-    """Show the shapes of the parts, and also the parts, or lend them if all have more than 2 MiB;
-    copy the parts for this rank.
+    """Show the shapes of the parts, and also the parts, or lend them if together they have more
+    than 2 MiB; copy the parts for this rank.
 
     P=3      r0                   r1                   r2
     show     shapes, .  p1 p2     shapes, p0 .  p2     shapes, p0 p1 .        all wait for all

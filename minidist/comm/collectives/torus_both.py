@@ -9,7 +9,7 @@ another dim, or goes in the other direction:
                      3, rightwards
                      part 1: the same, leftwards                     part 3: the same, leftwards
 
-    a part           reduce-scatter in the ring of its first dim; of the chunk that comes out of it,
+    a part           reduce-scatter in the ring of its first dim; of the resulting chunk,
                      reduce-scatter in the ring of the next; ...; then all-gather in the same rings,
                      the last first
 
